@@ -1,0 +1,1 @@
+"""Measuring servers over HTTP: timed streams, load, percentiles. Works against any OpenAI-compatible server."""

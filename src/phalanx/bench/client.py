@@ -1,0 +1,188 @@
+"""One request to an OpenAI-compatible server, streamed, with a time stamp for every piece of text.
+
+Used by the load generator and by the command line (`chat`, `demo`). Knows OpenAI's wire format, not this project's
+server: it works against any.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from phalanx.errors import PhalanxError
+
+CONNECT_S = 10.0
+NO_LIMIT = httpx.Timeout(None, connect=CONNECT_S)  # a model may think for as long as it wants
+UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+
+
+class RequestFailed(PhalanxError):
+    """The server refused or broke a request. `status` is None when no status came."""
+
+    def __init__(self, message: str, *, remedy: str = "", status: int | None = None) -> None:
+        super().__init__(message, remedy=remedy)
+        self.status = status
+
+
+class Exchange(Struct, frozen=True, kw_only=True):
+    """A finished stream. Times are seconds on this process's monotonic clock."""
+
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    sent: float
+    arrivals: tuple[float, ...]  # of chunks with text, in order
+    ended: float
+    timing: dict[str, float] | None = None  # our server's own figures, where it sent them
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Request sent to first text; None without text."""
+        return self.arrivals[0] - self.sent if self.arrivals else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per token after the first."""
+        n = self.completion_tokens or len(self.arrivals)
+        if not self.arrivals or n < 2:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (n - 1)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Decoding speed after the first token."""
+        return 1.0 / self.tpot_s if self.tpot_s else None
+
+
+def open_client(base_url: str, api_key: str | None = None) -> httpx.AsyncClient:
+    """A client for `base_url` (which ends in /v1). Proxies of the environment are not for loopback; none is used."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.AsyncClient(base_url=base_url, headers=headers, timeout=NO_LIMIT, limits=UNLIMITED, trust_env=False)
+
+
+async def first_model(client: httpx.AsyncClient) -> str:
+    """The name of the first model the server lists.
+
+    Raises:
+        RequestFailed: no server there, a wrong key, or no model.
+    """
+    try:
+        response = await client.get("/models")
+    except httpx.HTTPError as error:
+        raise _unreachable(client, error) from error
+    if response.status_code != httpx.codes.OK:
+        raise _refused(response)
+    listed = response.json().get("data", [])
+    if not listed:
+        raise RequestFailed(f"{client.base_url} lists no model.")
+    return str(listed[0]["id"])
+
+
+async def stream_chat(
+    client: httpx.AsyncClient,
+    body: Mapping[str, Any],
+    *,
+    on_text: Callable[[str], None] | None = None,
+    path: str = "/chat/completions",
+) -> Exchange:
+    """Post `body` as a streaming request and read the answer to its end.
+
+    Raises:
+        RequestFailed: the server cannot be reached, answers an error, or breaks the stream.
+    """
+    request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    record = _Record(on_text)
+    try:
+        async with client.stream("POST", path, json=request) as response:
+            if response.status_code != httpx.codes.OK:
+                await response.aread()
+                raise _refused(response)
+            async for event in _events(response):
+                record.take(event)
+    except httpx.HTTPError as error:
+        raise _unreachable(client, error) from error
+    return record.exchange()
+
+
+class _Record:
+    """Collects the events of one stream."""
+
+    def __init__(self, on_text: Callable[[str], None] | None) -> None:
+        self._on_text = on_text
+        self._sent = time.monotonic()
+        self._arrivals: list[float] = []
+        self._pieces: list[str] = []
+        self._finish_reason: str | None = None
+        self._usage: dict[str, Any] = {}
+        self._timing: dict[str, float] | None = None
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One event's JSON."""
+        if "error" in event:
+            raise RequestFailed(f"The stream ended with an error: {_message(event)}")
+        for choice in event.get("choices") or ():
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            if text:
+                self._arrivals.append(time.monotonic())
+                self._pieces.append(text)
+                if self._on_text is not None:
+                    self._on_text(text)
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        self._usage = event.get("usage") or self._usage
+        self._timing = event.get("timing") or self._timing
+
+    def exchange(self) -> Exchange:
+        """The whole, once the stream has ended."""
+        return Exchange(
+            text="".join(self._pieces),
+            finish_reason=self._finish_reason,
+            prompt_tokens=self._usage.get("prompt_tokens"),
+            completion_tokens=self._usage.get("completion_tokens"),
+            sent=self._sent,
+            arrivals=tuple(self._arrivals),
+            ended=time.monotonic(),
+            timing=self._timing,
+        )
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of each `data:` line up to [DONE]; comments and other fields are skipped."""
+    done = False
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            done = True
+            continue
+        yield msgspec.json.decode(data)
+    if not done:
+        raise RequestFailed("The stream broke off before its end.")
+
+
+def _refused(response: httpx.Response) -> RequestFailed:
+    try:
+        message = _message(response.json())
+    except ValueError:
+        message = response.text[:500]
+    return RequestFailed(
+        f"{response.request.url} answered {response.status_code}: {message}", status=response.status_code
+    )
+
+
+def _message(body: Any) -> str:
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def _unreachable(client: httpx.AsyncClient, error: httpx.HTTPError) -> RequestFailed:
+    return RequestFailed(
+        f"No answer from {client.base_url}: {error or type(error).__name__}.",
+        remedy="Is the server running there? `phalanx serve` prints its address.",
+    )

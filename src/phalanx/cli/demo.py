@@ -1,0 +1,96 @@
+"""`phalanx demo`: what a newcomer sees first. Serves the bundled model for real and streams one answer.
+
+A script on top of the other commands; does not know how anything is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from phalanx.bench.client import Exchange, RequestFailed, open_client, stream_chat
+from phalanx.cli.private import PrivateServer, free_port
+from phalanx.cli.terminal import note
+from phalanx.config import DEFAULT_PORT
+from phalanx.errors import ExitCode, PhalanxError
+
+PROMPT = "What is phalanx?"
+MAX_TOKENS = 120
+WARM_UP = "Hello!"
+
+
+class DemoFailed(PhalanxError):
+    """The demo did not end as it should."""
+
+
+def command(
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask.")] = PROMPT,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the server running.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port, if it is free.")] = DEFAULT_PORT,
+) -> int:
+    """Serve the bundled model and stream one answer, with its speed."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print("[bold]$ phalanx serve demo[/]")
+    server = PrivateServer("demo", ["--port", str(free_port(port))], keep=keep)
+    done = False
+    try:
+        server.wait_ready(note)
+        console.print(f"serving at {server.url}\n")
+        body = {
+            "model": server.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+            "max_tokens": MAX_TOKENS,
+        }
+        exchange = asyncio.run(_ask(console, server.url, body))
+        _show_speed(console, exchange)
+        _show_curl(console, server.url, body)
+        done = True
+    finally:
+        if not (keep and done):
+            code = server.stop()
+    if keep:
+        console.print(f"\nThe server stays (log: {escape(str(server.log))}). Stop it with: [bold]kill {server.pid}[/]")
+    elif code != ExitCode.OK:
+        raise DemoFailed(f"The server ended with status {code}.", remedy=f"See {server.log}.")
+    else:
+        console.print("\nThe server has ended in order. `make demo KEEP=1` leaves it running.")
+    return ExitCode.OK
+
+
+async def _ask(console: Console, url: str, body: dict[str, Any]) -> Exchange:
+    async with open_client(url) as client:
+        await stream_chat(client, {**body, "messages": [{"role": "user", "content": WARM_UP}], "max_tokens": 4})
+        console.print(f"[bold cyan]you  [/] {escape(body['messages'][0]['content'])}")
+        console.print("[bold green]model[/] ", end="")
+        exchange = await stream_chat(client, body, on_text=lambda text: print(text, end="", flush=True))
+        print("\n")
+    if not exchange.text.strip() or exchange.finish_reason is None:
+        raise RequestFailed(f"The answer is empty (finish_reason {exchange.finish_reason}).")
+    return exchange
+
+
+def _show_speed(console: Console, exchange: Exchange) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    assert exchange.ttft_s is not None
+    table.add_row("time to first token", f"{exchange.ttft_s * 1000:.0f} ms")
+    if exchange.tokens_per_s is not None:
+        table.add_row("decoding", f"{exchange.tokens_per_s:.1f} tokens/s")
+    table.add_row("tokens", f"{exchange.prompt_tokens} in the prompt, {exchange.completion_tokens} in the answer")
+    table.add_row("ended by", str(exchange.finish_reason))
+    console.print(table)
+
+
+def _show_curl(console: Console, url: str, body: dict[str, Any]) -> None:
+    asked = json.dumps({"model": body["model"], "messages": body["messages"], "stream": True})
+    console.print("\nTry it yourself, while a server runs:")
+    console.print(
+        f"  curl -N {url}/chat/completions -H 'Content-Type: application/json' -d {escape(shlex.quote(asked))}"
+    )

@@ -1,0 +1,98 @@
+"""`phalanx`: finds the command, runs it, and turns errors into one line and an exit code.
+
+A command's module is imported only when that command runs, so that `phalanx --help` is fast and works on machines
+without MLX. Does not know what the commands do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from phalanx import __version__
+from phalanx.cli.terminal import report
+from phalanx.errors import PhalanxError, exit_code_of
+
+COMMANDS = {
+    "serve": "Load a model and serve it over an OpenAI-compatible HTTP API.",
+    "generate": "Write one answer to a prompt, then end.",
+    "chat": "Talk to a model, or to a running server, in this terminal.",
+    "demo": "Serve the bundled model and stream one answer, with its speed.",
+    "rank": "One engine process. Started by `serve`, not by hand.",
+}
+"""Command -> its line in `phalanx --help`. Each is `command` in the file of its name."""
+
+HIDDEN = frozenset({"rank"})
+INTERRUPTED = 130  # as shells report SIGINT
+
+
+def run() -> None:
+    """The `phalanx` executable."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code. Usage errors are printed by typer (2), ours by `report`."""
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        build(asked)(list(arguments))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0
+
+
+def build(asked: str | None) -> typer.Typer:
+    """The application; only the command that was asked for is imported, the others are their help line."""
+    app = typer.Typer(
+        name="phalanx", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )  # fmt: skip
+    app.callback()(_root)
+    for name, summary in COMMANDS.items():
+        function = importlib.import_module(f"phalanx.cli.{name}").command if name == asked else _not_asked
+        app.command(name, short_help=summary, hidden=name in HIDDEN)(_ending(function))
+    app.command("version", short_help="Print the version.")(_ending(_version))
+    return app
+
+
+def _ending(function: Callable[..., int]) -> Callable[..., None]:
+    """A command whose result is the exit status, and whose errors are reported."""
+
+    @functools.wraps(function)
+    def command(*args: object, **kwargs: object) -> None:
+        try:
+            code = function(*args, **kwargs)
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except PhalanxError as error:
+            if logging.getLogger().isEnabledFor(logging.DEBUG):
+                raise
+            report(error)
+            code = exit_code_of(error)
+        raise typer.Exit(code)
+
+    return command
+
+
+def _root(
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and end.", is_eager=True)] = False,
+) -> None:
+    """One large language model, served from several machines that you own."""
+    if version:
+        raise typer.Exit(_version())
+
+
+def _version() -> int:
+    """Print the version."""
+    print(f"phalanx {__version__}")
+    return 0
+
+
+def _not_asked() -> int:
+    raise AssertionError("a command that was not asked for ran")

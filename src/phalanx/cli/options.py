@@ -1,0 +1,147 @@
+"""Flags that several commands share, named as `vllm serve` names them where it has them (FACTS section 4).
+
+Each is a type for a command's signature; typer checks ranges and says flag, value and what is allowed. Does not know
+what the settings do: `config.py` documents them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import typer
+
+from phalanx.config import Dtype, EngineConfig
+from phalanx.errors import ConfigError
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def finite(value: float | None) -> float | None:
+    """Refuse nan and infinity, which pass every comparison or none."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+_ENGINE = "Engine"
+_MEMORY = "Memory"
+
+Model = Annotated[str, typer.Argument(help="A directory, a hub id, or `demo`, the bundled model.")]
+Revision = Annotated[
+    str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.", rich_help_panel=_ENGINE)
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python files that come with the model.", rich_help_panel=_ENGINE),
+]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option("--dtype", help="`auto`: the checkpoint's, but float32 on CPUs.", rich_help_panel=_ENGINE),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        min=1,
+        help="Prompt + output in tokens, at most.",
+        show_default="the model's",
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxNumSeqs = Annotated[
+    int,
+    typer.Option("--max-num-seqs", min=1, max=4096, help="Rows computed together, at most.", rich_help_panel=_ENGINE),
+]
+MaxNumBatchedTokens = Annotated[
+    int,
+    typer.Option("--max-num-batched-tokens", min=1, help="Tokens of one step, at most.", rich_help_panel=_ENGINE),
+]
+TargetStepMs = Annotated[
+    float,
+    typer.Option(
+        "--target-step-ms",
+        min=1.0,
+        callback=finite,
+        help="Prefill chunks are cut so that a step takes about this long.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Trace = Annotated[
+    str | None,
+    typer.Option("--trace", metavar="FILE", help="Append every plan as a line of JSON.", rich_help_panel=_ENGINE),
+]
+KvCacheGb = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-cache-gb",
+        min=0.0,
+        callback=finite,
+        help="GiB for running rows.",
+        show_default="60 % of what is free",
+        rich_help_panel=_MEMORY,
+    ),
+]
+PrefixCacheGb = Annotated[
+    float | None,
+    typer.Option(
+        "--prefix-cache-gb",
+        min=0.0,
+        callback=finite,
+        help="GiB for prefixes of finished rows; 0 is off.",
+        show_default="20 % of what is free",
+        rich_help_panel=_MEMORY,
+    ),
+]
+NoPrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--no-prefix-caching",
+        "--no-enable-prefix-caching",
+        help="The same as --prefix-cache-gb 0.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+MemoryGuardGb = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-guard-gb",
+        min=0.0,
+        callback=finite,
+        help="GiB that stay free.",
+        show_default="10 %, at least 5",
+        rich_help_panel=_MEMORY,
+    ),
+]
+LogLevelOption = Annotated[LogLevel, typer.Option("--log-level", help="Verbosity of the log on stderr.")]
+
+DEFAULTS = EngineConfig(model="demo")
+"""Where the defaults of the flags above come from."""
+
+
+def prefix_budget(prefix_cache_gb: float | None, no_prefix_caching: bool) -> float | None:
+    """The one setting behind two flags.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    if no_prefix_caching and prefix_cache_gb:
+        raise ConfigError(
+            f"--no-prefix-caching contradicts --prefix-cache-gb {prefix_cache_gb:g}.", remedy="Give one of them."
+        )
+    return 0.0 if no_prefix_caching else prefix_cache_gb
+
+
+def check_engine(config: EngineConfig) -> EngineConfig:
+    """What a range per flag cannot say.
+
+    Raises:
+        ConfigError: names the flags.
+    """
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than "
+            f"--max-num-seqs {config.max_num_seqs}: every running row needs a token per step.",
+            remedy=f"Use --max-num-batched-tokens {config.max_num_seqs} or more.",
+        )
+    return config

@@ -1,0 +1,101 @@
+"""A server of one's own: `phalanx serve` as a child process, for the commands that need one for a while.
+
+Its output goes to a log file, from which the address is read. The child ends when its stdin closes, so that it does
+not outlive a parent that was killed; unless it is meant to stay (`keep`). Does not know what the server is used for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from phalanx.config import runtime_dir
+from phalanx.errors import EngineUnavailable
+
+READY = re.compile(r"^phalanx is ready: (\S+) \(model (.+)\)$", re.MULTILINE)
+POLL_S = 0.05
+END_S = 60.0  # after SIGTERM, the server drains by itself within --drain-seconds
+LAST_LINES = 15
+
+
+class PrivateServer:
+    """A `phalanx serve` process. `url` (ending in /v1) and `model` are known once `wait_ready` has returned."""
+
+    def __init__(self, model: str, flags: Sequence[str] = (), *, keep: bool = False) -> None:
+        self.url = ""
+        self.model = ""
+        handle, name = tempfile.mkstemp(prefix="phalanx-serve-", suffix=".log", dir=runtime_dir())
+        self.log = Path(name)
+        self._keep = keep
+        self._shown = 0  # characters of the log passed on
+        with os.fdopen(handle, "wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "phalanx", "serve", model, *flags, *([] if keep else ["--stop-on-eof"])],
+                stdin=subprocess.DEVNULL if keep else subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for the command in front, which then ends the server in order
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the server process."""
+        return self._process.pid
+
+    def wait_ready(self, show: Callable[[str], None]) -> None:
+        """Wait until it serves; each log line on the way goes to `show`.
+
+        Raises:
+            EngineUnavailable: it ended; with its last lines.
+        """
+        while True:
+            ended = self._process.poll() is not None
+            text = self.log.read_text(errors="replace")
+            complete = text.rfind("\n") + 1
+            for line in text[self._shown : complete].splitlines():
+                if not READY.match(line):
+                    show(line)
+            self._shown = max(self._shown, complete)
+            if ready := READY.search(text[:complete]):
+                self.url, self.model = ready.groups()
+                return
+            if ended:
+                last = "\n  ".join(text.splitlines()[-LAST_LINES:])
+                raise EngineUnavailable(f"The server ended with status {self._process.returncode}:\n  {last}")
+            time.sleep(POLL_S)
+
+    def stop(self) -> int:
+        """End it in order; its exit status. The log goes as well, unless something went wrong."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        if self._process.returncode == 0:
+            self.log.unlink(missing_ok=True)
+        return self._process.returncode
+
+
+def free_port(wanted: int, host: str = "127.0.0.1") -> int:
+    """`wanted` if it can be bound, else 0 (the server picks one)."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted))
+        except OSError:
+            return 0
+    return wanted

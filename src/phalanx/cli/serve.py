@@ -1,0 +1,219 @@
+"""`phalanx serve`: flags to a `ServerConfig`, the model's tokenizer, one engine process, one call of `serve`.
+
+Does not know HTTP, nor how the engine works.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from phalanx.cli.options import (
+    DEFAULTS,
+    DtypeOption,
+    KvCacheGb,
+    LogLevelOption,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    MemoryGuardGb,
+    Model,
+    NoPrefixCaching,
+    PrefixCacheGb,
+    Revision,
+    TargetStepMs,
+    Trace,
+    TrustRemoteCode,
+    check_engine,
+    finite,
+    prefix_budget,
+)
+from phalanx.cli.terminal import LoadingView, note, set_up_logging
+from phalanx.config import DEFAULT_PORT, EngineConfig, ServerConfig, api_key_from_environment
+from phalanx.engine.process import EngineProcess
+from phalanx.errors import ConfigError
+from phalanx.model.files import resolve
+from phalanx.model.tokenizer import Tokenizer
+from phalanx.server.defaults import read_defaults
+from phalanx.server.run import serve
+
+MIB = 1 << 20
+_DEFAULTS = ServerConfig(engine=DEFAULTS)
+_HTTP = "HTTP"
+_LIMITS = "Limits"
+
+
+def command(
+    model: Model = "demo",
+    host: Annotated[str, typer.Option(help="Address to bind.", rich_help_panel=_HTTP)] = _DEFAULTS.host,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.", rich_help_panel=_HTTP)
+    ] = DEFAULT_PORT,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key clients must send; may be repeated. Also PHALANX_API_KEY.", rich_help_panel=_HTTP),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, readable=True, help="One key per line.", rich_help_panel=_HTTP),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name clients use; may be repeated.", show_default="MODEL as given", rich_help_panel=_HTTP),
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, readable=True, help="Jinja file instead of the model's.", rich_help_panel=_HTTP
+        ),
+    ] = None,
+    default_chat_template_kwargs: Annotated[
+        str, typer.Option(metavar="JSON", help="Variables of the chat template.", rich_help_panel=_HTTP)
+    ] = "{}",
+    keepalive_seconds: Annotated[
+        float,
+        typer.Option(min=0.1, callback=finite, help="A comment after this much silence.", rich_help_panel=_HTTP),
+    ] = _DEFAULTS.keepalive_s,
+    queue: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; one more is a 429.", rich_help_panel=_LIMITS)
+    ] = _DEFAULTS.queue,
+    max_n: Annotated[
+        int, typer.Option("--max-n", min=1, max=1024, help="Largest `n`.", rich_help_panel=_LIMITS)
+    ] = _DEFAULTS.max_n,
+    max_body_mb: Annotated[
+        float,
+        typer.Option(min=0.001, max=1024, callback=finite, help="Largest request, MiB.", rich_help_panel=_LIMITS),
+    ] = _DEFAULTS.max_body_bytes / MIB,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(min=0.0, callback=finite, help="For running requests at the end.", rich_help_panel=_LIMITS),
+    ] = _DEFAULTS.drain_s,
+    stall_seconds: Annotated[
+        float,
+        typer.Option(min=1.0, callback=finite, help="Silence that ends the engine.", rich_help_panel=_LIMITS),
+    ] = _DEFAULTS.stall_s,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: MaxNumBatchedTokens = DEFAULTS.max_num_batched_tokens,
+    target_step_ms: TargetStepMs = DEFAULTS.target_step_ms,
+    dtype: DtypeOption = DEFAULTS.dtype,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    trace: Trace = None,
+    kv_cache_gb: KvCacheGb = None,
+    prefix_cache_gb: PrefixCacheGb = None,
+    no_prefix_caching: NoPrefixCaching = False,
+    memory_guard_gb: MemoryGuardGb = None,
+    log_level: LogLevelOption = "info",
+    stop_on_eof: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> int:
+    """Load a model and serve it over an OpenAI-compatible HTTP API until Ctrl-C or SIGTERM."""
+    engine = EngineConfig(
+        model=model,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        target_step_ms=target_step_ms,
+        kv_cache_gb=kv_cache_gb,
+        prefix_cache_gb=prefix_budget(prefix_cache_gb, no_prefix_caching),
+        memory_guard_gb=memory_guard_gb,
+        trace=trace,
+    )
+    config = ServerConfig(
+        engine=check_engine(engine),
+        host=host,
+        port=port,
+        served_model_name=_names(served_model_name),
+        api_keys=_keys(api_key, api_key_file),
+        queue=queue,
+        max_body_bytes=int(max_body_mb * MIB),
+        max_n=max_n,
+        keepalive_s=keepalive_seconds,
+        drain_s=drain_seconds,
+        stall_s=stall_seconds,
+        chat_template=None if chat_template is None else str(chat_template),
+        chat_template_kwargs=_template_kwargs(default_chat_template_kwargs),
+        log_level=log_level,
+    )
+    set_up_logging(log_level)
+    if stop_on_eof:
+        _stop_on_eof()
+    return run(config)
+
+
+def run(config: ServerConfig) -> int:
+    """Serve until told to stop."""
+    if not is_loopback(config.host) and not config.api_keys:
+        note(f"warning: {config.host} can be reached from other machines, and no --api-key is set")
+    path = resolve(
+        config.engine.model, revision=config.engine.revision, trust_remote_code=config.engine.trust_remote_code
+    )
+    tokenizer = Tokenizer.load(
+        path, chat_template=config.chat_template, trust_remote_code=config.engine.trust_remote_code
+    )
+    engine = EngineProcess(config.engine, stall_s=config.stall_s)
+    with LoadingView(engine):
+        return serve(config, engine, tokenizer, read_defaults(path))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _names(given: list[str] | None) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(given or ()))
+    if any(not name.strip() for name in names):
+        raise ConfigError("--served-model-name is empty.", remedy="Give the name that clients send as `model`.")
+    return names
+
+
+def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+    """Keys from flags and file; from the environment only when there are none."""
+    keys = list(given or ())
+    if any(not key.strip() for key in keys):
+        raise ConfigError("--api-key is empty.", remedy="Leave it out to need no key.")
+    if file is not None:
+        lines = [line.strip() for line in file.read_text().splitlines()]
+        from_file = [line for line in lines if line and not line.startswith("#")]
+        if not from_file:
+            raise ConfigError(f"--api-key-file {file} has no key.", remedy="Write one key per line.")
+        keys += from_file
+    if not keys and (key := api_key_from_environment()):
+        keys.append(key)
+    return tuple(dict.fromkeys(keys))
+
+
+def _template_kwargs(text: str) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--default-chat-template-kwargs {text!r} is not a JSON object: {error}.",
+            remedy="""For example '{"enable_thinking": false}'.""",
+        ) from error
+
+
+def _stop_on_eof() -> None:
+    """End as on SIGTERM when stdin closes: whoever started this server privately is gone."""
+
+    def wait() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()

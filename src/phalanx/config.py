@@ -1,0 +1,117 @@
+"""All settings, parsed once and frozen, and every environment variable phalanx reads.
+
+The command line (`cli/`) builds these; nothing else reads `os.environ`. Does not know where a value came from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from phalanx.errors import ConfigError
+
+DEFAULT_PORT = 8000
+GIB = 1 << 30
+
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    """What a rank process needs to know. Travels as JSON on the command line of `phalanx rank`."""
+
+    model: str
+    """A local directory, a hub id, or `demo` (the bundled model)."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; None is the default branch."""
+    trust_remote_code: bool = False
+    """Run Python files that the model's repository ships (tokenizer or `model_file`)."""
+    dtype: Dtype = "auto"
+    """Floating dtype of weights, scales and activations; `auto` is the checkpoint's, except float32 on the CPU."""
+    max_model_len: int | None = None
+    """Largest prompt + output in tokens; None is the model's own context."""
+    max_num_seqs: int = 16
+    """Largest number of rows computed together."""
+    max_num_batched_tokens: int = 512
+    """Largest number of tokens a step feeds to the model, prefill chunks and decoding rows together."""
+    target_step_ms: float = 250.0
+    """Prefill chunks are cut so that a step takes about this long, whatever the machine's speed."""
+    kv_cache_gb: float | None = None
+    """GiB for the KV buffers of running rows; None is 60 % of what the memory guard leaves after loading."""
+    prefix_cache_gb: float | None = None
+    """GiB for kept prefixes of finished rows; None is 20 % of what the guard leaves, 0 turns the cache off."""
+    memory_guard_gb: float | None = None
+    """GiB kept free for the rest of the machine; None is max(10 % of physical memory, 5 GB) (B2)."""
+    trace: str | None = None
+    """File to which every plan is appended as a line of JSON; None is off."""
+
+
+class ServerConfig(Struct, frozen=True, kw_only=True):
+    """What the HTTP server needs to know."""
+
+    engine: EngineConfig
+    """The engine this server starts and restarts."""
+    host: str = "127.0.0.1"
+    """Address to bind; anything but a loopback address is a decision of the user."""
+    port: int = DEFAULT_PORT
+    """TCP port; 0 picks a free one, which is printed."""
+    served_model_name: tuple[str, ...] = ()
+    """Names clients may use; empty is the model argument itself."""
+    api_keys: tuple[str, ...] = ()
+    """Accepted Bearer keys; empty means no key is needed."""
+    queue: int = 32
+    """Requests (choices) that may wait beyond `max_num_seqs`; one more is answered 429."""
+    max_body_bytes: int = 8 << 20
+    """Largest HTTP request body."""
+    max_n: int = 16
+    """Largest `n` (and number of prompts times n in one completions call)."""
+    keepalive_s: float = 5.0
+    """Seconds of silence after which a stream gets a comment line."""
+    drain_s: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    stall_s: float = 60.0
+    """Seconds without a step or an answer after which the engine process is killed and restarted."""
+    chat_template: str | None = None
+    """File with a Jinja chat template that replaces the model's."""
+    chat_template_kwargs: dict[str, object] = {}
+    """Defaults for the template's variables; a request's own win."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Verbosity of the log on stderr."""
+
+
+def environment() -> Mapping[str, str]:
+    """The process environment, for handing to child processes."""
+    return os.environ
+
+
+def memory_guard_override_gb() -> float | None:
+    """`PHALANX_MEMORY_GUARD_GB`, else `MLX_MEMORY_GUARD_GB` (B2); None when neither is set.
+
+    Raises:
+        ConfigError: the variable is not a non-negative number.
+    """
+    for name in ("PHALANX_MEMORY_GUARD_GB", "MLX_MEMORY_GUARD_GB"):
+        text = os.environ.get(name)
+        if text is None or text == "":
+            continue
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not value >= 0.0 or value == float("inf"):
+            raise ConfigError(f"{name}={text!r} is not a number of GB.", remedy=f"Set {name}=5, or unset it.")
+        return value
+    return None
+
+
+def api_key_from_environment() -> str | None:
+    """`PHALANX_API_KEY` (as `vllm serve` reads VLLM_API_KEY); None when unset or empty."""
+    return os.environ.get("PHALANX_API_KEY") or None
+
+
+def runtime_dir() -> Path:
+    """Where sockets and PID files of this user go: `$XDG_RUNTIME_DIR`, else the temporary directory."""
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or os.environ.get("TMPDIR") or "/tmp")

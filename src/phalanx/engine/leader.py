@@ -1,0 +1,210 @@
+"""The leader: takes messages, plans, executes, samples, commits, answers. One thread, one loop.
+
+All policy is in the scheduler, all tokens are decided by `sched/commit.py`; this file only connects them with the
+model and with the server. With no workers the leader is already the leader: what it executes is the plan.
+"""
+
+from __future__ import annotations
+
+import time
+
+import mlx.core as mx
+
+from phalanx.engine.execute import Output, execute
+from phalanx.engine.mailbox import Mailbox
+from phalanx.engine.mirror import Mirror
+from phalanx.engine.trace import Trace
+from phalanx.memory import process_rss
+from phalanx.model.runner import Runner
+from phalanx.model.sampler import Position, TokenCounts, sample, score
+from phalanx.sched.commit import commit_chunk, commit_tokens
+from phalanx.sched.plan import Commit, Forward, Step
+from phalanx.sched.scheduler import Scheduler
+from phalanx.sched.sequence import Sequence
+from phalanx.types import (
+    Batch,
+    Cancel,
+    EngineStats,
+    Finish,
+    Ping,
+    Pong,
+    PromptScored,
+    ResetPrefixCache,
+    Shutdown,
+    Submit,
+    ToEngine,
+    TokenLogprobs,
+)
+
+
+class Leader:
+    """Owns the scheduler, the mirror, the model's runner and the line to the server."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, mailbox: Mailbox, trace: Trace | None = None) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.mirror = Mirror()
+        self._mailbox = mailbox
+        self._trace = trace
+        self._positions: dict[int, Position] = {}
+        self._scores: dict[int, list[TokenLogprobs | None]] = {}
+        self._scored: list[PromptScored] = []
+        self._pings: list[int] = []
+        self._reset = False
+        self._stopping = False
+        self._step_s = 0.0
+        self._model_s = 0.0
+        self._decode_steps = 0
+
+    def run(self) -> None:
+        """Serve until the server says `Shutdown`."""
+        while not self._stopping:
+            for message in self._mailbox.drain(block=self._idle):
+                self._take(message)
+            self.step()
+            self._answer_pings()
+
+    def step(self) -> None:
+        """One step of the state machine: plan, execute, sample, commit, answer."""
+        started = time.perf_counter()
+        step = self.scheduler.schedule(time.monotonic())
+        if step is not None:
+            if self._trace is not None:
+                self._trace.plan(step)
+            before = time.perf_counter()
+            execution = execute(step, self.mirror, self.runner)
+            verified, logprobs = self._sample(execution.outputs)
+            self._model_s += time.perf_counter() - before
+            self.scheduler.observe_prefill(execution.prefill_tokens, execution.prefill_s)
+            self.scheduler.apply(self._commits(step, verified), time.monotonic(), logprobs)
+        self._send_events(step)
+        if step is not None and step.forwards:
+            self._step_s += time.perf_counter() - started
+
+    @property
+    def _idle(self) -> bool:
+        return self.scheduler.idle and not self._pings and not self._reset
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def _take(self, message: ToEngine) -> None:
+        if self._trace is not None and not isinstance(message, Ping):
+            self._trace.message(message)
+        now = time.monotonic()
+        match message:
+            case Submit():
+                self.scheduler.submit(message.request, now)
+            case Cancel():
+                self.scheduler.cancel(message.id, now)
+            case Finish():
+                self.scheduler.finish(message.id, message.n_tokens, now)
+            case Ping():
+                self._pings.append(message.nonce)
+            case ResetPrefixCache():
+                self.scheduler.reset_prefix_cache()
+                self._reset = True
+            case Shutdown():
+                self._stopping = True
+
+    def _answer_pings(self) -> None:
+        if self._reset and self.scheduler.idle:
+            self._reset = False
+            self.runner.reset()
+        for nonce in self._pings:
+            self._mailbox.send(Pong(nonce, self.stats()))
+        self._pings.clear()
+
+    def _send_events(self, step: Step | None) -> None:
+        events = [*self._scored, *self.scheduler.take_events()]
+        self._scored.clear()
+        if events:
+            self._mailbox.send(Batch(step.id if step is not None else self.scheduler.step_id, events))
+        if len(self._positions) > len(self.scheduler.by_number):
+            alive = self.scheduler.by_number
+            self._positions = {n: p for n, p in self._positions.items() if n in alive}
+            self._scores = {n: s for n, s in self._scores.items() if n in alive}
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    def _sample(self, outputs: list[Output[mx.array]]) -> tuple[dict[int, list[int]], dict[int, list[TokenLogprobs]]]:
+        """Verified tokens, and log-probabilities where asked for, by sequence number."""
+        verified: dict[int, list[int]] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for output in outputs:
+            forward = output.forward
+            if forward.score:
+                self._score(output)
+                continue
+            positions = [self._position(self.scheduler.by_number[number]) for number in forward.seqs]
+            sampled = sample(output.logits[:, -1], positions, self.runner.settle())
+            for number, token, scored in zip(forward.seqs, sampled.tokens, sampled.logprobs, strict=True):
+                verified[number] = [token]
+                if scored is not None:
+                    logprobs[number] = [scored]
+        return verified, logprobs
+
+    def _position(self, seq: Sequence) -> Position:
+        """Where the row samples next; kept from step to step, so that histories grow by one token."""
+        position = self._positions.get(seq.number)
+        request = seq.request
+        if position is None:
+            history = TokenCounts(request.prompt, seq.tokens[seq.prompt_len :])
+            position = Position(sampling=request.sampling, index=seq.n_output, history=history)
+            self._positions[seq.number] = position
+        else:
+            position.history.add(seq.tokens[seq.prompt_len + position.index :])
+            position.index = seq.n_output
+        position.banned = request.stop.stop_ids if seq.n_output < request.stop.min_tokens else frozenset()
+        return position
+
+    def _score(self, output: Output[mx.array]) -> None:
+        """Log-probabilities of the prompt tokens that follow the fed ones."""
+        (number,), (start,), (valid,) = output.forward.seqs, output.kv_len, output.forward.valid
+        seq = self.scheduler.by_number[number]
+        targets = seq.tokens[start + 1 : min(start + 1 + valid, seq.prompt_len)]
+        top = seq.request.prompt_logprobs or 0
+        known = self._scores.setdefault(number, [None])
+        known.extend(score(output.logits[0, : len(targets)], targets, top))
+        if len(known) == seq.prompt_len:
+            self._scored.append(PromptScored(seq.id, known))
+
+    def _commits(self, step: Step, verified: dict[int, list[int]]) -> list[Commit]:
+        """One commit per row of the step, chunk and sampling forward of one row taken together."""
+        commits: dict[int, Commit] = {}
+        for forward in step.forwards:
+            for number, valid in zip(forward.seqs, forward.valid, strict=True):
+                seq = self.scheduler.by_number[number]
+                commits[number] = self._commit(seq, forward, valid, verified)
+        return list(commits.values())
+
+    def _commit(self, seq: Sequence, forward: Forward, valid: int, verified: dict[int, list[int]]) -> Commit:
+        if forward.sample:
+            return commit_tokens(seq, len(seq.tokens) - 1, valid, verified[seq.number])
+        return commit_chunk(seq, seq.kv_len, valid)
+
+    # -- figures ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        used, budget = scheduler.admission.used, scheduler.config.limits.kv_budget
+        return EngineStats(
+            step=scheduler.step_id,
+            running=scheduler.n_running,
+            waiting=len(scheduler.waiting),
+            kv_bytes=used,
+            kv_usage=used / budget if budget else 0.0,
+            prefix_bytes=scheduler.prefix.used,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            preemptions=counters.preemptions,
+            prefill_tokens=counters.prefill_tokens,
+            generated_tokens=counters.generated_tokens,
+            decode_steps=counters.decode_steps,
+            step_s=self._step_s,
+            model_s=self._model_s,
+            active_bytes=mx.get_active_memory(),
+            peak_bytes=mx.get_peak_memory(),
+            cache_bytes=mx.get_cache_memory(),
+            rss_bytes=process_rss(),
+        )

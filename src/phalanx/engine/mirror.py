@@ -1,0 +1,150 @@
+"""Every rank's own record of the rows, rebuilt from plans alone, and its comparison with the leader's (A1).
+
+Does not know models, requests or text. The leader keeps one too: its digest in the plan comes from the scheduler's
+state, so a difference between planning and executing shows on the leader as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phalanx.errors import Desync
+from phalanx.sched.plan import (
+    Admit,
+    Commit,
+    Evict,
+    Forward,
+    Free,
+    Move,
+    Resize,
+    Restore,
+    RowOp,
+    Share,
+    Step,
+    Store,
+    Swap,
+)
+from phalanx.sched.scheduler import state_digest
+from phalanx.sched.sequence import extend_crc
+
+
+@dataclass(slots=True)
+class Row:
+    """One placed sequence: its number, valid KV length and the CRC of its committed tokens."""
+
+    seq: int
+    kv_len: int = 0
+    crc: int = 0
+
+
+class Mirror:
+    """Rows by (arena, slot). Raises `Desync` when a plan does not fit them."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], Row] = {}
+        self.capacity: dict[int, tuple[int, int]] = {}  # arena -> (rows, tokens)
+        self.entries: dict[int, int] = {}  # prefix entry -> tokens
+        self._by_seq: dict[int, Row] = {}
+        self.step = 0
+        self.matches = 0
+
+    def begin(self, step: Step) -> None:
+        """Apply a step's commits and operations, and compare the result with its digest.
+
+        Raises:
+            Desync: names the step, the row and the field that differ.
+        """
+        if step.id != self.step + 1:
+            raise Desync(f"step {step.id} follows step {self.step}: a plan was lost or repeated.")
+        self.step = step.id
+        for commit in step.commits:
+            self._commit(commit)
+        for op in step.ops:
+            self._operate(op)
+        rows = sorted(self.rows.items())
+        own = state_digest((arena, slot, row.seq, row.kv_len, row.crc) for (arena, slot), row in rows)
+        if own != step.digest:
+            shown = "; ".join(f"arena {a} slot {s}: seq {r.seq} kv_len {r.kv_len}" for (a, s), r in rows)
+            raise Desync(f"step {step.id}: row digest {own:08x} here, {step.digest:08x} in the plan. Rows here: {shown}.")
+        self.matches += 1
+
+    def lengths(self, forward: Forward) -> list[int]:
+        """Valid KV length of each row of a forward, before it. Checks that the rows are the ones meant."""
+        lengths = []
+        for i, seq in enumerate(forward.seqs):
+            row = self._row(forward.arena, forward.start + i, "forward")
+            if row.seq != seq:
+                raise Desync(
+                    f"step {self.step}: forward over arena {forward.arena} slot {forward.start + i} means "
+                    f"sequence {seq}, the row holds sequence {row.seq}."
+                )
+            lengths.append(row.kv_len)
+        return lengths
+
+    def advance(self, forward: Forward) -> None:
+        """A forward has run: its valid tokens are in the cache (a commit may take some back)."""
+        for i, valid in enumerate(forward.valid):
+            self._row(forward.arena, forward.start + i, "forward").kv_len += valid
+
+    def _commit(self, commit: Commit) -> None:
+        row = self._by_seq.get(commit.seq)
+        if row is None:
+            raise Desync(f"step {self.step}: commit for sequence {commit.seq}, which has no row here.")
+        if commit.computed != row.kv_len:
+            raise Desync(
+                f"step {self.step}: sequence {commit.seq} has {row.kv_len} computed positions here, "
+                f"{commit.computed} in the plan."
+            )
+        row.kv_len = commit.kv_len
+        row.crc = extend_crc(row.crc, commit.tokens)
+
+    def _operate(self, op: RowOp) -> None:
+        match op:
+            case Resize():
+                self.capacity[op.arena] = (op.rows, op.capacity)
+            case Admit():
+                if (op.arena, op.slot) in self.rows:
+                    raise Desync(f"step {self.step}: arena {op.arena} slot {op.slot} is taken.")
+                row = Row(op.seq)
+                self.rows[op.arena, op.slot] = row
+                self._by_seq[op.seq] = row
+            case Restore():
+                self._row(op.arena, op.slot, "restore").kv_len = op.length
+                self._entry(op.entry, op.length)
+            case Share():
+                if self._row(op.src_arena, op.src, "share").kv_len < op.length:
+                    raise Desync(f"step {self.step}: slot {op.src} has fewer than the {op.length} tokens to share.")
+                self._row(op.arena, op.slot, "share").kv_len = op.length
+            case Move():
+                self.rows[op.arena, op.dst] = self._pop(op.src_arena, op.src)
+            case Swap():
+                a, b = self._row(op.arena, op.a, "swap"), self._row(op.arena, op.b, "swap")
+                self.rows[op.arena, op.a], self.rows[op.arena, op.b] = b, a
+            case Store():
+                if self._row(op.arena, op.slot, "store").kv_len < op.length:
+                    raise Desync(f"step {self.step}: slot {op.slot} has fewer than the {op.length} tokens to keep.")
+                self.entries[op.entry] = op.length
+            case Evict():
+                if self.entries.pop(op.entry, None) is None:
+                    raise Desync(f"step {self.step}: prefix entry {op.entry} is not here.")
+            case Free():
+                row = self._pop(op.arena, op.slot)
+                del self._by_seq[row.seq]
+
+    def _row(self, arena: int, slot: int, action: str) -> Row:
+        row = self.rows.get((arena, slot))
+        if row is None:
+            raise Desync(f"step {self.step}: {action} on arena {arena} slot {slot}, which is empty here.")
+        return row
+
+    def _pop(self, arena: int, slot: int) -> Row:
+        self._row(arena, slot, "move or free")
+        return self.rows.pop((arena, slot))
+
+    def _entry(self, entry: int, length: int) -> None:
+        if self.entries.get(entry, -1) < length:
+            raise Desync(f"step {self.step}: prefix entry {entry} has fewer than {length} tokens here.")
+
+    def snapshot(self) -> dict[tuple[int, int], Row]:
+        """A copy of the rows, for diagnostics."""
+        return {place: replace(row) for place, row in self.rows.items()}

@@ -1,0 +1,312 @@
+"""The engine as a child process: started, watched, restarted; an `EngineClient` for the server.
+
+The supervisor of the local machine (DESIGN section 2): it starts `phalanx rank`, forwards its log, asks it for a sign
+of life every second, kills it when none comes, and starts it again unless a restart cannot help. It does not know
+requests: what was unfinished is submitted again by the server's journal. Runs on one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from phalanx.config import EngineConfig, runtime_dir
+from phalanx.engine.client import EngineClient, EngineState, Progress
+from phalanx.engine.wire import read_frame, server_codec
+from phalanx.errors import EngineUnavailable, ExitCode
+from phalanx.types import (
+    Batch,
+    EngineStats,
+    Failed,
+    FromEngine,
+    Loading,
+    ModelInfo,
+    Ping,
+    Pong,
+    Ready,
+    Shutdown,
+    ToEngine,
+)
+
+PING_PERIOD_S = 1.0
+LOAD_STALL_S = 600.0  # a load that reports nothing for this long is stuck
+RESTARTS = 3  # within
+RESTART_WINDOW_S = 300.0  # seconds; more means that restarting does not help
+EXIT_WAIT_S = 5.0  # after Shutdown, before SIGTERM, and again before SIGKILL
+STDERR_LINES = 20  # of the child's last words that are kept for the reason
+
+
+class EngineProcess(EngineClient):
+    """One engine process at a time, under one socket directory.
+
+    Args:
+        stall_s: seconds without an answer from the engine's loop after which it is killed and restarted.
+    """
+
+    def __init__(self, config: EngineConfig, *, stall_s: float = 60.0) -> None:
+        super().__init__()
+        self._config = config
+        self._stall_s = stall_s
+        self._codec = server_codec()
+        self._state = EngineState()
+        self._info: ModelInfo | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._pings: dict[int, asyncio.Future[EngineStats]] = {}
+        self._nonce = 0
+        self._generation = 0
+        self._last_sign = 0.0  # monotonic time of the last message or answer
+        self._failure: Failed | None = None
+        self._stall_reason = ""
+        self._last_words: deque[str] = deque(maxlen=STDERR_LINES)
+        self._crashes: deque[float] = deque()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @property
+    def info(self) -> ModelInfo | None:
+        return self._info
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running engine process."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    @property
+    def state(self) -> EngineState:
+        age = time.monotonic() - self._last_sign if self._state.phase == "ready" else None
+        return replace(self._state, last_pong_age_s=age)
+
+    async def start(self) -> None:
+        """Start the process and its supervision; returns at once (`state` says how loading goes)."""
+        self._directory = tempfile.TemporaryDirectory(prefix="phalanx-", dir=runtime_dir())
+        self._supervisor = asyncio.create_task(self._supervise(Path(self._directory.name)), name="engine supervisor")
+
+    async def close(self) -> None:
+        self._closing = True
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(EngineUnavailable):
+                self._write(Shutdown())
+            await self._end_process()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+            self._supervisor = None
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+        self._fail_pings("closed")
+        self._state = replace(self._state, phase="stopped", reason="closed")
+
+    def send(self, message: ToEngine) -> None:
+        if self._state.phase != "ready":
+            raise EngineUnavailable(f"The engine is {self._state.phase}: {self._state.reason or 'not ready yet'}.")
+        self._write(message)
+
+    async def ping(self) -> EngineStats:
+        self._nonce += 1
+        nonce = self._nonce
+        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self.send(Ping(nonce))
+        self._pings[nonce] = future
+        try:
+            return await future
+        finally:
+            self._pings.pop(nonce, None)
+
+    # -- the life of processes -------------------------------------------------------------------------------------
+
+    async def _supervise(self, directory: Path) -> None:
+        """Run one engine process after the other until one ends for good."""
+        while True:
+            code = await self._run_once(directory)
+            if self._closing:
+                return
+            reason = self._describe_end(code)
+            now = time.monotonic()
+            self._crashes.append(now)
+            while self._crashes and now - self._crashes[0] > RESTART_WINDOW_S:
+                self._crashes.popleft()
+            exit_code = _as_exit_code(code)
+            if not exit_code.restart_helps or len(self._crashes) > RESTARTS:
+                if exit_code.restart_helps:
+                    reason = f"{len(self._crashes)} crashes in {RESTART_WINDOW_S:g} s, the last: {reason}"
+                self._down("failed", reason, exit_code)
+                return
+            self._down("restarting", reason, None)
+            await asyncio.sleep(min(10.0, 0.1 * 4 ** (len(self._crashes) - 1)))
+
+    async def _run_once(self, directory: Path) -> int:
+        """Start a process, serve its connection, and return its exit status (negative: minus the signal)."""
+        self._generation += 1
+        self._failure, self._stall_reason = None, ""
+        self._last_words.clear()
+        path = directory / f"engine-{self._generation}.sock"
+        connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+        connected = asyncio.get_running_loop().create_future()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if connected.done():
+                writer.close()
+            else:
+                connected.set_result((reader, writer))
+
+        listener = await asyncio.start_unix_server(accept, path)
+        process = await asyncio.create_subprocess_exec(
+            *self._command(path), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, process_group=0
+        )
+        self._process = process
+        self._last_sign = time.monotonic()
+        if self._state.phase == "starting":
+            self._state = replace(self._state, reason="the engine process is starting")
+        tasks = [
+            asyncio.create_task(self._forward_log(process), name="engine log"),
+            asyncio.create_task(self._serve(connected), name="engine connection"),
+            asyncio.create_task(self._watch(process), name="engine watch"),
+        ]
+        try:
+            code = await process.wait()
+            await asyncio.wait(tasks[:2], timeout=1.0)  # the last words and messages
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            listener.close()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            path.unlink(missing_ok=True)
+        return code
+
+    def _command(self, path: Path) -> list[str]:
+        config = msgspec.json.encode(self._config).decode()
+        name = self._config.model
+        return [sys.executable, "-m", "phalanx", "rank", name, "--rank", "0", "--socket", str(path), "--config", config]
+
+    async def _end_process(self) -> None:
+        """Shutdown was asked for; SIGTERM and SIGKILL only if that does not help."""
+        process = self._process
+        if process is None:
+            return
+        for step in (None, signal.SIGTERM, signal.SIGKILL):
+            if step is not None and process.returncode is None:
+                process.send_signal(step)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), EXIT_WAIT_S)
+                return
+
+    def _describe_end(self, code: int) -> str:
+        if self._stall_reason:
+            return self._stall_reason
+        if self._failure is not None:
+            return self._failure.message
+        words = next((line for line in reversed(self._last_words) if line.strip()), "")
+        if code < 0:
+            hint = " (out of memory, or killed by hand)" if code == -signal.SIGKILL else ""
+            return f"the engine process was ended by {signal.Signals(-code).name}{hint}"
+        return f"the engine process ended with status {code}" + (f": {words}" if words else "")
+
+    def _down(self, phase: str, reason: str, code: ExitCode | None) -> None:
+        """Tell everybody that the engine is gone."""
+        restarts = self._state.restarts + (phase == "restarting")
+        self._state = EngineState(
+            phase="restarting" if phase == "restarting" else "failed", reason=reason, restarts=restarts, exit_code=code
+        )
+        self._fail_pings(reason)
+        self.emit_down(reason, will_restart=phase == "restarting")
+
+    # -- what a live process needs ---------------------------------------------------------------------------------
+
+    async def _forward_log(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        while line := await _read_line(process.stderr):
+            text = line.decode(errors="replace").rstrip("\n")
+            self._last_words.append(text)
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+    async def _serve(self, connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> None:
+        reader, self._writer = await connected
+        while (payload := await read_frame(reader)) is not None:
+            self._last_sign = time.monotonic()
+            self._handle(self._codec.decode(payload))
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Batch():
+                self.emit_batch(message)
+            case Pong():
+                future = self._pings.pop(message.nonce, None)
+                if future is not None and not future.done():
+                    future.set_result(message.stats)
+            case Loading():
+                phase = "loading" if self._info is None else "restarting"
+                progress = Progress(message.phase, message.done, message.total)
+                reason = self._state.reason if phase == "restarting" else "loading the model"
+                self._state = replace(self._state, phase=phase, reason=reason, progress=progress)
+            case Ready():
+                self._info = message.info
+                self._state = replace(self._state, phase="ready", reason="", progress=None)
+                self.emit_ready(message.info)
+            case Failed():
+                self._failure = message
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Ask for a sign of life every second; end the process when none comes."""
+        while True:
+            await asyncio.sleep(PING_PERIOD_S)
+            ready = self._state.phase == "ready"
+            limit = self._stall_s if ready else LOAD_STALL_S
+            silent = time.monotonic() - self._last_sign
+            if silent > limit:
+                doing = "answer" if ready else "report progress while loading"
+                self._stall_reason = f"the engine process (pid {process.pid}) did not {doing} for {silent:.0f} s"
+                process.kill()
+                return
+            if ready and not self._pings:
+                asyncio.create_task(self._quiet_ping(), name="engine ping")  # noqa: RUF006
+
+    async def _quiet_ping(self) -> None:
+        with contextlib.suppress(EngineUnavailable):
+            await self.ping()
+
+    def _write(self, message: ToEngine) -> None:
+        if self._writer is None or self._writer.is_closing():
+            raise EngineUnavailable("The engine's connection is closed.")
+        self._writer.write(self._codec.encode(message))
+
+    def _fail_pings(self, reason: str) -> None:
+        for future in self._pings.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(f"The engine went down: {reason}."))
+        self._pings.clear()
+
+
+def _as_exit_code(status: int) -> ExitCode:
+    try:
+        return ExitCode(status)
+    except ValueError:
+        return ExitCode.CRASH
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """A line, however long (an overlong one comes in pieces); empty at the end."""
+    try:
+        return await stream.readuntil(b"\n")
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.readexactly(error.consumed)

@@ -1,0 +1,33 @@
+"""A trace of one engine: every message from the server and every plan, as lines of JSON (DESIGN section 10).
+
+With the same model, messages and steps in the same order give the same run. Does not know what the lines mean.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from phalanx.sched.plan import Plan
+from phalanx.types import ToEngine
+
+
+class Trace:
+    """Appends to a file; line-buffered, so that a crash loses nothing that was written."""
+
+    def __init__(self, path: str) -> None:
+        self._file: IO[bytes] = Path(path).open("ab", buffering=0)  # noqa: SIM115 (open for the process's life)
+        self._encoder = msgspec.json.Encoder()
+
+    def message(self, message: ToEngine) -> None:
+        """A message was taken from the mailbox."""
+        self._line({"message": message})
+
+    def plan(self, plan: Plan) -> None:
+        """A plan is about to be executed."""
+        self._line({"plan": plan})
+
+    def _line(self, value: object) -> None:
+        self._file.write(self._encoder.encode(value) + b"\n")

@@ -1,0 +1,136 @@
+"""The proof at start-up: ragged rows against mlx-lm's own caches, on a dozen tokens, in the model's own dtype.
+
+Two rows of different length are prefilled, decoded together, verified with padding and rolled back; every logits
+vector must be what the model gives with mlx-lm's caches, one row at a time. If rows cannot be computed together they
+are tried one after the other; if that is wrong as well, the model is refused. Leaves no state behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
+
+from phalanx.errors import EngineError, ModelUnsupported
+from phalanx.model.runner import Runner
+from phalanx.sched.plan import Admit, Forward, Resize
+
+FOREIGN = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a model's own code may raise when it meets a config or a cache it was not written for."""
+
+ARENA = -1
+PROMPTS = ((11, 7), (5, 3, 8, 2, 9))
+NEXT = (4, 6)
+"""Forced tokens after the prompts: any ids will do, if every vocabulary has them."""
+
+TOLERANCE = {mx.float32: 0.01, mx.float16: 0.25, mx.bfloat16: 0.25}
+"""Largest allowed RMS of the difference, in RMS of the logits about their mean. A wrong mask or position gives ~1; one
+expert that flips on a rounding error in 16 bits gives ~0.1."""
+
+Compared = tuple[str, mx.array, mx.array]
+
+
+def probe(runner: Runner, model: Module) -> None:
+    """Compare `runner` with `model` on mlx-lm's caches; may turn `runner.facts` to computing rows one by one.
+
+    Raises:
+        ModelUnsupported: rows of different lengths disagree with mlx-lm; says where and by how much.
+    """
+    expected = [_stock(model, prompt, follow) for prompt, follow in zip(PROMPTS, NEXT, strict=True)]
+    problem = _problem(runner, expected)
+    if problem and not runner.facts.one_row:
+        reason = f"together they disagree with mlx-lm ({problem})"
+        facts = runner.facts
+        runner.facts = replace(facts, one_row=reason, description=f"{facts.description}; rows one by one: {reason}")
+        problem = _problem(runner, expected)
+    if problem:
+        raise ModelUnsupported(
+            f"The model's output on rows of different lengths is not mlx-lm's: {problem}.",
+            remedy="Please report the model's name; it can be run with mlx-lm itself.",
+        )
+
+
+def _stock(model: Module, prompt: Sequence[int], follow: int) -> list[mx.array]:
+    """Logits after the prompt and after one more token, from mlx-lm's own caches."""
+    caches = make_prompt_cache(model)
+    outputs = [model(mx.array([tokens]), cache=caches)[0, -1] for tokens in (prompt[:-1], prompt[-1:], [follow])]
+    mx.eval(outputs)
+    return outputs[1:]
+
+
+def _problem(runner: Runner, expected: list[list[mx.array]]) -> str:
+    """The first disagreement in words, or nothing."""
+    tolerance = TOLERANCE.get(runner.dtype, 0.01)
+    try:
+        for what, ours, theirs in _compare(runner, expected):
+            distance = _distance(ours, theirs)
+            if not distance <= tolerance:
+                return f"{what}: relative difference {distance:.2g}, allowed {tolerance:g}"
+    except (EngineError, *FOREIGN) as error:
+        return repr(error)
+    finally:
+        runner.reset()
+        runner.apply([Resize(arena=ARENA, rows=0, capacity=0)])
+    return ""
+
+
+def _compare(runner: Runner, expected: list[list[mx.array]]) -> Iterator[Compared]:
+    """Run the probe; yields what was compared, our logits and mlx-lm's."""
+    short, long = PROMPTS
+    admits = [Admit(arena=ARENA, slot=slot, seq=slot) for slot in range(2)]
+    runner.apply([Resize(arena=ARENA, rows=2, capacity=len(long) + 3), *admits])
+    _feed(runner, 0, [short[:-1]], [0], sample=False)
+    _feed(runner, 1, [long[:2]], [0], sample=False)
+    _feed(runner, 1, [long[2:-1]], [2], sample=False)
+    lengths = [len(short) - 1, len(long) - 1]
+    logits = _feed(runner, 0, [short[-1:], long[-1:]], lengths, sample=True)
+    for row in range(2):
+        yield f"row {row}, one token", logits[row, 0], expected[row][0]
+    if runner.facts.rolls_back:
+        logits = _feed(runner, 0, [(short[-1], NEXT[0]), long[-1:]], lengths, sample=True)
+        yield "row 0, first of two tokens", logits[0, 0], expected[0][0]
+        yield "row 0, second of two tokens", logits[0, 1], expected[0][1]
+        yield "row 1, padded", logits[1, 0], expected[1][0]
+    lengths = [length + 1 for length in lengths]
+    logits = _feed(runner, 0, [(token,) for token in NEXT], lengths, sample=True)
+    for row in range(2):
+        yield f"row {row}, next token", logits[row, 0], expected[row][1]
+
+
+def _feed(
+    runner: Runner, start: int, rows: Sequence[Sequence[int]], kv_len: Sequence[int], *, sample: bool
+) -> mx.array:
+    width = max(map(len, rows))
+    forward = Forward(
+        arena=ARENA,
+        start=start,
+        seqs=tuple(range(start, start + len(rows))),
+        tokens=tuple((*row, *[0] * (width - len(row))) for row in rows),
+        valid=tuple(len(row) for row in rows),
+        sample=sample,
+    )
+    logits = runner.forward(forward, kv_len)
+    if logits is None:
+        return mx.zeros((0,))
+    mx.eval(logits, runner.settle())
+    return logits
+
+
+def _distance(ours: mx.array, theirs: mx.array) -> float:
+    """RMS of the difference in units of the spread of the reference; NaN where anything is not a number."""
+    a, b = ours.astype(mx.float32), theirs.astype(mx.float32)
+    distance = mx.sqrt(mx.mean((a - b) ** 2)) / mx.maximum(mx.std(b), 1e-6)
+    return float(cast(float, distance.item()))

@@ -1,0 +1,197 @@
+"""Which models can be served, and how: decided by running them, not by guessing from names (DESIGN section 3).
+
+`inspect` runs a model on mlx-lm's own caches without evaluating anything and reads the shapes it left there; `probe`
+(`probe.py`) compares ragged rows with those caches on a handful of tokens, and is what finally says yes. Between them
+stand short tables of facts that neither can see in a few tokens; `tools/conformance.py` runs every model file of mlx-lm
+and shows that they are complete (`docs/models.md`). Does not know plans, memory budgets or how a model was loaded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from phalanx.errors import ModelUnsupported
+from phalanx.model.layout import (
+    CacheFacts,
+    GroupLayout,
+    Heads,
+    KvLayout,
+    Layout,
+    StateLayout,
+    bytes_per_row,
+    bytes_per_token,
+    leaves,
+)
+from phalanx.model.probe import FOREIGN, probe
+
+__all__ = ["CacheFacts", "inspect", "probe"]
+
+GROUPED_MASK = frozenset({"gemma2"})
+"""Model files that split heads into groups before masking: their mask is `[rows, 1, 1, L, S]`."""
+
+ONE_ROW = {
+    "afm7": "its KV-reusing layers take their position from the number of keys",
+    "gpt_bigcode": "its position embedding takes one integer offset",
+    "llama4": "its chunked attention takes one integer offset",
+    "minimax_m3_vl": "its block selection places queries at the end of the keys",
+}
+"""Model files whose code takes one position for all rows: rows of one forward are computed one after the other."""
+
+REFUSED = {
+    "longcat_flash_ngram": "its n-gram context has another length in every row",
+    "phi3small": "mlx-lm adds its boolean masks to the scores, so its output depends on how a prompt is cut",
+}
+"""Model files that cannot be served although their caches look replaceable."""
+
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+
+
+def inspect(model: Module, config: Mapping[str, Any]) -> CacheFacts:
+    """Find out what the caches of a model hold, without evaluating anything.
+
+    Raises:
+        ModelUnsupported: a cache cannot be replaced, or mlx-lm itself cannot run the model; says which and why.
+    """
+    files = _model_files(model)
+    for name in sorted(files & REFUSED.keys()):
+        raise ModelUnsupported(f"Models of mlx-lm's `{name}` cannot be served: {REFUSED[name]}.")
+    stock = _stock_caches(model, config)
+    _dry_run(model, stock, config)
+    layouts = tuple(_layout(cache, f"layer {i}") for i, cache in enumerate(stock))
+    recurrent = any(isinstance(leaf, StateLayout) for leaf in leaves(layouts))
+    one_row = _one_row_reason(model, files)
+    return CacheFacts(
+        layouts=layouts,
+        rolls_back=not recurrent,
+        recurrent=recurrent,
+        exact_prefix_only=recurrent,
+        bytes_per_token=bytes_per_token(layouts),
+        bytes_per_row=bytes_per_row(layouts),
+        one_row=one_row,
+        mask_dims=5 if files & GROUPED_MASK else 4,
+        max_len=_max_len(model, config),
+        description=_describe(stock, layouts, one_row),
+    )
+
+
+def _model_files(model: Module) -> frozenset[str]:
+    """Names of the mlx-lm model files whose classes the model is made of."""
+    names = (type(module).__module__ for module in model.modules())  # type: ignore[no-untyped-call]
+    return frozenset(name.rpartition(".")[2] for name in names if name.startswith("mlx_lm.models."))
+
+
+def _one_row_reason(model: Module, files: frozenset[str]) -> str:
+    for name in sorted(files & ONE_ROW.keys()):
+        return ONE_ROW[name]
+    if _dynamic_rope(model):
+        return "its `dynamic` RoPE scaling takes one integer offset"
+    return ""
+
+
+def _dynamic_rope(model: Module) -> list[int]:
+    """Lengths up to which `dynamic` RoPE scaling leaves the frequencies alone.
+
+    Beyond them mlx-lm's frequencies depend on how many tokens were fed at once, so that output depends on how a
+    prompt is cut; such models are served up to that length only.
+    """
+    modules = [m for m in model.modules() if type(m).__name__ == "DynamicNTKScalingRoPE"]  # type: ignore[no-untyped-call]
+    return [int(m.max_position_embeddings) for m in modules]
+
+
+def _stock_caches(model: Module, config: Mapping[str, Any]) -> list[Any]:
+    try:
+        caches = make_prompt_cache(model)
+    except FOREIGN as error:
+        raise ModelUnsupported(f"mlx-lm cannot make caches for {_name(config)}: {error!r}.") from error
+    for i, cache in enumerate(caches):
+        _check_class(cache, f"layer {i}", config)
+    return list(caches)
+
+
+def _check_class(cache: Any, where: str, config: Mapping[str, Any]) -> None:
+    kind = type(cache)
+    if kind is CacheList:
+        for part in cache.caches:
+            _check_class(part, where, config)
+    elif kind not in (KVCache, RotatingKVCache, ConcatenateKVCache, ChunkedKVCache, ArraysCache):
+        raise ModelUnsupported(
+            f"{_name(config)} cannot be served: {where} keeps its state in {kind.__module__}.{kind.__name__}, "
+            "which has no counterpart with rows of different lengths."
+        )
+    elif kind is RotatingKVCache and cache.keep:
+        raise ModelUnsupported(f"{_name(config)} cannot be served: {where} pins its first {cache.keep} tokens.")
+
+
+def _dry_run(model: Module, caches: list[Any], config: Mapping[str, Any]) -> None:
+    """Build, but never evaluate, a prefill of two tokens and a decode step, for the shapes they leave in `caches`."""
+    try:
+        model(mx.zeros((1, 2), dtype=mx.int32), cache=list(caches))
+        model(mx.zeros((1, 1), dtype=mx.int32), cache=list(caches))
+    except FOREIGN as error:
+        raise ModelUnsupported(f"mlx-lm itself cannot run {_name(config)} on two tokens: {error!r}.") from error
+
+
+def _layout(cache: Any, where: str) -> Layout:
+    if isinstance(cache, CacheList):
+        return GroupLayout(tuple(_layout(part, where) for part in cache.caches))
+    if isinstance(cache, ArraysCache):
+        return StateLayout(tuple(None if a is None else (tuple(a.shape[1:]), a.dtype) for a in cache.cache))
+    window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+    return KvLayout(_heads(cache.keys), _heads(cache.values), window)
+
+
+def _heads(buffer: mx.array | None) -> Heads | None:
+    return None if buffer is None else Heads(buffer.shape[1], buffer.shape[3], buffer.dtype)
+
+
+def _max_len(model: Module, config: Mapping[str, Any]) -> int | None:
+    limits = _dynamic_rope(model)
+    if limits:
+        return min(limits)
+    for part in (config, config.get("text_config") or {}):
+        for key in _LENGTH_KEYS:
+            value = part.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _describe(stock: list[Any], layouts: tuple[Layout, ...], one_row: str) -> str:
+    kinds = Counter(_kind(leaf, cache) for leaf, cache in zip(leaves(layouts), _flat(stock), strict=True))
+    text = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    return f"{text}; rows one by one: {one_row}" if one_row else text
+
+
+def _flat(caches: list[Any]) -> Iterator[Any]:
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _flat(list(cache.caches))
+        else:
+            yield cache
+
+
+def _kind(leaf: KvLayout | StateLayout, cache: Any) -> str:
+    name = type(cache).__name__
+    if isinstance(leaf, StateLayout):
+        return f"{name} -> state rows (no rollback)"
+    if leaf.window is not None:
+        return f"{name} -> ragged rows, window {leaf.window}"
+    return f"{name} -> ragged rows"
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    return f"model type `{config.get('model_type', '?')}`"

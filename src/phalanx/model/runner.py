@@ -1,0 +1,180 @@
+"""The runner: executes buffer operations and forwards on one rank. Obeys; decides nothing (DESIGN section 1).
+
+Knows arenas, slots and model calls. Does not know sequences, sampling, who commits what, or other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, assert_never
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from phalanx.errors import EngineError
+from phalanx.model.arena import Arena, Snapshot
+from phalanx.model.cache import RowView
+from phalanx.model.layout import CacheFacts
+from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, RowOp, Share, Store, Swap
+
+
+class Runner:
+    """One model and its KV buffers.
+
+    Args:
+        model: an mlx-lm model, its weights in memory.
+        facts: what `registry.inspect` found about it.
+        dtype: floating dtype of the activations.
+    """
+
+    def __init__(self, model: Module, facts: CacheFacts, dtype: mx.Dtype) -> None:
+        self.model = model
+        self.facts = facts
+        self.dtype = dtype
+        self._arenas: dict[int, Arena] = {}
+        self._entries: dict[int, Snapshot] = {}
+        self._touched: Arena | None = None
+        self._logits: mx.array | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes allocated for rows now."""
+        return sum(arena.nbytes for arena in self._arenas.values())
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of all kept prefixes."""
+        return sum(entry.nbytes for entry in self._entries.values())
+
+    def apply(self, ops: Sequence[RowOp]) -> None:
+        """Execute buffer operations in order.
+
+        Raises:
+            EngineError: a slot, entry or length that does not exist: the plan is not about this state.
+        """
+        self._flush()
+        for op in ops:
+            self._apply(op)
+
+    def forward(self, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+        """Feed tokens; `kv_len[i]` is the valid length of row `start + i` before.
+
+        Returns:
+            Logits `[rows, L, V]`, not evaluated, when the plan samples or scores: evaluate them together with
+            `settle()`. Otherwise None, with the caches evaluated.
+
+        Raises:
+            EngineError: the buffers are too short, or a recurrent row would be padded or rolled back.
+        """
+        self._flush()
+        arena = self._arena(fwd.arena)
+        arena.check_state(fwd.start, kv_len)
+        if self.facts.recurrent and min(fwd.valid) < len(fwd.tokens[0]):
+            raise EngineError("Rows with recurrent state cannot be padded.")
+        if self.facts.one_row and len(kv_len) > 1:
+            logits = self._rows_in_turn(arena, fwd, kv_len)
+        else:
+            view = self._view(fwd.start, kv_len, len(fwd.tokens[0]), fwd.sample)
+            logits = self._call(arena, view, fwd.tokens, kv_len, fwd.valid)
+        self._touched = arena
+        if fwd.sample or fwd.score:
+            self._logits = logits
+            return logits
+        mx.eval(arena.arrays())
+        return None
+
+    def settle(self) -> list[mx.array]:
+        """Cache arrays the last forward wrote, to be evaluated together with its logits."""
+        return self._touched.arrays() if self._touched is not None else []
+
+    def reset(self) -> None:
+        """Forget results nobody evaluated; give MLX's cached buffers back to the system."""
+        self._logits = self._touched = None
+        mx.clear_cache()
+
+    def _view(self, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
+        return RowView(start, kv_len, length, mask_dims=self.facts.mask_dims, prefill=not sample)
+
+    def _call(
+        self,
+        arena: Arena,
+        view: RowView,
+        tokens: Sequence[Sequence[int]],
+        kv_len: Sequence[int],
+        valid: Sequence[int],
+    ) -> mx.array:
+        """One model call over rows of one arena; logits [rows, L, V]."""
+        arena.open(view, [length + n for length, n in zip(kv_len, valid, strict=True)])
+        caches: list[Any] = list(arena.caches)  # a copy: models may extend the list
+        logits: mx.array = self.model(mx.array([list(row) for row in tokens], dtype=mx.int32), cache=caches)
+        arena.close()
+        return logits
+
+    def _rows_in_turn(self, arena: Arena, fwd: Forward, kv_len: Sequence[int]) -> mx.array:
+        """For models that take one position for all rows: a call per row, without padding; logits padded with 0."""
+        width = len(fwd.tokens[0])
+        parts = []
+        for i, (row, n) in enumerate(zip(fwd.tokens, fwd.valid, strict=True)):
+            view = self._view(fwd.start + i, kv_len[i : i + 1], n, fwd.sample)
+            part = self._call(arena, view, [row[:n]], kv_len[i : i + 1], [n])
+            # Before the next row writes, or that would copy the buffers.
+            mx.async_eval(part, *arena.arrays())  # type: ignore[no-untyped-call]
+            parts.append(mx.pad(part, [(0, 0), (0, width - n), (0, 0)]) if n < width else part)
+        return mx.concatenate(parts)
+
+    def _flush(self) -> None:
+        """Start evaluating what an earlier forward of the step left lazy, while its views of the buffers are current.
+
+        A write would copy the buffers if an unevaluated view of them were still around.
+        """
+        if self._logits is not None and self._touched is not None:
+            mx.async_eval(self._logits, *self._touched.arrays())  # type: ignore[no-untyped-call]
+        self._logits = None
+
+    def _apply(self, op: RowOp) -> None:
+        match op:
+            case Resize():
+                self._resize(op)
+            case Admit():
+                self._arena(op.arena).admit(op.slot)
+            case Restore():
+                self._arena(op.arena).load(op.slot, self._entry(op.entry), op.length)
+            case Share():
+                self._arena(op.src_arena).copy(op.src, self._arena(op.arena), op.slot, op.length)
+            case Move():
+                source = self._arena(op.src_arena)
+                source.copy(op.src, self._arena(op.arena), op.dst)
+                source.free(op.src)
+            case Swap():
+                self._arena(op.arena).swap(op.a, op.b)
+            case Store():
+                self._entries[op.entry] = self._arena(op.arena).save(op.slot, op.length)
+            case Evict():
+                self._entry(op.entry)
+                del self._entries[op.entry]
+            case Free():
+                self._arena(op.arena).free(op.slot)
+            case _:
+                assert_never(op)
+
+    def _resize(self, op: Resize) -> None:
+        if op.rows == 0:
+            self._touched = None
+            self._arenas.pop(op.arena, None)
+            return
+        arena = self._arenas.get(op.arena)
+        if arena is None:
+            arena = self._arenas[op.arena] = Arena(self.facts.layouts)
+        arena.resize(op.rows, op.capacity)
+
+    def _arena(self, number: int) -> Arena:
+        arena = self._arenas.get(number)
+        if arena is None:
+            raise EngineError(f"Arena {number} was never sized.")
+        return arena
+
+    def _entry(self, number: int) -> Snapshot:
+        entry = self._entries.get(number)
+        if entry is None:
+            raise EngineError(f"Prefix entry {number} does not exist.")
+        return entry

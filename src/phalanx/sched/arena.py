@@ -1,0 +1,105 @@
+"""Where rows live: the leader's picture of the KV buffers, and the operations that change it.
+
+An arena keeps its rows dense: slots `[0, D)` decode, `[D, len(rows))` prefill. Every change is recorded as a plan
+operation in `ops`, which all ranks execute. Knows bytes, not arrays; who may use memory is decided in `admission.py`.
+"""
+
+from __future__ import annotations
+
+from phalanx.sched.plan import Admit, Free, Move, Resize, RowOp, Swap
+from phalanx.sched.sequence import Sequence
+
+
+class Arena:
+    """One set of KV buffers `[rows, heads, capacity, head_dim]`."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.allocated = 0  # rows
+        self.capacity = 0  # tokens per row
+        self.rows: list[Sequence] = []
+        self.n_decoding = 0
+
+
+class Layout:
+    """All arenas of a group of ranks, with the operations of the step being planned in `ops`."""
+
+    def __init__(self, n_arenas: int) -> None:
+        self.arenas = [Arena(i) for i in range(n_arenas)]
+        self.ops: list[RowOp] = []
+
+    def rows(self) -> list[Sequence]:
+        """All placed sequences, arena by arena, in slot order."""
+        return [row for arena in self.arenas for row in arena.rows]
+
+    def resize(self, arena: Arena, rows: int, capacity: int) -> None:
+        """Reallocate. Changes state; every placed row must still fit."""
+        assert rows >= len(arena.rows)
+        arena.allocated, arena.capacity = rows, capacity
+        self.ops.append(Resize(arena.index, rows, capacity))
+
+    def admit(self, seq: Sequence, arena: Arena) -> None:
+        """Give a waiting sequence the next slot, as a prefilling row. Needs `allocated > len(rows)`."""
+        assert len(arena.rows) < arena.allocated
+        self._place(seq, arena, len(arena.rows))
+        arena.rows.append(seq)
+        self.ops.append(Admit(arena.index, seq.slot, seq.number))
+
+    def promote(self, seq: Sequence) -> None:
+        """A prefilling row becomes a decoding one: it changes places with the first prefilling row."""
+        arena = self.arenas[seq.arena]
+        boundary = arena.n_decoding
+        assert not seq.decoding and seq.slot >= boundary
+        if seq.slot != boundary:
+            other = arena.rows[boundary]
+            self.ops.append(Swap(arena.index, boundary, seq.slot))
+            arena.rows[seq.slot], other.slot = other, seq.slot
+            arena.rows[boundary], seq.slot = seq, boundary
+        seq.decoding = True
+        arena.n_decoding += 1
+
+    def release(self, seq: Sequence) -> None:
+        """Free a row and close the hole with the last row of its kind."""
+        arena = self.arenas[seq.arena]
+        hole = seq.slot
+        self.ops.append(Free(arena.index, hole))
+        if seq.decoding:
+            arena.n_decoding -= 1
+            hole = self._fill(arena, hole, arena.n_decoding)
+        self._fill(arena, hole, len(arena.rows) - 1)
+        arena.rows.pop()
+        seq.unplace()
+
+    def free_empty(self) -> None:
+        """Give back the memory of arenas without rows."""
+        for arena in self.arenas:
+            if not arena.rows and arena.allocated:
+                self.resize(arena, 0, 0)
+
+    def transfer(self, seq: Sequence, target: Arena) -> None:
+        """Move a row to another arena, keeping its KV. Needs a free slot there."""
+        source, slot, decoding = self.arenas[seq.arena], seq.slot, seq.decoding
+        assert len(target.rows) < target.allocated
+        free = len(target.rows)
+        self.ops.append(Move(source.index, slot, target.index, free))
+        if decoding:
+            source.n_decoding -= 1
+            slot = self._fill(source, slot, source.n_decoding)
+        self._fill(source, slot, len(source.rows) - 1)
+        source.rows.pop()
+        seq.decoding = False
+        self._place(seq, target, free)
+        target.rows.append(seq)
+        if decoding:
+            self.promote(seq)
+
+    def _fill(self, arena: Arena, hole: int, last: int) -> int:
+        """Row `last` moves into the hole; returns the new hole."""
+        if last != hole:
+            moved = arena.rows[last]
+            self.ops.append(Move(arena.index, last, arena.index, hole))
+            arena.rows[hole], moved.slot = moved, hole
+        return last
+
+    def _place(self, seq: Sequence, arena: Arena, slot: int) -> None:
+        seq.arena, seq.slot = arena.index, slot

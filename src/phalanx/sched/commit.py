@@ -1,0 +1,38 @@
+"""Verified tokens become committed tokens: here and nowhere else (A2).
+
+The `Commit` returned is the only source of client events, token history, KV length, proposer history and counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from phalanx.sched.plan import Commit
+from phalanx.sched.sequence import Sequence
+from phalanx.sched.stop import clip
+
+
+def commit_tokens(seq: Sequence, kv_len: int, fed: int, verified: Seq[int]) -> Commit:
+    """Commit the outcome of a sampling forward.
+
+    Args:
+        kv_len: valid KV length before the sampling forward.
+        fed: tokens that forward computed for the row: the last known token y and the drafts d1..dk, so k + 1.
+        verified: the accepted drafts and the token sampled after them; 1..k+1 tokens.
+
+    The m committed tokens mean that y and the first m - 1 drafts were right, so m positions became valid.
+    """
+    kept = clip(seq.request.stop, seq.n_output, verified)
+    return Commit(
+        seq=seq.number,
+        tokens=tuple(verified[: kept.keep]),
+        computed=kv_len + fed,
+        kv_len=kv_len + kept.keep,
+        finish=kept.finish,
+        stop_id=kept.stop_id,
+    )
+
+
+def commit_chunk(seq: Sequence, kv_len: int, computed: int) -> Commit:
+    """Commit a prefill chunk: `computed` more known tokens are in the KV cache, no token is new."""
+    return Commit(seq=seq.number, tokens=(), computed=kv_len + computed, kv_len=kv_len + computed)

@@ -1,0 +1,148 @@
+"""The plan: plain data, the only contract between the leader and the ranks that execute it.
+
+A `Step` says everything a rank does in one step: what the last step committed, which rows move where in the KV
+buffers, and which rectangular forwards run. Ranks decide nothing (DESIGN section 1). Does not know models or arrays.
+
+Rows live in *arenas*. An arena is one set of KV buffers `[rows, heads, capacity, head_dim]` per layer; all its rows
+share one capacity. Arena 0 holds short rows, arena 1 long ones, so that one long prompt does not inflate every row.
+A *slot* is a row's index inside its arena; decoding rows are slots `[0, D)`, prefilling rows `[D, D + P)`.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from phalanx.types import FinishReason
+
+
+class Commit(Struct, frozen=True, array_like=True):
+    """What one row gained in one step, decided once (`sched/commit.py`) and obeyed by everyone.
+
+    The step's forwards brought the row's KV region to `computed` positions; `kv_len` of them are valid, the rest were
+    rejected drafts. A rank whose row is not at `computed` has skipped or repeated a forward (A1).
+    """
+
+    seq: int  # the scheduler's number for the sequence
+    tokens: tuple[int, ...]  # committed output tokens, in order; empty for a prefill chunk
+    computed: int
+    kv_len: int
+    finish: FinishReason | None = None
+    stop_id: int | None = None  # the stop token that ended it
+
+
+# Buffer operations, executed in the order listed, before the forwards -------------------------------------------
+
+
+class Resize(Struct, frozen=True, tag="resize"):
+    """Reallocate an arena's buffers; rows below `min(old, new)` keep their content. rows = 0 frees it."""
+
+    arena: int
+    rows: int
+    capacity: int  # tokens per row
+
+
+class Admit(Struct, frozen=True, tag="admit"):
+    """A sequence takes a slot, which is zeroed first. `seq` starts with kv_len 0."""
+
+    arena: int
+    slot: int
+    seq: int
+
+
+class Restore(Struct, frozen=True, tag="restore"):
+    """Copy the first `length` tokens of a prefix entry into a slot; kv_len becomes `length`."""
+
+    arena: int
+    slot: int
+    entry: int
+    length: int
+
+
+class Share(Struct, frozen=True, tag="share"):
+    """Copy the first `length` tokens of another live row into a slot; kv_len becomes `length`."""
+
+    src_arena: int
+    src: int
+    arena: int
+    slot: int
+    length: int
+
+
+class Move(Struct, frozen=True, tag="move"):
+    """Row `src` becomes row `dst` (which is free); `src` is free afterwards."""
+
+    src_arena: int
+    src: int
+    arena: int
+    dst: int
+
+
+class Swap(Struct, frozen=True, tag="swap"):
+    """Exchange two rows of one arena."""
+
+    arena: int
+    a: int
+    b: int
+
+
+class Store(Struct, frozen=True, tag="store"):
+    """Keep the first `length` tokens of a slot as prefix entry `entry` (an owned, evaluated copy)."""
+
+    arena: int
+    slot: int
+    entry: int
+    length: int
+
+
+class Evict(Struct, frozen=True, tag="evict"):
+    """Drop a prefix entry."""
+
+    entry: int
+
+
+class Free(Struct, frozen=True, tag="free"):
+    """The sequence in this slot is gone."""
+
+    arena: int
+    slot: int
+
+
+RowOp = Resize | Admit | Restore | Share | Move | Swap | Store | Evict | Free
+
+
+class Forward(Struct, frozen=True):
+    """One rectangular model call over the contiguous slots `[start, start + len(tokens))` of an arena.
+
+    Row i feeds `tokens[i][:valid[i]]` at positions `kv_len[i] ...`; the rest of `tokens[i]` is padding (0). `sample`
+    forwards return logits; the others (prefill chunks) only fill the cache. `logits == "all"` asks for the logits of
+    every position of a prefill chunk (prompt log-probabilities).
+    """
+
+    arena: int
+    start: int
+    seqs: tuple[int, ...]  # [rows]
+    tokens: tuple[tuple[int, ...], ...]  # [rows, L]
+    valid: tuple[int, ...]  # [rows], 1 <= valid[i] <= L
+    sample: bool
+    score: bool = False  # logits of all positions are wanted although nothing is sampled
+
+
+class Step(Struct, frozen=True, tag="step"):
+    """One step. `digest` is the leader's row state after `commits` and `ops`, before the forwards."""
+
+    id: int
+    commits: tuple[Commit, ...]
+    ops: tuple[RowOp, ...]
+    forwards: tuple[Forward, ...]
+    digest: int
+
+
+class Reset(Struct, frozen=True, tag="reset"):
+    """Free the buffer cache of MLX (after the scheduler evicted every prefix entry in a `Step`)."""
+
+
+class Stop(Struct, frozen=True, tag="stop"):
+    """End the process in order."""
+
+
+Plan = Step | Reset | Stop

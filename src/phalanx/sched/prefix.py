@@ -1,0 +1,162 @@
+"""Which prefixes are kept, found and evicted: the leader's index of the prefix cache.
+
+The arrays live with the model (`model/prefix.py`) under an entry number; this file decides, and the plan says so.
+An entry is the token list whose KV is kept. Entries are found by chained hashes of 16-token blocks, compared token
+by token before use, and evicted least recently used first within a byte budget. Keys include a salt, so entries are
+shared only between requests of one API key; model, dtype and precision need no key because an index never outlives
+the engine process. Does not know where rows live.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from typing import NamedTuple
+
+BLOCK = 16
+
+
+class Hit(NamedTuple):
+    """The first `length` tokens of `entry` are a prefix of the prompt looked up."""
+
+    entry: int
+    length: int
+
+
+class _Entry(NamedTuple):
+    salt: str
+    tokens: array[int]
+    blocks: list[int]
+    n_bytes: int
+
+
+def common_prefix(a: array[int] | list[int], b: array[int] | list[int], limit: int) -> int:
+    """Length of the common prefix of two token lists, at most `limit`."""
+    limit = min(limit, len(a), len(b))
+    low, high = 0, limit
+    if a[:limit] == b[:limit]:
+        return limit
+    while low < high:  # the first difference, by halving
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class PrefixIndex:
+    """Entries by number, least recently used first.
+
+    Args:
+        budget: bytes all entries may take together; 0 turns the cache off.
+        bytes_per_token, bytes_per_row: what an entry of n tokens costs: `n * bytes_per_token + bytes_per_row`.
+        exact_only: recurrent state exists only at its exact length, so an entry is usable only whole.
+    """
+
+    def __init__(self, budget: int, bytes_per_token: int, bytes_per_row: int = 0, *, exact_only: bool = False) -> None:
+        self.budget = budget
+        self.used = 0
+        self._bytes_per_token = bytes_per_token
+        self._bytes_per_row = bytes_per_row
+        self._exact_only = exact_only
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._by_block: dict[int, dict[int, None]] = {}  # block hash -> entries that contain it, oldest first
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, salt: str, tokens: list[int], limit: int) -> Hit | None:
+        """The entry that shares the longest prefix with `tokens[:limit]`, at least one block. Marks it used."""
+        if not self._entries:
+            return None
+        known = array("q", tokens[:limit])
+        best: Hit | None = None
+        for block in reversed(_chain(salt, known)):
+            for number in reversed(self._by_block.get(block, ())):
+                length = self._usable(self._entries[number], salt, known)
+                if length >= BLOCK and (best is None or length > best.length):
+                    best = Hit(number, length)
+            if best is not None:
+                self._entries.move_to_end(best.entry)
+                return best
+        return None
+
+    def add(self, salt: str, tokens: list[int]) -> tuple[int | None, list[int]]:
+        """Plan to keep the KV of `tokens`.
+
+        Returns:
+            The entry's number, or None when it is not worth keeping (too short, over the budget, or contained in an
+            existing entry), and the entries to evict for it.
+        """
+        kept = array("q", tokens)
+        n_bytes = len(kept) * self._bytes_per_token + self._bytes_per_row
+        if len(kept) < BLOCK or n_bytes > self.budget:
+            return None, []
+        blocks = _chain(salt, kept)
+        evicted = []
+        for number in list(self._by_block.get(blocks[-1], ())):
+            entry = self._entries[number]
+            if entry.salt == salt and entry.tokens[: len(kept)] == kept and not self._exact_only:
+                self._entries.move_to_end(number)
+                return None, []
+            if entry.salt == salt and entry.tokens == kept:
+                self._entries.move_to_end(number)
+                return None, []
+        if not self._exact_only:  # shorter entries that this one contains are superseded
+            for number in self._contained(blocks, kept, salt):
+                self._drop(number)
+                evicted.append(number)
+        while self.used + n_bytes > self.budget:
+            number = next(iter(self._entries))
+            self._drop(number)
+            evicted.append(number)
+        number = self._next
+        self._next += 1
+        self._entries[number] = _Entry(salt, kept, blocks, n_bytes)
+        for block in blocks:
+            self._by_block.setdefault(block, {})[number] = None
+        self.used += n_bytes
+        return number, evicted
+
+    def clear(self) -> list[int]:
+        """Forget everything; returns the entries to evict."""
+        numbers = list(self._entries)
+        for number in numbers:
+            self._drop(number)
+        return numbers
+
+    def _usable(self, entry: _Entry, salt: str, known: array[int]) -> int:
+        if entry.salt != salt:
+            return 0
+        length = common_prefix(entry.tokens, known, len(known))
+        return length if not self._exact_only or length == len(entry.tokens) else 0
+
+    def _contained(self, blocks: list[int], kept: array[int], salt: str) -> list[int]:
+        candidates = {n for block in blocks for n in self._by_block.get(block, ())}
+        found = []
+        for number in sorted(candidates):
+            entry = self._entries[number]
+            if entry.salt == salt and len(entry.tokens) < len(kept) and kept[: len(entry.tokens)] == entry.tokens:
+                found.append(number)
+        return found
+
+    def _drop(self, number: int) -> None:
+        entry = self._entries.pop(number)
+        self.used -= entry.n_bytes
+        for block in entry.blocks:
+            holders = self._by_block[block]
+            del holders[number]
+            if not holders:
+                del self._by_block[block]
+
+
+def _chain(salt: str, tokens: array[int]) -> list[int]:
+    """Hash of every whole-block prefix, shortest first. Collisions cost a comparison, never a wrong hit."""
+    chained = hash(salt)
+    out = []
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        chained = hash((chained, *tokens[start : start + BLOCK]))
+        out.append(chained)
+    return out

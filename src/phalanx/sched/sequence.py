@@ -1,0 +1,70 @@
+"""One sequence on the leader: what is known, what is computed, where its row lives.
+
+There is no prefill phase and no decode phase: *computed* (`kv_len`) catches up with *known* (`tokens`). A row whose
+only uncomputed token is the last one is ready to sample; everything before that is prefill. Does not know plans.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Iterable
+
+from phalanx.types import SequenceRequest, Timing
+
+
+def extend_crc(crc: int, tokens: Iterable[int]) -> int:
+    """CRC-32 of a token list, extended: the part of a row's digest that stands for its history."""
+    return zlib.crc32(array("q", tokens).tobytes(), crc)
+
+
+class Sequence:
+    """Mutable state of one unfinished sequence. Only the scheduler changes it."""
+
+    def __init__(self, number: int, request: SequenceRequest, now: float) -> None:
+        self.number = number
+        self.request = request
+        self.id = request.id
+        self.prompt_len = len(request.prompt)
+        self.tokens: list[int] = [*request.prompt, *request.committed]  # known
+        self.kv_len = 0  # computed
+        self.crc = 0  # over the tokens committed since the row was admitted, as the mirrors see them
+        self.arena = -1
+        self.slot = -1  # -1: waiting
+        self.decoding = False  # slot lies in the arena's decoding prefix
+        self.arrived = now
+        self.deadline = None if request.timeout_s is None else now + request.timeout_s
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.cached_tokens = 0
+        self.scored = 0  # prompt tokens whose log-probability is known (prompt_logprobs)
+
+    @property
+    def n_output(self) -> int:
+        """Committed output tokens, those from before an engine restart included."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def to_prefill(self) -> int:
+        """Known tokens to compute before the last one can be fed."""
+        return max(0, len(self.tokens) - 1 - self.kv_len)
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether prompt log-probabilities are still owed, so that no prefix may be reused."""
+        return self.request.prompt_logprobs is not None
+
+    def unplace(self) -> None:
+        """The row is gone; everything known must be computed again."""
+        self.arena = self.slot = -1
+        self.decoding = False
+        self.kv_len = 0
+        self.crc = 0
+
+    def timing(self, now: float) -> Timing:
+        """Where the time went, in seconds (M1)."""
+        started = self.first_scheduled if self.first_scheduled is not None else now
+        first = self.first_token if self.first_token is not None else now
+        last = self.last_token if self.last_token is not None else first
+        return Timing(queue_s=started - self.arrived, prefill_s=max(0.0, first - started), decode_s=last - first)

@@ -1,0 +1,38 @@
+"""Is a row finished? The one place, as far as token ids and counts can tell (A9).
+
+Stop strings need text, which only the server has; it answers with `Finish`, which the scheduler applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from phalanx.types import FinishReason, StopRule
+
+
+class Clip(NamedTuple):
+    """How many of the verified tokens count, and why the row ends there (None: it goes on)."""
+
+    keep: int
+    finish: FinishReason | None
+    stop_id: int | None
+
+
+def clip(rule: StopRule, n_output: int, tokens: Sequence[int]) -> Clip:
+    """Cut verified tokens at the first stop id or at `max_tokens`, whichever comes first.
+
+    A stop token counts as an output token. Before `min_tokens` a stop id does not end the row (the sampler does not
+    choose it either; a draft could carry it).
+
+    Args:
+        n_output: output tokens committed before these.
+        tokens: verified tokens in order, at least one.
+    """
+    for i, token in enumerate(tokens):
+        n = n_output + i + 1
+        if token in rule.stop_ids and n > rule.min_tokens:
+            return Clip(i + 1, "stop", token)
+        if n >= rule.max_tokens:
+            return Clip(i + 1, "length", None)
+    return Clip(len(tokens), None, None)

@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's endpoints over an `EngineClient`. Text and tokens live here; arrays do not."""

@@ -1,0 +1,195 @@
+"""The FastAPI application: what is wired to what, and the one table from errors to HTTP status.
+
+Does not know how the engine runs, nor sockets and signals (`run.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from msgspec import Struct
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from phalanx import __version__
+from phalanx.config import ServerConfig
+from phalanx.engine.client import EngineClient
+from phalanx.errors import (
+    EngineUnavailable,
+    InvalidApiKey,
+    InvalidRequest,
+    PhalanxError,
+    QueueFull,
+    RequestTooLarge,
+    SlowClient,
+    UnknownModel,
+    WrongMediaType,
+)
+from phalanx.model.tokenizer import Tokenizer
+from phalanx.server.health import Health
+from phalanx.server.info import Information
+from phalanx.server.intake import check_key
+from phalanx.server.journal import Journal
+from phalanx.server.metrics import Metrics
+from phalanx.server.openapi import describe_bodies, json_body
+from phalanx.server.parsed import GenerationDefaults, Served
+from phalanx.server.prompts import Prompts
+from phalanx.server.routes import CLIENT_GONE, Completions
+from phalanx.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+log = logging.getLogger(__name__)
+
+
+class Status(Struct, frozen=True):
+    """How an error looks over HTTP."""
+
+    status: int
+    type: str  # OpenAI's `error.type`
+
+
+STATUS: Mapping[type[PhalanxError], Status] = {
+    InvalidRequest: Status(400, "invalid_request_error"),
+    InvalidApiKey: Status(401, "invalid_request_error"),
+    UnknownModel: Status(404, "invalid_request_error"),
+    SlowClient: Status(408, "invalid_request_error"),
+    RequestTooLarge: Status(413, "invalid_request_error"),
+    WrongMediaType: Status(415, "invalid_request_error"),
+    QueueFull: Status(429, "rate_limit_error"),
+    EngineUnavailable: Status(503, "service_unavailable_error"),
+    PhalanxError: Status(500, "server_error"),
+}
+"""The table. An error has the status of its nearest ancestor here."""
+
+
+def status_of(error: PhalanxError) -> Status:
+    """The table's entry for this error."""
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+
+
+def error_object(error: PhalanxError) -> dict[str, Any]:
+    """OpenAI's error object, as a body or as an event of a stream."""
+    entry = status_of(error)
+    param = error.param if isinstance(error, InvalidRequest) else None
+    code: str | int | None = error.code if isinstance(error, InvalidRequest) else None
+    return {"error": {"message": str(error), "type": entry.type, "param": param, "code": code or entry.status}}
+
+
+def error_response(error: PhalanxError) -> JSONResponse:
+    """The answer to a request that failed before its answer began."""
+    headers = {}
+    if isinstance(error, (QueueFull, EngineUnavailable)):
+        milliseconds = max(1, round(error.retry_after * 1000))
+        headers = {"Retry-After": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
+    if isinstance(error, InvalidApiKey):
+        headers = {"WWW-Authenticate": "Bearer"}
+    return JSONResponse(error_object(error), status_of(error).status, headers)
+
+
+def create_app(
+    config: ServerConfig,
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    *,
+    defaults: GenerationDefaults | None = None,
+    on_start_failure: Callable[[PhalanxError], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> FastAPI:
+    """The server as an ASGI application. Its lifespan starts and closes the engine.
+
+    Args:
+        defaults: sampling where a request says nothing; see `defaults.read_defaults`.
+        on_start_failure: told when the engine cannot be started at all.
+        clock: monotonic seconds.
+    """
+    served = Served(
+        names=config.served_model_name or (config.engine.model,),
+        max_n=config.max_n,
+        defaults=defaults or GenerationDefaults(),
+        eos_ids=frozenset(tokenizer.eos_ids),
+        template_kwargs=config.chat_template_kwargs,
+    )
+    metrics = Metrics(served.names[0])
+    journal = Journal(engine, metrics, max_num_seqs=config.engine.max_num_seqs, queue=config.queue, clock=clock)
+    health = Health(engine, metrics, stall_s=config.stall_s)
+    prompts = Prompts(tokenizer)
+    information = Information(config, engine, served, prompts, health, metrics)
+    completions = Completions(config, served, prompts, journal, metrics, error_object, clock)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(_start(engine, on_start_failure)), asyncio.create_task(health.watch())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await engine.close()
+            prompts.close()
+
+    app = FastAPI(title="phalanx", version=__version__, lifespan=lifespan)
+    app.state.journal = journal  # run.py drains it
+    _add_routes(app, config, completions, information)
+    _add_error_handlers(app)
+    describe_bodies(app)
+    return app
+
+
+async def _start(engine: EngineClient, on_failure: Callable[[PhalanxError], None] | None) -> None:
+    try:
+        await engine.start()
+    except PhalanxError as error:
+        log.error("the engine did not start: %s", error)
+        if on_failure is not None:
+            on_failure(error)
+
+
+def _add_routes(app: FastAPI, config: ServerConfig, completions: Completions, information: Information) -> None:
+    async def require_key(request: Request) -> None:
+        request.state.api_key = check_key(request.headers.get("authorization"), config.api_keys)
+
+    keyed = [Depends(require_key)]  # as vllm serve: /v1 needs a key, the operator's endpoints do not
+    add = app.add_api_route
+    chat, complete = json_body(ChatBody), json_body(CompletionBody)
+    add("/v1/chat/completions", completions.chat, methods=["POST"], dependencies=keyed, openapi_extra=chat)
+    add("/v1/completions", completions.complete, methods=["POST"], dependencies=keyed, openapi_extra=complete)
+    add("/v1/models", information.models, methods=["GET"], dependencies=keyed)
+    add("/v1/models/{name:path}", information.model, methods=["GET"], dependencies=keyed)
+    add("/tokenize", information.tokenize, methods=["POST"], openapi_extra=json_body(TokenizeBody))
+    add("/detokenize", information.detokenize, methods=["POST"], openapi_extra=json_body(DetokenizeBody))
+    add("/version", information.version, methods=["GET"])
+    add("/health", information.health, methods=["GET"])
+    add("/ping", information.health, methods=["GET"])
+    add("/metrics", information.metrics, methods=["GET"])
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def ours(request: Request, error: Exception) -> Response:
+        assert isinstance(error, PhalanxError)
+        if status_of(error).status >= 500 and not isinstance(error, EngineUnavailable):
+            log.error("%s %s: %s", request.method, request.url.path, error)
+        return error_response(error)
+
+    async def frameworks(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        body = {"message": message, "type": "invalid_request_error", "param": None, "code": error.status_code}
+        return JSONResponse({"error": body}, error.status_code, error.headers)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    async def bug(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_object(PhalanxError("Internal server error; the server's log has the details.")), 500)
+
+    app.add_exception_handler(PhalanxError, ours)
+    app.add_exception_handler(HTTPException, frameworks)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(Exception, bug)

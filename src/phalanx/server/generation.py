@@ -1,0 +1,109 @@
+"""One request being answered: its feed of events, a decoder per choice, and what they add up to.
+
+Yields deltas (text, scored tokens, endings) for `routes.py` to stream or to collect. Does not know HTTP or OpenAI's
+objects, nor what a model is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from phalanx.model.tokenizer import Tokenizer
+from phalanx.server.answers import Delta, Ending, Scored, Usage
+from phalanx.server.decode import ChoiceDecoder
+from phalanx.server.feed import Ended, Event
+from phalanx.server.journal import Seats
+from phalanx.server.parsed import Options
+from phalanx.types import PromptScored, SequenceRequest, Tokens
+
+
+class Generation:
+    """Deltas of all choices of one request, in the order they were committed."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, options: Options, requests: Sequence[SequenceRequest], echoes: Sequence[str | None]
+    ) -> None:
+        self._options = options
+        self._requests = requests
+        self._decoders = [
+            ChoiceDecoder(tokenizer, options, request, index, echoes[index // options.n])
+            for index, request in enumerate(requests)
+        ]
+        self._endings: dict[int, Ending] = {}
+
+    async def deltas(self, seats: Seats, keepalive_s: float | None) -> AsyncGenerator[list[Delta]]:
+        """What was gained, whenever something was. An empty list after every `keepalive_s` seconds of silence.
+
+        Raises:
+            PhalanxError: the request failed.
+        """
+        feed = seats.submit(self._requests)
+        yield [delta for decoder in self._decoders if (delta := decoder.opening()) is not None]
+        while len(self._endings) < len(self._requests):
+            try:
+                async with asyncio.timeout(keepalive_s):
+                    events = await feed.read()
+            except TimeoutError:
+                yield []
+                continue
+            deltas = [delta for index, event in events for delta in self._decode(seats, index, event)]
+            if deltas:
+                yield merge(deltas)
+
+    async def choices(self, seats: Seats) -> list[Delta]:
+        """All choices, complete.
+
+        Raises:
+            PhalanxError: the request failed.
+        """
+        gained: list[list[Delta]] = [[] for _ in self._requests]
+        async for deltas in self.deltas(seats, None):
+            for delta in deltas:
+                gained[delta.index].append(delta)
+        return [join(deltas) for deltas in gained]
+
+    def usage(self) -> Usage:
+        """Tokens of the ended choices. A prompt counts once, however many choices it has."""
+        first_choices = range(0, len(self._requests), self._options.n)
+        return Usage(
+            prompt=sum(len(self._requests[i].prompt) for i in first_choices),
+            completion=sum(ending.n_tokens for ending in self._endings.values()),
+            cached=sum(self._endings[i].cached_tokens for i in first_choices if i in self._endings),
+        )
+
+    @property
+    def first_ending(self) -> Ending:
+        """How choice 0 ended; only after the deltas are exhausted."""
+        return self._endings[0]
+
+    def _decode(self, seats: Seats, index: int, event: Event) -> list[Delta]:
+        decoder = self._decoders[index]
+        match event:
+            case Tokens():
+                delta = decoder.tokens(event)
+                if decoder.stopped_at is not None:
+                    seats.finish(index, decoder.stopped_at)
+            case PromptScored():
+                delta = decoder.scored_prompt(event)
+            case Ended():
+                delta = decoder.end(event)
+                self._endings[index] = decoder.ending(event)
+        return [] if delta is None else [delta]
+
+
+def merge(deltas: Sequence[Delta]) -> list[Delta]:
+    """At most one delta per choice, so that a reader that fell behind gets fewer and longer chunks."""
+    by_index: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    return [join(group) for group in by_index.values()]
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """Consecutive deltas of one choice as one. At least one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    scored: tuple[Scored, ...] = tuple(entry for delta in deltas for entry in delta.scored)
+    text = "".join(delta.text for delta in deltas)
+    return Delta(index=deltas[0].index, text=text, scored=scored, ending=deltas[-1].ending)

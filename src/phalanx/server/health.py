@@ -1,0 +1,65 @@
+"""Is the engine alive? Pings it once a second and answers /health from what came back (H1).
+
+Ready is not enough: 200 is given only while the engine's own loop answers. Killing an engine that stopped answering is
+the engine client's matter; this only tells. Does not know HTTP frameworks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from phalanx.engine.client import EngineClient
+from phalanx.errors import EngineUnavailable
+from phalanx.server.metrics import Metrics
+from phalanx.types import Batch, ModelInfo
+
+PING_EVERY_S = 1.0
+SILENT_S = 15.0  # longer than any step should take; less than the default limit for killing the engine
+
+
+class Health:
+    """Listens, pings, reports."""
+
+    def __init__(self, engine: EngineClient, metrics: Metrics, *, stall_s: float) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._silent_s = min(SILENT_S, stall_s)
+        self._ready = asyncio.Event()
+        engine.subscribe(self)
+
+    async def watch(self) -> None:
+        """Ping for ever, while the engine is ready."""
+        while True:
+            await self._ready.wait()
+            with suppress(EngineUnavailable):  # down: on_down has stopped the pings, on_ready lets them go on
+                self._metrics.stats(await self._engine.ping())
+            await asyncio.sleep(PING_EVERY_S)
+
+    def report(self) -> tuple[int, dict[str, Any]]:
+        """HTTP status and body of /health."""
+        state = self._engine.state
+        age = state.last_pong_age_s
+        body: dict[str, Any] = {"status": "ok", "restarts": state.restarts}
+        if state.phase != "ready":
+            body |= {"status": state.phase, "reason": state.reason or f"the engine is {state.phase}"}
+            if state.progress is not None:
+                progress = state.progress
+                body["progress"] = {"phase": progress.phase, "done": progress.done, "total": progress.total}
+        elif age is None:
+            body |= {"status": "starting", "reason": "the engine has not answered a ping yet"}
+        elif age > self._silent_s:
+            body |= {"status": "stalled", "reason": f"the engine's loop has not answered for {age:.0f} s"}
+        return (200 if body["status"] == "ok" else 503), body
+
+    def on_ready(self, info: ModelInfo) -> None:
+        """Start pinging."""
+        self._ready.set()
+
+    def on_down(self, reason: str, will_restart: bool) -> None:
+        """Stop pinging."""
+        self._ready.clear()
+
+    def on_batch(self, batch: Batch) -> None:
+        """Nothing: a batch is not an answer of an idle engine."""

@@ -1,0 +1,107 @@
+"""The endpoints that compute nothing: models, tokenise, version, health, metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from phalanx import __version__
+from phalanx.config import ServerConfig
+from phalanx.engine.client import EngineClient
+from phalanx.errors import EngineUnavailable
+from phalanx.server.health import Health
+from phalanx.server.intake import read_body
+from phalanx.server.journal import describe
+from phalanx.server.metrics import Metrics
+from phalanx.server.parsed import Served
+from phalanx.server.prompts import Prompts
+from phalanx.server.sampling import resolve_model
+from phalanx.server.schema import DetokenizeBody, TokenizeBody
+from phalanx.server.validate import parse_detokenize, parse_tokenize
+from phalanx.types import ModelInfo
+
+
+class Information:
+    """Handlers; every one answers at once."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine: EngineClient,
+        served: Served,
+        prompts: Prompts,
+        health: Health,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._served = served
+        self._prompts = prompts
+        self._health = health
+        self._metrics = metrics
+        self._created = int(time.time())
+
+    async def models(self) -> JSONResponse:
+        """`GET /v1/models`"""
+        info = self._info()
+        return JSONResponse({"object": "list", "data": [self._card(name, info) for name in self._served.names]})
+
+    async def model(self, name: str) -> JSONResponse:
+        """`GET /v1/models/{name}`"""
+        return JSONResponse(self._card(resolve_model(name, self._served), self._info()))
+
+    async def tokenize(self, request: Request) -> JSONResponse:
+        """`POST /tokenize`, vLLM's shape."""
+        body = await read_body(request, TokenizeBody, self._config.max_body_bytes)
+        parsed = parse_tokenize(body, self._served)
+        info = self._info()
+        if isinstance(parsed.source, str):
+            tokens = await self._prompts.encode(parsed.source, add_special_tokens=parsed.add_special_tokens)
+        else:
+            tokens = await self._prompts.encode_chat(parsed.source)
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens}
+        if parsed.with_texts:
+            answer["token_strs"] = [self._prompts.tokenizer.token_text(token) for token in tokens]
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> JSONResponse:
+        """`POST /detokenize`, vLLM's shape."""
+        body = await read_body(request, DetokenizeBody, self._config.max_body_bytes)
+        tokens = parse_detokenize(body, self._served, self._info().vocab_size)
+        return JSONResponse({"prompt": await self._prompts.decode(tokens)})
+
+    async def version(self) -> JSONResponse:
+        """`GET /version`"""
+        return JSONResponse({"version": __version__})
+
+    async def health(self) -> JSONResponse:
+        """`GET /health`: 200 only while the engine's own loop answers."""
+        status, body = self._health.report()
+        return JSONResponse(body, status)
+
+    async def metrics(self) -> Response:
+        """`GET /metrics`, Prometheus' text format."""
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    def _info(self) -> ModelInfo:
+        """The model; known from the first time the engine is ready, also while it restarts."""
+        info = self._engine.info
+        if info is None:
+            state = self._engine.state
+            raise EngineUnavailable(describe(state.phase, state.reason), retry_after=2.0)
+        return info
+
+    def _card(self, name: str, info: ModelInfo) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "phalanx",
+            "root": self._config.engine.model,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+        }

@@ -1,0 +1,211 @@
+"""The server as a process: sockets, signals, draining, exit code. Does not know routes or messages."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from phalanx.config import ServerConfig
+from phalanx.engine.client import EngineClient
+from phalanx.errors import ConfigError, EngineUnavailable, ExitCode, PhalanxError
+from phalanx.model.tokenizer import Tokenizer
+from phalanx.server.app import create_app
+from phalanx.server.journal import Journal
+from phalanx.server.parsed import GenerationDefaults
+from phalanx.types import Batch, ModelInfo
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 5.0  # for responses whose last bytes are on their way when the drain is over
+BACKLOG = 2048
+
+
+def serve(
+    config: ServerConfig,
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    defaults: GenerationDefaults | None = None,
+) -> int:
+    """Serve until a signal, or until the engine cannot be started. The exit code.
+
+    Raises:
+        ConfigError: the address cannot be bound; says which and what to do.
+        PhalanxError: what `engine.start` raised.
+    """
+    listener = bind(config.host, config.port)
+    with listener:
+        server = Server(config, engine, tokenizer, listener, defaults)
+        return asyncio.run(server.run_until_ended())
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound and listening TCP socket; `port` 0 takes a free one.
+
+    Raises:
+        ConfigError: the port is taken or not allowed, or the host is not an address of this machine.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        # asyncio sets TCP_NODELAY only where the socket says that it is TCP; without it every chunk may wait 40 ms.
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host} is not an address: {error}.", remedy="Use 127.0.0.1 or 0.0.0.0.") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Cannot listen on {host} port {port}: {error.strerror or error}.",
+            remedy="Choose another --port (0 picks a free one), or stop what uses it "
+            f"(`ss -ltnp 'sport = :{port}'` or `lsof -i :{port}` shows what).",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def base_url(host: str, port: int) -> str:
+    """Where a client on this machine finds the API."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return f"http://{host}:{port}/v1"
+    if address.is_unspecified:
+        return f"http://127.0.0.1:{port}/v1"
+    return f"http://[{host}]:{port}/v1" if address.version == 6 else f"http://{host}:{port}/v1"
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with a drain before its own shutdown: during it, new requests are answered 503 (not refused)."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        listener: socket.socket,
+        defaults: GenerationDefaults | None = None,
+    ) -> None:
+        app = create_app(config, engine, tokenizer, defaults=defaults, on_start_failure=self._on_start_failure)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level=config.log_level,
+                access_log=config.log_level == "debug",
+                log_config=None,
+                lifespan="on",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=int(FLUSH_S),
+            )
+        )
+        self.port = int(listener.getsockname()[1])
+        self._settings = config
+        self._engine = engine
+        self._listener = listener
+        self._journal: Journal = app.state.journal
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._failure: PhalanxError | None = None
+        self._announced = False
+        self._exit_code: int = ExitCode.OK
+        engine.subscribe(self)
+
+    async def run_until_ended(self) -> int:
+        """Serve; the exit code.
+
+        Raises:
+            PhalanxError: what `engine.start` raised.
+        """
+        self._loop = asyncio.get_running_loop()
+        await self.serve(sockets=[self._listener])
+        if self._failure is not None:
+            raise self._failure
+        return self._exit_code
+
+    def drain(self) -> None:
+        """Take no new requests, let the running ones end, then stop. A second call stops at once. Thread-safe."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._drain)
+
+    # uvicorn's hooks -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM drain. (uvicorn would raise them again at the end; our exit code says enough.)"""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        old = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came."""
+        self.drain()
+
+    # The engine's listener -------------------------------------------------------------------------------------
+
+    def on_ready(self, info: ModelInfo) -> None:
+        """Say once where the API is."""
+        if not self._announced:
+            self._announced = True
+            names = self._settings.served_model_name or (self._settings.engine.model,)
+            url = base_url(self._settings.host, self.port)
+            print(f"phalanx is ready: {url} (model {names[0]})", flush=True)
+
+    def on_down(self, reason: str, will_restart: bool) -> None:
+        """An engine that never served and never will ends the server; a later end is told to the clients."""
+        if will_restart:
+            log.warning("the engine went down and is being restarted: %s", reason)
+            return
+        log.error("the engine went down for good: %s", reason)
+        if not self._announced:
+            print(f"phalanx could not start: {reason}", file=sys.stderr, flush=True)
+            self._exit_code = self._engine.state.exit_code or ExitCode.CRASH
+            self.should_exit = True
+
+    def on_batch(self, batch: Batch) -> None:
+        """Not ours."""
+
+    # Ending ----------------------------------------------------------------------------------------------------
+
+    def _on_start_failure(self, error: PhalanxError) -> None:
+        self._failure = error
+        self.should_exit = True
+
+    def _drain(self) -> None:
+        if self._draining is not None:
+            self._give_up()
+            self.should_exit = True
+            return
+        self._journal.close("The server is shutting down.")
+        self._draining = asyncio.create_task(self._drain_then_exit())
+
+    async def _drain_then_exit(self) -> None:
+        if self._journal.unfinished:
+            log.info("draining %d requests, %g s at most", self._journal.unfinished, self._settings.drain_s)
+        try:
+            async with asyncio.timeout(self._settings.drain_s):
+                await self._journal.quiet()
+        except TimeoutError:
+            log.warning("%d requests did not end in time and are cancelled", self._journal.unfinished)
+            self._give_up()
+        self.should_exit = True
+
+    def _give_up(self) -> None:
+        self._journal.fail_all(EngineUnavailable("The server is shutting down.", retry_after=5.0))

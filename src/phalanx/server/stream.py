@@ -1,0 +1,78 @@
+"""Server-sent events: framing, keep-alive comments, slow readers and readers that leave.
+
+Does not know what is in the events, nor the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+SLOW_WRITE_S = 30.0  # a reader that takes nothing for so long is given up
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold the events back
+]
+
+_encoder = msgspec.json.Encoder()
+
+
+def event(payload: object) -> bytes:
+    """One `data:` event."""
+    return b"data: " + _encoder.encode(payload) + b"\n\n"
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has gone. Only after the request's body was read."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+class EventStream(Response):
+    """Writes what `events` yields as it comes; `close` is called once, however the response ends."""
+
+    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None]) -> None:
+        super().__init__()
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.create_task(self._write(send))
+        watcher = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait((writer, watcher), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._close()
+            gone = not writer.done()
+            for task in (writer, watcher):
+                task.cancel()
+            await asyncio.gather(writer, watcher, return_exceptions=True)
+            await self._events.aclose()
+        if not gone:
+            writer.result()
+
+    async def _write(self, send: Send) -> None:
+        try:
+            await _send(send, {"type": "http.response.start", "status": 200, "headers": HEADERS})
+            async for chunk in self._events:
+                await _send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
+            await _send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            log.warning("a stream's reader took nothing for %g s; given up", SLOW_WRITE_S)
+
+
+async def _send(send: Send, message: Message) -> None:
+    async with asyncio.timeout(SLOW_WRITE_S):
+        await send(message)

@@ -1,0 +1,39 @@
+"""Real servers: uvicorn on a free port, on the package's fake engine or on a real engine process with a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from models import make_model
+from msgspec.structs import replace
+from serving import CONFIG, Running, fake_engine, make_tokenizer, running_server
+
+from phalanx.engine.process import EngineProcess
+from phalanx.model.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """On the fake engine: for what asks much of the server and nothing of a model."""
+    tokenizer = make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    with running_server(tokenizer, fake_engine(tokenizer, step_s=0.001)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """On an engine process with a random tiny llama: 16 rows, 32 waiting."""
+    path = tmp_path_factory.mktemp("model") / "llama"
+    make_model("llama", path)
+    engine = replace(CONFIG.engine, model=str(path), kv_cache_gb=0.25, prefix_cache_gb=0.05)
+    config = replace(CONFIG, engine=engine)
+    with running_server(Tokenizer.load(path), EngineProcess(engine), config) as running:
+        yield running
+
+
+@pytest.fixture(params=["fake", "real"])
+def server(request: pytest.FixtureRequest) -> Running:
+    """Both, one after the other."""
+    running: Running = request.getfixturevalue(f"{request.param}_server")
+    return running

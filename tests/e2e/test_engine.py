@@ -1,0 +1,162 @@
+"""A real engine process against mlx-lm's own one-at-a-time greedy generation, and its life and death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+
+import psutil
+import pytest
+from driver import ask, running
+from models import make_model
+from reference import reference_greedy
+
+from phalanx.config import EngineConfig
+from phalanx.errors import EngineUnavailable, ExitCode
+from phalanx.types import Cancel, Finish, ResetPrefixCache
+
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3"]
+
+
+def config_for(path, **more) -> EngineConfig:
+    return EngineConfig(
+        model=str(path), **{"kv_cache_gb": 0.25, "prefix_cache_gb": 0.05, "max_num_batched_tokens": 48, **more}
+    )
+
+
+def prompts(n: int, vocab: int, longest: int = 150) -> list[list[int]]:
+    rnd = random.Random(n)
+    out = [[rnd.randrange(3, vocab) for _ in range(1 + (i * 37) % longest)] for i in range(n)]
+    out[-1] = out[-2][:40] + out[-1][:10]  # a shared prefix
+    return out
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sixteen_concurrent_prompts_equal_one_at_a_time(family, tmp_path):
+    path = make_model(family, tmp_path / family)
+
+    async def main():
+        async with running(config_for(path)) as driver:
+            vocab = driver.engine.info.vocab_size
+            jobs = [
+                {"prompt": p, "max_tokens": 8 + 5 * i % 41, "stop_ids": [i]} for i, p in enumerate(prompts(16, vocab))
+            ]
+            for i, job in enumerate(jobs):
+                driver.submit(ask(str(i), job["prompt"], job["max_tokens"], stop_ids=job["stop_ids"]))
+                if i % 4 == 3:
+                    await driver.until(lambda i=i: len(driver.tokens[str(i - 3)]) > 2)
+            await driver.until(lambda: len(driver.finished) == len(jobs))
+            again = await driver.generate(ask("again", jobs[5]["prompt"], 20))
+            assert driver.finished["again"].cached_tokens > 0
+            return jobs, [driver.tokens[str(i)] for i in range(len(jobs))], again[0]
+
+    jobs, got, again = asyncio.run(main())
+    wanted = reference_greedy(path, [*jobs, {"prompt": jobs[5]["prompt"], "max_tokens": 20, "stop_ids": []}])
+    assert [*got, again] == wanted
+
+
+def test_cancel_finish_and_reset_leave_nothing_behind(llama):
+    async def main():
+        async with running(config_for(llama)) as driver:
+            await driver.generate(ask("warm", [5] * 30, 4))
+            driver.engine.send(ResetPrefixCache())
+            before = await driver.engine.ping()
+            driver.submit(ask("a", [5] * 300, 300), ask("b", [6] * 20, 300), ask("c", [7] * 20, 300))
+            await driver.until(lambda: len(driver.tokens["b"]) > 3)
+            driver.engine.send(Cancel("a"))
+            driver.engine.send(Finish("b", 2))
+            driver.engine.send(Cancel("no such sequence"))
+            await driver.until(lambda: {"a", "b"} <= set(driver.finished))
+            driver.engine.send(Cancel("c"))
+            await driver.until(lambda: "c" in driver.finished)
+            driver.engine.send(ResetPrefixCache())
+            after = await driver.engine.ping()
+            assert (driver.finished["b"].reason, driver.finished["b"].n_tokens) == ("stop", 2)
+            assert driver.finished["a"].reason == driver.finished["c"].reason == "cancelled"
+            assert (after.running, after.waiting, after.kv_bytes, after.prefix_bytes) == (0, 0, 0, 0)
+            assert after.active_bytes == before.active_bytes
+
+    asyncio.run(main())
+
+
+def test_a_deadline_ends_with_its_reason(llama):
+    async def main():
+        async with running(config_for(llama)) as driver:
+            await driver.generate(ask("a", [5] * 10, 100_000, timeout_s=0.3))
+            assert driver.finished["a"].reason == "timeout" and "0.3 s" in driver.finished["a"].detail
+
+    asyncio.run(main())
+
+
+def test_a_killed_engine_restarts_and_names_the_signal(llama):
+    async def main():
+        async with running(config_for(llama)) as driver:
+            first = await driver.generate(ask("a", [5] * 10, 20))
+            pid = driver.engine.pid
+            os.kill(pid, signal.SIGKILL)
+            await driver.until(lambda: driver.downs)
+            assert "SIGKILL" in driver.downs[0][0] and driver.downs[0][1] is True
+            with pytest.raises(EngineUnavailable, match="restarting"):
+                driver.submit(ask("b", [5] * 10, 20))
+            await driver.until(driver.ready.is_set)
+            assert driver.engine.pid != pid and driver.engine.state.restarts == 1
+            assert await driver.generate(ask("c", [5] * 10, 20)) == first
+            resumed = ask("d", [5] * 10, 20, committed=first[0][:7])
+            assert await driver.generate(resumed) == first
+
+    asyncio.run(main())
+
+
+def test_a_wedged_engine_is_killed_and_restarted(llama):
+    async def main():
+        async with running(config_for(llama), stall_s=3.0) as driver:
+            os.kill(driver.engine.pid, signal.SIGSTOP)
+            await driver.until(lambda: driver.downs)
+            assert "did not answer" in driver.downs[0][0]
+            await driver.until(driver.ready.is_set)
+            await driver.generate(ask("c", [5] * 10, 3))
+
+    asyncio.run(main())
+
+
+def test_a_model_that_cannot_load_is_not_retried(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+
+    async def main():
+        with pytest.raises(AssertionError, match=r"config\.json"):
+            async with running(config_for(tmp_path)) as driver:
+                pass
+        return driver if False else None
+
+    asyncio.run(main())
+
+
+def test_repeated_crashes_stop_and_say_why(llama):
+    async def main():
+        async with running(config_for(llama)) as driver:
+            for n in range(4):
+                await driver.until(driver.ready.is_set)
+                os.kill(driver.engine.pid, signal.SIGKILL)
+                await driver.until(lambda n=n: len(driver.downs) == n + 1)
+            assert driver.downs[-1][1] is False
+            assert "4 crashes in 300 s" in driver.engine.state.reason
+            assert driver.engine.state.phase == "failed" and driver.engine.state.exit_code == ExitCode.CRASH
+
+    asyncio.run(main())
+
+
+def test_closing_leaves_no_process(llama):
+    async def main():
+        async with running(config_for(llama)) as driver:
+            driver.submit(ask("a", [5] * 10, 100_000))
+            await driver.until(lambda: len(driver.tokens["a"]) > 2)
+            return driver.engine.pid
+
+    assert not psutil.pid_exists(asyncio.run(main()))

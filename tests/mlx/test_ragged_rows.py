@@ -1,0 +1,78 @@
+"""Ragged rows equal mlx-lm's caches: the same greedy tokens, whatever joins, finishes, rolls back or moves.
+
+The must-have families run long enough for several windows, growth and prefix hits; every other model file that can be
+built here runs a shorter drive. `tools/conformance.py` runs all of them at full length.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from conformance import REFUSED_HERE, conform
+from families import FAMILIES
+from models import make_model
+from ragged import make_prompts, stock_greedy
+from reference import job, reference_greedy
+from mlx_lm.utils import load_model
+
+MUST = [
+    "llama",
+    "llama:sliding",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k25",
+    "mixtral",
+    "phi3",
+    "cohere2",
+    "olmo2",
+    "glm4_moe",
+    "mamba2",
+    "qwen3_next",
+]
+OTHERS = sorted(FAMILIES.keys() - set(MUST) - REFUSED_HERE.keys())
+
+
+@pytest.mark.parametrize("family", MUST)
+def test_must_have_families(family: str, tmp_path: Path) -> None:
+    """Eight prompts up to five windows long, 32 tokens each, varied enough to notice a wrong cache."""
+    outcome = conform(family, tmp_path, prompts=8, longest=40, tokens=32)
+    assert outcome.distinct >= 8
+    assert outcome.wrong == []
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families(family: str, tmp_path: Path) -> None:
+    """Three prompts, 16 tokens each."""
+    outcome = conform(family, tmp_path, prompts=3, longest=24, tokens=16)
+    assert outcome.distinct >= 5
+    assert outcome.wrong == []
+
+
+def test_the_reference_in_this_process_is_mlx_lms_own(tmp_path: Path) -> None:
+    """`stock_greedy` gives what `generate_step` gives in a process without our code."""
+    path = make_model("gemma3_text", tmp_path / "model")
+    prompts = make_prompts(4, 40)
+    model, _ = load_model(path)
+    assert stock_greedy(model, prompts, 24) == reference_greedy(path, [job(p, 24) for p in prompts])
+
+
+def test_quantised_weights(tmp_path: Path) -> None:
+    """4-bit weights in fp32: the cache does not care."""
+    outcome = conform("qwen3", tmp_path, prompts=4, longest=24, tokens=24, quantize={"bits": 4, "group_size": 32})
+    assert outcome.wrong == []
+
+
+def test_a_cache_in_16_bits_keeps_its_dtype(tmp_path: Path) -> None:
+    """Buffers have the dtype of what the model writes."""
+    outcome = conform("llama", tmp_path, prompts=2, longest=8, tokens=8, dtype=mx.bfloat16)
+    assert outcome.facts is not None
+    assert outcome.facts.bytes_per_token == 3 * 2 * 2 * 16 * 2

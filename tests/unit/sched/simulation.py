@@ -1,0 +1,182 @@
+"""A model made of integers: the scheduler and the mirrors against KV buffers that remember which token wrote them.
+
+The next token is a hash of the row's whole valid region, so a wrong move, share, restore, rollback or length changes
+the output. `reference` computes the same without buffers. Unwritten cells hold None: reading one fails.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence as Seq
+
+from phalanx.engine.execute import execute
+from phalanx.engine.mirror import Mirror
+from phalanx.sched.admission import Limits
+from phalanx.sched.commit import commit_chunk, commit_tokens
+from phalanx.sched.plan import (
+    Admit,
+    Commit,
+    Evict,
+    Forward,
+    Free,
+    Move,
+    Resize,
+    Restore,
+    RowOp,
+    Share,
+    Step,
+    Store,
+    Swap,
+)
+from phalanx.sched.scheduler import Scheduler, SchedulerConfig
+from phalanx.types import Finished, Sampling, SequenceRequest, StopRule, Tokens
+
+VOCAB = 50
+
+
+def next_token(history: Seq[int | None]) -> int:
+    """The model: a hash of everything computed."""
+    assert None not in history, "an unwritten cell was read"
+    return zlib.crc32(array("q", history).tobytes()) % VOCAB
+
+
+def reference(request: SequenceRequest) -> list[int]:
+    """Output tokens of one request, computed alone."""
+    tokens = list(request.prompt)
+    out: list[int] = []
+    while len(out) < request.stop.max_tokens:
+        out.append(next_token(tokens))
+        tokens.append(out[-1])
+        if out[-1] in request.stop.stop_ids:
+            break
+    return out
+
+
+class FakeRunner:
+    """Buffers of tokens, executing the plan's operations literally."""
+
+    def __init__(self) -> None:
+        self.arenas: dict[int, list[list[int | None]]] = {}
+        self.entries: dict[int, list[int | None]] = {}
+
+    def apply(self, ops: Seq[RowOp]) -> None:
+        for op in ops:
+            self._apply(op)
+
+    def _apply(self, op: RowOp) -> None:
+        match op:
+            case Resize():
+                old = self.arenas.get(op.arena, [])
+                rows = [(old[i] if i < len(old) else [])[: op.capacity] for i in range(op.rows)]
+                self.arenas[op.arena] = [row + [None] * (op.capacity - len(row)) for row in rows]
+            case Admit():
+                self.arenas[op.arena][op.slot] = [None] * len(self.arenas[op.arena][op.slot])
+            case Restore():
+                self.arenas[op.arena][op.slot][: op.length] = self.entries[op.entry][: op.length]
+            case Share():
+                self.arenas[op.arena][op.slot][: op.length] = self.arenas[op.src_arena][op.src][: op.length]
+            case Move():
+                source, target = self.arenas[op.src_arena][op.src], self.arenas[op.arena]
+                capacity = len(target[op.dst])
+                target[op.dst] = (source + [None] * capacity)[:capacity]
+            case Swap():
+                rows = self.arenas[op.arena]
+                rows[op.a], rows[op.b] = rows[op.b], rows[op.a]
+            case Store():
+                self.entries[op.entry] = self.arenas[op.arena][op.slot][: op.length]
+            case Evict():
+                del self.entries[op.entry]
+            case Free():
+                pass
+
+    def forward(self, forward: Forward, kv_len: Seq[int]) -> list[int] | None:
+        out = []
+        rows = self.arenas[forward.arena]
+        width = len(forward.tokens[0])
+        for i, (tokens, valid, start) in enumerate(zip(forward.tokens, forward.valid, kv_len, strict=True)):
+            assert len(tokens) == width and 1 <= valid <= width
+            row = rows[forward.start + i]
+            assert start + width <= len(row), "padding would be written past the buffer"
+            row[start : start + width] = tokens
+            if forward.sample:
+                out.append(next_token(row[: start + valid]))
+        return out if forward.sample else None
+
+
+class Simulation:
+    """A leader with its scheduler and one runner, plus workers that see nothing but the plans."""
+
+    def __init__(self, config: SchedulerConfig, n_workers: int = 1) -> None:
+        self.scheduler = Scheduler(config)
+        self.ranks = [(Mirror(), FakeRunner()) for _ in range(1 + n_workers)]
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, Finished] = {}
+        self.now = 0.0
+        self.steps: list[Step] = []
+        self.largest_kv = 0
+
+    def submit(self, request: SequenceRequest) -> None:
+        self.outputs[request.id] = list(request.committed)
+        self.scheduler.submit(request, self.now)
+        self._take_events()
+
+    def step(self) -> bool:
+        """One step on all ranks; False when idle."""
+        self.now += 1.0
+        step = self.scheduler.schedule(self.now)
+        self.largest_kv = max(self.largest_kv, self.scheduler.admission.used)
+        if step is None:
+            self._take_events()
+            return False
+        self.steps.append(step)
+        results = [execute(step, mirror, runner) for mirror, runner in self.ranks]
+        assert all(r.outputs == results[0].outputs for r in results)
+        self.scheduler.apply(self._commits(step, results[0].outputs), self.now)
+        self._take_events()
+        return True
+
+    def run(self, limit: int = 100_000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError("the simulation does not come to an end")
+
+    def _commits(self, step: Step, outputs: list) -> list[Commit]:
+        commits: dict[int, Commit] = {}
+        for forward in step.forwards:
+            if not forward.sample:
+                for number, valid in zip(forward.seqs, forward.valid, strict=True):
+                    seq = self.scheduler.by_number[number]
+                    commits[number] = commit_chunk(seq, seq.kv_len, valid)
+        for output in outputs:
+            for number, kv_len, token in zip(output.forward.seqs, output.kv_len, output.logits, strict=True):
+                commits[number] = commit_tokens(self.scheduler.by_number[number], kv_len, 1, [token])
+        return list(commits.values())
+
+    def _take_events(self) -> None:
+        for event in self.scheduler.take_events():
+            if isinstance(event, Tokens):
+                assert event.start == len(self.outputs[event.id])
+                self.outputs[event.id].extend(event.tokens)
+            else:
+                assert event.id not in self.finished
+                self.finished[event.id] = event
+
+
+def make_request(seq_id: str, prompt: list[int], max_tokens: int = 8, **more) -> SequenceRequest:
+    stop = StopRule(max_tokens=max_tokens, stop_ids=frozenset(more.pop("stop_ids", ())))
+    sampling = Sampling(choice=more.pop("choice", 0))
+    return SequenceRequest(id=seq_id, group=more.pop("group", seq_id), prompt=prompt, sampling=sampling, stop=stop, **more)
+
+
+def make_config(**more) -> SchedulerConfig:
+    limits = Limits(
+        max_num_seqs=more.pop("max_num_seqs", 4),
+        max_model_len=more.pop("max_model_len", 2048),
+        kv_budget=more.pop("kv_budget", 1 << 20),
+        bytes_per_token=more.pop("bytes_per_token", 16),
+        bytes_per_row=more.pop("bytes_per_row", 0),
+    )
+    defaults = {"max_num_batched_tokens": 64, "target_step_s": 1.0, "prefix_budget": 1 << 18}
+    return SchedulerConfig(limits=limits, **{**defaults, **more})

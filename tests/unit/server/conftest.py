@@ -1,0 +1,13 @@
+"""Fixtures of the server's unit tests."""
+
+from __future__ import annotations
+
+import pytest
+from serving import make_tokenizer
+
+from phalanx.model.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))

@@ -1,0 +1,504 @@
+"""The endpoints over ASGI on the fake engine: answers, streams, errors, limits, health."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from msgspec.structs import replace
+from serving import CHAT, CONFIG, MODEL, fake_engine, serving, sse
+
+from phalanx.engine.client import replying
+from phalanx.server.parsed import GenerationDefaults
+from phalanx.types import Cancel, Submit
+
+TEXT = "hello world, the quick brown fox"
+URL = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
+
+
+def run(tokenizer, scenario, *, config=CONFIG, reply=TEXT, engine=None, **options):
+    """Run `await scenario(client, engine)` against a server whose engine always answers `reply`."""
+
+    async def main():
+        fake = engine or fake_engine(tokenizer, replying([*tokenizer.encode(reply), *tokenizer.eos_ids]))
+        async with asyncio.timeout(60), serving(tokenizer, fake, config, **options) as client:
+            await scenario(client, fake)
+
+    asyncio.run(main())
+
+
+def test_chat(tokenizer):
+    async def scenario(client, engine):
+        answer = (await client.post(URL["chat"], json=CHAT)).raise_for_status().json()
+        assert answer["object"] == "chat.completion" and answer["model"] == MODEL
+        assert answer["id"].startswith("chatcmpl-")
+        message = {"role": "assistant", "content": TEXT, "refusal": None}
+        assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+        n_prompt = len(engine.received[0].request.prompt)
+        n_output = len(tokenizer.encode(TEXT)) + 1
+        assert answer["usage"] == {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_output,
+            "total_tokens": n_prompt + n_output,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        assert tokenizer.decode(engine.received[0].request.prompt).startswith("<user>hello")
+
+    run(tokenizer, scenario)
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_chat_stream(tokenizer, usage):
+    async def scenario(client, engine):
+        body = {**CHAT, "stream": True, **({"stream_options": {"include_usage": True}} if usage else {})}
+        response = await client.post(URL["chat"], json=body)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *chunks, done = sse(response.text)
+        assert done == "[DONE]"
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        if usage:
+            total = chunks.pop()
+            assert total["choices"] == [] and total["usage"]["completion_tokens"] > 1
+            assert all(chunk["usage"] is None for chunk in chunks)
+        else:
+            assert all("usage" not in chunk for chunk in chunks)
+        assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert None not in [value for choice in choices for value in choice["delta"].values()]
+        assert all("role" not in choice["delta"] for choice in choices[1:])
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == TEXT
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+
+    run(tokenizer, scenario)
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_a_stream_says_what_the_whole_answer_says(tokenizer, kind):
+    async def scenario(client, engine):
+        body = {"n": 3, "seed": 11, "max_tokens": 20, "temperature": 1, "logprobs": True if kind == "chat" else 2}
+        body |= {"messages": CHAT["messages"]} if kind == "chat" else {"prompt": "the fox", "echo": True}
+        whole = (await client.post(URL[kind], json=body)).raise_for_status().json()
+        streamed = await client.post(
+            URL[kind], json={**body, "stream": True, "stream_options": {"include_usage": True}}
+        )
+        texts, logprobs, ends = {}, {}, {}
+        for chunk in sse(streamed.text)[:-1]:
+            for choice in chunk["choices"]:
+                i = choice["index"]
+                text = choice["delta"].get("content", "") if kind == "chat" else choice["text"]
+                texts[i] = texts.get(i, "") + text
+                for key, entries in (choice["logprobs"] or {}).items():
+                    logprobs.setdefault(i, {}).setdefault(key, []).extend(entries or [])
+                ends[i] = choice["finish_reason"] or ends.get(i)
+        assert len({choice["index"] for choice in whole["choices"]}) == 3
+        for choice in whole["choices"]:
+            i = choice["index"]
+            assert texts[i] == (choice["message"]["content"] if kind == "chat" else choice["text"])
+            assert ends[i] == choice["finish_reason"] == "length"
+            expected = {key: entries for key, entries in choice["logprobs"].items() if entries}
+            assert {key: entries for key, entries in logprobs[i].items() if entries} == expected
+        assert sse(streamed.text)[-2]["usage"] == whole["usage"]
+        assert len(set(texts.values())) == 3
+
+    run(tokenizer, scenario, engine=fake_engine(tokenizer))
+
+
+def test_the_same_seed_gives_the_same_text_and_none_gives_another(tokenizer):
+    async def scenario(client, engine):
+        texts = []
+        for seed in (5, 5, 5 + 2**64, 6, None, None):
+            body = {"prompt": "the", "max_tokens": 24, "seed": seed, "temperature": 1}
+            texts.append((await client.post(URL["text"], json=body)).json()["choices"][0]["text"])
+        assert texts[0] == texts[1] == texts[2]
+        assert len(set(texts[2:])) == 4
+
+    run(tokenizer, scenario, engine=fake_engine(tokenizer))
+
+
+def test_stop_string_ends_the_sequence_in_the_engine(tokenizer):
+    async def scenario(client, engine):
+        answer = (await client.post(URL["chat"], json={**CHAT, "stop": ["quick"], "logprobs": True})).json()
+        (choice,) = answer["choices"]
+        assert choice["message"]["content"] == "hello world, the " and choice["finish_reason"] == "stop"
+        n = answer["usage"]["completion_tokens"]
+        assert len(choice["logprobs"]["content"]) == n < len(tokenizer.encode(TEXT))
+        assert any(type(m).__name__ == "Finish" and m.n_tokens == n for m in engine.received)
+
+    run(tokenizer, scenario)
+
+
+def test_completion_forms_and_echo(tokenizer):
+    async def scenario(client, engine):
+        async def texts(**body):
+            answer = (await client.post(URL["text"], json=body)).raise_for_status().json()
+            return [choice["text"] for choice in answer["choices"]], answer["usage"]
+
+        ids = tokenizer.encode("the fox")
+        assert (await texts(prompt="the fox"))[0] == [TEXT]
+        assert (await texts(prompt=["a", "b"], n=2))[0] == [TEXT] * 4
+        assert (await texts(prompt=ids, echo=True))[0] == ["the fox" + TEXT]
+        assert (await texts(prompt=[ids, ids]))[0] == [TEXT] * 2
+        echoed, usage = await texts(prompt=["the fox", "é"], echo=True, max_tokens=0)
+        assert echoed == ["the fox", "é"]
+        assert (usage["completion_tokens"], usage["prompt_tokens"]) == (0, len(ids) + len(tokenizer.encode("é")))
+
+    run(tokenizer, scenario)
+
+
+def test_echoed_logprobs_line_up(tokenizer):
+    """What lm-evaluation-harness reads: one entry per prompt token, the first null, offsets into the text."""
+
+    async def scenario(client, engine):
+        body = {"prompt": "the fox é", "echo": True, "logprobs": 1, "max_tokens": 1}
+        (choice,) = (await client.post(URL["text"], json=body)).raise_for_status().json()["choices"]
+        logprobs, n_prompt = choice["logprobs"], len(tokenizer.encode("the fox é"))
+        assert {len(values) for values in logprobs.values()} == {n_prompt + 1}
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        for token, top in list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))[1:]:
+            assert token == max(top, key=lambda name: top[name])
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
+        assert logprobs["tokens"][-3:-1] == ["bytes:\\xc3", "bytes:\\xa9"]
+
+    run(tokenizer, scenario)
+
+
+def test_timing_only_on_request(tokenizer):
+    async def scenario(client, engine):
+        assert "timing" not in (await client.post(URL["chat"], json=CHAT)).json()
+        timing = (await client.post(URL["chat"], json={**CHAT, "timing": True})).json()["timing"]
+        assert set(timing) == {"queue", "prefill", "ttft", "tpot"}
+        stream = await client.post(URL["chat"], json={**CHAT, "timing": True, "stream": True})
+        timing = sse(stream.text)[-2]["timing"]
+        assert 0 < timing["ttft"] <= timing["first_byte"]
+
+    run(tokenizer, scenario)
+
+
+def test_defaults_of_the_model(tokenizer):
+    async def scenario(client, engine):
+        await client.post(URL["chat"], json=CHAT)
+        await client.post(URL["chat"], json={**CHAT, "temperature": 0.5})
+        assert [m.request.sampling.temperature for m in engine.received] == [0.25, 0.5]
+
+    run(tokenizer, scenario, defaults=GenerationDefaults(temperature=0.25))
+
+
+def test_tokenize_and_back(tokenizer):
+    async def scenario(client, engine):
+        answer = (await client.post("/tokenize", json={"prompt": TEXT})).json()
+        assert answer == {"tokens": tokenizer.encode(TEXT), "count": len(answer["tokens"]), "max_model_len": 512}
+        assert (await client.post("/detokenize", json={"tokens": answer["tokens"]})).json() == {"prompt": TEXT}
+        chat = (await client.post("/tokenize", json={"messages": CHAT["messages"]})).json()
+        assert tokenizer.decode(chat["tokens"]).endswith("<assistant>")
+        refused = await client.post("/detokenize", json={"tokens": [10**6]})
+        assert refused.status_code == 400
+
+    run(tokenizer, scenario)
+
+
+def test_models(tokenizer):
+    async def scenario(client, engine):
+        answer = (await client.get("/v1/models")).json()
+        assert [card["id"] for card in answer["data"]] == ["org/a", "b"]
+        assert {card["max_model_len"] for card in answer["data"]} == {512}
+        assert (await client.get("/v1/models/org/a")).json()["id"] == "org/a"
+        assert (await client.get("/v1/models/c")).status_code == 404
+        assert (await client.post(URL["chat"], json={**CHAT, "model": "b"})).json()["model"] == "b"
+        refused = await client.post(URL["chat"], json={**CHAT, "model": "c"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+    run(tokenizer, scenario, config=replace(CONFIG, served_model_name=("org/a", "b")))
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b"", {}, 400),
+        (b"[]", {}, 400),
+        (b'"x"', {}, 400),
+        (b'{"messages": "\xff"}', {}, 400),
+        (b'{"messages": NaN}', {}, 400),
+        (b'{"prompt": "\\ud800"}', {}, 400),
+        (b'{"max_tokens": 1' + b"0" * 5000 + b"}", {}, 400),
+        (b'{"temperature": 1e999}', {}, 400),
+        (b"[" * 200_000, {}, 400),
+        (b'{"messages":' + b"[" * 3000 + b"]" * 3000 + b"}", {}, 400),
+        (b"{}", {"content-type": "text/plain"}, 415),
+        (b"{}", {"content-type": ""}, 415),
+        (b" " * 5000, {}, 413),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_bad_bodies(tokenizer, content, headers, status):
+    async def scenario(client, engine):
+        limit = 5000 if status == 413 else 1 << 20
+        assert limit
+        for url in URL.values():
+            response = await client.post(url, content=content, headers={"content-type": "application/json", **headers})
+            assert response.status_code == status, response.text
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    run(tokenizer, scenario, config=replace(CONFIG, max_body_bytes=4096 if status == 413 else 1 << 20))
+
+
+def test_a_chunked_body_is_cut_off_while_it_is_read(tokenizer):
+    async def scenario(client, engine):
+        sent = 0
+
+        async def body():
+            nonlocal sent
+            for _ in range(1000):
+                sent += 1
+                yield b" " * 1000
+
+        response = await client.post(URL["chat"], content=body(), headers={"content-type": "application/json"})
+        assert response.status_code == 413
+        assert sent <= 10
+
+    run(tokenizer, scenario, config=replace(CONFIG, max_body_bytes=4096))
+
+
+@pytest.mark.parametrize(
+    ("method", "url", "status"),
+    [("GET", "/nope", 404), ("GET", "/v1/nope", 404), ("GET", "/v1/chat/completions", 405), ("PUT", "/health", 405)],
+)
+def test_routes_that_are_not(tokenizer, method, url, status):
+    async def scenario(client, engine):
+        response = await client.request(method, url)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    run(tokenizer, scenario)
+
+
+def test_keys(tokenizer):
+    async def scenario(client, engine):
+        async def get(url, header=None):
+            headers = {} if header is None else {"Authorization": header.encode()}
+            return (await client.get(url, headers=headers)).status_code
+
+        assert [await get(url) for url in ("/health", "/metrics", "/version")] == [200] * 3
+        assert [await get("/v1/models", f"Bearer {key}") for key in ("one", "zwei-ö")] == [200] * 2
+        for wrong in (None, "one", "Basic one", "Bearer", "Bearer one2", "Bearer \xff", "Bearer one two"):
+            assert await get("/v1/models", wrong) == 401
+        refused = await client.post(URL["chat"], json=CHAT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        for key in ("one", "zwei-ö"):
+            headers = {"Authorization": f"Bearer {key}".encode()}
+            await client.post(URL["chat"], json=CHAT, headers=headers)
+        salts = [m.request.cache_salt for m in engine.received if isinstance(m, Submit)]
+        assert len(set(salts)) == 2 and "" not in salts and not any("one" in salt for salt in salts)
+
+    run(tokenizer, scenario, config=replace(CONFIG, api_keys=("one", "zwei-ö")))
+
+
+def test_a_full_queue_is_429_with_both_retry_headers(tokenizer):
+    async def scenario(client, engine):
+        running = [asyncio.create_task(client.post(URL["chat"], json=CHAT)) for _ in range(3)]
+        while len(engine.received) < 3:
+            await asyncio.sleep(0)
+        refused = await client.post(URL["chat"], json=CHAT)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) * 1000 >= int(refused.headers["retry-after-ms"]) >= 1
+        while not all(task.done() for task in running):
+            engine.step()
+            await asyncio.sleep(0)
+        assert [task.result().status_code for task in running] == [200] * 3
+        engine.crash()  # a different refusal
+        assert (await client.post(URL["chat"], json=CHAT)).status_code == 503
+
+    config = replace(CONFIG, engine=replace(CONFIG.engine, max_num_seqs=2), queue=1)
+    engine = fake_engine(tokenizer, replying([5, 0]), manual=True)
+    run(tokenizer, scenario, config=config, engine=engine)
+
+
+def test_health_says_what_is_wrong(tokenizer):
+    async def scenario(client, engine):
+        async def health():
+            response = await client.get("/health")
+            return response.status_code, response.json()
+
+        assert (await health())[0] == 503
+        assert (await client.get("/v1/models")).status_code == 503
+        engine.loading(3, 10)
+        status, body = await health()
+        assert (status, body["status"]) == (503, "loading")
+        assert body["progress"] == {"phase": "weights", "done": 3, "total": 10}
+        refused = await client.post(URL["chat"], json=CHAT)
+        assert refused.status_code == 503 and "loading" in refused.json()["error"]["message"]
+        assert "retry-after" in refused.headers
+        engine.become_ready()
+        assert (await health()) == (200, {"status": "ok", "restarts": 0})
+        engine.crash("killed by signal 9")
+        assert (await health()) == (503, {"status": "restarting", "reason": "killed by signal 9", "restarts": 0})
+        assert (await client.get("/v1/models")).status_code == 200
+        engine.recover()
+        assert (await health()) == (200, {"status": "ok", "restarts": 1})
+        now[0] += 100
+        status, body = await health()
+        assert (status, body["status"]) == (503, "stalled")
+        engine.crash("bad", will_restart=False)
+        assert (await health()) == (503, {"status": "failed", "reason": "bad", "restarts": 1})
+
+    now = [0.0]
+    run(tokenizer, scenario, engine=fake_engine(tokenizer, autostart=False, clock=lambda: now[0]))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_crash_does_not_break_an_answer(tokenizer, stream):
+    async def scenario(client, engine):
+        task = asyncio.create_task(client.post(URL["chat"], json={**CHAT, "stream": stream}))
+        while not engine.received:
+            await asyncio.sleep(0)
+        engine.step()
+        engine.crash()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        engine.recover()
+        while not task.done():
+            engine.step()
+            await asyncio.sleep(0)
+        if stream:
+            assert ": keep-alive" in task.result().text
+            chunks = sse(task.result().text)[:-1]
+            text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        else:
+            text = task.result().json()["choices"][0]["message"]["content"]
+        assert text == TEXT
+
+    engine = fake_engine(tokenizer, replying([*tokenizer.encode(TEXT), 0]), manual=True)
+    run(tokenizer, scenario, engine=engine, config=replace(CONFIG, keepalive_s=0.01))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_is_gone_is_an_error(tokenizer, stream):
+    async def scenario(client, engine):
+        task = asyncio.create_task(client.post(URL["chat"], json={**CHAT, "stream": stream}))
+        while not engine.received:
+            await asyncio.sleep(0)
+        engine.step()
+        await asyncio.sleep(0)
+        engine.crash("no more memory", will_restart=False)
+        response = await task
+        if stream:
+            *_, error, done = sse(response.text)
+            assert done == "[DONE]"
+        else:
+            assert response.status_code == 500
+            error = response.json()
+        assert "no more memory" in error["error"]["message"]
+
+    run(tokenizer, scenario, engine=fake_engine(tokenizer, manual=True))
+
+
+class Connection:
+    """One ASGI request by hand: its client can leave, or stop reading."""
+
+    def __init__(self, app, url: str, body: dict) -> None:
+        self.sent: list[dict] = []
+        self.left = asyncio.Event()
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": url, "headers": headers, "query_string": b"", "app": app}
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self):
+        if self._incoming:
+            return self._incoming.pop(0)
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message):
+        await self.reading.wait()
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_client_that_leaves_is_cancelled_at_once(tokenizer, kind, stream, steps):
+    async def scenario(client, engine):
+        app = client._transport.app
+        body = {"stream": stream, "n": 2} | ({"messages": CHAT["messages"]} if kind == "chat" else {"prompt": "x"})
+        connection = Connection(app, URL[kind], body)
+        while len(engine.received) < 2:
+            await asyncio.sleep(0)
+        for _ in range(steps):
+            engine.step()
+            await asyncio.sleep(0)
+        connection.left.set()
+        await asyncio.wait_for(connection.task, 5)
+        cancelled = {m.id for m in engine.received if isinstance(m, Cancel)}
+        assert cancelled == {m.request.id for m in engine.received if isinstance(m, Submit)}
+        assert app.state.journal.unfinished == 0
+
+    run(tokenizer, scenario, engine=fake_engine(tokenizer, manual=True))
+
+
+def test_a_client_that_does_not_read_is_cancelled(tokenizer):
+    async def scenario(client, engine):
+        app = client._transport.app
+        connection = Connection(app, URL["text"], {"prompt": "x", "stream": True})
+        other = asyncio.create_task(client.post(URL["text"], json={"prompt": "x", "max_tokens": 5000}))
+        while len(engine.received) < 2:
+            await asyncio.sleep(0)
+        connection.reading.clear()
+        while not other.done():
+            engine.step()
+            await asyncio.sleep(0)
+        assert [m.id for m in engine.received if isinstance(m, Cancel)] == [engine.received[0].request.id]
+        assert other.result().status_code == 200
+        connection.reading.set()
+        await connection.task
+        text = b"".join(message.get("body", b"") for message in connection.sent).decode()
+        assert "reader" in sse(text)[-2]["error"]["message"]
+
+    engine = fake_engine(tokenizer, replying([5]), manual=True, info={"max_model_len": 10_000})
+    run(tokenizer, scenario, engine=engine)
+
+
+def test_metrics(tokenizer):
+    async def scenario(client, engine):
+        await client.post(URL["chat"], json={**CHAT, "max_tokens": 3})
+        text = (await client.get("/metrics")).text
+        label = f'{{model_name="{MODEL}"}}'
+        assert f"phalanx:generation_tokens_total{label} 3.0" in text
+        assert f"phalanx:time_to_first_token_seconds_count{label} 1.0" in text
+        assert f"phalanx:inter_token_latency_seconds_count{label} 2.0" in text
+        assert f'phalanx:request_success_total{{finished_reason="length",model_name="{MODEL}"}} 1.0' in text
+        for name in (
+            "num_requests_running",
+            "num_requests_waiting",
+            "kv_cache_usage_perc",
+            "prompt_tokens_total",
+            "num_preemptions_total",
+            "prefix_cache_queries_total",
+            "prefix_cache_hits_total",
+            "e2e_request_latency_seconds_bucket",
+            "request_queue_time_seconds_sum",
+            "request_prefill_time_seconds_sum",
+            "request_decode_time_seconds_sum",
+            "request_inference_time_seconds_sum",
+            "request_prompt_tokens_sum",
+            "request_generation_tokens_sum",
+        ):
+            assert f"phalanx:{name}{{" in text
+
+    run(tokenizer, scenario)
+
+
+def test_openapi_describes_the_bodies(tokenizer):
+    async def scenario(client, engine):
+        document = (await client.get("/openapi.json")).json()
+        for path, kind in [("/v1/chat/completions", "ChatBody"), ("/tokenize", "TokenizeBody")]:
+            body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            assert body == {"$ref": f"#/components/schemas/{kind}"}
+            assert "messages" in document["components"]["schemas"][kind]["properties"]
+        assert not any("422" in operation["responses"] for path in document["paths"].values() for operation in path.values())
+
+    run(tokenizer, scenario)

@@ -1,0 +1,63 @@
+"""Frames: whole, broken, foreign."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+
+import pytest
+
+from phalanx.engine.wire import MAX_FRAME, engine_codec, read_frame, receive_frame, server_codec
+from phalanx.errors import EngineError
+from phalanx.types import Batch, Cancel, Ping, Tokens
+
+
+def test_messages_survive_the_wire_both_ways():
+    batch = Batch(4, [Tokens("a", 0, [1, 2])])
+    assert server_codec().decode(engine_codec().encode(batch)[4:]) == batch
+    assert engine_codec().decode(server_codec().encode(Cancel("a"))[4:]) == Cancel("a")
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x81\xa4type\xa4Nope", b"hello"])
+def test_a_foreign_message_is_refused(payload: bytes):
+    with pytest.raises(EngineError, match="Unreadable message"):
+        engine_codec().decode(payload)
+
+
+def test_blocking_reader_takes_frames_in_pieces_and_sees_the_end():
+    ours, theirs = socket.socketpair()
+    frames = b"".join(engine_codec().encode(Ping(i)) for i in range(50))
+
+    def trickle():
+        for i in range(0, len(frames), 7):
+            theirs.sendall(frames[i : i + 7])
+        theirs.sendall(b"\x05\x00")  # half a header
+        theirs.close()
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    got = [engine_codec().decode(receive_frame(ours)) for _ in range(50)]
+    assert got == [Ping(i) for i in range(50)] and receive_frame(ours) is None
+    thread.join()
+    ours.close()
+
+
+def test_an_announced_giant_frame_is_refused():
+    ours, theirs = socket.socketpair()
+    theirs.sendall(struct.pack("<I", MAX_FRAME + 1))
+    with pytest.raises(EngineError, match="limit"):
+        receive_frame(ours)
+    ours.close(), theirs.close()
+
+
+def test_async_reader():
+    async def main():
+        reader = asyncio.StreamReader()
+        reader.feed_data(engine_codec().encode(Ping(3)) + b"\x01")
+        reader.feed_eof()
+        assert engine_codec().decode(await read_frame(reader)) == Ping(3)
+        assert await read_frame(reader) is None
+
+    asyncio.run(main())

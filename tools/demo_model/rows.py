@@ -1,0 +1,68 @@
+"""Packs documents into training rows of a few fixed lengths. Every row begins at the beginning of a document."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from . import corpus
+
+LENGTHS = (256, 512, 1024, 2048)
+Rows = NDArray[np.uint16]
+
+
+def encode(tokenizer: Tokenizer, seed: int, count: int) -> list[list[int]]:
+    """The documents of one seed as token ids."""
+    texts = [text for _, text in corpus.documents(seed, count)]
+    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def pack(documents: list[list[int]]) -> dict[int, Rows]:
+    """Rows of length + 1 for each of `LENGTHS`.
+
+    A row starts with a document that is too long for the next shorter length and is filled up with short documents; the
+    last one is cut. So short skills are also learned at late positions. Some long documents go in pairs into the
+    longest rows.
+    """
+    short = deque(d for d in documents if len(d) <= LENGTHS[0] + 1)
+    starts: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
+    for number, document in enumerate(d for d in documents if len(d) > LENGTHS[0] + 1):
+        fitting = next((length for length in LENGTHS if len(document) <= length + 1), LENGTHS[-1])
+        starts[LENGTHS[-1] if fitting > LENGTHS[1] and number % 6 == 0 else fitting].append(document)
+    longest = starts[LENGTHS[-1]]
+    starts[LENGTHS[-1]] = [first + second for first, second in zip(longest[::2], longest[1::2], strict=False)]
+    rows: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
+    for length in LENGTHS[1:]:
+        for row in starts[length]:
+            while len(row) < length + 1 and short:
+                row = row + short.popleft()
+            if len(row) > length:
+                rows[length].append(row[: length + 1])
+    row = []
+    for document in short:
+        row += document
+        if len(row) > LENGTHS[0]:
+            rows[LENGTHS[0]].append(row[: LENGTHS[0] + 1])
+            row = []
+    return {length: np.array(found, dtype=np.uint16).reshape(-1, length + 1) for length, found in rows.items()}
+
+
+def batches(tokenizer: Tokenizer, first_seed: int, tokens: int, documents: int) -> Iterator[NDArray[np.int64]]:
+    """Endless batches [tokens // length, length + 1], lengths mixed in proportion to the corpus."""
+    seed = first_seed
+    while True:
+        rng = Random(seed)
+        pending: list[NDArray[np.int64]] = []
+        for length, rows in pack(encode(tokenizer, seed, documents)).items():
+            order = list(range(len(rows)))
+            rng.shuffle(order)
+            size = tokens // length
+            pending += [rows[order[i : i + size]].astype(np.int64) for i in range(0, len(rows) - size + 1, size)]
+        rng.shuffle(pending)
+        yield from pending
+        seed += 1

@@ -1,0 +1,171 @@
+"""Trains the demo model on the CPU within a wall-clock budget: Muon for the matrices, AdamW for the rest.
+
+The learning rate warms up, stays, and decays linearly to zero; all of it is a function of the time used, so that a run
+on a slower or busier machine is shorter in tokens but always finished. Checkpoints make an interrupted run resumable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from . import corpus, rows
+from .network import Network, Shape
+
+WARM_UP = 0.01  # of the time budget
+DECAY = 0.40
+MATRIX_RATE = 0.02
+VECTOR_RATE = 0.003
+
+
+class Muon:
+    """Momentum, orthogonalised by Newton-Schulz (Jordan et al., 2024), for the 2-D weights of the layers.
+
+    Unlike `torch.optim.Muon` it works in float32 (this CPU emulates bfloat16) and treats equal shapes as one batch.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], momentum: float = 0.95, weight_decay: float = 0.01) -> None:
+        groups: dict[tuple[int, ...], list[Tensor]] = {}
+        for parameter in parameters:
+            groups.setdefault(tuple(parameter.shape), []).append(parameter)
+        self.groups = list(groups.values())
+        self.momentum, self.weight_decay = momentum, weight_decay
+        self.buffers = [torch.zeros(len(group), *group[0].shape) for group in self.groups]
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """Update every parameter from its gradient."""
+        for group, buffer in zip(self.groups, self.buffers, strict=True):
+            gradient = torch.stack([p.grad for p in group if p.grad is not None])
+            buffer.lerp_(gradient, 1 - self.momentum)
+            update = orthogonalise(gradient.lerp(buffer, self.momentum))
+            update *= max(1.0, gradient.shape[1] / gradient.shape[2]) ** 0.5
+            for parameter, change in zip(group, update, strict=True):
+                parameter.mul_(1 - rate * self.weight_decay).add_(change, alpha=-rate)
+
+
+def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Roughly the nearest semi-orthogonal matrices, [n, rows, columns]: singular values end up in about 0.7 to 1.2."""
+    x: Tensor = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if matrices.shape[1] > matrices.shape[2] else x
+
+
+def rate_at(progress: float) -> float:
+    """The factor on both learning rates at this share of the time budget."""
+    return max(0.0, min(progress / WARM_UP, 1.0, (1 - progress) / DECAY))
+
+
+@torch.no_grad()
+def held_out_loss(network: torch.nn.Module, tokenizer: Tokenizer, documents: int = 300) -> float:
+    """Mean loss in nats per token on documents of the held-out seed, in rows of 256 and 1,024."""
+    packed = rows.pack(rows.encode(tokenizer, corpus.HELD_OUT_SEED, documents))
+    total = count = 0.0
+    for length, size in ((256, 16), (1024, 4)):
+        for i in range(0, len(packed[length]) - size + 1, size):
+            batch = torch.from_numpy(packed[length][i : i + size].astype(np.int64))
+            total += float(network(batch)) * batch.numel()
+            count += batch.numel()
+    return total / count
+
+
+def save(path: Path, state: dict[str, object]) -> None:
+    """Write a checkpoint so that a crash never leaves half of one."""
+    torch.save(state, path.with_suffix(".part"))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint.pt and log.jsonl")
+    parser.add_argument("--minutes", type=float, default=85.0, help="wall-clock budget")
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=0, help="first corpus seed")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--start-from", type=Path, help="weights (and optimiser state) to continue from")
+    parser.add_argument("--progress", type=float, default=None, help="place in the schedule to begin at (0 to 1)")
+    parser.add_argument("--no-compile", action="store_true")
+    options = parser.parse_args()
+
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(options.threads)
+    torch.set_flush_denormal(True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(options.tokenizer / "tokenizer.json"))
+    network = Network(Shape())
+    matrices = [p for n, p in network.named_parameters() if p.dim() == 2 and "embed" not in n]
+    others = [p for n, p in network.named_parameters() if p.dim() != 2 or "embed" in n]
+    muon = Muon(matrices)
+    adam = torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+    step = tokens = 0
+    base = options.progress or 0.0
+    if options.start_from:
+        state = torch.load(options.start_from, weights_only=True)
+        network.load_state_dict(state["network"])
+        adam.load_state_dict(state["adam"])
+        muon.buffers = state["muon"]
+        step, tokens = state["step"], state["tokens"]
+    run = network if options.no_compile else torch.compile(network, dynamic=False)
+
+    def checkpoint() -> None:
+        save(options.out / "checkpoint.pt", {
+            "network": network.state_dict(), "adam": adam.state_dict(), "muon": muon.buffers, "step": step,
+            "tokens": tokens, "progress": progress,
+        })  # fmt: skip
+
+    started = saved = logged = time.monotonic()
+    recent: dict[int, list[float]] = {length: [] for length in rows.LENGTHS}
+    log = (options.out / "log.jsonl").open("a")
+    for batch in rows.batches(tokenizer, options.seed, options.batch_tokens, 20_000):
+        now = time.monotonic()
+        progress = base + (1 - base) * (now - started) / (options.minutes * 60)
+        if progress >= 1:
+            break
+        loss = run(torch.from_numpy(batch))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        factor = rate_at(progress)
+        muon.step(MATRIX_RATE * factor)
+        for group in adam.param_groups:
+            group["lr"] = VECTOR_RATE * factor
+        adam.step()
+        network.zero_grad(set_to_none=True)
+        step, tokens = step + 1, tokens + batch.shape[0] * (batch.shape[1] - 1)
+        recent[batch.shape[1] - 1].append(loss.item())
+        if step % 20 == 0:
+            losses = {str(k): round(sum(v) / len(v), 4) for k, v in recent.items() if v}
+            entry = {"step": step, "tokens": tokens, "progress": round(progress, 4), "loss": losses,
+                     "seconds": round(now - started), "step_seconds": round((now - logged) / 20, 2)}  # fmt: skip
+            print(json.dumps(entry), file=log, flush=True)
+            logged, recent = now, {length: [] for length in rows.LENGTHS}
+        if now - saved > 240:
+            checkpoint()
+            print(
+                json.dumps({"step": step, "tokens": tokens, "held_out": held_out_loss(network, tokenizer, 150)}),
+                file=log,
+                flush=True,
+            )
+            saved = time.monotonic()
+    progress = 1.0
+    checkpoint()
+    result = {"step": step, "tokens": tokens, "minutes": options.minutes, "held_out": held_out_loss(network, tokenizer)}
+    print(json.dumps(result), file=log, flush=True)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
