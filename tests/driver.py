@@ -9,7 +9,7 @@ from phalanx.config import EngineConfig
 from phalanx.engine.process import EngineProcess
 from phalanx.types import Batch, Finished, ModelInfo, PromptScored, Sampling, SequenceRequest, StopRule, Submit, Tokens
 
-DEADLINE_S = 300.0
+DEADLINE_S = 120.0
 
 
 class Driver:
@@ -92,4 +92,6 @@ def ask(seq_id: str, prompt: list[int], max_tokens: int = 16, **more) -> Sequenc
     """A sequence request; greedy unless told otherwise."""
     sampling = Sampling(**{"temperature": 0.0, **more.pop("sampling", {})})
     stop = StopRule(max_tokens=max_tokens, stop_ids=frozenset(more.pop("stop_ids", ())))
-    return SequenceRequest(id=seq_id, group=more.pop("group", seq_id), prompt=prompt, sampling=sampling, stop=stop, **more)
+    return SequenceRequest(
+        id=seq_id, group=more.pop("group", seq_id), prompt=prompt, sampling=sampling, stop=stop, **more
+    )

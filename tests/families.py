@@ -583,6 +583,7 @@ WEIGHTS: dict[str, Weights] = {
     "hunyuan_v1_dense": Weights(gain=4.0),
     "longcat_flash": Weights(gain=4.0, seed=1),
     "nemotron": Weights(gain=4.0),
+    "openelm": Weights(gain=4.0),
     "phi": Weights(gain=4.0),
     "plamo3": Weights(gain=4.0),
     "starcoder2": Weights(gain=4.0),

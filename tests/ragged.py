@@ -32,8 +32,14 @@ def make_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     return prompts
 
 
-def stock_greedy(model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """mlx-lm's model and caches, one prompt at a time, in this process; as `generate_step` feeds them."""
+def stock_greedy(
+    model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int, *, tie: float = 0.0
+) -> list[list[int]]:
+    """mlx-lm's model and caches, one prompt at a time, in this process; as `generate_step` feeds them.
+
+    A row ends before the first step (but not the very first) whose two best logits are closer than `tie`: there, two
+    correct ways of adding up in fp32 may choose differently.
+    """
     outputs = []
     for prompt in prompts:
         caches = make_prompt_cache(model)
@@ -42,7 +48,11 @@ def stock_greedy(model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int
             mx.eval([c.state for c in caches])
         output, last = [], prompt[-1]
         for _ in range(tokens):
-            last = int(mx.argmax(model(mx.array([[last]]), cache=caches)[0, -1]).item())
+            logits = model(mx.array([[last]]), cache=caches)[0, -1]
+            best = mx.topk(logits, 2)
+            if output and float(mx.abs(best[0] - best[1]).item()) < tie:
+                break
+            last = int(mx.argmax(logits).item())
             output.append(last)
         outputs.append(output)
     return outputs

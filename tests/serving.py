@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,12 @@ class Running:
         async def run() -> Any:
             return work()
 
+        return self.wait_for(run())
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the server's event loop and give back its result."""
         assert self.server._loop is not None
-        return asyncio.run_coroutine_threadsafe(run(), self.server._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.server._loop).result(60)
 
 
 @contextmanager

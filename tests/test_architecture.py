@@ -25,13 +25,14 @@ LAYERS = {
     "spec": 4,
     "engine": 5,
     **dict.fromkeys(("server", "gateway", "cluster", "bench"), 6),
-    **dict.fromkeys(("cli", "__main__"), 7),
+    "cli": 7,
+    "__main__": 8,
 }
 """A file imports its own package or a lower layer; the name is the first part below `phalanx` ("" is the package)."""
 
 VOCABULARY = ("phalanx.errors", "phalanx.faults", "phalanx.config", "phalanx.types", "phalanx.memory")
 NARROW = {
-    "server": ("phalanx.engine.client", "phalanx.engine.stats", "phalanx.model.tokenizer", "phalanx.model.stops"),
+    "server": ("phalanx.engine.client", "phalanx.engine.stats", "phalanx.model.tokenizer", "phalanx.model.stop_strings"),
     "gateway": (),
     "cluster": (),
     "bench": (),

@@ -1,15 +1,19 @@
 """Enough memory? The one place that knows physical memory, the guard and the budgets (B2, B3).
 
-Pure arithmetic over numbers that `psutil` reads from the OS (/proc/meminfo, sysctl hw.memsize). Does not know MLX:
-callers pass in what the device says.
+Pure arithmetic over numbers that `psutil` reads from the OS (/proc/meminfo, sysctl hw.memsize), and over the limit of
+a container or service where Linux sets one: what the kernel would kill us for, not what the host has. Does not know
+MLX.
 """
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import psutil
 from msgspec import Struct
 
-from phalanx.errors import MemoryShortage
+from phalanx.errors import ConfigError, MemoryShortage
 
 GB = 1 << 30
 
@@ -28,10 +32,53 @@ class Budget(Struct, frozen=True):
     prefix: int
 
 
-def read_machine() -> MachineMemory:
-    """Physical and available memory of this machine, in bytes."""
+def read_machine(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> MachineMemory:
+    """Physical and available memory of this machine, or of the control group this process is limited to, in bytes.
+
+    Args:
+        membership, mount: where Linux says which control groups these are; absent elsewhere.
+    """
     memory = psutil.virtual_memory()
-    return MachineMemory(physical=int(memory.total), available=int(memory.available))
+    limits = [
+        MachineMemory(physical=int(memory.total), available=int(memory.available)),
+        *(limit for group in _control_groups(membership, mount) if (limit := _limit_of(group)) is not None),
+    ]
+    return MachineMemory(
+        physical=min(limit.physical for limit in limits), available=min(limit.available for limit in limits)
+    )
+
+
+def _control_groups(membership: Path, mount: Path) -> list[Path]:
+    """Folders of the memory control groups this process is in, from its own up to the mount's root."""
+    if not membership.exists():
+        return []
+    folders = {mount, mount / "memory"}  # inside a container the own group is usually the root of what is mounted
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = mount / "memory" if controllers else mount  # version 1 has a hierarchy per controller, 2 has one
+        own = root / path.lstrip("/")
+        folders |= {own, *(parent for parent in own.parents if parent.is_relative_to(root))}
+    return sorted(folder for folder in folders if folder.is_dir())
+
+
+def _limit_of(group: Path) -> MachineMemory | None:
+    """A group's limit and what it leaves; file pages not in active use count as free. None: no limit."""
+    for limit_file, usage_file, inactive in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (group / limit_file).read_text().strip()
+            usage = int((group / usage_file).read_text())
+            stat = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            used = max(0, usage - int(stat.get(inactive, 0)))
+            return MachineMemory(physical=int(limit), available=max(0, int(limit) - used))
+    return None
 
 
 def process_rss() -> int:
@@ -40,10 +87,14 @@ def process_rss() -> int:
 
 
 def guard_bytes(physical: int, override_gb: float | None = None) -> int:
-    """Bytes to keep free: `max(10 % of physical, 5 GB)`, or the override in GB (B2)."""
-    if override_gb is not None:
-        return int(override_gb * GB)
-    return max(physical // 10, 5 * GB)
+    """Bytes to keep free: `max(10 % of physical, 5 GB)`, or the override in GB (B2).
+
+    Raises:
+        ConfigError: the override is not a number of GB.
+    """
+    if override_gb is None:
+        return max(physical // 10, 5 * GB)
+    return _bytes("--memory-guard-gb", override_gb)
 
 
 def check_fits(what: str, needed: int, machine: MachineMemory, guard: int) -> None:
@@ -70,21 +121,31 @@ def serving_budget(
     Args:
         machine: read after the weights are in memory.
         guard: bytes that stay free.
-        kv_gb, prefix_gb: the user's choice in GB; None takes 60 % and 20 % of what is free above the guard.
+        kv_gb, prefix_gb: the user's choice in GB; None takes 60 % and 20 % of what is free above the guard, or less
+            where the other one's choice leaves less.
         minimum_kv: bytes one row of the smallest useful length takes.
 
     Raises:
+        ConfigError: a choice is not a number of GB.
         MemoryShortage: not even one short row fits, or the user's choice does not.
     """
     free = max(0, machine.available - guard)
-    kv = int(free * 0.6) if kv_gb is None else int(kv_gb * GB)
-    prefix = int(free * 0.2) if prefix_gb is None else int(prefix_gb * GB)
-    if kv_gb is not None or prefix_gb is not None:
-        check_fits("The KV and prefix cache asked for", max(0, kv) + max(0, prefix), machine, guard)
+    kv_asked = None if kv_gb is None else _bytes("--kv-cache-gb", kv_gb)
+    prefix_asked = None if prefix_gb is None else _bytes("--prefix-cache-gb", prefix_gb)
+    if kv_asked is not None or prefix_asked is not None:
+        check_fits("The KV and prefix cache asked for", (kv_asked or 0) + (prefix_asked or 0), machine, guard)
+    kv = kv_asked if kv_asked is not None else min(int(free * 0.6), free - (prefix_asked or 0))
+    prefix = prefix_asked if prefix_asked is not None else min(int(free * 0.2), free - kv)
     if kv < minimum_kv:
         check_fits("The KV cache of one short row", minimum_kv, machine, guard)
         raise MemoryShortage(
             f"The KV budget of {kv / GB:.3f} GB is smaller than one short row needs ({minimum_kv / GB:.3f} GB).",
-            remedy="Raise --kv-cache-gb.",
+            remedy="Raise --kv-cache-gb, or lower --prefix-cache-gb.",
         )
     return Budget(kv=kv, prefix=prefix)
+
+
+def _bytes(flag: str, gb: float) -> int:
+    if not (math.isfinite(gb) and gb >= 0.0):
+        raise ConfigError(f"{flag} {gb} is not a number of GB.", remedy=f"Give {flag} 0 or more.")
+    return int(gb * GB)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 from models import make_model
@@ -22,13 +24,30 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """On an engine process with a random tiny llama: 16 rows, 32 waiting."""
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random tiny llama on disk."""
     path = tmp_path_factory.mktemp("model") / "llama"
     make_model("llama", path)
+    return path
+
+
+def real(path: Path) -> AbstractContextManager[Running]:
+    """A server on an engine process of its own: 16 rows, 32 waiting."""
     engine = replace(CONFIG.engine, model=str(path), kv_cache_gb=0.25, prefix_cache_gb=0.05)
-    config = replace(CONFIG, engine=engine)
-    with running_server(Tokenizer.load(path), EngineProcess(engine), config) as running:
+    return running_server(Tokenizer.load(path), EngineProcess(engine), replace(CONFIG, engine=engine))
+
+
+@pytest.fixture(scope="session")
+def real_server(tiny_model: Path) -> Iterator[Running]:
+    """On an engine process with a random tiny llama."""
+    with real(tiny_model) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def frail_server(tiny_model: Path) -> Iterator[Running]:
+    """As `real_server`, for tests that kill its engine (three times at most, or it is given up)."""
+    with real(tiny_model) as running:
         yield running
 
 

@@ -7,9 +7,11 @@ import os
 import random
 import signal
 
+import mlx.core as mx
 import psutil
 import pytest
 from driver import ask, running
+from mlx_lm.utils import load_model
 from models import make_model
 from reference import reference_greedy
 
@@ -51,7 +53,7 @@ def test_sixteen_concurrent_prompts_equal_one_at_a_time(family, tmp_path):
             for i, job in enumerate(jobs):
                 driver.submit(ask(str(i), job["prompt"], job["max_tokens"], stop_ids=job["stop_ids"]))
                 if i % 4 == 3:
-                    await driver.until(lambda i=i: len(driver.tokens[str(i - 3)]) > 2)
+                    await driver.until(lambda i=i: len(driver.tokens[str(i - 3)]) > 2 or str(i - 3) in driver.finished)
             await driver.until(lambda: len(driver.finished) == len(jobs))
             again = await driver.generate(ask("again", jobs[5]["prompt"], 20))
             assert driver.finished["again"].cached_tokens > 0
@@ -60,6 +62,65 @@ def test_sixteen_concurrent_prompts_equal_one_at_a_time(family, tmp_path):
     jobs, got, again = asyncio.run(main())
     wanted = reference_greedy(path, [*jobs, {"prompt": jobs[5]["prompt"], "max_tokens": 20, "stop_ids": []}])
     assert [*got, again] == wanted
+
+
+MIXED = [
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.7, "top_p": 0.8, "seed": 2**64 - 1, "logprobs": 3},
+    {"temperature": 1.3, "top_k": 20, "min_p": 0.05, "seed": 7, "choice": 1},
+    {"temperature": 0.9, "presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "seed": 3},
+    {"temperature": 0.0, "logit_bias": {9: -100.0, 11: 4.0}, "logprobs": 0},
+]
+
+
+def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_a_kill(llama):
+    """DESIGN section 4: tokens depend on (seed, choice, position) and the logits, not on what else runs."""
+    prompt = prompts(4, 500)[2]
+
+    async def main():
+        async with running(config_for(llama)) as driver:
+            requests = [ask(f"alone{i}", prompt, 40, sampling=s) for i, s in enumerate(MIXED)]
+            alone = [(await driver.generate(r))[0] for r in requests]
+            noise = [ask(f"noise{i}", p, 60, sampling={"temperature": 1.0}) for i, p in enumerate(prompts(9, 500))]
+            driver.submit(*noise)
+            batch = await driver.generate(*(ask(f"batch{i}", prompt, 40, sampling=s) for i, s in enumerate(MIXED)))
+            scored = {i: driver.logprobs[f"batch{i}"] for i in range(len(MIXED))}
+            os.kill(driver.engine.pid, signal.SIGKILL)
+            await driver.until(lambda: driver.downs)
+            await driver.until(driver.ready.is_set)
+            resumed = await driver.generate(
+                *(ask(f"r{i}", prompt, 40, sampling=s, committed=alone[i][: 3 * i]) for i, s in enumerate(MIXED))
+            )
+            return alone, batch, resumed, scored
+
+    alone, batch, resumed, scored = asyncio.run(main())
+    assert batch == alone and resumed == alone
+    assert len({tuple(tokens) for tokens in alone}) == len(MIXED)
+    for i, sampling in enumerate(MIXED):
+        wanted = sampling.get("logprobs")
+        assert len(scored[i]) == (0 if wanted is None else 40)
+        assert all(entry.token == token for entry, token in zip(scored[i], alone[i], strict=False))
+        assert all(len(entry.top) == wanted for entry in scored[i])
+
+
+def test_prompt_scores_are_those_of_the_whole_prompt_at_once(llama):
+    prompt = prompts(3, 500, longest=400)[-1] * 4
+
+    async def main():
+        async with running(config_for(llama)) as driver:
+            await driver.generate(ask("warm", prompt, 2))  # a kept prefix must not hide the scores
+            await driver.generate(ask("a", prompt, 2, prompt_logprobs=2))
+            return driver.scored["a"]
+
+    scored = asyncio.run(main())
+    model, _ = load_model(llama)
+    logits = model(mx.array([prompt]))[0].astype(mx.float32)
+    wanted = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    assert len(scored) == len(prompt) and scored[0] is None
+    for i, entry in enumerate(scored[1:]):
+        assert entry.token == prompt[i + 1]
+        assert entry.logprob == pytest.approx(wanted[i, prompt[i + 1]].item(), abs=1e-3)
+        assert entry.top[0][1] == pytest.approx(mx.max(wanted[i]).item(), abs=1e-3) and len(entry.top) == 2
 
 
 def test_cancel_finish_and_reset_leave_nothing_behind(llama):
@@ -131,9 +192,8 @@ def test_a_model_that_cannot_load_is_not_retried(tmp_path):
 
     async def main():
         with pytest.raises(AssertionError, match=r"config\.json"):
-            async with running(config_for(tmp_path)) as driver:
+            async with running(config_for(tmp_path)):
                 pass
-        return driver if False else None
 
     asyncio.run(main())
 

@@ -8,7 +8,11 @@ from collections import Counter
 import httpx
 from serving import MODEL, Running, sse
 
+from phalanx.memory import process_rss
+from phalanx.types import EngineStats, ResetPrefixCache
+
 CLIENTS = 200
+MIB = 1 << 20
 TOKENS = 12
 BODY = {
     "model": MODEL,
@@ -33,14 +37,37 @@ async def one(client: httpx.AsyncClient, seed: int) -> str:
     return "full"
 
 
-def test_200_streams(server: Running):
+def run_all(server: Running) -> Counter[str]:
     async def main() -> Counter[str]:
         limits = httpx.Limits(max_connections=CLIENTS)
         async with httpx.AsyncClient(base_url=server.base_url, timeout=300, limits=limits) as client:
             return Counter(await asyncio.gather(*(one(client, seed) for seed in range(CLIENTS))))
 
-    outcome = asyncio.run(main())
+    return asyncio.run(main())
+
+
+def emptied(server: Running) -> EngineStats:
+    """The engine's numbers with nothing running and no prefix kept."""
+    server.call(lambda: server.engine.send(ResetPrefixCache()))
+    stats: EngineStats = server.wait_for(server.engine.ping())
+    assert (stats.running, stats.waiting, stats.prefix_bytes) == (0, 0, 0)
+    return stats
+
+
+def test_200_streams(server: Running):
+    outcome = run_all(server)
     assert outcome["full"] + outcome["429"] == CLIENTS
     assert outcome["full"] >= 48  # what fits at once: 16 rows and 32 places
     assert server.call(lambda: server.server._journal.unfinished) == 0
     assert httpx.get(f"{server.origin}/health").status_code == 200
+
+
+def test_memory_comes_back(real_server: Running):
+    run_all(real_server)  # libraries take what they take once
+    before = emptied(real_server)
+    own = process_rss()
+    run_all(real_server)
+    after = emptied(real_server)
+    assert after.active_bytes == before.active_bytes
+    assert after.rss_bytes - before.rss_bytes < 32 * MIB
+    assert process_rss() - own < 32 * MIB  # the server runs in this process

@@ -208,7 +208,7 @@ TASKS: list[tuple[float, Callable[[Random], Pair]]] = [
      (0.7, arithmetic.compare), (0.5, arithmetic.in_words),
     (0.25, poem),
     (0.15, arithmetic.table), (6.0, about.question), (1.2, world.question), (1.5, world.unknown), (1.0, lists.short),
-    (0.4, lists.steps), (1.2, snippets.code), (1.0, snippets.rename), (1.3, snippets.repeat), (0.7, snippets.record),
+    (0.4, lists.steps), (1.2, snippets.code), (1.0, snippets.rename), (2.0, snippets.repeat), (0.7, snippets.record),
     (0.8, snippets.extract), (0.9, snippets.lookup), (0.5, snippets.transform),
     (0.7, lambda rng: story.request(rng, "short")),
 ]  # fmt: skip

@@ -90,7 +90,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sums, shorter runs")
     parser.add_argument("--verbose", action="store_true", help="print every answer, not only the wrong ones")
     options = parser.parse_args()
-    model, tokenizer = load(str(options.folder))[:2]
+    loaded: Any = load(str(options.folder))
+    model, tokenizer = loaded[:2]
     report: dict[str, Any] = {"size_mb": round(sum(p.stat().st_size for p in options.folder.iterdir()) / 1e6, 2)}
 
     sums_asked = 20 if options.quick else 80

@@ -162,7 +162,10 @@ class Network(nn.Module):
         """tokens [batch, length] -> scores [batch, length, vocabulary]."""
         return F.linear(self.hidden(tokens), self.model.embed_tokens.weight)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Mean next-token loss (nats per token) over tokens [batch, length + 1]."""
-        scores = self.logits(tokens[:, :-1])
-        return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+    def forward(self, tokens: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Mean next-token loss (nats) over tokens [batch, length + 1], or over its targets where counted [batch, length]."""
+        hidden, targets = self.hidden(tokens[:, :-1]), tokens[:, 1:]
+        if counted is not None:
+            hidden, targets = hidden[counted], targets[counted]
+        scores = F.linear(hidden, self.model.embed_tokens.weight)
+        return F.cross_entropy(scores.flatten(0, -2), targets.flatten())

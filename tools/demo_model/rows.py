@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from . import corpus
 
-LENGTHS = (256, 512, 1024, 2048)
+LENGTHS = (256, 512, 1024)
 Rows = NDArray[np.uint16]
 
 
@@ -26,16 +26,14 @@ def pack(documents: list[list[int]]) -> dict[int, Rows]:
     """Rows of length + 1 for each of `LENGTHS`.
 
     A row starts with a document that is too long for the next shorter length and is filled up with short documents; the
-    last one is cut. So short skills are also learned at late positions. Some long documents go in pairs into the
-    longest rows.
+    last one is cut. So short skills are also learned at late positions.
     """
     short = deque(d for d in documents if len(d) <= LENGTHS[0] + 1)
     starts: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
-    for number, document in enumerate(d for d in documents if len(d) > LENGTHS[0] + 1):
-        fitting = next((length for length in LENGTHS if len(document) <= length + 1), LENGTHS[-1])
-        starts[LENGTHS[-1] if fitting > LENGTHS[1] and number % 6 == 0 else fitting].append(document)
-    longest = starts[LENGTHS[-1]]
-    starts[LENGTHS[-1]] = [first + second for first, second in zip(longest[::2], longest[1::2], strict=False)]
+    for document in documents:
+        if len(document) > LENGTHS[0] + 1:
+            fitting = next((length for length in LENGTHS if len(document) <= length + 1), LENGTHS[-1])
+            starts[fitting].append(document)
     rows: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
     for length in LENGTHS[1:]:
         for row in starts[length]:
@@ -52,8 +50,25 @@ def pack(documents: list[list[int]]) -> dict[int, Rows]:
     return {length: np.array(found, dtype=np.uint16).reshape(-1, length + 1) for length, found in rows.items()}
 
 
-def batches(tokenizer: Tokenizer, first_seed: int, tokens: int, documents: int) -> Iterator[NDArray[np.int64]]:
-    """Endless batches [tokens // length, length + 1], lengths mixed in proportion to the corpus."""
+def answered(batch: NDArray[np.int64], asked: list[int]) -> NDArray[np.bool_]:
+    """Which targets of a batch [n, length + 1] count: all but the text of user and system turns.
+
+    What people ask is random here (names, numbers), so that learning to predict it would drown the answers. `asked` are
+    the ids of the role tokens that open such text; every special token has an id below `len(corpus.SPECIALS)`.
+    """
+    position = np.arange(batch.shape[1])[None, :]
+    opened = np.maximum.accumulate(np.where(batch < len(corpus.SPECIALS), position, 0), axis=1)
+    role = np.take_along_axis(batch, opened, axis=1)[:, :-1]
+    return ~np.isin(role, asked)
+
+
+def batches(
+    tokenizer: Tokenizer, first_seed: int, tokens: int, documents: int, stride: int = 1
+) -> Iterator[NDArray[np.int64]]:
+    """Endless batches [tokens // length, length + 1], lengths mixed in proportion to the corpus.
+
+    Documents come from the seeds `first_seed`, `first_seed + stride`, ...
+    """
     seed = first_seed
     while True:
         rng = Random(seed)
@@ -65,4 +80,4 @@ def batches(tokenizer: Tokenizer, first_seed: int, tokens: int, documents: int) 
             pending += [rows[order[i : i + size]].astype(np.int64) for i in range(0, len(rows) - size + 1, size)]
         rng.shuffle(pending)
         yield from pending
-        seed += 1
+        seed += stride

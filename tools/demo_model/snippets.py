@@ -213,6 +213,15 @@ def transform(rng: Random) -> tuple[str, str]:
     return f"How many words are these? {text}", f"There are {w.NUMBER_WORDS[len(words)]} words."
 
 
+def echo(rng: Random) -> str:
+    """A random line, several times over: the purest exercise in copying from the context."""
+    pool = w.OBJECTS + w.ANIMALS + w.NAMES + w.COLOURS + w.CITIES + w.FOODS + w.VARIABLES + w.ADJECTIVES
+    parts = [rng.choice(pool) if rng.random() < 0.75 else str(rng.randint(0, 99)) for _ in range(rng.randint(2, 14))]
+    parts = [w.made_up(rng) if rng.random() < 0.1 else part for part in parts]
+    line = rng.choice((" ", " ", ", ", "-", "+")).join(parts)
+    return rng.choice(("\n", " ", ". ", "; ")).join([line] * rng.randint(2, 4))
+
+
 def source_file(rng: Random) -> str:
     """A plain Python file of several functions, for raw completion."""
     return "\n\n\n".join(function(rng)[2] for _ in range(rng.randint(2, 5)))

@@ -2,6 +2,10 @@
 
 The learning rate warms up, stays, and decays linearly to zero; all of it is a function of the time used, so that a run
 on a slower or busier machine is shorter in tokens but always finished. Checkpoints make an interrupted run resumable.
+
+It runs as one single-threaded process per core, each on its own documents, that average their gradients once per step.
+On a machine with other work that is about twice as fast as one process with several threads, which wait for each other
+in every operation.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -23,14 +29,15 @@ from .network import Network, Shape
 
 WARM_UP = 0.01  # of the time budget
 DECAY = 0.40
-MATRIX_RATE = 0.02
+MATRIX_RATE = 0.015
 VECTOR_RATE = 0.003
 
 
 class Muon:
     """Momentum, orthogonalised by Newton-Schulz (Jordan et al., 2024), for the 2-D weights of the layers.
 
-    Unlike `torch.optim.Muon` it works in float32 (this CPU emulates bfloat16) and treats equal shapes as one batch.
+    Unlike `torch.optim.Muon` it works in float32 (this CPU emulates bfloat16), treats equal shapes as one batch, and
+    divides the matrices among the processes.
     """
 
     def __init__(self, parameters: Sequence[Tensor], momentum: float = 0.95, weight_decay: float = 0.01) -> None:
@@ -47,13 +54,16 @@ class Muon:
         for group, buffer in zip(self.groups, self.buffers, strict=True):
             gradient = torch.stack([p.grad for p in group if p.grad is not None])
             buffer.lerp_(gradient, 1 - self.momentum)
-            update = orthogonalise(gradient.lerp(buffer, self.momentum))
+            mine = slice(dist.get_rank(), None, dist.get_world_size())
+            update = torch.zeros_like(gradient)
+            update[mine] = orthogonalise(gradient[mine].lerp(buffer[mine], self.momentum))
+            dist.all_reduce(update)
             update *= max(1.0, gradient.shape[1] / gradient.shape[2]) ** 0.5
             for parameter, change in zip(group, update, strict=True):
                 parameter.mul_(1 - rate * self.weight_decay).add_(change, alpha=-rate)
 
 
-def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalise(matrices: Tensor, steps: int = 4) -> Tensor:
     """Roughly the nearest semi-orthogonal matrices, [n, rows, columns]: singular values end up in about 0.7 to 1.2."""
     x: Tensor = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -81,30 +91,33 @@ def held_out_loss(network: torch.nn.Module, tokenizer: Tokenizer, documents: int
     return total / count
 
 
-def save(path: Path, state: dict[str, object]) -> None:
+def save(path: Path, network: Network, adam: torch.optim.AdamW, muon: Muon, step: int, tokens: int) -> None:
     """Write a checkpoint so that a crash never leaves half of one."""
-    torch.save(state, path.with_suffix(".part"))
+    state = {"network": network.state_dict(), "adam": adam.state_dict(), "muon": muon.buffers}
+    torch.save({**state, "step": step, "tokens": tokens}, path.with_suffix(".part"))
     os.replace(path.with_suffix(".part"), path)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint.pt and log.jsonl")
-    parser.add_argument("--minutes", type=float, default=85.0, help="wall-clock budget")
-    parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--seed", type=int, default=0, help="first corpus seed")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--start-from", type=Path, help="weights (and optimiser state) to continue from")
-    parser.add_argument("--progress", type=float, default=None, help="place in the schedule to begin at (0 to 1)")
-    parser.add_argument("--no-compile", action="store_true")
-    options = parser.parse_args()
+def average_gradients(network: Network, progress: float) -> float:
+    """Replace every gradient by its mean over the processes; returns the first process's progress."""
+    parameters = list(network.parameters())
+    mine = [p.grad.flatten() for p in parameters if p.grad is not None]
+    told = torch.tensor([progress if dist.get_rank() == 0 else 0.0])
+    flat = torch.cat([*mine, told])
+    dist.all_reduce(flat)
+    pieces = flat[:-1].div_(dist.get_world_size()).split([p.numel() for p in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
+    return float(flat[-1])
 
+
+def worker(rank: int, options: argparse.Namespace) -> None:
+    """One process of the training run."""
     torch.manual_seed(options.seed)
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    options.out.mkdir(parents=True, exist_ok=True)
+    store = options.out / f"rendezvous.{os.getppid()}"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.processes)
     tokenizer = Tokenizer.from_file(str(options.tokenizer / "tokenizer.json"))
     network = Network(Shape())
     matrices = [p for n, p in network.named_parameters() if p.dim() == 2 and "embed" not in n]
@@ -112,31 +125,29 @@ def main() -> None:
     muon = Muon(matrices)
     adam = torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
     step = tokens = 0
-    base = options.progress or 0.0
     if options.start_from:
         state = torch.load(options.start_from, weights_only=True)
         network.load_state_dict(state["network"])
         adam.load_state_dict(state["adam"])
         muon.buffers = state["muon"]
         step, tokens = state["step"], state["tokens"]
-    run = network if options.no_compile else torch.compile(network, dynamic=False)
-
-    def checkpoint() -> None:
-        save(options.out / "checkpoint.pt", {
-            "network": network.state_dict(), "adam": adam.state_dict(), "muon": muon.buffers, "step": step,
-            "tokens": tokens, "progress": progress,
-        })  # fmt: skip
+    if not options.no_compile:
+        for layer in network.model.layers:  # layer by layer: eight times less to compile than the whole network
+            layer.compile(dynamic=False)
 
     started = saved = logged = time.monotonic()
     recent: dict[int, list[float]] = {length: [] for length in rows.LENGTHS}
     log = (options.out / "log.jsonl").open("a")
-    for batch in rows.batches(tokenizer, options.seed, options.batch_tokens, 20_000):
+    asked = [tokenizer.token_to_id("<|user|>"), tokenizer.token_to_id("<|system|>")]
+    share = options.batch_tokens // options.processes
+    for batch in rows.batches(tokenizer, options.seed + rank, share, 20_000, stride=options.processes):
         now = time.monotonic()
-        progress = base + (1 - base) * (now - started) / (options.minutes * 60)
+        loss = network(torch.from_numpy(batch), torch.from_numpy(rows.answered(batch, asked)))
+        loss.backward()
+        progress = options.progress + (1 - options.progress) * (now - started) / (options.minutes * 60)
+        progress = average_gradients(network, progress)
         if progress >= 1:
             break
-        loss = run(torch.from_numpy(batch))
-        loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         factor = rate_at(progress)
         muon.step(MATRIX_RATE * factor)
@@ -144,27 +155,40 @@ def main() -> None:
             group["lr"] = VECTOR_RATE * factor
         adam.step()
         network.zero_grad(set_to_none=True)
-        step, tokens = step + 1, tokens + batch.shape[0] * (batch.shape[1] - 1)
+        step, tokens = step + 1, tokens + share * options.processes
         recent[batch.shape[1] - 1].append(loss.item())
-        if step % 20 == 0:
+        if rank == 0 and step % 20 == 0:
             losses = {str(k): round(sum(v) / len(v), 4) for k, v in recent.items() if v}
             entry = {"step": step, "tokens": tokens, "progress": round(progress, 4), "loss": losses,
                      "seconds": round(now - started), "step_seconds": round((now - logged) / 20, 2)}  # fmt: skip
             print(json.dumps(entry), file=log, flush=True)
             logged, recent = now, {length: [] for length in rows.LENGTHS}
-        if now - saved > 240:
-            checkpoint()
-            print(
-                json.dumps({"step": step, "tokens": tokens, "held_out": held_out_loss(network, tokenizer, 150)}),
-                file=log,
-                flush=True,
-            )
-            saved = time.monotonic()
-    progress = 1.0
-    checkpoint()
-    result = {"step": step, "tokens": tokens, "minutes": options.minutes, "held_out": held_out_loss(network, tokenizer)}
-    print(json.dumps(result), file=log, flush=True)
-    print(json.dumps(result))
+        if rank == 0 and now - saved > 240:
+            save(options.out / "checkpoint.pt", network, adam, muon, step, tokens)
+            saved = now
+    if rank == 0:
+        save(options.out / "checkpoint.pt", network, adam, muon, step, tokens)
+        result = {"step": step, "tokens": tokens, "held_out": held_out_loss(network, tokenizer)}
+        print(json.dumps(result), file=log, flush=True)
+        print(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint.pt and log.jsonl")
+    parser.add_argument("--minutes", type=float, default=77.0, help="wall-clock budget")
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens per step, all processes together")
+    parser.add_argument("--seed", type=int, default=0, help="first corpus seed")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--start-from", type=Path, help="checkpoint to continue from")
+    parser.add_argument("--progress", type=float, default=0.0, help="place in the schedule to begin at (0 to 1)")
+    parser.add_argument("--no-compile", action="store_true")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    mp.spawn(worker, args=(options,), nprocs=options.processes)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from phalanx.bench.client import Exchange, RequestFailed, first_model, open_client, stream_chat
-from phalanx.cli.options import finite
+from phalanx.cli.options import number, whole
 from phalanx.cli.private import PrivateServer
 from phalanx.cli.terminal import note, report
 from phalanx.config import api_key_from_environment
@@ -33,8 +33,8 @@ def command(
         list[str] | None, typer.Argument(metavar="[-- SERVE FLAGS]", help="With MODEL: flags for `phalanx serve`.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, at most.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, callback=finite, help="0 is greedy.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(**whole(1), help="Tokens of an answer, at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(**number(0.0), help="0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="With URL: which of the server's models.")] = None,
     api_key: Annotated[str | None, typer.Option(help="With URL. Also PHALANX_API_KEY.")] = None,

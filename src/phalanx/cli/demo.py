@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.bench.client import Exchange, RequestFailed, open_client, stream_chat
+from phalanx.cli.options import whole
 from phalanx.cli.private import PrivateServer, free_port
 from phalanx.cli.terminal import note
 from phalanx.config import DEFAULT_PORT
@@ -33,7 +34,7 @@ class DemoFailed(PhalanxError):
 def command(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask.")] = PROMPT,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port, if it is free.")] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(**whole(0, 65535), help="Port, if it is free.")] = DEFAULT_PORT,
 ) -> int:
     """Serve the bundled model and stream one answer, with its speed."""
     console = Console(highlight=False, soft_wrap=True)

@@ -26,14 +26,15 @@ from phalanx.cli.options import (
     Revision,
     Trace,
     TrustRemoteCode,
-    finite,
+    number,
+    whole,
 )
 from phalanx.cli.terminal import LoadingView, report, set_up_logging
 from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineClient
 from phalanx.engine.process import EngineProcess
 from phalanx.errors import ConfigError, EngineUnavailable, ExitCode
-from phalanx.model.files import resolve
+from phalanx.model.resolve import resolve
 from phalanx.model.tokenizer import Tokenizer
 from phalanx.server.answers import Ending, timing_json
 from phalanx.server.defaults import read_defaults
@@ -77,17 +78,16 @@ def command(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Output tokens, at most.", show_default="what the context has room for")
+        int | None,
+        typer.Option(**whole(1), help="Output tokens, at most.", show_default="what the context has room for"),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            min=0.0, callback=finite, help="0 is greedy.", show_default="the model's", rich_help_panel=_SAMPLING
-        ),
+        typer.Option(**number(0.0), help="0 is greedy.", show_default="the model's", rich_help_panel=_SAMPLING),
     ] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, callback=finite, rich_help_panel=_SAMPLING)] = None,
-    top_k: Annotated[int | None, typer.Option(min=-1, help="0 is off.", rich_help_panel=_SAMPLING)] = None,
-    min_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, callback=finite, rich_help_panel=_SAMPLING)] = None,
+    top_p: Annotated[float | None, typer.Option(**number(0.0, 1.0), rich_help_panel=_SAMPLING)] = None,
+    top_k: Annotated[int | None, typer.Option(**whole(-1), help="0 is off.", rich_help_panel=_SAMPLING)] = None,
+    min_p: Annotated[float | None, typer.Option(**number(0.0, 1.0), rich_help_panel=_SAMPLING)] = None,
     seed: Annotated[
         int | None, typer.Option(help="The same seed gives the same tokens.", rich_help_panel=_SAMPLING)
     ] = None,
@@ -199,8 +199,9 @@ class Once:
                 info=info,
             )
             generation = Generation(self._prompts.tokenizer, options, requests, [None])
+            generation.begin(seats)
             pieces: list[str] = []
-            async for deltas in generation.deltas(seats, None):
+            async for deltas in generation.deltas(None):
                 for delta in deltas:
                     pieces.append(delta.text)
                     show(delta.text)

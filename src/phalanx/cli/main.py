@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command; its exit code. Usage errors are printed by typer (2), ours by `report`."""
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        build(asked)(list(arguments))
+        build(asked)(list(arguments), prog_name="phalanx")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     return 0
@@ -53,7 +53,7 @@ def build(asked: str | None) -> typer.Typer:
         name="phalanx", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
-    app.callback()(_root)
+    app.callback(invoke_without_command=True)(_root)
     for name, summary in COMMANDS.items():
         function = importlib.import_module(f"phalanx.cli.{name}").command if name == asked else _not_asked
         app.command(name, short_help=summary, hidden=name in HIDDEN)(_ending(function))

@@ -7,7 +7,7 @@ what the settings do: `config.py` documents them.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,11 +17,40 @@ from phalanx.errors import ConfigError
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-def finite(value: float | None) -> float | None:
-    """Refuse nan and infinity, which pass every comparison or none."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is not a finite number.")
-    return value
+def whole(low: int, high: int | None = None) -> dict[str, Any]:
+    """For `typer.Option`: a whole number in a range. Errors say what was given and what is allowed."""
+    allowed = f"a whole number, {_range(low, high)}"
+
+    def parse(given: str | int) -> int:
+        try:
+            value = int(given)
+        except ValueError:
+            raise typer.BadParameter(f"{given!r} is not {allowed}.") from None
+        if value < low or (high is not None and value > high):
+            raise typer.BadParameter(f"{value} is not {allowed}.")
+        return value
+
+    return {"parser": parse, "metavar": "N"}
+
+
+def number(low: float, high: float | None = None) -> dict[str, Any]:
+    """As `whole`, for a finite number."""
+    allowed = f"a number, {_range(low, high)}"
+
+    def parse(given: str | float) -> float:
+        try:
+            value = float(given)
+        except ValueError:
+            raise typer.BadParameter(f"{given!r} is not {allowed}.") from None
+        if not (math.isfinite(value) and value >= low and (high is None or value <= high)):
+            raise typer.BadParameter(f"{given} is not {allowed}.")
+        return value
+
+    return {"parser": parse, "metavar": "X"}
+
+
+def _range(low: float, high: float | None) -> str:
+    return f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
 
 
 _ENGINE = "Engine"
@@ -43,7 +72,7 @@ MaxModelLen = Annotated[
     int | None,
     typer.Option(
         "--max-model-len",
-        min=1,
+        **whole(1),
         help="Prompt + output in tokens, at most.",
         show_default="the model's",
         rich_help_panel=_ENGINE,
@@ -51,18 +80,17 @@ MaxModelLen = Annotated[
 ]
 MaxNumSeqs = Annotated[
     int,
-    typer.Option("--max-num-seqs", min=1, max=4096, help="Rows computed together, at most.", rich_help_panel=_ENGINE),
+    typer.Option("--max-num-seqs", **whole(1, 4096), help="Rows computed together, at most.", rich_help_panel=_ENGINE),
 ]
 MaxNumBatchedTokens = Annotated[
     int,
-    typer.Option("--max-num-batched-tokens", min=1, help="Tokens of one step, at most.", rich_help_panel=_ENGINE),
+    typer.Option("--max-num-batched-tokens", **whole(1), help="Tokens of one step, at most.", rich_help_panel=_ENGINE),
 ]
 TargetStepMs = Annotated[
     float,
     typer.Option(
         "--target-step-ms",
-        min=1.0,
-        callback=finite,
+        **number(1.0),
         help="Prefill chunks are cut so that a step takes about this long.",
         rich_help_panel=_ENGINE,
     ),
@@ -75,8 +103,7 @@ KvCacheGb = Annotated[
     float | None,
     typer.Option(
         "--kv-cache-gb",
-        min=0.0,
-        callback=finite,
+        **number(0.0),
         help="GiB for running rows.",
         show_default="60 % of what is free",
         rich_help_panel=_MEMORY,
@@ -86,8 +113,7 @@ PrefixCacheGb = Annotated[
     float | None,
     typer.Option(
         "--prefix-cache-gb",
-        min=0.0,
-        callback=finite,
+        **number(0.0),
         help="GiB for prefixes of finished rows; 0 is off.",
         show_default="20 % of what is free",
         rich_help_panel=_MEMORY,
@@ -106,8 +132,7 @@ MemoryGuardGb = Annotated[
     float | None,
     typer.Option(
         "--memory-guard-gb",
-        min=0.0,
-        callback=finite,
+        **number(0.0),
         help="GiB that stay free.",
         show_default="10 %, at least 5",
         rich_help_panel=_MEMORY,

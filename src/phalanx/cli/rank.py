@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from phalanx.cli.options import whole
 from phalanx.config import EngineConfig
 from phalanx.engine.boot import run_rank
 from phalanx.errors import ConfigError
@@ -16,7 +17,7 @@ def command(
     model: Annotated[str, typer.Argument(help="The model; here so that `ps` shows it. Must equal the config's.")],
     config: Annotated[str, typer.Option("--config", help="EngineConfig as JSON.")],
     socket: Annotated[str, typer.Option("--socket", help="Unix socket of the server process.")],
-    rank: Annotated[int, typer.Option("--rank", min=0, help="This process's number in its group.")] = 0,
+    rank: Annotated[int, typer.Option("--rank", **whole(0), help="This process's number in its group.")] = 0,
 ) -> int:
     """Compute as one rank, behind the server process that started it."""
     try:

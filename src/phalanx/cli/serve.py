@@ -8,7 +8,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Annotated
@@ -33,14 +32,15 @@ from phalanx.cli.options import (
     Trace,
     TrustRemoteCode,
     check_engine,
-    finite,
+    number,
     prefix_budget,
+    whole,
 )
 from phalanx.cli.terminal import LoadingView, note, set_up_logging
 from phalanx.config import DEFAULT_PORT, EngineConfig, ServerConfig, api_key_from_environment
 from phalanx.engine.process import EngineProcess
 from phalanx.errors import ConfigError
-from phalanx.model.files import resolve
+from phalanx.model.resolve import resolve
 from phalanx.model.tokenizer import Tokenizer
 from phalanx.server.defaults import read_defaults
 from phalanx.server.run import serve
@@ -55,7 +55,7 @@ def command(
     model: Model = "demo",
     host: Annotated[str, typer.Option(help="Address to bind.", rich_help_panel=_HTTP)] = _DEFAULTS.host,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.", rich_help_panel=_HTTP)
+        int, typer.Option(**whole(0, 65535), help="Port; 0 picks a free one.", rich_help_panel=_HTTP)
     ] = DEFAULT_PORT,
     api_key: Annotated[
         list[str] | None,
@@ -80,25 +80,25 @@ def command(
     ] = "{}",
     keepalive_seconds: Annotated[
         float,
-        typer.Option(min=0.1, callback=finite, help="A comment after this much silence.", rich_help_panel=_HTTP),
+        typer.Option(**number(0.1), help="A comment after this much silence.", rich_help_panel=_HTTP),
     ] = _DEFAULTS.keepalive_s,
     queue: Annotated[
-        int, typer.Option(min=0, help="Requests that may wait; one more is a 429.", rich_help_panel=_LIMITS)
+        int, typer.Option(**whole(0), help="Requests that may wait; one more is a 429.", rich_help_panel=_LIMITS)
     ] = _DEFAULTS.queue,
     max_n: Annotated[
-        int, typer.Option("--max-n", min=1, max=1024, help="Largest `n`.", rich_help_panel=_LIMITS)
+        int, typer.Option("--max-n", **whole(1, 1024), help="Largest `n`.", rich_help_panel=_LIMITS)
     ] = _DEFAULTS.max_n,
     max_body_mb: Annotated[
         float,
-        typer.Option(min=0.001, max=1024, callback=finite, help="Largest request, MiB.", rich_help_panel=_LIMITS),
+        typer.Option(**number(0.001, 1024), help="Largest request, MiB.", rich_help_panel=_LIMITS),
     ] = _DEFAULTS.max_body_bytes / MIB,
     drain_seconds: Annotated[
         float,
-        typer.Option(min=0.0, callback=finite, help="For running requests at the end.", rich_help_panel=_LIMITS),
+        typer.Option(**number(0.0), help="For running requests at the end.", rich_help_panel=_LIMITS),
     ] = _DEFAULTS.drain_s,
     stall_seconds: Annotated[
         float,
-        typer.Option(min=1.0, callback=finite, help="Silence that ends the engine.", rich_help_panel=_LIMITS),
+        typer.Option(**number(1.0), help="Silence that ends the engine.", rich_help_panel=_LIMITS),
     ] = _DEFAULTS.stall_s,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = DEFAULTS.max_num_seqs,
@@ -159,9 +159,8 @@ def run(config: ServerConfig) -> int:
     path = resolve(
         config.engine.model, revision=config.engine.revision, trust_remote_code=config.engine.trust_remote_code
     )
-    tokenizer = Tokenizer.load(
-        path, chat_template=config.chat_template, trust_remote_code=config.engine.trust_remote_code
-    )
+    template = None if config.chat_template is None else Path(config.chat_template).read_text()
+    tokenizer = Tokenizer.load(path, chat_template=template, trust_remote_code=config.engine.trust_remote_code)
     engine = EngineProcess(config.engine, stall_s=config.stall_s)
     with LoadingView(engine):
         return serve(config, engine, tokenizer, read_defaults(path))
@@ -212,7 +211,7 @@ def _stop_on_eof() -> None:
     """End as on SIGTERM when stdin closes: whoever started this server privately is gone."""
 
     def wait() -> None:
-        while sys.stdin.buffer.read(4096):
+        while os.read(0, 4096):  # not sys.stdin, whose lock a daemon thread would still hold at exit
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -30,6 +30,8 @@ from phalanx.errors import (
     PhalanxError,
 )
 from phalanx.model import load, registry
+from phalanx.model.probe import probe
+from phalanx.model.resolve import resolve
 from phalanx.model.runner import Runner
 from phalanx.sched.admission import GRANULE, Limits, largest_row
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
@@ -39,6 +41,7 @@ log = logging.getLogger("phalanx.engine")
 
 DEFAULT_CONTEXT = 8192  # for models whose config names no limit (recurrent ones)
 PROGRESS_PERIOD_S = 0.2
+
 
 def run_rank(config: EngineConfig, socket_path: str, rank: int) -> int:
     """Serve as `rank` behind the server's socket until it says to end.
@@ -80,7 +83,7 @@ def _boot(config: EngineConfig, mailbox: Mailbox) -> tuple[Leader, ModelInfo]:
     machine = memory.read_machine()
     guard_gb = config.memory_guard_gb if config.memory_guard_gb is not None else memory_guard_override_gb()
     guard = memory.guard_bytes(machine.physical, guard_gb)
-    path = load.resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     loaded = load.load(
         path,
         dtype=config.dtype,
@@ -91,7 +94,8 @@ def _boot(config: EngineConfig, mailbox: Mailbox) -> tuple[Leader, ModelInfo]:
     facts = registry.inspect(loaded.model, loaded.config)
     runner = Runner(loaded.model, facts, loaded.dtype)
     mailbox.send(Loading(phase="checking the model", done=0, total=1))
-    registry.probe(runner, loaded.model)
+    probe(runner, loaded.model)
+    facts = runner.facts  # the probe may have found that rows must be computed one by one
     limits, budget = _limits(config, facts, guard)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -123,16 +127,19 @@ def _boot(config: EngineConfig, mailbox: Mailbox) -> tuple[Leader, ModelInfo]:
     return Leader(scheduler, runner, mailbox, trace), info
 
 
-def _limits(
-    config: EngineConfig, facts: registry.CacheFacts, guard: int
-) -> tuple[Limits, memory.Budget]:
+def _limits(config: EngineConfig, facts: registry.CacheFacts, guard: int) -> tuple[Limits, memory.Budget]:
     """The memory limits of this engine, and the context that fits in them."""
+    context = facts.max_len or DEFAULT_CONTEXT
+    wanted = config.max_model_len or context
+    if facts.max_len is not None and wanted > facts.max_len:
+        raise ConfigError(
+            f"--max-model-len {wanted} is beyond the model's own context of {facts.max_len} tokens.",
+            remedy="Its positions mean nothing there; use a smaller value.",
+        )
     minimum = GRANULE * facts.bytes_per_token + facts.bytes_per_row
     budget = memory.serving_budget(
         memory.read_machine(), guard, config.kv_cache_gb, config.prefix_cache_gb, minimum_kv=minimum
     )
-    context = facts.max_len or DEFAULT_CONTEXT
-    wanted = config.max_model_len or context
     fits = largest_row(budget.kv, facts.bytes_per_token, facts.bytes_per_row)
     if config.max_model_len is not None and config.max_model_len > fits:
         raise MemoryShortage(
@@ -140,8 +147,6 @@ def _limits(
             f"holds ({fits} tokens).",
             remedy=f"Use --max-model-len {fits}, or raise --kv-cache-gb.",
         )
-    if config.max_model_len is not None and config.max_model_len > context:
-        log.warning("--max-model-len %d is beyond the model's own context of %d", config.max_model_len, context)
     if wanted > fits:
         log.warning("context limited to %d tokens by the KV budget (the model's own is %d)", fits, wanted)
     limits = Limits(
@@ -173,13 +178,8 @@ def _reporter(mailbox: Mailbox) -> load.Progress:
 
 
 def _announce(config: EngineConfig, info: ModelInfo) -> None:
-    """The start-up lines: what was loaded, how it is served, what it may use (B3)."""
-    log.info(
-        "%s: %s, %s, %s; %.2f GB of weights in %.1f s; active %.2f GB, peak %.2f GB",
-        config.model, info.model_type, info.quantization, info.dtype, info.weights_bytes / GIB, info.load_s,
-        mx.get_active_memory() / GIB, mx.get_peak_memory() / GIB,
-    )  # fmt: skip
-    log.info("%s", info.caches)
+    """The start-up lines: how the model is served and what it may use (`load` has said what it takes, B3)."""
+    log.info("%s: model type %s, %s", config.model, info.model_type, info.caches)
     log.info(
         "context %d tokens; up to %d rows; KV budget %.2f GB (%d bytes a token), prefix cache %.2f GB",
         info.max_model_len, config.max_num_seqs, info.kv_budget_bytes / GIB, info.kv_bytes_per_token,

@@ -65,7 +65,7 @@ class Mirror:
         own = state_digest((arena, slot, row.seq, row.kv_len, row.crc) for (arena, slot), row in rows)
         if own != step.digest:
             shown = "; ".join(f"arena {a} slot {s}: seq {r.seq} kv_len {r.kv_len}" for (a, s), r in rows)
-            raise Desync(f"step {step.id}: row digest {own:08x} here, {step.digest:08x} in the plan. Rows here: {shown}.")
+            raise Desync(f"step {step.id}: row digest {own:08x}, in the plan {step.digest:08x}. Rows here: {shown}.")
         self.matches += 1
 
     def lengths(self, forward: Forward) -> list[int]:

@@ -1,0 +1,1 @@
+"""The model as the engine sees it: which models are served, how they are loaded, their caches, their sampler."""

@@ -1,12 +1,13 @@
 """One arena: the buffers of all layers for rows that share a capacity, and what may happen to its slots.
 
-Executes; does not decide which row lives where, and does not know models. Everything that changes a buffer is
-evaluated layer by layer, so that growth and copies never hold more than one extra layer (DESIGN section 3).
+Executes; does not decide which row lives where, and does not know models. Growth holds one extra layer, copies hold
+BATCH extra bytes (DESIGN section 3). MLX writes into a buffer in place only when nothing else refers to it, and work
+that has been started but not finished does refer to it: so whatever reads a buffer is evaluated before it is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,9 @@ import mlx.core as mx
 from phalanx.errors import EngineError
 from phalanx.model.cache import Leaf, RowView, StateRows, build
 from phalanx.model.layout import Layout
+
+BATCH = 64 << 20
+"""Bytes of row copies evaluated at once: few enough to fit, many enough to wait rarely."""
 
 
 class Snapshot:
@@ -48,6 +52,10 @@ class Arena:
         """All buffers."""
         return [array for leaf in self.leaves for array in leaf.arrays()]
 
+    def touched(self) -> list[mx.array]:
+        """What the last forward wrote: evaluate it together with the logits."""
+        return [array for leaf in self.leaves for array in leaf.touched()]
+
     def resize(self, rows: int, capacity: int) -> None:
         """Reallocate; live rows below both sizes keep their tokens, as far as they fit."""
         kept = [slot for slot in range(min(rows, self.rows)) if self._live[slot]]
@@ -75,10 +83,8 @@ class Arena:
         """Copy the first `length` tokens of a row. Recurrent state exists only at the row's own length."""
         self._check_live(slot)
         self._check_state(slot, length, "keep")
-        parts = []
-        for leaf in self.leaves:
-            parts.append(leaf.copied(slot, length))
-            mx.eval(parts[-1])
+        parts = [leaf.copied(slot, length) for leaf in self.leaves]
+        mx.eval(parts)
         return Snapshot(length, parts)
 
     def load(self, slot: int, snapshot: Snapshot, length: int) -> None:
@@ -91,7 +97,7 @@ class Arena:
         self._arrive(slot, length, extent=length)
         for leaf, part in zip(self.leaves, snapshot.parts, strict=True):
             leaf.paste(slot, part, length)
-            mx.eval(leaf.arrays())
+        mx.eval(self.arrays())
 
     def copy(self, src: int, target: Arena, dst: int, length: int | None = None) -> None:
         """Copy the first `length` tokens (None: all that were written) of a row into a slot of an arena."""
@@ -103,20 +109,25 @@ class Arena:
         state = self._length[src] if length is None else length
         self._check_state(src, state, "copy")
         target._arrive(dst, state, extent=written)
-        for mine, theirs in zip(self.leaves, target.leaves, strict=True):
-            theirs.paste(dst, mine.copied(src, written), written)
-            mx.eval(theirs.arrays())
+        for leaves in self._batches(written):
+            rows = [self.leaves[i].copied(src, written) for i in leaves]
+            mx.eval(rows)
+            for i, row in zip(leaves, rows, strict=True):
+                target.leaves[i].paste(dst, row, written)
+            mx.eval([target.leaves[i].arrays() for i in leaves])
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
         self._check(a)
         self._check(b)
         length = max(self._extent[a], self._extent[b])
-        for leaf in self.leaves:
-            mine, theirs = leaf.copied(a, length), leaf.copied(b, length)
-            leaf.paste(a, theirs, length)
-            leaf.paste(b, mine, length)
-            mx.eval(leaf.arrays())
+        for leaves in self._batches(2 * length):
+            rows = [(self.leaves[i].copied(a, length), self.leaves[i].copied(b, length)) for i in leaves]
+            mx.eval(rows)
+            for i, (mine, theirs) in zip(leaves, rows, strict=True):
+                self.leaves[i].paste(a, theirs, length)
+                self.leaves[i].paste(b, mine, length)
+            mx.eval([self.leaves[i].arrays() for i in leaves])
         self._live[a], self._live[b] = self._live[b], self._live[a]
         self._extent[a], self._extent[b] = self._extent[b], self._extent[a]
         self._length[a], self._length[b] = self._length[b], self._length[a]
@@ -151,11 +162,24 @@ class Arena:
         self._clear(slot)
         self._live[slot], self._length[slot], self._extent[slot] = True, length, extent
 
+    def _batches(self, length: int) -> Iterator[list[int]]:
+        """Indices of leaves whose rows of `length` tokens take about BATCH bytes together."""
+        batch: list[int] = []
+        size = 0
+        for i, leaf in enumerate(self.leaves):
+            batch.append(i)
+            size += leaf.row_bytes(length)
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
     def _clear(self, slot: int) -> None:
         if self._extent[slot]:
             for leaf in self.leaves:
                 leaf.zero(slot, self._extent[slot])
-                mx.eval(leaf.arrays())
+            mx.eval(self.arrays())
         self._extent[slot] = self._length[slot] = 0
 
     def _check(self, slot: int) -> None:

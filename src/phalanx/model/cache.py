@@ -11,6 +11,7 @@ integer, None, "causal". Does not know plans, slots' owners or prefixes; `arena.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from phalanx.errors import EngineError
-from phalanx.model.layout import Heads, KvLayout, Layout, StateLayout
+from phalanx.model.layout import GroupLayout, Heads, KvLayout, Layout, StateLayout
 
 Mask = mx.array | str | None
 
@@ -162,13 +163,19 @@ class RaggedKV:
         """The buffers that hold something."""
         return [b for b in (self.keys, self.values) if b is not None and b.size]
 
+    touched = arrays
+
+    def row_bytes(self, length: int) -> int:
+        """Bytes of the first `length` tokens of one row."""
+        return length * sum(heads.nbytes for heads in (self.layout.keys, self.layout.values) if heads is not None)
+
     def zero(self, slot: int, length: int) -> None:
         """Clear the first `length` tokens of a slot."""
         for buffer in self.arrays():
             buffer[slot : slot + 1, :, :length] = mx.array(0, buffer.dtype)
 
     def copied(self, slot: int, length: int) -> list[mx.array]:
-        """Copies of the first `length` tokens of a slot, one per buffer, not evaluated."""
+        """Copies of the first `length` tokens of a slot, one per buffer; evaluate them before writing again."""
         return [_owned(buffer[slot : slot + 1, :, :length]) for buffer in self.arrays()]
 
     def paste(self, slot: int, parts: Sequence[mx.array], length: int) -> None:
@@ -203,15 +210,20 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         self.layout = layout
         self.buffers: list[mx.array | None] = [None] * len(layout.entries)
         self._view: RowView | None = None
+        self._news: list[tuple[RowView, mx.array, mx.array]] = []  # view, buffer, what belongs into its rows
 
     def open(self, view: RowView) -> None:
         """Start a forward: hand the model the state of the rows of `view`."""
+        self._store()
         self._view = view
         fresh = view.need == view.length
         self.cache = [None if fresh or b is None else b[view.start : view.stop] for b in self.buffers]
 
     def close(self) -> None:
-        """End the forward: keep the state the model left."""
+        """End the forward: keep the state the model left, to be written back once it has been evaluated.
+
+        Writing it into the graph that reads the old state would copy the whole buffer.
+        """
         if self._view is None:
             return
         for buffer, new in zip(self.buffers, self.cache, strict=True):
@@ -219,12 +231,26 @@ class StateRows(ArraysCache):  # type: ignore[misc]
                 continue
             if new.shape[1:] != buffer.shape[1:]:
                 raise EngineError(f"Recurrent state changed its shape from {buffer.shape[1:]} to {new.shape[1:]}.")
-            buffer[self._view.start : self._view.stop] = new
+            self._news.append((self._view, buffer, new))
         self.cache = [None] * len(self.buffers)
         self._view = None
 
+    def touched(self) -> list[mx.array]:
+        """What must be evaluated after a forward."""
+        return [new for _, _, new in self._news]
+
+    def row_bytes(self, length: int) -> int:
+        """Bytes of one row, whatever its length."""
+        return sum(math.prod(shape) * dtype.size for shape, dtype in filter(None, self.layout.entries))
+
+    def _store(self) -> None:
+        for view, buffer, new in self._news:
+            buffer[view.start : view.stop] = new
+        self._news = []
+
     def allocate(self, rows: int, capacity: int, kept: Sequence[int], length: int) -> None:
         """New zeroed buffers with the slots `kept` copied over, evaluated."""
+        self._store()
         for i, entry in enumerate(self.layout.entries):
             if entry is None:
                 continue
@@ -238,7 +264,8 @@ class StateRows(ArraysCache):  # type: ignore[misc]
             self.buffers[i] = new
 
     def arrays(self) -> list[mx.array]:
-        """The buffers."""
+        """The buffers, up to date."""
+        self._store()
         return [b for b in self.buffers if b is not None]
 
     def zero(self, slot: int, length: int) -> None:
@@ -247,7 +274,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
             buffer[slot : slot + 1] = mx.array(0, buffer.dtype)
 
     def copied(self, slot: int, length: int) -> list[mx.array]:
-        """Copies of a slot's state, one per buffer, not evaluated."""
+        """Copies of a slot's state, one per buffer; evaluate them before writing again."""
         return [_owned(buffer[slot : slot + 1]) for buffer in self.arrays()]
 
     def paste(self, slot: int, parts: Sequence[mx.array], length: int) -> None:
@@ -262,17 +289,14 @@ Leaf = RaggedKV | StateRows
 def build(layouts: Sequence[Layout]) -> tuple[list[Any], list[Leaf]]:
     """The cache list a model is called with, and its leaves (groups resolved), without memory yet."""
     leaves: list[Leaf] = []
+    return [_make(layout, leaves) for layout in layouts], leaves
 
-    def make(layout: Layout) -> Any:
-        if isinstance(layout, KvLayout):
-            leaves.append(RaggedKV(layout))
-        elif isinstance(layout, StateLayout):
-            leaves.append(StateRows(layout))
-        else:
-            return CacheList(*[make(part) for part in layout.parts])
-        return leaves[-1]
 
-    return [make(layout) for layout in layouts], leaves
+def _make(layout: Layout, leaves: list[Leaf]) -> Any:
+    if isinstance(layout, GroupLayout):
+        return CacheList(*[_make(part, leaves) for part in layout.parts])
+    leaves.append(RaggedKV(layout) if isinstance(layout, KvLayout) else StateRows(layout))
+    return leaves[-1]
 
 
 def _owned(view: mx.array) -> mx.array:

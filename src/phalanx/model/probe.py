@@ -47,9 +47,15 @@ def probe(runner: Runner, model: Module) -> None:
     """Compare `runner` with `model` on mlx-lm's caches; may turn `runner.facts` to computing rows one by one.
 
     Raises:
-        ModelUnsupported: rows of different lengths disagree with mlx-lm; says where and by how much.
+        ModelUnsupported: rows of different lengths disagree with mlx-lm, or mlx-lm fails; says where and how.
     """
-    expected = [_stock(model, prompt, follow) for prompt, follow in zip(PROMPTS, NEXT, strict=True)]
+    try:
+        expected = [_stock(model, prompt, follow) for prompt, follow in zip(PROMPTS, NEXT, strict=True)]
+    except FOREIGN as error:
+        raise ModelUnsupported(
+            f"mlx-lm itself cannot run the model here in {str(runner.dtype).rpartition('.')[2]}: {error}",
+            remedy="Try --dtype float32, or a quantised version of the model.",
+        ) from error
     problem = _problem(runner, expected)
     if problem and not runner.facts.one_row:
         reason = f"together they disagree with mlx-lm ({problem})"

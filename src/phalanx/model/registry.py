@@ -90,7 +90,7 @@ def inspect(model: Module, config: Mapping[str, Any]) -> CacheFacts:
 
 def _model_files(model: Module) -> frozenset[str]:
     """Names of the mlx-lm model files whose classes the model is made of."""
-    names = (type(module).__module__ for module in model.modules())  # type: ignore[no-untyped-call]
+    names = (type(module).__module__ for module in model.modules())
     return frozenset(name.rpartition(".")[2] for name in names if name.startswith("mlx_lm.models."))
 
 
@@ -108,7 +108,7 @@ def _dynamic_rope(model: Module) -> list[int]:
     Beyond them mlx-lm's frequencies depend on how many tokens were fed at once, so that output depends on how a
     prompt is cut; such models are served up to that length only.
     """
-    modules = [m for m in model.modules() if type(m).__name__ == "DynamicNTKScalingRoPE"]  # type: ignore[no-untyped-call]
+    modules = [m for m in model.modules() if type(m).__name__ == "DynamicNTKScalingRoPE"]
     return [int(m.max_position_embeddings) for m in modules]
 
 

@@ -80,12 +80,12 @@ class Runner:
         if fwd.sample or fwd.score:
             self._logits = logits
             return logits
-        mx.eval(arena.arrays())
+        mx.eval(arena.touched())
         return None
 
     def settle(self) -> list[mx.array]:
         """Cache arrays the last forward wrote, to be evaluated together with its logits."""
-        return self._touched.arrays() if self._touched is not None else []
+        return self._touched.touched() if self._touched is not None else []
 
     def reset(self) -> None:
         """Forget results nobody evaluated; give MLX's cached buffers back to the system."""
@@ -117,18 +117,14 @@ class Runner:
         for i, (row, n) in enumerate(zip(fwd.tokens, fwd.valid, strict=True)):
             view = self._view(fwd.start + i, kv_len[i : i + 1], n, fwd.sample)
             part = self._call(arena, view, [row[:n]], kv_len[i : i + 1], [n])
-            # Before the next row writes, or that would copy the buffers.
-            mx.async_eval(part, *arena.arrays())  # type: ignore[no-untyped-call]
+            mx.eval(part, arena.touched())  # before the next row writes (`arena.py` says why)
             parts.append(mx.pad(part, [(0, 0), (0, width - n), (0, 0)]) if n < width else part)
         return mx.concatenate(parts)
 
     def _flush(self) -> None:
-        """Start evaluating what an earlier forward of the step left lazy, while its views of the buffers are current.
-
-        A write would copy the buffers if an unevaluated view of them were still around.
-        """
+        """Evaluate what an earlier forward of the step left lazy (`arena.py` says why)."""
         if self._logits is not None and self._touched is not None:
-            mx.async_eval(self._logits, *self._touched.arrays())  # type: ignore[no-untyped-call]
+            mx.eval(self._logits, self._touched.touched())
         self._logits = None
 
     def _apply(self, op: RowOp) -> None:
@@ -158,14 +154,12 @@ class Runner:
                 assert_never(op)
 
     def _resize(self, op: Resize) -> None:
-        if op.rows == 0:
-            self._touched = None
-            self._arenas.pop(op.arena, None)
-            return
         arena = self._arenas.get(op.arena)
         if arena is None:
             arena = self._arenas[op.arena] = Arena(self.facts.layouts)
         arena.resize(op.rows, op.capacity)
+        if op.rows == 0:
+            del self._arenas[op.arena]
 
     def _arena(self, number: int) -> Arena:
         arena = self._arenas.get(number)

@@ -193,9 +193,7 @@ class Scheduler:
 
     # -- parts of apply ----------------------------------------------------------------------------------------
 
-    def _commit_output(
-        self, seq: Sequence, commit: Commit, now: float, logprobs: list[TokenLogprobs] | None
-    ) -> None:
+    def _commit_output(self, seq: Sequence, commit: Commit, now: float, logprobs: list[TokenLogprobs] | None) -> None:
         kept = None if logprobs is None else logprobs[: len(commit.tokens)]
         start = seq.n_output
         seq.tokens.extend(commit.tokens)

@@ -98,14 +98,14 @@ def create_app(
     tokenizer: Tokenizer,
     *,
     defaults: GenerationDefaults | None = None,
-    on_start_failure: Callable[[PhalanxError], None] | None = None,
+    on_failure: Callable[[BaseException], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
     """The server as an ASGI application. Its lifespan starts and closes the engine.
 
     Args:
         defaults: sampling where a request says nothing; see `defaults.read_defaults`.
-        on_start_failure: told when the engine cannot be started at all.
+        on_failure: told when the engine cannot be started at all, or a background task ended by a bug.
         clock: monotonic seconds.
     """
     served = Served(
@@ -119,12 +119,15 @@ def create_app(
     journal = Journal(engine, metrics, max_num_seqs=config.engine.max_num_seqs, queue=config.queue, clock=clock)
     health = Health(engine, metrics, stall_s=config.stall_s)
     prompts = Prompts(tokenizer)
-    information = Information(config, engine, served, prompts, health, metrics)
+    side = Prompts(tokenizer, threads=1)  # /tokenize must not hold up completions
+    information = Information(config, engine, served, side, health, metrics)
     completions = Completions(config, served, prompts, journal, metrics, error_object, clock)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(_start(engine, on_start_failure)), asyncio.create_task(health.watch())]
+        tasks = [asyncio.create_task(engine.start()), asyncio.create_task(health.watch())]
+        for task in tasks:
+            task.add_done_callback(lambda task: _report(task, on_failure))
         try:
             yield
         finally:
@@ -133,6 +136,7 @@ def create_app(
             await asyncio.gather(*tasks, return_exceptions=True)
             await engine.close()
             prompts.close()
+            side.close()
 
     app = FastAPI(title="phalanx", version=__version__, lifespan=lifespan)
     app.state.journal = journal  # run.py drains it
@@ -142,13 +146,14 @@ def create_app(
     return app
 
 
-async def _start(engine: EngineClient, on_failure: Callable[[PhalanxError], None] | None) -> None:
-    try:
-        await engine.start()
-    except PhalanxError as error:
-        log.error("the engine did not start: %s", error)
-        if on_failure is not None:
-            on_failure(error)
+def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None] | None) -> None:
+    """A background task ended; an error in it must not go unnoticed."""
+    error = None if task.cancelled() else task.exception()
+    if error is None:
+        return
+    log.error("%s", error, exc_info=None if isinstance(error, PhalanxError) else error)
+    if on_failure is not None:
+        on_failure(error)
 
 
 def _add_routes(app: FastAPI, config: ServerConfig, completions: Completions, information: Information) -> None:

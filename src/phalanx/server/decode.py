@@ -106,7 +106,7 @@ class ChoiceDecoder:
             return text
         shown = self._stops.add(text, self._n_tokens)
         if self._stops.matched is not None:
-            self.stopped_at = self._n_tokens
+            self.stopped_at = self._stops.matched.n_tokens
         return shown
 
     def _scored(self, token: int, logprobs: TokenLogprobs | None, offset: int) -> Scored:

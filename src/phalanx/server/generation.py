@@ -31,19 +31,30 @@ class Generation:
             for index, request in enumerate(requests)
         ]
         self._endings: dict[int, Ending] = {}
+        self._seats: Seats | None = None
 
-    async def deltas(self, seats: Seats, keepalive_s: float | None) -> AsyncGenerator[list[Delta]]:
+    def begin(self, seats: Seats) -> list[Delta]:
+        """Hand the choices to the engine; what there is to show at once (an echoed prompt).
+
+        Raises:
+            EngineUnavailable: the engine went down meanwhile.
+        """
+        seats.submit(self._requests)
+        self._seats = seats
+        return [delta for decoder in self._decoders if (delta := decoder.opening()) is not None]
+
+    async def deltas(self, keepalive_s: float | None) -> AsyncGenerator[list[Delta]]:
         """What was gained, whenever something was. An empty list after every `keepalive_s` seconds of silence.
 
         Raises:
             PhalanxError: the request failed.
         """
-        feed = seats.submit(self._requests)
-        yield [delta for decoder in self._decoders if (delta := decoder.opening()) is not None]
+        assert self._seats is not None, "begin comes first"
+        seats = self._seats
         while len(self._endings) < len(self._requests):
             try:
                 async with asyncio.timeout(keepalive_s):
-                    events = await feed.read()
+                    events = await seats.feed.read()
             except TimeoutError:
                 yield []
                 continue
@@ -58,7 +69,9 @@ class Generation:
             PhalanxError: the request failed.
         """
         gained: list[list[Delta]] = [[] for _ in self._requests]
-        async for deltas in self.deltas(seats, None):
+        for delta in self.begin(seats):
+            gained[delta.index].append(delta)
+        async for deltas in self.deltas(None):
             for delta in deltas:
                 gained[delta.index].append(delta)
         return [join(deltas) for deltas in gained]
@@ -79,6 +92,7 @@ class Generation:
 
     def _decode(self, seats: Seats, index: int, event: Event) -> list[Delta]:
         decoder = self._decoders[index]
+        delta: Delta | None
         match event:
             case Tokens():
                 delta = decoder.tokens(event)
@@ -88,8 +102,11 @@ class Generation:
                 delta = decoder.scored_prompt(event)
             case Ended():
                 delta = decoder.end(event)
-                self._endings[index] = decoder.ending(event)
-        return [] if delta is None else [delta]
+        if delta is None:
+            return []
+        if delta.ending is not None:
+            self._endings[index] = delta.ending
+        return [delta]
 
 
 def merge(deltas: Sequence[Delta]) -> list[Delta]:

@@ -15,7 +15,15 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from phalanx.engine.client import EngineClient
-from phalanx.errors import EngineError, EngineUnavailable, PhalanxError, Quarantined, QueueFull, SlowClient
+from phalanx.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    PhalanxError,
+    Quarantined,
+    QueueFull,
+    SlowClient,
+)
 from phalanx.server.feed import Ended, Feed, Stamps
 from phalanx.server.metrics import Metrics
 from phalanx.types import (
@@ -79,14 +87,13 @@ class Seats:
     def __exit__(self, *_: object) -> None:
         self._journal.release(self)
 
-    def submit(self, requests: Sequence[SequenceRequest]) -> Feed:
+    def submit(self, requests: Sequence[SequenceRequest]) -> None:
         """Hand the choices to the engine; `requests[i]` becomes choice i of the feed.
 
         Raises:
             EngineUnavailable: the engine went down meanwhile.
         """
         self._journal.submit(self, requests)
-        return self.feed
 
     def finish(self, index: int, n_tokens: int) -> None:
         """A stop string ended choice `index` after `n_tokens` output tokens."""
@@ -126,12 +133,15 @@ class Journal:
         Raises:
             EngineUnavailable: loading, restarting, failed or shutting down.
             QueueFull: with the seconds after which trying again makes sense.
+            InvalidRequest: so many choices have never room.
         """
         self.require_ready()
+        if n > self._capacity:
+            raise InvalidRequest(f"{n} choices in one request; this server has places for {self._capacity}.", param="n")
         if self.unfinished + n > self._capacity:
             raise QueueFull(
-                f"All {self._capacity} places ({self._max_num_seqs} running, {self._capacity - self._max_num_seqs} "
-                f"waiting) are taken or too few for the {n} asked for.",
+                f"{self.unfinished} of {self._capacity} places ({self._max_num_seqs} running, the rest waiting) are "
+                f"taken; there is no room for {n} more.",
                 retry_after=self._retry_after(n),
             )
         self._reserved += n

@@ -29,6 +29,7 @@ COUNTERS = {
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "preemptions": ("num_preemptions", "Rows that gave up their KV to be computed again later."),
+    "step": ("engine_steps", "Steps."),
     "decode_steps": ("engine_decode_steps", "Forwards that sampled."),
     "step_s": ("engine_step_seconds", "Seconds inside steps."),
     "model_s": ("engine_model_seconds", "Seconds of those inside the model call, sampling and evaluation."),

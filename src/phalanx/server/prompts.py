@@ -7,10 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from phalanx.errors import InvalidRequest
 from phalanx.model.tokenizer import Tokenizer
 from phalanx.server.parsed import Conversation
 
 THREADS = 2  # a long prompt must not hold up a short one; more would take cores from the model
+PROBE_CHARS = 12  # per token of the context; texts in all languages have 1 to 6 characters per token
 
 T = TypeVar("T")
 
@@ -18,30 +20,44 @@ T = TypeVar("T")
 class Prompts:
     """A tokenizer behind a small pool of threads."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, threads: int = THREADS) -> None:
         self.tokenizer = tokenizer
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
 
-    async def encode_chat(self, conversation: Conversation) -> list[int]:
-        """The chat template's tokens.
+    async def encode_chat(self, conversation: Conversation, *, limit: int | None = None) -> list[int]:
+        """The chat template's tokens. Texts that are hopelessly longer than `limit` tokens are not tokenised whole.
 
         Raises:
-            InvalidRequest: the template refuses these messages, or there is none.
+            InvalidRequest: the template refuses these messages, there is none, or they are much too long.
         """
-        return await self._run(
-            lambda: self.tokenizer.encode_chat(
+
+        def work() -> list[int]:
+            self._probe("".join(message["content"] for message in conversation.messages), limit, "messages")
+            return self.tokenizer.encode_chat(
                 conversation.messages,
                 add_generation_prompt=conversation.add_generation_prompt,
                 continue_final_message=conversation.continue_final_message,
                 template_kwargs=conversation.template_kwargs,
             )
-        )
 
-    async def encode(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
-        """A text's tokens; token ids are themselves."""
+        return await self._run(work)
+
+    async def encode(
+        self, prompt: str | list[int], *, add_special_tokens: bool = True, limit: int | None = None
+    ) -> list[int]:
+        """A text's tokens; token ids are themselves. `limit` as for `encode_chat`.
+
+        Raises:
+            InvalidRequest: the text is much too long.
+        """
         if not isinstance(prompt, str):
             return prompt
-        return await self._run(lambda: self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+
+        def work() -> list[int]:
+            self._probe(prompt, limit, "prompt")
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+        return await self._run(work)
 
     async def decode(self, tokens: list[int]) -> str:
         """The text of token ids."""
@@ -50,6 +66,19 @@ class Prompts:
     def close(self) -> None:
         """Drop what is queued; a running one is left to end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _probe(self, text: str, limit: int | None, field: str) -> None:
+        """Refuse a text whose first part alone is twice too long: 8 MB take many seconds, this a fraction of one."""
+        if limit is None or len(text) <= PROBE_CHARS * limit:
+            return
+        n_tokens = len(self.tokenizer.encode(text[: PROBE_CHARS * limit], add_special_tokens=False))
+        if n_tokens > 2 * limit:
+            raise InvalidRequest(
+                f"This model's maximum context length is {limit} tokens. However, your prompt has more than {n_tokens} "
+                "tokens. Please reduce the length of the prompt.",
+                param=field,
+                code="context_length_exceeded",
+            )
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

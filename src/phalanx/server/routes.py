@@ -24,7 +24,7 @@ from phalanx.errors import PhalanxError
 from phalanx.server.answers import ChatFormat, CompletionFormat, Delta, Format, Head, timing_json
 from phalanx.server.generation import Generation
 from phalanx.server.intake import cache_salt, read_body
-from phalanx.server.journal import Journal, Seats
+from phalanx.server.journal import Journal
 from phalanx.server.metrics import Metrics
 from phalanx.server.parsed import Options, Served
 from phalanx.server.prompts import Prompts
@@ -41,7 +41,7 @@ class Job(Struct, frozen=True, kw_only=True):
     """A parsed request, before it is tokenised."""
 
     options: Options
-    encode: Callable[[], Coroutine[Any, Any, list[list[int]]]]
+    encode: Callable[[int], Coroutine[Any, Any, list[list[int]]]]  # of the context's length
     n_prompts: int
     field: str  # where the prompts came from
     id: str
@@ -76,8 +76,8 @@ class Completions:
         """Answer a conversation."""
         parsed = parse_chat(await read_body(request, ChatBody, self._config.max_body_bytes), self._served)
 
-        async def encode() -> list[list[int]]:
-            return [await self._prompts.encode_chat(parsed.conversation)]
+        async def encode(limit: int) -> list[list[int]]:
+            return [await self._prompts.encode_chat(parsed.conversation, limit=limit)]
 
         job = Job(
             options=parsed.options,
@@ -94,8 +94,8 @@ class Completions:
         """Continue one or more texts."""
         parsed = parse_completion(await read_body(request, CompletionBody, self._config.max_body_bytes), self._served)
 
-        async def encode() -> list[list[int]]:
-            return [await self._prompts.encode(prompt) for prompt in parsed.prompts]
+        async def encode(limit: int) -> list[list[int]]:
+            return [await self._prompts.encode(prompt, limit=limit) for prompt in parsed.prompts]
 
         job = Job(
             options=parsed.options,
@@ -127,14 +127,13 @@ class Completions:
         with ExitStack() as stack:
             seats = stack.enter_context(self._journal.reserve(job.n_prompts * job.options.n))
             generation = await self._prepare(job)
-            deltas = generation.deltas(seats, self._config.keepalive_s)
-            first = await anext(deltas)  # submits: what fails until here is answered with a status
-            events = self._events(job, generation, seats, deltas, first)
+            first = generation.begin(seats)  # what fails until here is answered with a status
+            events = self._events(job, generation, seats.arrived, first)
             return EventStream(events, stack.pop_all().close)
 
     async def _prepare(self, job: Job) -> Generation:
         info = self._journal.require_ready()
-        prompts = await job.encode()
+        prompts = await job.encode(info.max_model_len)
         requests = plan_sequences(
             job.options,
             prompts,
@@ -153,21 +152,21 @@ class Completions:
         return Generation(self._prompts.tokenizer, job.options, requests, echoes)
 
     async def _events(
-        self, job: Job, generation: Generation, seats: Seats, deltas: AsyncGenerator[list[Delta]], first: list[Delta]
+        self, job: Job, generation: Generation, arrived: float, first: list[Delta]
     ) -> AsyncGenerator[bytes]:
         """The stream's bytes. An error after the start is an event, as the status was sent long ago."""
         form = job.format(self._head(job))
         openings = [form.opening(index) for index in range(job.n_prompts * job.options.n)]
         yield b"".join(event(chunk) for chunk in openings if chunk is not None) or KEEP_ALIVE
+        if first:
+            yield b"".join(event(form.chunk(delta)) for delta in first)
         first_byte_s: float | None = None
         try:
-            if first:
-                yield b"".join(event(form.chunk(delta)) for delta in first)
-            async with aclosing(deltas):
+            async with aclosing(generation.deltas(self._config.keepalive_s)) as deltas:
                 async for gained in deltas:
                     yield b"".join(event(form.chunk(delta)) for delta in gained) or KEEP_ALIVE
                     if first_byte_s is None and any(delta.text for delta in gained):
-                        first_byte_s = self._clock() - seats.arrived
+                        first_byte_s = self._clock() - arrived
                         self._metrics.first_byte(first_byte_s)
         except PhalanxError as error:
             yield event(self._error_object(error)) + DONE

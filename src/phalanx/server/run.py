@@ -17,7 +17,7 @@ import uvicorn
 
 from phalanx.config import ServerConfig
 from phalanx.engine.client import EngineClient
-from phalanx.errors import ConfigError, EngineUnavailable, ExitCode, PhalanxError
+from phalanx.errors import ConfigError, EngineUnavailable, ExitCode
 from phalanx.model.tokenizer import Tokenizer
 from phalanx.server.app import create_app
 from phalanx.server.journal import Journal
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 5.0  # for responses whose last bytes are on their way when the drain is over
 BACKLOG = 2048
+KEEP_ALIVE_S = 75  # longer than clients' pools keep a connection, or they send into one that is just being closed
 
 
 def serve(
@@ -98,7 +99,7 @@ class Server(uvicorn.Server):
         listener: socket.socket,
         defaults: GenerationDefaults | None = None,
     ) -> None:
-        app = create_app(config, engine, tokenizer, defaults=defaults, on_start_failure=self._on_start_failure)
+        app = create_app(config, engine, tokenizer, defaults=defaults, on_failure=self._on_failure)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -107,6 +108,8 @@ class Server(uvicorn.Server):
                 log_config=None,
                 lifespan="on",
                 backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                server_header=False,
                 timeout_graceful_shutdown=int(FLUSH_S),
             )
         )
@@ -117,7 +120,7 @@ class Server(uvicorn.Server):
         self._journal: Journal = app.state.journal
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._failure: PhalanxError | None = None
+        self._failure: BaseException | None = None
         self._announced = False
         self._exit_code: int = ExitCode.OK
         engine.subscribe(self)
@@ -184,7 +187,7 @@ class Server(uvicorn.Server):
 
     # Ending ----------------------------------------------------------------------------------------------------
 
-    def _on_start_failure(self, error: PhalanxError) -> None:
+    def _on_failure(self, error: BaseException) -> None:
         self._failure = error
         self.should_exit = True
 

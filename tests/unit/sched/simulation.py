@@ -167,7 +167,9 @@ class Simulation:
 def make_request(seq_id: str, prompt: list[int], max_tokens: int = 8, **more) -> SequenceRequest:
     stop = StopRule(max_tokens=max_tokens, stop_ids=frozenset(more.pop("stop_ids", ())))
     sampling = Sampling(choice=more.pop("choice", 0))
-    return SequenceRequest(id=seq_id, group=more.pop("group", seq_id), prompt=prompt, sampling=sampling, stop=stop, **more)
+    return SequenceRequest(
+        id=seq_id, group=more.pop("group", seq_id), prompt=prompt, sampling=sampling, stop=stop, **more
+    )
 
 
 def make_config(**more) -> SchedulerConfig:

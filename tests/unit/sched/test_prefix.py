@@ -39,7 +39,9 @@ def test_find_is_the_longest_shared_prefix(seed, exact, budget):
         limit = len(prompt) - 1
         lengths = [common_prefix(t, prompt, limit) for s, t in kept.values() if s == salt]
         if exact:
-            lengths = [n for n in lengths if any(len(t) == n and t == prompt[:n] for s, t in kept.values() if s == salt)]
+            lengths = [
+                n for n in lengths if any(len(t) == n and t == prompt[:n] for s, t in kept.values() if s == salt)
+            ]
         best = max(lengths, default=0)
         hit = index.find(salt, prompt, limit)
         assert (hit.length if hit else 0) == (best if best >= BLOCK else 0)

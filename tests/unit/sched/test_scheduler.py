@@ -136,7 +136,10 @@ def test_one_long_row_does_not_inflate_the_short_ones():
     config = make_config(max_num_seqs=8, max_model_len=16384, kv_budget=16 * (8 * 2048 * 2), prefix_budget=0)
     assert config.limits.n_arenas == 2
     sim = Simulation(config)
-    requests = [make_request("long", prompt_of(8000), 40), *(make_request(str(i), prompt_of(200, i), 40) for i in range(7))]
+    requests = [
+        make_request("long", prompt_of(8000), 40),
+        *(make_request(str(i), prompt_of(200, i), 40) for i in range(7)),
+    ]
     for request in requests:
         sim.submit(request)
     sim.run()
@@ -276,7 +279,9 @@ def test_random_lives(data: st.DataObject):
     for i in range(draw(st.integers(1, 14))):
         stem = draw(st.sampled_from(stems))
         prompt = stem[: draw(st.integers(0, len(stem)))] + prompt_of(draw(st.integers(1, 30)), i)
-        request = make_request(f"r{i}", prompt, draw(st.integers(1, 60)), stop_ids=[i % VOCAB], group=f"g{i // 2}", choice=i % 2)
+        request = make_request(
+            f"r{i}", prompt, draw(st.integers(1, 60)), stop_ids=[i % VOCAB], group=f"g{i // 2}", choice=i % 2
+        )
         requests[request.id] = request
         sim.submit(request)
         for _ in range(draw(st.integers(0, 6))):

@@ -244,6 +244,34 @@ def test_bad_bodies(tokenizer, content, headers, status):
     run(tokenizer, scenario, config=replace(CONFIG, max_body_bytes=4096 if status == 413 else 1 << 20))
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_a_prompt_that_is_much_too_long_is_not_tokenised_whole(tokenizer, kind):
+    async def scenario(client, engine):
+        for length, found in [(4_000, "80"), (2_000_000, "more than")]:  # two tokens each
+            text = "é" * length
+            body = {"messages": [{"role": "user", "content": text}]} if kind == "chat" else {"prompt": text}
+            response = await client.post(URL[kind], json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert found in error["message"] and "512" in error["message"]
+        assert max(longest) == 12 * 512 < 2_000_000
+
+    longest = []
+    encode = tokenizer.encode
+
+    class Watched:
+        """The tokenizer, noting how long its texts are."""
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def encode(self, text, **options):
+            longest.append(len(text))
+            return encode(text, **options)
+
+    run(Watched(), scenario, engine=fake_engine(tokenizer))
+
+
 def test_a_chunked_body_is_cut_off_while_it_is_read(tokenizer):
     async def scenario(client, engine):
         sent = 0
@@ -499,6 +527,8 @@ def test_openapi_describes_the_bodies(tokenizer):
             body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
             assert body == {"$ref": f"#/components/schemas/{kind}"}
             assert "messages" in document["components"]["schemas"][kind]["properties"]
-        assert not any("422" in operation["responses"] for path in document["paths"].values() for operation in path.values())
+        assert not any(
+            "422" in operation["responses"] for path in document["paths"].values() for operation in path.values()
+        )
 
     run(tokenizer, scenario)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from phalanx.engine.client import FakeEngine, hashed
-from phalanx.errors import EngineError, EngineUnavailable, Quarantined, QueueFull, SlowClient
+from phalanx.errors import EngineError, EngineUnavailable, InvalidRequest, Quarantined, QueueFull, SlowClient
 from phalanx.server.feed import Ended, Feed
 from phalanx.server.journal import UNREAD_TOKENS, Journal
 from phalanx.server.metrics import Metrics
@@ -45,7 +45,8 @@ class Bench:
 
     def submit(self, *requests: SequenceRequest):
         seats = self.journal.reserve(len(requests))
-        return seats, seats.submit(requests)
+        seats.submit(requests)
+        return seats, seats.feed
 
 
 @pytest.fixture
@@ -171,6 +172,8 @@ def test_places_are_counted_from_the_reservation_on(bench):
     with pytest.raises(QueueFull) as caught:
         bench.journal.reserve(2)
     assert 1.0 <= caught.value.retry_after <= 30.0
+    with pytest.raises(InvalidRequest):
+        bench.journal.reserve(5)  # never possible
     last = bench.journal.reserve(1)
     last.submit([request("x/0")])
     for given_back in (seats[1], last):

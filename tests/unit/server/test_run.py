@@ -60,7 +60,9 @@ def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer):
     engine = fake_engine(tokenizer, replying([5, 5, 5, 0]), manual=True)
     with running_server(tokenizer, engine) as running, httpx.Client(base_url=running.origin, timeout=60) as client:
         answer: list[httpx.Response] = []
-        request = threading.Thread(target=lambda: answer.append(httpx.post(f"{running.base_url}/chat/completions", json=CHAT)))
+        request = threading.Thread(
+            target=lambda: answer.append(httpx.post(f"{running.base_url}/chat/completions", json=CHAT))
+        )
         request.start()
         while not running.call(lambda: engine.received):
             pass
@@ -93,7 +95,7 @@ def test_what_does_not_end_in_time_is_told(tokenizer):
 class Broken(FakeEngine):
     """Cannot start: raises, or dies for good before it was ready."""
 
-    def __init__(self, error: ModelError | None) -> None:
+    def __init__(self, error: Exception | None) -> None:
         super().__init__(autostart=False)
         self._error = error
 
@@ -108,14 +110,17 @@ class Broken(FakeEngine):
 def test_an_engine_that_cannot_start_ends_the_server(tokenizer, capfd):
     assert serve(CONFIG, Broken(None), tokenizer) == ExitCode.MEMORY
     assert "phalanx could not start: too big" in capfd.readouterr().err
-    with pytest.raises(ModelUnsupported):
-        serve(CONFIG, Broken(ModelUnsupported("mamba")), tokenizer)
+    for error in (ModelUnsupported("mamba"), ZeroDivisionError("a bug")):
+        with pytest.raises(type(error)):
+            serve(CONFIG, Broken(error), tokenizer)
 
 
 def test_generation_defaults(tmp_path):
     assert read_defaults(tmp_path) == GenerationDefaults()
     file = tmp_path / "generation_config.json"
-    file.write_text(json.dumps({"temperature": 0.7, "top_k": None, "top_p": 0.8, "do_sample": True, "eos_token_id": [1]}))
+    file.write_text(
+        json.dumps({"temperature": 0.7, "top_k": None, "top_p": 0.8, "do_sample": True, "eos_token_id": [1]})
+    )
     assert read_defaults(tmp_path) == GenerationDefaults(temperature=0.7, top_p=0.8)
     for broken in ("{", '{"temperature": "hot"}'):
         file.write_text(broken)

@@ -1,0 +1,80 @@
+"""The two servers under comparison, started as their users start them, and the models they serve."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from phalanx.cli.private import PrivateServer, free_port
+
+MODEL_NAME = "default_model"  # mlx_lm.server's name for the model it was started with; ours is told to use it, too
+START_S = 300.0
+DEMO = Path(__file__).resolve().parent.parent / "src" / "phalanx" / "demo" / "model"
+NEVER_SAID = "<|system|>"  # a token the demo model does not write
+
+
+@contextmanager
+def phalanx(model: Path) -> Iterator[str]:
+    """Our server with its defaults; its base URL."""
+    server = PrivateServer(str(model), ["--port", "0", "--served-model-name", MODEL_NAME])
+    try:
+        server.wait_ready(lambda line: None)
+        yield server.url
+    finally:
+        code = server.stop()
+    if code != 0:
+        raise RuntimeError(f"phalanx ended with status {code}; see {server.log}")
+
+
+@contextmanager
+def mlx_lm(model: Path, log: Path) -> Iterator[str]:
+    """mlx_lm.server with its defaults (up to 32 rows decoded together); its base URL."""
+    port = next(port for port in range(18080, 18180) if free_port(port))
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, "--log-level", "WARNING"], stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + START_S
+        while not _answers(f"http://127.0.0.1:{port}/health"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"mlx_lm.server did not start:\n{log.read_text()[-2000:]}")
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def endless_demo(directory: Path) -> Path:
+    """The demo model with another end-of-sequence token, so that answers are as long as asked for on both servers."""
+    path = directory / "demo-endless"
+    shutil.copytree(DEMO, path, dirs_exist_ok=True)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    end = next(token["id"] for token in tokenizer["added_tokens"] if token["content"] == NEVER_SAID)
+    for name, changes in (
+        ("tokenizer_config.json", {"eos_token": NEVER_SAID}),
+        ("config.json", {"eos_token_id": end}),
+        ("generation_config.json", {"eos_token_id": end}),
+    ):
+        settings = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps({**settings, **changes}))
+    return path
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2.0, trust_env=False).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,66 @@
+"""Log-probabilities under the raw distribution: of a token, its rank, and of the most likely tokens.
+
+Also the order of a vocabulary that the sampler's filters use. Does not know sampling parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from phalanx.types import TokenLogprobs
+
+
+def ranked(z: mx.array, width: int) -> tuple[mx.array, mx.array]:
+    """The first `width` tokens in the order "value descending, token id ascending".
+
+    The order is one of integers, so that no sort's instability shows: a float that is not positive, read as an
+    unsigned integer, grows as its value falls.
+
+    Args:
+        z: [R, V] float32, every value <= 0 (-inf included).
+        width: 1 <= width <= V.
+
+    Returns:
+        Values [R, width] float32 and token ids [R, width] uint64.
+    """
+    ids = mx.arange(z.shape[1], dtype=mx.uint64)
+    keys = (z.view(mx.uint32).astype(mx.uint64) << 32) | ids
+    if width < z.shape[1]:
+        keys = mx.partition(keys, width - 1, axis=-1)[:, :width]
+    keys = mx.sort(keys, axis=-1)
+    return (keys >> 32).astype(mx.uint32).view(mx.float32), keys & 0xFFFFFFFF
+
+
+class Scorer:
+    """Log-probabilities of one token per row, as arrays to evaluate with others and read afterwards.
+
+    Args:
+        raw: [R, V] float32, unprocessed logits.
+        tokens: [R] integers.
+        tops: [R], how many of the most likely tokens each row wants.
+    """
+
+    def __init__(self, raw: mx.array, tokens: mx.array, tops: Sequence[int]) -> None:
+        self._tops = tops
+        centred = raw - mx.max(raw, axis=-1, keepdims=True)
+        log_total = mx.log(mx.sum(mx.exp(centred), axis=-1, keepdims=True))
+        chosen = mx.expand_dims(tokens.astype(mx.int32), -1)
+        value = mx.take_along_axis(centred, chosen, axis=-1)
+        earlier = mx.arange(raw.shape[1], dtype=mx.int32) < chosen
+        rank = mx.sum((centred > value) | ((centred == value) & earlier), axis=-1)
+        self.arrays = [tokens, mx.squeeze(value - log_total, -1), rank]
+        if max(tops) > 0:
+            values, ids = ranked(centred, min(max(tops), raw.shape[1]))
+            self.arrays += [values - log_total, ids]
+
+    def read(self) -> list[TokenLogprobs]:
+        """One entry per row; the arrays have been evaluated."""
+        tokens, values, ranks, *top = (np.array(array) for array in self.arrays)
+        entries = []
+        for row, m in enumerate(self._tops):
+            best = list(zip(top[1][row, :m].tolist(), top[0][row, :m].tolist(), strict=True)) if m else []
+            entries.append(TokenLogprobs(int(tokens[row]), float(values[row]), int(ranks[row]), best))
+        return entries

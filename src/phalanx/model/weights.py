@@ -1,0 +1,124 @@
+"""What a model's safetensors files hold, from their headers alone: names, dtypes, shapes, places. Reads no tensor.
+
+Checks that the files are whole before anything is loaded. The absolute byte ranges are what a rank needs to read only
+its own slices (DESIGN section 6). Does not know models or MLX.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import WeightsError
+
+PATTERN = "model*.safetensors"
+"""Files that mlx-lm loads."""
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 100_000_000  # bytes; the format's own limit
+BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16,
+    "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4,
+}  # fmt: skip
+AGAIN = "Download or copy the file again."
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file: bytes `[start, stop)` of it, row-major."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_headers(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of a model's directory, by name.
+
+    Raises:
+        WeightsError: no weights, a file cut short or not safetensors, a shard the index names but is not there, or a
+            tensor that is in two files.
+    """
+    files = sorted(path.glob(PATTERN))
+    _check_index(path, {file.name for file in files})
+    if not files:
+        others = sorted(file.name for file in path.glob("*.safetensors")) + sorted(f.name for f in path.glob("*.gguf"))
+        raise WeightsError(
+            f"{path} has no {PATTERN}" + (f", only {some(others)}." if others else "."),
+            remedy="Convert the model with `mlx_lm.convert`." if others else "Download the model's weights.",
+        )
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        for name, info in read_header(file).items():
+            if name in tensors:
+                raise WeightsError(
+                    f"Tensor {name} is in both {tensors[name].file.name} and {file.name}.",
+                    remedy=f"Remove the files in {path} that belong to another version of the model.",
+                )
+            tensors[name] = info
+    return tensors
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        WeightsError: not a safetensors file, or not whole; says how many bytes there are and should be.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= MAX_HEADER:
+            raise WeightsError(f"{file} is not a safetensors file ({size} bytes).", remedy=AGAIN)
+        if size < 8 + length:
+            raise WeightsError(f"{file} ends inside its header: {size} bytes, {8 + length} wanted.", remedy=AGAIN)
+        text = stream.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        tensors = {name: _parse(file, 8 + length, entry) for name, entry in header.items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{file} has a damaged header: {error}", remedy=AGAIN) from error
+    wanted = max((info.stop for info in tensors.values()), default=8 + length)
+    if size != wanted:
+        kind = "cut short" if size < wanted else "longer than its header says"
+        raise WeightsError(f"{file} is {kind}: {size} bytes, {wanted} wanted.", remedy=AGAIN)
+    return tensors
+
+
+def _parse(file: Path, base: int, entry: Any) -> TensorInfo:
+    start, stop = (int(offset) for offset in entry["data_offsets"])
+    shape = tuple(int(n) for n in entry["shape"])
+    bits = math.prod(shape) * BITS[entry["dtype"]]
+    if start < 0 or min(shape, default=0) < 0 or (stop - start) * 8 != bits:
+        raise ValueError(f"{stop - start} bytes for {entry['dtype']}{list(shape)}")
+    return TensorInfo(file, entry["dtype"], shape, base + start, base + stop)
+
+
+def _check_index(path: Path, present: set[str]) -> None:
+    index = path / INDEX
+    if not index.exists():
+        return
+    try:
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index} is damaged: {error}", remedy=AGAIN) from error
+    absent = sorted(shards - present)
+    if absent:
+        raise WeightsError(
+            f"{path} lacks {len(absent)} of {len(shards)} weight files: {some(absent)}.",
+            remedy="The download is not complete: start it again.",
+        )
+
+
+def some(names: Iterable[str], most: int = 8) -> str:
+    """At most `most` names for a message."""
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

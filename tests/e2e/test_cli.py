@@ -1,0 +1,120 @@
+"""The commands with a real engine: what they print, how they end, what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from models import make_model
+
+from phalanx.cli.private import PrivateServer
+from phalanx.errors import EngineUnavailable, ExitCode
+
+LIMIT_S = 240.0
+SMALL = ["--memory-guard-gb", "0.2", "--kv-cache-gb", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("cli") / "llama")
+
+
+def phalanx(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "phalanx", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def test_generate_prints_one_object_and_the_seed_repeats_it(model: Path) -> None:
+    asked = ["generate", str(model), "--prompt", "hello", "--max-tokens", "12", *SMALL]
+    first = phalanx(*asked, "--json", "--seed", "5")
+    assert first.returncode == 0, first.stderr
+    result = json.loads(first.stdout)
+    assert set(result) == {"text", "tokens", "finish_reason", "usage", "timing", "seed", "speculation"}
+    assert result["finish_reason"] in ("stop", "length")
+    assert len(result["tokens"]) == result["usage"]["completion_tokens"] <= 12
+    assert {"queue", "prefill", "ttft", "tpot"} == set(result["timing"])
+    assert all(seconds >= 0 for seconds in result["timing"].values())
+    assert (result["seed"], result["speculation"]) == (5, {"enabled": False})
+
+    again = phalanx(*asked, "--seed", "5")
+    assert (again.returncode, again.stdout) == (0, result["text"] + "\n")
+
+
+def test_a_broken_model_is_one_error_line_and_its_exit_code(model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    ended = phalanx("generate", str(tmp_path), "--prompt", "x", *SMALL)
+    assert ended.returncode == ExitCode.CONFIG
+    assert "error:" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_chat_with_a_private_server_leaves_nothing_behind(model: Path) -> None:
+    asked = ["chat", str(model), "--temperature", "0", "--max-tokens", "6", "--", *SMALL]
+    ended = phalanx(*asked, stdin="hello\n/quit\n")
+    assert ended.returncode == 0, ended.stderr
+    assert "tokens/s" in ended.stderr
+    assert ended.stdout.strip()
+    assert processes_of(model) == []
+
+
+def test_a_private_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    server = PrivateServer(str(tmp_path / "absent"), ["--port", "0"])
+    try:
+        with pytest.raises(EngineUnavailable, match="No such directory"):
+            server.wait_ready(lambda line: None)
+    finally:
+        assert server.stop() == ExitCode.CONFIG
+        server.log.unlink()
+
+
+def test_a_private_server_ends_in_order_and_with_its_parent(model: Path) -> None:
+    server = PrivateServer(str(model), ["--port", "0", *SMALL])
+    try:
+        server.wait_ready(lambda line: None)
+        assert server.model == str(model)
+        assert len(processes_of(model)) == 2
+    finally:
+        code = server.stop()
+    assert code == 0
+    assert not server.log.exists()
+    assert processes_of(model) == []
+
+    parent = (
+        "import sys, time; from phalanx.cli.private import PrivateServer;"
+        f"server = PrivateServer({str(model)!r}, ['--port', '0', *{SMALL!r}]);"
+        "server.wait_ready(lambda line: None); print(server.log, flush=True); time.sleep(600)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    with owner.stdout:
+        log = Path(owner.stdout.readline().strip())
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    wait_until_gone(model)
+    log.unlink()
+
+
+def processes_of(model: Path) -> list[int]:
+    """Processes that serve this model."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if str(model) in command and "phalanx" in command and process.pid != os.getpid():
+            found.append(process.pid)
+    return found
+
+
+def wait_until_gone(model: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while pids := processes_of(model):
+        assert time.monotonic() < deadline, f"still running: {pids}"
+        time.sleep(0.1)

@@ -1,0 +1,122 @@
+"""Deliberately broken caches must fail the same drive that the real one passes (DESIGN section 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from conformance import conform
+
+from phalanx.model.cache import Mask, RaggedKV, RowView
+from phalanx.model.runner import Runner
+from phalanx.sched.plan import Forward, Resize, RowOp
+
+
+class NoRollback(Runner):
+    """Rejected drafts stay in the cache: a row's length grows by what was fed, whatever was committed."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.kept: dict[int, int] = {}
+
+    def apply(self, ops: Sequence[RowOp]) -> None:
+        """With room for what should have been rolled back."""
+        super().apply([Resize(op.arena, op.rows, op.capacity + 200) if isinstance(op, Resize) else op for op in ops])
+
+    def forward(self, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+        """Ignores the plan's lengths where it has fed more."""
+        mine = [self.kept.get(seq, length) for seq, length in zip(fwd.seqs, kv_len, strict=True)]
+        self.kept.update({seq: length + n for seq, length, n in zip(fwd.seqs, mine, fwd.valid, strict=True)})
+        return super().forward(fwd, mine)
+
+
+class OneCommitSkipped(Runner):
+    """One row, once, is fed at the length it had before its last commit."""
+
+    skipped = False
+
+    def forward(self, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+        """Takes a token off the first row's length in the first step with at least two rows."""
+        lengths = list(kv_len)
+        if fwd.sample and len(lengths) > 1 and lengths[0] > 1 and not self.skipped:
+            self.skipped = True
+            lengths[0] -= 1
+        return super().forward(fwd, lengths)
+
+
+class ValuesZero(Runner):
+    """Keeps keys, forgets values."""
+
+    def forward(self, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+        """Zeroes the values after every forward."""
+        logits = super().forward(fwd, kv_len)
+        for leaf in self._arena(fwd.arena).leaves:
+            if isinstance(leaf, RaggedKV) and leaf.values is not None:
+                leaf.values = mx.zeros_like(leaf.values)
+        return logits
+
+
+class _OpenMask(RowView):
+    def mask(self, window: int | None, as_array: bool) -> Mask:
+        mask = super().mask(window, as_array)
+        return mx.ones_like(mask) if isinstance(mask, mx.array) else None
+
+
+class _Wider(RowView):
+    delta = 1
+
+    def mask(self, window: int | None, as_array: bool) -> Mask:
+        return super().mask(None if window is None else window + self.delta, as_array)
+
+
+class _Narrower(_Wider):
+    delta = -1
+
+
+class _OffsetPlusOne(RowView):
+    """While decoding only: RoPE does not notice a shift of all positions."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        if not self.prefill:
+            self.offset = self.offset + 1
+
+
+def _viewing(view: type[RowView]) -> type[Runner]:
+    class Mutant(Runner):
+        def _view(self, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
+            return view(start, kv_len, length, mask_dims=self.facts.mask_dims, prefill=not sample)
+
+    return Mutant
+
+
+MUTANTS: dict[str, type[Runner]] = {
+    "no rollback": NoRollback,
+    "one commit skipped": OneCommitSkipped,
+    "values zero": ValuesZero,
+    "mask off": _viewing(_OpenMask),
+    "offset + 1": _viewing(_OffsetPlusOne),
+}
+WINDOW_MUTANTS: dict[str, type[Runner]] = {"window + 1": _viewing(_Wider), "window - 1": _viewing(_Narrower)}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_mutant_is_noticed(family: str, mutant: str, tmp_path: Path) -> None:
+    """Two families: heads of keys and values, and a compressed latent."""
+    assert conform(family, tmp_path, prompts=4, longest=24, tokens=24, runner_class=MUTANTS[mutant]).wrong
+
+
+@pytest.mark.parametrize("mutant", WINDOW_MUTANTS)
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama:sliding", "cohere2"])
+def test_window_off_by_one_is_noticed(family: str, mutant: str, tmp_path: Path) -> None:
+    """Prompts of several windows."""
+    assert conform(family, tmp_path, prompts=4, longest=40, tokens=24, runner_class=WINDOW_MUTANTS[mutant]).wrong
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3_text"])
+def test_the_same_drive_passes_unbroken(family: str, tmp_path: Path) -> None:
+    """The control: a view that changes nothing."""
+    assert not conform(family, tmp_path, prompts=4, longest=24, tokens=24, runner_class=_viewing(RowView)).wrong

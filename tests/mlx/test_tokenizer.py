@@ -1,0 +1,338 @@
+"""Streams of every kind of tokenizer against its decode; chat templates; threads. No model."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CHAT_TEMPLATE
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Fast
+
+from phalanx.errors import InvalidRequest, ModelUnsupported
+from phalanx.model.tokenizer import Tokenizer
+
+SPECIAL = ["<unk>", "<s>", "</s>"]
+TEXT = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "  two  spaces\n\nand lines é"] * 5
+SAMPLES = [
+    "hello world",
+    " leading and  double spaces ",
+    "emoji 😀👩‍👩‍👧 in the middle",
+    "日本語 and ελληνικά",
+    "a ,b .c 'll do n't",  # what "clean-up" of spaces would change
+    "",
+    " ",
+    "\n\n",
+    "\ufffd is a character, too",
+]
+
+
+def save(fast: Fast, path: Path, **settings: Any) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    fast.save(str(path / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps({**names, **settings}))
+    return path
+
+
+def byte_level(path: Path, **settings: Any) -> Path:
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    fast.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet,
+                                                       special_tokens=SPECIAL, show_progress=False))  # fmt: skip
+    fast.add_tokens([AddedToken("<tool> é", special=False)])
+    return save(fast, path, **settings)
+
+
+def sentencepiece(path: Path, *, strip: bool) -> Path:
+    """As Llama 2's (strip) and Gemma's: ▁ for spaces, bytes for what is not in the vocabulary."""
+    fast = Fast(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    steps = [normalizers.Replace(" ", "▁")]
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *steps] if strip else steps)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    fast.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strip else parts)
+    special = SPECIAL + [f"<0x{byte:02X}>" for byte in range(256)]
+    fast.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=360, special_tokens=special, show_progress=False))
+    saved = json.loads(fast.to_str())
+    saved["added_tokens"] = [t for t in saved["added_tokens"] if not t["content"].startswith("<0x")]
+    return save(Fast.from_str(json.dumps(saved)), path)
+
+
+def wordpiece(path: Path) -> Path:
+    fast = Fast(models.WordPiece(unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    fast.decoder = decoders.WordPiece()
+    fast.train_from_iterator(TEXT, trainers.WordPieceTrainer(vocab_size=150, special_tokens=SPECIAL,
+                                                             show_progress=False))  # fmt: skip
+    return save(fast, path, unk_token="<unk>")
+
+
+def unigram(path: Path) -> Path:
+    """As T5's: a decoder that only knows ▁."""
+    fast = Fast(models.Unigram())
+    fast.pre_tokenizer = pre_tokenizers.Metaspace()
+    fast.decoder = decoders.Metaspace()
+    fast.train_from_iterator(TEXT, trainers.UnigramTrainer(vocab_size=80, special_tokens=SPECIAL, unk_token="<unk>",
+                                                           show_progress=False))  # fmt: skip
+    return save(fast, path, unk_token="<unk>")
+
+
+KINDS = {
+    "byte_level": byte_level,
+    "llama2": lambda path: sentencepiece(path, strip=True),
+    "gemma": lambda path: sentencepiece(path, strip=False),
+    "wordpiece": wordpiece,
+    "unigram": unigram,
+}
+BYTE_KINDS = ["byte_level", "llama2", "gemma"]  # every text has tokens
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {kind: Tokenizer.load(make(root / kind)) for kind, make in KINDS.items()}
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], **options: Any) -> list[str]:
+    stream = tokenizer.stream(**options)
+    return [*(stream.add(token) for token in ids), stream.finish()]
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_adds_up_to_decode_and_shows_whole_characters(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    for text in SAMPLES:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        pieces = streamed(tokenizer, ids)
+        assert "".join(pieces) == tokenizer.decode(ids)
+        if kind in BYTE_KINDS:
+            assert "".join(pieces) == text
+            assert all("\ufffd" not in piece for piece in pieces[:-1]) or "\ufffd" in text
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=40), data=st.data())
+def test_any_text_streams_back(text: str, data: st.DataObject, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[data.draw(st.sampled_from(BYTE_KINDS))]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_any_tokens_stream_as_they_decode(data: st.DataObject, skip: bool, tokenizers: dict[str, Tokenizer]) -> None:
+    """Also invalid UTF-8, specials in the middle, ids beyond the vocabulary."""
+    tokenizer = tokenizers[data.draw(st.sampled_from(["byte_level", "wordpiece", "unigram"]))]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=25))
+    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    assert "".join(streamed(tokenizer, ids, skip_special_tokens=skip)) == whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["llama2", "gemma"]))
+def test_byte_tokens_that_are_no_text(kind: str, data: st.DataObject, tokenizers: dict[str, Tokenizer]) -> None:
+    """Such a decoder turns a whole run of bytes into replacement characters for one wrong byte at its end; a stream
+    has shown the characters before by then. All else is the same."""
+    tokenizer = tokenizers[kind]
+    some_bytes = st.lists(st.sampled_from([0x41, 0x80, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98]), max_size=8)
+    words = tokenizer.encode("hello the fox", add_special_tokens=False)
+    ids: list[int] = []
+    for run in data.draw(st.lists(some_bytes, max_size=3)):
+        ids += [len(SPECIAL) + byte for byte in run] + words
+    stream, whole = "".join(streamed(tokenizer, ids)), tokenizer.decode(ids)
+    between = zip(stream.split("hello the fox"), whole.split("hello the fox"), strict=True)
+    assert all(shown == decoded or "\ufffd" in decoded for shown, decoded in between)
+
+
+def test_a_character_split_over_tokens_comes_at_once(tokenizers: dict[str, Tokenizer]) -> None:
+    for kind in BYTE_KINDS:
+        tokenizer = tokenizers[kind]
+        ids = tokenizer.encode("a😀b", add_special_tokens=False)
+        assert len(ids) >= 6
+        shown = streamed(tokenizer, ids)
+        assert shown[-3:] == ["😀", "b", ""]
+        assert streamed(tokenizer, ids[:-2])[-1] in ("\ufffd", "\ufffd" * 3)
+
+
+def test_special_tokens_are_skipped_unless_asked_for(tokenizers: dict[str, Tokenizer]) -> None:
+    for tokenizer in tokenizers.values():
+        hello = tokenizer.encode("hello", add_special_tokens=False)
+        ids = [1, *hello, 2, 1, *hello]
+        assert "<s>" not in "".join(streamed(tokenizer, ids))
+        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode([*hello, *hello])
+        shown = "".join(streamed(tokenizer, ids, skip_special_tokens=False))
+        assert shown == tokenizer.decode(ids, skip_special_tokens=False)
+        assert shown.count("<s>") == 2
+
+
+def test_a_long_stream_of_wrong_bytes_is_neither_held_back_nor_slow(tokenizers: dict[str, Tokenizer]) -> None:
+    for kind in BYTE_KINDS:
+        stream = tokenizers[kind].stream()
+        lone = next(t for t in range(tokenizers[kind].vocab_size) if tokenizers[kind].token_bytes(t) == b"\x80")
+        shown = [len(stream.add(lone)) for _ in range(300)]
+        assert sum(shown) >= 297
+
+
+# -- names of tokens -------------------------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_tokens_are_the_bytes_of_the_text(tokenizers: dict[str, Tokenizer]) -> None:
+    for kind in BYTE_KINDS:
+        tokenizer = tokenizers[kind]
+        for text in SAMPLES:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            whole = b"".join(tokenizer.token_bytes(token) for token in ids).decode()
+            assert whole.removeprefix(" " if kind == "llama2" else "") == text
+
+
+def test_a_token_reads_as_it_does_inside_a_text(tokenizers: dict[str, Tokenizer]) -> None:
+    for kind, whole in (("llama2", " hello the fox"), ("gemma", "hello the fox"), ("byte_level", "hello the fox"),
+                        ("wordpiece", " hello the fox"), ("unigram", " hello the fox")):  # fmt: skip
+        tokenizer = tokenizers[kind]
+        names = [tokenizer.token_text(token) for token in tokenizer.encode("hello the fox", add_special_tokens=False)]
+        assert len(names) > 1
+        assert "".join(names) == whole, kind
+    assert tokenizers["byte_level"].token_text(10**6) == ""
+    assert tokenizers["byte_level"].token_text(2) == "</s>"
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_sequence_ids_are_the_models(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    assert Tokenizer.load(tmp_path).eos_ids == {2}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 40}}))
+    assert Tokenizer.load(tmp_path).eos_ids == {2, 40}
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 50}))
+    assert Tokenizer.load(tmp_path).eos_ids == {2, 50}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert Tokenizer.load(tmp_path).eos_ids == {2, 7, 8}
+    assert Tokenizer.load(tmp_path).bos_id == 1
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ModelUnsupported, match=f"{tmp_path} has no tokenizer"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelUnsupported, match="cannot be loaded"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_saved_truncation_does_not_cut_prompts(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    fast = Fast.from_file(str(tmp_path / "tokenizer.json"))
+    fast.enable_truncation(4)
+    fast.enable_padding(length=64)
+    fast.save(str(tmp_path / "tokenizer.json"))
+    text = "the quick brown fox jumps over"
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tokenizers_with_an_encode_of_their_own(tokenizers: dict[str, Tokenizer]) -> None:
+    """Kimi's knows no `add_special_tokens` (B6)."""
+    plain = tokenizers["byte_level"]
+
+    class Own:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def __len__(self) -> int:
+            return len(self.inner)
+
+        def encode(self, text: str, allow_special_tokens: bool = True) -> list[int]:
+            return list(self.inner.encode(text, add_special_tokens=False))
+
+    wrapper = SimpleNamespace(_tokenizer=Own(plain._hf), has_chat_template=False)
+    own = Tokenizer(wrapper, frozenset({2}))
+    for special in (True, False):
+        assert own.encode("hello", add_special_tokens=special) == plain.encode("hello", add_special_tokens=False)
+    assert "".join(streamed(own, own.encode("hé 😀"))) == "hé 😀"
+
+
+# -- chat templates --------------------------------------------------------------------------------------------------
+
+USER = [{"role": "user", "content": "hello"}]
+
+
+def test_a_conversation_is_rendered_and_encoded(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(byte_level(tmp_path, chat_template=CHAT_TEMPLATE))
+    assert tokenizer.has_chat_template
+    ids = tokenizer.encode_chat(USER, template_kwargs={})
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>user: hello</s><s>assistant: "
+    assert ids[0] == 1
+    closed = tokenizer.encode_chat(USER, add_generation_prompt=False, template_kwargs={})
+    assert closed == ids[: len(closed)]
+    open_end = tokenizer.encode_chat(
+        [*USER, {"role": "assistant", "content": "well"}], continue_final_message=True, template_kwargs={}
+    )
+    assert tokenizer.decode(open_end, skip_special_tokens=False).endswith("assistant: well")
+
+
+def test_a_template_given_replaces_the_models_and_gets_the_variables(tmp_path: Path) -> None:
+    byte_level(tmp_path, chat_template=CHAT_TEMPLATE)
+    template = "{{ messages[0].content }}|{{ mood }}|{{ tools | length }}"
+    tokenizer = Tokenizer.load(tmp_path, chat_template=template)
+    ids = tokenizer.encode_chat(USER, template_kwargs={"mood": "calm", "tools": [{"type": "function"}]})
+    assert tokenizer.decode(ids) == "hello|calm|1"
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('roles must alternate') }}", "{{ 1 + messages[0].content }}", "{{ x.y.z }}", "{% if %}",
+     "{{ 1 // 0 }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ messages.pop() }}"],
+)  # fmt: skip
+def test_a_template_that_fails_is_the_clients_error(template: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(byte_level(tmp_path), chat_template=template)
+    with pytest.raises(InvalidRequest, match="chat template refuses") as raised:
+        tokenizer.encode_chat(USER, template_kwargs={})
+    assert raised.value.param == "messages"
+    assert "raise_exception" not in template or "roles must alternate" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_dict", "conversation", "max_length"])
+def test_what_steers_the_rendering_is_not_the_clients(name: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(byte_level(tmp_path, chat_template=CHAT_TEMPLATE))
+    with pytest.raises(InvalidRequest, match=name):
+        tokenizer.encode_chat(USER, template_kwargs={name: "{{ 7 * 7 }}"})
+
+
+def test_no_template_is_said_so(tokenizers: dict[str, Tokenizer]) -> None:
+    assert not tokenizers["byte_level"].has_chat_template
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        tokenizers["byte_level"].encode_chat(USER, template_kwargs={})
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_do_not_disturb_each_other(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    texts = [" ".join(["hello the fox", "lazy dog jumps"] * (1 + i % 40)) for i in range(160)]
+    alone = [tokenizer.encode(text) for text in texts]
+
+    def work(i: int) -> tuple[list[int], str]:
+        ids = tokenizer.encode(texts[i], add_special_tokens=bool(i % 2))
+        return ids, "".join(streamed(tokenizer, ids[:50]))
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(work, range(len(texts))))
+    assert [ids for ids, _ in results] == alone
+    assert [text for _, text in results] == [tokenizer.decode(ids[:50]) for ids in alone]

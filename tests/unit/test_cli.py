@@ -1,0 +1,403 @@
+"""The command line: flags to settings, refusals, exit codes, what start-up imports. No engine."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import asdict
+from web import chunk, events, usage, web_server
+
+from phalanx.cli import chat, generate, rank, serve
+from phalanx.cli.main import COMMANDS, main
+from phalanx.cli.private import free_port
+from phalanx.cli.terminal import report
+from phalanx.config import EngineConfig, ServerConfig
+from phalanx.errors import ConfigError, ExitCode, MemoryShortage, ModelNotFound, PhalanxError, exit_code_of
+
+DEFAULT = ServerConfig(engine=EngineConfig(model="demo"))
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
+    """What `serve` would have served."""
+    seen: list[ServerConfig] = []
+    monkeypatch.delenv("PHALANX_API_KEY", raising=False)
+    monkeypatch.setattr(serve, "run", lambda config: seen.append(config) or 0)
+    return seen
+
+
+# Finding the command ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["version"], ["chat", "--help"], ["demo", "--help"]])
+def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        "import sys; from phalanx.cli.main import main; code = main(sys.argv[1:]);"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'fastapi', 'numpy', 'torch'} & set(sys.modules);"
+        "sys.exit(f'imports {heavy}' if heavy else code)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in COMMANDS if name != "rank")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert "--help" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serv"]) == ExitCode.USAGE
+    assert "serv" in capsys.readouterr().err
+
+
+def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == ExitCode.USAGE
+    streams = capsys.readouterr()
+    assert "Usage" in streams.out + streams.err
+
+
+# serve -----------------------------------------------------------------------------------------------------------
+
+
+def test_defaults(parsed: list[ServerConfig]) -> None:
+    assert main(["serve"]) == 0
+    assert parsed == [DEFAULT]
+
+
+ENGINE_FLAGS: list[tuple[list[str], str, Any]] = [
+    (["some/model"], "model", "some/model"),
+    (["--revision", "v2"], "revision", "v2"),
+    (["--trust-remote-code"], "trust_remote_code", True),
+    (["--dtype", "bfloat16"], "dtype", "bfloat16"),
+    (["--max-model-len", "777"], "max_model_len", 777),
+    (["--max-num-seqs", "5"], "max_num_seqs", 5),
+    (["--max-num-batched-tokens", "64"], "max_num_batched_tokens", 64),
+    (["--target-step-ms", "100"], "target_step_ms", 100.0),
+    (["--kv-cache-gb", "1.5"], "kv_cache_gb", 1.5),
+    (["--prefix-cache-gb", "0.5"], "prefix_cache_gb", 0.5),
+    (["--no-prefix-caching"], "prefix_cache_gb", 0.0),
+    (["--no-enable-prefix-caching"], "prefix_cache_gb", 0.0),
+    (["--memory-guard-gb", "0"], "memory_guard_gb", 0.0),
+    (["--trace", "plans.jsonl"], "trace", "plans.jsonl"),
+]
+
+SERVER_FLAGS: list[tuple[list[str], str, Any]] = [
+    (["--host", "::1"], "host", "::1"),
+    (["--port", "0"], "port", 0),
+    (["--served-model-name", "a", "--served-model-name", "b"], "served_model_name", ("a", "b")),
+    (["--api-key", "k1", "--api-key", "k2"], "api_keys", ("k1", "k2")),
+    (["--queue", "0"], "queue", 0),
+    (["--max-body-mb", "0.5"], "max_body_bytes", 1 << 19),
+    (["--max-n", "3"], "max_n", 3),
+    (["--keepalive-seconds", "0.5"], "keepalive_s", 0.5),
+    (["--drain-seconds", "0"], "drain_s", 0.0),
+    (["--stall-seconds", "9"], "stall_s", 9.0),
+    (["--default-chat-template-kwargs", '{"a": 1}'], "chat_template_kwargs", {"a": 1}),
+    (["--log-level", "debug"], "log_level", "debug"),
+]
+
+
+@pytest.mark.parametrize(("flags", "field", "value"), ENGINE_FLAGS)
+def test_engine_flag(parsed: list[ServerConfig], flags: list[str], field: str, value: Any) -> None:
+    assert main(["serve", *flags]) == 0
+    assert asdict(parsed[0].engine) == {**asdict(DEFAULT.engine), field: value}
+
+
+@pytest.mark.parametrize(("flags", "field", "value"), SERVER_FLAGS)
+def test_server_flag(parsed: list[ServerConfig], flags: list[str], field: str, value: Any) -> None:
+    assert main(["serve", *flags]) == 0
+    assert asdict(parsed[0]) == {**asdict(DEFAULT), field: value}
+
+
+def test_every_setting_has_a_flag() -> None:
+    """A setting that cannot be set, or a flag nobody tested, shows here."""
+    assert {field for _, field, _ in ENGINE_FLAGS} == set(EngineConfig.__struct_fields__)
+    tested = {field for _, field, _ in SERVER_FLAGS} | {"chat_template", "engine"}
+    assert tested == set(ServerConfig.__struct_fields__)
+
+
+def test_chat_template_file(parsed: list[ServerConfig], tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    assert main(["serve", "--chat-template", str(file)]) == ExitCode.USAGE
+    file.write_text("{{ messages }}")
+    assert main(["serve", "--chat-template", str(file)]) == 0
+    assert parsed[0].chat_template == str(file)
+
+
+def test_keys_from_file_and_environment(
+    parsed: list[ServerConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\none\n\n two \n")
+    monkeypatch.setenv("PHALANX_API_KEY", "from-environment")
+    assert main(["serve"]) == 0
+    assert main(["serve", "--api-key-file", str(file), "--api-key", "zero"]) == 0
+    assert [config.api_keys for config in parsed] == [("from-environment",), ("zero", "one", "two")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--port", "70000"], ["--port", "70000", "65535"]),
+        (["--port", "http"], ["--port", "http"]),
+        (["--max-num-seqs", "0"], ["--max-num-seqs", "1"]),
+        (["--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
+        (["--kv-cache-gb", "nan"], ["--kv-cache-gb", "nan"]),
+        (["--kv-cache-gb", "-1"], ["--kv-cache-gb", "-1"]),
+        (["--log-level", "loud"], ["--log-level", "loud", "warning"]),
+        (["--no-such-flag"], ["--no-such-flag"]),
+        (["demo", "extra"], ["extra"]),
+    ],
+)
+def test_usage_errors_name_flag_and_value(
+    parsed: list[ServerConfig], flags: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert all(word in said for word in named), said
+    assert parsed == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (
+            ["--max-num-seqs", "16", "--max-num-batched-tokens", "8"],
+            ["--max-num-batched-tokens 8", "--max-num-seqs 16"],
+        ),
+        (["--no-prefix-caching", "--prefix-cache-gb", "1"], ["--no-prefix-caching", "--prefix-cache-gb 1"]),
+        (["--api-key", " "], ["--api-key"]),
+        (["--served-model-name", ""], ["--served-model-name"]),
+        (["--default-chat-template-kwargs", "[1]"], ["--default-chat-template-kwargs", "[1]"]),
+    ],
+)
+def test_contradictions_are_explained(
+    parsed: list[ServerConfig], flags: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags]) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert said.startswith("error:")
+    assert all(word in said for word in named), said
+    assert parsed == []
+
+
+def test_an_empty_key_file_is_named(
+    parsed: list[ServerConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys").write_text("# none\n")
+    assert main(["serve", "--api-key-file", str(tmp_path / "keys")]) == ExitCode.CONFIG
+    assert str(tmp_path / "keys") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("box", False)]
+)
+def test_loopback(host: str, loopback: bool) -> None:
+    assert serve.is_loopback(host) is loopback
+
+
+# Errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), ExitCode.CONFIG),
+        (ModelNotFound("x"), ExitCode.CONFIG),
+        (MemoryShortage("x"), ExitCode.MEMORY),
+        (PhalanxError("x"), ExitCode.CRASH),
+    ],
+)
+def test_errors_end_with_one_line_a_remedy_and_their_code(
+    error: PhalanxError, code: ExitCode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error.message, error.remedy = "[red]it[/] broke", "Mend it."
+
+    def fail(config: ServerConfig) -> int:
+        raise error
+
+    monkeypatch.setattr(serve, "run", fail)
+    assert main(["serve"]) == code == exit_code_of(error)
+    assert capsys.readouterr().err == "error: [red]it[/] broke\n  Mend it.\n"
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: ServerConfig) -> int:
+        raise PhalanxError("broken")
+
+    monkeypatch.setattr(serve, "run", fail)
+    with pytest.raises(PhalanxError, match="broken"):
+        main(["serve", "--log-level", "debug"])
+
+
+def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(config: ServerConfig) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "run", interrupt)
+    assert main(["serve"]) == 130
+
+
+def test_no_remedy_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    report(PhalanxError("x"))
+    assert capsys.readouterr().err == "error: x\n"
+
+
+# rank ------------------------------------------------------------------------------------------------------------
+
+
+def test_rank_passes_its_settings_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(rank, "run_rank", lambda *args: seen.append(args) or int(ExitCode.DESYNC))
+    config = EngineConfig(model="demo", max_num_seqs=3)
+    text = msgspec.json.encode(config).decode()
+    assert main(["rank", "demo", "--rank", "1", "--socket", "/s", "--config", text]) == ExitCode.DESYNC
+    assert seen == [(config, "/s", 1)]
+
+
+@pytest.mark.parametrize("config", ["{", "{}", '{"model": "other"}', '{"model": "demo", "max_num_seqs": "many"}'])
+def test_rank_refuses_a_broken_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rank", "demo", "--socket", "/s", "--config", config]) == ExitCode.CONFIG
+    assert "--config" in capsys.readouterr().err
+
+
+# generate --------------------------------------------------------------------------------------------------------
+
+
+def test_generate_builds_the_apis_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    async def run(config: EngineConfig, body: Any, as_json: bool) -> int:
+        seen.append((config, body, as_json))
+        return 0
+
+    monkeypatch.setattr(generate, "run", run)
+    flags = ["--max-tokens", "5", "--temperature", "0", "--seed", "7", "--stop", "a", "--stop", "b", "--top-k", "3"]
+    assert main(["generate", "m", "-p", "hi", "--system", "be brief", "--json", *flags]) == 0
+    config, body, as_json = seen[0]
+    assert (config.model, config.max_num_seqs, as_json) == ("m", 1, True)
+    assert body.model_dump(exclude_none=True) == {
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+        "max_tokens": 5, "temperature": 0.0, "seed": 7, "stop": ["a", "b"], "top_k": 3,
+    }  # fmt: skip
+
+
+def test_generate_raw_reads_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    async def run(config: EngineConfig, body: Any, as_json: bool) -> int:
+        seen.append(body.prompt)
+        return 0
+
+    monkeypatch.setattr(generate, "run", run)
+    read, write = os.pipe()
+    os.write(write, b"Once upon")
+    os.close(write)
+    with os.fdopen(read) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main(["generate", "--raw", "-p", "-"]) == 0
+    assert seen == ["Once upon"]
+
+
+def test_generate_refuses_a_system_message_without_template(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--raw", "--system", "s", "-p", "x"]) == ExitCode.CONFIG
+    assert "--raw" in capsys.readouterr().err
+
+
+# chat ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_api_base(url: str) -> None:
+    assert chat.api_base(url) == "http://h:1/v1"
+
+
+def talk(lines: str, monkeypatch: pytest.MonkeyPatch, answer: Any, *flags: str) -> int:
+    """`phalanx chat URL` with these lines typed."""
+    read, write = os.pipe()
+    os.write(write, lines.encode())
+    os.close(write)
+    with web_server(answer) as url, os.fdopen(read) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        return main(["chat", url, *flags])
+
+
+def test_a_conversation_carries_its_history(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        if path == "/v1/models":
+            return 200, '{"data": [{"id": "m"}]}'
+        asked.append([(message["role"], message["content"]) for message in body["messages"]])
+        return 200, events(chunk(f"answer {len(asked)}"), chunk(finish="stop"), usage(1, 2))
+
+    lines = "one\n\ntwo\n/reset\nthree\n/system sys\nfour\n/quit\nnever\n"
+    assert talk(lines, monkeypatch, answer) == 0
+    assert asked == [
+        [("user", "one")],
+        [("user", "one"), ("assistant", "answer 1"), ("user", "two")],
+        [("user", "three")],
+        [("system", "sys"), ("user", "four")],
+    ]
+    assert "answer 4" in capsys.readouterr().out
+
+
+def test_a_refused_question_is_not_part_of_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        asked.append(body)
+        if len(asked) == 1:
+            return 400, '{"error": {"message": "too long"}}'
+        return 200, events(chunk("fine"), chunk(finish="stop"), usage(1, 2))
+
+    assert talk("one\ntwo\n", monkeypatch, answer, "--model", "m", "--temperature", "0", "--max-tokens", "9") == 0
+    assert "too long" in capsys.readouterr().err
+    assert asked[1]["messages"] == [{"role": "user", "content": "two"}]
+    assert (asked[1]["temperature"], asked[1]["max_tokens"]) == (0.0, 9)
+
+
+def test_flags_for_a_private_server_do_not_go_with_a_url(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "http://127.0.0.1:1", "--", "--max-model-len", "9"]) == ExitCode.CONFIG
+    assert "URL" in capsys.readouterr().err
+    assert main(["chat", "demo", "--model", "m"]) == ExitCode.CONFIG
+
+
+def test_an_absent_server_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with web_server(lambda path, body: (200, "{}")) as url:
+        pass
+    assert main(["chat", url]) == ExitCode.CRASH
+    assert "Is the server running" in capsys.readouterr().err
+
+
+# Private servers -------------------------------------------------------------------------------------------------
+
+
+def test_a_taken_port_is_not_chosen() -> None:
+    with web_server(lambda path, body: (200, "{}")) as url:
+        taken = int(url.split(":")[2].partition("/")[0])
+        assert free_port(taken) == 0
+    assert free_port(taken) == taken
+
+
+def test_flags_exist_for_what_private_servers_use() -> None:
+    assert "stop_on_eof" in inspect.signature(serve.command).parameters

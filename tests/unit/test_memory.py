@@ -1,0 +1,131 @@
+"""The arithmetic of memory: guard, limits of containers, budgets."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import ConfigError, MemoryShortage
+from phalanx.memory import GB, MachineMemory, check_fits, guard_bytes, process_rss, read_machine, serving_budget
+
+NOWHERE = Path("/nonexistent")
+MACHINE = MachineMemory(physical=64 * GB, available=40 * GB)
+
+
+def test_the_guard_is_a_tenth_but_at_least_5_gb() -> None:
+    assert guard_bytes(512 * GB) == 512 * GB // 10
+    assert guard_bytes(16 * GB) == 5 * GB
+    assert guard_bytes(512 * GB, 0.5) == GB // 2
+    assert guard_bytes(512 * GB, 0.0) == 0
+
+
+@pytest.mark.parametrize("gb", [-1.0, math.nan, math.inf])
+def test_what_is_no_number_of_gb_is_refused_by_its_flag(gb: float) -> None:
+    with pytest.raises(ConfigError, match="--memory-guard-gb"):
+        guard_bytes(64 * GB, gb)
+    with pytest.raises(ConfigError, match="--kv-cache-gb"):
+        serving_budget(MACHINE, 0, gb, None, minimum_kv=1)
+    with pytest.raises(ConfigError, match="--prefix-cache-gb"):
+        serving_budget(MACHINE, 0, None, gb, minimum_kv=1)
+
+
+def test_what_fits_exactly_fits_and_one_byte_more_is_refused_with_all_numbers() -> None:
+    check_fits("A model", 35 * GB, MACHINE, 5 * GB)
+    with pytest.raises(MemoryShortage) as raised:
+        check_fits("A model", 35 * GB + 1, MACHINE, 5 * GB)
+    for part in ("A model needs 35.00 GB", "available 40.00 GB", "64.00 GB physical", "5.00 GB free",
+                 "--memory-guard-gb"):  # fmt: skip
+        assert part in str(raised.value)
+
+
+# -- the machine -----------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_control_groups_is_what_the_system_says() -> None:
+    machine = read_machine(NOWHERE, NOWHERE)
+    assert machine.physical == psutil.virtual_memory().total
+    assert 0 < machine.available <= machine.physical
+
+
+def test_this_process_has_a_size() -> None:
+    assert 1 << 20 < process_rss() < read_machine(NOWHERE, NOWHERE).physical
+
+
+def group(folder: Path, version: int, limit: str, usage: int, inactive: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    (folder / names[0]).write_text(limit + "\n")
+    (folder / names[1]).write_text(f"{usage}\n")
+    total = "" if version == 2 else "total_"
+    (folder / "memory.stat").write_text(f"anon 5\n{total}inactive_file {inactive}\n")
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_containers_limit_counts_instead_of_the_hosts_memory(version: int, tmp_path: Path) -> None:
+    membership = tmp_path / "cgroup"
+    membership.write_text("4:memory:/a/b\n1:cpu:/\n" if version == 1 else "0::/a/b\n")
+    root = tmp_path / ("mount/memory" if version == 1 else "mount")
+    group(root / "a", version, str(64 * MIB), usage=50 * MIB, inactive=20 * MIB)
+    group(root / "a/b", version, "max" if version == 2 else str(2**63 - 4096), usage=10 * MIB, inactive=0)
+    assert read_machine(membership, tmp_path / "mount") == MachineMemory(physical=64 * MIB, available=34 * MIB)
+    group(root / "a/b", version, str(32 * MIB), usage=40 * MIB, inactive=0)
+    assert read_machine(membership, tmp_path / "mount") == MachineMemory(physical=32 * MIB, available=0)
+
+
+def test_inside_a_container_the_own_group_is_the_root_of_the_mount(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("0::/../../host/path\n")
+    group(tmp_path / "mount", 2, str(16 * MIB), usage=MIB, inactive=0)
+    assert read_machine(tmp_path / "cgroup", tmp_path / "mount") == MachineMemory(16 * MIB, 15 * MIB)
+
+
+def test_unreadable_limits_are_no_limits(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("0::/\n")
+    group(tmp_path / "mount", 2, "what", usage=1, inactive=0)
+    (tmp_path / "mount/memory.current").unlink()
+    assert read_machine(tmp_path / "cgroup", tmp_path / "mount").physical == psutil.virtual_memory().total
+
+
+# -- budgets ---------------------------------------------------------------------------------------------------------
+
+gigabytes = st.none() | st.floats(0, 40)
+
+
+@given(kv=gigabytes, prefix=gigabytes, guard=st.integers(0, 50 * GB), minimum=st.integers(1, 10 * GB))
+def test_budgets_never_cross_the_guard_and_obey_the_user(
+    kv: float | None, prefix: float | None, guard: int, minimum: int
+) -> None:
+    free = max(0, MACHINE.available - guard)
+    asked = int((kv or 0) * GB) + int((prefix or 0) * GB)
+    try:
+        budget = serving_budget(MACHINE, guard, kv, prefix, minimum_kv=minimum)
+    except MemoryShortage:
+        default = min(int(free * 0.6), free - int((prefix or 0) * GB))
+        smallest = int(kv * GB) if kv is not None else default
+        assert asked > free or minimum > smallest
+        return
+    assert budget.kv + budget.prefix <= free
+    assert budget.kv >= minimum
+    assert kv is None or budget.kv == int(kv * GB)
+    assert prefix is None or budget.prefix == int(prefix * GB)
+
+
+def test_the_default_split_is_60_and_20_percent_and_yields_to_a_choice() -> None:
+    free = 35 * GB
+    default = serving_budget(MACHINE, 5 * GB, None, None, minimum_kv=1)
+    assert (default.kv, default.prefix) == (int(free * 0.6), int(free * 0.2))
+    assert serving_budget(MACHINE, 5 * GB, 34.0, None, minimum_kv=1).prefix == GB
+    assert serving_budget(MACHINE, 5 * GB, None, 30.0, minimum_kv=1).kv == 5 * GB
+    assert serving_budget(MACHINE, 5 * GB, None, 0.0, minimum_kv=1).prefix == 0
+
+
+def test_a_budget_below_one_row_says_which_flag() -> None:
+    with pytest.raises(MemoryShortage, match="--kv-cache-gb"):
+        serving_budget(MACHINE, 5 * GB, 1.0, None, minimum_kv=2 * GB)
