@@ -39,6 +39,7 @@ demo: $(READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_architecture.py tests/unit
 

@@ -32,7 +32,12 @@ LAYERS = {
 
 VOCABULARY = ("phalanx.errors", "phalanx.faults", "phalanx.config", "phalanx.types", "phalanx.memory")
 NARROW = {
-    "server": ("phalanx.engine.client", "phalanx.engine.stats", "phalanx.model.tokenizer", "phalanx.model.stop_strings"),
+    "server": (
+        "phalanx.engine.client",
+        "phalanx.engine.stats",
+        "phalanx.model.tokenizer",
+        "phalanx.model.stop_strings",
+    ),
     "gateway": (),
     "cluster": (),
     "bench": (),

@@ -7,7 +7,9 @@ MLX.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 from pathlib import Path
 
 import psutil
@@ -84,6 +86,14 @@ def _limit_of(group: Path) -> MachineMemory | None:
 def process_rss() -> int:
     """Resident set size of this process, in bytes."""
     return int(psutil.Process().memory_info().rss)
+
+
+def trim_heap() -> None:
+    """Give freed heap memory back to the system, where the C library keeps it by itself (glibc)."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent from other C libraries
+        if trim is not None:
+            trim(0)
 
 
 def guard_bytes(physical: int, override_gb: float | None = None) -> int:

@@ -71,3 +71,12 @@ def test_memory_comes_back(real_server: Running):
     assert after.active_bytes == before.active_bytes
     assert after.rss_bytes - before.rss_bytes < 32 * MIB
     assert process_rss() - own < 32 * MIB  # the server runs in this process
+
+
+def test_memory_comes_back_over_http(real_server: Running):
+    run_all(real_server)
+    first = httpx.post(f"{real_server.origin}/reset_prefix_cache").json()["bytes"]
+    run_all(real_server)
+    second = httpx.post(f"{real_server.origin}/reset_prefix_cache").json()["bytes"]
+    assert (second["kv"], second["prefix"], second["active"]) == (0, 0, first["active"])
+    assert second["rss"] - first["rss"] < 32 * MIB

@@ -223,8 +223,16 @@ def test_a_web_page_saved_as_weights_is_refused(broken: Path) -> None:
         loaded(broken)
 
 
-@pytest.mark.parametrize("header", [b"[]", b"{]", b'{"a":{}}', b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
-                                    b'{"a":{"dtype":"Q9","shape":[1],"data_offsets":[0,4]}}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{]",
+        b'{"a":{}}',
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"Q9","shape":[1],"data_offsets":[0,4]}}',
+    ],
+)
 def test_a_damaged_header_is_refused(header: bytes, broken: Path) -> None:
     (broken / FILE).write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
     with pytest.raises(WeightsError, match="damaged header"):

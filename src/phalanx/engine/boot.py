@@ -20,15 +20,7 @@ from phalanx.config import GIB, EngineConfig, memory_guard_override_gb
 from phalanx.engine.leader import Leader
 from phalanx.engine.mailbox import Mailbox
 from phalanx.engine.trace import Trace
-from phalanx.errors import (
-    ConfigError,
-    Desync,
-    ExitCode,
-    MemoryShortage,
-    ModelError,
-    NonFiniteLogits,
-    PhalanxError,
-)
+from phalanx.errors import ConfigError, ExitCode, MemoryShortage, PhalanxError, exit_code_of
 from phalanx.model import load, registry
 from phalanx.model.probe import probe
 from phalanx.model.resolve import resolve
@@ -64,17 +56,6 @@ def run_rank(config: EngineConfig, socket_path: str, rank: int) -> int:
         log.error("%s: %s", type(error).__name__, error)
         return exit_code_of(error)
     return ExitCode.OK
-
-
-def exit_code_of(error: PhalanxError) -> ExitCode:
-    """What a rank that ends by this error exits with."""
-    table: list[tuple[type[PhalanxError] | tuple[type[PhalanxError], ...], ExitCode]] = [
-        (MemoryShortage, ExitCode.MEMORY),
-        ((ModelError, ConfigError), ExitCode.CONFIG),
-        (Desync, ExitCode.DESYNC),
-        (NonFiniteLogits, ExitCode.NUMERIC),
-    ]
-    return next((code for kind, code in table if isinstance(error, kind)), ExitCode.CRASH)
 
 
 def _boot(config: EngineConfig, mailbox: Mailbox) -> tuple[Leader, ModelInfo]:

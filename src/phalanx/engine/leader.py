@@ -14,7 +14,7 @@ from phalanx.engine.execute import Output, execute
 from phalanx.engine.mailbox import Mailbox
 from phalanx.engine.mirror import Mirror
 from phalanx.engine.trace import Trace
-from phalanx.memory import process_rss
+from phalanx.memory import process_rss, trim_heap
 from phalanx.model.runner import Runner
 from phalanx.model.sampler import Position, TokenCounts, sample, score
 from phalanx.sched.commit import commit_chunk, commit_tokens
@@ -36,6 +36,8 @@ from phalanx.types import (
     TokenLogprobs,
 )
 
+REST_AFTER_S = 2.0  # seconds without work after which freed buffers are not kept for reuse any more
+
 
 class Leader:
     """Owns the scheduler, the mirror, the model's runner and the line to the server."""
@@ -50,7 +52,9 @@ class Leader:
         self._scores: dict[int, list[TokenLogprobs | None]] = {}
         self._scored: list[PromptScored] = []
         self._pings: list[int] = []
-        self._reset = False
+        self._reset = False  # the prefix cache was dropped: do not wait with giving memory back
+        self._kept_memory = True
+        self._last_work = time.monotonic()
         self._stopping = False
         self._step_s = 0.0
         self._model_s = 0.0
@@ -78,7 +82,9 @@ class Leader:
             self.scheduler.observe_prefill(execution.prefill_tokens, execution.prefill_s)
             self.scheduler.apply(self._commits(step, verified), time.monotonic(), logprobs)
         self._send_events(step)
-        if step is not None and step.forwards:
+        if step is not None:
+            self._kept_memory = True
+            self._last_work = time.monotonic()
             self._step_s += time.perf_counter() - started
 
     @property
@@ -107,12 +113,19 @@ class Leader:
                 self._stopping = True
 
     def _answer_pings(self) -> None:
-        if self._reset and self.scheduler.idle:
-            self._reset = False
-            self.runner.reset()
+        if self.scheduler.idle and (self._reset or time.monotonic() - self._last_work > REST_AFTER_S):
+            self._rest()
         for nonce in self._pings:
             self._mailbox.send(Pong(nonce, self.stats()))
         self._pings.clear()
+
+    def _rest(self) -> None:
+        """An idle engine gives the buffers it keeps for reuse back to the system, once after each time of work."""
+        self._reset = False
+        if self._kept_memory:
+            self._kept_memory = False
+            self.runner.reset()
+            trim_heap()
 
     def _send_events(self, step: Step | None) -> None:
         events = [*self._scored, *self.scheduler.take_events()]

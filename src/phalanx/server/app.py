@@ -160,7 +160,7 @@ def _add_routes(app: FastAPI, config: ServerConfig, completions: Completions, in
     async def require_key(request: Request) -> None:
         request.state.api_key = check_key(request.headers.get("authorization"), config.api_keys)
 
-    keyed = [Depends(require_key)]  # as vllm serve: /v1 needs a key, the operator's endpoints do not
+    keyed = [Depends(require_key)]  # /v1 and what changes state need a key; what only tells does not
     add = app.add_api_route
     chat, complete = json_body(ChatBody), json_body(CompletionBody)
     add("/v1/chat/completions", completions.chat, methods=["POST"], dependencies=keyed, openapi_extra=chat)
@@ -169,6 +169,7 @@ def _add_routes(app: FastAPI, config: ServerConfig, completions: Completions, in
     add("/v1/models/{name:path}", information.model, methods=["GET"], dependencies=keyed)
     add("/tokenize", information.tokenize, methods=["POST"], openapi_extra=json_body(TokenizeBody))
     add("/detokenize", information.detokenize, methods=["POST"], openapi_extra=json_body(DetokenizeBody))
+    add("/reset_prefix_cache", information.reset_prefix_cache, methods=["POST"], dependencies=keyed)
     add("/version", information.version, methods=["GET"])
     add("/health", information.health, methods=["GET"])
     add("/ping", information.health, methods=["GET"])

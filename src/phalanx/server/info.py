@@ -22,7 +22,7 @@ from phalanx.server.prompts import Prompts
 from phalanx.server.sampling import resolve_model
 from phalanx.server.schema import DetokenizeBody, TokenizeBody
 from phalanx.server.validate import parse_detokenize, parse_tokenize
-from phalanx.types import ModelInfo
+from phalanx.types import ModelInfo, ResetPrefixCache
 
 
 class Information:
@@ -73,6 +73,14 @@ class Information:
         body = await read_body(request, DetokenizeBody, self._config.max_body_bytes)
         tokens = parse_detokenize(body, self._served, self._info().vocab_size)
         return JSONResponse({"prompt": await self._prompts.decode(tokens)})
+
+    async def reset_prefix_cache(self) -> JSONResponse:
+        """`POST /reset_prefix_cache`, as vLLM: drop every kept prefix. Answers when the memory is free."""
+        self._engine.send(ResetPrefixCache())
+        stats = await self._engine.ping()
+        self._metrics.stats(stats)
+        sizes = {"kv": stats.kv_bytes, "prefix": stats.prefix_bytes, "active": stats.active_bytes}
+        return JSONResponse({"bytes": {**sizes, "rss": stats.rss_bytes}})
 
     async def version(self) -> JSONResponse:
         """`GET /version`"""
