@@ -131,6 +131,8 @@ def _read(console: Console) -> str | None:
             print()
             note("(Ctrl-D or /quit ends)")
         except EOFError:
+            if sys.stdin.isatty():
+                print()
             return None
 
 

@@ -52,7 +52,7 @@ def command(
         }
         exchange = asyncio.run(_ask(console, server.url, body))
         _show_speed(console, exchange)
-        _show_curl(console, server.url, body)
+        _show_curl(console, server.url, body, keep)
         done = True
     finally:
         if not (keep and done):
@@ -89,9 +89,9 @@ def _show_speed(console: Console, exchange: Exchange) -> None:
     console.print(table)
 
 
-def _show_curl(console: Console, url: str, body: dict[str, Any]) -> None:
+def _show_curl(console: Console, url: str, body: dict[str, Any], running: bool) -> None:
     asked = json.dumps({"model": body["model"], "messages": body["messages"], "stream": True})
-    console.print("\nTry it yourself, while a server runs:")
+    console.print("\nTry it yourself:" if running else "\nTry it yourself, with `phalanx serve` in another terminal:")
     console.print(
         f"  curl -N {url}/chat/completions -H 'Content-Type: application/json' -d {escape(shlex.quote(asked))}"
     )

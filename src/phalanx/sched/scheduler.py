@@ -34,6 +34,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     target_step_s: float
     prefix_budget: int  # bytes
     recurrent: bool = False  # rows hold recurrent state: no padding, a fresh row alone, prefixes whole
+    first_chunk: int = SMALLEST_CHUNK  # until the machine's speed is known; doubled from step to step at most
     largest_score: int = 128  # tokens of a chunk whose logits are all wanted (a chunk x vocabulary array)
 
 
@@ -82,7 +83,7 @@ class Scheduler:
         self._numbers = 0
         self._commits: list[Commit] = []  # of the last step, carried by the next
         self._events: list[Tokens | Finished] = []
-        self._chunk_limit = min(128, config.max_num_batched_tokens)
+        self._chunk_limit = min(config.first_chunk, config.max_num_batched_tokens)
 
     # -- the outside world -------------------------------------------------------------------------------------
 

@@ -180,5 +180,5 @@ def make_config(**more) -> SchedulerConfig:
         bytes_per_token=more.pop("bytes_per_token", 16),
         bytes_per_row=more.pop("bytes_per_row", 0),
     )
-    defaults = {"max_num_batched_tokens": 64, "target_step_s": 1.0, "prefix_budget": 1 << 18}
+    defaults = {"max_num_batched_tokens": 64, "first_chunk": 64, "target_step_s": 1.0, "prefix_budget": 1 << 18}
     return SchedulerConfig(limits=limits, **{**defaults, **more})

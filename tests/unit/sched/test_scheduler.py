@@ -309,6 +309,20 @@ def test_random_lives(data: st.DataObject):
             assert sim.outputs[name] == reference(request), name
 
 
+def test_chunks_start_small_and_follow_the_machines_speed():
+    """A first chunk that takes minutes on a slow machine would look like a stall."""
+    sim = Simulation(make_config(max_num_batched_tokens=512, first_chunk=16, target_step_s=1.0, max_model_len=8192))
+    sim.submit(make_request("a", prompt_of(4000), 1))
+    sizes = []
+    for tokens_per_second in (1000, 1000, 1000, 1000, 1000, 1000, 100, 1000, 3):
+        sim.step()
+        sizes.append(sum(sum(f.valid) for f in sim.steps[-1].forwards))
+        sim.scheduler.observe_prefill(sizes[-1], sizes[-1] / tokens_per_second)
+    assert sizes == [16, 32, 64, 128, 256, 512, 512, 100, 200]
+    sim.step()
+    assert sum(sum(f.valid) for f in sim.steps[-1].forwards) == 16
+
+
 def test_evictions_stay_within_the_budget():
     sim = Simulation(make_config(prefix_budget=16 * 250))
     for i in range(8):
