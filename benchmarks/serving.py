@@ -48,10 +48,10 @@ WORDS = "river stone light seven garden letter winter bread engine silver mornin
 
 @dataclass(frozen=True)
 class Point:
-    """One load: `concurrency` streams at once, each with a prompt of about `prompt` words."""
+    """One load: `concurrency` streams at once, each with a prompt of so many words behind a number of its own."""
 
     concurrency: int
-    prompt: int
+    words: int
     output: int  # tokens
 
 
@@ -77,7 +77,7 @@ SUBJECTS = (
     Subject(
         "random 100M",
         random_model,
-        (Point(1, 3, 32), Point(4, 3, 24), Point(16, 3, 12)),
+        (Point(1, 0, 32), Point(4, 0, 24), Point(16, 0, 16)),  # few words: prefill is as slow as decoding here
         long_prompt=60,
         seconds=60,
     ),
@@ -165,7 +165,7 @@ async def measure(
     for turn in range(rounds):
         if turn >= LEAST_ROUNDS and time.monotonic() - start > seconds:
             break
-        bodies = [request(prompt(point.prompt, turn, i), point.output) for i in range(point.concurrency)]
+        bodies = [request(prompt(point.words, turn, i), point.output) for i in range(point.concurrency)]
         for name in order(turn):
             load = await closed_loop(clients[name], bodies, point.concurrency)
             check(name, load, point)
@@ -188,7 +188,7 @@ async def measure_beside(clients: Mapping[str, httpx.AsyncClient], subject: Subj
             await asyncio.sleep(0.3)  # the long one is being prefilled
             if long.done():
                 raise RuntimeError(f"{name} prefilled the long prompt before the short one came; make it longer")
-            short = await stream_chat(client, request(prompt(3, turn, 98), 4))
+            short = await stream_chat(client, request(prompt(0, turn, 98), 4))
             await long
             assert short.ttft_s is not None
             result.values[name].append(1000 * short.ttft_s)

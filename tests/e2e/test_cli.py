@@ -103,6 +103,15 @@ def test_a_private_server_ends_in_order_and_with_its_parent(model: Path) -> None
     log.unlink()
 
 
+def test_the_demo_streams_an_answer_and_ends_in_order() -> None:
+    ended = phalanx("demo", "--port", "0", "--prompt", "What is 2+2?")
+    assert ended.returncode == 0, ended.stderr
+    shown = ended.stdout
+    assert "What is 2+2?" in shown
+    assert all(part in shown for part in ("time to first token", "tokens/s", "curl -N http://127.0.0.1:"))
+    assert "ended in order" in shown
+
+
 def processes_of(model: Path) -> list[int]:
     """Processes that serve this model."""
     found = []

@@ -16,10 +16,11 @@ from models import make_model
 from reference import reference_greedy
 
 from phalanx.config import EngineConfig
+from phalanx.demo import MODEL_DIR
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.types import Cancel, Finish, ResetPrefixCache
 
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3"]
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3", "demo"]
 
 
 def config_for(path, **more) -> EngineConfig:
@@ -42,7 +43,7 @@ def llama(tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sixteen_concurrent_prompts_equal_one_at_a_time(family, tmp_path):
-    path = make_model(family, tmp_path / family)
+    path = MODEL_DIR if family == "demo" else make_model(family, tmp_path / family)
 
     async def main():
         async with running(config_for(path)) as driver:

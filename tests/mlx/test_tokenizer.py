@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
 from phalanx.errors import InvalidRequest, ModelUnsupported
+from phalanx.model.text_stream import WindowStream
 from phalanx.model.tokenizer import Tokenizer
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -184,6 +186,18 @@ def test_a_long_stream_of_wrong_bytes_is_neither_held_back_nor_slow(tokenizers: 
         assert sum(shown) >= 297
 
 
+def test_a_decoder_that_changes_its_mind_shows_nothing_twice() -> None:
+    """Whatever a model's own tokenizer does with its neighbours: what was shown stays, what is new is added."""
+    texts = {1: "ab", 2: "c\ufffd", 3: "d"}
+
+    def decode(ids: Sequence[int]) -> str:
+        text = "".join(texts[token] for token in ids)
+        return text.upper() if 3 in ids else text
+
+    stream = WindowStream(decode, frozenset())
+    assert [stream.add(1), stream.add(2), stream.add(3), stream.finish()] == ["ab", "c", "\ufffdD", ""]
+
+
 # -- names of tokens -------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +253,8 @@ def test_a_saved_truncation_does_not_cut_prompts(tmp_path: Path) -> None:
     fast.save(str(tmp_path / "tokenizer.json"))
     text = "the quick brown fox jumps over"
     tokenizer = Tokenizer.load(tmp_path)
+    backend: Any = tokenizer._hf
+    assert backend.backend_tokenizer.truncation is None, "would be changed by the first call, while others run"
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

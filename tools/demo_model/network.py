@@ -163,7 +163,7 @@ class Network(nn.Module):
         return F.linear(self.hidden(tokens), self.model.embed_tokens.weight)
 
     def forward(self, tokens: Tensor, counted: Tensor | None = None) -> Tensor:
-        """Mean next-token loss (nats) over tokens [batch, length + 1], or over its targets where counted [batch, length]."""
+        """Mean next-token loss (nats) over tokens [batch, length + 1], or over the targets counted [batch, length]."""
         hidden, targets = self.hidden(tokens[:, :-1]), tokens[:, 1:]
         if counted is not None:
             hidden, targets = hidden[counted], targets[counted]

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from . import corpus
 
 LENGTHS = (256, 512, 1024)
+Batch = tuple[NDArray[np.int64], NDArray[np.bool_]]  # tokens [n, length + 1], which targets count [n, length]
 Rows = NDArray[np.uint16]
 
 
@@ -25,8 +26,8 @@ def encode(tokenizer: Tokenizer, seed: int, count: int) -> list[list[int]]:
 def pack(documents: list[list[int]]) -> dict[int, Rows]:
     """Rows of length + 1 for each of `LENGTHS`.
 
-    A row starts with a document that is too long for the next shorter length and is filled up with short documents; the
-    last one is cut. So short skills are also learned at late positions.
+    A row starts with a document that is too long for the next shorter length and is filled up with short documents;
+    the last one is cut. So short skills are also learned at late positions.
     """
     short = deque(d for d in documents if len(d) <= LENGTHS[0] + 1)
     starts: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
@@ -62,14 +63,35 @@ def answered(batch: NDArray[np.int64], asked: list[int]) -> NDArray[np.bool_]:
     return ~np.isin(role, asked)
 
 
+def repeats(rng: np.random.Generator, count: int, length: int, vocabulary: int) -> Batch:
+    """Rows of random tokens in which every stretch occurs several times; only the repetitions count.
+
+    They teach one thing, which everything else here rests on and ordinary text teaches slowly: to continue a sequence as
+    it went on before (induction heads).
+    """
+    batch = np.empty((count, length + 1), dtype=np.int64)
+    counted = np.zeros((count, length), dtype=np.bool_)
+    for row in range(count):
+        at = 0
+        while at <= length:
+            stretch = rng.integers(len(corpus.SPECIALS), vocabulary, rng.integers(4, 40))
+            again = np.tile(stretch, rng.integers(2, 4))[: length + 1 - at]
+            batch[row, at : at + len(again)] = again
+            counted[row, at + len(stretch) : at + len(again) - 1] = True
+            at += len(again)
+    return batch, counted
+
+
 def batches(
-    tokenizer: Tokenizer, first_seed: int, tokens: int, documents: int, stride: int = 1
-) -> Iterator[NDArray[np.int64]]:
+    tokenizer: Tokenizer, first_seed: int, tokens: int, documents: int, stride: int, repeated: float
+) -> Iterator[Batch]:
     """Endless batches [tokens // length, length + 1], lengths mixed in proportion to the corpus.
 
+    A share `repeated` of the batches is `repeats`.
     Documents come from the seeds `first_seed`, `first_seed + stride`, ...
     """
     seed = first_seed
+    asked = [tokenizer.token_to_id("<|user|>"), tokenizer.token_to_id("<|system|>")]
     while True:
         rng = Random(seed)
         pending: list[NDArray[np.int64]] = []
@@ -79,5 +101,9 @@ def batches(
             size = tokens // length
             pending += [rows[order[i : i + size]].astype(np.int64) for i in range(0, len(rows) - size + 1, size)]
         rng.shuffle(pending)
-        yield from pending
+        numbers = np.random.default_rng(seed)
+        for batch in pending:
+            yield batch, answered(batch, asked)
+            while numbers.random() < repeated:
+                yield repeats(numbers, tokens // LENGTHS[0], LENGTHS[0], tokenizer.get_vocab_size())
         seed += stride

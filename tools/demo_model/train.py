@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -136,13 +137,14 @@ def worker(rank: int, options: argparse.Namespace) -> None:
             layer.compile(dynamic=False)
 
     started = saved = logged = time.monotonic()
-    recent: dict[int, list[float]] = {length: [] for length in rows.LENGTHS}
+    recent: dict[int, list[float]] = defaultdict(list)
     log = (options.out / "log.jsonl").open("a")
-    asked = [tokenizer.token_to_id("<|user|>"), tokenizer.token_to_id("<|system|>")]
     share = options.batch_tokens // options.processes
-    for batch in rows.batches(tokenizer, options.seed + rank, share, 20_000, stride=options.processes):
+    for batch, counted in rows.batches(
+        tokenizer, options.seed + rank, share, 20_000, options.processes, options.repeated
+    ):
         now = time.monotonic()
-        loss = network(torch.from_numpy(batch), torch.from_numpy(rows.answered(batch, asked)))
+        loss = network(torch.from_numpy(batch), torch.from_numpy(counted))
         loss.backward()
         progress = options.progress + (1 - options.progress) * (now - started) / (options.minutes * 60)
         progress = average_gradients(network, progress)
@@ -156,14 +158,14 @@ def worker(rank: int, options: argparse.Namespace) -> None:
         adam.step()
         network.zero_grad(set_to_none=True)
         step, tokens = step + 1, tokens + share * options.processes
-        recent[batch.shape[1] - 1].append(loss.item())
+        recent[0 if batch.min() >= len(corpus.SPECIALS) else batch.shape[1] - 1].append(loss.item())
         if rank == 0 and step % 20 == 0:
             losses = {str(k): round(sum(v) / len(v), 4) for k, v in recent.items() if v}
             entry = {"step": step, "tokens": tokens, "progress": round(progress, 4), "loss": losses,
                      "seconds": round(now - started), "step_seconds": round((now - logged) / 20, 2)}  # fmt: skip
             print(json.dumps(entry), file=log, flush=True)
-            logged, recent = now, {length: [] for length in rows.LENGTHS}
-        if rank == 0 and now - saved > 240:
+            logged, recent = now, defaultdict(list)
+        if rank == 0 and now - saved > 120:
             save(options.out / "checkpoint.pt", network, adam, muon, step, tokens)
             saved = now
     if rank == 0:
@@ -185,6 +187,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--start-from", type=Path, help="checkpoint to continue from")
     parser.add_argument("--progress", type=float, default=0.0, help="place in the schedule to begin at (0 to 1)")
+    parser.add_argument("--repeated", type=float, default=0.1, help="share of batches of repeated random tokens")
     parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
