@@ -6,8 +6,8 @@ cost about the same per row however many rows there are, so on a CPU tokens/s ha
 servers, which call the same kernels, meet the same ceiling. What is left to differ is everything around the model
 call: batching, caches, sampling, transport. That is measured in three ways:
 
-1. Concurrency 1, 4 and 16: decode tokens/s (from the first token of any stream to the last of all), output tokens/s
-   (from the first request on, so with prefill), time to first token. Greedy, equal token counts, prompts that no
+1. Concurrency 1, 4 and 16: decode tokens/s (while all streams decode), output tokens/s (from the first request to the
+   last token, so with prefill), time to first token. Greedy, equal token counts, prompts that no
    prefix cache has seen. Rounds alternate A B, B A, ...; ratios are taken within a round, then their median.
 2. Time to first token of a short prompt that arrives while a long one is being prefilled. A server that prefills the
    long prompt in one piece makes the short one wait for all of it; chunks make it wait for one chunk.

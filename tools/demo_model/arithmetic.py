@@ -96,7 +96,7 @@ def word_problem(rng: Random) -> tuple[str, str]:
 
 def compare(rng: Random) -> tuple[str, str]:
     """Which of two numbers is larger, even or odd, the next number."""
-    left, right = rng.sample(range(0, 100), 2)
+    left, right = rng.sample(range(100), 2)
     kind = rng.randrange(4)
     if kind == 0:
         return f"Which is larger, {left} or {right}?", f"{max(left, right)} is larger than {min(left, right)}."

@@ -42,13 +42,21 @@ class Load(Struct, frozen=True):
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Output tokens after each first one, over the time from the earliest first token to the last token."""
+        """Rate of all streams together while all of them decode: from the last first token to the earliest end.
+
+        For loads in which every request is its own stream (as many requests as clients). A server that answers its
+        first stream while it prefills the others is not charged for that here; `tokens_per_s` counts everything.
+        0 when the streams never all decoded at once.
+        """
         answered = [exchange for exchange in self.exchanges if exchange.arrivals]
         if not answered:
             return 0.0
-        start = min(exchange.arrivals[0] for exchange in answered)
-        end = max(exchange.arrivals[-1] for exchange in answered)
-        tokens = sum((exchange.completion_tokens or len(exchange.arrivals)) - 1 for exchange in answered)
+        start = max(exchange.arrivals[0] for exchange in answered)
+        end = min(exchange.arrivals[-1] for exchange in answered)
+        tokens = 0.0
+        for exchange in answered:
+            per_arrival = (exchange.completion_tokens or len(exchange.arrivals)) / len(exchange.arrivals)
+            tokens += per_arrival * sum(start < arrival <= end for arrival in exchange.arrivals)
         return tokens / (end - start) if end > start else 0.0
 
 

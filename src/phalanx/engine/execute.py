@@ -36,7 +36,6 @@ class Execution(NamedTuple, Generic[Logits]):
     outputs: list[Output[Logits]]
     prefill_tokens: int
     prefill_s: float
-    model_s: float
 
 
 def execute(step: Step, mirror: Mirror, runner: Executor[Logits]) -> Execution[Logits]:
@@ -46,7 +45,6 @@ def execute(step: Step, mirror: Mirror, runner: Executor[Logits]) -> Execution[L
         Desync: this rank's rows are not the plan's.
     """
     mirror.begin(step)
-    started = time.perf_counter()
     runner.apply(step.ops)
     outputs: list[Output[Logits]] = []
     prefill_tokens, prefill_s = 0, 0.0
@@ -60,4 +58,4 @@ def execute(step: Step, mirror: Mirror, runner: Executor[Logits]) -> Execution[L
         mirror.advance(forward)
         if logits is not None:
             outputs.append(Output(forward, kv_len, logits))
-    return Execution(outputs, prefill_tokens, prefill_s, time.perf_counter() - started)
+    return Execution(outputs, prefill_tokens, prefill_s)

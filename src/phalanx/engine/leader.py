@@ -78,8 +78,9 @@ class Leader:
             before = time.perf_counter()
             execution = execute(step, self.mirror, self.runner)
             verified, logprobs = self._sample(execution.outputs)
-            self._model_s += time.perf_counter() - before
-            self.scheduler.observe_prefill(execution.prefill_tokens, execution.prefill_s)
+            model_s = time.perf_counter() - before
+            self._model_s += model_s
+            self.scheduler.observe(execution.prefill_tokens, execution.prefill_s, model_s - execution.prefill_s)
             self.scheduler.apply(self._commits(step, verified), time.monotonic(), logprobs)
         self._send_events(step)
         if step is not None:

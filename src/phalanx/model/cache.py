@@ -23,6 +23,10 @@ from phalanx.model.layout import GroupLayout, Heads, KvLayout, Layout, StateLayo
 
 Mask = mx.array | str | None
 
+EARLY_FIRST, EARLY_EVERY = 2, 4
+"""Layers after which evaluation is started: 12.9 -> 12.0 ms per step of the 8-layer demo model on 2 CPU cores; more
+often is no better."""
+
 
 class RowView:
     """The geometry of one forward, shared by all layers: which slots, at which positions, behind which masks.
@@ -48,6 +52,7 @@ class RowView:
         self.offset: int | mx.array = self.shortest
         self.after: int | mx.array = self.need
         self._mask_dims = mask_dims
+        self._writes = 0
         self._masks: dict[tuple[int | None, bool], Mask] = {}
         if not self.uniform:
             self.offset = mx.array(list(kv_len), dtype=mx.int32)  # [rows]
@@ -61,6 +66,16 @@ class RowView:
             buffer[self.start : self.stop, :, self.shortest : self.need] = new
         else:
             buffer[self._slots, :, self._positions] = new.swapaxes(1, 2)
+
+    def start_early(self, buffer: mx.array) -> None:
+        """Let the device begin on what the model has built so far, now and then while it builds the rest.
+
+        Building a decode step's graph takes Python about as long as a few layers take to compute; without this the
+        device would wait for the last layer before it began with the first.
+        """
+        self._writes += 1
+        if self._writes % EARLY_EVERY == EARLY_FIRST:
+            mx.async_eval(buffer)  # type: ignore[no-untyped-call]
 
     def read(self, buffer: mx.array) -> mx.array:
         """A view of the rows up to the longest one: `[rows, heads, S, dim]`."""
@@ -120,6 +135,7 @@ class RaggedKV:
         if values.shape[-1]:
             view.write(self._allocated(self.values), values)
         self.offset = view.after
+        view.start_early(self._allocated(self.keys))
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

@@ -124,11 +124,15 @@ class Scheduler:
         """Drop every kept prefix."""
         self.layout.ops.extend(Evict(number) for number in self.prefix.clear())
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Adapt the chunk size to the machine: aim at `target_step_s` per step. Called with measured time."""
-        if seconds <= 0 or tokens < min(SMALLEST_CHUNK, self._chunk_limit):
+    def observe(self, prefill_tokens: int, prefill_s: float, decode_s: float) -> None:
+        """Adapt the chunk size to the machine, from the measured times of a step.
+
+        The prefill part of a step aims at `target_step_s`, or at the time of its decoding part where that is longer:
+        on a slow machine decoding then takes turns with prefill instead of starving it.
+        """
+        if prefill_s <= 0 or prefill_tokens < min(SMALLEST_CHUNK, self._chunk_limit):
             return
-        wanted = int(tokens / seconds * self.config.target_step_s)
+        wanted = int(prefill_tokens / prefill_s * max(self.config.target_step_s, decode_s))
         limit = min(wanted, 2 * self._chunk_limit, self.config.max_num_batched_tokens)
         self._chunk_limit = max(SMALLEST_CHUNK, limit)
 

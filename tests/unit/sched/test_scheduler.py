@@ -297,7 +297,7 @@ def test_random_lives(data: st.DataObject):
         if draw(st.integers(0, 9)) == 0:
             sim.scheduler.reset_prefix_cache()
         if draw(st.integers(0, 5)) == 0:
-            sim.scheduler.observe_prefill(draw(st.integers(16, 64)), draw(st.floats(0.001, 10)))
+            sim.scheduler.observe(draw(st.integers(16, 64)), draw(st.floats(0.001, 10)), draw(st.floats(0, 10)))
     sim.run()
     assert set(sim.finished) == set(requests)
     assert sim.largest_kv <= config.limits.kv_budget
@@ -317,10 +317,13 @@ def test_chunks_start_small_and_follow_the_machines_speed():
     for tokens_per_second in (1000, 1000, 1000, 1000, 1000, 1000, 100, 1000, 3):
         sim.step()
         sizes.append(sum(sum(f.valid) for f in sim.steps[-1].forwards))
-        sim.scheduler.observe_prefill(sizes[-1], sizes[-1] / tokens_per_second)
+        sim.scheduler.observe(sizes[-1], sizes[-1] / tokens_per_second, 0.1)
     assert sizes == [16, 32, 64, 128, 256, 512, 512, 100, 200]
     sim.step()
     assert sum(sum(f.valid) for f in sim.steps[-1].forwards) == 16
+    sim.scheduler.observe(16, 16.0, 30.0)  # 1 token/s, and decoding takes 30 s: prefill may take as long
+    sim.step()
+    assert sum(sum(f.valid) for f in sim.steps[-1].forwards) == 30
 
 
 def test_evictions_stay_within_the_budget():
