@@ -9,7 +9,7 @@ from phalanx.config import EngineConfig
 from phalanx.engine.process import EngineProcess
 from phalanx.types import Batch, Finished, ModelInfo, PromptScored, Sampling, SequenceRequest, StopRule, Submit, Tokens
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 class Driver:

@@ -20,7 +20,7 @@ from phalanx.demo import MODEL_DIR
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.types import Cancel, Finish, ResetPrefixCache
 
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3", "demo"]
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "demo"]
 
 
 def config_for(path, **more) -> EngineConfig:
@@ -57,7 +57,7 @@ def test_sixteen_concurrent_prompts_equal_one_at_a_time(family, tmp_path):
                     await driver.until(lambda i=i: len(driver.tokens[str(i - 3)]) > 2 or str(i - 3) in driver.finished)
             await driver.until(lambda: len(driver.finished) == len(jobs))
             again = await driver.generate(ask("again", jobs[5]["prompt"], 20))
-            assert driver.finished["again"].cached_tokens > 0
+            assert driver.finished["again"].cached_tokens > 0 or not driver.engine.info.rolls_back
             return jobs, [driver.tokens[str(i)] for i in range(len(jobs))], again[0]
 
     jobs, got, again = asyncio.run(main())
