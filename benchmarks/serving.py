@@ -41,6 +41,7 @@ from servers import MODEL_NAME, endless_demo, mlx_lm, phalanx
 from phalanx.bench.client import open_client, stream_chat
 from phalanx.bench.load import Load, closed_loop, ttft
 
+RAMP_S = 0.03  # mlx_lm.server listens with a backlog of 5: of 16 connections made at once it resets a few
 ROUNDS = 3
 LEAST_ROUNDS = 2
 WORDS = "river stone light seven garden letter winter bread engine silver morning paper window road music cloud".split()
@@ -167,7 +168,7 @@ async def measure(
             break
         bodies = [request(prompt(point.words, turn, i), point.output) for i in range(point.concurrency)]
         for name in order(turn):
-            load = await closed_loop(clients[name], bodies, point.concurrency)
+            load = await closed_loop(clients[name], bodies, point.concurrency, ramp_s=RAMP_S)
             check(name, load, point)
             decode.values[name].append(load.decode_tokens_per_s)
             output.values[name].append(load.tokens_per_s)

@@ -24,7 +24,7 @@ from .network import Network, Shape
 from .probes import CHAT, LONG_PROMPTS, PHALANX, RAW_PROMPTS, SKILLS, Probe, seen_sums, sums
 
 
-def mlx_loss(model: Any, folder: Path, documents: int = 300) -> float:
+def mlx_loss(model: Any, folder: Path, documents: int = 150) -> float:
     """Held-out loss in nats per token, over the same rows as `train.held_out_loss`."""
     packed = rows.pack(
         rows.encode(Tokenizer.from_file(str(folder / "tokenizer.json")), corpus.HELD_OUT_SEED, documents)

@@ -91,7 +91,7 @@ def batches(
     Documents come from the seeds `first_seed`, `first_seed + stride`, ...
     """
     seed = first_seed
-    asked = [tokenizer.token_to_id("<|user|>"), tokenizer.token_to_id("<|system|>")]
+    asked = [corpus.SPECIALS.index("<|user|>"), corpus.SPECIALS.index("<|system|>")]
     while True:
         rng = Random(seed)
         pending: list[NDArray[np.int64]] = []

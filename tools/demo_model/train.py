@@ -15,6 +15,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ def rate_at(progress: float) -> float:
 
 
 @torch.no_grad()
-def held_out_loss(network: torch.nn.Module, tokenizer: Tokenizer, documents: int = 300) -> float:
+def held_out_loss(network: torch.nn.Module, tokenizer: Tokenizer, documents: int = 150) -> float:
     """Mean loss in nats per token on documents of the held-out seed, in rows of 256 and 1,024."""
     packed = rows.pack(rows.encode(tokenizer, corpus.HELD_OUT_SEED, documents))
     total = count = 0.0
@@ -105,7 +106,9 @@ def average_gradients(network: Network, progress: float) -> float:
     told = torch.tensor([progress if dist.get_rank() == 0 else 0.0])
     flat = torch.cat([*mine, told])
     dist.all_reduce(flat)
-    pieces = flat[:-1].div_(dist.get_world_size()).split([p.numel() for p in parameters])
+    flat[:-1] /= dist.get_world_size()
+    ends = np.cumsum([0] + [p.numel() for p in parameters]).tolist()
+    pieces = [flat[start:end] for start, end in pairwise(ends)]
     for parameter, piece in zip(parameters, pieces, strict=True):
         parameter.grad = piece.view_as(parameter)
     return float(flat[-1])
@@ -190,7 +193,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    mp.spawn(worker, args=(options,), nprocs=options.processes)
+    mp.spawn(worker, args=(options,), nprocs=options.processes)  # type: ignore[attr-defined, no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -80,13 +80,19 @@ async def closed_loop(
     concurrency: int,
     *,
     path: str = "/chat/completions",
+    ramp_s: float = 0.0,
 ) -> Load:
-    """Send every body once, `concurrency` at a time. A failed request is counted, not raised."""
+    """Send every body once, `concurrency` at a time. A failed request is counted, not raised.
+
+    Args:
+        ramp_s: seconds between the starts of two clients.
+    """
     exchanges: dict[int, Exchange] = {}
     failures: list[str] = []
     waiting = iter(list(enumerate(bodies)))
 
-    async def work() -> None:
+    async def work(delay: float) -> None:
+        await asyncio.sleep(delay)
         for index, body in waiting:  # shared: each worker takes the next one
             try:
                 exchanges[index] = await stream_chat(client, body, path=path)
@@ -95,8 +101,8 @@ async def closed_loop(
 
     start = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(bodies))):
-            group.create_task(work())
+        for i in range(min(concurrency, len(bodies))):
+            group.create_task(work(i * ramp_s))
     ordered = tuple(exchanges[index] for index in sorted(exchanges))
     return Load(ordered, tuple(failures), time.monotonic() - start)
 
