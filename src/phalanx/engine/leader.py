@@ -58,7 +58,6 @@ class Leader:
         self._stopping = False
         self._step_s = 0.0
         self._model_s = 0.0
-        self._decode_steps = 0
 
     def run(self) -> None:
         """Serve until the server says `Shutdown`."""
