@@ -17,7 +17,8 @@ import msgspec
 from msgspec import Struct
 
 from phalanx.sched.admission import Admission, Limits
-from phalanx.sched.arena import Arena, Layout
+from phalanx.sched.arena import Layout
+from phalanx.sched.forwards import decode_forwards, prefill_forwards
 from phalanx.sched.plan import Commit, Evict, Forward, Restore, Share, Step, Store
 from phalanx.sched.prefix import BLOCK, PrefixIndex, common_prefix
 from phalanx.sched.sequence import Sequence, extend_crc
@@ -373,81 +374,10 @@ class Scheduler:
         for row in rows:
             if chunks[row.number] == row.to_prefill:
                 self.layout.promote(row)
-        rows.sort(key=lambda row: (row.arena, row.slot))
-        forwards = []
-        group: list[Sequence] = []
-        for row in rows:
-            if group and not self._joins(group, row, chunks):
-                forwards.append(self._chunk_forward(group, chunks))
-                group = []
-            group.append(row)
-        if group:
-            forwards.append(self._chunk_forward(group, chunks))
-        return forwards
-
-    def _joins(self, group: list[Sequence], row: Sequence, chunks: dict[int, int]) -> bool:
-        """Whether a row's chunk may share a rectangle: neighbours, little padding, room for the padding."""
-        last = group[-1]
-        if self.config.recurrent or row.arena != last.arena or row.slot != last.slot + 1:
-            return False
-        if row.wants_scores or last.wants_scores:
-            return False
-        members = [*group, row]
-        sizes = [chunks[r.number] for r in members]
-        width = max(sizes)
-        if 4 * sum(sizes) < 3 * width * len(sizes):
-            return False
-        capacity = self.layout.arenas[row.arena].capacity
-        return all(r.kv_len + width <= capacity for r in members)
-
-    def _chunk_forward(self, rows: list[Sequence], chunks: dict[int, int]) -> Forward:
-        sizes = tuple(chunks[row.number] for row in rows)
-        width = max(sizes)
-        tokens = tuple(
-            (*row.tokens[row.kv_len : row.kv_len + n], *(0,) * (width - n)) for row, n in zip(rows, sizes, strict=True)
-        )
-        return Forward(
-            arena=rows[0].arena,
-            start=rows[0].slot,
-            seqs=tuple(row.number for row in rows),
-            tokens=tokens,
-            valid=sizes,
-            sample=False,
-            score=rows[0].wants_scores and rows[0].kv_len + 1 < rows[0].prompt_len,
-        )
+        return prefill_forwards(self.layout, rows, chunks, pad=not self.config.recurrent)
 
     def _decode_forwards(self) -> list[Forward]:
-        """One sampling forward for the decoding rows of each arena."""
-        forwards = []
-        for arena in self.layout.arenas:
-            rows = arena.rows[: arena.n_decoding]
-            fresh = [row for row in rows if row.kv_len == 0 and len(row.tokens) == 1] if self.config.recurrent else []
-            for run in _runs(rows, {row.slot for row in fresh}):
-                forwards.append(_decode_forward(arena, run))
-        if forwards:
-            self.counters.decode_steps += 1
-        return forwards
-
-
-def _runs(rows: list[Sequence], alone: set[int]) -> list[list[Sequence]]:
-    """Contiguous runs of slots, the slots in `alone` each a run of its own."""
-    runs: list[list[Sequence]] = []
-    open_run = False
-    for row in rows:
-        if row.slot in alone or not open_run:
-            runs.append([row])
-        else:
-            runs[-1].append(row)
-        open_run = row.slot not in alone
-    return runs
-
-
-def _decode_forward(arena: Arena, rows: list[Sequence]) -> Forward:
-    return Forward(
-        arena=arena.index,
-        start=rows[0].slot,
-        seqs=tuple(row.number for row in rows),
-        tokens=tuple((row.tokens[-1],) for row in rows),
-        valid=(1,) * len(rows),
-        sample=True,
-    )
+        """Sampling forwards for the decoding rows of each arena."""
+        found = [f for arena in self.layout.arenas for f in decode_forwards(arena, fresh_alone=self.config.recurrent)]
+        self.counters.decode_steps += bool(found)
+        return found
