@@ -18,6 +18,9 @@ DEFAULT_PORT = 8000
 GIB = 1 << 30
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+Backend = Literal["ring", "mpi", "jaccl", "jaccl-ring", "nccl"]
+Collective = Literal["auto", "star", "ring"]
+SECRET_VARIABLE = "PHALANX_GROUP_SECRET"
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -47,6 +50,42 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """GiB kept free for the rest of the machine; None is max(10 % of physical memory, 5 GB) (B2)."""
     trace: str | None = None
     """File to which every plan is appended as a line of JSON; None is off."""
+    tensor_parallel_size: int = 1
+    """Ranks that share every layer; each is a process with its part of the weights and of the KV cache."""
+    backend: Literal["auto"] | Backend = "auto"
+    """What carries the collectives; `auto` takes the best that is there and says why (F1)."""
+    collective: Collective = "auto"
+    """All-reduce algorithm where the backend offers a choice (mpi): star gathers on one rank, ring passes round."""
+    check_collectives: bool = True
+    """Every reduction carries a checksum and a tag, judged before a token of the step is committed (A6)."""
+    join_s: float = 60.0
+    """Seconds that the ranks of a group have to find each other at start."""
+    silence_s: float = 2.0
+    """Seconds without a sign of life after which a rank is taken for lost."""
+    wedge_s: float = 10.0
+    """Seconds a step may take at least before the group is ended as wedged; 5 times the predicted step if longer."""
+    inject: str | None = None
+    """A fault to produce, for drills and tests: `KIND:rank=R,step=S[,layer=L]`; see `dist/inject.py`."""
+
+
+class GroupConfig(Struct, frozen=True, kw_only=True):
+    """What makes rank processes one group. Travels as JSON on the command line of `phalanx rank`; the secret does not.
+
+    Without one, a rank is a group of its own.
+    """
+
+    size: int
+    """Number of ranks."""
+    backend: Backend
+    """What carries the collectives; it works or start-up fails, nothing else is tried."""
+    nonce: int
+    """Drawn for this start of this group; ranks of another job, or of an earlier start, have another one."""
+    control: str
+    """`host:port` on which rank 0 accepts the other ranks' control connections."""
+    addresses: tuple[str, ...] = ()
+    """`ip:port` of each rank in a ring; empty for backends that find their peers themselves."""
+    ranks_here: int = 1
+    """Ranks on this rank's machine: they share its memory."""
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True):
@@ -85,6 +124,12 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
 def environment() -> Mapping[str, str]:
     """The process environment, for handing to child processes."""
     return os.environ
+
+
+def group_secret() -> bytes | None:
+    """What proves to each other that ranks belong to one group; the launcher puts it into their environment."""
+    text = os.environ.get(SECRET_VARIABLE)
+    return text.encode() if text else None
 
 
 def memory_guard_override_gb() -> float | None:

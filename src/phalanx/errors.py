@@ -19,6 +19,8 @@
         +-- Quarantined        the request was active in two engine crashes
         +-- Desync             a rank's state differs from the plan's; names step, row and field
         +-- NonFiniteLogits    a forward produced NaN or infinity; names step and row
+        +-- GroupError         ranks could not form the group that was meant; names backend, rank and port
+        +-- CollectiveFault    a reduction's checksum or tag is wrong on some rank; names step and layer
 
 Every class carries a message that names what was seen and a `remedy` that says what to do. HTTP status codes are
 not decided here but in one table in `server/app.py`.
@@ -126,6 +128,14 @@ class NonFiniteLogits(EngineError):
     """A forward produced NaN or infinity (A6). Nothing of that step is committed."""
 
 
+class GroupError(EngineError):
+    """The ranks could not form the group that was meant (F1): the backend failed, or somebody else was there."""
+
+
+class CollectiveFault(EngineError):
+    """The fabric delivered a sum that cannot be right (A6). Nothing of that step is committed."""
+
+
 class ExitCode(enum.IntEnum):
     """Exit status of a rank process. Supervisors decide on restarts by these."""
 
@@ -139,6 +149,7 @@ class ExitCode(enum.IntEnum):
     DESYNC = 72
     NUMERIC = 73
     STALLED = 74
+    GROUP = 75
 
     @property
     def restart_helps(self) -> bool:
@@ -154,6 +165,8 @@ def exit_code_of(error: PhalanxError) -> ExitCode:
         MemoryShortage: ExitCode.MEMORY,
         Desync: ExitCode.DESYNC,
         NonFiniteLogits: ExitCode.NUMERIC,
+        CollectiveFault: ExitCode.NUMERIC,
+        GroupError: ExitCode.GROUP,
         PhalanxError: ExitCode.CRASH,
     }
     return next(table[kind] for kind in type(error).__mro__ if kind in table)

@@ -1,0 +1,1 @@
+"""Groups of ranks: the only users of `mx.distributed` and of the control port."""

@@ -1,0 +1,92 @@
+"""Joining a group of ranks, strictly: once, under a deadline, and verified (DESIGN section 2).
+
+MLX's `init` can block for ever while it holds the interpreter's lock, can come up as several groups of one, and can
+connect to another job's rank. So a timer of the operating system ends the process when joining takes too long, and
+size, rank and a nonce of this start are compared over the new group before anything else uses it. Does not know models
+or plans.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+
+from phalanx.config import Backend
+from phalanx.errors import GroupError
+
+log = logging.getLogger("phalanx.group")
+
+_MLX_NAME = {"jaccl-ring": "jaccl"}  # a launcher's name; MLX is told by MLX_JACCL_RING
+NONCE_BITS = 48
+
+
+def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, deadline_s: float) -> mx.distributed.Group:
+    """The group of this start.
+
+    Args:
+        nonce: below 2**48, the same on all ranks of this start and on no others.
+        where: how the other ranks reach this one, for messages.
+        deadline_s: the process ends by SIGALRM when joining and verifying take longer.
+
+    Raises:
+        GroupError: the backend cannot start, or what came up is not the group that was meant.
+    """
+    started = time.monotonic()
+    log.info("joining %d ranks over %s%s, %g s at most", size, backend, where and f" at {where}", deadline_s)
+    with _alarm(deadline_s):
+        try:
+            group = mx.distributed.init(strict=True, backend=_MLX_NAME.get(backend, backend))
+        except (RuntimeError, ValueError) as error:
+            raise GroupError(
+                f"Rank {rank} could not start the {backend} backend{where and f' at {where}'}: {error}",
+                remedy="Check that every rank started, and that nothing else uses the port.",
+            ) from error
+        _verify(group, backend, rank, size, nonce)
+    log.info("joined in %.2f s", time.monotonic() - started)
+    return group
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Ends the process by SIGALRM, whatever it is blocked in, unless the block is left in time."""
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _verify(group: mx.distributed.Group, backend: Backend, rank: int, size: int, nonce: int) -> None:
+    if (group.rank(), group.size()) != (rank, size):
+        raise GroupError(
+            f"{backend} came up with rank {group.rank()} of {group.size()}; this process is rank {rank} of {size}.",
+            remedy="The hosts' order or the device matrix is not the same on all machines.",
+        )
+    cpu = mx.Device(mx.cpu)
+    with mx.stream(cpu):
+        mine = mx.array([1 if i == rank else 0 for i in range(size)] + _digits(nonce), dtype=mx.int32)
+        least = mx.distributed.all_min(mine[size:], group=group)
+        most = mx.distributed.all_max(mine[size:], group=group)
+        present = mx.distributed.all_sum(mine[:size], group=group)
+        mx.eval(least)
+        mx.eval(most)
+        mx.eval(present)
+    if least.tolist() != _digits(nonce) or most.tolist() != _digits(nonce):
+        raise GroupError(
+            f"Rank {rank} is connected to a rank of another job, or of an earlier start ({backend}).",
+            remedy="Another group uses the same ports; phalanx starts again on fresh ones.",
+        )
+    if present.tolist() != [1] * size:
+        raise GroupError(f"{backend} counts ranks {present.tolist()} instead of one of each; the group is not whole.")
+
+
+def _digits(nonce: int) -> list[int]:
+    """A nonce as three numbers that every backend and dtype sums exactly."""
+    return [(nonce >> shift) & 0xFFFF for shift in (0, 16, 32)]

@@ -1,0 +1,105 @@
+"""Faults on demand, for drills and tests: what a bad fabric or a lost rank looks like, at a chosen rank and step.
+
+`phalanx serve --inject garbage:rank=1,step=40,layer=3`. A fault happens once per start of the group, on the first one
+only (`EngineConfig.inject` is dropped at a restart), so that recovery can be watched. Does not know what the ranks
+compute.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Literal, cast, get_args
+
+import mlx.core as mx
+from msgspec import Struct
+
+from phalanx.errors import ConfigError
+
+BufferFault = Literal["garbage", "stale", "zero", "permute"]
+RankFault = Literal["kill", "suspend", "wedge", "late", "tamper"]
+BUFFER_FAULTS = get_args(BufferFault)
+RANK_FAULTS = get_args(RankFault)
+
+
+class Injection(Struct, frozen=True, kw_only=True):
+    """One fault: buffers are spoiled at reduction `layer` of the first forward from `step` on, ranks at `step`."""
+
+    kind: BufferFault | RankFault
+    rank: int
+    step: int = 1
+    layer: int = 0
+
+
+def parse(text: str) -> Injection:
+    """`KIND:rank=R,step=S,layer=L`.
+
+    Raises:
+        ConfigError: says what is wrong and what kinds there are.
+    """
+    kind, _, rest = text.partition(":")
+    fields: dict[str, int] = {}
+    for item in filter(None, rest.split(",")):
+        name, _, value = item.partition("=")
+        if name not in ("rank", "step", "layer") or not value.isdecimal():
+            raise ConfigError(f"--inject {text!r}: {item!r} is not rank=R, step=S or layer=L.")
+        fields[name] = int(value)
+    if kind not in BUFFER_FAULTS + RANK_FAULTS or "rank" not in fields:
+        raise ConfigError(
+            f"--inject {text!r} is not KIND:rank=R,step=S[,layer=L].",
+            remedy=f"Kinds: {', '.join(BUFFER_FAULTS + RANK_FAULTS)}.",
+        )
+    return Injection(kind=cast("BufferFault | RankFault", kind), **fields)
+
+
+class SpoiledBuffer:
+    """Spoils one reduction on one rank, once. A `reduce.Fault`."""
+
+    def __init__(self, injection: Injection) -> None:
+        self._injection = injection
+        self._previous: mx.array | None = None
+        self._armed = False
+        self._done = False
+
+    def at_step(self, step: int) -> None:
+        """A step begins."""
+        self._armed = step >= self._injection.step
+
+    def __call__(self, wire: mx.array, forward: int, site: int) -> mx.array:
+        """The buffer to use instead of `wire`."""
+        if site != self._injection.layer or self._done:
+            return wire
+        previous, self._previous = self._previous, wire
+        if not self._armed:
+            return wire
+        match self._injection.kind:
+            case "garbage":
+                spoiled = mx.random.normal(wire.shape, key=mx.random.key(forward)).astype(wire.dtype) * 10
+            case "stale":
+                if previous is None or previous.shape != wire.shape:
+                    return wire  # wait for a forward of the same shape
+                spoiled = previous
+            case "zero":
+                spoiled = mx.zeros_like(wire)
+            case _:
+                spoiled = wire.reshape(-1)[::-1].reshape(wire.shape)
+        self._done = True
+        # The sum itself still happens, or this rank's next one would pair with the others' this one.
+        return cast("mx.array", mx.depends(spoiled, wire))
+
+
+def strike(injection: Injection, step: int) -> None:
+    """Do to this process what a rank fault says, if this is the step."""
+    if step != injection.step:
+        return
+    match injection.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "suspend":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "wedge":
+            while True:
+                time.sleep(3600)
+        case _:
+            return

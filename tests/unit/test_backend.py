@@ -1,0 +1,112 @@
+"""Choosing a backend, and reading other launchers' variables (F1)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx.config import EngineConfig
+from phalanx.dist import backend
+from phalanx.errors import ConfigError
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """A Linux machine on which nothing is installed."""
+    monkeypatch.setattr(backend, "find_mpi", lambda: None)
+    monkeypatch.setattr(backend, "rdma_devices", list)
+    monkeypatch.setattr(backend.shutil, "which", lambda name: None)
+    monkeypatch.setattr(backend.sys, "platform", "linux")
+    return monkeypatch
+
+
+def test_auto_takes_the_ring_where_nothing_else_is_and_says_so(bare):
+    assert backend.choose("auto") == ("ring", "neither RDMA devices nor an MPI library are there")
+
+
+def test_auto_takes_mpi_on_linux_when_it_is_installed(bare):
+    bare.setattr(backend, "find_mpi", lambda: backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
+    choice = backend.choose("auto")
+    assert choice.backend == "mpi"
+    assert "/x/mpirun" in choice.reason
+
+
+def test_auto_prefers_rdma(bare):
+    bare.setattr(backend, "rdma_devices", lambda: ["rdma_en5"])
+    assert backend.choose("auto").backend == "jaccl"
+
+
+@pytest.mark.parametrize("asked", ["mpi", "jaccl", "jaccl-ring", "nccl"])
+def test_a_backend_that_was_asked_for_and_is_not_there_is_an_error(bare, asked):
+    with pytest.raises(ConfigError, match=f"--backend {asked}:"):
+        backend.choose(asked)
+
+
+def test_an_algorithm_needs_the_backend_that_has_a_choice(bare):
+    with pytest.raises(ConfigError, match="--collective star needs --backend mpi"):
+        backend.choose("ring", "star")
+
+
+def test_mpirun_gets_the_algorithm(monkeypatch):
+    monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
+    command = backend.mpirun_command(4, "ring", ["python", "x.py"])
+    assert command[0] == "mpirun"
+    assert command[-2:] == ["python", "x.py"]
+    assert command[command.index("coll_tuned_allreduce_algorithm") + 1] == "4"
+    assert "coll_tuned_allreduce_algorithm" not in backend.mpirun_command(4, "auto", ["x"])
+
+
+def test_mpirun_is_recognised():
+    found = backend.foreign_launcher({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
+    assert found == (1, 4, "mpi")
+
+
+def test_the_ring_of_mlx_launch_is_recognised(tmp_path):
+    file = tmp_path / "hosts.json"
+    file.write_text(backend.ring_hostfile(["127.0.0.1:1", "127.0.0.1:2"]))
+    assert json.loads(file.read_text()) == [["127.0.0.1:1"], ["127.0.0.1:2"]]
+    assert backend.foreign_launcher({"MLX_RANK": "1", "MLX_HOSTFILE": str(file)}) == (1, 2, "ring")
+
+
+def test_jaccl_of_mlx_launch_is_recognised(tmp_path):
+    file = tmp_path / "devices.json"
+    file.write_text('[[null, "rdma_en5"], ["rdma_en5", null]]')
+    variables = {"MLX_RANK": "0", "MLX_IBV_DEVICES": str(file)}
+    assert backend.foreign_launcher(variables) == (0, 2, "jaccl")
+    assert backend.foreign_launcher({**variables, "MLX_JACCL_RING": "0"}) == (0, 2, "jaccl-ring")
+
+
+def test_no_launcher_is_none():
+    assert backend.foreign_launcher({}) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"MLX_RANK": "abc"}, "MLX_RANK='abc' is not a number"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE='' is not a number"),
+        ({"MLX_RANK": "0"}, "neither MLX_HOSTFILE"),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "/nowhere/x.json"}, "MLX_HOSTFILE: /nowhere/x.json cannot be read"),
+    ],
+)
+def test_damaged_variables_are_named(variables, named):
+    with pytest.raises(ConfigError, match=named.replace("(", r"\(")):
+        backend.foreign_launcher(variables)
+
+
+def test_the_device_file_must_be_an_array(tmp_path):
+    file = tmp_path / "devices.json"
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="does not hold a JSON array"):
+        backend.foreign_launcher({"MLX_RANK": "0", "MLX_IBV_DEVICES": str(file)})
+
+
+def test_what_a_rank_needs_in_its_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
+    assert backend.environment_of("ring", 1, tmp_path) == {"MLX_RANK": "1", "MLX_HOSTFILE": str(tmp_path)}
+    assert backend.environment_of("mpi", None, None) == {"MLX_MPI_LIBNAME": "libmpi.so"}
+
+
+def test_the_default_group_is_one_rank():
+    assert EngineConfig(model="demo").tensor_parallel_size == 1
