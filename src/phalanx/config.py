@@ -19,6 +19,7 @@ GIB = 1 << 30
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Backend = Literal["ring", "mpi", "jaccl", "jaccl-ring", "nccl"]
+BackendChoice = Literal["auto", "ring", "mpi", "jaccl", "jaccl-ring", "nccl"]
 Collective = Literal["auto", "star", "ring"]
 SECRET_VARIABLE = "PHALANX_GROUP_SECRET"
 
@@ -52,7 +53,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """File to which every plan is appended as a line of JSON; None is off."""
     tensor_parallel_size: int = 1
     """Ranks that share every layer; each is a process with its part of the weights and of the KV cache."""
-    backend: Literal["auto"] | Backend = "auto"
+    backend: BackendChoice = "auto"
     """What carries the collectives; `auto` takes the best that is there and says why (F1)."""
     collective: Collective = "auto"
     """All-reduce algorithm where the backend offers a choice (mpi): star gathers on one rank, ring passes round."""

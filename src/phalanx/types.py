@@ -65,6 +65,25 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]  # most likely first
 
 
+class FabricFigure(Struct, frozen=True, kw_only=True):
+    """How long an all-reduce of so many bytes takes."""
+
+    bytes: int
+    median_us: float
+    gb_per_s: float
+
+
+class SelfTest(Struct, frozen=True, kw_only=True):
+    """What a group found out about itself before it served (F4)."""
+
+    fabric: list[FabricFigure] = []
+    control_ms: float = 0.0  # round trip of a small message through all ranks, the slowest of some
+    tokens: int = 0  # that all ranks computed equally, from a prompt longer than one prefill chunk
+    reductions: int = 0  # sums over ranks in one forward, checked
+    unchecked: int = 0  # collectives that mlx-lm's own layers do
+    seconds: float = 0.0
+
+
 class ModelInfo(Struct, frozen=True, kw_only=True):
     """What the engine reports about the loaded model when it is ready."""
 
@@ -80,6 +99,23 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     kv_budget_bytes: int
     prefix_budget_bytes: int
     load_s: float
+    ranks: int = 1  # of the tensor-parallel group
+    backend: str = "none"  # what carries its collectives
+    self_test: SelfTest | None = None  # None for a single rank
+
+
+class RankStats(Struct, frozen=True, kw_only=True):
+    """One rank's own figures."""
+
+    rank: int
+    host: str
+    pid: int
+    steps: int = 0  # steps executed
+    matches: int = 0  # of those, with rows equal to the plan's digest; one that differs ends the group (A1, A5)
+    reductions: int = 0  # checked sums over ranks
+    active_bytes: int = 0  # MLX active memory
+    peak_bytes: int = 0
+    rss_bytes: int = 0
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
@@ -99,10 +135,12 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     decode_steps: int = 0  # forwards that sampled
     step_s: float = 0.0  # total seconds inside steps
     model_s: float = 0.0  # of those, inside the model call, sampling and evaluation
+    control_s: float = 0.0  # of those, sending plans to other ranks
     active_bytes: int = 0  # MLX active memory (gauge)
     peak_bytes: int = 0
     cache_bytes: int = 0  # MLX buffer cache (gauge)
     rss_bytes: int = 0  # of the engine process (gauge)
+    ranks: list[RankStats] = []  # of every rank, rank 0 first
 
 
 # Messages server -> leader ---------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import time
 from typing import Annotated, Any
 
+import httpx
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -24,6 +26,8 @@ from phalanx.errors import ExitCode, PhalanxError
 
 PROMPT = "What is phalanx?"
 MAX_TOKENS = 120
+RANKS = 2
+REPORT_S = 3.0  # ranks report once a second
 WARM_UP = "Hello!"
 
 
@@ -38,8 +42,8 @@ def command(
 ) -> int:
     """Serve the bundled model and stream one answer, with its speed."""
     console = Console(highlight=False, soft_wrap=True)
-    console.print("[bold]$ phalanx serve demo[/]")
-    server = PrivateServer("demo", ["--port", str(free_port(port))], keep=keep)
+    console.print(f"[bold]$ phalanx serve demo --tp {RANKS}[/]")
+    server = PrivateServer("demo", ["--tp", str(RANKS), "--port", str(free_port(port))], keep=keep)
     done = False
     try:
         server.wait_ready(note)
@@ -52,6 +56,7 @@ def command(
         }
         exchange = asyncio.run(_ask(console, server.url, body))
         _show_speed(console, exchange)
+        _show_ranks(console, server.url)
         _show_curl(console, server.url, body, keep)
         done = True
     finally:
@@ -87,6 +92,21 @@ def _show_speed(console: Console, exchange: Exchange) -> None:
     table.add_row("tokens", f"{exchange.prompt_tokens} in the prompt, {exchange.completion_tokens} in the answer")
     table.add_row("ended by", str(exchange.finish_reason))
     console.print(table)
+
+
+def _show_ranks(console: Console, url: str) -> None:
+    """Who computed, and that all agreed: waits until the ranks have reported steps."""
+    deadline = time.monotonic() + REPORT_S
+    ranks: list[dict[str, Any]] = []
+    while not (ranks and ranks[0]["steps"]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+        ranks = httpx.get(url.removesuffix("/v1") + "/health").json().get("ranks", [])
+    for rank in ranks:
+        console.print(
+            f"rank {rank['rank']} ({rank['host']}, pid {rank['pid']}): {rank['steps']} steps, "
+            f"{rank['steps'] - rank['mismatches']} match, {rank['mismatches']} mismatch; "
+            f"{rank['reductions_checked']} sums checked"
+        )
 
 
 def _show_curl(console: Console, url: str, body: dict[str, Any], running: bool) -> None:

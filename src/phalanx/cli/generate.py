@@ -17,6 +17,8 @@ import typer
 from msgspec import Struct
 
 from phalanx.cli.options import (
+    DEFAULTS,
+    BackendOption,
     DtypeOption,
     KvCacheGb,
     LogLevelOption,
@@ -24,8 +26,10 @@ from phalanx.cli.options import (
     MemoryGuardGb,
     Model,
     Revision,
+    TensorParallelSize,
     Trace,
     TrustRemoteCode,
+    check_engine,
     number,
     whole,
 )
@@ -100,6 +104,8 @@ def command(
     trace: Trace = None,
     kv_cache_gb: KvCacheGb = None,
     memory_guard_gb: MemoryGuardGb = None,
+    tensor_parallel_size: TensorParallelSize = DEFAULTS.tensor_parallel_size,
+    backend: BackendOption = DEFAULTS.backend,
     log_level: LogLevelOption = "warning",
 ) -> int:
     """Write one answer to a prompt, then end."""
@@ -126,9 +132,11 @@ def command(
         prefix_cache_gb=0.0,
         memory_guard_gb=memory_guard_gb,
         trace=trace,
+        tensor_parallel_size=tensor_parallel_size,
+        backend=backend,
     )
     set_up_logging(log_level)
-    return asyncio.run(run(config, body, json))
+    return asyncio.run(run(check_engine(config), body, json))
 
 
 async def run(config: EngineConfig, body: ChatBody | CompletionBody, as_json: bool) -> int:

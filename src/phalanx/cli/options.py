@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from phalanx.config import Dtype, EngineConfig
+from phalanx.config import BackendChoice, Collective, Dtype, EngineConfig
+from phalanx.dist.inject import parse
 from phalanx.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -55,6 +56,7 @@ def _range(low: float, high: float | None) -> str:
 
 _ENGINE = "Engine"
 _MEMORY = "Memory"
+_GROUP = "Ranks"
 
 Model = Annotated[str, typer.Argument(help="A directory, a hub id, or `demo`, the bundled model.")]
 Revision = Annotated[
@@ -138,6 +140,54 @@ MemoryGuardGb = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        "-tp",
+        "--tp",
+        **whole(1, 64),
+        help="Processes that share every layer.",
+        rich_help_panel=_GROUP,
+    ),
+]
+BackendOption = Annotated[
+    BackendChoice,
+    typer.Option("--backend", help="What carries their sums; `auto` says what it took.", rich_help_panel=_GROUP),
+]
+CollectiveOption = Annotated[
+    Collective, typer.Option("--collective", help="All-reduce algorithm of mpi.", rich_help_panel=_GROUP)
+]
+CheckCollectives = Annotated[
+    bool,
+    typer.Option("--check-collectives/--no-check-collectives", help="Checksums on every sum.", rich_help_panel=_GROUP),
+]
+JoinSeconds = Annotated[
+    float,
+    typer.Option("--join-seconds", **number(1.0), help="To find each other at start.", rich_help_panel=_GROUP),
+]
+SilenceSeconds = Annotated[
+    float,
+    typer.Option("--silence-seconds", **number(0.5), help="After which a rank is lost.", rich_help_panel=_GROUP),
+]
+WedgeSeconds = Annotated[
+    float,
+    typer.Option(
+        "--wedge-seconds",
+        **number(0.5),
+        help="A step that takes longer, and 5 times longer than predicted, ends the group.",
+        rich_help_panel=_GROUP,
+    ),
+]
+Inject = Annotated[
+    str | None,
+    typer.Option(
+        "--inject",
+        metavar="KIND:rank=R,step=S",
+        help="Produce a fault once, to see what happens: garbage, stale, zero, permute, kill, suspend, wedge, tamper.",
+        rich_help_panel=_GROUP,
+    ),
+]
 LogLevelOption = Annotated[LogLevel, typer.Option("--log-level", help="Verbosity of the log on stderr.")]
 
 DEFAULTS = EngineConfig(model="demo")
@@ -169,4 +219,10 @@ def check_engine(config: EngineConfig) -> EngineConfig:
             f"--max-num-seqs {config.max_num_seqs}: every running row needs a token per step.",
             remedy=f"Use --max-num-batched-tokens {config.max_num_seqs} or more.",
         )
+    if config.inject is not None and (rank := parse(config.inject).rank) >= config.tensor_parallel_size:
+        raise ConfigError(f"--inject {config.inject!r}: there is no rank {rank}.")
+    if config.tensor_parallel_size == 1:
+        unused = {"--backend": config.backend != "auto", "--collective": config.collective != "auto"}
+        for flag in (flag for flag, given in unused.items() if given):
+            raise ConfigError(f"{flag} says how several ranks talk, but there is one.", remedy="Add --tp N.")
     return config

@@ -15,9 +15,9 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from ctypes.util import find_library
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from phalanx.config import Backend, Collective
+from phalanx.config import Backend, BackendChoice, Collective
 from phalanx.errors import ConfigError
 
 PROBE_S = 5.0  # for a tool that lists devices
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(asked: Literal["auto"] | Backend, collective: Collective = "auto") -> Choice:
+def choose(asked: BackendChoice, collective: Collective = "auto") -> Choice:
     """The backend for a group on this machine.
 
     Raises:

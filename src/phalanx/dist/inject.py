@@ -12,13 +12,12 @@ import signal
 import time
 from typing import Literal, cast, get_args
 
-import mlx.core as mx
 from msgspec import Struct
 
 from phalanx.errors import ConfigError
 
 BufferFault = Literal["garbage", "stale", "zero", "permute"]
-RankFault = Literal["kill", "suspend", "wedge", "late", "tamper"]
+RankFault = Literal["kill", "suspend", "wedge", "tamper", "late", "version"]
 BUFFER_FAULTS = get_args(BufferFault)
 RANK_FAULTS = get_args(RankFault)
 
@@ -51,42 +50,6 @@ def parse(text: str) -> Injection:
             remedy=f"Kinds: {', '.join(BUFFER_FAULTS + RANK_FAULTS)}.",
         )
     return Injection(kind=cast("BufferFault | RankFault", kind), **fields)
-
-
-class SpoiledBuffer:
-    """Spoils one reduction on one rank, once. A `reduce.Fault`."""
-
-    def __init__(self, injection: Injection) -> None:
-        self._injection = injection
-        self._previous: mx.array | None = None
-        self._armed = False
-        self._done = False
-
-    def at_step(self, step: int) -> None:
-        """A step begins."""
-        self._armed = step >= self._injection.step
-
-    def __call__(self, wire: mx.array, forward: int, site: int) -> mx.array:
-        """The buffer to use instead of `wire`."""
-        if site != self._injection.layer or self._done:
-            return wire
-        previous, self._previous = self._previous, wire
-        if not self._armed:
-            return wire
-        match self._injection.kind:
-            case "garbage":
-                spoiled = mx.random.normal(wire.shape, key=mx.random.key(forward)).astype(wire.dtype) * 10
-            case "stale":
-                if previous is None or previous.shape != wire.shape:
-                    return wire  # wait for a forward of the same shape
-                spoiled = previous
-            case "zero":
-                spoiled = mx.zeros_like(wire)
-            case _:
-                spoiled = wire.reshape(-1)[::-1].reshape(wire.shape)
-        self._done = True
-        # The sum itself still happens, or this rank's next one would pair with the others' this one.
-        return cast("mx.array", mx.depends(spoiled, wire))
 
 
 def strike(injection: Injection, step: int) -> None:

@@ -25,6 +25,9 @@ OUTSTANDING = 4  # results of the last reductions that are kept until evaluated:
 class Fault(Protocol):
     """Spoils what the fabric delivered; for drills (`inject.py`)."""
 
+    def at_step(self, step: int) -> None:
+        """A step begins."""
+
     def __call__(self, wire: mx.array, forward: int, site: int) -> mx.array:
         """What this rank gets to see instead of `wire`."""
 
@@ -66,6 +69,8 @@ class Reducer:
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
         self.checked = checked and self.size > 1
+        self.foreign = False
+        """Whether the model has collectives besides these (mlx-lm's own, for which there is no class of ours)."""
         self.sites: list[Site] = []
         self.tally = Tally()
         self._fault = fault
@@ -73,6 +78,11 @@ class Reducer:
         self._tags: dict[tuple[int, mx.Dtype], mx.array] = {}
         self._results: list[_Result] = []
         self._outstanding: list[mx.array] = []
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        if self._fault is not None:
+            self._fault.at_step(step)
 
     def site(self, name: str, width: int) -> int:
         """Register a place where vectors of `width` are summed. Every rank registers the same ones in one order."""
@@ -115,6 +125,11 @@ class Reducer:
             self.tally.forwards += self.size > 1
             return outstanding
         return [*outstanding, self._verdict()]
+
+    def discard(self) -> None:
+        """Forget reductions that were built but never evaluated, on any rank."""
+        self._results, self._outstanding = [], []
+        self._tags.clear()
 
     def judge(self, step: int, evaluated: list[mx.array]) -> None:
         """Read the verdict of what `finish` returned.

@@ -1,5 +1,6 @@
-"""From a command line to a serving rank: load, check, budget, warm up, report ready, run the leader's loop.
+"""From a command line to a serving rank: join, load, check, budget, prove, report ready, run the loop of its role.
 
+All ranks go through the same stages together; what one finds out, all know (`engine/link.py`), so all decide alike.
 Errors a restart cannot mend leave with their own exit code and reach the server as `Failed`. Does not know HTTP.
 """
 
@@ -11,83 +12,217 @@ import os
 import signal
 import sys
 import time
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from msgspec.structs import replace
 
-from phalanx import memory
-from phalanx.config import GIB, EngineConfig, memory_guard_override_gb
+from phalanx import __version__, memory
+from phalanx.config import GIB, EngineConfig, GroupConfig, memory_guard_override_gb
+from phalanx.dist import inject
+from phalanx.dist.group import join
+from phalanx.dist.reduce import Reducer
+from phalanx.dist.spoil import SpoiledBuffer
+from phalanx.engine.launch import pid_file
 from phalanx.engine.leader import Leader
+from phalanx.engine.link import Alone, LeaderLink, WorkerLink
 from phalanx.engine.mailbox import Mailbox
+from phalanx.engine.meet import meet
+from phalanx.engine.selftest import Facts, compare_facts, describe, self_test
+from phalanx.engine.stepclock import StepClock
 from phalanx.engine.trace import Trace
+from phalanx.engine.worker import Worker
 from phalanx.errors import ConfigError, ExitCode, MemoryShortage, PhalanxError, exit_code_of
 from phalanx.model import load, registry
 from phalanx.model.probe import probe
 from phalanx.model.resolve import resolve
 from phalanx.model.runner import Runner
+from phalanx.model.weights import fingerprint
 from phalanx.sched.admission import GRANULE, Limits, largest_row
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
-from phalanx.types import Failed, Loading, ModelInfo, Ready
+from phalanx.types import Failed, Loading, ModelInfo, Ready, SelfTest
 
 log = logging.getLogger("phalanx.engine")
 
 DEFAULT_CONTEXT = 8192  # for models whose config names no limit (recurrent ones)
-PROGRESS_PERIOD_S = 0.2
+PROGRESS_PERIOD_S = 0.2  # to the server
+LOG_PERIOD_S = 5.0  # to the log, from ranks the server does not see
 
 
-def run_rank(config: EngineConfig, socket_path: str, rank: int) -> int:
-    """Serve as `rank` behind the server's socket until it says to end.
+def run_rank(config: EngineConfig, group: GroupConfig | None, socket_path: str, rank: int) -> int:
+    """Serve as one rank until told to end. Rank 0 does so behind the server's socket.
+
+    Args:
+        group: None for a rank that is alone.
+        socket_path: of the server. Rank 0 connects to it; every rank leaves its process id beside it.
 
     Returns:
         The process's exit status (`ExitCode`).
     """
-    if rank != 0:
-        raise ConfigError(f"--rank {rank}: this version runs one rank, number 0.")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {rank}: %(message)s")
     _die_with_parent()
-    mailbox = Mailbox(socket_path)
-    mailbox.open()
+    pid_file(Path(socket_path), rank).write_text(str(os.getpid()))
+    mailbox = None
+    if rank == 0:
+        mailbox = Mailbox(socket_path)
+        mailbox.open()
+    link: LeaderLink | WorkerLink | Alone = Alone()
     try:
-        leader, info = _boot(config, mailbox)
-        mailbox.send(Ready(info=info, pid=os.getpid()))
-        leader.run()
+        if group is not None:
+            link = meet(config, group, rank, on_lost=lambda lost: _tell(mailbox, "PeerFailure", str(lost)))
+        role = _boot(config, group, link, mailbox)
+        role.run()
+        link.close()
     except PhalanxError as error:
-        mailbox.send(Failed(kind=type(error).__name__, message=str(error)))
         log.error("%s: %s", type(error).__name__, error)
+        _tell(mailbox, type(error).__name__, str(error))
+        link.fail(exit_code_of(error), f"{type(error).__name__}: {error}")
         return exit_code_of(error)
+    except RuntimeError as error:  # MLX's: out of memory, or a collective that lost its peer
+        log.exception("the engine crashed")
+        link.fail(ExitCode.CRASH, f"crashed: {error}")
+        return ExitCode.CRASH
     return ExitCode.OK
 
 
-def _boot(config: EngineConfig, mailbox: Mailbox) -> tuple[Leader, ModelInfo]:
+def _tell(mailbox: Mailbox | None, kind: str, message: str) -> None:
+    """Let the server know why this rank ends; only rank 0 can."""
+    if mailbox is not None:
+        mailbox.send(Failed(kind=kind, message=message))
+
+
+def _boot(
+    config: EngineConfig, group: GroupConfig | None, link: LeaderLink | WorkerLink | Alone, mailbox: Mailbox | None
+) -> Leader | Worker:
+    """From a connected group to one that is ready to serve: every rank does the same until roles part at the end."""
     if mx.default_device() == mx.Device(mx.cpu):
         mx.disable_compile()  # on the CPU it runs a C++ compiler at run time and gains nothing
-    machine = memory.read_machine()
+    injection = None if config.inject is None else inject.parse(config.inject)
+    injection = injection if injection is not None and injection.rank == link.rank else None
+    report = _reporter(mailbox)
+    report("joining the group", 0, 1)
+    reducer = _reducer(config, group, link.rank, injection)
+    ranks_here = 1 if group is None else group.ranks_here
     guard_gb = config.memory_guard_gb if config.memory_guard_gb is not None else memory_guard_override_gb()
-    guard = memory.guard_bytes(machine.physical, guard_gb)
-    path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    loaded = load.load(
-        path,
-        dtype=config.dtype,
-        guard=guard,
-        trust_remote_code=config.trust_remote_code,
-        on_progress=_reporter(mailbox),
-    )
+    guard = memory.guard_bytes(memory.read_machine().physical, guard_gb)
+    loaded = _load(config, link, reducer, guard, ranks_here, report)
     facts = registry.inspect(loaded.model, loaded.config)
-    runner = Runner(loaded.model, facts, loaded.dtype)
-    mailbox.send(Loading(phase="checking the model", done=0, total=1))
+    reducer.discard()  # `inspect` only builds
+    runner = Runner(loaded.model, facts, loaded.dtype, reducer)
+    report("checking the model", 0, 1)
     probe(runner, loaded.model)
-    facts = runner.facts  # the probe may have found that rows must be computed one by one
-    limits, budget = _limits(config, facts, guard)
+    clock = StepClock(config.wedge_s)
+    tested = self_test(link, runner, _vocab_size(loaded.config), clock)
+    limits, budget = _limits(config, runner.facts, guard, link, ranks_here)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    link.serving()
+    if isinstance(link, WorkerLink):
+        return Worker(runner, link, injection)
+    assert mailbox is not None
+    info = _describe(loaded, runner.facts, limits, budget, group, tested)
+    _announce(config, info)
     scheduler = Scheduler(
         SchedulerConfig(
             limits=limits,
             max_num_batched_tokens=config.max_num_batched_tokens,
             target_step_s=config.target_step_ms / 1000,
             prefix_budget=budget.prefix,
-            recurrent=facts.recurrent,
+            recurrent=runner.facts.recurrent,
         )
     )
-    info = ModelInfo(
+    trace = Trace(config.trace) if config.trace else None
+    mailbox.send(Ready(info=info, pid=os.getpid()))
+    return Leader(scheduler, runner, mailbox, link=link, clock=clock, trace=trace, injection=injection)
+
+
+def _reducer(config: EngineConfig, group: GroupConfig | None, rank: int, injection: inject.Injection | None) -> Reducer:
+    """This rank's place in the fabric."""
+    if group is None:
+        return Reducer(None)
+    where = group.addresses[rank] if group.addresses else ""
+    fabric = join(group.backend, rank, group.size, group.nonce, where=where, deadline_s=config.join_s)
+    spoiled = injection is not None and injection.kind in inject.BUFFER_FAULTS
+    fault = SpoiledBuffer(injection) if injection is not None and spoiled else None
+    return Reducer(fabric, checked=config.check_collectives, fault=fault)
+
+
+def _load(
+    config: EngineConfig,
+    link: LeaderLink | WorkerLink | Alone,
+    reducer: Reducer,
+    guard: int,
+    ranks_here: int,
+    report: load.Progress,
+) -> load.Loaded:
+    """The model, after all ranks have agreed on what it is and that their parts fit."""
+    path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    if link.size > 1:
+        facts = Facts(
+            phalanx=__version__,
+            mlx=version("mlx"),
+            mlx_lm=version("mlx-lm"),
+            model=fingerprint(path),
+            dtype=config.dtype,
+        )
+        compare_facts(link, facts)
+    prepared = load.prepare(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, reducer=reducer)
+    reducer.foreign = bool(prepared.unchecked)
+    return prepared.materialise(guard, report, ranks_here=ranks_here)
+
+
+def _limits(
+    config: EngineConfig,
+    facts: registry.CacheFacts,
+    guard: int,
+    link: LeaderLink | WorkerLink | Alone,
+    ranks_here: int,
+) -> tuple[Limits, memory.Budget]:
+    """The memory limits of this group, which are those of its smallest rank, and the context that fits in them."""
+    context = facts.max_len or DEFAULT_CONTEXT
+    wanted = config.max_model_len or context
+    if facts.max_len is not None and wanted > facts.max_len:
+        raise ConfigError(
+            f"--max-model-len {wanted} is beyond the model's own context of {facts.max_len} tokens.",
+            remedy="Its positions mean nothing there; use a smaller value.",
+        )
+    minimum = GRANULE * facts.bytes_per_token + facts.bytes_per_row
+    link.share(True)  # all have loaded, so that what is free is free
+    machine = memory.read_machine()
+    machine = replace(machine, available=guard + (machine.available - guard) // ranks_here)
+    own = memory.serving_budget(machine, guard, config.kv_cache_gb, config.prefix_cache_gb, minimum_kv=minimum)
+    budgets = link.share(own)
+    budget = memory.Budget(kv=min(b.kv for b in budgets), prefix=min(b.prefix for b in budgets))
+    fits = largest_row(budget.kv, facts.bytes_per_token, facts.bytes_per_row)
+    if config.max_model_len is not None and config.max_model_len > fits:
+        raise MemoryShortage(
+            f"--max-model-len {config.max_model_len} needs more KV memory than the budget of {budget.kv / GIB:.2f} GB "
+            f"holds ({fits} tokens).",
+            remedy=f"Use --max-model-len {fits}, or raise --kv-cache-gb.",
+        )
+    if wanted > fits and link.rank == 0:
+        log.warning("context limited to %d tokens by the KV budget (the model's own is %d)", fits, wanted)
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=min(wanted, fits),
+        kv_budget=budget.kv,
+        bytes_per_token=facts.bytes_per_token,
+        bytes_per_row=facts.bytes_per_row,
+    )
+    return limits, budget
+
+
+def _describe(
+    loaded: load.Loaded,
+    facts: registry.CacheFacts,
+    limits: Limits,
+    budget: memory.Budget,
+    group: GroupConfig | None,
+    tested: SelfTest | None,
+) -> ModelInfo:
+    return ModelInfo(
         model_type=str(loaded.config.get("model_type", "unknown")),
         max_model_len=limits.max_model_len,
         vocab_size=_vocab_size(loaded.config),
@@ -100,44 +235,10 @@ def _boot(config: EngineConfig, mailbox: Mailbox) -> tuple[Leader, ModelInfo]:
         kv_budget_bytes=budget.kv,
         prefix_budget_bytes=budget.prefix,
         load_s=loaded.load_s,
+        ranks=1 if group is None else group.size,
+        backend="none" if group is None else group.backend,
+        self_test=tested,
     )
-    _announce(config, info)
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    trace = Trace(config.trace) if config.trace else None
-    return Leader(scheduler, runner, mailbox, trace), info
-
-
-def _limits(config: EngineConfig, facts: registry.CacheFacts, guard: int) -> tuple[Limits, memory.Budget]:
-    """The memory limits of this engine, and the context that fits in them."""
-    context = facts.max_len or DEFAULT_CONTEXT
-    wanted = config.max_model_len or context
-    if facts.max_len is not None and wanted > facts.max_len:
-        raise ConfigError(
-            f"--max-model-len {wanted} is beyond the model's own context of {facts.max_len} tokens.",
-            remedy="Its positions mean nothing there; use a smaller value.",
-        )
-    minimum = GRANULE * facts.bytes_per_token + facts.bytes_per_row
-    budget = memory.serving_budget(
-        memory.read_machine(), guard, config.kv_cache_gb, config.prefix_cache_gb, minimum_kv=minimum
-    )
-    fits = largest_row(budget.kv, facts.bytes_per_token, facts.bytes_per_row)
-    if config.max_model_len is not None and config.max_model_len > fits:
-        raise MemoryShortage(
-            f"--max-model-len {config.max_model_len} needs more KV memory than the budget of {budget.kv / GIB:.2f} GB "
-            f"holds ({fits} tokens).",
-            remedy=f"Use --max-model-len {fits}, or raise --kv-cache-gb.",
-        )
-    if wanted > fits:
-        log.warning("context limited to %d tokens by the KV budget (the model's own is %d)", fits, wanted)
-    limits = Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=min(wanted, fits),
-        kv_budget=budget.kv,
-        bytes_per_token=facts.bytes_per_token,
-        bytes_per_row=facts.bytes_per_row,
-    )
-    return limits, budget
 
 
 def _vocab_size(model_config: dict[str, Any]) -> int:
@@ -145,15 +246,20 @@ def _vocab_size(model_config: dict[str, Any]) -> int:
     return int(scope.get("vocab_size", 0))
 
 
-def _reporter(mailbox: Mailbox) -> load.Progress:
-    last = 0.0
+def _reporter(mailbox: Mailbox | None) -> load.Progress:
+    """Progress to the server from rank 0, to the log from the others, at most every so often."""
+    period = PROGRESS_PERIOD_S if mailbox is not None else LOG_PERIOD_S
+    last = time.monotonic()
 
     def report(phase: str, done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if done >= total or now - last >= PROGRESS_PERIOD_S:
+        if mailbox is not None and (done >= total or done == 0 or now - last >= period):
             last = now
             mailbox.send(Loading(phase=phase, done=done, total=total))
+        elif mailbox is None and now - last >= period:
+            last = now
+            log.info("%s: %.2f of %.2f GB", phase, done / GIB, total / GIB)
 
     return report
 
@@ -166,6 +272,8 @@ def _announce(config: EngineConfig, info: ModelInfo) -> None:
         info.max_model_len, config.max_num_seqs, info.kv_budget_bytes / GIB, info.kv_bytes_per_token,
         info.prefix_budget_bytes / GIB,
     )  # fmt: skip
+    if info.self_test is not None:
+        log.info("%s", describe(info.self_test, info.backend, info.ranks))
 
 
 def _die_with_parent() -> None:

@@ -15,6 +15,9 @@ Logits = TypeVar("Logits", covariant=True)
 class Executor(Protocol[Logits]):
     """What `model.runner.Runner` offers, and the simulation in the tests as well."""
 
+    def begin(self, step: int, /) -> None:
+        """A step begins; for messages."""
+
     def apply(self, ops: Sequence[RowOp], /) -> None:
         """Execute buffer operations in order."""
 
@@ -43,8 +46,10 @@ def execute(step: Step, mirror: Mirror, runner: Executor[Logits]) -> Execution[L
 
     Raises:
         Desync: this rank's rows are not the plan's.
+        CollectiveFault: a sum over ranks was wrong on some rank.
     """
     mirror.begin(step)
+    runner.begin(step.id)
     runner.apply(step.ops)
     outputs: list[Output[Logits]] = []
     prefill_tokens, prefill_s = 0, 0.0

@@ -1,7 +1,8 @@
 """The leader: takes messages, plans, executes, samples, commits, answers. One thread, one loop.
 
 All policy is in the scheduler, all tokens are decided by `sched/commit.py`; this file only connects them with the
-model and with the server. With no workers the leader is already the leader: what it executes is the plan.
+model, with the other ranks and with the server. With no workers the leader is already the leader: what it executes is
+the plan.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import time
 
 import mlx.core as mx
 
+from phalanx.dist.inject import Injection
 from phalanx.engine.execute import Output, execute
+from phalanx.engine.link import Alone, LeaderLink
 from phalanx.engine.mailbox import Mailbox
 from phalanx.engine.mirror import Mirror
+from phalanx.engine.stepclock import StepClock
 from phalanx.engine.trace import Trace
-from phalanx.memory import process_rss, trim_heap
+from phalanx.engine.worker import disturb, rank_stats
+from phalanx.memory import trim_heap
 from phalanx.model.runner import Runner
 from phalanx.model.sampler import Position, TokenCounts, sample, score
 from phalanx.sched.commit import commit_chunk, commit_tokens
-from phalanx.sched.plan import Commit, Forward, Step
+from phalanx.sched.plan import Commit, Forward, Order, Reset, Step, Stop
 from phalanx.sched.scheduler import Scheduler
 from phalanx.sched.sequence import Sequence
 from phalanx.types import (
@@ -40,14 +45,27 @@ REST_AFTER_S = 2.0  # seconds without work after which freed buffers are not kep
 
 
 class Leader:
-    """Owns the scheduler, the mirror, the model's runner and the line to the server."""
+    """Owns the scheduler, the mirror, the model's runner, the lines to the server and to the other ranks."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, mailbox: Mailbox, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        mailbox: Mailbox,
+        *,
+        link: LeaderLink | Alone,
+        clock: StepClock,
+        trace: Trace | None = None,
+        injection: Injection | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.mirror = Mirror()
         self._mailbox = mailbox
+        self._link = link
+        self._clock = clock
         self._trace = trace
+        self._injection = injection
         self._positions: dict[int, Position] = {}
         self._scores: dict[int, list[TokenLogprobs | None]] = {}
         self._scored: list[PromptScored] = []
@@ -58,6 +76,7 @@ class Leader:
         self._stopping = False
         self._step_s = 0.0
         self._model_s = 0.0
+        self._control_s = 0.0
 
     def run(self) -> None:
         """Serve until the server says `Shutdown`."""
@@ -66,6 +85,7 @@ class Leader:
                 self._take(message)
             self.step()
             self._answer_pings()
+        self._link.send(Order(Stop()))
 
     def step(self) -> None:
         """One step of the state machine: plan, execute, sample, commit, answer."""
@@ -74,11 +94,14 @@ class Leader:
         if step is not None:
             if self._trace is not None:
                 self._trace.plan(step)
+            self._begin(step)
             before = time.perf_counter()
             execution = execute(step, self.mirror, self.runner)
             verified, logprobs = self._sample(execution.outputs)
             model_s = time.perf_counter() - before
             self._model_s += model_s
+            self._link.leave(step.id)
+            self._clock.observe(execution.prefill_tokens, execution.prefill_s, model_s - execution.prefill_s)
             self.scheduler.observe(execution.prefill_tokens, execution.prefill_s, model_s - execution.prefill_s)
             self.scheduler.apply(self._commits(step, verified), time.monotonic(), logprobs)
         self._send_events(step)
@@ -86,6 +109,16 @@ class Leader:
             self._kept_memory = True
             self._last_work = time.monotonic()
             self._step_s += time.perf_counter() - started
+
+    def _begin(self, step: Step) -> None:
+        """Hand the plan to every rank, so that all begin at once."""
+        before = time.perf_counter()
+        limit_s = self._clock.limit(step)
+        if self._injection is not None:
+            disturb(self._injection, step.id, self.mirror)
+        self._link.send(Order(step, limit_s))
+        self._link.enter(step.id, limit_s)
+        self._control_s += time.perf_counter() - before
 
     @property
     def _idle(self) -> bool:
@@ -115,15 +148,18 @@ class Leader:
     def _answer_pings(self) -> None:
         if self.scheduler.idle and (self._reset or time.monotonic() - self._last_work > REST_AFTER_S):
             self._rest()
-        for nonce in self._pings:
-            self._mailbox.send(Pong(nonce, self.stats()))
-        self._pings.clear()
+        if self._pings:
+            stats = self.stats()
+            for nonce in self._pings:
+                self._mailbox.send(Pong(nonce, stats))
+            self._pings.clear()
 
     def _rest(self) -> None:
         """An idle engine gives the buffers it keeps for reuse back to the system, once after each time of work."""
         self._reset = False
         if self._kept_memory:
             self._kept_memory = False
+            self._link.send(Order(Reset()))
             self.runner.reset()
             trim_heap()
 
@@ -198,7 +234,8 @@ class Leader:
     # -- figures ---------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now."""
+        """Counters and gauges now; every rank has answered for itself."""
+        ranks = self._link.report(rank_stats(0, self.mirror, self.runner))
         scheduler, counters = self.scheduler, self.scheduler.counters
         used, budget = scheduler.admission.used, scheduler.config.limits.kv_budget
         return EngineStats(
@@ -216,8 +253,10 @@ class Leader:
             decode_steps=counters.decode_steps,
             step_s=self._step_s,
             model_s=self._model_s,
-            active_bytes=mx.get_active_memory(),
-            peak_bytes=mx.get_peak_memory(),
+            control_s=self._control_s,
+            active_bytes=ranks[0].active_bytes,
+            peak_bytes=ranks[0].peak_bytes,
             cache_bytes=mx.get_cache_memory(),
-            rss_bytes=process_rss(),
+            rss_bytes=ranks[0].rss_bytes,
+            ranks=ranks,
         )

@@ -12,9 +12,12 @@ import socket
 import sys
 import threading
 
-from phalanx.engine.wire import engine_codec, receive_frame
+from phalanx.dist.frames import receive_frame
+from phalanx.engine.wire import engine_codec
 from phalanx.errors import EngineError, ExitCode
 from phalanx.types import FromEngine, Shutdown, ToEngine
+
+SEND_S = 30.0  # that a message waits for another one to be sent
 
 
 class Mailbox:
@@ -25,6 +28,7 @@ class Mailbox:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         self._queue: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._read, name="mailbox", daemon=True)
 
@@ -33,11 +37,19 @@ class Mailbox:
         self._thread.start()
 
     def send(self, message: FromEngine) -> None:
-        """Hand a message to the server. A server that is gone is noticed by the reader thread."""
+        """Hand a message to the server. A server that is gone is noticed by the reader thread.
+
+        The watchdog's thread sends too, its last words: it does not wait for an engine thread that is stuck here.
+        """
+        frame = self._codec.encode(message)
+        if not self._lock.acquire(timeout=SEND_S):
+            return
         try:
-            self._socket.sendall(self._codec.encode(message))
+            self._socket.sendall(frame)
         except ConnectionError:
             self._server_gone()
+        finally:
+            self._lock.release()
 
     def drain(self, *, block: bool) -> list[ToEngine]:
         """All messages that have arrived; with `block`, waits for the first."""

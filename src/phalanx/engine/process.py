@@ -1,14 +1,16 @@
-"""The engine as a child process: started, watched, restarted; an `EngineClient` for the server.
+"""The engine as child processes: started, watched, restarted; an `EngineClient` for the server.
 
-The supervisor of the local machine (DESIGN section 2): it starts `phalanx rank`, forwards its log, asks it for a sign
-of life every second, kills it when none comes, and starts it again unless a restart cannot help. It does not know
-requests: what was unfinished is submitted again by the server's journal. Runs on one asyncio loop.
+The supervisor of the local machine (DESIGN section 2): it starts the ranks, forwards their logs, asks the leader for a
+sign of life every second, kills all when none comes or when one has ended, and starts them again unless a restart
+cannot help. It does not know requests: what was unfinished is submitted again by the server's journal. Runs on one
+asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 import tempfile
@@ -16,12 +18,14 @@ import time
 from collections import deque
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
 from phalanx.config import EngineConfig, runtime_dir
+from phalanx.dist.backend import Choice, choose
+from phalanx.dist.frames import read_frame
 from phalanx.engine.client import EngineClient, EngineState, Progress
-from phalanx.engine.wire import read_frame, server_codec
+from phalanx.engine.launch import End, RankProcesses, pid_file, start_ranks
+from phalanx.engine.wire import server_codec
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.types import (
     Batch,
@@ -37,16 +41,20 @@ from phalanx.types import (
     ToEngine,
 )
 
+log = logging.getLogger("phalanx.engine")
+
 PING_PERIOD_S = 1.0
 LOAD_STALL_S = 600.0  # a load that reports nothing for this long is stuck
 RESTARTS = 3  # within
 RESTART_WINDOW_S = 300.0  # seconds; more means that restarting does not help
 EXIT_WAIT_S = 5.0  # after Shutdown, before SIGTERM, and again before SIGKILL
+GRACE_S = 3.0  # that ranks get to notice that one of them has ended, before SIGKILL
+RDMA_COOL_DOWN_S = 30.0  # a JACCL device is busy for so long after a process that used it was killed (F7, EBUSY)
 STDERR_LINES = 20  # of the child's last words that are kept for the reason
 
 
 class EngineProcess(EngineClient):
-    """One engine process at a time, under one socket directory.
+    """One engine at a time, of one or more rank processes, under one socket directory.
 
     Args:
         stall_s: seconds without an answer from the engine's loop after which it is killed and restarted.
@@ -60,7 +68,8 @@ class EngineProcess(EngineClient):
         self._state = EngineState()
         self._info: ModelInfo | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._ranks: RankProcesses | None = None
+        self._choice: Choice | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._pings: dict[int, asyncio.Future[EngineStats]] = {}
         self._nonce = 0
@@ -79,8 +88,13 @@ class EngineProcess(EngineClient):
 
     @property
     def pid(self) -> int | None:
-        """Of the running engine process."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        """Of the running leader."""
+        return None if self._ranks is None else self._ranks.leader_pid
+
+    @property
+    def rank_pids(self) -> dict[int, int]:
+        """rank -> process id of the running ranks."""
+        return {} if self._ranks is None else self._ranks.rank_pids()
 
     @property
     def state(self) -> EngineState:
@@ -88,16 +102,24 @@ class EngineProcess(EngineClient):
         return replace(self._state, last_pong_age_s=age)
 
     async def start(self) -> None:
-        """Start the process and its supervision; returns at once (`state` says how loading goes)."""
+        """Start the processes and their supervision; returns at once (`state` says how loading goes).
+
+        Raises:
+            ConfigError: the backend that was asked for is not there.
+        """
+        if self._config.tensor_parallel_size > 1:
+            self._choice = choose(self._config.backend, self._config.collective)
+            size, (backend, reason) = self._config.tensor_parallel_size, self._choice
+            log.info("%d ranks over %s: %s", size, backend, reason)
         self._directory = tempfile.TemporaryDirectory(prefix="phalanx-", dir=runtime_dir())
         self._supervisor = asyncio.create_task(self._supervise(Path(self._directory.name)), name="engine supervisor")
 
     async def close(self) -> None:
         self._closing = True
-        if self._process is not None and self._process.returncode is None:
+        if self._ranks is not None:
             with contextlib.suppress(EngineUnavailable):
                 self._write(Shutdown())
-            await self._end_process()
+            await self._end_processes(self._ranks)
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
@@ -129,25 +151,33 @@ class EngineProcess(EngineClient):
     async def _supervise(self, directory: Path) -> None:
         """Run one engine process after the other until one ends for good."""
         while True:
-            code = await self._run_once(directory)
+            end = await self._run_once(directory)
             if self._closing:
                 return
-            reason = self._describe_end(code)
+            reason = self._describe_end(end)
             now = time.monotonic()
             self._crashes.append(now)
             while self._crashes and now - self._crashes[0] > RESTART_WINDOW_S:
                 self._crashes.popleft()
-            exit_code = _as_exit_code(code)
+            exit_code = _as_exit_code(end.status)
             if not exit_code.restart_helps or len(self._crashes) > RESTARTS:
                 if exit_code.restart_helps:
                     reason = f"{len(self._crashes)} crashes in {RESTART_WINDOW_S:g} s, the last: {reason}"
                 self._down("failed", reason, exit_code)
                 return
             self._down("restarting", reason, None)
-            await asyncio.sleep(min(10.0, 0.1 * 4 ** (len(self._crashes) - 1)))
+            await asyncio.sleep(self._back_off())
+            self._config = replace(self._config, inject=None)  # a drill happens once
 
-    async def _run_once(self, directory: Path) -> int:
-        """Start a process, serve its connection, and return its exit status (negative: minus the signal)."""
+    def _back_off(self) -> float:
+        """Seconds until the next start."""
+        pause = float(min(10.0, 0.1 * 4 ** (len(self._crashes) - 1)))
+        rdma = self._choice is not None and self._choice.backend.startswith("jaccl")
+        killed = self._ranks is not None and self._ranks.killed
+        return max(pause, RDMA_COOL_DOWN_S) if rdma and killed else pause
+
+    async def _run_once(self, directory: Path) -> End:
+        """Start the ranks, serve the leader's connection until one has ended; no process is left afterwards."""
         self._generation += 1
         self._failure, self._stall_reason = None, ""
         self._last_words.clear()
@@ -162,22 +192,21 @@ class EngineProcess(EngineClient):
                 connected.set_result((reader, writer))
 
         listener = await asyncio.start_unix_server(accept, path)
-        process = await asyncio.create_subprocess_exec(
-            *self._command(path), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, process_group=0
-        )
-        self._process = process
+        ranks = self._ranks = await start_ranks(self._config, self._choice, path)
         self._last_sign = time.monotonic()
         if self._state.phase == "starting":
-            self._state = replace(self._state, reason="the engine process is starting")
-        tasks = [
-            asyncio.create_task(self._forward_log(process), name="engine log"),
-            asyncio.create_task(self._serve(connected), name="engine connection"),
-            asyncio.create_task(self._watch(process), name="engine watch"),
-        ]
+            self._state = replace(self._state, reason="the engine is starting")
+        logs = [asyncio.create_task(self._forward_log(process)) for process in ranks.processes.values()]
+        connection = asyncio.create_task(self._serve(connected), name="engine connection")
+        watch = asyncio.create_task(self._watch(ranks), name="engine watch")
+        tasks = [*logs, connection, watch]
         try:
-            code = await process.wait()
-            await asyncio.wait(tasks[:2], timeout=1.0)  # the last words and messages
+            end = await ranks.first_end()
+            if not await ranks.all_ended(GRACE_S):
+                log.warning("killing what is left of the group: %s", ranks.describe())
+            await asyncio.wait([*logs, connection], timeout=1.0)  # the last words and messages
         finally:
+            ranks.signal_all(signal.SIGKILL)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -185,39 +214,41 @@ class EngineProcess(EngineClient):
                 self._writer.close()
                 self._writer = None
             listener.close()
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            path.unlink(missing_ok=True)
-        return code
+            await ranks.all_ended(EXIT_WAIT_S)
+            for file in (path, *(pid_file(path, rank) for rank in range(self._config.tensor_parallel_size))):
+                file.unlink(missing_ok=True)
+        return end
 
-    def _command(self, path: Path) -> list[str]:
-        config = msgspec.json.encode(self._config).decode()
-        name = self._config.model
-        return [sys.executable, "-m", "phalanx", "rank", name, "--rank", "0", "--socket", str(path), "--config", config]
-
-    async def _end_process(self) -> None:
+    async def _end_processes(self, ranks: RankProcesses) -> None:
         """Shutdown was asked for; SIGTERM and SIGKILL only if that does not help."""
-        process = self._process
-        if process is None:
-            return
         for step in (None, signal.SIGTERM, signal.SIGKILL):
-            if step is not None and process.returncode is None:
-                process.send_signal(step)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(process.wait(), EXIT_WAIT_S)
+            if step is not None:
+                ranks.signal_all(step)
+            if await ranks.all_ended(EXIT_WAIT_S):
                 return
 
-    def _describe_end(self, code: int) -> str:
+    def _describe_end(self, end: End) -> str:
         if self._stall_reason:
             return self._stall_reason
+        who = "the engine process" if self._config.tensor_parallel_size == 1 else end.name
+        if end.status == -signal.SIGALRM:
+            where = self._join_address(end.name)
+            return (
+                f"{who} could not join the group{where} within {self._config.join_s:g} s: a rank is missing, or "
+                "something else is connected to its port"
+            )
+        if end.status < 0:
+            hint = " (out of memory, or killed by hand)" if end.status == -signal.SIGKILL else ""
+            return f"{who} was ended by {signal.Signals(-end.status).name}{hint}"
         if self._failure is not None:
             return self._failure.message
         words = next((line for line in reversed(self._last_words) if line.strip()), "")
-        if code < 0:
-            hint = " (out of memory, or killed by hand)" if code == -signal.SIGKILL else ""
-            return f"the engine process was ended by {signal.Signals(-code).name}{hint}"
-        return f"the engine process ended with status {code}" + (f": {words}" if words else "")
+        return f"{who} ended with status {end.status}" + (f": {words}" if words else "")
+
+    def _join_address(self, name: str) -> str:
+        """Where a rank tried to join, from its log."""
+        said = (line for line in self._last_words if line.startswith(f"{name}: joining") and " at " in line)
+        return next((f" at {line.rpartition(' at ')[2].partition(',')[0]}" for line in said), "")
 
     def _down(self, phase: str, reason: str, code: ExitCode | None) -> None:
         """Tell everybody that the engine is gone."""
@@ -264,8 +295,8 @@ class EngineProcess(EngineClient):
             case Failed():
                 self._failure = message
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Ask for a sign of life every second; end the process when none comes."""
+    async def _watch(self, ranks: RankProcesses) -> None:
+        """Ask for a sign of life every second; end the processes when none comes."""
         while True:
             await asyncio.sleep(PING_PERIOD_S)
             ready = self._state.phase == "ready"
@@ -273,8 +304,8 @@ class EngineProcess(EngineClient):
             silent = time.monotonic() - self._last_sign
             if silent > limit:
                 doing = "answer" if ready else "report progress while loading"
-                self._stall_reason = f"the engine process (pid {process.pid}) did not {doing} for {silent:.0f} s"
-                process.kill()
+                self._stall_reason = f"the engine ({ranks.describe()}) did not {doing} for {silent:.0f} s"
+                ranks.signal_all(signal.SIGKILL)
                 return
             if ready and not self._pings:
                 asyncio.create_task(self._quiet_ping(), name="engine ping")  # noqa: RUF006

@@ -15,7 +15,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from phalanx.errors import EngineError, ModelUnsupported
+from phalanx.dist.reduce import Reducer
+from phalanx.errors import CollectiveFault, EngineError, ModelUnsupported
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Admit, Forward, Resize
 
@@ -50,7 +51,7 @@ def probe(runner: Runner, model: Module) -> None:
         ModelUnsupported: rows of different lengths disagree with mlx-lm, or mlx-lm fails; says where and how.
     """
     try:
-        expected = [_stock(model, prompt, follow) for prompt, follow in zip(PROMPTS, NEXT, strict=True)]
+        expected = [_stock(model, prompt, follow, runner.reducer) for prompt, follow in zip(PROMPTS, NEXT, strict=True)]
     except FOREIGN as error:
         raise ModelUnsupported(
             f"mlx-lm itself cannot run the model here in {str(runner.dtype).rpartition('.')[2]}: {error}",
@@ -69,11 +70,16 @@ def probe(runner: Runner, model: Module) -> None:
         )
 
 
-def _stock(model: Module, prompt: Sequence[int], follow: int) -> list[mx.array]:
+def _stock(model: Module, prompt: Sequence[int], follow: int, reducer: Reducer) -> list[mx.array]:
     """Logits after the prompt and after one more token, from mlx-lm's own caches."""
     caches = make_prompt_cache(model)
-    outputs = [model(mx.array([tokens]), cache=caches)[0, -1] for tokens in (prompt[:-1], prompt[-1:], [follow])]
-    mx.eval(outputs)
+    outputs = []
+    for tokens in (prompt[:-1], prompt[-1:], [follow]):
+        output = model(mx.array([tokens]), cache=caches)[0, -1]
+        sums = reducer.finish()
+        mx.eval(*sums, output)
+        reducer.judge(0, sums)
+        outputs.append(output)
     return outputs[1:]
 
 
@@ -85,6 +91,8 @@ def _problem(runner: Runner, expected: list[list[mx.array]]) -> str:
             distance = _distance(ours, theirs)
             if not distance <= tolerance:
                 return f"{what}: relative difference {distance:.2g}, allowed {tolerance:g}"
+    except CollectiveFault:
+        raise
     except (EngineError, *FOREIGN) as error:
         return repr(error)
     finally:

@@ -11,6 +11,7 @@ from typing import Any, assert_never
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from phalanx.dist.reduce import Reducer
 from phalanx.errors import EngineError
 from phalanx.model.arena import Arena, Snapshot
 from phalanx.model.cache import RowView
@@ -25,12 +26,15 @@ class Runner:
         model: an mlx-lm model, its weights in memory.
         facts: what `registry.inspect` found about it.
         dtype: floating dtype of the activations.
+        reducer: what the model's layers sum over ranks with; None for a rank that is alone.
     """
 
-    def __init__(self, model: Module, facts: CacheFacts, dtype: mx.Dtype) -> None:
+    def __init__(self, model: Module, facts: CacheFacts, dtype: mx.Dtype, reducer: Reducer | None = None) -> None:
         self.model = model
         self.facts = facts
         self.dtype = dtype
+        self.reducer = reducer or Reducer(None)
+        self._step = 0
         self._arenas: dict[int, Arena] = {}
         self._entries: dict[int, Snapshot] = {}
         self._touched: Arena | None = None
@@ -45,6 +49,11 @@ class Runner:
     def prefix_bytes(self) -> int:
         """Bytes of all kept prefixes."""
         return sum(entry.nbytes for entry in self._entries.values())
+
+    def begin(self, step: int) -> None:
+        """A step begins: what goes wrong from now on is reported with its number."""
+        self._step = step
+        self.reducer.begin(step)
 
     def apply(self, ops: Sequence[RowOp]) -> None:
         """Execute buffer operations in order.
@@ -65,6 +74,7 @@ class Runner:
 
         Raises:
             EngineError: the buffers are too short, or a recurrent row would be padded or rolled back.
+            CollectiveFault: a sum over ranks was wrong on some rank.
         """
         self._flush()
         arena = self._arena(fwd.arena)
@@ -108,7 +118,18 @@ class Runner:
         caches: list[Any] = list(arena.caches)  # a copy: models may extend the list
         logits: mx.array = self.model(mx.array([list(row) for row in tokens], dtype=mx.int32), cache=caches)
         arena.close()
+        if self.reducer.size > 1:
+            self._agree(arena, logits)
         return logits
+
+    def _agree(self, arena: Arena, logits: mx.array) -> None:
+        """Evaluate all collectives of a call, the same arrays in the same order on every rank, and judge them.
+
+        The logits come after them, on the rank that samples; unless mlx-lm has collectives of its own there.
+        """
+        roots = self.reducer.finish()
+        mx.eval(*roots, *arena.touched(), *([logits] if self.reducer.foreign else []))
+        self.reducer.judge(self._step, roots)
 
     def _rows_in_turn(self, arena: Arena, fwd: Forward, kv_len: Sequence[int]) -> mx.array:
         """For models that take one position for all rows: a call per row, without padding; logits padded with 0."""

@@ -145,4 +145,15 @@ class Stop(Struct, frozen=True, tag="stop"):
     """End the process in order."""
 
 
-Plan = Step | Reset | Stop
+class Report(Struct, frozen=True, tag="report"):
+    """Every rank answers with its `RankStats`: proof that its engine loop turns, and that its rows agreed (A5)."""
+
+
+Plan = Step | Reset | Report | Stop
+
+
+class Order(Struct, frozen=True, array_like=True):
+    """What the leader sends: a plan, and how many seconds it may take before the group counts as wedged."""
+
+    plan: Plan
+    limit_s: float = 0.0

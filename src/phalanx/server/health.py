@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.engine.client import EngineClient
 from phalanx.errors import EngineUnavailable
 from phalanx.server.metrics import Metrics
-from phalanx.types import Batch, ModelInfo
+from phalanx.types import Batch, EngineStats, ModelInfo
 
 PING_EVERY_S = 1.0
 SILENT_S = 15.0  # longer than any step should take; less than the default limit for killing the engine
@@ -27,6 +27,7 @@ class Health:
         self._metrics = metrics
         self._silent_s = min(SILENT_S, stall_s)
         self._ready = asyncio.Event()
+        self._stats: EngineStats | None = None
         engine.subscribe(self)
 
     async def watch(self) -> None:
@@ -34,7 +35,8 @@ class Health:
         while True:
             await self._ready.wait()
             with suppress(EngineUnavailable):  # down: on_down has stopped the pings, on_ready lets them go on
-                self._metrics.stats(await self._engine.ping())
+                self._stats = await self._engine.ping()
+                self._metrics.stats(self._stats)
             await asyncio.sleep(PING_EVERY_S)
 
     def report(self) -> tuple[int, dict[str, Any]]:
@@ -51,6 +53,18 @@ class Health:
             body |= {"status": "starting", "reason": "the engine has not answered a ping yet"}
         elif age > self._silent_s:
             body |= {"status": "stalled", "reason": f"the engine's loop has not answered for {age:.0f} s"}
+        if state.phase == "ready" and self._stats is not None:
+            body["ranks"] = [
+                {
+                    "rank": rank.rank,
+                    "host": rank.host,
+                    "pid": rank.pid,
+                    "steps": rank.steps,
+                    "mismatches": rank.steps - rank.matches,
+                    "reductions_checked": rank.reductions,
+                }
+                for rank in self._stats.ranks
+            ]
         return (200 if body["status"] == "ok" else 503), body
 
     def on_ready(self, info: ModelInfo) -> None:

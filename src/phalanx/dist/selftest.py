@@ -1,0 +1,61 @@
+"""Does the fabric add up, and how fast? Sums of known values at several sizes and dtypes (F4, A6).
+
+Run by every rank at start and by `phalanx selftest`. Does not know models.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import cast
+
+import mlx.core as mx
+
+from phalanx.errors import CollectiveFault
+from phalanx.types import FabricFigure
+
+SIZES = (1, 1024, 16384, 262144)  # elements
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+ROUNDS = 9  # for a median
+
+
+def test_fabric(group: mx.distributed.Group) -> list[FabricFigure]:
+    """Check every size in every dtype; measure float32.
+
+    Raises:
+        CollectiveFault: a sum is wrong; names size, dtype, the value expected and the one received.
+    """
+    for dtype in DTYPES:
+        for size in SIZES:
+            _check(group, size, dtype)
+    return [_measure(group, size) for size in SIZES]
+
+
+def _check(group: mx.distributed.Group, size: int, dtype: mx.Dtype) -> None:
+    """Rank r contributes (r + 1) * (1, 2, 1, 2, ...): exact in every dtype, different everywhere."""
+    pattern = mx.arange(size) % 2 + 1
+    ranks = group.size()
+    expected = (pattern * (ranks * (ranks + 1) // 2)).astype(dtype)
+    got = mx.distributed.all_sum((pattern * (group.rank() + 1)).astype(dtype), group=group)
+    mx.eval(got)
+    differs = cast("list[bool]", (got != expected).tolist())
+    if any(differs):
+        at = differs.index(True)
+        raise CollectiveFault(
+            f"self-test: all_sum of {size} {str(dtype).removeprefix('mlx.core.')} values over {ranks} ranks has "
+            f"{sum(differs)} wrong; number {at} is {got[at].item()} instead of {expected[at].item()} on rank "
+            f"{group.rank()}.",
+            remedy="The fabric delivers wrong data: check cables and devices, or use another --backend.",
+        )
+
+
+def _measure(group: mx.distributed.Group, size: int) -> FabricFigure:
+    values = mx.ones(size)
+    mx.eval(values)
+    seconds = []
+    for _ in range(ROUNDS):
+        before = time.perf_counter()
+        mx.eval(mx.distributed.all_sum(values, group=group))
+        seconds.append(time.perf_counter() - before)
+    median = statistics.median(seconds)
+    return FabricFigure(bytes=values.nbytes, median_us=median * 1e6, gb_per_s=values.nbytes / median / 1e9)

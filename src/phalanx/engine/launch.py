@@ -1,0 +1,168 @@
+"""Starts the processes of a group on this machine, and sees to it that none is left.
+
+One process per rank, or one `mpirun` with the ranks below it. Every start gets fresh ports, a fresh nonce and a fresh
+secret. Does not know why a group ended or whether it is started again (`process.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from phalanx.config import SECRET_VARIABLE, EngineConfig, GroupConfig, environment
+from phalanx.dist.backend import Choice, environment_of, mpirun_command, ring_hostfile
+
+Process = asyncio.subprocess.Process
+
+LOOPBACK = "127.0.0.1"
+NONCE_BITS = 48
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class End:
+    """How the first process of a group ended. `status` is negative for a signal, as in `subprocess`."""
+
+    name: str
+    status: int
+
+
+class RankProcesses:
+    """The processes of one start. `name -> process`: "rank 0", ..., or "mpirun"."""
+
+    def __init__(self, processes: dict[str, Process], pid_files: Sequence[Path]) -> None:
+        self.processes = processes
+        self._pid_files = pid_files
+        self.killed = False
+
+    @property
+    def leader_pid(self) -> int | None:
+        """Of rank 0, once it has said so."""
+        if (process := self.processes.get("rank 0")) is not None:
+            return process.pid if process.returncode is None else None
+        return next(iter(self.rank_pids().values()), None)
+
+    def rank_pids(self) -> dict[int, int]:
+        """rank -> process id, of ranks that have started and are still there."""
+        found = {}
+        for rank, file in enumerate(self._pid_files):
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(file.read_text())
+                if _is_rank(pid):
+                    found[rank] = pid
+        return found
+
+    async def first_end(self) -> End:
+        """Wait until one of the processes has ended."""
+        waits = {asyncio.create_task(process.wait()): name for name, process in self.processes.items()}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        # One that a signal ended says more than those that noticed.
+        ends = [End(waits[task], task.result()) for task in done]
+        return min(ends, key=lambda end: (end.status >= 0, end.name))
+
+    async def all_ended(self, timeout_s: float) -> bool:
+        """Wait until all have ended; whether they have."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while any(process.returncode is None for process in self.processes.values()) or self.rank_pids():
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to every process that is left, also to ranks whose mpirun is gone."""
+        self.killed = self.killed or number == signal.SIGKILL
+        for process in self.processes.values():
+            if process.returncode is None:
+                process.send_signal(number)
+        for pid in self.rank_pids().values():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                psutil.Process(pid).send_signal(number)
+
+    def describe(self) -> str:
+        """Who is left, for a message."""
+        left = [f"{name} (pid {p.pid})" for name, p in self.processes.items() if p.returncode is None]
+        return ", ".join(left or [f"rank {rank} (pid {pid})" for rank, pid in self.rank_pids().items()])
+
+
+async def start_ranks(config: EngineConfig, choice: Choice | None, socket_path: Path) -> RankProcesses:
+    """Start all ranks of a group, or the one process of a rank that is alone (`choice` None).
+
+    Raises:
+        OSError: a process cannot be started.
+    """
+    base = [sys.executable, "-m", "phalanx", "rank", config.model, "--socket", str(socket_path)]
+    base += ["--config", msgspec.json.encode(config).decode()]
+    size = config.tensor_parallel_size
+    pid_files = [pid_file(socket_path, rank) for rank in range(size)]
+    if choice is None:
+        return RankProcesses({"rank 0": await _spawn([*base, "--rank", "0"], {})}, pid_files)
+    ports = free_ports(1 + (size if choice.backend == "ring" else 0))
+    group = GroupConfig(
+        size=size,
+        backend=choice.backend,
+        nonce=secrets.randbits(NONCE_BITS),
+        control=f"{LOOPBACK}:{ports[0]}",
+        addresses=tuple(f"{LOOPBACK}:{port}" for port in ports[1:]),
+        ranks_here=size,
+    )
+    base += ["--group", msgspec.json.encode(group).decode()]
+    secret = {SECRET_VARIABLE: secrets.token_hex(32)}
+    if choice.backend == "mpi":
+        variables = {**secret, **environment_of("mpi", None, None)}
+        command = mpirun_command(size, config.collective, base)
+        return RankProcesses({"mpirun": await _spawn(command, variables)}, pid_files)
+    hostfile = socket_path.with_suffix(".hosts.json")
+    hostfile.write_text(ring_hostfile(group.addresses))
+    processes: dict[str, Process] = {}
+    for rank in range(size):
+        variables = {**secret, **environment_of(choice.backend, rank, hostfile)}
+        processes[f"rank {rank}"] = await _spawn([*base, "--rank", str(rank)], variables)
+    return RankProcesses(processes, pid_files)
+
+
+async def _spawn(command: Sequence[str], variables: dict[str, str]) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**environment(), **variables},
+        process_group=0,  # Ctrl-C is for the server, which drains and then ends the ranks
+    )
+
+
+def pid_file(socket_path: Path, rank: int) -> Path:
+    """Where a rank writes its process id, so that it can be found whoever started it."""
+    return socket_path.with_name(f"{socket_path.name}.rank{rank}.pid")
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of this machine that nobody uses now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((LOOPBACK, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def _is_rank(pid: int) -> bool:
+    """Whether a process is there and is one of ours (numbers are used again)."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "phalanx" in process.cmdline()
+    except psutil.Error:
+        return False

@@ -1,0 +1,78 @@
+"""Ranks find each other over the control channel, and tell each other why they go. Does not know the fabric."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import NoReturn
+
+from phalanx import __version__
+from phalanx.config import EngineConfig, GroupConfig, group_secret
+from phalanx.dist import inject
+from phalanx.dist.channel import LeaderChannel, WorkerChannel
+from phalanx.dist.peers import Identity, Limits, PeerFailure
+from phalanx.engine.link import LeaderLink, WorkerLink
+from phalanx.errors import ConfigError
+
+
+def meet(
+    config: EngineConfig, group: GroupConfig, rank: int, *, on_lost: Callable[[PeerFailure], None]
+) -> LeaderLink | WorkerLink:
+    """Connect to the other ranks of this start; returns when all are there.
+
+    Args:
+        on_lost: called once, from the watchdog's thread, before the process exits because the group is broken.
+
+    Raises:
+        EngineError: ranks are missing, or are not of this group; names them.
+    """
+    secret = group_secret()
+    if secret is None:
+        raise ConfigError("This rank has no group secret.", remedy="Ranks are started by `phalanx serve --tp N`.")
+    host, _, port = group.control.rpartition(":")
+    limits = Limits(hello_s=config.join_s, silence_s=config.silence_s, beat_s=min(0.25, config.silence_s / 4))
+    me = identity(rank, config.inject)
+    if me.rank == rank and _late(config, rank):
+        time.sleep(config.join_s * 10)
+
+    def broken(lost: PeerFailure) -> NoReturn:
+        os.write(sys.stderr.fileno(), f"rank {rank}: {lost}\n".encode())
+        on_lost(lost)
+        os._exit(lost.code)
+
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, int(port)), family=family, backlog=64)
+        leader = LeaderChannel(listener, group.size, secret, me, limits, broken)
+        leader.gather()
+        return LeaderLink(leader, group.size)
+    return WorkerLink(
+        WorkerChannel.connect((host, int(port)), group.size, secret, me, limits, broken), rank, group.size
+    )
+
+
+def identity(rank: int, fault: str | None = None) -> Identity:
+    """Who this process is."""
+    injected = None if fault is None else inject.parse(fault)
+    other = injected is not None and injected.kind == "version" and injected.rank == rank
+    return Identity(
+        rank=rank,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        version=__version__ + ("-other" if other else ""),
+        mlx=version("mlx"),
+        mlx_lm=version("mlx-lm"),
+        python=platform.python_version(),
+        device=platform.machine(),
+        fingerprint="",
+    )
+
+
+def _late(config: EngineConfig, rank: int) -> bool:
+    injected = None if config.inject is None else inject.parse(config.inject)
+    return injected is not None and injected.kind == "late" and injected.rank == rank

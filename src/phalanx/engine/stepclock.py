@@ -1,0 +1,39 @@
+"""How long may this step take? A deadline per step, from what steps of its kind took before (DESIGN section 2).
+
+A rank that is alive but stands still is found by this. Pure arithmetic; does not know clocks.
+"""
+
+from __future__ import annotations
+
+from phalanx.sched.plan import Step
+
+FACTOR = 5.0  # times the predicted duration
+UNKNOWN = 12.0  # times the least limit, before anything was measured
+FADE = 0.98  # per step: a machine that was slow once is not slow for ever
+
+
+class StepClock:
+    """Remembers the slowest recent prefill token and decode step.
+
+    Args:
+        least_s: no limit is shorter.
+    """
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = least_s
+        self._per_token = 0.0  # seconds
+        self._decode = 0.0  # seconds
+
+    def observe(self, prefill_tokens: int, prefill_s: float, decode_s: float) -> None:
+        """A step took this long."""
+        if prefill_tokens:
+            self._per_token = max(self._per_token * FADE, prefill_s / prefill_tokens)
+        self._decode = max(self._decode * FADE, decode_s)
+
+    def limit(self, step: Step) -> float:
+        """Seconds after which the step counts as wedged."""
+        if not self._decode:
+            return self._least_s * UNKNOWN
+        tokens = sum(sum(forward.valid) for forward in step.forwards if not forward.sample)
+        per_token = self._per_token or self._decode
+        return max(self._least_s, FACTOR * (tokens * per_token + self._decode))
