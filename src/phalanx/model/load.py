@@ -1,16 +1,14 @@
-"""A model from its directory into memory, without ever holding much more than its weights (B1-B5).
+"""A model from its directory into memory: the whole of it, or one rank's part, and never much more (B1-B5).
 
-mlx-lm knows the architectures, their checkpoints' quirks and their quantisation; it builds the model lazily. Everything
-that can go wrong is checked before the first tensor is read; then tensors are read, cast and kept one at a time, in
-whatever structure the model has. Does not know ranks yet: a rank will ask for the slices it owns here (DESIGN 6).
+Everything that can go wrong is checked before the first tensor is read (`prepare`); then tensors are read, cast and
+kept one at a time (`Prepared.materialise`). Reads only what this rank owns (DESIGN section 6): `origin.py` knows which
+parameter is which file tensor, `shard.py` which rows of it are this rank's, `parallel.py` lets the ranks' sums go
+through the reducer. A model that is not split takes the same path.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import logging
-import pkgutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,18 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm import models as architectures
-from mlx_lm.utils import MODEL_REMAPPING, load_model
 
 from phalanx import memory
 from phalanx.config import Dtype
-from phalanx.errors import ModelError, ModelUnsupported, WeightsError
+from phalanx.dist.reduce import Reducer
+from phalanx.errors import ModelUnsupported
+from phalanx.model.origin import Built, build, check_config
+from phalanx.model.parallel import take_over
 from phalanx.model.resolve import resolve
-from phalanx.model.weights import read_headers, some
+from phalanx.model.shard import Paper, Split, split
+from phalanx.model.weights import Cut, Reader, TensorInfo, read_headers, some
 
-__all__ = ["Loaded", "Progress", "load", "resolve"]
+__all__ = ["Loaded", "Prepared", "Progress", "load", "prepare", "resolve"]
 
 log = logging.getLogger("phalanx.load")
 
@@ -38,13 +39,14 @@ Progress = Callable[[str, int, int], None]
 """Called with a phase, bytes done and bytes in all."""
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 CHECK_EVERY = memory.GB // 4  # bytes between two looks at the machine's memory while loading
-FOREIGN = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError, OSError)
-"""What building a model from somebody's config.json can raise inside mlx-lm and MLX."""
+COMPUTED_WORTH_A_LINE = 1 << 20  # bytes
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+"""By bytes per element: what a tensor is read as, since not every dtype of a file is one of numpy's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model whose weights are in memory."""
+    """A model, or this rank's part of it, whose weights are in memory."""
 
     model: Module
     config: dict[str, Any]
@@ -59,147 +61,212 @@ class Loaded:
     """MLX's active memory after loading."""
     peak_bytes: int
     """MLX's peak memory while loading."""
-
-
-def load(path: Path, *, dtype: Dtype, guard: int, trust_remote_code: bool, on_progress: Progress) -> Loaded:
-    """Load a model.
-
-    Args:
-        path: its directory.
-        dtype: floating dtype of everything; `auto` is the checkpoint's, except float32 on the CPU.
-        guard: bytes of memory that stay free (B2).
-        trust_remote_code: whether a `model_file` of the repository may be run.
-        on_progress: see `Progress`.
-
-    Raises:
-        ModelUnsupported: the architecture or configuration is not one that mlx-lm knows.
-        WeightsError: files or tensors are missing, surplus, damaged or of the wrong shape.
-        MemoryShortage: the weights do not fit, or memory ran out while loading.
-    """
-    started = time.perf_counter()
-    mx.reset_peak_memory()
-    _check_config(path, trust_remote_code)
-    stored = sum(info.stop - info.start for info in read_headers(path).values())
-    on_progress("reading headers", 0, stored)
-    model, config = _build(path, trust_remote_code)
-    plan = _plan(model, dtype)
-    total = sum(entry.nbytes for entry in plan)
-    working = max((entry.stored + entry.nbytes for entry in plan), default=0)
-    machine = memory.read_machine()
-    log.info(
-        "loading %.2f GB of weights from %s (%.2f GB of %.2f GB memory available)",
-        total / memory.GB, path, machine.available / memory.GB, machine.physical / memory.GB,
-    )  # fmt: skip
-    memory.check_fits(f"Loading {path.name}", total + working, machine, guard)
-    _materialise(model, plan, total, guard, on_progress)
-    loaded = Loaded(
-        model=model,
-        config=config,
-        path=path,
-        dtype=_main_dtype(plan),
-        quantization=_describe_quantization(model),
-        weights_bytes=total,
-        load_s=time.perf_counter() - started,
-        active_bytes=mx.get_active_memory(),
-        peak_bytes=mx.get_peak_memory(),
-    )
-    log.info(
-        "loaded in %.1f s: %s, quantization %s, active memory %.2f GB, peak %.2f GB",
-        loaded.load_s, loaded.dtype, loaded.quantization,
-        loaded.active_bytes / memory.GB, loaded.peak_bytes / memory.GB,
-    )  # fmt: skip
-    return loaded
-
-
-# -- before anything is read ---------------------------------------------------------------------------------------
-
-
-def _check_config(path: Path, trust_remote_code: bool) -> None:
-    file = path / "config.json"
-    if not path.is_dir() or not file.exists():
-        raise ModelUnsupported(f"{path} has no config.json.", remedy="It is not a model in mlx-lm's file format.")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ModelUnsupported(f"{file} is not JSON: {error}", remedy="Download or copy it again.") from error
-    model_type = config.get("model_type") if isinstance(config, dict) else None
-    if not isinstance(model_type, str) or not model_type:
-        raise ModelUnsupported(f"{file} names no model_type.", remedy="Convert the model with `mlx_lm.convert`.")
-    if config.get("model_file") is not None:
-        if not trust_remote_code:
-            raise ModelUnsupported(
-                f"{path.name} brings its own Python file ({config['model_file']!r}).",
-                remedy="Run it with --trust-remote-code if you trust it.",
-            )
-        return
-    known = known_architectures()
-    if model_type not in known:
-        nearest = difflib.get_close_matches(model_type, known, n=4, cutoff=0.5)
-        raise ModelUnsupported(
-            f"mlx-lm has no architecture {model_type!r}" + (f"; nearest: {', '.join(nearest)}." if nearest else "."),
-            remedy="Check model_type in config.json, or use a newer phalanx.",
-        )
-
-
-def known_architectures() -> list[str]:
-    """Values of `model_type` that have a model file in mlx-lm."""
-    return sorted({module.name for module in pkgutil.iter_modules(architectures.__path__)} | set(MODEL_REMAPPING))
-
-
-def _build(path: Path, trust_remote_code: bool) -> tuple[Module, dict[str, Any]]:
-    """The model with lazy weights, every tensor accounted for, nothing read but headers."""
-    try:
-        model, config = load_model(path, lazy=True, strict=True, trust_remote_code=trust_remote_code)
-    except FOREIGN as error:
-        raise _translate(path, error) from error
-    return model, config
-
-
-def _translate(path: Path, error: Exception) -> ModelError:
-    """An error of mlx-lm's loader as one of ours; its messages list every name, ours the first eight."""
-    head, _, names = str(error).partition("\n")
-    listed = some(name.strip(" .") for name in names.split(",\n"))
-    if head.startswith("Received") and "not in model" in head:
-        return WeightsError(f"{path.name} has tensors that its architecture does not: {listed}.", remedy=_MISMATCH)
-    if head.startswith("Missing") and "parameters" in head:
-        return WeightsError(f"{path.name} lacks tensors: {listed}.", remedy=_MISMATCH)
-    if head.startswith("Expected shape"):
-        return WeightsError(f"{path.name} has a tensor of another shape than config.json says. {error}",
-                            remedy=_MISMATCH)  # fmt: skip
-    return ModelUnsupported(
-        f"{path.name} cannot be built from its config.json: {type(error).__name__}: {error}",
-        remedy="Check config.json, or convert the model with the mlx-lm version phalanx is pinned to.",
-    )
-
-
-_MISMATCH = "config.json and the weights do not belong together, or a file is missing: download the model again."
-
-
-# -- reading -------------------------------------------------------------------------------------------------------
+    copied_bytes: int
+    """Bytes copied from the files by this rank."""
+    computed_bytes: int
+    """Bytes of weights that mlx-lm computed from the files, reading them by itself."""
+    sums: int
+    """Places in the model where the ranks' results are added up by the reducer."""
+    unchecked: tuple[str, ...]
+    """Classes of the blocks whose sums mlx-lm makes by itself, one entry per block."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One parameter: what it is in the file and what it becomes."""
+    """One parameter: where it comes from and what it becomes."""
 
     name: str
     size: int
     dtype: mx.Dtype
-    stored: int  # bytes as stored
+    stored: int  # bytes that are in memory besides the result while it is made
     nbytes: int  # bytes as kept
+    source: TensorInfo | None  # None: mlx-lm computes it
+    cut: Cut | None  # the rows of the source; None is all
 
 
-def _plan(model: Module, dtype: Dtype) -> list[_Entry]:
-    """The dtype of every parameter, in the model's own order."""
+def load(
+    path: Path,
+    *,
+    dtype: Dtype,
+    guard: int,
+    trust_remote_code: bool,
+    on_progress: Progress,
+    reducer: Reducer | None = None,
+) -> Loaded:
+    """`prepare` and `Prepared.materialise` in one.
+
+    Args:
+        guard: bytes of memory that stay free (B2).
+        on_progress: see `Progress`.
+    """
+    on_progress("reading headers", 0, 1)
+    return prepare(path, dtype=dtype, trust_remote_code=trust_remote_code, reducer=reducer).materialise(
+        guard, on_progress
+    )
+
+
+def prepare(path: Path, *, dtype: Dtype, trust_remote_code: bool, reducer: Reducer | None = None) -> Prepared:
+    """Build a model lazily and split it; everything is checked, nothing is read but headers.
+
+    Args:
+        path: its directory.
+        dtype: floating dtype of everything; `auto` is the checkpoint's, except float32 on the CPU.
+        trust_remote_code: whether a `model_file` of the repository may be run.
+        reducer: this rank's place in a group, and how its sums are made; None for the whole model.
+
+    Raises:
+        ModelUnsupported: the architecture or configuration is not one that mlx-lm knows, or cannot be split so.
+        WeightsError: files or tensors are missing, surplus, damaged or of the wrong shape.
+    """
+    check_config(path, trust_remote_code=trust_remote_code)
+    built = build(path, read_headers(path), trust_remote_code=trust_remote_code)
+    parts, sums = Split({}, frozenset()), 0
+    unchecked: list[str] = []
+    if reducer is not None and reducer.size > 1:
+        if built.config.get("quantize_activations"):
+            raise ModelUnsupported(f"{path.name} quantises activations: it cannot be split.", remedy="Use --tp 1.")
+        group = Paper(reducer.rank, reducer.size) if reducer.group is None else reducer.group
+        parts = split(built.model, path.name, group)
+        sums, unchecked = take_over(built.model, reducer)
+    ranks = 1 if reducer is None else reducer.size
+    return Prepared(path, built, _plan(built, parts, dtype, ranks), sums, tuple(unchecked))
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model that is ready to be read."""
+
+    path: Path
+    built: Built
+    plan: list[_Entry]
+    sums: int
+    unchecked: tuple[str, ...]
+
+    @property
+    def model(self) -> Module:
+        """The model; its weights are lazy, or the part of them that is already read."""
+        return self.built.model
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config.json."""
+        return self.built.config
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes this rank keeps."""
+        return sum(entry.nbytes for entry in self.plan)
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes in memory for a moment besides those kept: the largest tensor on its way."""
+        return max((entry.stored + entry.nbytes for entry in self.plan), default=0)
+
+    @property
+    def quantization(self) -> str:
+        """How most of the weights are quantised, and in how many ways the rest."""
+        return _describe_quantization(self.model)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Floating dtype of most weights."""
+        return _main_dtype(self.plan)
+
+    def materialise(self, guard: int, on_progress: Progress, *, ranks_here: int = 1) -> Loaded:
+        """Read the weights.
+
+        Args:
+            guard: bytes of memory that stay free (B2).
+            on_progress: see `Progress`.
+            ranks_here: ranks on this machine that load at the same time and need as much.
+
+        Raises:
+            MemoryShortage: the weights do not fit, or memory ran out while loading.
+            WeightsError: a file cannot be read.
+        """
+        started = time.perf_counter()
+        mx.reset_peak_memory()
+        total = self.weights_bytes
+        machine = memory.read_machine()
+        log.info(
+            "loading %.2f GB of weights from %s (%.2f GB of %.2f GB memory available, %.2f GB active)",
+            total / memory.GB, self.path, machine.available / memory.GB, machine.physical / memory.GB,
+            mx.get_active_memory() / memory.GB,
+        )  # fmt: skip
+        memory.check_fits(f"Loading {self.path.name}", (total + self.working_bytes) * ranks_here, machine, guard)
+        copied = self._read(total, guard, on_progress, ranks_here)
+        loaded = Loaded(
+            model=self.model,
+            config=self.config,
+            path=self.path,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            weights_bytes=total,
+            load_s=time.perf_counter() - started,
+            active_bytes=mx.get_active_memory(),
+            peak_bytes=mx.get_peak_memory(),
+            copied_bytes=copied,
+            computed_bytes=sum(entry.nbytes for entry in self.plan if entry.source is None),
+            sums=self.sums,
+            unchecked=self.unchecked,
+        )
+        _report(loaded)
+        return loaded
+
+    def _read(self, total: int, guard: int, on_progress: Progress, ranks_here: int) -> int:
+        """Read, cast and keep one tensor after the other; the file's version of each is gone before the next."""
+        lazy = dict(tree_flatten(self.model.parameters()))
+        done = checked = 0
+        with Reader() as reader:
+            for entry in self.plan:
+                array = lazy.pop(entry.name)
+                if entry.source is not None:
+                    array = _fetch(reader, entry.source, entry.cut, array.dtype)
+                array = array.astype(entry.dtype)  # the same array where it already is
+                self.model.update(tree_unflatten([(entry.name, array)]))
+                mx.eval(array)
+                del array
+                mx.clear_cache()
+                done += entry.nbytes
+                on_progress("loading weights", done, total)
+                if done - checked >= CHECK_EVERY:
+                    checked = done
+                    rest = (total - done) * ranks_here
+                    memory.check_fits("The rest of the weights", rest, memory.read_machine(), guard)
+        return reader.copied
+
+
+def _fetch(reader: Reader, info: TensorInfo, cut: Cut | None, dtype: mx.Dtype) -> mx.array:
+    """A tensor, or some rows of it, out of its file; where memory is shared, straight into MLX's own."""
+    shape = info.shape if cut is None else cut.shape(info.shape)
+    unsigned = UNSIGNED[dtype.size]
+    if not info.nbytes:
+        return mx.zeros(shape, dtype)
+    if mx.cuda.is_available():
+        there = np.empty(int(np.prod(shape)) * dtype.size, np.uint8)
+        reader.read(info, cut, there)
+        return mx.array(there).view(unsigned).reshape(shape).view(dtype)
+    here = mx.zeros(shape, unsigned)
+    mx.eval(here)
+    reader.read(info, cut, np.array(here, copy=False).reshape(-1).view(np.uint8))
+    return here.view(dtype)
+
+
+def _plan(built: Built, parts: Split, dtype: Dtype, ranks: int) -> list[_Entry]:
+    """Source and dtype of every parameter, in the model's own order."""
     target = DTYPES.get(dtype)
     if target is None and mx.default_device() == mx.Device(mx.cpu):
         target = mx.float32  # 16-bit kernels are 10-30 times slower there, scales of quantised weights included
-    castable = _cast_predicate(model, target)
+    castable = _cast_predicate(built.model, target)
     entries = []
-    for name, array in tree_flatten(model.parameters()):
+    for name, array in tree_flatten(built.model.parameters()):
         floating = mx.issubdtype(array.dtype, mx.floating)
         kept = target if target is not None and floating and castable(name) else array.dtype
-        entries.append(_Entry(name, array.size, kept, array.nbytes, array.size * kept.size))
+        source = None if name in parts.computed else built.origins.get(name)
+        cut = None if source is None else parts.cuts.get(name)
+        split_up = name in parts.computed or name in parts.cuts
+        stored = array.nbytes * (ranks if source is None and split_up else 1)
+        entries.append(_Entry(name, array.size, kept, stored, array.size * kept.size, source, cut))
     return entries
 
 
@@ -211,25 +278,6 @@ def _cast_predicate(model: Module, target: mx.Dtype | None) -> Callable[[str], b
     return lambda name: bool(own(name)) and not name.endswith(".global_scale")
 
 
-def _materialise(model: Module, plan: list[_Entry], total: int, guard: int, on_progress: Progress) -> None:
-    """Read, cast and keep one tensor after the other; the file's version of each is gone before the next."""
-    lazy = dict(tree_flatten(model.parameters()))
-    done = checked = 0
-    for entry in plan:
-        array = lazy.pop(entry.name)
-        if array.dtype != entry.dtype:
-            array = array.astype(entry.dtype)
-            model.update(tree_unflatten([(entry.name, array)]))
-        mx.eval(array)
-        del array
-        mx.clear_cache()
-        done += entry.nbytes
-        on_progress("loading weights", done, total)
-        if done - checked >= CHECK_EVERY:
-            checked = done
-            memory.check_fits("The rest of the weights", total - done, memory.read_machine(), guard)
-
-
 def _main_dtype(plan: list[_Entry]) -> mx.Dtype:
     sizes: Counter[mx.Dtype] = Counter()
     for entry in plan:
@@ -239,7 +287,6 @@ def _main_dtype(plan: list[_Entry]) -> mx.Dtype:
 
 
 def _describe_quantization(model: Module) -> str:
-    """How most of the weights are quantised, and in how many ways the rest."""
     kinds: Counter[str] = Counter()
     for _, module in model.named_modules():
         bits, group, mode = (getattr(module, field, None) for field in ("bits", "group_size", "mode"))
@@ -250,3 +297,18 @@ def _describe_quantization(model: Module) -> str:
         return "none"
     (most, _), *others = kinds.most_common()
     return most + (f" (also {', '.join(kind for kind, _ in others)})" if others else "")
+
+
+def _report(loaded: Loaded) -> None:
+    log.info(
+        "loaded in %.1f s: %s, quantization %s, active memory %.2f GB, peak %.2f GB; %.2f GB copied from files",
+        loaded.load_s, loaded.dtype, loaded.quantization,
+        loaded.active_bytes / memory.GB, loaded.peak_bytes / memory.GB, loaded.copied_bytes / memory.GB,
+    )  # fmt: skip
+    if loaded.computed_bytes > COMPUTED_WORTH_A_LINE:
+        log.info("%.2f GB of weights are computed by mlx-lm from whole tensors", loaded.computed_bytes / memory.GB)
+    if loaded.unchecked:
+        log.warning(
+            "%d reductions are checked; those of %d blocks are mlx-lm's own and are not: %s",
+            loaded.sums, len(loaded.unchecked), some(sorted(set(loaded.unchecked))),
+        )  # fmt: skip

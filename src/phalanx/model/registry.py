@@ -36,6 +36,7 @@ from phalanx.model.layout import (
     bytes_per_token,
     leaves,
 )
+from phalanx.model.modules import model_files
 from phalanx.model.probe import FOREIGN, probe
 
 __all__ = ["CacheFacts", "inspect", "probe"]
@@ -66,7 +67,7 @@ def inspect(model: Module, config: Mapping[str, Any]) -> CacheFacts:
     Raises:
         ModelUnsupported: a cache cannot be replaced, or mlx-lm itself cannot run the model; says which and why.
     """
-    files = _model_files(model)
+    files = model_files(model)
     for name in sorted(files & REFUSED.keys()):
         raise ModelUnsupported(f"Models of mlx-lm's `{name}` cannot be served: {REFUSED[name]}.")
     stock = _stock_caches(model, config)
@@ -86,12 +87,6 @@ def inspect(model: Module, config: Mapping[str, Any]) -> CacheFacts:
         max_len=_max_len(model, config),
         description=_describe(stock, layouts, one_row),
     )
-
-
-def _model_files(model: Module) -> frozenset[str]:
-    """Names of the mlx-lm model files whose classes the model is made of."""
-    names = (type(module).__module__ for module in model.modules())
-    return frozenset(name.rpartition(".")[2] for name in names if name.startswith("mlx_lm.models."))
 
 
 def _one_row_reason(model: Module, files: frozenset[str]) -> str:

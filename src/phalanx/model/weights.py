@@ -1,18 +1,23 @@
-"""What a model's safetensors files hold, from their headers alone: names, dtypes, shapes, places. Reads no tensor.
+"""What a model's safetensors files hold, and any part of it (DESIGN section 6).
 
-Checks that the files are whole before anything is loaded. The absolute byte ranges are what a rank needs to read only
-its own slices (DESIGN section 6). Does not know models or MLX.
+Headers say names, dtypes, shapes and places; files are checked to be whole before anything is loaded. Of a tensor only
+the rows asked for are copied, straight into the caller's buffer. Does not know models, MLX or who owns what.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import mmap
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
 
 from phalanx.errors import WeightsError
 
@@ -36,6 +41,28 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Rows of a tensor along one axis, as runs `[start, stop)` in the order in which they are kept."""
+
+    axis: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def rows(self) -> int:
+        """How many rows are kept."""
+        return sum(stop - start for start, stop in self.runs)
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what is kept of a tensor."""
+        return (*whole[: self.axis], self.rows, *whole[self.axis + 1 :])
 
 
 def read_headers(path: Path) -> dict[str, TensorInfo]:
@@ -122,3 +149,125 @@ def some(names: Iterable[str], most: int = 8) -> str:
     """At most `most` names for a message."""
     listed = list(names)
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+# -- tensors -------------------------------------------------------------------------------------------------------
+
+CHUNK = 32 << 20  # bytes of a file that are mapped, or read in one call
+DIRECT = 64 << 10  # pieces from this size on are read, smaller ones copied out of a mapping of their surroundings
+
+
+class Reader:
+    """Copies parts of tensors out of files, which it keeps open while it is entered. Counts what it copies."""
+
+    def __init__(self) -> None:
+        self.copied = 0
+        self._files: dict[Path, BinaryIO] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def read(self, info: TensorInfo, cut: Cut | None, out: npt.NDArray[np.uint8]) -> None:
+        """Copy a tensor, or the rows of `cut`, into the bytes `out`.
+
+        Raises:
+            WeightsError: the file ended early, or cannot be read.
+        """
+        try:
+            if (file := self._files.get(info.file)) is None:
+                file = self._files[info.file] = info.file.open("rb", buffering=0)
+            done = 0
+            for piece in _pieces(info, cut):
+                done += piece.copy(file, out[done:])
+        except (OSError, ValueError) as error:
+            raise WeightsError(f"{info.file} cannot be read: {error}", remedy=AGAIN) from error
+        self.copied += done
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """`count` stretches of `size` bytes, the first at `start`, `stride` apart."""
+
+    start: int
+    size: int
+    count: int
+    stride: int
+
+    def copy(self, file: BinaryIO, out: npt.NDArray[np.uint8]) -> int:
+        """Copy to the front of `out`; the number of bytes."""
+        if self.count == 1:
+            file.seek(self.start)
+            _fill(file, memoryview(out.data)[: self.size])
+            return self.size
+        first = self.start - self.start % mmap.ALLOCATIONGRANULARITY
+        length = self.start + (self.count - 1) * self.stride + self.size - first
+        with mmap.mmap(file.fileno(), length, offset=first, prot=mmap.PROT_READ) as mapped:
+            bytes_ = np.frombuffer(mapped, np.uint8, offset=self.start - first)
+            rows = np.lib.stride_tricks.as_strided(bytes_, (self.count, self.size), (self.stride, 1), writeable=False)
+            out[: self.size * self.count].reshape(self.count, self.size)[:] = rows
+            del bytes_, rows  # or the mapping cannot be closed
+        return self.size * self.count
+
+
+def _fill(file: BinaryIO, out: memoryview) -> None:
+    done = 0
+    while done < len(out):
+        count = file.readinto(out[done : done + CHUNK])  # type: ignore[attr-defined]
+        if not count:
+            raise OSError(f"it ended {len(out) - done} bytes early")
+        done += count
+
+
+def _pieces(info: TensorInfo, cut: Cut | None) -> Iterator[_Piece]:
+    """What to copy, in the order of the result."""
+    if cut is None or not info.nbytes:
+        yield _Piece(info.start, info.nbytes, 1, 0)
+        return
+    outer = math.prod(info.shape[: cut.axis])
+    block = info.nbytes // outer  # bytes of one index of the axes before
+    row = block // info.shape[cut.axis]
+    spans = [(start * row, (stop - start) * row) for start, stop in cut.runs]
+    if len(spans) == 1 and spans[0][1] < DIRECT and outer > 1:
+        [(offset, size)] = spans
+        most = max(1, CHUNK // block)
+        for first in range(0, outer, most):
+            yield _Piece(info.start + first * block + offset, size, min(most, outer - first), block)
+        return
+    for index in range(outer):
+        for offset, size in spans:
+            yield _Piece(info.start + index * block + offset, size, 1, 0)
+
+
+# -- the model's identity ------------------------------------------------------------------------------------------
+
+SAMPLE = 64  # bytes that a fingerprint takes of every tensor's start, middle and end
+
+
+def fingerprint(path: Path) -> str:
+    """A number by which ranks see that they hold the same model: config, tensors and a sample of each one's bytes.
+
+    Not of every byte, which would be as slow as loading. How tensors are spread over files does not matter.
+
+    Raises:
+        WeightsError: as `read_headers`.
+    """
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    headers = read_headers(path)
+    files: dict[Path, BinaryIO] = {}
+    try:
+        for name, info in sorted(headers.items()):
+            if (file := files.get(info.file)) is None:
+                file = files[info.file] = info.file.open("rb", buffering=0)
+            digest.update(f"{name} {info.dtype} {info.shape}".encode())
+            for start in (info.start, (info.start + info.stop) // 2, info.stop - SAMPLE):
+                file.seek(max(info.start, start))
+                digest.update(file.read(min(SAMPLE, info.nbytes)))
+    finally:
+        for file in files.values():
+            file.close()
+    return digest.hexdigest()[:32]

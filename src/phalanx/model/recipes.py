@@ -1,0 +1,345 @@
+"""How models are split over ranks, as data: which projections by outputs, which by inputs, where partial sums meet.
+
+mlx-lm has recipes (`shard()`) in a fifth of its model files; the others are described here, by model file and class. A
+block takes a whole input and gives a whole output, so a model may be split in some of its blocks and whole in others
+(recurrent mixers are). Does not know how a split is carried out (`shard.py`) or what is in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+Names = tuple[str, ...]
+"""Children or attributes of a block; dotted paths, `*` for every entry of a list. Absent ones are passed over."""
+
+
+class Kv(NamedTuple):
+    """Key and value heads; where there are fewer than ranks, each is kept by several ranks."""
+
+    heads: str  # the attribute that counts them
+    children: Names = ("k_proj", "v_proj")  # what has rows per key or value head
+    ratio: str = ""  # the attribute that holds query heads per key head, where there is one
+
+
+class Fused(NamedTuple):
+    """Several projections in one matrix, each split by outputs."""
+
+    child: str
+    sizes: Names = ()  # attributes whose ratio is that of the parts; two equal ones where none are named
+
+
+class Block(NamedTuple):
+    """What becomes of the modules of one class."""
+
+    cls: str
+    column: Names = ()
+    """Projections split by outputs."""
+    row: Names = ()
+    """Projections split by inputs: each rank's result is a part of the sum."""
+    fused: tuple[Fused, ...] = ()
+    per_head: Names = ()
+    """Parameters, or modules all of whose parameters, have the heads as first axis."""
+    norms: Names = ()
+    """RMSNorms over a split vector: their sum of squares is a reduction of its own."""
+    heads: Names = ()
+    """Integers of which a rank has 1/N."""
+    kv: Kv | None = None
+    summed: bool = False
+    """The block's output is the partial sum, added up at its end, and not that of each of `row`."""
+    unless: str = ""
+    """An attribute with which the block cannot be split."""
+
+
+def attention(
+    cls: str = "Attention",
+    heads: str = "n_heads",
+    kv: str = "n_kv_heads",
+    out: str = "o_proj",
+    *,
+    ratio: str = "",
+    gate: Names = (),
+    per_head: Names = (),
+    unless: str = "",
+) -> Block:
+    """Separate projections of queries, keys and values."""
+    return Block(
+        cls, column=("q_proj", *gate), row=(out,), heads=(heads,), kv=Kv(kv, ratio=ratio), per_head=per_head,
+        unless=unless,
+    )  # fmt: skip
+
+
+def normed_attention(cls: str, heads: str, kv: str) -> Block:
+    """Queries and keys normalised over all their heads (OLMo 2)."""
+    return Block(
+        cls, column=("q_proj",), row=("o_proj",), heads=(heads,), norms=("q_norm", "k_norm"), per_head=("q_norm",),
+        kv=Kv(kv, ("k_proj", "v_proj", "k_norm")),
+    )  # fmt: skip
+
+
+def packed_attention(
+    cls: str, packed: str, out: str, heads: str, kv: str, *, sizes: Names = (), gate: Names = ()
+) -> Block:
+    """Queries, keys and values in one matrix, one after the other."""
+    counts = (heads, kv) if kv != heads else (heads,)
+    return Block(
+        cls, column=gate, row=(out,), fused=(Fused(packed, sizes or (heads, kv, kv)),),
+        heads=tuple(dict.fromkeys((*counts, *sizes))),
+    )  # fmt: skip
+
+
+def latent_attention(cls: str, *, out: str = "o_proj", gate: Names = ()) -> Block:
+    """Multi-head latent attention: what comes after the compression is per head."""
+    return Block(
+        cls, column=("q_proj", "q_b_proj", "kv_b_proj", *gate), row=(out,), heads=("num_heads",),
+        per_head=("embed_q", "unembed_out"),
+    )  # fmt: skip
+
+
+def mlp(cls: str = "MLP", column: Names = ("gate_proj", "up_proj"), row: str = "down_proj") -> Block:
+    """A feed-forward block."""
+    return Block(cls, column=column, row=(row,))
+
+
+def packed_mlp(cls: str = "MLP", packed: str = "gate_up_proj", row: str = "down_proj") -> Block:
+    """Gate and up in one matrix."""
+    return Block(cls, row=(row,), fused=(Fused(packed),))
+
+
+def experts(cls: str, switch: str = "switch_mlp", shared: str = "shared_experts") -> Block:
+    """A mixture of experts, every expert split; the router is whole on every rank."""
+    both = (switch, shared)
+    return Block(
+        cls, column=tuple(f"{part}.{name}" for part in both for name in ("gate_proj", "up_proj", "fc1")),
+        row=tuple(f"{part}.{name}" for part in both for name in ("down_proj", "fc2")), summed=True,
+    )  # fmt: skip
+
+
+PLAIN = (attention(), mlp())
+NUM_HEADS = ("num_attention_heads", "num_key_value_heads")
+LATENT = ("num_heads", "num_key_value_heads")
+
+RECIPES: dict[str, tuple[Block, ...]] = {
+    "Klear": (attention("KlearAttention", *NUM_HEADS), mlp("KlearMLP"), experts("KlearSparseMoeBlock", "experts")),
+    "afmoe": (attention(gate=("gate_proj",)), mlp(), experts("AfmoeMoE", "experts")),
+    "apertus": (attention("ApertusAttention", *NUM_HEADS), mlp("ApertusMLP", ("up_proj",))),
+    "bailing_hybrid": (latent_attention("MultiLatentAttention", out="dense"), mlp(), experts("SparseMoeBlock")),
+    "bailing_moe": (
+        packed_attention("BailingMoeAttention", "query_key_value", "dense", *NUM_HEADS),
+        mlp("BailingMoeMLP"),
+        experts("BailingMoeSparseMoeBlock"),
+    ),
+    "bailing_moe_linear": (
+        packed_attention("Attention", "query_key_value", "dense", *NUM_HEADS),
+        mlp(),
+        experts("SparseMoeBlock"),
+    ),
+    "cohere": (attention(per_head=("q_norm",))._replace(kv=Kv("n_kv_heads", ("k_proj", "v_proj", "k_norm"))), mlp()),
+    "cohere2": PLAIN,
+    "dbrx": (
+        packed_attention("Attention", "Wqkv", "out_proj", *LATENT)._replace(heads=(*LATENT, "d_model")),
+        Block("SparseMoeBlock", column=("experts.*.v1", "experts.*.w1"), row=("experts.*.w2",), summed=True),
+    ),
+    "deepseek": (
+        attention("DeepseekAttention", "num_attention_heads", "num_kv_heads"),
+        mlp("DeepseekMLP"),
+        experts("DeepseekMoE"),
+    ),
+    "deepseek_v3": (latent_attention("DeepseekV3Attention"), mlp("DeepseekV3MLP"), experts("DeepseekV3MoE")),
+    "dots1": (attention("Dots1Attention"), mlp("Dots1MLP"), experts("Dots1MoE", "experts")),
+    "ernie4_5": PLAIN,
+    "ernie4_5_moe": (attention(), mlp("Ernie4_5_MLP"), experts("Ernie4_5_MoeMLP")),
+    "exaone4": PLAIN,
+    "falcon_h1": (attention("FalconH1Attention", "num_heads", "num_kv_heads"), mlp("FalconH1MLP")),
+    "gear": PLAIN,
+    "gemma": PLAIN,
+    "gemma2": (attention(ratio="repeats"), mlp()),
+    "gemma3_text": (attention(ratio="repeats"), mlp()),
+    "gemma4_text": (attention(), mlp(), experts("Experts", "switch_glu")),
+    "glm": (attention("GLMAttention", *NUM_HEADS), packed_mlp("GLMMLP")),
+    "glm4": (attention("Glm4Attention"), packed_mlp("Glm4MLP")),
+    "gpt2": (packed_attention("Attention", "c_attn", "c_proj", "n_head", "n_head"), mlp("MLP", ("c_fc",), "c_proj")),
+    "gpt_neox": (
+        Block("Attention", column=("query_key_value",), row=("dense",), heads=("num_attention_heads",)),
+        mlp("MLP", ("dense_h_to_4h",), "dense_4h_to_h"),
+    ),
+    "gptj": (
+        Block("GPTJAttention", ("q_proj", "k_proj", "v_proj"), ("out_proj",), heads=("num_attention_heads",)),
+        mlp("GPTJMLP", ("fc_in",), "fc_out"),
+    ),
+    "granite": PLAIN,
+    "granitemoe": (attention("GraniteMoeAttention"), experts("GraniteMoeMoE")),
+    "granitemoehybrid": (
+        attention("GraniteMoeHybridAttention"),
+        experts("GraniteMoeHybridMoE"),
+        packed_mlp("GraniteMoeHybridSharedMLP", "input_linear", "output_linear"),
+        mlp("GraniteMoeHybridMLP"),
+    ),
+    "helium": (attention("HeliumAttention"), mlp("HeliumMLP")),
+    "hunyuan": (attention(), mlp(), experts("MoeBlock", shared="shared_mlp")),
+    "hunyuan_v1_dense": PLAIN,
+    "internlm2": (
+        Block("Attention", column=("wqkv",), row=("wo",), heads=("n_heads", "n_kv_heads")),
+        mlp("MLP", ("w1", "w3"), "w2"),
+    ),
+    "internlm3": (attention(ratio="n_kv_groups"), mlp()),
+    "jamba": (attention("JambaAttention", *NUM_HEADS), mlp("JambaMLP"), experts("JambaSparseMoeBlock")),
+    "kimi_linear": (latent_attention("KimiMLAAttention"), mlp("KimiMLP"), experts("KimiSparseMoE")),
+    "laguna": (attention(gate=("g_proj",)), mlp(), experts("MoE", shared="shared_expert")),
+    "lfm2": (attention(out="out_proj"), mlp("MLP", ("w1", "w3"), "w2")),
+    "lfm2_moe": (attention(out="out_proj"), mlp(), experts("Lfm2MoeSparseMoeBlock")),
+    "lille-130m": (
+        packed_attention("Lille130mAttention", "qkv_proj", "out_proj", "n_head", "n_kv_heads"),
+        mlp("Lille130mMLP"),
+    ),
+    "llama": PLAIN,
+    "llama4": (attention(), mlp(), experts("MoE", "experts", "shared_expert")),
+    "llama4_text": PLAIN,
+    "mellum": (attention(), experts("MellumSparseMoeBlock")),
+    "mimo": PLAIN,
+    "mimo_v2_flash": (attention(per_head=("attention_sink_bias",)), mlp(), experts("MoE")),
+    "minicpm": (attention("Attention", *LATENT, ratio="num_key_value_groups"), mlp()),
+    "minicpm3": (latent_attention("Attention"), mlp()),
+    "mixtral": (attention("MixtralAttention", *LATENT), experts("MixtralSparseMoeBlock")),
+    "muse_glimmer": (attention(gate=("gate_proj",)), mlp()),
+    "nanbeige": PLAIN,
+    "nanochat": (
+        Block(
+            "Attention",
+            column=("c_q",),
+            row=("c_proj",),
+            heads=("num_heads", "hidden_size"),
+            kv=Kv("num_kv_heads", ("c_k", "c_v")),
+        ),
+        mlp("MLP", ("c_fc",), "c_proj"),
+    ),
+    "nemotron": (attention(), mlp("MLP", ("up_proj",))),
+    "nemotron-nas": PLAIN,
+    "nemotron_h": (
+        attention("NemotronHAttention", *LATENT),
+        mlp("NemotronHMLP", ("up_proj",)),
+        Block(
+            "NemotronHMoE",
+            column=("switch_mlp.fc1", "shared_experts.up_proj"),
+            row=("switch_mlp.fc2", "shared_experts.down_proj"),
+            summed=True,
+            unless="fc2_latent_proj",
+        ),
+    ),
+    "olmo2": (normed_attention("Attention", "n_heads", "n_kv_heads"), mlp()),
+    "olmo3": (normed_attention("Olmo3Attention", *NUM_HEADS), mlp("Olmo3MLP")),
+    "olmo_hybrid": (normed_attention("Attention", *NUM_HEADS), mlp()),
+    "olmoe": (normed_attention("Attention", "n_heads", "n_kv_heads"), experts("OlmoeSparseMoeBlock")),
+    "openelm": (
+        packed_attention("Attention", "qkv_proj", "out_proj", "n_heads", "n_kv_heads"),
+        packed_mlp("MLP", "proj_1", "proj_2"),
+    ),
+    "phi": (
+        attention("PhiAttention", *LATENT, "dense", ratio="repeats"),
+        mlp("PhiMLP", ("fc1",), "fc2"),
+    ),
+    "phi3": (packed_attention("Attention", "qkv_proj", "o_proj", "n_heads", "n_kv_heads"), packed_mlp()),
+    "phimoe": (attention(), experts("PhiMoESparseMoeBlock")),
+    "plamo2": (
+        packed_attention(
+            "Attention",
+            "qkv_proj",
+            "o_proj",
+            "q_num_heads",
+            "k_num_heads",
+            sizes=("q_proj_dim", "k_proj_dim", "v_proj_dim"),
+        )._replace(
+            per_head=("q_weight", "k_weight"),
+            heads=("q_num_heads", "k_num_heads", "v_num_heads", "q_proj_dim", "k_proj_dim", "v_proj_dim"),
+        ),
+        packed_mlp(),
+    ),
+    "plamo3": (
+        packed_attention(
+            "Attention",
+            "qkv_proj",
+            "o_proj",
+            "q_num_heads",
+            "k_num_heads",
+            sizes=("q_proj_dim", "k_proj_dim", "v_proj_dim"),
+        )._replace(
+            heads=("q_num_heads", "k_num_heads", "v_num_heads", "q_proj_dim", "k_proj_dim", "v_proj_dim"),
+        ),
+        packed_mlp(),
+    ),
+    "qwen": (
+        packed_attention("Attention", "c_attn", "c_proj", "num_attention_heads", "num_attention_heads"),
+        mlp("MLP", ("w1", "w2"), "c_proj"),
+    ),
+    "qwen2": PLAIN,
+    "qwen2_moe": (attention(), experts("Qwen2MoeSparseMoeBlock", shared="shared_expert")),
+    "qwen3": PLAIN,
+    "qwen3_moe": (attention(), mlp(), experts("Qwen3MoeSparseMoeBlock")),
+    "qwen3_next": (
+        attention("Qwen3NextAttention", *NUM_HEADS),
+        mlp("Qwen3NextMLP"),
+        experts("Qwen3NextSparseMoeBlock", shared="shared_expert"),
+    ),
+    "seed_oss": PLAIN,
+    "spark2_5": (
+        packed_attention("Attention", "q_k_v_proj", "out_proj", "n_heads", "n_kv_heads", gate=("g_proj",))._replace(
+            heads=("n_heads", "n_kv_heads", "q_size", "kv_size")
+        ),
+        mlp(),
+    ),
+    "stablelm": (attention("Attention", *LATENT, unless="qk_layernorm"), mlp()),
+    "starcoder2": (attention(), mlp("MLP", ("c_fc",), "c_proj")),
+    "talkie": (
+        Block(
+            "Attention",
+            column=("attn_query", "attn_key", "attn_value"),
+            row=("attn_resid",),
+            heads=("n_heads",),
+            per_head=("head_gain",),
+        ),
+        mlp("MLP", ("mlp_gate", "mlp_linear"), "mlp_resid"),
+    ),
+    "telechat3": (attention("Telechat3Attention", *NUM_HEADS), mlp("Telechat3MLP")),
+    "youtu_llm": (latent_attention("YoutuLLMAttention"), mlp("YoutuLLMMLP")),
+}
+"""Model files without a recipe of mlx-lm's, and those whose blocks other model files use."""
+
+REFUSED = {
+    "muse_spark": "mlx-lm's recipe reads the weights while it splits them",
+}
+"""Model files whose recipe of mlx-lm's is not used, and why."""
+
+ENDS_IN_SUM: dict[tuple[str, str], str] = {
+    ("deepseek_v2", "DeepseekV2MoE"): "switch_mlp.down_proj",
+    ("deepseek_v3", "DeepseekV3MoE"): "switch_mlp.down_proj",
+    ("deepseek_v32", "DeepseekV32MoE"): "switch_mlp.down_proj",
+    ("exaone_moe", "MoE"): "switch_mlp.down_proj",
+    ("glm4_moe", "MoE"): "switch_mlp.down_proj",
+    ("glm4_moe_lite", "Glm4MoeLiteMoE"): "switch_mlp.down_proj",
+    ("gpt_oss", "MLPBlock"): "experts.down_proj",
+    ("minimax", "MiniMaxSparseMoeBlock"): "switch_mlp.down_proj",
+    ("minimax_m3_vl", "SparseMoeBlock"): "switch_mlp.down_proj",
+    ("mistral4", "Mistral4MoE"): "switch_mlp.down_proj",
+    ("qwen3_5", "GatedDeltaNet"): "out_proj",
+    ("qwen3_moe", "Qwen3MoeSparseMoeBlock"): "switch_mlp.down_proj",
+    ("qwen3_next", "Qwen3NextSparseMoeBlock"): "switch_mlp.down_proj",
+    ("step3p5", "Step3p5MoE"): "switch_mlp.down_proj",
+}
+"""Blocks of mlx-lm's recipes whose last act is the sum over ranks, with the projection whose outputs it sums."""
+
+FEWER_KV: dict[tuple[str, str], Kv] = {
+    ("exaone_moe", "Attention"): Kv("n_kv_heads"),
+    ("glm4_moe", "Attention"): Kv("n_kv_heads"),
+    ("gpt_oss", "AttentionBlock"): Kv("num_key_value_heads"),
+    ("iquestloopcoder", "Attention"): Kv("n_kv_heads"),
+    ("llama", "Attention"): Kv("n_kv_heads"),
+    ("minimax", "MiniMaxAttention"): Kv("num_key_value_heads", ("k_proj", "v_proj", "k_norm")),
+    ("ministral3", "Attention"): Kv("n_kv_heads"),
+    ("qwen2", "Attention"): Kv("n_kv_heads"),
+    ("qwen3", "Attention"): Kv("n_kv_heads"),
+    ("qwen3_moe", "Attention"): Kv("n_kv_heads"),
+    ("step3p5", "Step3p5Attention"): Kv("num_kv_heads"),
+}
+"""Attention of mlx-lm's recipes that splits the same way when every key and value head is first repeated."""
+
+RATIOS = frozenset({"repeats", "num_key_value_groups", "n_kv_groups"})
+"""Integers that are neither counts nor sizes: query heads per key head."""
