@@ -20,6 +20,11 @@
         +-- Desync             a rank's state differs from the plan's; names step, row and field
         +-- NonFiniteLogits    a forward produced NaN or infinity; names step and row
         +-- GroupError         ranks could not form the group that was meant; names backend, rank and port
+        |   +-- PeerMissing    ranks did not come by the deadline (names them), or left while the group formed
+        |   +-- PeerRefused    a rank does not belong: names field, rank, host and both values
+        +-- PeerLost           a rank failed while the group was at work; names rank, host and cause
+        +-- PeerLate           ranks did not answer by a deadline; names them
+        +-- FrameError         bytes on a socket that none of us sends
         +-- CollectiveFault    a reduction's checksum or tag is wrong on some rank; names step and layer
 
 Every class carries a message that names what was seen and a `remedy` that says what to do. HTTP status codes are
@@ -132,6 +137,26 @@ class GroupError(EngineError):
     """The ranks could not form the group that was meant (F1): the backend failed, or somebody else was there."""
 
 
+class PeerMissing(GroupError):
+    """Ranks did not come by the deadline, or one left while the group was forming; the message names them."""
+
+
+class PeerRefused(GroupError):
+    """A rank that proved to be of this group cannot be in it: other versions, other size, a rank taken twice."""
+
+
+class PeerLost(EngineError):
+    """Another rank failed, or this one. Seen only where that does not end the process at once (tests, tools)."""
+
+
+class PeerLate(EngineError):
+    """Ranks did not answer by a deadline; the message names them."""
+
+
+class FrameError(EngineError):
+    """The other end of a socket does not speak our protocol, or a message is too long for it."""
+
+
 class CollectiveFault(EngineError):
     """The fabric delivered a sum that cannot be right (A6). Nothing of that step is committed."""
 
@@ -167,6 +192,9 @@ def exit_code_of(error: PhalanxError) -> ExitCode:
         NonFiniteLogits: ExitCode.NUMERIC,
         CollectiveFault: ExitCode.NUMERIC,
         GroupError: ExitCode.GROUP,
+        PeerRefused: ExitCode.CONFIG,
+        PeerLost: ExitCode.PEER_LOST,
+        PeerLate: ExitCode.STALLED,
         PhalanxError: ExitCode.CRASH,
     }
     return next(table[kind] for kind in type(error).__mro__ if kind in table)

@@ -9,15 +9,18 @@ import threading
 
 import pytest
 
-from phalanx.engine.wire import MAX_FRAME, engine_codec, read_frame, receive_frame, server_codec
+from phalanx.dist.frames import MAX_FRAME, VERSION, read_frame, receive_frame
+from phalanx.engine.wire import engine_codec, server_codec
 from phalanx.errors import EngineError
 from phalanx.types import Batch, Cancel, Ping, Tokens
+
+HEADER = struct.Struct("<BI")  # version, length
 
 
 def test_messages_survive_the_wire_both_ways():
     batch = Batch(4, [Tokens("a", 0, [1, 2])])
-    assert server_codec().decode(engine_codec().encode(batch)[4:]) == batch
-    assert engine_codec().decode(server_codec().encode(Cancel("a"))[4:]) == Cancel("a")
+    assert server_codec().decode(engine_codec().encode(batch)[HEADER.size :]) == batch
+    assert engine_codec().decode(server_codec().encode(Cancel("a"))[HEADER.size :]) == Cancel("a")
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x81\xa4type\xa4Nope", b"hello"])
@@ -33,7 +36,7 @@ def test_blocking_reader_takes_frames_in_pieces_and_sees_the_end():
     def trickle():
         for i in range(0, len(frames), 7):
             theirs.sendall(frames[i : i + 7])
-        theirs.sendall(b"\x05\x00")  # half a header
+        theirs.sendall(HEADER.pack(VERSION, 5)[:3])  # half a header
         theirs.close()
 
     thread = threading.Thread(target=trickle)
@@ -46,7 +49,7 @@ def test_blocking_reader_takes_frames_in_pieces_and_sees_the_end():
 
 def test_an_announced_giant_frame_is_refused():
     ours, theirs = socket.socketpair()
-    theirs.sendall(struct.pack("<I", MAX_FRAME + 1))
+    theirs.sendall(HEADER.pack(VERSION, MAX_FRAME + 1))
     with pytest.raises(EngineError, match="limit"):
         receive_frame(ours)
     ours.close(), theirs.close()

@@ -1,0 +1,281 @@
+"""Payloads between ranks, and what the watchdogs make of lost, silent and stuck ones. Ranks are threads here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from channels import FAST, SECRET, WAIT_S, Gatherer, RawPeer, Recorder, connect, group, identity, listen, names
+from msgspec.structs import replace
+
+from phalanx.dist.channel import LeaderChannel, Limits
+from phalanx.dist.peers import Beat, Challenge, Goodbye, PeerFailure, Welcome
+from phalanx.errors import ConfigError, ExitCode, PeerLate, PeerLost, exit_code_of
+
+# Payloads --------------------------------------------------------------------------------------------------------
+
+
+def test_payloads_arrive_whole_and_in_order_both_ways():
+    with group(4) as ranks:
+        assert [who.rank for who in ranks.ranks] == [0, 1, 2, 3]
+        sent = [bytes([i]) * (i * i) for i in range(200)]
+        for payload in sent:
+            ranks.leader.broadcast(payload)
+        for rank, worker in enumerate(ranks.workers, 1):
+            assert [worker.receive() for _ in sent] == sent
+            for i in range(3):
+                worker.send(f"{rank}.{i}".encode())
+        for i in range(3):
+            assert ranks.leader.collect(WAIT_S) == [f"{rank}.{i}".encode() for rank in (1, 2, 3)]
+        assert all(recorder.quiet for recorder in ranks.recorders)
+
+
+def test_large_payloads_cross_each_other():
+    big = bytes(range(256)) * (20_000_000 // 256)
+    with group(2) as ranks, ThreadPoolExecutor(2) as pool:
+        down, up = pool.submit(ranks.leader.broadcast, big), pool.submit(ranks.workers[0].send, big[::-1])
+        assert ranks.workers[0].receive() == big and ranks.leader.collect(WAIT_S) == [big[::-1]]
+        down.result(WAIT_S), up.result(WAIT_S)
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    with group(3) as ranks:
+        ranks.workers[0].send(b"here")
+        with pytest.raises(PeerLate, match=r"^rank 2 \(host2, pid \d+\) did not answer within 0\.1 s\.$") as late:
+            ranks.leader.collect(0.1)
+        assert exit_code_of(late.value) is ExitCode.STALLED
+
+
+def test_a_group_of_one():
+    listener, _ = listen()
+    leader = LeaderChannel(listener, 1, SECRET, identity(0), FAST)
+    assert leader.gather() == [identity(0)]
+    leader.broadcast(b"nobody")
+    assert leader.collect(0.0) == []
+    leader.close("done")
+
+
+def test_idle_ranks_turn_their_loops_a_few_times_a_second():
+    """A turn costs about 0.1 ms, so a fixed number of turns a second is a fixed part of a core."""
+    limits = replace(FAST, beat_s=0.25, silence_s=WAIT_S)
+    with group(3, limits) as ranks:
+        before, started = [channel.turns for channel in ranks.channels], time.monotonic()
+        time.sleep(1.5)
+        turns = [channel.turns - count for channel, count in zip(ranks.channels, before, strict=True)]
+        elapsed = time.monotonic() - started
+        for count, peers in zip(turns, (2, 1, 1), strict=True):
+            naps, beats = 2 * elapsed / limits.beat_s, peers * elapsed / limits.beat_s
+            assert count <= naps + beats + 5
+
+
+# Ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_leader_ends_the_group_in_order():
+    with group(3) as ranks:
+        ranks.leader.broadcast(b"last")
+        ranks.leader.close("enough")
+        for worker in ranks.workers:
+            assert worker.receive() == b"last"
+            assert worker.receive() is None and worker.receive() is None
+        with pytest.raises(PeerLost):
+            ranks.workers[0].send(b"too late")
+        assert all(recorder.quiet for recorder in ranks.recorders)
+
+
+def test_a_worker_that_leaves_by_itself_is_a_lost_one():
+    with group(3) as ranks:
+        ranks.workers[0].close("somebody stopped it")
+        for recorder in (ranks.recorders[0], ranks.recorders[2]):
+            failure = recorder.failure()
+            assert (failure.code, failure.rank, failure.host) == (ExitCode.PEER_LOST, 1, "host1")
+            assert "left: somebody stopped it" in str(failure)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_finds_all_ranks_say(rank: int):
+    with group(3) as ranks:
+        with pytest.raises(PeerLost, match="row 3 differs"):
+            ranks.channels[rank].fail(ExitCode.DESYNC, "step 7: row 3 differs")
+        failures = [recorder.failure() for recorder in ranks.recorders]
+        assert len(set(failures)) == 1 and failures[0].code is ExitCode.DESYNC
+        assert str(failures[0]).startswith(f"rank {rank} (host{rank}, pid ")
+        with pytest.raises(PeerLost, match="row 3 differs"):
+            ranks.workers[1].receive()
+        with pytest.raises(PeerLost, match="row 3 differs"):
+            ranks.leader.collect(None)
+
+
+def test_a_cause_takes_the_place_of_a_symptom():
+    """A rank's collective raises because another rank found a Desync and left: everybody says Desync."""
+    with group(3) as ranks, ThreadPoolExecutor(2) as pool:
+        symptom = pool.submit(ranks.workers[0].fail, ExitCode.CRASH, "connection lost in all_sum")
+        cause = pool.submit(ranks.workers[1].fail, ExitCode.DESYNC, "row 3 differs")
+        for recorder in ranks.recorders:
+            failure = recorder.failure()
+            assert (failure.code, failure.rank) == (ExitCode.DESYNC, 2)
+        for task in (symptom, cause):
+            assert isinstance(task.exception(WAIT_S), PeerLost)
+
+
+# Peers that misbehave --------------------------------------------------------------------------------------------
+
+
+def raw_worker(limits: Limits = FAST) -> tuple[Gatherer, RawPeer]:
+    """A leader, and a worker spoken by hand."""
+    leader = Gatherer(2, limits)
+    raw = RawPeer.to(leader.address)
+    raw.join(1)
+    assert isinstance(raw.hear(), Welcome)
+    leader.gathered.result(WAIT_S)
+    return leader, raw
+
+
+def test_a_closed_connection():
+    leader, raw = raw_worker()
+    raw.close()
+    failure = leader.recorder.failure()
+    assert (failure.code, failure.rank, failure.pid) == (ExitCode.PEER_LOST, 1, identity(1).pid)
+    assert "connection" in str(failure)
+    leader.close()
+
+
+def test_silence_is_judged_while_serving_only():
+    leader, raw = raw_worker(replace(FAST, silence_s=0.2))
+    time.sleep(0.5)
+    assert leader.recorder.quiet  # the limit while loading is a minute
+    leader.channel.serving()
+    failure = leader.recorder.failure()
+    assert (failure.code, failure.rank) == (ExitCode.PEER_SILENT, 1)
+    assert "rank 1 (host1" in str(failure) and "no sign of life for 0." in str(failure)
+    heard = raw.hear()
+    while not isinstance(heard, Goodbye):
+        assert isinstance(heard, Beat)
+        heard = raw.hear()
+    assert heard.failure == failure
+    raw.close()
+    leader.close()
+
+
+def test_a_peer_that_beats_but_takes_no_data():
+    leader, raw = raw_worker(replace(FAST, silence_s=0.5))
+    leader.channel.serving()
+    done = threading.Event()
+
+    def beat() -> None:
+        try:
+            while not done.wait(0.05):
+                raw.say(Beat())
+        except OSError:
+            pass
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(PeerLost, match="takes no data"):
+        for _ in range(100):
+            leader.channel.broadcast(bytes(1 << 20))
+    failure = leader.recorder.failure()
+    assert (failure.code, failure.rank) == (ExitCode.PEER_SILENT, 1)
+    done.set()
+    thread.join()
+    raw.close()
+    leader.close()
+
+
+@pytest.mark.parametrize(
+    ("send", "text"), [(b"HTTP/1.1 200 OK", "broke the protocol"), (None, "sent Challenge out of turn")]
+)
+def test_a_member_that_sends_nonsense_is_lost(send: bytes | None, text: str):
+    leader, raw = raw_worker()
+    if send is None:
+        raw.say(Challenge(b""))
+    else:
+        raw.socket.sendall(send)
+    failure = leader.recorder.failure()
+    assert (failure.code, failure.rank) == (ExitCode.PEER_LOST, 1) and text in str(failure)
+    raw.close()
+    leader.close()
+
+
+@pytest.mark.parametrize(("closes", "code"), [(True, ExitCode.PEER_LOST), (False, ExitCode.PEER_SILENT)])
+def test_a_leader_that_is_gone_or_silent(closes: bool, code: ExitCode):
+    listener, address = listen()
+    recorder = Recorder()
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(connect, address, limits=replace(FAST, silence_s=0.3), recorder=recorder)
+        raw = RawPeer.of(listener)
+        raw.lead()
+        raw.say(Welcome(identity(0)))
+        worker = joining.result(WAIT_S)
+    worker.serving()
+    if closes:
+        raw.close()
+    failure = recorder.failure()
+    assert (failure.code, failure.rank, failure.host) == (code, 0, "host0")
+    raw.close()
+    worker.close("")
+
+
+# Stuck steps -----------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_did_not_come_to_the_step_is_named_by_all():
+    with group(3) as ranks:
+        for channel in ranks.channels:
+            channel.enter(41, WAIT_S)
+            channel.leave(41)
+        time.sleep(3 * FAST.beat_s)  # so that its heartbeats say so
+        ranks.leader.enter(42, 0.2)
+        ranks.workers[1].enter(42, 0.2)
+        failures = [recorder.failure() for recorder in ranks.recorders]
+        assert len(set(failures)) == 1
+        assert (failures[0].code, failures[0].rank) == (ExitCode.STALLED, 1)
+        assert "stands at step 41, which it has left, while the others are in step 42" in str(failures[0])
+
+
+def test_when_all_are_in_the_step_all_are_named():
+    with group(3) as ranks:
+        for channel in reversed(ranks.channels):
+            channel.enter(7, 0.5)
+        failures = [recorder.failure() for recorder in ranks.recorders]
+        assert len(set(failures)) == 1 and failures[0].code is ExitCode.STALLED
+        assert names(str(failures[0])) == [0, 1, 2] and "is inside step 7 for" in str(failures[0])
+
+
+def test_a_worker_judges_after_the_grace_when_the_leader_does_not():
+    with group(2, replace(FAST, stall_grace_s=0.2)) as ranks:
+        ranks.leader.enter(7, WAIT_S)
+        ranks.leader.leave(7)
+        time.sleep(3 * FAST.beat_s)
+        ranks.workers[0].enter(7, 0.1)
+        for recorder in ranks.recorders:
+            failure = recorder.failure()
+            assert (failure.code, failure.rank) == (ExitCode.STALLED, 1)
+            assert "inside step 7" in str(failure)
+
+
+def test_a_step_that_ends_in_time_is_no_stall():
+    with group(2) as ranks:
+        for step in range(20):
+            for channel in ranks.channels:
+                channel.enter(step, 0.5)
+            for channel in ranks.channels:
+                channel.leave(step)
+        time.sleep(0.7)
+        assert all(recorder.quiet for recorder in ranks.recorders)
+
+
+# Limits and words ------------------------------------------------------------------------------------------------
+
+
+def test_limits_that_contradict_each_other_are_refused():
+    with pytest.raises(ConfigError, match=r"beats every 1 s is not silent after 1\.5 s"):
+        Limits(beat_s=1.0, silence_s=1.5)
+
+
+def test_a_failure_is_one_line_that_names_host_rank_and_cause():
+    one = PeerFailure.of(identity(3, pid=17), ExitCode.DESYNC, "row 3\nof step 4 differs")
+    assert str(one) == "rank 3 (host3, pid 17) row 3 of step 4 differs"
+    assert str(PeerFailure(code=ExitCode.STALLED, cause="rank 1 and rank 2 stand still")).startswith("rank 1 and")
