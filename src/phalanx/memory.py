@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,26 @@ class MachineMemory(Struct, frozen=True):
 
     physical: int
     available: int
+
+
+class Prediction(Struct, frozen=True):
+    """What one rank will take, in bytes, known before it reads a weight; and what its machine has."""
+
+    host: str
+    rank: int
+    weights: int
+    working: int
+    """For a moment while loading: the largest tensor on its way."""
+    kv: int
+    """The KV budget asked for, or what one short row needs."""
+    guard: int
+    physical: int
+    available: int
+
+    @property
+    def needed(self) -> int:
+        """The most it will take: working memory is free again when the KV buffers come."""
+        return self.weights + max(self.working, self.kv)
 
 
 class Budget(Struct, frozen=True):
@@ -121,6 +142,48 @@ def check_fits(what: str, needed: int, machine: MachineMemory, guard: int) -> No
         remedy="Close other programs, choose a smaller or more strongly quantised model, or lower the guard with "
         "--memory-guard-gb (or PHALANX_MEMORY_GUARD_GB).",
     )
+
+
+def check_group(model: str, predictions: Sequence[Prediction]) -> None:
+    """Refuse to load when a machine's ranks together would cross its guard (B2).
+
+    Raises:
+        MemoryShortage: names the machines; contains the table of all ranks.
+    """
+    hosts: dict[str, list[Prediction]] = {}
+    for prediction in predictions:
+        hosts.setdefault(prediction.host, []).append(prediction)
+    short = [
+        f"{host} lacks {(needed - free) / GB:.2f} GB"
+        for host, ranks in hosts.items()
+        if (needed := sum(rank.needed for rank in ranks)) > (free := _free(ranks))
+    ]
+    if short:
+        raise MemoryShortage(
+            f"{model} does not fit: {', '.join(short)}.\n{prediction_table(predictions)}\n", remedy=_GROUP_REMEDY
+        )
+
+
+def _free(ranks: Sequence[Prediction]) -> int:
+    """What the ranks of one machine may take: the least that any of them saw, above the most cautious guard."""
+    return min(rank.available for rank in ranks) - max(rank.guard for rank in ranks)
+
+
+_GROUP_REMEDY = (
+    "Use more machines (a larger --tp), a smaller or more strongly quantised model, close other programs, or lower "
+    "the guard with --memory-guard-gb (or PHALANX_MEMORY_GUARD_GB)."
+)
+
+
+def prediction_table(predictions: Sequence[Prediction]) -> str:
+    """Every rank's prediction in GB, one line each."""
+    cells = [["host", "rank", "weights", "working", "KV", "guard", "available", "physical"]]
+    for p in sorted(predictions, key=lambda p: p.rank):
+        sizes = (p.weights, p.working, p.kv, p.guard, p.available, p.physical)
+        cells.append([p.host, str(p.rank), *(f"{size / GB:.2f}" for size in sizes)])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join([*lines, "(GB; ranks of one host share what it has)"])
 
 
 def serving_budget(

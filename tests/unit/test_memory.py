@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError, MemoryShortage
-from phalanx.memory import GB, MachineMemory, check_fits, guard_bytes, process_rss, read_machine, serving_budget
+from phalanx.memory import (
+    GB,
+    MachineMemory,
+    Prediction,
+    check_fits,
+    check_group,
+    guard_bytes,
+    prediction_table,
+    process_rss,
+    read_machine,
+    serving_budget,
+)
 
 NOWHERE = Path("/nonexistent")
 MACHINE = MachineMemory(physical=64 * GB, available=40 * GB)
@@ -129,3 +140,38 @@ def test_the_default_split_is_60_and_20_percent_and_yields_to_a_choice() -> None
 def test_a_budget_below_one_row_says_which_flag() -> None:
     with pytest.raises(MemoryShortage, match="--kv-cache-gb"):
         serving_budget(MACHINE, 5 * GB, 1.0, None, minimum_kv=2 * GB)
+
+
+# -- groups ----------------------------------------------------------------------------------------------------------
+
+
+def prediction(host: str, rank: int, **sizes: int) -> Prediction:
+    usual = {"weights": 10, "working": 2, "kv": 4, "guard": 5, "available": 20, "physical": 32}
+    return Prediction(host, rank, **{name: size * GB for name, size in {**usual, **sizes}.items()})
+
+
+def test_a_rank_needs_its_weights_and_the_larger_of_what_comes_with_them() -> None:
+    assert prediction("a", 0).needed == 14 * GB
+    assert prediction("a", 0, working=6).needed == 16 * GB
+
+
+def test_ranks_of_one_machine_share_it() -> None:
+    check_group("m", [prediction("a", 0), prediction("b", 1)])
+    check_group("m", [prediction("a", 0, available=33), prediction("a", 1, available=33)])
+    with pytest.raises(MemoryShortage, match="a lacks 13.00 GB"):
+        check_group("m", [prediction("a", 0), prediction("a", 1)])
+
+
+def test_a_refusal_names_the_short_machines_and_shows_all_ranks() -> None:
+    ranks = [prediction("big", 1), prediction("small", 0, available=18), prediction("tiny", 2, guard=19)]
+    with pytest.raises(MemoryShortage) as refused:
+        check_group("the model", ranks)
+    text = str(refused.value)
+    assert "the model does not fit: small lacks 1.00 GB, tiny lacks 13.00 GB." in text
+    assert "--memory-guard-gb" in text
+    table = prediction_table(ranks).splitlines()
+    assert [line.split()[:3] for line in table[:4]] == [
+        ["host", "rank", "weights"], ["small", "0", "10.00"], ["big", "1", "10.00"], ["tiny", "2", "10.00"],
+    ]  # fmt: skip
+    assert len({len(line) for line in table[:4]}) == 1
+    assert all(line in text for line in table)

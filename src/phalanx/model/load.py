@@ -172,6 +172,20 @@ class Prepared:
         """Floating dtype of most weights."""
         return _main_dtype(self.plan)
 
+    def predict(self, rank: int, host: str, kv: int, guard: int) -> memory.Prediction:
+        """What this rank will take, for the table of all ranks (`memory.check_group`).
+
+        Args:
+            host: the name of this machine.
+            kv: bytes of KV buffers there must be room for.
+            guard: bytes of memory that stay free (B2).
+        """
+        machine = memory.read_machine()
+        return memory.Prediction(
+            host=host, rank=rank, weights=self.weights_bytes, working=self.working_bytes, kv=kv, guard=guard,
+            physical=machine.physical, available=machine.available,
+        )  # fmt: skip
+
     def materialise(self, guard: int, on_progress: Progress, *, ranks_here: int = 1) -> Loaded:
         """Read the weights.
 
