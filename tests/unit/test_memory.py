@@ -158,7 +158,7 @@ def test_a_rank_needs_its_weights_and_the_larger_of_what_comes_with_them() -> No
 def test_ranks_of_one_machine_share_it() -> None:
     check_group("m", [prediction("a", 0), prediction("b", 1)])
     check_group("m", [prediction("a", 0, available=33), prediction("a", 1, available=33)])
-    with pytest.raises(MemoryShortage, match="a lacks 13.00 GB"):
+    with pytest.raises(MemoryShortage, match=r"a lacks 13\.00 GB"):
         check_group("m", [prediction("a", 0), prediction("a", 1)])
 
 
