@@ -18,16 +18,19 @@ from typing import Any
 
 import msgspec
 
-from phalanx.dist.channel import Identity, LeaderChannel, Limits, PeerFailure, WorkerChannel
+from phalanx.dist.channel import Identity, LeaderChannel, Limits, OnFailure, PeerFailure, WorkerChannel
 from phalanx.dist.frames import receive_frame
 from phalanx.dist.handshake import prove
 from phalanx.dist.peers import PROTOCOL, Challenge, Hello, Message, Proof, decode, encode
+from phalanx.errors import ExitCode
 
 SECRET = b"the secret of this test's group"
 WAIT_S = 60.0  # for what will happen; only a failing test waits so long
 FAST = Limits(
-    hello_s=WAIT_S, stranger_s=0.3, silence_s=1.0, loading_silence_s=WAIT_S, beat_s=0.05, stall_grace_s=WAIT_S
+    hello_s=WAIT_S, stranger_s=0.3, silence_s=WAIT_S, loading_silence_s=WAIT_S, beat_s=0.05, stall_grace_s=WAIT_S
 )
+"""Beats are fast. A busy machine is slow to beat, so limits are short only where a test is about them."""
+STRICT = msgspec.structs.replace(FAST, silence_s=1.0)
 
 
 def identity(rank: int, **changes: Any) -> Identity:
@@ -178,57 +181,72 @@ class RawPeer:
 # Processes -------------------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, size: int, port: int, limits: dict[str, float]) -> None:
-    """A rank process: obeys lines on stdin, e.g. `enter 42 0.5`, and answers each on stdout."""
+def environment() -> dict[str, str]:
+    """For a process that imports this module."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+
+
+def breaks(failure: PeerFailure) -> None:
+    """An `on_failure` with an error in it."""
+    raise ZeroDivisionError(str(failure))
+
+
+def rank_main(
+    rank: int, size: int, listener: int, port: int, limits: dict[str, float], on_failure: OnFailure | None = None
+) -> None:
+    """A rank process: obeys lines on stdin, e.g. `enter 42 0.5`, and answers each on stdout.
+
+    Args:
+        listener: file descriptor of the leader's listening socket.
+    """
     me = identity(rank)
     settings = msgspec.convert(limits, Limits)
-    channel: LeaderChannel | WorkerChannel
+    channel: Any
     if rank == 0:
-        listener, (_, port) = listen()
-        print(port, flush=True)
-        channel = LeaderChannel(listener, size, SECRET, me, settings)
+        channel = LeaderChannel(socket.socket(fileno=listener), size, SECRET, me, settings, on_failure)
         channel.gather()
     else:
-        channel = WorkerChannel.connect(("127.0.0.1", port), size, SECRET, me, settings)
+        channel = WorkerChannel.connect(("127.0.0.1", port), size, SECRET, me, settings, on_failure)
     channel.serving()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        verb, *arguments = line.split()
-        print(_verbs(channel)[verb](*map(json.loads, arguments)), flush=True)
-        if verb == "close":
-            return
-
-
-def _verbs(channel: Any) -> dict[str, Callable[..., Any]]:
-    return {
+    verbs: dict[str, Callable[..., Any]] = {
         "enter": channel.enter,
         "leave": channel.leave,
         "close": lambda: channel.close("done"),
-        "fail": lambda code, cause: channel.fail(code, cause.replace("_", " ")),
+        "fail": lambda code, cause: channel.fail(ExitCode(code), cause.replace("_", " ")),
         "turns": lambda: channel.turns,
         "receive": lambda: channel.receive(),
         "broadcast": lambda text: channel.broadcast(text.encode()),
     }
+    print("ready", flush=True)
+    for line in sys.stdin:
+        verb, *arguments = line.split()
+        print(verbs[verb](*map(json.loads, arguments)), flush=True)
+        if verb == "close":
+            return
 
 
 class Processes:
-    """Ranks as processes; `limits` for all, `own` for single ones."""
+    """Ranks as processes; `limits` for all, `own` for single ones. `callback` names an `on_failure` of this module."""
 
-    def __init__(self, size: int, limits: Limits = FAST, own: dict[int, Limits] | None = None) -> None:
+    def __init__(
+        self, size: int, limits: Limits = FAST, own: dict[int, Limits] | None = None, callback: str = "None"
+    ) -> None:
+        self._callback = callback
         self._pool = ThreadPoolExecutor(size)
         own = own or {}
-        self.processes = [self._start(0, size, 0, own.get(0, limits))]
-        port = int(self._line(0))
-        self.processes += [self._start(rank, size, port, own.get(rank, limits)) for rank in range(1, size)]
+        listener, (_, self._port) = listen()
+        with listener:
+            self.processes = [self._start(rank, size, listener, own.get(rank, limits)) for rank in range(size)]
         for rank in range(size):
             assert self._line(rank) == "ready", self.end(rank)
 
-    def _start(self, rank: int, size: int, port: int, limits: Limits) -> subprocess.Popen[str]:
-        program = f"import channels; channels.rank_main({rank}, {size}, {port}, {msgspec.to_builtins(limits)})"
-        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    def _start(self, rank: int, size: int, listener: socket.socket, limits: Limits) -> subprocess.Popen[str]:
+        where = f"{listener.fileno()}, {self._port}"
+        arguments = f"{rank}, {size}, {where}, {msgspec.to_builtins(limits)}, {self._callback}"
         return subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONPATH": path},
+            [sys.executable, "-c", f"from channels import *; rank_main({arguments})"],
+            env=environment(),
+            pass_fds=[listener.fileno()] if rank == 0 else [],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import selectors
 import threading
 import time
@@ -31,6 +32,7 @@ FINAL = 3  # what the leader says, to a worker
 LEADER_PATIENCE_S = 0.1
 WORKER_PATIENCE_S = 0.3  # more, so that the leader's verdict is there first
 GOODBYE_LOCK_S = 0.05  # for a connection on which the engine thread is sending
+LAST_WORDS_S = 0.5  # for stderr to take a line
 CLOSE_S = 1.0  # for the others to take the last words and leave
 REPORT_S = 5.0  # that the engine thread leaves the watchdog to judge; it needs a fraction
 
@@ -122,7 +124,7 @@ def stalled(
 def _place(beat: Beat) -> str:
     if beat.step < 0:
         return "before its first step"
-    return f"at step {beat.step}, " + (f"inside it for {beat.inside_s:.1f} s," if beat.inside else "which it has left,")
+    return f"at step {beat.step} " + (f"(inside for {beat.inside_s:.1f} s)" if beat.inside else "(which it has left)")
 
 
 def _blame(what: Sequence[tuple[Identity, str]], tail: str) -> PeerFailure:
@@ -131,12 +133,19 @@ def _blame(what: Sequence[tuple[Identity, str]], tail: str) -> PeerFailure:
     return PeerFailure(code=ExitCode.STALLED, cause=", ".join(f"{who} {text}" for who, text in what) + f" {tail}")
 
 
+def last_words(line: str) -> None:
+    """A line on stderr past all buffers and locks. A pipe that nobody empties does not keep the process alive."""
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    if poll.poll(LAST_WORDS_S * 1000):
+        os.write(2, line.encode()[: select.PIPE_BUF - 1] + b"\n")
+
+
 def ending(me: Identity) -> Callable[[PeerFailure], NoReturn]:
     """The usual end: one line on stderr, then the process is gone, whatever its other threads are doing."""
 
     def end(failure: PeerFailure) -> NoReturn:
-        line = f"{me} ends with status {int(failure.code)} ({failure.code.name}): {failure}\n"
-        os.write(2, line.encode())
+        last_words(f"{me} ends with status {int(failure.code)} ({failure.code.name}): {failure}")
         os._exit(failure.code)
 
     return end
@@ -383,5 +392,5 @@ class Watchdog:
         gone = failure.code in (ExitCode.PEER_LOST, ExitCode.PEER_SILENT)
         if self._now > self._slept_until or not (gone or failure.rank == self._me.rank):
             return failure
-        cause = f"was suspended for {self._slept_s:.1f} s (process stopped or machine asleep); then: {failure}"
+        cause = f"was suspended for {self._slept_s:.1f} s (stopped, asleep, or its interpreter held); then: {failure}"
         return PeerFailure.of(self._me, ExitCode.PEER_SILENT, cause)
