@@ -30,7 +30,7 @@ $(BIN)/python:
 
 $(READY): $(BIN)/python
 	@echo 'Installing phalanx and its tools into $(VENV) ...'
-	@$(INSTALL) -c constraints.txt -e '.[engine,dev]'
+	@$(INSTALL) -c constraints.txt -e '.[engine,mpi,dev]'
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 

@@ -127,6 +127,12 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def default_environment(variables: Mapping[str, str]) -> None:
+    """Set variables that libraries in this process read, where the user has not."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def group_secret() -> bytes | None:
     """What proves to each other that ranks belong to one group; the launcher puts it into their environment."""
     text = os.environ.get(SECRET_VARIABLE)

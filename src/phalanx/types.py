@@ -76,6 +76,8 @@ class FabricFigure(Struct, frozen=True, kw_only=True):
 class SelfTest(Struct, frozen=True, kw_only=True):
     """What a group found out about itself before it served (F4)."""
 
+    total: float = 0.0  # all_sum of rank + 1
+    expected: float = 0.0
     fabric: list[FabricFigure] = []
     control_ms: float = 0.0  # round trip of a small message through all ranks, the slowest of some
     tokens: int = 0  # that all ranks computed equally, from a prompt longer than one prefill chunk

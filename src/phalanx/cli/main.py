@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "Write one answer to a prompt, then end.",
     "chat": "Talk to a model, or to a running server, in this terminal.",
     "demo": "Serve the bundled model and stream one answer, with its speed.",
+    "selftest": "Test a group of ranks: sums, speed, equal tokens, memory.",
     "rank": "One engine process. Started by `serve`, not by hand.",
 }
 """Command -> its line in `phalanx --help`. Each is `command` in the file of its name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import typer
@@ -10,34 +10,51 @@ import typer
 from phalanx.cli.options import whole
 from phalanx.config import EngineConfig, GroupConfig, environment
 from phalanx.dist.backend import foreign_launcher
-from phalanx.engine.boot import run_rank
+from phalanx.engine.boot import run_launched_rank, run_rank
 from phalanx.errors import ConfigError
 
 
 def command(
     model: Annotated[str, typer.Argument(help="The model; here so that `ps` shows it. Must equal the config's.")],
-    config: Annotated[str, typer.Option("--config", help="EngineConfig as JSON.")],
     socket: Annotated[str, typer.Option("--socket", help="Unix socket of the server process.")],
-    group: Annotated[str | None, typer.Option("--group", help="GroupConfig as JSON; alone without.")] = None,
+    config: Annotated[str | None, typer.Option("--config", help="EngineConfig as JSON; else the defaults.")] = None,
+    group: Annotated[str | None, typer.Option("--group", help="GroupConfig as JSON; else the launcher's.")] = None,
     rank: Annotated[
         int | None,
         typer.Option("--rank", **whole(0), help="Number in the group.", show_default="the launcher's"),
     ] = None,
+    control_host: Annotated[
+        str, typer.Option(help="Under another launcher: rank 0's address, as the other ranks reach it.")
+    ] = "127.0.0.1",
 ) -> int:
-    """Compute as one rank, behind the server process that started it."""
-    try:
-        parsed = msgspec.json.decode(config, type=EngineConfig)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--config cannot be read: {error}.", remedy="It is EngineConfig as JSON.") from error
-    try:
-        members = None if group is None else msgspec.json.decode(group, type=GroupConfig)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--group cannot be read: {error}.", remedy="It is GroupConfig as JSON.") from error
+    """Compute as one rank, behind a server process. Under mpirun or mlx.launch, the server is `serve --attach`."""
+    parsed = EngineConfig(model=model) if config is None else _parse(config, EngineConfig, "--config")
     if parsed.model != model:
         raise ConfigError(f"MODEL is {model!r}, but --config says {parsed.model!r}.", remedy="Give the same model.")
-    if rank is None:
-        found = foreign_launcher(environment())
-        rank = 0 if found is None else found.rank
-    if members is not None and rank >= members.size:
-        raise ConfigError(f"--rank {rank} is not one of the group's {members.size} ranks.")
-    return run_rank(parsed, members, socket, rank)
+    launcher = foreign_launcher(environment())
+    number = rank if rank is not None else launcher.rank if launcher is not None else 0
+    if group is not None:
+        members = _parse(group, GroupConfig, "--group")
+        if number >= members.size:
+            raise ConfigError(f"--rank {number} is not one of the group's {members.size} ranks.")
+        return run_rank(parsed, members, socket, number)
+    if launcher is None or launcher.size == 1:
+        if parsed.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"--config asks for {parsed.tensor_parallel_size} ranks, but nothing says who the others are.",
+                remedy="Give --group, or start the ranks with mpirun or mlx.launch.",
+            )
+        return run_rank(parsed, None, socket, 0)
+    if rank is not None and rank != launcher.rank:
+        raise ConfigError(f"--rank {rank}, but the launcher says {launcher.rank}.", remedy="Leave --rank out.")
+    return run_launched_rank(parsed, launcher, socket, control_host)
+
+
+T = TypeVar("T", EngineConfig, GroupConfig)
+
+
+def _parse(text: str, kind: type[T], flag: str) -> T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{flag} cannot be read: {error}.", remedy=f"It is {kind.__name__} as JSON.") from error

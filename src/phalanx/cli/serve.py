@@ -46,6 +46,7 @@ from phalanx.cli.options import (
 )
 from phalanx.cli.terminal import LoadingView, note, set_up_logging
 from phalanx.config import DEFAULT_PORT, EngineConfig, ServerConfig, api_key_from_environment
+from phalanx.engine.attach import AttachedEngine
 from phalanx.engine.process import EngineProcess
 from phalanx.errors import ConfigError
 from phalanx.model.resolve import resolve
@@ -128,6 +129,14 @@ def command(
     silence_seconds: SilenceSeconds = DEFAULTS.silence_s,
     wedge_seconds: WedgeSeconds = DEFAULTS.wedge_s,
     inject: Inject = None,
+    attach: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SOCKET",
+            help="Start no engine: wait here for `phalanx rank --socket SOCKET` under mpirun or mlx.launch.",
+            rich_help_panel="Ranks",
+        ),
+    ] = None,
     log_level: LogLevelOption = "info",
     stop_on_eof: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> int:
@@ -173,11 +182,11 @@ def command(
     set_up_logging(log_level)
     if stop_on_eof:
         _stop_on_eof()
-    return run(config)
+    return run(config, attach)
 
 
-def run(config: ServerConfig) -> int:
-    """Serve until told to stop."""
+def run(config: ServerConfig, attach: Path | None = None) -> int:
+    """Serve until told to stop; with `attach`, an engine that comes to this socket."""
     if not is_loopback(config.host) and not config.api_keys:
         note(f"warning: {config.host} can be reached from other machines, and no --api-key is set")
     path = resolve(
@@ -185,7 +194,11 @@ def run(config: ServerConfig) -> int:
     )
     template = None if config.chat_template is None else Path(config.chat_template).read_text()
     tokenizer = Tokenizer.load(path, chat_template=template, trust_remote_code=config.engine.trust_remote_code)
-    engine = EngineProcess(config.engine, stall_s=config.stall_s)
+    engine = (
+        EngineProcess(config.engine, stall_s=config.stall_s)
+        if attach is None
+        else AttachedEngine(attach.absolute(), stall_s=config.stall_s)
+    )
     with LoadingView(engine):
         return serve(config, engine, tokenizer, read_defaults(path))
 

@@ -9,20 +9,23 @@ or plans.
 from __future__ import annotations
 
 import logging
+import secrets
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import mlx.core as mx
 
-from phalanx.config import Backend
+from phalanx.config import Backend, GroupConfig
 from phalanx.errors import GroupError
 
 log = logging.getLogger("phalanx.group")
 
 _MLX_NAME = {"jaccl-ring": "jaccl"}  # a launcher's name; MLX is told by MLX_JACCL_RING
-NONCE_BITS = 48
+MESSAGE = 256  # bytes that rank 0 can tell over the fabric
 
 
 def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, deadline_s: float) -> mx.distributed.Group:
@@ -49,6 +52,31 @@ def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, dead
         _verify(group, backend, rank, size, nonce)
     log.info("joined in %.2f s", time.monotonic() - started)
     return group
+
+
+def agree(group: mx.distributed.Group, backend: Backend, host: str) -> tuple[GroupConfig, bytes]:
+    """What a launcher of ours would have told every rank, from rank 0 over the fabric.
+
+    Args:
+        host: rank 0's address, as the other ranks reach it.
+
+    Returns:
+        The group, with a free port of `host` for control connections, and its secret.
+    """
+    told = bytearray(MESSAGE)
+    if group.rank() == 0:
+        with socket.create_server((host, 0)) as probe:
+            port = probe.getsockname()[1]
+        text = f"{host}:{port} {secrets.token_hex(32)}".encode()
+        told[: len(text)] = text
+    with mx.stream(mx.Device(mx.cpu)):
+        heard = mx.distributed.all_sum(mx.array(list(told), dtype=mx.int32), group=group)
+        values = cast("list[int]", heard.tolist())
+    control, _, secret = bytes(values).rstrip(b"\0").decode().partition(" ")
+    same_host = host in ("127.0.0.1", "::1", "localhost")
+    here = group.size() if same_host else 1
+    config = GroupConfig(size=group.size(), backend=backend, nonce=0, control=control, ranks_here=here)
+    return config, secret.encode()
 
 
 @contextmanager

@@ -31,6 +31,11 @@ def test_fabric(group: mx.distributed.Group) -> list[FabricFigure]:
     return [_measure(group, size) for size in SIZES]
 
 
+def sum_of_ranks(group: mx.distributed.Group) -> float:
+    """all_sum of rank + 1, the simplest thing that proves that all are there."""
+    return float(cast(float, mx.distributed.all_sum(mx.array(float(group.rank() + 1)), group=group).item()))
+
+
 def _check(group: mx.distributed.Group, size: int, dtype: mx.Dtype) -> None:
     """Rank r contributes (r + 1) * (1, 2, 1, 2, ...): exact in every dtype, different everywhere."""
     pattern = mx.arange(size) % 2 + 1

@@ -20,9 +20,17 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from phalanx import __version__, memory
-from phalanx.config import GIB, EngineConfig, GroupConfig, memory_guard_override_gb
+from phalanx.config import (
+    GIB,
+    EngineConfig,
+    GroupConfig,
+    default_environment,
+    group_secret,
+    memory_guard_override_gb,
+)
 from phalanx.dist import inject
-from phalanx.dist.group import join
+from phalanx.dist.backend import Foreign, environment_of
+from phalanx.dist.group import agree, join
 from phalanx.dist.reduce import Reducer
 from phalanx.dist.spoil import SpoiledBuffer
 from phalanx.engine.launch import pid_file
@@ -61,9 +69,46 @@ def run_rank(config: EngineConfig, group: GroupConfig | None, socket_path: str, 
     Returns:
         The process's exit status (`ExitCode`).
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {rank}: %(message)s")
-    _die_with_parent()
+    _set_up(rank)
     pid_file(Path(socket_path), rank).write_text(str(os.getpid()))
+    _die_with_parent()
+    secret = group_secret()
+    if group is not None and secret is None:
+        raise ConfigError("This rank has no group secret.", remedy="Ranks are started by `phalanx serve --tp N`.")
+    return _run(config, group, secret or b"", socket_path, rank, None)
+
+
+def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str, control_host: str) -> int:
+    """The same under `mpirun` or `mlx.launch`: the fabric comes first, and rank 0 tells over it where it listens.
+
+    Args:
+        control_host: rank 0's address, as the other ranks reach it.
+    """
+    _set_up(launcher.rank)
+    config = replace(config, tensor_parallel_size=launcher.size, backend=launcher.backend)
+    rank, size = launcher.rank, launcher.size
+    default_environment(environment_of(launcher.backend, None, None))
+    try:
+        fabric = join(launcher.backend, rank, size, 0, where="", deadline_s=config.join_s)
+        group, secret = agree(fabric, launcher.backend, control_host)
+    except PhalanxError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return exit_code_of(error)
+    return _run(config, group, secret, socket_path, rank, fabric)
+
+
+def _set_up(rank: int) -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {rank}: %(message)s")
+
+
+def _run(
+    config: EngineConfig,
+    group: GroupConfig | None,
+    secret: bytes,
+    socket_path: str,
+    rank: int,
+    fabric: mx.distributed.Group | None,
+) -> int:
     mailbox = None
     if rank == 0:
         mailbox = Mailbox(socket_path)
@@ -71,8 +116,8 @@ def run_rank(config: EngineConfig, group: GroupConfig | None, socket_path: str, 
     link: LeaderLink | WorkerLink | Alone = Alone()
     try:
         if group is not None:
-            link = meet(config, group, rank, on_lost=lambda lost: _tell(mailbox, "PeerFailure", str(lost)))
-        role = _boot(config, group, link, mailbox)
+            link = meet(config, group, secret, rank, on_lost=lambda lost: _tell(mailbox, "PeerFailure", str(lost)))
+        role = _boot(config, group, fabric, link, mailbox)
         role.run()
         link.close()
     except PhalanxError as error:
@@ -94,7 +139,11 @@ def _tell(mailbox: Mailbox | None, kind: str, message: str) -> None:
 
 
 def _boot(
-    config: EngineConfig, group: GroupConfig | None, link: LeaderLink | WorkerLink | Alone, mailbox: Mailbox | None
+    config: EngineConfig,
+    group: GroupConfig | None,
+    fabric: mx.distributed.Group | None,
+    link: LeaderLink | WorkerLink | Alone,
+    mailbox: Mailbox | None,
 ) -> Leader | Worker:
     """From a connected group to one that is ready to serve: every rank does the same until roles part at the end."""
     if mx.default_device() == mx.Device(mx.cpu):
@@ -103,7 +152,7 @@ def _boot(
     injection = injection if injection is not None and injection.rank == link.rank else None
     report = _reporter(mailbox)
     report("joining the group", 0, 1)
-    reducer = _reducer(config, group, link.rank, injection)
+    reducer = _reducer(config, group, fabric, link.rank, injection)
     ranks_here = 1 if group is None else group.ranks_here
     guard_gb = config.memory_guard_gb if config.memory_guard_gb is not None else memory_guard_override_gb()
     guard = memory.guard_bytes(memory.read_machine().physical, guard_gb)
@@ -114,7 +163,7 @@ def _boot(
     report("checking the model", 0, 1)
     probe(runner, loaded.model)
     clock = StepClock(config.wedge_s)
-    tested = self_test(link, runner, _vocab_size(loaded.config), clock)
+    tested = self_test(link, runner, _vocab_size(loaded.config), clock, unchecked=len(loaded.unchecked))
     limits, budget = _limits(config, runner.facts, guard, link, ranks_here)
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -138,12 +187,19 @@ def _boot(
     return Leader(scheduler, runner, mailbox, link=link, clock=clock, trace=trace, injection=injection)
 
 
-def _reducer(config: EngineConfig, group: GroupConfig | None, rank: int, injection: inject.Injection | None) -> Reducer:
-    """This rank's place in the fabric."""
+def _reducer(
+    config: EngineConfig,
+    group: GroupConfig | None,
+    fabric: mx.distributed.Group | None,
+    rank: int,
+    injection: inject.Injection | None,
+) -> Reducer:
+    """This rank's place in the fabric, joined now unless it was before."""
     if group is None:
         return Reducer(None)
-    where = group.addresses[rank] if group.addresses else ""
-    fabric = join(group.backend, rank, group.size, group.nonce, where=where, deadline_s=config.join_s)
+    if fabric is None:
+        where = group.addresses[rank] if group.addresses else ""
+        fabric = join(group.backend, rank, group.size, group.nonce, where=where, deadline_s=config.join_s)
     spoiled = injection is not None and injection.kind in inject.BUFFER_FAULTS
     fault = SpoiledBuffer(injection) if injection is not None and spoiled else None
     return Reducer(fabric, checked=config.check_collectives, fault=fault)

@@ -44,6 +44,7 @@ class RankProcesses:
         self.processes = processes
         self._pid_files = pid_files
         self.killed = False
+        """Whether a process had to be ended by SIGKILL."""
 
     @property
     def leader_pid(self) -> int | None:
@@ -85,11 +86,12 @@ class RankProcesses:
 
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every process that is left, also to ranks whose mpirun is gone."""
-        self.killed = self.killed or number == signal.SIGKILL
         for process in self.processes.values():
             if process.returncode is None:
                 process.send_signal(number)
+                self.killed = self.killed or number == signal.SIGKILL
         for pid in self.rank_pids().values():
+            self.killed = self.killed or number == signal.SIGKILL
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 psutil.Process(pid).send_signal(number)
 

@@ -12,28 +12,25 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from phalanx import __version__
-from phalanx.config import EngineConfig, GroupConfig, group_secret
+from phalanx.config import EngineConfig, GroupConfig
 from phalanx.dist import inject
 from phalanx.dist.channel import LeaderChannel, WorkerChannel
 from phalanx.dist.peers import Identity, Limits, PeerFailure
 from phalanx.engine.link import LeaderLink, WorkerLink
-from phalanx.errors import ConfigError
 
 
 def meet(
-    config: EngineConfig, group: GroupConfig, rank: int, *, on_lost: Callable[[PeerFailure], None]
+    config: EngineConfig, group: GroupConfig, secret: bytes, rank: int, *, on_lost: Callable[[PeerFailure], None]
 ) -> LeaderLink | WorkerLink:
     """Connect to the other ranks of this start; returns when all are there.
 
     Args:
+        secret: proves that ranks are of this group.
         on_lost: called once, from the watchdog's thread, before the process exits because the group is broken.
 
     Raises:
         EngineError: ranks are missing, or are not of this group; names them.
     """
-    secret = group_secret()
-    if secret is None:
-        raise ConfigError("This rank has no group secret.", remedy="Ranks are started by `phalanx serve --tp N`.")
     host, _, port = group.control.rpartition(":")
     limits = Limits(hello_s=config.join_s, silence_s=config.silence_s, beat_s=min(0.25, config.silence_s / 4))
     me = identity(rank, config.inject)

@@ -22,29 +22,15 @@ from msgspec.structs import replace
 
 from phalanx.config import EngineConfig, runtime_dir
 from phalanx.dist.backend import Choice, choose
-from phalanx.dist.frames import read_frame
-from phalanx.engine.client import EngineClient, EngineState, Progress
+from phalanx.engine.connection import EngineConnection, Streams
 from phalanx.engine.launch import End, RankProcesses, pid_file, start_ranks
-from phalanx.engine.wire import server_codec
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.types import (
-    Batch,
-    EngineStats,
-    Failed,
-    FromEngine,
-    Loading,
-    ModelInfo,
-    Ping,
-    Pong,
-    Ready,
     Shutdown,
-    ToEngine,
 )
 
 log = logging.getLogger("phalanx.engine")
 
-PING_PERIOD_S = 1.0
-LOAD_STALL_S = 600.0  # a load that reports nothing for this long is stuck
 RESTARTS = 3  # within
 RESTART_WINDOW_S = 300.0  # seconds; more means that restarting does not help
 EXIT_WAIT_S = 5.0  # after Shutdown, before SIGTERM, and again before SIGKILL
@@ -53,7 +39,7 @@ RDMA_COOL_DOWN_S = 30.0  # a JACCL device is busy for so long after a process th
 STDERR_LINES = 20  # of the child's last words that are kept for the reason
 
 
-class EngineProcess(EngineClient):
+class EngineProcess(EngineConnection):
     """One engine at a time, of one or more rank processes, under one socket directory.
 
     Args:
@@ -61,30 +47,17 @@ class EngineProcess(EngineClient):
     """
 
     def __init__(self, config: EngineConfig, *, stall_s: float = 60.0) -> None:
-        super().__init__()
+        super().__init__(stall_s=stall_s)
         self._config = config
-        self._stall_s = stall_s
-        self._codec = server_codec()
-        self._state = EngineState()
-        self._info: ModelInfo | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: RankProcesses | None = None
         self._choice: Choice | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._pings: dict[int, asyncio.Future[EngineStats]] = {}
-        self._nonce = 0
         self._generation = 0
-        self._last_sign = 0.0  # monotonic time of the last message or answer
-        self._failure: Failed | None = None
         self._stall_reason = ""
         self._last_words: deque[str] = deque(maxlen=STDERR_LINES)
         self._crashes: deque[float] = deque()
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
-
-    @property
-    def info(self) -> ModelInfo | None:
-        return self._info
 
     @property
     def pid(self) -> int | None:
@@ -95,11 +68,6 @@ class EngineProcess(EngineClient):
     def rank_pids(self) -> dict[int, int]:
         """rank -> process id of the running ranks."""
         return {} if self._ranks is None else self._ranks.rank_pids()
-
-    @property
-    def state(self) -> EngineState:
-        age = time.monotonic() - self._last_sign if self._state.phase == "ready" else None
-        return replace(self._state, last_pong_age_s=age)
 
     async def start(self) -> None:
         """Start the processes and their supervision; returns at once (`state` says how loading goes).
@@ -129,22 +97,6 @@ class EngineProcess(EngineClient):
             self._directory = None
         self._fail_pings("closed")
         self._state = replace(self._state, phase="stopped", reason="closed")
-
-    def send(self, message: ToEngine) -> None:
-        if self._state.phase != "ready":
-            raise EngineUnavailable(f"The engine is {self._state.phase}: {self._state.reason or 'not ready yet'}.")
-        self._write(message)
-
-    async def ping(self) -> EngineStats:
-        self._nonce += 1
-        nonce = self._nonce
-        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self.send(Ping(nonce))
-        self._pings[nonce] = future
-        try:
-            return await future
-        finally:
-            self._pings.pop(nonce, None)
 
     # -- the life of processes -------------------------------------------------------------------------------------
 
@@ -182,8 +134,7 @@ class EngineProcess(EngineClient):
         self._failure, self._stall_reason = None, ""
         self._last_words.clear()
         path = directory / f"engine-{self._generation}.sock"
-        connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
-        connected = asyncio.get_running_loop().create_future()
+        connected: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if connected.done():
@@ -210,9 +161,7 @@ class EngineProcess(EngineClient):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
+            self._hang_up()
             listener.close()
             await ranks.all_ended(EXIT_WAIT_S)
             for file in (path, *(pid_file(path, rank) for rank in range(self._config.tensor_parallel_size))):
@@ -250,15 +199,6 @@ class EngineProcess(EngineClient):
         said = (line for line in self._last_words if line.startswith(f"{name}: joining") and " at " in line)
         return next((f" at {line.rpartition(' at ')[2].partition(',')[0]}" for line in said), "")
 
-    def _down(self, phase: str, reason: str, code: ExitCode | None) -> None:
-        """Tell everybody that the engine is gone."""
-        restarts = self._state.restarts + (phase == "restarting")
-        self._state = EngineState(
-            phase="restarting" if phase == "restarting" else "failed", reason=reason, restarts=restarts, exit_code=code
-        )
-        self._fail_pings(reason)
-        self.emit_down(reason, will_restart=phase == "restarting")
-
     # -- what a live process needs ---------------------------------------------------------------------------------
 
     async def _forward_log(self, process: asyncio.subprocess.Process) -> None:
@@ -269,61 +209,14 @@ class EngineProcess(EngineClient):
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
 
-    async def _serve(self, connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> None:
-        reader, self._writer = await connected
-        while (payload := await read_frame(reader)) is not None:
-            self._last_sign = time.monotonic()
-            self._handle(self._codec.decode(payload))
-
-    def _handle(self, message: FromEngine) -> None:
-        match message:
-            case Batch():
-                self.emit_batch(message)
-            case Pong():
-                future = self._pings.pop(message.nonce, None)
-                if future is not None and not future.done():
-                    future.set_result(message.stats)
-            case Loading():
-                phase = "loading" if self._info is None else "restarting"
-                progress = Progress(message.phase, message.done, message.total)
-                reason = self._state.reason if phase == "restarting" else "loading the model"
-                self._state = replace(self._state, phase=phase, reason=reason, progress=progress)
-            case Ready():
-                self._info = message.info
-                self._state = replace(self._state, phase="ready", reason="", progress=None)
-                self.emit_ready(message.info)
-            case Failed():
-                self._failure = message
+    async def _serve(self, connected: asyncio.Future[Streams]) -> None:
+        await self._converse(await connected)
 
     async def _watch(self, ranks: RankProcesses) -> None:
-        """Ask for a sign of life every second; end the processes when none comes."""
-        while True:
-            await asyncio.sleep(PING_PERIOD_S)
-            ready = self._state.phase == "ready"
-            limit = self._stall_s if ready else LOAD_STALL_S
-            silent = time.monotonic() - self._last_sign
-            if silent > limit:
-                doing = "answer" if ready else "report progress while loading"
-                self._stall_reason = f"the engine ({ranks.describe()}) did not {doing} for {silent:.0f} s"
-                ranks.signal_all(signal.SIGKILL)
-                return
-            if ready and not self._pings:
-                asyncio.create_task(self._quiet_ping(), name="engine ping")  # noqa: RUF006
-
-    async def _quiet_ping(self) -> None:
-        with contextlib.suppress(EngineUnavailable):
-            await self.ping()
-
-    def _write(self, message: ToEngine) -> None:
-        if self._writer is None or self._writer.is_closing():
-            raise EngineUnavailable("The engine's connection is closed.")
-        self._writer.write(self._codec.encode(message))
-
-    def _fail_pings(self, reason: str) -> None:
-        for future in self._pings.values():
-            if not future.done():
-                future.set_exception(EngineUnavailable(f"The engine went down: {reason}."))
-        self._pings.clear()
+        """End the processes when the leader gives no sign of life."""
+        stuck = await self._until_stuck()
+        self._stall_reason = f"the engine ({ranks.describe()}) {stuck}"
+        ranks.signal_all(signal.SIGKILL)
 
 
 def _as_exit_code(status: int) -> ExitCode:

@@ -13,7 +13,7 @@ from typing import cast
 import mlx.core as mx
 from msgspec import Struct
 
-from phalanx.dist.selftest import test_fabric
+from phalanx.dist.selftest import sum_of_ranks, test_fabric
 from phalanx.engine.link import Link
 from phalanx.engine.stepclock import StepClock
 from phalanx.errors import Desync, GroupError
@@ -64,8 +64,11 @@ def compare_facts(link: Link, facts: Facts) -> None:
                 )
 
 
-def self_test(link: Link, runner: Runner, vocab_size: int, clock: StepClock) -> SelfTest | None:
+def self_test(link: Link, runner: Runner, vocab_size: int, clock: StepClock, *, unchecked: int = 0) -> SelfTest | None:
     """Run the tests; None for a rank that is alone, which only warms up.
+
+    Args:
+        unchecked: collectives of the model that are not the reducer's.
 
     Raises:
         CollectiveFault: the fabric adds wrongly.
@@ -74,6 +77,7 @@ def self_test(link: Link, runner: Runner, vocab_size: int, clock: StepClock) -> 
     started = time.perf_counter()
     group = runner.reducer.group
     fabric: list[FabricFigure] = [] if group is None else test_fabric(group)
+    total = 1.0 if group is None else sum_of_ranks(group)
     control_ms = _control(link) if link.size > 1 else 0.0
     before = runner.reducer.tally.reductions
     tokens = _generate(runner, vocab_size, clock)
@@ -82,9 +86,12 @@ def self_test(link: Link, runner: Runner, vocab_size: int, clock: StepClock) -> 
         return None
     forwards = -(-PROMPT // CHUNK) + TOKENS
     return SelfTest(
+        total=total,
+        expected=link.size * (link.size + 1) / 2,
         fabric=fabric,
         control_ms=control_ms,
         tokens=len(tokens),
+        unchecked=unchecked,
         reductions=(runner.reducer.tally.reductions - before) // forwards,
         seconds=time.perf_counter() - started,
     )

@@ -60,6 +60,9 @@ class FakeRunner:
         self.arenas: dict[int, list[list[int | None]]] = {}
         self.entries: dict[int, list[int | None]] = {}
 
+    def begin(self, step: int) -> None:
+        self.step = step
+
     def apply(self, ops: Seq[RowOp]) -> None:
         for op in ops:
             self._apply(op)

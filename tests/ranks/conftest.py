@@ -1,0 +1,16 @@
+"""Models small enough to start a group of them in seconds, with heads for four ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from models import make_model
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.fixture(scope="session")
+def group_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random tiny llama."""
+    return make_model("llama", tmp_path_factory.mktemp("group") / "llama", **HEADS)

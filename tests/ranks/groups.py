@@ -1,0 +1,130 @@
+"""Servers on groups of ranks, streams against them, and what /health says meanwhile. Shared by the tests here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+from msgspec.structs import replace
+from serving import CONFIG, MODEL, Running, running_server
+
+from phalanx.engine.process import EngineProcess
+from phalanx.model.tokenizer import Tokenizer
+
+TOKENS = 120
+PROMPTS = ["tell me more", "hello", "the quick brown fox jumps over the lazy dog", "a"]
+
+
+@contextmanager
+def group_server(path: Path, ranks: int, backend: str, **settings: Any) -> Iterator[Running]:
+    """A server on a group of real rank processes; none of them is left afterwards."""
+    engine = replace(
+        CONFIG.engine,
+        model=str(path),
+        kv_cache_gb=0.1,
+        prefix_cache_gb=0.02,
+        tensor_parallel_size=ranks,
+        **({"backend": backend} if ranks > 1 else {}),
+        **settings,
+    )
+    process = EngineProcess(engine)
+    seen: dict[int, float] = {}
+    with running_server(Tokenizer.load(path), process, replace(CONFIG, engine=engine)) as running:
+        yield running
+        seen.update(identify(process.rank_pids.values()))
+    assert_gone(seen)
+
+
+def identify(pids: Any) -> dict[int, float]:
+    """Process id -> when it was created: numbers are used again."""
+    return {pid: psutil.Process(pid).create_time() for pid in pids}
+
+
+def assert_gone(processes: dict[int, float]) -> None:
+    """No process of these is left (a zombie holds nothing, its parent will see it)."""
+    left = []
+    for pid, created in processes.items():
+        try:
+            process = psutil.Process(pid)
+            if process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(" ".join(process.cmdline())[:200])
+        except psutil.NoSuchProcess:
+            continue
+    assert not left, left
+
+
+class Load:
+    """Streams running at once against a server, and the reasons /health gave while it was not ready."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self.texts: dict[str, str] = {}
+        self.reasons: list[str] = []
+
+    async def stream_all(self, when: Callable[[], Awaitable[None]] | None = None) -> dict[str, str]:
+        """The whole answers, by prompt. `when` is awaited once every stream has begun."""
+        self.texts = dict.fromkeys(PROMPTS, "")
+        async with openai.AsyncOpenAI(
+            base_url=self._running.base_url, api_key="none", max_retries=0, timeout=240
+        ) as client:
+            streams = [asyncio.create_task(self._stream(client, prompt)) for prompt in PROMPTS]
+            if when is not None:
+                while not all(self.texts.values()):
+                    await asyncio.sleep(0.005)
+                    assert not any(stream.done() and stream.exception() for stream in streams)
+                await when()
+            await asyncio.gather(*streams)
+        return self.texts
+
+    async def _stream(self, client: openai.AsyncOpenAI, prompt: str) -> None:
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0.8,
+            seed=4,
+            max_tokens=TOKENS,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        async for chunk in stream:
+            self.texts[prompt] += chunk.choices[0].delta.content or ""
+
+    async def watch_health(self) -> None:
+        """Note every reason for not being ready, until cancelled."""
+        async with httpx.AsyncClient(base_url=self._running.origin, timeout=60) as client:
+            while True:
+                answer = await client.get("/health")
+                if answer.status_code == 503 and (reason := answer.json().get("reason", "")) not in self.reasons:
+                    self.reasons.append(reason)
+                await asyncio.sleep(0.02)
+
+
+def through_a_fault(running: Running, strike: Callable[[], Awaitable[None]] | None = None) -> tuple[Load, float]:
+    """Streams through a fault, which `strike` produces unless it is injected, and again undisturbed; compares them.
+
+    Returns:
+        What was seen, and how often the engine was restarted.
+    """
+
+    async def main() -> tuple[Load, float]:
+        load = Load(running)
+        before = identify(running.engine.rank_pids.values())
+        watch = asyncio.create_task(load.watch_health())
+        disturbed = dict(await load.stream_all(strike))
+        restarts = running.engine.state.restarts
+        undisturbed = await load.stream_all()
+        watch.cancel()
+        assert disturbed == undisturbed
+        assert all(len(text) >= TOKENS / 2 for text in disturbed.values())
+        assert len(set(disturbed.values())) == len(PROMPTS)
+        if restarts:
+            assert_gone(before)
+        return load, restarts
+
+    return asyncio.run(main())
