@@ -126,13 +126,20 @@ def test_a_cause_takes_the_place_of_a_symptom(monkeypatch: pytest.MonkeyPatch):
 # Peers that misbehave --------------------------------------------------------------------------------------------
 
 
-def raw_worker(limits: Limits = FAST) -> tuple[Gatherer, RawPeer]:
-    """A leader, and a worker spoken by hand."""
-    leader = Gatherer(2, limits)
-    raw = RawPeer.to(leader.address)
-    raw.join(1)
-    assert isinstance(raw.hear(), Welcome)
+def raw_workers(size: int, limits: Limits = FAST) -> tuple[Gatherer, list[RawPeer]]:
+    """A leader, and workers spoken by hand."""
+    leader = Gatherer(size, limits)
+    workers = [RawPeer.to(leader.address) for _ in range(1, size)]
+    for rank, raw in enumerate(workers, 1):
+        raw.join(rank, size)
+    for raw in workers:
+        assert isinstance(raw.hear(), Welcome)
     leader.gathered.result(WAIT_S)
+    return leader, workers
+
+
+def raw_worker(limits: Limits = FAST) -> tuple[Gatherer, RawPeer]:
+    leader, (raw,) = raw_workers(2, limits)
     return leader, raw
 
 
@@ -142,6 +149,21 @@ def test_a_closed_connection():
     failure = leader.recorder.failure()
     assert (failure.code, failure.rank, failure.pid) == (ExitCode.PEER_LOST, 1, identity(1).pid)
     assert "connection" in str(failure)
+    leader.close()
+
+
+def test_workers_need_not_leave_together_when_the_group_ends():
+    leader, workers = raw_workers(3)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(leader.channel.close, "enough")
+        for raw in workers:
+            while not isinstance(raw.hear(), Goodbye):
+                pass
+        workers[0].close()
+        time.sleep(3 * watchdog.LEADER_PATIENCE_S)
+        workers[1].close()
+        closing.result(WAIT_S)
+    assert leader.recorder.quiet
     leader.close()
 
 

@@ -242,6 +242,10 @@ def test_a_stray_client_is_dropped_and_the_group_forms(gatherer: Gatherer, sent:
 def test_a_crowd_of_strangers_does_not_keep_a_rank_out():
     leader = Gatherer(2, replace(FAST, stranger_s=WAIT_S))  # none of them leaves by itself
     crowd = [socket.create_connection(leader.address, timeout=WAIT_S) for _ in range(STRANGERS + 20)]
+    for stray in crowd[:20]:  # the oldest made room
+        raw = RawPeer(stray)
+        assert isinstance(raw.hear(), Challenge) and raw.hear() is None
+    assert not leader.gathered.done()
     joined(leader)
     for stray in crowd:
         stray.close()

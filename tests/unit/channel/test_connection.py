@@ -1,0 +1,72 @@
+"""A connection whose other end does not read: nobody waits longer than told, and no frame is ever cut."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from channels import RawPeer, listen
+
+from phalanx.dist.connection import Connection
+from phalanx.dist.peers import Beat, Payload, encode
+
+Pair = tuple[Connection, RawPeer]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    listener, address = listen()
+    connection = Connection(socket.create_connection(address))
+    other = RawPeer.of(listener)
+    yield connection, other
+    connection.close()
+    other.close()
+
+
+def fill(connection: Connection) -> None:
+    """Send until the kernel takes no more; the last frame stands cut."""
+    for _ in range(1000):
+        assert connection.offer(encode(Payload(bytes(1_000_000))))
+        if not connection.offer(encode(Payload(b"probe"))):
+            return
+    raise AssertionError("the kernel takes everything")
+
+
+def test_what_does_not_fit_is_refused_and_what_was_begun_arrives_whole(pair: Pair):
+    connection, other = pair
+    fill(connection)
+    for _ in range(100):
+        assert not connection.offer(encode(Beat(1)))
+    with pytest.raises(TimeoutError, match=r"bytes not taken within 0\.05 s"):
+        connection.send(encode(Payload(b"behind")), 0.05)
+    heard = other.hear()
+    while heard != Payload(b"behind"):
+        assert isinstance(heard, Payload) and heard.data in (bytes(1_000_000), b"probe")
+        connection.offer(b"")  # what is kept goes on as room appears
+        heard = other.hear()
+    assert connection.offer(encode(Beat(2))) and other.hear() == Beat(2)
+
+
+def test_a_broken_connection_is_no_error_to_offer_and_one_to_send(pair: Pair):
+    connection, other = pair
+    other.close()
+    while not connection.ended:
+        connection.wait_readable(1.0)
+        assert connection.read() == []
+    assert connection.ended == "closed its connection"
+    with pytest.raises(OSError):
+        for _ in range(100):
+            connection.send(encode(Payload(bytes(100_000))), 1.0)
+    assert not connection.offer(encode(Beat()))
+
+
+def test_an_end_amid_a_message_is_told(pair: Pair):
+    connection, other = pair
+    other.socket.sendall(encode(Beat(3)) + encode(Beat(4))[:-1])
+    other.close()
+    heard = []
+    while not connection.ended:
+        connection.wait_readable(1.0)
+        heard += connection.read()
+    assert heard == [Beat(3)] and connection.ended == "closed its connection amid a message"
