@@ -9,12 +9,13 @@ READY := $(VENV)/.installed-$(KEY)
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format bench clean
+.PHONY: help venv demo test check soak format bench clean
 
 help:
 	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
 	@echo 'make test    all checks and tests'
 	@echo 'make check   style, types, architecture, unit tests'
+	@echo 'make soak    the long tests: whole grids of which make test runs a part'
 	@echo 'make format  rewrite the sources in the project'\''s style'
 	@echo 'make bench   phalanx against mlx_lm.server, side by side'
 	@echo 'make clean   remove caches and build output (not .venv)'
@@ -46,12 +47,16 @@ check: $(READY)
 test: check
 	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/test_architecture.py
 
+soak: $(READY)
+	$(BIN)/pytest -q tests -m soak
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: $(READY)
 	$(BIN)/python benchmarks/serving.py
+	$(BIN)/python benchmarks/ranks.py
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 
 from phalanx.cli.private import PrivateServer, free_port
 
@@ -22,9 +24,9 @@ NEVER_SAID = "<|system|>"  # a token the demo model does not write
 
 
 @contextmanager
-def phalanx(model: Path) -> Iterator[str]:
-    """Our server with its defaults; its base URL."""
-    server = PrivateServer(str(model), ["--port", "0", "--served-model-name", MODEL_NAME])
+def phalanx(model: Path, *flags: str) -> Iterator[str]:
+    """Our server with its defaults, but for these flags; its base URL."""
+    server = PrivateServer(str(model), ["--port", "0", "--served-model-name", MODEL_NAME, *flags])
     try:
         server.wait_ready(lambda line: None)
         yield server.url
@@ -35,12 +37,20 @@ def phalanx(model: Path) -> Iterator[str]:
 
 
 @contextmanager
-def mlx_lm(model: Path, log: Path) -> Iterator[str]:
-    """mlx_lm.server with its defaults (up to 32 rows decoded together); its base URL."""
+def mlx_lm(model: Path, log: Path, ranks: int = 1) -> Iterator[str]:
+    """mlx_lm.server with its defaults (up to 32 rows decoded together); its base URL.
+
+    With several ranks under `mlx.launch`, on a ring (its default).
+    """
     port = next(port for port in range(18080, 18180) if free_port(port))
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
+    if ranks > 1:
+        launcher = Path(sys.executable).with_name("mlx.launch")
+        command = [str(launcher), "-n", str(ranks), "--backend", "ring", "--", *command]
     with log.open("wb") as output:
-        process = subprocess.Popen([*command, "--log-level", "WARNING"], stdout=output, stderr=output)
+        process = subprocess.Popen(
+            [*command, "--log-level", "WARNING"], stdout=output, stderr=output, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + START_S
         while not _answers(f"http://127.0.0.1:{port}/health"):
@@ -49,12 +59,16 @@ def mlx_lm(model: Path, log: Path) -> Iterator[str]:
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
+        ranks_left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        for rank in ranks_left:  # mlx.launch leaves its ranks when it is terminated
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
 
 
 def endless_demo(directory: Path) -> Path:

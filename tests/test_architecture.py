@@ -51,11 +51,14 @@ IMPURE_MODULES = frozenset(
 )
 """Pure files decide; they do not look at clocks, files, arrays or chance."""
 
-NO_MLX = ("server/", "gateway/", "cluster/", "bench/", "engine/client.py", "engine/process.py", "engine/wire.py")
+NO_MLX = (
+    "server/", "gateway/", "cluster/", "bench/",
+    *(f"engine/{name}.py" for name in ("attach", "client", "connection", "launch", "process", "wire")),
+)  # fmt: skip
 """What the server process and machines without MLX run: not even indirectly do these import MLX."""
 
 PROCESS_MODULES = frozenset({"subprocess", "multiprocessing", "pty"})
-PROCESS_HOMES = ("engine/process.py", "cluster/", "dist/", "cli/private.py")
+PROCESS_HOMES = ("engine/launch.py", "engine/process.py", "cluster/", "dist/", "cli/private.py")
 PROCESS_CALLS = re.compile(
     r"^(os\.(fork|exec\w+|spawn\w+|posix_spawn\w*|system|popen)|asyncio\.(create_)?subprocess.*)$"
 )

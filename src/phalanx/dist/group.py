@@ -24,11 +24,14 @@ from phalanx.errors import GroupError
 
 log = logging.getLogger("phalanx.group")
 
+Fabric = mx.distributed.Group
+"""The ranks that a rank sums with."""
+
 _MLX_NAME = {"jaccl-ring": "jaccl"}  # a launcher's name; MLX is told by MLX_JACCL_RING
 MESSAGE = 256  # bytes that rank 0 can tell over the fabric
 
 
-def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, deadline_s: float) -> mx.distributed.Group:
+def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, deadline_s: float) -> Fabric:
     """The group of this start.
 
     Args:
@@ -54,7 +57,7 @@ def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, dead
     return group
 
 
-def agree(group: mx.distributed.Group, backend: Backend, host: str) -> tuple[GroupConfig, bytes]:
+def agree(group: Fabric, backend: Backend, host: str) -> tuple[GroupConfig, bytes]:
     """What a launcher of ours would have told every rank, from rank 0 over the fabric.
 
     Args:
@@ -91,7 +94,7 @@ def _alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _verify(group: mx.distributed.Group, backend: Backend, rank: int, size: int, nonce: int) -> None:
+def _verify(group: Fabric, backend: Backend, rank: int, size: int, nonce: int) -> None:
     if (group.rank(), group.size()) != (rank, size):
         raise GroupError(
             f"{backend} came up with rank {group.rank()} of {group.size()}; this process is rank {rank} of {size}.",

@@ -17,9 +17,10 @@ from msgspec import Struct
 from phalanx.errors import ConfigError
 
 BufferFault = Literal["garbage", "stale", "zero", "permute"]
-RankFault = Literal["kill", "suspend", "wedge", "tamper", "late", "version"]
+RankFault = Literal["kill", "suspend", "wedge", "tamper", "late", "slow", "version"]
 BUFFER_FAULTS = get_args(BufferFault)
 RANK_FAULTS = get_args(RankFault)
+SLOW_S = 4.0  # between meeting the others and joining the fabric
 
 
 class Injection(Struct, frozen=True, kw_only=True):

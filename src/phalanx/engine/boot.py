@@ -30,7 +30,8 @@ from phalanx.config import (
 )
 from phalanx.dist import inject
 from phalanx.dist.backend import Foreign, environment_of
-from phalanx.dist.group import agree, join
+from phalanx.dist.group import Fabric, agree, join
+from phalanx.dist.peers import PeerFailure
 from phalanx.dist.reduce import Reducer
 from phalanx.dist.spoil import SpoiledBuffer
 from phalanx.engine.launch import pid_file
@@ -107,7 +108,7 @@ def _run(
     secret: bytes,
     socket_path: str,
     rank: int,
-    fabric: mx.distributed.Group | None,
+    fabric: Fabric | None,
 ) -> int:
     mailbox = None
     if rank == 0:
@@ -116,7 +117,7 @@ def _run(
     link: LeaderLink | WorkerLink | Alone = Alone()
     try:
         if group is not None:
-            link = meet(config, group, secret, rank, on_lost=lambda lost: _tell(mailbox, "PeerFailure", str(lost)))
+            link = meet(config, group, secret, rank, on_lost=lambda lost: _last_word(mailbox, lost))
         role = _boot(config, group, fabric, link, mailbox)
         role.run()
         link.close()
@@ -138,10 +139,16 @@ def _tell(mailbox: Mailbox | None, kind: str, message: str) -> None:
         mailbox.send(Failed(kind=kind, message=message))
 
 
+def _last_word(mailbox: Mailbox | None, lost: PeerFailure) -> None:
+    """The same from the watchdog's thread, when the engine thread may be anywhere."""
+    if mailbox is not None:
+        mailbox.last_word(Failed(kind="PeerFailure", message=str(lost)))
+
+
 def _boot(
     config: EngineConfig,
     group: GroupConfig | None,
-    fabric: mx.distributed.Group | None,
+    fabric: Fabric | None,
     link: LeaderLink | WorkerLink | Alone,
     mailbox: Mailbox | None,
 ) -> Leader | Worker:
@@ -152,6 +159,8 @@ def _boot(
     injection = injection if injection is not None and injection.rank == link.rank else None
     report = _reporter(mailbox)
     report("joining the group", 0, 1)
+    if injection is not None and injection.kind == "slow":
+        time.sleep(inject.SLOW_S)
     reducer = _reducer(config, group, fabric, link.rank, injection)
     ranks_here = 1 if group is None else group.ranks_here
     guard_gb = config.memory_guard_gb if config.memory_guard_gb is not None else memory_guard_override_gb()
@@ -190,7 +199,7 @@ def _boot(
 def _reducer(
     config: EngineConfig,
     group: GroupConfig | None,
-    fabric: mx.distributed.Group | None,
+    fabric: Fabric | None,
     rank: int,
     injection: inject.Injection | None,
 ) -> Reducer:

@@ -75,6 +75,11 @@ class RankProcesses:
         ends = [End(waits[task], task.result()) for task in done]
         return min(ends, key=lambda end: (end.status >= 0, end.name))
 
+    def ended_by(self, number: signal.Signals) -> list[str]:
+        """Names of the processes that a signal has ended (mpirun reports its rank's as 128 + n)."""
+        statuses = (-number, 128 + number)
+        return [name for name, process in self.processes.items() if process.returncode in statuses]
+
     async def all_ended(self, timeout_s: float) -> bool:
         """Wait until all have ended; whether they have."""
         deadline = asyncio.get_running_loop().time() + timeout_s

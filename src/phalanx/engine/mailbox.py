@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import socket
 import sys
 import threading
@@ -17,7 +18,7 @@ from phalanx.engine.wire import engine_codec
 from phalanx.errors import EngineError, ExitCode
 from phalanx.types import FromEngine, Shutdown, ToEngine
 
-SEND_S = 30.0  # that a message waits for another one to be sent
+LAST_WORD_S = 0.5  # that a last word waits, for another message and for the socket
 
 
 class Mailbox:
@@ -37,19 +38,26 @@ class Mailbox:
         self._thread.start()
 
     def send(self, message: FromEngine) -> None:
-        """Hand a message to the server. A server that is gone is noticed by the reader thread.
-
-        The watchdog's thread sends too, its last words: it does not wait for an engine thread that is stuck here.
-        """
+        """Hand a message to the server. A server that is gone is noticed by the reader thread."""
         frame = self._codec.encode(message)
-        if not self._lock.acquire(timeout=SEND_S):
+        with self._lock:
+            self._send(frame)
+
+    def last_word(self, message: FromEngine) -> None:
+        """From another thread, before the process ends: not sent if the server or the engine thread is stuck."""
+        if not self._lock.acquire(timeout=LAST_WORD_S):
             return
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        if poll.poll(LAST_WORD_S * 1000):
+            self._send(self._codec.encode(message))
+        self._lock.release()
+
+    def _send(self, frame: bytes) -> None:
         try:
             self._socket.sendall(frame)
         except ConnectionError:
             self._server_gone()
-        finally:
-            self._lock.release()
 
     def drain(self, *, block: bool) -> list[ToEngine]:
         """All messages that have arrived; with `block`, waits for the first."""

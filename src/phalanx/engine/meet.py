@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from phalanx.config import EngineConfig, GroupConfig
 from phalanx.dist import inject
 from phalanx.dist.channel import LeaderChannel, WorkerChannel
 from phalanx.dist.peers import Identity, Limits, PeerFailure
+from phalanx.dist.watchdog import last_words
 from phalanx.engine.link import LeaderLink, WorkerLink
 
 
@@ -38,7 +38,7 @@ def meet(
         time.sleep(config.join_s * 10)
 
     def broken(lost: PeerFailure) -> NoReturn:
-        os.write(sys.stderr.fileno(), f"rank {rank}: {lost}\n".encode())
+        last_words(f"rank {rank}: {lost}")
         on_lost(lost)
         os._exit(lost.code)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import signal
 import sys
 import tempfile
@@ -36,6 +37,7 @@ RESTART_WINDOW_S = 300.0  # seconds; more means that restarting does not help
 EXIT_WAIT_S = 5.0  # after Shutdown, before SIGTERM, and again before SIGKILL
 GRACE_S = 3.0  # that ranks get to notice that one of them has ended, before SIGKILL
 RDMA_COOL_DOWN_S = 30.0  # a JACCL device is busy for so long after a process that used it was killed (F7, EBUSY)
+MPIRUN_NOTICE = re.compile(r"process rank (\d+) with PID (\d+) on node (\S+) exited on\s+signal (\d+)")
 STDERR_LINES = 20  # of the child's last words that are kept for the reason
 
 
@@ -180,24 +182,26 @@ class EngineProcess(EngineConnection):
         if self._stall_reason:
             return self._stall_reason
         who = "the engine process" if self._config.tensor_parallel_size == 1 else end.name
-        if end.status == -signal.SIGALRM:
-            where = self._join_address(end.name)
+        if self._ranks is not None and (unjoined := self._ranks.ended_by(signal.SIGALRM)):
+            ranks = " and ".join(f"{name}{self._join_address(name)}" for name in unjoined)
             return (
-                f"{who} could not join the group{where} within {self._config.join_s:g} s: a rank is missing, or "
-                "something else is connected to its port"
+                f"{ranks} could not join the group within {self._config.join_s:g} s: a rank is missing, or something "
+                "else is connected to the port"
             )
         if end.status < 0:
-            hint = " (out of memory, or killed by hand)" if end.status == -signal.SIGKILL else ""
-            return f"{who} was ended by {signal.Signals(-end.status).name}{hint}"
+            return _ended_by(who, -end.status)
+        if found := MPIRUN_NOTICE.search(" ".join(self._last_words)):
+            rank, pid, host, number = found.groups()
+            return _ended_by(f"rank {rank} ({host}, pid {pid})", int(number))
         if self._failure is not None:
             return self._failure.message
-        words = next((line for line in reversed(self._last_words) if line.strip()), "")
+        words = next((line for line in reversed(self._last_words) if line.strip(" -")), "")
         return f"{who} ended with status {end.status}" + (f": {words}" if words else "")
 
     def _join_address(self, name: str) -> str:
         """Where a rank tried to join, from its log."""
-        said = (line for line in self._last_words if line.startswith(f"{name}: joining") and " at " in line)
-        return next((f" at {line.rpartition(' at ')[2].partition(',')[0]}" for line in said), "")
+        said = re.search(rf"^{name}: joining .* at (\S+),", "\n".join(self._last_words), re.MULTILINE)
+        return f" at {said[1]}" if said else ""
 
     # -- what a live process needs ---------------------------------------------------------------------------------
 
@@ -217,6 +221,12 @@ class EngineProcess(EngineConnection):
         stuck = await self._until_stuck()
         self._stall_reason = f"the engine ({ranks.describe()}) {stuck}"
         ranks.signal_all(signal.SIGKILL)
+
+
+def _ended_by(who: str, number: int) -> str:
+    """That a signal ended a process, and what that usually means."""
+    name = signal.Signals(number).name
+    return f"{who} was ended by {name}" + (" (out of memory, or killed by hand)" if name == "SIGKILL" else "")
 
 
 def _as_exit_code(status: int) -> ExitCode:

@@ -33,6 +33,7 @@ COUNTERS = {
     "decode_steps": ("engine_decode_steps", "Forwards that sampled."),
     "step_s": ("engine_step_seconds", "Seconds inside steps."),
     "model_s": ("engine_model_seconds", "Seconds of those inside the model call, sampling and evaluation."),
+    "control_s": ("engine_control_seconds", "Seconds of those handing plans to other ranks."),
 }
 HISTOGRAMS = {
     "ttft": ("time_to_first_token_seconds", "Arrival of the request to its first token.", LATENCY_S),

@@ -1,0 +1,165 @@
+"""One rank against two, over mpi and over a ring, with and without checked sums, beside mlx_lm.server on two ranks.
+
+What to expect. Two ranks on one machine of two cores read the same weights through the same memory, so at best the
+compute part of a step halves; each sum over ranks costs its latency (13 to 60 us over mpi, measured by the self-test in
+the same run), and there are two per layer. A ring spins a core while it waits. What a step is made of is split into:
+
+    compute      the model call, less the sums
+    collectives  sums per forward x their measured latency at the size they have with one row
+    control      handing the plan to the other ranks
+    own          everything else: scheduling, bookkeeping, messages to the server
+
+Servers take turns, each started for its turn: an idle mlx_lm group keeps spinning, and would slow the others down.
+Ratios are taken within a round, then their median. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+from pathlib import Path
+
+from random_model import CONFIG, random_model
+from rich.console import Console
+from rich.table import Table
+from servers import mlx_lm, phalanx
+from serving import own_counters, progress, prompt, request, spread
+
+from phalanx.bench.client import open_client, stream_chat
+from phalanx.bench.load import closed_loop
+
+ROUNDS = 3
+TOKENS = {1: 32, 4: 24}  # by concurrency
+BASE = "phalanx, 1 rank"
+THEIRS = "mlx_lm.server, 2 ranks (ring)"
+
+
+def subjects(model: Path, folder: Path) -> dict[str, Callable[[], AbstractContextManager[str]]]:
+    """Every server, by name."""
+    two = ("--tp", "2", "--backend")
+    return {
+        BASE: lambda: phalanx(model),
+        "phalanx, 2 ranks (mpi)": lambda: phalanx(model, *two, "mpi"),
+        "phalanx, 2 ranks (mpi), unchecked": lambda: phalanx(model, *two, "mpi", "--no-check-collectives"),
+        "phalanx, 2 ranks (ring)": lambda: phalanx(model, *two, "ring"),
+        THEIRS: lambda: mlx_lm(model, folder / "mlx_lm.log", ranks=2),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
+    speeds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    splits: dict[str, list[dict[str, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as directory:
+        model = random_model(Path(directory))
+        latency = {backend: sum_latency_us(model, backend) for backend in ("mpi", "ring")}
+        servers = list(subjects(model, Path(directory)).items())
+        for turn in range(options.rounds):
+            for name, start in servers if turn % 2 == 0 else servers[::-1]:
+                progress(f"round {turn + 1}: {name}")
+                with start() as url:
+                    asyncio.run(measure(name, url, turn, speeds[name], splits[name]))
+    show(speeds, splits, latency)
+    about = {
+        "machine": f"{platform.system()} {platform.machine()}",
+        "versions": {name: version(name) for name in ("phalanx", "mlx", "mlx-lm")},
+    }
+    results = {
+        name: {
+            "decode_tokens_per_s": dict(speeds[name]),
+            "ratio_to_one_rank": {c: ratio(speeds, name, c) for c in TOKENS},
+            "step": split(splits[name], latency_for(name, latency)) if splits[name] else None,
+        }
+        for name in speeds
+    }
+    print(json.dumps({"benchmark": "ranks", **about, "sum_latency_us": latency, "results": results}))
+    return 0
+
+
+async def measure(
+    name: str, url: str, turn: int, speeds: dict[int, list[float]], splits: list[dict[str, float]]
+) -> None:
+    """Decode tokens/s at each concurrency; for ours also what a step of one row is made of."""
+    async with open_client(url) as client:
+        await stream_chat(client, request("warm up", 4))
+        for concurrency, tokens in TOKENS.items():
+            before = await own_counters(client) if name != THEIRS else {}
+            bodies = [request(prompt(0, turn, i), tokens) for i in range(concurrency)]
+            load = await closed_loop(client, bodies, concurrency, ramp_s=0.03)
+            if load.failures:
+                raise RuntimeError(f"{name}: {load.failures[0]}")
+            speeds[concurrency].append(load.decode_tokens_per_s)
+            if name != THEIRS and concurrency == 1:
+                after = await own_counters(client)
+                splits.append({key: after[key] - before[key] for key in after})
+
+
+def split(counters: list[dict[str, float]], sum_us: float) -> dict[str, float]:
+    """Milliseconds per step of one row: medians over rounds."""
+
+    def per_step(key: str) -> float:
+        return statistics.median(1000 * c[f"{key}_seconds_total"] / c["steps_total"] for c in counters)
+
+    step, model, control = per_step("step"), per_step("model"), per_step("control")
+    collectives = 2 * int(CONFIG["num_hidden_layers"]) * sum_us / 1000  # type: ignore[call-overload]
+    return {
+        "step_ms": step,
+        "compute_ms": model - collectives,
+        "collectives_ms": collectives,
+        "control_ms": control,
+        "own_ms": step - model - control,
+        "control_and_own_share": (step - model) / step,
+    }
+
+
+def sum_latency_us(model: Path, backend: str) -> float:
+    """Of one row's sum, as the self-test of a group measures it."""
+    command = [sys.executable, "-m", "phalanx", "selftest", str(model), "--tp", "2", "--backend", backend, "--json"]
+    answer = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    wanted = 4 * int(CONFIG["hidden_size"])  # type: ignore[call-overload]
+    figures = answer["info"]["self_test"]["fabric"]
+    return float(min(figures, key=lambda figure: abs(figure["bytes"] - wanted))["median_us"])
+
+
+def latency_for(name: str, latency: dict[str, float]) -> float:
+    return next((us for backend, us in latency.items() if backend in name), 0.0)
+
+
+def ratio(speeds: dict[str, dict[int, list[float]]], name: str, concurrency: int) -> float:
+    """To one rank of ours, within rounds."""
+    pairs = zip(speeds[name][concurrency], speeds[BASE][concurrency], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def show(
+    speeds: dict[str, dict[int, list[float]]], splits: dict[str, list[dict[str, float]]], latency: dict[str, float]
+) -> None:
+    table = Table("", *(f"tokens/s at {c}" for c in TOKENS), "to 1 rank", "step, ms: compute + sums + control + own")
+    for name, values in speeds.items():
+        row = [spread(values[c]) for c in TOKENS]
+        ratios = " / ".join(f"{ratio(speeds, name, c):.2f}x" for c in TOKENS)
+        parts = ""
+        if splits[name]:
+            s = split(splits[name], latency_for(name, latency))
+            parts = (
+                f"{s['step_ms']:.1f}: {s['compute_ms']:.1f} + {s['collectives_ms']:.2f} + {s['control_ms']:.2f} + "
+                f"{s['own_ms']:.2f}"
+            )
+        table.add_row(name, *row, ratios, parts)
+    Console(width=150, highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

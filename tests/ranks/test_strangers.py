@@ -1,0 +1,167 @@
+"""Who else connects to a group's ports: strays, ranks of another job, an earlier start (A1, F1)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from driver import Driver, ask
+
+from phalanx.config import SECRET_VARIABLE, EngineConfig, environment
+from phalanx.dist.backend import ring_hostfile
+from phalanx.engine import launch
+from phalanx.engine.process import EngineProcess
+
+NOISE = [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 64, b"\xff" * 5000]
+
+
+@contextmanager
+def strays(ports: list[int]) -> Iterator[list[int]]:
+    """Something that connects to every port once it is open, says something, and stays. Yields the ports reached."""
+    over = threading.Event()
+    reached: list[int] = []
+
+    def haunt(port: int, noise: bytes) -> None:
+        while not over.wait(0.01):
+            with socket.socket() as stray:
+                if stray.connect_ex(("127.0.0.1", port)) == 0:
+                    reached.append(port)
+                    try:
+                        stray.sendall(noise)
+                        over.wait()
+                    except OSError:
+                        continue
+
+    threads = [threading.Thread(target=haunt, args=(port, noise)) for port in ports for noise in NOISE]
+    for thread in threads:
+        thread.start()
+    try:
+        yield reached
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.fixture
+def known_ports(monkeypatch):
+    """The ports that the first start will use; later ones take fresh ones."""
+    real, ports = launch.free_ports, []
+
+    def first_known(count: int) -> list[int]:
+        taken, ports[:] = ports[:count], []
+        return taken or real(count)
+
+    monkeypatch.setattr(launch, "free_ports", first_known)
+
+    def choose(count: int) -> list[int]:
+        ports[:] = real(count)
+        return list(ports)
+
+    return choose
+
+
+def generate(config: EngineConfig) -> tuple[list[int], list[str]]:
+    """Start, answer one request, end: its tokens, and why the engine went down before."""
+
+    async def main() -> tuple[list[int], list[str]]:
+        engine = EngineProcess(config)
+        driver = Driver(engine)
+        await engine.start()
+        try:
+            await driver.until(lambda: driver.ready.is_set() or (driver.downs and not driver.downs[-1][1]))
+            (tokens,) = await driver.generate(ask("a", [5, 6, 7], 20))
+            return tokens, [reason for reason, _ in driver.downs]
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def config_for(path, backend: str, **more) -> EngineConfig:
+    return EngineConfig(
+        model=str(path), kv_cache_gb=0.1, prefix_cache_gb=0.0, tensor_parallel_size=2, backend=backend, **more
+    )
+
+
+def test_strays_on_the_control_port_do_not_matter(group_model, known_ports):
+    ports = known_ports(1)
+    with strays(ports) as reached:
+        tokens, downs = generate(config_for(group_model, "mpi"))
+    assert reached and len(tokens) == 20 and not downs
+
+
+def test_strays_on_a_ring_end_the_start_by_its_deadline_and_the_next_one_takes_other_ports(group_model, known_ports):
+    ports = known_ports(3)
+    with strays(ports[1:]) as reached:
+        tokens, downs = generate(config_for(group_model, "ring", join_s=12.0, inject="slow:rank=0"))
+    assert reached and len(tokens) == 20
+    assert len(downs) == 1
+    assert "could not join" in downs[0] or "could not start" in downs[0] or "connected to" in downs[0]
+    assert "rank " in downs[0] and any(f"127.0.0.1:{port}" in downs[0] for port in ports[1:])
+
+
+def test_a_rank_of_another_job_is_turned_away(group_model, known_ports):
+    (port,) = known_ports(1)
+    config = config_for(group_model, "mpi", join_s=30.0)
+    group = {"size": 2, "backend": "mpi", "nonce": 1, "control": f"127.0.0.1:{port}"}
+    command = [sys.executable, "-m", "phalanx", "rank", config.model, "--socket", str(group_model.parent / "none.sock")]
+    command += ["--rank", "1", "--config", json.dumps({"model": config.model, "join_s": 20.0})]
+    intruder = subprocess.Popen(
+        [*command, "--group", json.dumps(group)],
+        env={**environment(), SECRET_VARIABLE: "another job's"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        tokens, downs = generate(config)
+        said = intruder.communicate(timeout=60)[1]
+    finally:
+        intruder.kill()
+        intruder.wait()
+    assert len(tokens) == 20 and not downs
+    assert intruder.returncode != 0 and "rank 1" in said
+
+
+JOIN = """
+import sys, logging
+from phalanx.dist.group import join
+from phalanx.errors import GroupError
+rank, nonce = int(sys.argv[1]), int(sys.argv[2])
+try:
+    join("ring", rank, 2, nonce, where="here", deadline_s=20)
+except GroupError as error:
+    print(error)
+    sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(("nonces", "status"), [((7, 7), 0), ((7, 8), 75)])
+def test_two_jobs_that_cross_on_one_ring_notice(tmp_path, nonces, status):
+    """MLX connects them without a word (SO_REUSEPORT); the nonce tells."""
+    hostfile = tmp_path / "ring.json"
+    hostfile.write_text(ring_hostfile([f"127.0.0.1:{port}" for port in launch.free_ports(2)]))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN, str(rank), str(nonce)],
+            env={**environment(), "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, nonce in enumerate(nonces)
+    ]
+    try:
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [status, status], said
+    assert all(("another job" in text) == bool(status) for text in said)
