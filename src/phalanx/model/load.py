@@ -231,7 +231,7 @@ class Prepared:
         """Read, cast and keep one tensor after the other; the file's version of each is gone before the next."""
         lazy = dict(tree_flatten(self.model.parameters()))
         done = checked = 0
-        with Reader() as reader:
+        with Reader([(entry.source, entry.cut) for entry in self.plan if entry.source is not None]) as reader:
             for entry in self.plan:
                 array = lazy.pop(entry.name)
                 if entry.source is not None:
@@ -267,7 +267,7 @@ def _fetch(reader: Reader, info: TensorInfo, cut: Cut | None, dtype: mx.Dtype) -
 
 
 def _plan(built: Built, parts: Split, dtype: Dtype, ranks: int) -> list[_Entry]:
-    """Source and dtype of every parameter, in the model's own order."""
+    """Source and dtype of every parameter, in the order of the files; what is computed comes last."""
     target = DTYPES.get(dtype)
     if target is None and mx.default_device() == mx.Device(mx.cpu):
         target = mx.float32  # 16-bit kernels are 10-30 times slower there, scales of quantised weights included
@@ -281,7 +281,12 @@ def _plan(built: Built, parts: Split, dtype: Dtype, ranks: int) -> list[_Entry]:
         split_up = name in parts.computed or name in parts.cuts
         stored = array.nbytes * (ranks if source is None and split_up else 1)
         entries.append(_Entry(name, array.size, kept, stored, array.size * kept.size, source, cut))
-    return entries
+    return sorted(entries, key=_place)
+
+
+def _place(entry: _Entry) -> tuple[bool, str, int]:
+    source = entry.source
+    return (True, "", 0) if source is None else (False, str(source.file), source.start)
 
 
 def _cast_predicate(model: Module, target: mx.Dtype | None) -> Callable[[str], bool]:

@@ -10,8 +10,10 @@ import hashlib
 import json
 import math
 import mmap
+import os
 import struct
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -155,14 +157,22 @@ def some(names: Iterable[str], most: int = 8) -> str:
 
 CHUNK = 32 << 20  # bytes of a file that are mapped, or read in one call
 DIRECT = 64 << 10  # pieces from this size on are read, smaller ones copied out of a mapping of their surroundings
+AHEAD = 128 << 20  # bytes that the kernel is asked to have ready, so that the disk is busy while a tensor is cast
+ADVICE = 128 << 10  # bytes it is asked for in one call: more than its read-ahead window it would not take
 
 
 class Reader:
-    """Copies parts of tensors out of files, which it keeps open while it is entered. Counts what it copies."""
+    """Copies parts of tensors out of files, which it keeps open while it is entered. Counts what it copies.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: everything that will be read, in that order; files are read fastest from their start to their end.
+    """
+
+    def __init__(self, wanted: Sequence[tuple[TensorInfo, Cut | None]]) -> None:
         self.copied = 0
         self._files: dict[Path, BinaryIO] = {}
+        self._wanted = iter(wanted)
+        self._announced = 0
 
     def __enter__(self) -> Reader:
         return self
@@ -179,14 +189,31 @@ class Reader:
             WeightsError: the file ended early, or cannot be read.
         """
         try:
-            if (file := self._files.get(info.file)) is None:
-                file = self._files[info.file] = info.file.open("rb", buffering=0)
+            self._announce()
             done = 0
             for piece in _pieces(info, cut):
-                done += piece.copy(file, out[done:])
+                done += piece.copy(self._open(info.file), out[done:])
         except (OSError, ValueError) as error:
             raise WeightsError(f"{info.file} cannot be read: {error}", remedy=AGAIN) from error
         self.copied += done
+
+    def _open(self, path: Path) -> BinaryIO:
+        if (file := self._files.get(path)) is None:
+            file = self._files[path] = path.open("rb", buffering=0)
+        return file
+
+    def _announce(self) -> None:
+        """Let the kernel begin to read what comes next."""
+        while sys.platform == "linux" and self._announced < self.copied + AHEAD:
+            want = next(self._wanted, None)
+            if want is None:
+                return
+            for piece in _pieces(*want):
+                file = self._open(want[0].file).fileno()
+                for start in range(piece.start, piece.start + piece.span, ADVICE):
+                    size = min(ADVICE, piece.start + piece.span - start)
+                    os.posix_fadvise(file, start, size, os.POSIX_FADV_WILLNEED)
+                self._announced += piece.size * piece.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +225,11 @@ class _Piece:
     count: int
     stride: int
 
+    @property
+    def span(self) -> int:
+        """Bytes from the first to the last."""
+        return (self.count - 1) * self.stride + self.size
+
     def copy(self, file: BinaryIO, out: npt.NDArray[np.uint8]) -> int:
         """Copy to the front of `out`; the number of bytes."""
         if self.count == 1:
@@ -205,7 +237,7 @@ class _Piece:
             _fill(file, memoryview(out.data)[: self.size])
             return self.size
         first = self.start - self.start % mmap.ALLOCATIONGRANULARITY
-        length = self.start + (self.count - 1) * self.stride + self.size - first
+        length = self.start + self.span - first
         with mmap.mmap(file.fileno(), length, offset=first, prot=mmap.PROT_READ) as mapped:
             bytes_ = np.frombuffer(mapped, np.uint8, offset=self.start - first)
             rows = np.lib.stride_tricks.as_strided(bytes_, (self.count, self.size), (self.stride, 1), writeable=False)
