@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from importlib.metadata import version
@@ -45,6 +46,7 @@ from phalanx.engine.trace import Trace
 from phalanx.engine.worker import Worker
 from phalanx.errors import ConfigError, ExitCode, MemoryShortage, PhalanxError, exit_code_of
 from phalanx.model import load, registry
+from phalanx.model.layout import row_bytes
 from phalanx.model.probe import probe
 from phalanx.model.resolve import resolve
 from phalanx.model.runner import Runner
@@ -235,7 +237,30 @@ def _load(
         compare_facts(link, facts)
     prepared = load.prepare(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, reducer=reducer)
     reducer.foreign = bool(prepared.unchecked)
+    predictions = link.share(_predict(config, link.rank, prepared, guard))
+    reducer.discard()  # predicting only builds
+    if link.rank == 0:
+        log.info("before loading:\n%s", memory.prediction_table(predictions))
+    memory.check_group(path.name, predictions)
     return prepared.materialise(guard, report, ranks_here=ranks_here)
+
+
+def _predict(config: EngineConfig, rank: int, prepared: load.Prepared, guard: int) -> memory.Prediction:
+    """What this rank will need; known before a weight is read (B2)."""
+    machine = memory.read_machine()
+    kv = GRANULE * row_bytes(registry.inspect(prepared.model, prepared.config).layouts, prepared.dtype)
+    if config.kv_cache_gb is not None:
+        kv = int(config.kv_cache_gb * GIB)
+    return memory.Prediction(
+        host=socket.gethostname(),
+        rank=rank,
+        weights=prepared.weights_bytes,
+        working=prepared.working_bytes,
+        kv=kv,
+        guard=guard,
+        physical=machine.physical,
+        available=machine.available,
+    )
 
 
 def _limits(

@@ -129,7 +129,10 @@ class Mirror:
                     raise Desync(f"step {self.step}: prefix entry {op.entry} is not here.")
             case Free():
                 row = self._pop(op.arena, op.slot)
-                del self._by_seq[row.seq]
+                if self._by_seq.pop(row.seq, None) is None:
+                    raise Desync(
+                        f"step {self.step}: slot {op.slot} of arena {op.arena} holds a sequence never admitted."
+                    )
 
     def _row(self, arena: int, slot: int, action: str) -> Row:
         row = self.rows.get((arena, slot))

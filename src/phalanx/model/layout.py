@@ -97,6 +97,12 @@ def bytes_per_token(layouts: Sequence[Layout]) -> int:
     return sum(heads.nbytes for leaf in kv for heads in (leaf.keys, leaf.values) if heads is not None)
 
 
+def row_bytes(layouts: Sequence[Layout], dtype: mx.Dtype) -> int:
+    """As `bytes_per_token`, if keys and values were of this dtype: for a model whose weights are cast when read."""
+    kv = [leaf for leaf in leaves(layouts) if isinstance(leaf, KvLayout)]
+    return sum(h.heads * h.dim * dtype.size for leaf in kv for h in (leaf.keys, leaf.values) if h is not None)
+
+
 def bytes_per_row(layouts: Sequence[Layout]) -> int:
     """Bytes of recurrent state that one row takes, whatever its length."""
     states = [leaf for leaf in leaves(layouts) if isinstance(leaf, StateLayout)]
