@@ -33,6 +33,8 @@ SIZES = {
 LONG, SHORT = 512, 96
 STEPS = 500
 
+pytestmark = pytest.mark.timeout(900)  # mlx-lm's references take minutes on a busy machine
+
 GRID = [(family, form, group) for family in FAMILIES for form in FORMATS for group in GROUPS]
 GRID += [("demo", "8-bit", group) for group in GROUPS]
 SMALL = [(f, FORMATS[(i + j // 2) % 2], group) for i, f in enumerate(FAMILIES) for j, group in enumerate(GROUPS)

@@ -1,7 +1,7 @@
 """The checked sum over ranks: algorithm-based fault tolerance for a fabric that may deliver anything (A6).
 
 No backend notices a garbage, stale, zero or permuted buffer. So every summed vector travels with a checksum under
-weights of +-1 that belong to its place in the model (Huang and Abraham, 1984), and with a tag that changes with every
+random signs that belong to its place in the model (Huang and Abraham, 1984), and with a tag that changes with every
 forward. After the sum each rank compares what it got, within what rounding can do to vectors of that magnitude; the
 verdicts of all ranks on all places are themselves summed once at the end of the forward, so that every rank knows of a
 fault on any of them before a token is committed, and can name the layer.
@@ -19,6 +19,8 @@ import mlx.core as mx
 
 from phalanx.errors import CollectiveFault
 
+FLOOR = {mx.float16: 2.0**-21}
+"""What rounding to float16's smallest steps (2**-24) can leave, however small the vector."""
 OUTSTANDING = 4  # results of the last reductions that are kept until evaluated: parallel branches of the last layer
 
 
@@ -182,7 +184,7 @@ class Reducer:
         if key not in self._weights:
             width = self.sites[site].width
             bits = mx.random.bernoulli(0.5, (width, 1), key=mx.random.key(site))
-            weight = mx.where(bits, 1.0, -1.0).astype(mx.float32)
+            weight = mx.where(bits, 1.0, -1.0) / width**0.5  # a checksum is as large as an element: no overflow
             checksums = 1 if dtype == mx.float32 else 2
             readout = mx.zeros((width + checksums + 1, 2))
             readout[:width, 0:1] = weight
@@ -203,7 +205,9 @@ class Reducer:
             figures = mx.stack([result.figures for result in alike])  # [k, rows, 2]
             squares = mx.stack([result.squares for result in alike])  # [k, rows]
             magnitude = mx.distributed.all_sum(mx.sqrt(squares), group=self.group)
-            limit = mx.array([[tolerance(self.sites[r.site].width, r.dtype)] for r in alike]) * magnitude
+            relative = mx.array([[tolerance(self.sites[r.site].width, r.dtype)] for r in alike])
+            least = mx.array([[FLOOR.get(r.dtype, 0.0)] for r in alike])
+            limit = relative * magnitude + least
             right = mx.logical_and(mx.abs(figures[..., 0]) <= limit, figures[..., 1] == float(self._tag() * self.size))
             flags.append(1.0 - mx.all(right, axis=1).astype(mx.float32))
         own = mx.concatenate([*flags, mx.array([float(self._tag())])])
@@ -222,11 +226,11 @@ def _alike(results: list[_Result]) -> list[list[_Result]]:
 
 
 def tolerance(width: int, dtype: mx.Dtype) -> float:
-    """How large a residual rounding can leave, relative to the summed magnitudes.
+    """How large a residual rounding can leave, relative to the summed magnitudes of the ranks' vectors.
 
     In 16 bits the elements' own rounding dominates: 6 eps (measured; DESIGN section 2). In 32 bits it is that of adding
     `width` products one after the other, whose error grows with the square root of their number.
     """
     if dtype == mx.float32:
-        return float(2.0**-23 * (8.0 + 4.0 * width**0.5))
-    return float(6.0 * (2.0**-8 if dtype == mx.bfloat16 else 2.0**-11))
+        return float(2.0**-23 * (8.0 * width**-0.5 + 4.0))
+    return float(6.0 * (2.0**-8 if dtype == mx.bfloat16 else 2.0**-11) * width**-0.5)

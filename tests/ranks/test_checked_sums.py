@@ -1,0 +1,30 @@
+"""Sums over real ranks: never a false alarm, and what a bad fabric delivers is noticed by every rank (A6)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.dist.backend import environment_of, find_mpi, mpirun_command
+
+ROUNDS = 48
+SCRIPT = Path(__file__).with_name("checked_sums.py")
+
+
+@pytest.mark.skipif(find_mpi() is None, reason="needs the mpi extra")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_fault_is_noticed_and_nothing_else(ranks):
+    command = mpirun_command(ranks, "auto", [sys.executable, str(SCRIPT), str(ROUNDS)])
+    environment = {**os.environ, **environment_of("mpi", None, None)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rates = json.loads(done.stdout.splitlines()[-1])
+    assert {name: rate["none"] for name, rate in rates.items()} == dict.fromkeys(rates, 0.0)
+    for kind in ("garbage", "stale", "zero", "permute"):
+        assert rates["float32"][kind] == 1.0
+        assert all(rate[kind] >= 0.95 for rate in rates.values()), (kind, rates)
