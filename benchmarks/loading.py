@@ -167,9 +167,14 @@ def run_rank(method: str, path: Path, number: int) -> dict[str, Any]:
     watch.ended.set()
     sizes = [array.nbytes for _, array in tree_flatten(model.parameters())]
     return {
-        "seconds": seconds, "cpu_seconds": time.process_time() - cpu, "disk": disk_bytes() - disk, "peak": max(watch.peak, watch.now()) - watch.before,
-        "part": sum(sizes), "largest": max(sizes), "copied": copied,
-    }  # fmt: skip
+        "seconds": seconds,
+        "cpu_seconds": time.process_time() - cpu,
+        "disk": disk_bytes() - disk,
+        "peak": max(watch.peak, watch.now()) - watch.before,
+        "part": sum(sizes),
+        "largest": max(sizes),
+        "copied": copied,
+    }
 
 
 # -- all of it -----------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from phalanx.model.origin import Built, build, check_config
 from phalanx.model.parallel import take_over
 from phalanx.model.resolve import resolve
 from phalanx.model.shard import Paper, Split, split
-from phalanx.model.weights import Cut, Reader, TensorInfo, read_headers, some
+from phalanx.model.weights import Copying, Cut, Reader, TensorInfo, read_headers, some
 
 __all__ = ["Loaded", "Prepared", "Progress", "load", "prepare", "resolve"]
 
@@ -159,8 +159,9 @@ class Prepared:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes in memory for a moment besides those kept: the largest tensor on its way."""
-        return max((entry.stored + entry.nbytes for entry in self.plan), default=0)
+        """Bytes in memory for a moment besides those kept: a tensor being cast, and the next one on its way."""
+        pairs = zip(self.plan, [*self.plan[1:], None], strict=True)
+        return max((one.stored + one.nbytes + (next_.stored if next_ else 0) for one, next_ in pairs), default=0)
 
     @property
     def quantization(self) -> str:
@@ -229,13 +230,9 @@ class Prepared:
 
     def _read(self, total: int, guard: int, on_progress: Progress, ranks_here: int) -> int:
         """Read, cast and keep one tensor after the other; the file's version of each is gone before the next."""
-        lazy = dict(tree_flatten(self.model.parameters()))
         done = checked = 0
         with Reader([(entry.source, entry.cut) for entry in self.plan if entry.source is not None]) as reader:
-            for entry in self.plan:
-                array = lazy.pop(entry.name)
-                if entry.source is not None:
-                    array = _fetch(reader, entry.source, entry.cut, array.dtype)
+            for entry, array in self._arrays(reader):
                 array = array.astype(entry.dtype)  # the same array where it already is
                 self.model.update(tree_unflatten([(entry.name, array)]))
                 mx.eval(array)
@@ -249,21 +246,33 @@ class Prepared:
                     memory.check_fits("The rest of the weights", rest, memory.read_machine(), guard)
         return reader.copied
 
+    def _arrays(self, reader: Reader) -> Iterator[tuple[_Entry, mx.array]]:
+        """Every tensor as stored; while one is cast and kept, the next one is being copied."""
+        lazy = dict(tree_flatten(self.model.parameters()))
+        on_their_way: deque[tuple[_Entry, mx.array, Copying | None]] = deque()
+        for entry in self.plan:
+            if entry.source is not None and entry.source.nbytes:
+                on_their_way.append((entry, *_begin(reader, entry.source, entry.cut, lazy.pop(entry.name).dtype)))
+            else:
+                on_their_way.append((entry, lazy.pop(entry.name), None))
+            if len(on_their_way) > 1:
+                yield _end(*on_their_way.popleft())
+        while on_their_way:
+            yield _end(*on_their_way.popleft())
 
-def _fetch(reader: Reader, info: TensorInfo, cut: Cut | None, dtype: mx.Dtype) -> mx.array:
-    """A tensor, or some rows of it, out of its file; where memory is shared, straight into MLX's own."""
-    shape = info.shape if cut is None else cut.shape(info.shape)
-    unsigned = UNSIGNED[dtype.size]
-    if not info.nbytes:
-        return mx.zeros(shape, dtype)
-    if mx.cuda.is_available():
-        there = np.empty(int(np.prod(shape)) * dtype.size, np.uint8)
-        reader.read(info, cut, there)
-        return mx.array(there).view(unsigned).reshape(shape).view(dtype)
-    here = mx.zeros(shape, unsigned)
+
+def _begin(reader: Reader, info: TensorInfo, cut: Cut | None, dtype: mx.Dtype) -> tuple[mx.array, Copying]:
+    """Memory for a tensor, or some rows of it, into which it is being copied straight from its file."""
+    here = mx.zeros(info.shape if cut is None else cut.shape(info.shape), UNSIGNED[dtype.size])
     mx.eval(here)
-    reader.read(info, cut, np.array(here, copy=False).reshape(-1).view(np.uint8))
-    return here.view(dtype)
+    copying = reader.begin(info, cut, np.array(here, copy=False).reshape(-1).view(np.uint8))
+    return here.view(dtype), copying
+
+
+def _end(entry: _Entry, array: mx.array, copying: Copying | None) -> tuple[_Entry, mx.array]:
+    if copying is not None:
+        copying.wait()
+    return entry, array
 
 
 def _plan(built: Built, parts: Split, dtype: Dtype, ranks: int) -> list[_Entry]:

@@ -14,6 +14,7 @@ import os
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -155,7 +156,8 @@ def some(names: Iterable[str], most: int = 8) -> str:
 
 # -- tensors -------------------------------------------------------------------------------------------------------
 
-CHUNK = 32 << 20  # bytes of a file that are mapped, or read in one call
+CHUNK = 8 << 20  # bytes of a file that are mapped, or read in one call
+THREADS = 4  # that copy chunks of one tensor: the disk has several requests at once, page faults several cores
 DIRECT = 64 << 10  # pieces from this size on are read, smaller ones copied out of a mapping of their surroundings
 AHEAD = 128 << 20  # bytes that the kernel is asked to have ready, so that the disk is busy while a tensor is cast
 ADVICE = 128 << 10  # bytes it is asked for in one call: more than its read-ahead window it would not take
@@ -170,6 +172,7 @@ class Reader:
 
     def __init__(self, wanted: Sequence[tuple[TensorInfo, Cut | None]]) -> None:
         self.copied = 0
+        self._pool = ThreadPoolExecutor(THREADS, "read")
         self._files: dict[Path, BinaryIO] = {}
         self._wanted = iter(wanted)
         self._announced = 0
@@ -178,24 +181,27 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
         for file in self._files.values():
             file.close()
         self._files.clear()
 
-    def read(self, info: TensorInfo, cut: Cut | None, out: npt.NDArray[np.uint8]) -> None:
-        """Copy a tensor, or the rows of `cut`, into the bytes `out`.
+    def begin(self, info: TensorInfo, cut: Cut | None, out: npt.NDArray[np.uint8]) -> Copying:
+        """Begin to copy a tensor, or the rows of `cut`, into the bytes `out`.
 
         Raises:
-            WeightsError: the file ended early, or cannot be read.
+            WeightsError: the file cannot be opened.
         """
         try:
             self._announce()
-            done = 0
+            file, done, jobs = self._open(info.file).fileno(), 0, []
             for piece in _pieces(info, cut):
-                done += piece.copy(self._open(info.file), out[done:])
-        except (OSError, ValueError) as error:
-            raise WeightsError(f"{info.file} cannot be read: {error}", remedy=AGAIN) from error
+                jobs.append(self._pool.submit(piece.copy, file, out[done : done + piece.size * piece.count]))
+                done += piece.size * piece.count
+        except OSError as error:
+            raise _unreadable(info, error) from error
         self.copied += done
+        return Copying(info, jobs)
 
     def _open(self, path: Path) -> BinaryIO:
         if (file := self._files.get(path)) is None:
@@ -217,6 +223,30 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True)
+class Copying:
+    """A tensor on its way."""
+
+    info: TensorInfo
+    jobs: list[Future[None]]
+
+    def wait(self) -> None:
+        """Until it is there.
+
+        Raises:
+            WeightsError: the file ended early, or cannot be read.
+        """
+        try:
+            for job in self.jobs:
+                job.result()
+        except (OSError, ValueError) as error:
+            raise _unreadable(self.info, error) from error
+
+
+def _unreadable(info: TensorInfo, error: Exception) -> WeightsError:
+    return WeightsError(f"{info.file} cannot be read: {error}", remedy=AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """`count` stretches of `size` bytes, the first at `start`, `stride` apart."""
 
@@ -230,35 +260,32 @@ class _Piece:
         """Bytes from the first to the last."""
         return (self.count - 1) * self.stride + self.size
 
-    def copy(self, file: BinaryIO, out: npt.NDArray[np.uint8]) -> int:
-        """Copy to the front of `out`; the number of bytes."""
+    def copy(self, file: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copy from an open file to `out`, which has just the size."""
         if self.count == 1:
-            file.seek(self.start)
-            _fill(file, memoryview(out.data)[: self.size])
-            return self.size
+            _fill(file, self.start, out)
+            return
         first = self.start - self.start % mmap.ALLOCATIONGRANULARITY
-        length = self.start + self.span - first
-        with mmap.mmap(file.fileno(), length, offset=first, prot=mmap.PROT_READ) as mapped:
+        with mmap.mmap(file, self.start + self.span - first, offset=first, prot=mmap.PROT_READ) as mapped:
             bytes_ = np.frombuffer(mapped, np.uint8, offset=self.start - first)
             rows = np.lib.stride_tricks.as_strided(bytes_, (self.count, self.size), (self.stride, 1), writeable=False)
-            out[: self.size * self.count].reshape(self.count, self.size)[:] = rows
+            out.reshape(self.count, self.size)[:] = rows
             del bytes_, rows  # or the mapping cannot be closed
-        return self.size * self.count
 
 
-def _fill(file: BinaryIO, out: memoryview) -> None:
+def _fill(file: int, start: int, out: npt.NDArray[np.uint8]) -> None:
     done = 0
     while done < len(out):
-        count = file.readinto(out[done : done + CHUNK])  # type: ignore[attr-defined]
+        count = os.preadv(file, [out[done:].data], start + done)
         if not count:
             raise OSError(f"it ended {len(out) - done} bytes early")
         done += count
 
 
 def _pieces(info: TensorInfo, cut: Cut | None) -> Iterator[_Piece]:
-    """What to copy, in the order of the result."""
+    """What to copy, in the order of the result, in chunks."""
     if cut is None or not info.nbytes:
-        yield _Piece(info.start, info.nbytes, 1, 0)
+        yield from _chunks(info.start, info.nbytes)
         return
     outer = math.prod(info.shape[: cut.axis])
     block = info.nbytes // outer  # bytes of one index of the axes before
@@ -272,7 +299,12 @@ def _pieces(info: TensorInfo, cut: Cut | None) -> Iterator[_Piece]:
         return
     for index in range(outer):
         for offset, size in spans:
-            yield _Piece(info.start + index * block + offset, size, 1, 0)
+            yield from _chunks(info.start + index * block + offset, size)
+
+
+def _chunks(start: int, size: int) -> Iterator[_Piece]:
+    for done in range(0, size, CHUNK):
+        yield _Piece(start + done, min(CHUNK, size - done), 1, 0)
 
 
 # -- the model's identity ------------------------------------------------------------------------------------------
