@@ -18,7 +18,7 @@ from phalanx.cli import chat, generate, rank, serve
 from phalanx.cli.main import COMMANDS, main
 from phalanx.cli.private import free_port
 from phalanx.cli.terminal import report
-from phalanx.config import EngineConfig, ServerConfig
+from phalanx.config import EngineConfig, GroupConfig, ServerConfig
 from phalanx.errors import ConfigError, ExitCode, MemoryShortage, ModelNotFound, PhalanxError, exit_code_of
 
 DEFAULT = ServerConfig(engine=EngineConfig(model="demo"))
@@ -29,7 +29,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """What `serve` would have served."""
     seen: list[ServerConfig] = []
     monkeypatch.delenv("PHALANX_API_KEY", raising=False)
-    monkeypatch.setattr(serve, "run", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr(serve, "run", lambda config, attach: seen.append(config) or 0)
     return seen
 
 
@@ -96,6 +96,18 @@ ENGINE_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--trace", "plans.jsonl"], "trace", "plans.jsonl"),
 ]
 
+GROUP_FLAGS: list[tuple[list[str], str, Any]] = [
+    ([], "tensor_parallel_size", 2),
+    (["--backend", "ring"], "backend", "ring"),
+    (["--collective", "star"], "collective", "star"),
+    (["--no-check-collectives"], "check_collectives", False),
+    (["--join-seconds", "9"], "join_s", 9.0),
+    (["--silence-seconds", "5"], "silence_s", 5.0),
+    (["--wedge-seconds", "20"], "wedge_s", 20.0),
+    (["--inject", "garbage:rank=1,step=4"], "inject", "garbage:rank=1,step=4"),
+]
+"""Together with `--tp 2`."""
+
 SERVER_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--host", "::1"], "host", "::1"),
     (["--port", "0"], "port", 0),
@@ -118,6 +130,13 @@ def test_engine_flag(parsed: list[ServerConfig], flags: list[str], field: str, v
     assert asdict(parsed[0].engine) == {**asdict(DEFAULT.engine), field: value}
 
 
+@pytest.mark.parametrize("name", ["--tp", "-tp", "--tensor-parallel-size"])
+@pytest.mark.parametrize(("flags", "field", "value"), GROUP_FLAGS)
+def test_group_flag(parsed: list[ServerConfig], name: str, flags: list[str], field: str, value: Any) -> None:
+    assert main(["serve", name, "2", *flags]) == 0
+    assert asdict(parsed[0].engine) == {**asdict(DEFAULT.engine), "tensor_parallel_size": 2, field: value}
+
+
 @pytest.mark.parametrize(("flags", "field", "value"), SERVER_FLAGS)
 def test_server_flag(parsed: list[ServerConfig], flags: list[str], field: str, value: Any) -> None:
     assert main(["serve", *flags]) == 0
@@ -126,7 +145,7 @@ def test_server_flag(parsed: list[ServerConfig], flags: list[str], field: str, v
 
 def test_every_setting_has_a_flag() -> None:
     """A setting that cannot be set, or a flag nobody tested, shows here."""
-    assert {field for _, field, _ in ENGINE_FLAGS} == set(EngineConfig.__struct_fields__)
+    assert {field for _, field, _ in ENGINE_FLAGS + GROUP_FLAGS} == set(EngineConfig.__struct_fields__)
     tested = {field for _, field, _ in SERVER_FLAGS} | {"chat_template", "engine"}
     assert tested == set(ServerConfig.__struct_fields__)
 
@@ -184,6 +203,11 @@ def test_usage_errors_name_flag_and_value(
         (["--api-key", " "], ["--api-key"]),
         (["--served-model-name", ""], ["--served-model-name"]),
         (["--default-chat-template-kwargs", "[1]"], ["--default-chat-template-kwargs", "[1]"]),
+        (["--backend", "ring"], ["--backend", "--tp"]),
+        (["--collective", "ring"], ["--collective", "--tp"]),
+        (["--tp", "2", "--inject", "kill:rank=2"], ["--inject", "no rank 2"]),
+        (["--tp", "2", "--inject", "kill"], ["--inject", "KIND:rank=R", "garbage"]),
+        (["--tp", "2", "--inject", "kill:rank=x"], ["--inject", "rank=x"]),
     ],
 )
 def test_contradictions_are_explained(
@@ -228,7 +252,7 @@ def test_errors_end_with_one_line_a_remedy_and_their_code(
 ) -> None:
     error.message, error.remedy = "[red]it[/] broke", "Mend it."
 
-    def fail(config: ServerConfig) -> int:
+    def fail(config: ServerConfig, attach: Path | None) -> int:
         raise error
 
     monkeypatch.setattr(serve, "run", fail)
@@ -237,7 +261,7 @@ def test_errors_end_with_one_line_a_remedy_and_their_code(
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: ServerConfig) -> int:
+    def fail(config: ServerConfig, attach: Path | None) -> int:
         raise PhalanxError("broken")
 
     monkeypatch.setattr(serve, "run", fail)
@@ -246,7 +270,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(config: ServerConfig) -> int:
+    def interrupt(config: ServerConfig, attach: Path | None) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(serve, "run", interrupt)
@@ -267,7 +291,28 @@ def test_rank_passes_its_settings_on(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model="demo", max_num_seqs=3)
     text = msgspec.json.encode(config).decode()
     assert main(["rank", "demo", "--rank", "1", "--socket", "/s", "--config", text]) == ExitCode.DESYNC
-    assert seen == [(config, "/s", 1)]
+    assert seen == [(config, None, "/s", 1)]
+
+
+def test_rank_passes_its_group_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(rank, "run_rank", lambda *args: seen.append(args) or 0)
+    group = GroupConfig(size=2, backend="ring", nonce=5, control="127.0.0.1:1")
+    text = msgspec.json.encode(group).decode()
+    assert main(["rank", "demo", "--rank", "1", "--socket", "/s", "--group", text]) == 0
+    assert seen == [(EngineConfig(model="demo"), group, "/s", 1)]
+    assert main(["rank", "demo", "--rank", "2", "--socket", "/s", "--group", text]) == ExitCode.CONFIG
+    assert main(["rank", "demo", "--rank", "1", "--socket", "/s", "--group", "{}"]) == ExitCode.CONFIG
+
+
+def test_rank_reads_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(rank, "run_launched_rank", lambda *args: seen.append(args) or 0)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert main(["rank", "demo", "--socket", "/s", "--control-host", "10.0.0.1"]) == 0
+    assert seen == [(EngineConfig(model="demo"), (1, 2, "mpi"), "/s", "10.0.0.1")]
+    assert main(["rank", "demo", "--socket", "/s", "--rank", "0"]) == ExitCode.CONFIG
 
 
 @pytest.mark.parametrize("config", ["{", "{}", '{"model": "other"}', '{"model": "demo", "max_num_seqs": "many"}'])

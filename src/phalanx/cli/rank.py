@@ -44,7 +44,7 @@ def command(
                 f"--config asks for {parsed.tensor_parallel_size} ranks, but nothing says who the others are.",
                 remedy="Give --group, or start the ranks with mpirun or mlx.launch.",
             )
-        return run_rank(parsed, None, socket, 0)
+        return run_rank(parsed, None, socket, number)
     if rank is not None and rank != launcher.rank:
         raise ConfigError(f"--rank {rank}, but the launcher says {launcher.rank}.", remedy="Leave --rank out.")
     return run_launched_rank(parsed, launcher, socket, control_host)
