@@ -18,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
 
@@ -249,30 +250,45 @@ class Prepared:
     def _arrays(self, reader: Reader) -> Iterator[tuple[_Entry, mx.array]]:
         """Every tensor as stored; while one is cast and kept, the next one is being copied."""
         lazy = dict(tree_flatten(self.model.parameters()))
-        on_their_way: deque[tuple[_Entry, mx.array, Copying | None]] = deque()
+        coming: deque[_Coming] = deque()
         for entry in self.plan:
-            if entry.source is not None and entry.source.nbytes:
-                on_their_way.append((entry, *_begin(reader, entry.source, entry.cut, lazy.pop(entry.name).dtype)))
-            else:
-                on_their_way.append((entry, lazy.pop(entry.name), None))
-            if len(on_their_way) > 1:
-                yield _end(*on_their_way.popleft())
-        while on_their_way:
-            yield _end(*on_their_way.popleft())
+            coming.append(_Coming.begin(reader, entry, lazy.pop(entry.name)))
+            if len(coming) > 1:
+                yield coming.popleft().arrived()
+        while coming:
+            yield coming.popleft().arrived()
 
 
-def _begin(reader: Reader, info: TensorInfo, cut: Cut | None, dtype: mx.Dtype) -> tuple[mx.array, Copying]:
-    """Memory for a tensor, or some rows of it, into which it is being copied straight from its file."""
-    here = mx.zeros(info.shape if cut is None else cut.shape(info.shape), UNSIGNED[dtype.size])
-    mx.eval(here)
-    copying = reader.begin(info, cut, np.array(here, copy=False).reshape(-1).view(np.uint8))
-    return here.view(dtype), copying
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A tensor on its way from its file into memory of MLX's own, or one that mlx-lm will compute."""
 
+    entry: _Entry
+    array: mx.array
+    copying: Copying | None
+    staging: npt.NDArray[np.uint8] | None  # where it is copied to if not into `array`
 
-def _end(entry: _Entry, array: mx.array, copying: Copying | None) -> tuple[_Entry, mx.array]:
-    if copying is not None:
-        copying.wait()
-    return entry, array
+    @staticmethod
+    def begin(reader: Reader, entry: _Entry, lazy: mx.array) -> _Coming:
+        """Begin to copy the part of a tensor that is kept."""
+        if entry.source is None or not entry.source.nbytes:
+            return _Coming(entry, lazy, None, None)
+        shape = entry.source.shape if entry.cut is None else entry.cut.shape(entry.source.shape)
+        here = mx.zeros(shape, UNSIGNED[lazy.dtype.size])
+        mx.eval(here)
+        staging = None
+        if mx.cuda.is_available():  # a device may have memory of its own, which cannot be written from here
+            staging = np.empty(here.nbytes, np.uint8)
+        out = np.array(here, copy=False).reshape(-1).view(np.uint8) if staging is None else staging
+        return _Coming(entry, here.view(lazy.dtype), reader.begin(entry.source, entry.cut, out), staging)
+
+    def arrived(self) -> tuple[_Entry, mx.array]:
+        """Wait for it."""
+        if self.copying is not None:
+            self.copying.wait()
+        if self.staging is None:
+            return self.entry, self.array
+        return self.entry, mx.array(self.staging).view(self.array.dtype).reshape(self.array.shape)
 
 
 def _plan(built: Built, parts: Split, dtype: Dtype, ranks: int) -> list[_Entry]:
