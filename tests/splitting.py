@@ -21,10 +21,7 @@ UNBUILDABLE = {
     "olmo": "needs a package of its own",
     "prism_hadamard_qwen35": "needs a checkpoint in its own format",
 }
-NO_RECIPE = frozenset(
-    "afm7 baichuan_m1 bailing_moe_v3 bitnet exaone gemma3n gpt_bigcode mamba mamba2 muse_spark phi3small phixtral "
-    "plamo recurrent_gemma rwkv7".split()
-)
+NO_RECIPE = frozenset("afm7 bitnet gemma3n gpt_bigcode mamba mamba2 muse_spark phi3small plamo rwkv7".split())
 """Model files that are refused for more than one rank."""
 
 UNCHECKED = {

@@ -125,7 +125,7 @@ def _become(module: Module, cls: type[Module], reducer: Reducer | None = None, p
 def _last_projection(module: Module) -> Module | None:
     """Where a block's partial output comes from, if the sum over ranks is the last thing it does."""
     file, cls = class_key(module)
-    paths = [block.row[0] for block in RECIPES.get(file, ()) if block.cls == cls and block.summed]
+    paths = [path for block in RECIPES.get(file, ()) if block.cls == cls and block.summed for path in block.row]
     paths += [ENDS_IN_SUM[file, cls]] if (file, cls) in ENDS_IN_SUM else []
     return next((found for path in paths for found in descend(module, path)), None)
 

@@ -122,6 +122,7 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     "Klear": (attention("KlearAttention", *NUM_HEADS), mlp("KlearMLP"), experts("KlearSparseMoeBlock", "experts")),
     "afmoe": (attention(gate=("gate_proj",)), mlp(), experts("AfmoeMoE", "experts")),
     "apertus": (attention("ApertusAttention", *NUM_HEADS), mlp("ApertusMLP", ("up_proj",))),
+    "baichuan_m1": (mlp(),),  # its attention convolves keys and values
     "bailing_hybrid": (latent_attention("MultiLatentAttention", out="dense"), mlp(), experts("SparseMoeBlock")),
     "bailing_moe": (
         packed_attention("BailingMoeAttention", "query_key_value", "dense", *NUM_HEADS),
@@ -132,6 +133,11 @@ RECIPES: dict[str, tuple[Block, ...]] = {
         packed_attention("Attention", "query_key_value", "dense", *NUM_HEADS),
         mlp(),
         experts("SparseMoeBlock"),
+    ),
+    "bailing_moe_v3": (
+        latent_attention("BailingMLA", out="dense", gate=("g_proj",)),
+        mlp("BailingMLP"),
+        experts("BailingSparseMoE"),
     ),
     "cohere": (attention(per_head=("q_norm",))._replace(kv=Kv("n_kv_heads", ("k_proj", "v_proj", "k_norm"))), mlp()),
     "cohere2": PLAIN,
@@ -148,6 +154,7 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     "dots1": (attention("Dots1Attention"), mlp("Dots1MLP"), experts("Dots1MoE", "experts")),
     "ernie4_5": PLAIN,
     "ernie4_5_moe": (attention(), mlp("Ernie4_5_MLP"), experts("Ernie4_5_MoeMLP")),
+    "exaone": (mlp("MLP", ("c_fc_0", "c_fc_1"), "c_proj"),),  # its attention expects all heads
     "exaone4": PLAIN,
     "falcon_h1": (attention("FalconH1Attention", "num_heads", "num_kv_heads"), mlp("FalconH1MLP")),
     "gear": PLAIN,
@@ -239,6 +246,10 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     ),
     "phi3": (packed_attention("Attention", "qkv_proj", "o_proj", "n_heads", "n_kv_heads"), packed_mlp()),
     "phimoe": (attention(), experts("PhiMoESparseMoeBlock")),
+    "phixtral": (
+        packed_attention("RoPEAttention", "Wqkv", "out_proj", "num_heads", "num_heads"),
+        experts("MOE"),
+    ),
     "plamo2": (
         packed_attention(
             "Attention",
@@ -279,6 +290,7 @@ RECIPES: dict[str, tuple[Block, ...]] = {
         mlp("Qwen3NextMLP"),
         experts("Qwen3NextSparseMoeBlock", shared="shared_expert"),
     ),
+    "recurrent_gemma": (mlp("MLPBlock"),),  # its attention has one key head, written into the code
     "seed_oss": PLAIN,
     "spark2_5": (
         packed_attention("Attention", "q_k_v_proj", "out_proj", "n_heads", "n_kv_heads", gate=("g_proj",))._replace(
