@@ -195,5 +195,8 @@ def test_five_hundred_steps_of_a_random_conversation(models, group):
     jobs = [job(r.prompt, r.stop.max_tokens, sorted(r.stop.stop_ids)) for r in whole]
     wanted = reference(path, jobs)
     for request, answer in zip(whole, wanted, strict=True):
-        answer["tokens"] = play.expected(request, answer["tokens"])
+        n = finished[request.id].n_tokens
+        # A Finish that came after the end is not heard.
+        assert n in (len(answer["tokens"]), play.finishes.get(request.id))
+        answer["tokens"] = answer["tokens"][:n]
     assert compare([tokens[r.id][: finished[r.id].n_tokens] for r in whole], wanted) <= 1

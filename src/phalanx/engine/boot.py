@@ -247,20 +247,10 @@ def _load(
 
 def _predict(config: EngineConfig, rank: int, prepared: load.Prepared, guard: int) -> memory.Prediction:
     """What this rank will need; known before a weight is read (B2)."""
-    machine = memory.read_machine()
     kv = GRANULE * row_bytes(registry.inspect(prepared.model, prepared.config).layouts, prepared.dtype)
     if config.kv_cache_gb is not None:
         kv = int(config.kv_cache_gb * GIB)
-    return memory.Prediction(
-        host=socket.gethostname(),
-        rank=rank,
-        weights=prepared.weights_bytes,
-        working=prepared.working_bytes,
-        kv=kv,
-        guard=guard,
-        physical=machine.physical,
-        available=machine.available,
-    )
+    return prepared.predict(rank=rank, host=socket.gethostname(), kv=kv, guard=guard)
 
 
 def _limits(
