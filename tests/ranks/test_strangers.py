@@ -85,9 +85,9 @@ def generate(config: EngineConfig) -> tuple[list[int], list[str]]:
     return asyncio.run(main())
 
 
-def config_for(path, backend: str, **more) -> EngineConfig:
+def config_for(path, backend: str, ranks: int = 2, **more) -> EngineConfig:
     return EngineConfig(
-        model=str(path), kv_cache_gb=0.1, prefix_cache_gb=0.0, tensor_parallel_size=2, backend=backend, **more
+        model=str(path), kv_cache_gb=0.1, prefix_cache_gb=0.0, tensor_parallel_size=ranks, backend=backend, **more
     )
 
 
@@ -108,10 +108,11 @@ def test_strays_on_a_ring_end_the_start_by_its_deadline_and_the_next_one_takes_o
     assert "rank " in downs[0] and any(f"127.0.0.1:{port}" in downs[0] for port in ports[1:])
 
 
-def test_a_rank_of_another_job_is_turned_away(group_model, known_ports):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_of_another_job_is_turned_away(group_model, known_ports, ranks):
     (port,) = known_ports(1)
-    config = config_for(group_model, "mpi", join_s=30.0)
-    group = {"size": 2, "backend": "mpi", "nonce": 1, "control": f"127.0.0.1:{port}"}
+    config = config_for(group_model, "mpi", ranks, join_s=30.0)
+    group = {"size": ranks, "backend": "mpi", "nonce": 1, "control": f"127.0.0.1:{port}"}
     command = [sys.executable, "-m", "phalanx", "rank", config.model, "--socket", str(group_model.parent / "none.sock")]
     command += ["--rank", "1", "--config", json.dumps({"model": config.model, "join_s": 20.0})]
     intruder = subprocess.Popen(

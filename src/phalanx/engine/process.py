@@ -127,7 +127,7 @@ class EngineProcess(EngineConnection):
         """Seconds until the next start."""
         pause = float(min(10.0, 0.1 * 4 ** (len(self._crashes) - 1)))
         rdma = self._choice is not None and self._choice.backend.startswith("jaccl")
-        killed = self._ranks is not None and self._ranks.killed
+        killed = self._ranks is not None and (self._ranks.killed or bool(self._ranks.ended_by(signal.SIGKILL)))
         return max(pause, RDMA_COOL_DOWN_S) if rdma and killed else pause
 
     async def _run_once(self, directory: Path) -> End:

@@ -1,0 +1,93 @@
+"""What the supervisor makes of the end of a group: who is named, and when it starts again."""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.config import EngineConfig
+from phalanx.dist.backend import Choice
+from phalanx.engine.launch import End, RankProcesses, free_ports
+from phalanx.engine.process import RDMA_COOL_DOWN_S, EngineProcess
+from phalanx.types import Failed
+
+
+def ended(**statuses: int) -> RankProcesses:
+    """A group whose processes have ended so."""
+    processes: dict[str, Any] = {
+        name.replace("_", " "): SimpleNamespace(returncode=status, pid=1) for name, status in statuses.items()
+    }
+    return RankProcesses(processes, [])
+
+
+def engine(ranks: RankProcesses, *words: str, failure: str = "", backend: str = "ring") -> EngineProcess:
+    process = EngineProcess(EngineConfig(model="demo", tensor_parallel_size=2, join_s=7.0))
+    process._ranks = ranks
+    process._choice = Choice(backend, "asked for")
+    process._last_words = deque(words, maxlen=20)
+    process._failure = Failed("PeerFailure", failure) if failure else None
+    return process
+
+
+def test_a_rank_that_a_signal_ended_is_the_cause():
+    process = engine(ended(rank_0=70, rank_1=-9), failure="rank 1 (here, pid 5) closed its connection")
+    assert process._describe_end(End("rank 1", -9)) == "rank 1 was ended by SIGKILL (out of memory, or killed by hand)"
+
+
+def test_mpirun_says_which_rank_a_signal_ended():
+    notice = ("prterun noticed that process rank 3 with PID 77 on node vm exited on", "signal 15 (Terminated).")
+    process = engine(ended(mpirun=143), "-----", *notice, "-----", failure="something later")
+    assert process._describe_end(End("mpirun", 143)) == "rank 3 (vm, pid 77) was ended by SIGTERM"
+
+
+def test_the_leaders_verdict_is_the_cause_otherwise():
+    process = engine(ended(rank_0=72, rank_1=72), failure="rank 1 (here, pid 5) Desync: step 4")
+    assert process._describe_end(End("rank 0", 72)) == "rank 1 (here, pid 5) Desync: step 4"
+
+
+@pytest.mark.parametrize("statuses", [{"rank_0": -14, "rank_1": -14}, {"rank_0": -14, "rank_1": 75}])
+def test_ranks_that_could_not_join_are_named_with_their_ports(statuses):
+    words = [f"rank {r}: joining 2 ranks over ring at 127.0.0.1:700{r}, 7 s at most" for r in range(2)]
+    said = engine(ended(**statuses), *words)._describe_end(End("rank 0", -14))
+    assert "rank 0 at 127.0.0.1:7000" in said and "within 7 s" in said
+    assert ("rank 1 at 127.0.0.1:7001" in said) == (statuses["rank_1"] == -14)
+
+
+def test_the_last_words_are_the_cause_when_nobody_says_one():
+    process = engine(ended(rank_0=1), "Traceback ...", "ZeroDivisionError: division by zero", "-----", " ")
+    assert "ZeroDivisionError" in process._describe_end(End("rank 0", 1))
+
+
+def test_rdma_devices_get_time_after_a_kill():
+    for backend, ranks, pause in [
+        ("jaccl", ended(rank_0=70, rank_1=-9), RDMA_COOL_DOWN_S),
+        ("jaccl-ring", ended(rank_0=-9, rank_1=70), RDMA_COOL_DOWN_S),
+        ("jaccl", ended(rank_0=72, rank_1=72), 0.1),
+        ("ring", ended(rank_0=70, rank_1=-9), 0.1),
+    ]:
+        process = engine(ranks, backend=backend)
+        process._crashes.append(0.0)
+        assert process._back_off() == pause
+
+
+def test_later_starts_wait_longer():
+    process = engine(ended(rank_0=70, rank_1=70))
+    pauses = []
+    for _ in range(5):
+        process._crashes.append(0.0)
+        pauses.append(process._back_off())
+    assert pauses == sorted(pauses) and pauses[-1] == 10.0
+
+
+def test_signals_are_found_under_mpirun_as_well():
+    assert ended(mpirun=128 + 14).ended_by(signal.SIGALRM) == ["mpirun"]
+    assert ended(rank_0=-14, rank_1=0).ended_by(signal.SIGALRM) == ["rank 0"]
+
+
+def test_free_ports_differ():
+    ports = free_ports(8)
+    assert len(set(ports)) == 8 and all(port > 0 for port in ports)
