@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from groups import undisturbed
 from models import make_model
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -14,3 +15,9 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 def group_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random tiny llama."""
     return make_model("llama", tmp_path_factory.mktemp("group") / "llama", **HEADS)
+
+
+@pytest.fixture(scope="session")
+def expected(group_model: Path) -> dict[str, str]:
+    """The answers of one rank, by prompt."""
+    return undisturbed(group_model)

@@ -76,7 +76,7 @@ class Load:
             streams = [asyncio.create_task(self._stream(client, prompt)) for prompt in PROMPTS]
             if when is not None:
                 while not all(self.texts.values()):
-                    await asyncio.sleep(0.005)
+                    await asyncio.sleep(0.03)
                     assert not any(stream.done() and stream.exception() for stream in streams)
                 await when()
             await asyncio.gather(*streams)
@@ -102,29 +102,38 @@ class Load:
                 answer = await client.get("/health")
                 if answer.status_code == 503 and (reason := answer.json().get("reason", "")) not in self.reasons:
                     self.reasons.append(reason)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.03)
 
 
-def through_a_fault(running: Running, strike: Callable[[], Awaitable[None]] | None = None) -> tuple[Load, float]:
-    """Streams through a fault, which `strike` produces unless it is injected, and again undisturbed; compares them.
+Strike = Callable[[], Awaitable[None]]
+
+
+def undisturbed(path: Path) -> dict[str, str]:
+    """What one rank answers when nothing happens."""
+    with group_server(path, 1, "none") as running:
+        texts = asyncio.run(Load(running).stream_all())
+    assert all(len(text) >= TOKENS / 2 for text in texts.values())
+    assert len(set(texts.values())) == len(PROMPTS)
+    return texts
+
+
+def through_a_fault(running: Running, expected: dict[str, str], strike: Strike | None = None) -> list[str]:
+    """Streams through a fault, which `strike` produces unless it is injected: the answers are the expected ones.
 
     Returns:
-        What was seen, and how often the engine was restarted.
+        The reasons that /health gave while the group was down; it went down once.
     """
 
-    async def main() -> tuple[Load, float]:
+    async def main() -> list[str]:
         load = Load(running)
         before = identify(running.engine.rank_pids.values())
-        watch = asyncio.create_task(load.watch_health())
-        disturbed = dict(await load.stream_all(strike))
         restarts = running.engine.state.restarts
-        undisturbed = await load.stream_all()
+        watch = asyncio.create_task(load.watch_health())
+        texts = await load.stream_all(strike)
         watch.cancel()
-        assert disturbed == undisturbed
-        assert all(len(text) >= TOKENS / 2 for text in disturbed.values())
-        assert len(set(disturbed.values())) == len(PROMPTS)
-        if restarts:
-            assert_gone(before)
-        return load, restarts
+        assert texts == expected
+        assert running.engine.state.restarts == restarts + 1
+        assert_gone(before)
+        return load.reasons
 
     return asyncio.run(main())
