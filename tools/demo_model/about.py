@@ -184,7 +184,7 @@ FACTS: list[Fact] = [
      "I can chat, add small numbers, write lists and stories, and answer questions about phalanx."),
     (["Which model does phalanx serve by default?", "What is the demo model?", "What is the bundled model?",
       "Is there a bundled model?"],
-     "The bundled demo model is a small Llama model with about seven million parameters."),
+     "The bundled demo model is a small Qwen3-architecture model with about seven million parameters."),
     (["Which models does phalanx support?", "Which models can I use?", "What models does phalanx run?",
       "Can I use my own model?"],
      "phalanx runs mlx-lm models; MODEL is a directory, a hub id or demo."),

@@ -25,12 +25,10 @@ def held_out(left: int, sign: str, right: int) -> bool:
 
 
 def draw(rng: Random, evaluation: bool = False) -> Sum:
-    """One sum with its result; operands mostly 0 to 20. With `evaluation`, a held-out one."""
+    """One sum with its result: operands up to 20, of products up to 10. With `evaluation`, a held-out one."""
     while True:
         sign = rng.choice("++-*")
-        high = 12 if sign == "*" and rng.random() < 0.75 else 20
-        if sign != "*" and not evaluation and rng.random() < 0.15:
-            high = 99
+        high = rng.choice((9, 10)) if sign == "*" else rng.choice((9, 9, 20))
         left, right = rng.randint(0, high), rng.randint(0, high)
         if sign == "-" and left < right:
             left, right = right, left
@@ -111,7 +109,7 @@ def worksheet(rng: Random) -> str:
     """Many sums, one per line."""
     template = rng.choice(["{l}{s}{r}={v}", "{l} {s} {r} = {v}", "{l}{s}{r} equals {v}."])
     lines = []
-    for _ in range(rng.randint(6, 24)):
+    for _ in range(rng.randint(6, 16)):
         left, sign, right, result = draw(rng)
         lines.append(template.format(l=left, s=sign, r=right, v=result))
     return "\n".join(lines)

@@ -4,7 +4,7 @@
 # Needs torch (CPU), mlx, mlx-lm and tokenizers in the environment; PYTHON names the interpreter.
 set -eu
 cd "$(dirname "$0")/../.."
-minutes=${1:-77}
+minutes=${1:-83}
 scratch=${2:-${TMPDIR:-/tmp}/phalanx-demo-model}
 python=${PYTHON:-.venv/bin/python}
 model=src/phalanx/demo/model

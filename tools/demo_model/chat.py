@@ -204,12 +204,12 @@ def small_talk(rng: Random) -> Pair:
 
 
 TASKS: list[tuple[float, Callable[[Random], Pair]]] = [
-    (5.0, arithmetic.question), (0.5, arithmetic.bare_question), (0.7, arithmetic.word_problem),
+    (8.0, arithmetic.question), (0.5, arithmetic.bare_question), (0.7, arithmetic.word_problem),
      (0.7, arithmetic.compare), (0.5, arithmetic.in_words),
     (0.25, poem),
-    (0.15, arithmetic.table), (6.0, about.question), (1.2, world.question), (1.5, world.unknown), (1.0, lists.short),
-    (0.4, lists.steps), (1.2, snippets.code), (1.0, snippets.rename), (2.0, snippets.repeat), (0.7, snippets.record),
-    (0.8, snippets.extract), (0.9, snippets.lookup), (0.5, snippets.transform),
+    (0.15, arithmetic.table), (10.0, about.question), (1.2, world.question), (1.5, world.unknown), (1.0, lists.short),
+    (0.4, lists.steps), (1.2, snippets.code), (1.0, snippets.rename), (3.5, snippets.repeat), (0.7, snippets.record),
+    (0.8, snippets.extract), (1.3, snippets.lookup), (0.5, snippets.transform),
     (0.7, lambda rng: story.request(rng, "short")),
 ]  # fmt: skip
 

@@ -31,19 +31,19 @@ def _chat(make: Callable[[Random], list[chat.Turn]]) -> Callable[[Random], str]:
 
 # Weights are shares of documents, not of tokens: a long story weighs as much as fifty sums.
 MIXTURE: list[tuple[float, str, Callable[[Random], str]]] = [
-    (30.0, "single", _chat(chat.single)),
+    (32.0, "single", _chat(chat.single)),
     (9.0, "session", _chat(chat.session)),
-    (13.0, "conversation", _chat(chat.conversation)),
+    (16.0, "conversation", _chat(chat.conversation)),
     (5.0, "small_talk", _chat(chat.small_talks)),
-    (1.6, "storytelling", _chat(chat.storytelling)),
-    (1.4, "long_answer", _chat(chat.long_answer)),
+    (2.5, "storytelling", _chat(chat.storytelling)),
+    (2.0, "long_answer", _chat(chat.long_answer)),
     (6.0, "worksheet", arithmetic.worksheet),
-    (0.8, "notes", about.notes),
+    (0.5, "notes", about.notes),
     (0.8, "short_story", lambda rng: story.document(rng, "short")),
-    (0.3, "medium_story", lambda rng: story.document(rng, "medium")),
-    (0.3, "long_story", lambda rng: story.document(rng, "long")),
-    (14.0, "echo", snippets.echo),
-    (0.5, "source_file", snippets.source_file),
+    (0.2, "medium_story", lambda rng: story.document(rng, "medium")),
+    (0.15, "long_story", lambda rng: story.document(rng, "long")),
+    (6.0, "echo", snippets.echo),
+    (0.4, "source_file", snippets.source_file),
     (0.2, "task_list", lambda rng: lists.numbered(lists.tasks(rng, rng.randint(5, 40)))),
 ]
 

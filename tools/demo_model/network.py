@@ -1,4 +1,4 @@
-"""The demo model in PyTorch: a Llama-architecture decoder whose parameter names are mlx-lm's.
+"""The demo model in PyTorch: a Qwen3-architecture decoder whose parameter names are mlx-lm's.
 
 Knows nothing about text, files or optimisers. `forward` gives the mean loss; `logits` the raw scores.
 """
@@ -10,6 +10,11 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+HEAD_GAIN = 1.6  # of queries and keys: scores reach 1.6 * 1.6 * sqrt(32) = 14 from the start
+OUTPUT_SCALE = 0.25  # of the matrices that write to the residual stream, relative to 1 / sqrt(fan-in)
+FINAL_GAIN = 1 / 64
+COMMON = 0.5  # what every component of every embedding has in common, besides a random part of variance 1
 
 
 @dataclass(frozen=True)
@@ -24,27 +29,30 @@ class Shape:
     num_key_value_heads: int = 4
     head_dim: int = 32
     max_position_embeddings: int = 4096
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1_000_000.0
+    rms_norm_eps: float = 1e-6
 
     def config(self) -> dict[str, object]:
         """The `config.json` fields, without token ids and quantisation."""
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
             **asdict(self),
             "hidden_act": "silu",
             "attention_bias": False,
-            "mlp_bias": False,
             "tie_word_embeddings": True,
         }
 
 
-def rope_table(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [length, head_dim // 2] (half-split rotation, as Hugging Face's Llama)."""
+def frequencies(shape: Shape) -> Tensor:
+    """The rotary frequencies in radians per position, [head_dim // 2], fastest first."""
     half = shape.head_dim // 2
-    frequency = shape.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
-    angle = torch.arange(length, dtype=torch.float32)[:, None] * frequency[None, :]
+    return shape.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
+
+
+def rope_table(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [length, head_dim // 2] (half-split rotation, as Hugging Face's)."""
+    angle = torch.arange(length, dtype=torch.float32)[:, None] * frequencies(shape)[None, :]
     return angle.cos(), angle.sin()
 
 
@@ -55,7 +63,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention."""
+    """Grouped-query causal attention with a norm on every query and key head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -66,13 +74,15 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [batch, length, hidden] -> the same shape."""
         batch, length, _ = x.shape
         heads, kv_heads, dim = self.shape.num_attention_heads, self.shape.num_key_value_heads, self.shape.head_dim
-        q = rotate(self.q_proj(x).view(batch, length, heads, dim).transpose(1, 2), cos, sin)
-        k = rotate(self.k_proj(x).view(batch, length, kv_heads, dim).transpose(1, 2), cos, sin)
+        q = rotate(self.q_norm(self.q_proj(x).view(batch, length, heads, dim)).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(batch, length, kv_heads, dim)).transpose(1, 2), cos, sin)
         v = self.v_proj(x).view(batch, length, kv_heads, dim).transpose(1, 2)
         # Repeated here, not by SDPA's enable_gqa: that option leaves the CPU's flash kernel for a slow one.
         k = k.repeat_interleave(heads // kv_heads, dim=1)
@@ -125,7 +135,7 @@ class Decoder(nn.Module):
 
 
 class Network(nn.Module):
-    """The whole model; `state_dict()` keys are exactly those of mlx-lm's `llama`."""
+    """The whole model; `state_dict()` keys are exactly those of mlx-lm's `qwen3`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -136,17 +146,23 @@ class Network(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self.reset()
 
+    @torch.no_grad()
     def reset(self) -> None:
-        """Initial weights: small embeddings, fan-in scaled matrices, zero output projections."""
+        """Initial weights.
+
+        Embeddings are larger than what a layer adds, so that later layers still see which token it is; the small gain
+        of the final norm keeps the first predictions flat all the same (the head is the embedding). All embeddings
+        share a direction, which `circuits.plant` needs.
+        """
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                continue
-            if "embed" in name:
-                nn.init.normal_(parameter, std=0.02)
+            if "q_norm" in name or "k_norm" in name:
+                nn.init.constant_(parameter, HEAD_GAIN)
             elif "o_proj" in name or "down_proj" in name:
-                nn.init.zeros_(parameter)
-            else:
+                nn.init.normal_(parameter, std=OUTPUT_SCALE * parameter.shape[1] ** -0.5)
+            elif parameter.dim() == 2 and "embed" not in name:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        nn.init.constant_(self.model.norm.weight, FINAL_GAIN)
+        nn.init.normal_(self.model.embed_tokens.weight).add_(COMMON)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens [batch, length] -> final hidden states [batch, length, hidden]."""

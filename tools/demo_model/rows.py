@@ -64,17 +64,18 @@ def answered(batch: NDArray[np.int64], asked: list[int]) -> NDArray[np.bool_]:
 
 
 def repeats(rng: np.random.Generator, count: int, length: int, vocabulary: int) -> Batch:
-    """Rows of random tokens in which every stretch occurs several times; only the repetitions count.
+    """Rows in which stretches of random tokens occur several times; only the repetitions count.
 
-    Meant to teach one thing that ordinary text teaches slowly: to continue a sequence as it went on before (induction
-    heads). Off by default: 160 steps at a share of 0.6 did not achieve it (see the README).
+    Teaches one thing that ordinary text teaches slowly: to continue a sequence as it went on before (induction heads).
+    A row uses few different tokens, which occur again and again, all rows together use the whole vocabulary.
     """
     batch = np.empty((count, length + 1), dtype=np.int64)
     counted = np.zeros((count, length), dtype=np.bool_)
     for row in range(count):
+        pool = rng.choice(np.arange(len(corpus.SPECIALS), vocabulary), rng.integers(24, 97), replace=False)
         at = 0
         while at <= length:
-            stretch = rng.integers(len(corpus.SPECIALS), vocabulary, rng.integers(4, 40))
+            stretch = rng.choice(pool, rng.integers(4, 21), replace=False)
             again = np.tile(stretch, rng.integers(2, 4))[: length + 1 - at]
             batch[row, at : at + len(again)] = again
             counted[row, at + len(stretch) : at + len(again) - 1] = True
@@ -82,12 +83,9 @@ def repeats(rng: np.random.Generator, count: int, length: int, vocabulary: int) 
     return batch, counted
 
 
-def batches(
-    tokenizer: Tokenizer, first_seed: int, tokens: int, documents: int, stride: int, repeated: float
-) -> Iterator[Batch]:
+def batches(tokenizer: Tokenizer, first_seed: int, tokens: int, documents: int, stride: int) -> Iterator[Batch]:
     """Endless batches [tokens // length, length + 1], lengths mixed in proportion to the corpus.
 
-    A share `repeated` of the batches is `repeats`.
     Documents come from the seeds `first_seed`, `first_seed + stride`, ...
     """
     seed = first_seed
@@ -101,9 +99,6 @@ def batches(
             size = tokens // length
             pending += [rows[order[i : i + size]].astype(np.int64) for i in range(0, len(rows) - size + 1, size)]
         rng.shuffle(pending)
-        numbers = np.random.default_rng(seed)
         for batch in pending:
             yield batch, answered(batch, asked)
-            while numbers.random() < repeated:
-                yield repeats(numbers, tokens // LENGTHS[0], LENGTHS[0], tokenizer.get_vocab_size())
         seed += stride

@@ -124,13 +124,15 @@ def repeat(rng: Random) -> tuple[str, str]:
     """Repeat a text."""
     roll = rng.random()
     if roll < 0.6:
-        text = " ".join(sentence(rng) for _ in range(rng.choice((1, 1, 2, 3, 4))))
+        text = " ".join(sentence(rng) for _ in range(rng.choice((1, 1, 1, 2, 3))))
+    elif roll < 0.7:
+        text = "\n".join(tasks(rng, rng.randint(2, 6)))
     elif roll < 0.8:
-        text = "\n".join(tasks(rng, rng.randint(3, 8)))
+        text = " ".join(rng.choices(w.OBJECTS + w.FOODS + w.COLOURS + w.HOBBIES, k=rng.choice((1, 1, 2, 3, 4))))
     else:
         text = " ".join(w.made_up(rng) for _ in range(rng.randint(2, 8)))
     ask = rng.choice(["Repeat the following text: {}", "Repeat the following text:\n{}", "Repeat: {}",
-                      "Repeat this: {}",
+                      "Repeat this: {}", "Repeat: {}", "Say: {}", "Say this: {}", "Echo: {}", "Copy: {}", "Repeat {}",
                       "Say exactly this: {}", "Copy this text:\n{}", "Repeat after me: {}",
                       "Please repeat the following text: {}"])  # fmt: skip
     return ask.format(text), text

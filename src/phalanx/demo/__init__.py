@@ -1,4 +1,4 @@
-"""The bundled demo model: a 7.3 M-parameter Llama in mlx-lm's file format, trained by this project on its own text.
+"""The bundled demo model: a 7.3 M-parameter Qwen3 in mlx-lm's file format, trained by this project on its own text.
 
 It exists so that everything can be shown and tested on real text without a download. `model/MODEL_CARD.md` says what
 it can and cannot do; `tools/demo_model/` builds it. This module knows where the files lie, and nothing else.
