@@ -94,7 +94,7 @@ def take_over(model: Module, reducer: Reducer) -> tuple[int, list[str]]:
     before = len(reducer.sites)
     left = []
     norms = _split_norms(model)
-    for path, module in model.named_modules():
+    for path, module in reversed(model.named_modules()):  # which go from the last layer to the first
         if path in norms or isinstance(module, ShardedRMSNorm):
             _become(module, SummedRMSNorm, reducer, path, 1)
             module.ranks = reducer.size
