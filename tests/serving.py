@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -116,6 +117,7 @@ def running_server(tokenizer: Tokenizer, engine: EngineClient, config: ServerCon
         with httpx.Client(base_url=running.origin, timeout=60) as client:
             while client.get("/health").status_code != 200:  # the socket listens already, so this never fails
                 assert thread.is_alive()
+                time.sleep(0.05)  # asking without a pause would take a core from the ranks that start
         try:
             yield running
         finally:
