@@ -17,6 +17,7 @@ from models import make_model
 from play import Play
 from reference import job, reference
 from test_tp_families import NEAR_TIE
+from tokenizers import Tokenizer
 
 from phalanx.config import EngineConfig
 from phalanx.demo import MODEL_DIR
@@ -73,7 +74,20 @@ def references() -> Any:
     return get
 
 
-def make_jobs(vocab: int, longest: int) -> list[dict[str, Any]]:
+TOPICS = (
+    "fox lighthouse robot garden baker ship clock teacher river dragon painter bridge cat market train moon".split()
+)
+
+
+def demo_prompts() -> list[list[int]]:
+    """What the demo model has something to say about; on random tokens it repeats itself."""
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    asked = "<|user|>Write a {} story about a {}.<|end|><|assistant|>"
+    texts = [asked.format(("long", "short")[i % 2], topic) for i, topic in enumerate(TOPICS)]
+    return [tokenizer.encode(text * (1 + i % 3), add_special_tokens=False).ids for i, text in enumerate(texts)]
+
+
+def make_jobs(vocab: int, longest: int, prompts: list[list[int]] | None = None) -> list[dict[str, Any]]:
     """Sixteen prompts of different lengths; most end by length, some by a stop id of their own.
 
     Every fourth goes on for `longest` tokens; all of them where that is `LONG`.
@@ -81,7 +95,7 @@ def make_jobs(vocab: int, longest: int) -> list[dict[str, Any]]:
     rnd = random.Random(16)
     jobs = []
     for i in range(16):
-        prompt = [rnd.randrange(3, vocab) for _ in range(1 + i * 23 % 150)]
+        prompt = prompts[i] if prompts else [rnd.randrange(3, vocab) for _ in range(1 + i * 23 % 150)]
         stops = [rnd.randrange(vocab) for _ in range(2)] if i % 4 == 3 else []
         jobs.append(job(prompt, longest + i if i % 4 == 0 or longest == LONG else SHORT - i, stops))
     return jobs
@@ -144,7 +158,7 @@ def test_sixteen_requests(models, references, family, form, group):
 
 @pytest.mark.parametrize("group", GROUPS[1:], ids=str)
 def test_sixteen_requests_on_the_demo_model(references, group):
-    jobs = make_jobs(4096, LONG + 1)
+    jobs = make_jobs(4096, LONG + 1, demo_prompts())
     check(MODEL_DIR, group, jobs, references(MODEL_DIR, jobs))
 
 
@@ -152,7 +166,8 @@ def test_sixteen_requests_on_the_demo_model(references, group):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "form", "group"), GRID, ids=str)
 def test_sixteen_long_requests_everywhere(models, references, family, form, group):
-    path, jobs = models(family, form), make_jobs(4096 if family == "demo" else 512, LONG)
+    path = models(family, form)
+    jobs = make_jobs(4096, LONG, demo_prompts()) if family == "demo" else make_jobs(512, LONG)
     check(path, group, jobs, references(path, jobs))
 
 
