@@ -19,8 +19,10 @@ GIB = 1 << 30
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Backend = Literal["ring", "mpi", "jaccl", "jaccl-ring", "nccl"]
-BackendChoice = Literal["auto", "ring", "mpi", "jaccl", "jaccl-ring", "nccl"]
+BackendChoice = Literal["auto", Backend]
 Collective = Literal["auto", "star", "ring"]
+MOST_RANKS = 16
+"""One per machine that somebody owns; more would not divide the heads of any model."""
 SECRET_VARIABLE = "PHALANX_GROUP_SECRET"
 
 

@@ -21,21 +21,24 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 SITES = 3
 
 
-def noticed(reducer: Reducer, width: int, dtype: mx.Dtype, rows: int, seed: int, spread: float) -> bool:
-    """A forward of some sums; whether the verdict was that something is wrong."""
+def noticed(reducer: Reducer, width: int, dtype: mx.Dtype, rows: int, seed: int, spread: float, spoiled: int) -> bool:
+    """A forward of some sums; whether the verdict was that something is wrong, on the rank where it is."""
     mx.random.seed(1000 * seed + reducer.rank)
+    total = mx.zeros(())
     for site in range(SITES):
         own = mx.random.normal((1, rows, width)) * spread
         # Large parts that cancel each other: rounding is relative to the parts, not to their sum.
         shared = mx.random.normal((1, rows, width), key=mx.random.key(seed)) * 100 * spread
         sign = 1.0 if reducer.rank % 2 else -1.0
-        reducer.all_sum((own + sign * shared).astype(dtype), site)
+        part = (own + sign * shared).astype(dtype)
+        total = reducer.all_sum(mx.depends(part, total), site)  # one after the other, as layers are
     evaluated = reducer.finish()
     mx.eval(*evaluated)
     try:
         reducer.judge(seed, evaluated)
     except CollectiveFault as fault:
         assert f"step {seed}" in str(fault)
+        assert f"on rank {spoiled}." in str(fault), fault
         return True
     return False
 
@@ -59,7 +62,7 @@ def main() -> None:
                 spread = (1e-3, 1.0, 30.0)[i % 3]
                 for step in (1, 2):  # the first is good, and what a stale buffer repeats
                     reducer.begin(step)
-                    wrong = noticed(reducer, width, dtype, rows, 2 * i + step, spread)
+                    wrong = noticed(reducer, width, dtype, rows, 2 * i + step, spread, i % size)
                     hits += wrong if step == 2 or kind is None else 0
                     assert step == 2 or kind is None or not wrong, f"false alarm: {name} {width} {rows} {spread}"
             counts[kind or "none"] = hits / rounds

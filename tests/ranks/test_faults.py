@@ -70,7 +70,8 @@ def test_a_rank_that_disagrees_about_its_rows(group_model, expected, ranks, back
 )
 def test_the_fabric_delivers_something_else(group_model, expected, ranks, backend, kind):
     with group_server(group_model, ranks, backend, inject=f"{kind}:rank=1,step=30,layer=1") as running:
-        named(through_a_fault(running, expected), "CollectiveFault", "the sum over ranks is wrong at", "step 3")
+        causes = "CollectiveFault", "the sum over ranks is wrong at", "on rank 1 on ", "step 3"
+        named(through_a_fault(running, expected), *causes)
 
 
 @pytest.mark.parametrize(("ranks", "backend"), GROUPS)

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,8 @@ import httpx
 import pytest
 from reference import job, reference_greedy
 
-from phalanx.dist.backend import environment_of, find_mpi, mpirun_command
+from phalanx.dist.backend import environment_of, find_mpi, mpirun_command, ring_hostfile
+from phalanx.errors import ExitCode
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 WAIT_S = 120
@@ -57,6 +59,7 @@ def test_ranks_under_another_launcher_serve_behind_an_attached_server(group_mode
     with process([*PHALANX, "serve", str(group_model), "--attach", str(line), "--port", "0"]) as server:
         while not line.exists():
             assert server.poll() is None
+            time.sleep(0.05)
         with process(ranks, **variables):
             assert server.stdout is not None
             ready = re.search(r"phalanx is ready: (\S+)/v1", server.stdout.readline())
@@ -72,6 +75,23 @@ def test_ranks_under_another_launcher_serve_behind_an_attached_server(group_mode
                 answer = client.get("/health").json()
                 assert [rank["rank"] for rank in answer["ranks"]] == [0, 1]
                 assert all(rank["mismatches"] == 0 for rank in answer["ranks"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "hosts.json"}, "17 ranks were started; a group has 16 at most"),
+        ({}, "Start the server first: `phalanx serve --attach"),
+    ],
+)
+def test_ranks_that_cannot_serve_say_why(group_model, tmp_path, variables, said):
+    (tmp_path / "hosts.json").write_text(ring_hostfile([f"127.0.0.1:{port}" for port in range(50000, 50017)]))
+    command = [*PHALANX, "rank", str(group_model), "--socket", str(tmp_path / "nobody.sock")]
+    found = subprocess.run(
+        command, env={**os.environ, **variables}, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert found.returncode == ExitCode.CONFIG
+    assert said in found.stderr.replace("\n", " ")
 
 
 def test_the_selftest_command(group_model):

@@ -94,7 +94,7 @@ def assert_greedy(
 def test_two_ranks_decode_as_one_process_does(
     jobs: dict[str, dict[str, Any]], references: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    answers = decode(list(jobs.values()), 2, choose("auto").backend, tmp_path)
+    answers = decode(list(jobs.values()), 2, choose("auto", machines=1).backend, tmp_path)
     assert_greedy(list(jobs), answers, references)
     for family, result in zip(jobs, answers[0], strict=True):
         assert result["sums"] > 0, family
@@ -104,7 +104,7 @@ def test_two_ranks_decode_as_one_process_does(
 def test_four_ranks_share_key_heads(
     jobs: dict[str, dict[str, Any]], references: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    backend = choose("auto").backend
+    backend = choose("auto", machines=1).backend
     if backend == "ring":
         pytest.skip("a ring of four spins on more cores than there may be")
     assert_greedy(FOUR, decode([jobs[family] for family in FOUR], 4, backend, tmp_path), references)

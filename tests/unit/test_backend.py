@@ -22,30 +22,38 @@ def bare(monkeypatch):
 
 
 def test_auto_takes_the_ring_where_nothing_else_is_and_says_so(bare):
-    assert backend.choose("auto") == ("ring", "neither RDMA devices nor an MPI library are there")
+    assert backend.choose("auto", machines=1) == ("ring", "no MPI library is there")
+    assert backend.choose("auto", machines=2) == ("ring", "no MPI library is there, nor an RDMA device")
 
 
 def test_auto_takes_mpi_on_linux_when_it_is_installed(bare):
     bare.setattr(backend, "find_mpi", lambda: backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
-    choice = backend.choose("auto")
+    choice = backend.choose("auto", machines=1)
     assert choice.backend == "mpi"
     assert "/x/mpirun" in choice.reason
 
 
-def test_auto_prefers_rdma(bare):
+def test_auto_prefers_rdma_between_machines(bare):
     bare.setattr(backend, "rdma_devices", lambda: ["rdma_en5"])
-    assert backend.choose("auto").backend == "jaccl"
+    assert backend.choose("auto", machines=2).backend == "jaccl"
+
+
+def test_rdma_joins_no_ranks_of_one_machine(bare):
+    bare.setattr(backend, "rdma_devices", lambda: ["rdma_en5"])
+    assert backend.choose("auto", machines=1).backend == "ring"
+    with pytest.raises(ConfigError, match="--backend jaccl joins machines over RDMA; here all ranks are on one"):
+        backend.choose("jaccl", machines=1)
 
 
 @pytest.mark.parametrize("asked", ["mpi", "jaccl", "jaccl-ring", "nccl"])
 def test_a_backend_that_was_asked_for_and_is_not_there_is_an_error(bare, asked):
     with pytest.raises(ConfigError, match=f"--backend {asked}:"):
-        backend.choose(asked)
+        backend.choose(asked, machines=2)
 
 
 def test_an_algorithm_needs_the_backend_that_has_a_choice(bare):
     with pytest.raises(ConfigError, match="--collective star needs --backend mpi"):
-        backend.choose("ring", "star")
+        backend.choose("ring", "star", machines=1)
 
 
 def test_mpirun_gets_the_algorithm(monkeypatch):
@@ -106,6 +114,12 @@ def test_what_a_rank_needs_in_its_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
     assert backend.environment_of("ring", 1, tmp_path) == {"MLX_RANK": "1", "MLX_HOSTFILE": str(tmp_path)}
     assert backend.environment_of("mpi", None, None) == {"MLX_MPI_LIBNAME": "libmpi.so"}
+    assert backend.environment_of("nccl", 0, None, size=2, meeting="10.0.0.1:5000") == {
+        "MLX_RANK": "0",
+        "MLX_WORLD_SIZE": "2",
+        "NCCL_HOST_IP": "10.0.0.1",
+        "NCCL_PORT": "5000",
+    }
 
 
 def test_the_default_group_is_one_rank():

@@ -93,6 +93,11 @@ def test_a_fingerprint_is_of_the_model_and_not_of_its_files(model: Path, tmp_pat
     assert fingerprint(path) == number
 
 
+def test_a_directory_without_a_config_has_no_fingerprint(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"has no config.json that can be read: No such file"):
+        fingerprint(tmp_path)
+
+
 @pytest.mark.parametrize("change", ["config", "first byte", "last byte", "name", "dtype"])
 def test_a_fingerprint_changes_with_the_model(change: str, model: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(model, tmp_path / "m"))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from phalanx.config import BackendChoice, Collective, Dtype, EngineConfig
+from phalanx.config import MOST_RANKS, BackendChoice, Collective, Dtype, EngineConfig
 from phalanx.dist.inject import parse
 from phalanx.errors import ConfigError
 
@@ -146,7 +146,7 @@ TensorParallelSize = Annotated[
         "--tensor-parallel-size",
         "-tp",
         "--tp",
-        **whole(1, 64),
+        **whole(1, MOST_RANKS),
         help="Processes that share every layer.",
         rich_help_panel=_GROUP,
     ),

@@ -40,17 +40,22 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(asked: BackendChoice, collective: Collective = "auto") -> Choice:
-    """The backend for a group on this machine.
+def choose(asked: BackendChoice, collective: Collective = "auto", *, machines: int) -> Choice:
+    """The backend for a group on so many machines, of which this is the first.
 
     Raises:
         ConfigError: what was asked for is not there; says what is missing and how to get it.
     """
-    backend = _best() if asked == "auto" else Choice(asked, "asked for")
+    backend = _best(machines) if asked == "auto" else Choice(asked, "asked for")
     if backend.backend == "mpi" and find_mpi() is None:
         raise ConfigError(
             "--backend mpi: no mpirun and libmpi were found.",
             remedy="Install them with `pip install 'phalanx[mpi]'` (or your system's Open MPI), or use --backend ring.",
+        )
+    if backend.backend in ("jaccl", "jaccl-ring") and machines == 1:
+        raise ConfigError(
+            f"--backend {backend.backend} joins machines over RDMA; here all ranks are on one.",
+            remedy="Use --backend ring, or start the ranks on several machines with mlx.launch.",
         )
     if backend.backend in ("jaccl", "jaccl-ring") and not rdma_devices():
         raise ConfigError(
@@ -67,12 +72,12 @@ def choose(asked: BackendChoice, collective: Collective = "auto") -> Choice:
     return backend
 
 
-def _best() -> Choice:
-    if devices := rdma_devices():
+def _best(machines: int) -> Choice:
+    if machines > 1 and (devices := rdma_devices()):
         return Choice("jaccl", f"RDMA devices {', '.join(devices)} are there")
     if sys.platform == "linux" and (mpi := find_mpi()) is not None:
         return Choice("mpi", f"Open MPI is installed ({mpi.mpirun})")
-    return Choice("ring", "neither RDMA devices nor an MPI library are there")
+    return Choice("ring", "no MPI library is there" + (", nor an RDMA device" if machines > 1 else ""))
 
 
 def find_mpi() -> Mpi | None:
@@ -103,16 +108,22 @@ def ring_hostfile(addresses: Sequence[str]) -> str:
     return json.dumps([[address] for address in addresses])
 
 
-def environment_of(backend: Backend, rank: int | None, hostfile: Path | None) -> dict[str, str]:
+def environment_of(
+    backend: Backend, rank: int | None, hostfile: Path | None, *, size: int = 0, meeting: str = ""
+) -> dict[str, str]:
     """Variables that MLX reads when a rank joins.
 
     Args:
         rank: None where the launcher tells it (mpirun).
         hostfile: of the ring.
+        size, meeting: of nccl: how many ranks, and the `ip:port` at which they meet.
     """
     variables = {} if rank is None else {"MLX_RANK": str(rank)}
     if backend == "ring" and hostfile is not None:
         variables["MLX_HOSTFILE"] = str(hostfile)
+    if backend == "nccl" and meeting:
+        host, _, port = meeting.rpartition(":")
+        variables |= {"MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": host, "NCCL_PORT": port}
     if backend == "mpi" and (mpi := find_mpi()) is not None:
         variables["MLX_MPI_LIBNAME"] = mpi.library
     return variables

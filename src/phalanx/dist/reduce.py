@@ -71,6 +71,8 @@ class Reducer:
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
         self.checked = checked and self.size > 1
+        self.names = [f"rank {rank}" for rank in range(self.size)]
+        """How messages call the ranks."""
         self.foreign = False
         """Whether the model has collectives besides these (mlx-lm's own, for which there is no class of ours)."""
         self.sites: list[Site] = []
@@ -78,6 +80,7 @@ class Reducer:
         self._fault = fault
         self._weights: dict[tuple[int, mx.Dtype], tuple[mx.array, mx.array]] = {}
         self._tags: dict[tuple[int, mx.Dtype], mx.array] = {}
+        self._limits: dict[tuple[tuple[int, mx.Dtype], ...], tuple[mx.array, mx.array]] = {}
         self._results: list[_Result] = []
         self._outstanding: list[mx.array] = []
 
@@ -146,15 +149,25 @@ class Reducer:
         expected = float(self._tag() * self.size)
         self.tally.forwards += 1
         judged = [result for alike in _alike(results) for result in alike]
-        spoiled = [self.sites[result.site].name for result, ranks in zip(judged, bad, strict=True) if ranks != 0.0]
+        spoiled = [(self.sites[result.site].name, flags) for result, flags in zip(judged, bad, strict=True) if flags]
         if spoiled or tags != expected:
-            where = ", ".join(spoiled[:4]) + (f" and {len(spoiled) - 4} more" if len(spoiled) > 4 else "")
+            sites = [name for name, _ in spoiled]
+            where = ", ".join(sites[:4]) + (f" and {len(sites) - 4} more" if len(sites) > 4 else "")
             raise CollectiveFault(
                 f"step {step}: the sum over ranks is wrong at {where or 'the verdict itself'} "
-                f"(checksum or tag; seen by rank {self.rank}, on any rank).",
+                f"(checksum or tag) on {self._seen_by([flags for _, flags in spoiled])}.",
                 remedy="The fabric delivered a wrong buffer. If it happens again, check cables and run "
                 "`phalanx selftest`.",
             )
+
+    def _seen_by(self, flags: list[float]) -> str:
+        """The ranks whose bit is set in verdicts; this one, if the verdicts themselves are what is wrong."""
+        if not flags or not all(bits.is_integer() and 0 < bits < 1 << self.size for bits in flags):
+            return f"{self.names[self.rank]}, at least"
+        union = 0
+        for bits in flags:
+            union |= int(bits)
+        return ", ".join(name for rank, name in enumerate(self.names) if union >> rank & 1)
 
     # -- the checksum ----------------------------------------------------------------------------------------------
 
@@ -195,7 +208,7 @@ class Reducer:
         return self._weights[key]
 
     def _verdict(self) -> mx.array:
-        """[reductions + 1]: on how many ranks each reduction failed, and the summed tag of the verdict itself.
+        """[reductions + 1]: on which ranks each reduction failed, and the verdict's own summed tag. A rank is a bit.
 
         All reductions of a forward are judged in one piece, a model call at a time: what is done per reduction is
         paid for as often as the model has layers.
@@ -205,13 +218,22 @@ class Reducer:
             figures = mx.stack([result.figures for result in alike])  # [k, rows, 2]
             squares = mx.stack([result.squares for result in alike])  # [k, rows]
             magnitude = mx.distributed.all_sum(mx.sqrt(squares), group=self.group)
-            relative = mx.array([[tolerance(self.sites[r.site].width, r.dtype)] for r in alike])
-            least = mx.array([[FLOOR.get(r.dtype, 0.0)] for r in alike])
+            relative, least = self._limits_of(alike)
             limit = relative * magnitude + least
             right = mx.logical_and(mx.abs(figures[..., 0]) <= limit, figures[..., 1] == float(self._tag() * self.size))
-            flags.append(1.0 - mx.all(right, axis=1).astype(mx.float32))
+            flags.append(mx.where(mx.all(right, axis=1), 0.0, float(1 << self.rank)))
         own = mx.concatenate([*flags, mx.array([float(self._tag())])])
         return mx.distributed.all_sum(own, group=self.group)
+
+    def _limits_of(self, results: list[_Result]) -> tuple[mx.array, mx.array]:
+        """What rounding may leave of each reduction: relative to its magnitude, and at least; both [k, 1]."""
+        key = tuple((result.site, result.dtype) for result in results)
+        if (limits := self._limits.get(key)) is None:
+            relative = mx.array([[tolerance(self.sites[site].width, dtype)] for site, dtype in key])
+            least = mx.array([[FLOOR.get(dtype, 0.0)] for _, dtype in key])
+            mx.eval(relative, least)
+            limits = self._limits[key] = (relative, least)
+        return limits
 
     def _keep(self, wire: mx.array) -> None:
         self._outstanding = [*self._outstanding[1 - OUTSTANDING :], wire]

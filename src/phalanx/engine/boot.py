@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from phalanx import __version__, memory
 from phalanx.config import (
     GIB,
+    MOST_RANKS,
     EngineConfig,
     GroupConfig,
     default_environment,
@@ -90,6 +91,8 @@ def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str,
     _set_up(launcher.rank)
     config = replace(config, tensor_parallel_size=launcher.size, backend=launcher.backend)
     rank, size = launcher.rank, launcher.size
+    if size > MOST_RANKS:
+        raise ConfigError(f"{size} ranks were started; a group has {MOST_RANKS} at most.")
     default_environment(environment_of(launcher.backend, None, None))
     try:
         fabric = join(launcher.backend, rank, size, 0, where="", deadline_s=config.join_s)
@@ -128,9 +131,10 @@ def _run(
         _tell(mailbox, type(error).__name__, str(error))
         link.fail(exit_code_of(error), f"{type(error).__name__}: {error}")
         return exit_code_of(error)
-    except RuntimeError as error:  # MLX's: out of memory, or a collective that lost its peer
+    except Exception as error:  # MLX's: out of memory, or a collective that lost its peer; or a mistake of ours
         log.exception("the engine crashed")
-        link.fail(ExitCode.CRASH, f"crashed: {error}")
+        _tell(mailbox, type(error).__name__, f"the engine crashed: {type(error).__name__}: {error}")
+        link.fail(ExitCode.CRASH, f"crashed: {type(error).__name__}: {error}")
         return ExitCode.CRASH
     return ExitCode.OK
 
@@ -164,6 +168,7 @@ def _boot(
     if injection is not None and injection.kind == "slow":
         time.sleep(inject.SLOW_S)
     reducer = _reducer(config, group, fabric, link.rank, injection)
+    reducer.names = [f"rank {rank} on {host}" for rank, host in enumerate(link.share(socket.gethostname()))]
     ranks_here = 1 if group is None else group.ranks_here
     guard_gb = config.memory_guard_gb if config.memory_guard_gb is not None else memory_guard_override_gb()
     guard = memory.guard_bytes(memory.read_machine().physical, guard_gb)

@@ -118,13 +118,13 @@ async def start_ranks(config: EngineConfig, choice: Choice | None, socket_path: 
     pid_files = [pid_file(socket_path, rank) for rank in range(size)]
     if choice is None:
         return RankProcesses({"rank 0": await _spawn([*base, "--rank", "0"], {})}, pid_files)
-    ports = free_ports(1 + (size if choice.backend == "ring" else 0))
+    ports = free_ports(1 + {"ring": size, "nccl": 1}.get(choice.backend, 0))
     group = GroupConfig(
         size=size,
         backend=choice.backend,
         nonce=secrets.randbits(NONCE_BITS),
         control=f"{LOOPBACK}:{ports[0]}",
-        addresses=tuple(f"{LOOPBACK}:{port}" for port in ports[1:]),
+        addresses=tuple(f"{LOOPBACK}:{port}" for port in ports[1:]) if choice.backend == "ring" else (),
         ranks_here=size,
     )
     base += ["--group", msgspec.json.encode(group).decode()]
@@ -137,7 +137,8 @@ async def start_ranks(config: EngineConfig, choice: Choice | None, socket_path: 
     hostfile.write_text(ring_hostfile(group.addresses))
     processes: dict[str, Process] = {}
     for rank in range(size):
-        variables = {**secret, **environment_of(choice.backend, rank, hostfile)}
+        meeting = f"{LOOPBACK}:{ports[-1]}"
+        variables = {**secret, **environment_of(choice.backend, rank, hostfile, size=size, meeting=meeting)}
         processes[f"rank {rank}"] = await _spawn([*base, "--rank", str(rank)], variables)
     return RankProcesses(processes, pid_files)
 

@@ -15,19 +15,29 @@ import threading
 
 from phalanx.dist.frames import receive_frame
 from phalanx.engine.wire import engine_codec
-from phalanx.errors import EngineError, ExitCode
+from phalanx.errors import ConfigError, EngineError, ExitCode
 from phalanx.types import FromEngine, Shutdown, ToEngine
 
 LAST_WORD_S = 0.5  # that a last word waits, for another message and for the socket
 
 
 class Mailbox:
-    """Connects to the server's socket; `drain` and `send` are for the engine's main thread."""
+    """Connects to the server's socket; `drain` and `send` are for the engine's main thread.
+
+    Raises:
+        ConfigError: nobody listens there.
+    """
 
     def __init__(self, path: str) -> None:
         self._codec = engine_codec()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(path)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            raise ConfigError(
+                f"--socket {path}: {error.strerror or error}.",
+                remedy=f"Start the server first: `phalanx serve --attach {path}`.",
+            ) from error
         self._queue: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closing = False

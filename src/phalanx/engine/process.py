@@ -25,10 +25,8 @@ from phalanx.config import EngineConfig, runtime_dir
 from phalanx.dist.backend import Choice, choose
 from phalanx.engine.connection import EngineConnection, Streams
 from phalanx.engine.launch import End, RankProcesses, pid_file, start_ranks
-from phalanx.errors import EngineUnavailable, ExitCode
-from phalanx.types import (
-    Shutdown,
-)
+from phalanx.errors import ConfigError, EngineUnavailable, ExitCode
+from phalanx.types import Shutdown
 
 log = logging.getLogger("phalanx.engine")
 
@@ -78,7 +76,7 @@ class EngineProcess(EngineConnection):
             ConfigError: the backend that was asked for is not there.
         """
         if self._config.tensor_parallel_size > 1:
-            self._choice = choose(self._config.backend, self._config.collective)
+            self._choice = choose(self._config.backend, self._config.collective, machines=1)
             size, (backend, reason) = self._config.tensor_parallel_size, self._choice
             log.info("%d ranks over %s: %s", size, backend, reason)
         self._directory = tempfile.TemporaryDirectory(prefix="phalanx-", dir=runtime_dir())
@@ -105,7 +103,11 @@ class EngineProcess(EngineConnection):
     async def _supervise(self, directory: Path) -> None:
         """Run one engine process after the other until one ends for good."""
         while True:
-            end = await self._run_once(directory)
+            try:
+                end = await self._run_once(directory)
+            except (OSError, ConfigError) as error:  # a program is not there any more, or cannot be run
+                self._down("failed", f"the ranks could not be started: {error}", ExitCode.CONFIG)
+                return
             if self._closing:
                 return
             reason = self._describe_end(end)

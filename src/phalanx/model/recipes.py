@@ -118,6 +118,10 @@ PLAIN = (attention(), mlp())
 NUM_HEADS = ("num_attention_heads", "num_key_value_heads")
 LATENT = ("num_heads", "num_key_value_heads")
 
+PLAMO = packed_attention(
+    "Attention", "qkv_proj", "o_proj", "q_num_heads", "k_num_heads", sizes=("q_proj_dim", "k_proj_dim", "v_proj_dim")
+)._replace(heads=("q_num_heads", "k_num_heads", "v_num_heads", "q_proj_dim", "k_proj_dim", "v_proj_dim"))
+
 RECIPES: dict[str, tuple[Block, ...]] = {
     "Klear": (attention("KlearAttention", *NUM_HEADS), mlp("KlearMLP"), experts("KlearSparseMoeBlock", "experts")),
     "afmoe": (attention(gate=("gate_proj",)), mlp(), experts("AfmoeMoE", "experts")),
@@ -251,30 +255,11 @@ RECIPES: dict[str, tuple[Block, ...]] = {
         experts("MOE"),
     ),
     "plamo2": (
-        packed_attention(
-            "Attention",
-            "qkv_proj",
-            "o_proj",
-            "q_num_heads",
-            "k_num_heads",
-            sizes=("q_proj_dim", "k_proj_dim", "v_proj_dim"),
-        )._replace(
-            per_head=("q_weight", "k_weight"),
-            heads=("q_num_heads", "k_num_heads", "v_num_heads", "q_proj_dim", "k_proj_dim", "v_proj_dim"),
-        ),
+        PLAMO._replace(per_head=("q_weight", "k_weight")),
         packed_mlp(),
     ),
     "plamo3": (
-        packed_attention(
-            "Attention",
-            "qkv_proj",
-            "o_proj",
-            "q_num_heads",
-            "k_num_heads",
-            sizes=("q_proj_dim", "k_proj_dim", "v_proj_dim"),
-        )._replace(
-            heads=("q_num_heads", "k_num_heads", "v_num_heads", "q_proj_dim", "k_proj_dim", "v_proj_dim"),
-        ),
+        PLAMO,
         packed_mlp(),
     ),
     "qwen": (

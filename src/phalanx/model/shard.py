@@ -19,13 +19,13 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.distributed import shard_inplace, shard_linear
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from phalanx.config import MOST_RANKS
 from phalanx.errors import ModelUnsupported
 from phalanx.model.modules import class_key, descend, model_files
 from phalanx.model.probe import FOREIGN
 from phalanx.model.recipes import FEWER_KV, RATIOS, RECIPES, REFUSED, Block, Kv
 from phalanx.model.weights import Cut
 
-MOST_RANKS = 16  # degrees that an error message tries
 FIRST_ROW = 1 << 22  # row numbers are float32 from here on: exact, and no arithmetic looks like a choice of rows
 
 

@@ -318,9 +318,15 @@ def fingerprint(path: Path) -> str:
     Not of every byte, which would be as slow as loading. How tensors are spread over files does not matter.
 
     Raises:
-        WeightsError: as `read_headers`.
+        WeightsError: as `read_headers`, or no config.json.
     """
-    digest = hashlib.sha256((path / "config.json").read_bytes())
+    try:
+        digest = hashlib.sha256((path / "config.json").read_bytes())
+    except OSError as error:
+        raise WeightsError(
+            f"{path} has no config.json that can be read: {error.strerror}.",
+            remedy="Name the directory that holds config.json and the weights.",
+        ) from error
     headers = read_headers(path)
     files: dict[Path, BinaryIO] = {}
     try:

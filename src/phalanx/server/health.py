@@ -72,8 +72,9 @@ class Health:
         self._ready.set()
 
     def on_down(self, reason: str, will_restart: bool) -> None:
-        """Stop pinging."""
+        """Stop pinging; what the old ranks said counts no more."""
         self._ready.clear()
+        self._stats = None
 
     def on_batch(self, batch: Batch) -> None:
         """Nothing: a batch is not an answer of an idle engine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections import deque
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from phalanx.config import EngineConfig
 from phalanx.dist.backend import Choice
 from phalanx.engine.launch import End, RankProcesses, free_ports
 from phalanx.engine.process import RDMA_COOL_DOWN_S, EngineProcess
+from phalanx.errors import ConfigError
 from phalanx.types import Failed
 
 
@@ -91,3 +93,18 @@ def test_signals_are_found_under_mpirun_as_well():
 def test_free_ports_differ():
     ports = free_ports(8)
     assert len(set(ports)) == 8 and all(port > 0 for port in ports)
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "No such file or directory", "mpirun"), ConfigError("--backend mpi: no mpirun.")]
+)
+def test_ranks_that_cannot_be_started_end_it_with_the_reason(monkeypatch, tmp_path, error):
+    async def none(*_: object) -> RankProcesses:
+        raise error
+
+    monkeypatch.setattr("phalanx.engine.process.start_ranks", none)
+    process = engine(ended())
+    asyncio.run(process._supervise(tmp_path))
+    assert process.state.phase == "failed"
+    assert "the ranks could not be started" in process.state.reason
+    assert "mpirun" in process.state.reason
