@@ -131,7 +131,7 @@ def _run(
         _tell(mailbox, type(error).__name__, str(error))
         link.fail(exit_code_of(error), f"{type(error).__name__}: {error}")
         return exit_code_of(error)
-    except Exception as error:  # MLX's: out of memory, or a collective that lost its peer; or a mistake of ours
+    except (RuntimeError, OSError, ValueError, KeyError) as error:  # MLX: out of memory, a collective without its peer
         log.exception("the engine crashed")
         _tell(mailbox, type(error).__name__, f"the engine crashed: {type(error).__name__}: {error}")
         link.fail(ExitCode.CRASH, f"crashed: {type(error).__name__}: {error}")
