@@ -56,8 +56,9 @@ class Exchange(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Decoding speed after the first token."""
-        return 1.0 / self.tpot_s if self.tpot_s else None
+        """Decoding speed after the first token: by the server's clock where it says so, which no burst disturbs."""
+        tpot = (self.timing or {}).get("tpot") or self.tpot_s
+        return 1.0 / tpot if tpot else None
 
 
 def open_client(base_url: str, api_key: str | None = None) -> httpx.AsyncClient:
