@@ -5,19 +5,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 KEY := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-READY := $(VENV)/.installed-$(KEY)
+NATIVE_KEY := $(shell cat $$(find native -type f ! -path '*/build/*' ! -path '*/__pycache__/*' | sort) | cksum | cut -d' ' -f1)
+BASE := $(VENV)/.installed-$(KEY)
+READY := $(VENV)/.native-$(KEY)-$(NATIVE_KEY)
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check soak format bench clean
+.PHONY: help venv demo test check check-native soak format bench bench-cpu clean
 
 help:
 	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
 	@echo 'make test    all checks and tests'
 	@echo 'make check   style, types, architecture, unit tests'
+	@echo 'make check-native  the native kernels under sanitizers'
 	@echo 'make soak    the long tests: whole grids of which make test runs a part'
 	@echo 'make format  rewrite the sources in the project'\''s style'
 	@echo 'make bench   phalanx against mlx_lm.server, side by side'
+	@echo 'make bench-cpu  the native kernels against llama.cpp (builds llama-cpp-python)'
 	@echo 'make clean   remove caches and build output (not .venv)'
 
 venv: $(READY)
@@ -29,10 +33,20 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { \
 		echo 'Could not make .venv. On Debian and Ubuntu: apt install python3-venv' >&2; rm -rf $(VENV); exit 1; }
 
-$(READY): $(BIN)/python
+$(BASE): $(BIN)/python
 	@echo 'Installing phalanx and its tools into $(VENV) ...'
 	@$(INSTALL) -c constraints.txt -e '.[engine,mpi,dev]'
 	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+# The native kernels are for Linux; without a C++ compiler phalanx runs on MLX's own, much slower.
+$(READY): $(BASE)
+	@if [ "$$(uname)" = Linux ] && command -v $${CXX:-c++} >/dev/null; then \
+		echo 'Building the native CPU kernels ...'; $(INSTALL) --no-deps ./native; \
+	elif [ "$$(uname)" = Linux ]; then \
+		echo 'No C++ compiler: models will compute with the slow CPU kernels of MLX. On Debian and Ubuntu: apt install g++'; \
+	fi
+	@rm -f $(VENV)/.native-*
 	@touch $@
 
 demo: $(READY)
@@ -45,7 +59,22 @@ check: $(READY)
 	$(BIN)/pytest -q tests/test_architecture.py tests/unit
 
 test: check
-	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/test_architecture.py
+	$(BIN)/pytest -q tests/native
+	KERN_ISA=scalar $(BIN)/pytest -q tests/native
+	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/test_architecture.py --ignore=tests/native
+
+# The kernels under sanitizers, through ctypes: memory and undefined behaviour, then threads. Needs cmake.
+NATIVE_TESTS := $(filter-out %_ops.py %test_install.py,$(wildcard tests/native/test_*.py))
+check-native: $(READY)
+	cmake -S native -B native/build/asan -DKERN_EXTENSION=OFF -DKERN_SANITIZE=address,undefined
+	cmake --build native/build/asan --parallel
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		KERN_LIBRARY=$(CURDIR)/native/build/asan/libkern.so $(BIN)/pytest -q -p no:cacheprovider $(NATIVE_TESTS)
+	cmake -S native -B native/build/tsan -DKERN_EXTENSION=OFF -DKERN_SANITIZE=thread
+	cmake --build native/build/tsan --parallel
+	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 OPENBLAS_NUM_THREADS=1 \
+		KERN_LIBRARY=$(CURDIR)/native/build/tsan/libkern.so $(BIN)/pytest -q -p no:cacheprovider $(NATIVE_TESTS)
 
 soak: $(READY)
 	$(BIN)/pytest -q tests -m soak
@@ -57,6 +86,11 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/serving.py
 	$(BIN)/python benchmarks/ranks.py
+
+bench-cpu: $(READY)
+	@CMAKE_ARGS=-DGGML_NATIVE=ON $(INSTALL) -e '.[bench-cpu]'
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/cpu.py
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -46,7 +46,7 @@ def random_model(directory: Path) -> Path:
     if (path / "complete").exists():
         return path
     path.mkdir(parents=True, exist_ok=True)
-    ids = _write_tokenizer(path)
+    ids = write_tokenizer(path)
     mx.random.seed(0)
     model = Model(ModelArgs.from_dict(CONFIG))
     scale = nn.init.normal(0.0, 0.06)
@@ -62,7 +62,7 @@ def random_model(directory: Path) -> Path:
     return path
 
 
-def _write_tokenizer(path: Path) -> set[int]:
+def write_tokenizer(path: Path) -> set[int]:
     """A byte-level tokenizer: text is one token per byte, answers are made of words. Ids of EOS and the bytes."""
     draw = random.Random(0)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -24,6 +24,9 @@ Collective = Literal["auto", "star", "ring"]
 MOST_RANKS = 16
 """One per machine that somebody owns; more would not divide the heads of any model."""
 SECRET_VARIABLE = "PHALANX_GROUP_SECRET"
+KERNELS_VARIABLE = "PHALANX_CPU_KERNELS"
+
+CpuPrecision = Literal["auto", "exact", "fast"]
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -67,6 +70,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Seconds without a sign of life after which a rank is taken for lost."""
     wedge_s: float = 10.0
     """Seconds a step may take at least before the group is ended as wedged; 5 times the predicted step if longer."""
+    cpu_kernels: bool = True
+    """Compute with the native kernels of phalanx-cpu, where they are installed and MLX runs on the CPU."""
+    cpu_precision: CpuPrecision = "auto"
+    """Of products with quantised weights: exact sums in float32, fast rounds activations to 8 bits; `auto` is exact."""
+    threads: int | None = None
+    """Threads of the native kernels per rank; None shares the processors out among the ranks of this machine."""
     inject: str | None = None
     """A fault to produce, for drills and tests: `KIND:rank=R,step=S[,layer=L]`; see `dist/inject.py`."""
 
@@ -139,6 +148,11 @@ def group_secret() -> bytes | None:
     """What proves to each other that ranks belong to one group; the launcher puts it into their environment."""
     text = os.environ.get(SECRET_VARIABLE)
     return text.encode() if text else None
+
+
+def cpu_kernels_wanted() -> bool:
+    """Whether this process may load the native kernels; the launcher says no with `PHALANX_CPU_KERNELS=0`."""
+    return os.environ.get(KERNELS_VARIABLE, "1") != "0"
 
 
 def memory_guard_override_gb() -> float | None:

@@ -101,6 +101,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     kv_budget_bytes: int
     prefix_budget_bytes: int
     load_s: float
+    kernels: str = "MLX"  # what computes: MLX's own kernels, or which native ones
     ranks: int = 1  # of the tensor-parallel group
     backend: str = "none"  # what carries its collectives
     self_test: SelfTest | None = None  # None for a single rank

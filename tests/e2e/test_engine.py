@@ -65,6 +65,30 @@ def test_sixteen_concurrent_prompts_equal_one_at_a_time(family, tmp_path):
     assert [*got, again] == wanted
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantize"),
+    [
+        ("llama", mx.bfloat16, None),
+        ("qwen3", mx.float16, {"bits": 4, "group_size": 64}),
+        ("qwen3_moe", mx.bfloat16, {"bits": 8, "group_size": 32}),
+        ("deepseek_v3", mx.bfloat16, None),
+        ("gpt_oss", mx.bfloat16, {"bits": 4, "group_size": 32, "mode": "mxfp4"}),
+    ],
+)
+def test_checkpoints_of_16_bits_are_served_as_in_float32(family, dtype, quantize, tmp_path):
+    """Whether their matrices stay in 16 bits, as with the native kernels, or not: nothing may be rounded."""
+    path = make_model(family, tmp_path / family, dtype=dtype, quantize=quantize)
+
+    async def main():
+        async with running(config_for(path)) as driver:
+            asked = prompts(8, driver.engine.info.vocab_size)
+            answers = await driver.generate(*(ask(str(i), p, 40) for i, p in enumerate(asked)))
+            return asked, list(answers)
+
+    asked, got = asyncio.run(main())
+    assert got == reference_greedy(path, [{"prompt": p, "max_tokens": 40, "stop_ids": []} for p in asked])
+
+
 MIXED = [
     {"temperature": 1.0, "seed": 7},
     {"temperature": 0.7, "top_p": 0.8, "seed": 2**64 - 1, "logprobs": 3},

@@ -1,21 +1,26 @@
 """One rank of a group that sums many vectors, well and spoiled; prints what was noticed as JSON (rank 0).
 
-`mpirun -np N python tests/ranks/checked_sums.py ROUNDS`
+`mpirun -np N python tests/ranks/checked_sums.py ROUNDS composed|native`
 """
 
 from __future__ import annotations
 
+import phalanx.kernels.preload  # noqa: F401  (before MLX)
+
+# isort: split
 import json
 import os
 import sys
 
 import mlx.core as mx
 
+from phalanx.dist.checksum import ComposedChecksum
 from phalanx.dist.group import join
 from phalanx.dist.inject import BUFFER_FAULTS, Injection
 from phalanx.dist.reduce import Reducer
 from phalanx.dist.spoil import SpoiledBuffer
 from phalanx.errors import CollectiveFault
+from phalanx.kernels.install import NativeChecksum
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 SITES = 3
@@ -46,7 +51,7 @@ def noticed(reducer: Reducer, width: int, dtype: mx.Dtype, rows: int, seed: int,
 def main() -> None:
     rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     group = join("mpi", rank, size, 5, where="", deadline_s=60)
-    rounds = int(sys.argv[1])
+    rounds, checksum = int(sys.argv[1]), {"composed": ComposedChecksum, "native": NativeChecksum}[sys.argv[2]]()
     result: dict[str, dict[str, float]] = {}
     for name, dtype in DTYPES.items():
         counts: dict[str, float] = {}
@@ -55,7 +60,7 @@ def main() -> None:
             for i in range(rounds):
                 mine = kind is not None and rank == i % size
                 fault = SpoiledBuffer(Injection(kind=kind, rank=rank, step=2, layer=i % SITES)) if mine else None
-                reducer = Reducer(group, fault=fault)
+                reducer = Reducer(group, fault=fault, checksum=checksum)
                 for site in range(SITES):
                     reducer.site(f"site {site}", (64, 256, 1024, 4096)[i % 4])
                 width, rows = reducer.sites[0].width, (1, 5)[i % 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,8 +19,11 @@ SCRIPT = Path(__file__).with_name("checked_sums.py")
 
 @pytest.mark.skipif(find_mpi() is None, reason="needs the mpi extra")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_fault_is_noticed_and_nothing_else(ranks):
-    command = mpirun_command(ranks, "auto", [sys.executable, str(SCRIPT), str(ROUNDS)])
+@pytest.mark.parametrize("checksum", ["composed", "native"])
+def test_every_fault_is_noticed_and_nothing_else(ranks, checksum):
+    if checksum == "native" and not importlib.util.find_spec("phalanx_cpu"):
+        pytest.skip("needs phalanx-cpu")
+    command = mpirun_command(ranks, "auto", [sys.executable, str(SCRIPT), str(ROUNDS), checksum])
     environment = {**os.environ, **environment_of("mpi", None, None)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from phalanx.config import MOST_RANKS, BackendChoice, Collective, Dtype, EngineConfig
+from phalanx.config import MOST_RANKS, BackendChoice, Collective, CpuPrecision, Dtype, EngineConfig
 from phalanx.dist.inject import parse
 from phalanx.errors import ConfigError
 
@@ -138,6 +138,32 @@ MemoryGuardGb = Annotated[
         help="GiB that stay free.",
         show_default="10 %, at least 5",
         rich_help_panel=_MEMORY,
+    ),
+]
+CpuKernels = Annotated[
+    bool,
+    typer.Option(
+        "--cpu-kernels/--no-cpu-kernels",
+        help="Native kernels where MLX computes on the CPU and phalanx-cpu is installed.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+CpuPrecisionOption = Annotated[
+    CpuPrecision,
+    typer.Option(
+        "--cpu-precision",
+        help="Of native products with quantised weights: `fast` rounds activations to 8 bits; `auto` is exact.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        **whole(1, 256),
+        help="Of the native kernels, per rank.",
+        show_default="the processors, shared among the ranks",
+        rich_help_panel=_ENGINE,
     ),
 ]
 TensorParallelSize = Annotated[

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import phalanx.kernels.preload  # noqa: F401  (before anything loads MLX)
+
+# isort: split
 from typing import Annotated, TypeVar
 
 import msgspec

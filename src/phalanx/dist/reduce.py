@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
+from phalanx.dist.checksum import Checksum, ComposedChecksum
 from phalanx.errors import CollectiveFault
 
 FLOOR = {mx.float16: 2.0**-21}
@@ -64,9 +65,17 @@ class Reducer:
     Args:
         group: None for a single rank, whose sums are its own vectors.
         checked: whether sums carry checksums; without, only the evaluation order is kept.
+        checksum: how they are computed; by MLX's own operations if not said.
     """
 
-    def __init__(self, group: mx.distributed.Group | None, *, checked: bool = True, fault: Fault | None = None) -> None:
+    def __init__(
+        self,
+        group: mx.distributed.Group | None,
+        *,
+        checked: bool = True,
+        fault: Fault | None = None,
+        checksum: Checksum | None = None,
+    ) -> None:
         self.group = group
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
@@ -78,8 +87,8 @@ class Reducer:
         self.sites: list[Site] = []
         self.tally = Tally()
         self._fault = fault
-        self._weights: dict[tuple[int, mx.Dtype], tuple[mx.array, mx.array]] = {}
-        self._tags: dict[tuple[int, mx.Dtype], mx.array] = {}
+        self._checksum = checksum or ComposedChecksum()
+        self._signs: dict[int, mx.array] = {}
         self._limits: dict[tuple[tuple[int, mx.Dtype], ...], tuple[mx.array, mx.array]] = {}
         self._results: list[_Result] = []
         self._outstanding: list[mx.array] = []
@@ -106,15 +115,12 @@ class Reducer:
             self._keep(total)
             return total
         width = y.shape[-1]
-        flat = y.reshape(-1, width)
-        wide = flat if y.dtype == mx.float32 else flat.astype(mx.float32)
-        weight, readout = self._weights_of(site, y.dtype)
-        wire = mx.distributed.all_sum(self._loaded(flat, wide @ weight), group=self.group)
+        signs = self._signs_of(site)
+        loaded, squares = self._checksum.load(y.reshape(-1, width), signs, self._tag())
+        wire = mx.distributed.all_sum(loaded, group=self.group)
         if self._fault is not None:
             wire = self._fault(wire, self.tally.forwards, site)
-        seen = wire if y.dtype == mx.float32 else wire.astype(mx.float32)
-        squares = mx.sum(mx.square(wide), axis=-1)
-        self._results.append(_Result(site, seen @ readout, squares, y.dtype))
+        self._results.append(_Result(site, self._checksum.read(wire, signs), squares, y.dtype))
         self._keep(wire)
         return wire[:, :width].reshape(y.shape)
 
@@ -125,7 +131,6 @@ class Reducer:
         where sums are checked.
         """
         outstanding, self._outstanding = self._outstanding, []
-        self._tags.clear()
         if not self._results:
             self.tally.forwards += self.size > 1
             return outstanding
@@ -134,7 +139,6 @@ class Reducer:
     def discard(self) -> None:
         """Forget reductions that were built but never evaluated, on any rank."""
         self._results, self._outstanding = [], []
-        self._tags.clear()
 
     def judge(self, step: int, evaluated: list[mx.array]) -> None:
         """Read the verdict of what `finish` returned.
@@ -176,36 +180,14 @@ class Reducer:
         period = max(1, 256 // self.size)
         return 1 + self.tally.forwards % period
 
-    def _loaded(self, y: mx.array, checksum: mx.array) -> mx.array:
-        """[rows, width + 2 or 3]: the vectors, their checksums (as hi + lo in 16 bits), the tag."""
-        tag = self._tag_like(y)
-        if y.dtype == mx.float32:
-            return mx.concatenate([y, checksum, tag], axis=-1)
-        high = checksum.astype(y.dtype)
-        low = (checksum - high).astype(y.dtype)
-        return mx.concatenate([y, high, low, tag], axis=-1)
-
-    def _tag_like(self, y: mx.array) -> mx.array:
-        key = (y.shape[0], y.dtype)
-        if (tag := self._tags.get(key)) is None:
-            tag = self._tags[key] = mx.full((y.shape[0], 1), self._tag(), dtype=y.dtype)
-        return tag
-
-    def _weights_of(self, site: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """The weights [width, 1] of a place, and the matrix that reads residual and tag off a sum."""
-        key = (site, dtype)
-        if key not in self._weights:
+    def _signs_of(self, site: int) -> mx.array:
+        """The signs of a place, [width], as large as make a checksum as large as an element: no overflow."""
+        if site not in self._signs:
             width = self.sites[site].width
-            bits = mx.random.bernoulli(0.5, (width, 1), key=mx.random.key(site))
-            weight = mx.where(bits, 1.0, -1.0) / width**0.5  # a checksum is as large as an element: no overflow
-            checksums = 1 if dtype == mx.float32 else 2
-            readout = mx.zeros((width + checksums + 1, 2))
-            readout[:width, 0:1] = weight
-            readout[width : width + checksums, 0] = -1.0
-            readout[width + checksums, 1] = 1.0
-            mx.eval(weight, readout)
-            self._weights[key] = (weight, readout)
-        return self._weights[key]
+            bits = mx.random.bernoulli(0.5, (width,), key=mx.random.key(site))
+            self._signs[site] = mx.where(bits, 1.0, -1.0) / width**0.5
+            mx.eval(self._signs[site])
+        return self._signs[site]
 
     def _verdict(self) -> mx.array:
         """[reductions + 1]: on which ranks each reduction failed, and the verdict's own summed tag. A rank is a bit.

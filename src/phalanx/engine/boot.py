@@ -46,6 +46,7 @@ from phalanx.engine.stepclock import StepClock
 from phalanx.engine.trace import Trace
 from phalanx.engine.worker import Worker
 from phalanx.errors import ConfigError, ExitCode, MemoryShortage, PhalanxError, exit_code_of
+from phalanx.kernels import install, preload
 from phalanx.model import load, registry
 from phalanx.model.layout import row_bytes
 from phalanx.model.probe import probe
@@ -161,6 +162,7 @@ def _boot(
     """From a connected group to one that is ready to serve: every rank does the same until roles part at the end."""
     if mx.default_device() == mx.Device(mx.cpu):
         mx.disable_compile()  # on the CPU it runs a C++ compiler at run time and gains nothing
+    kernels = _kernels(config, 1 if group is None else group.ranks_here)
     injection = None if config.inject is None else inject.parse(config.inject)
     injection = injection if injection is not None and injection.rank == link.rank else None
     report = _reporter(mailbox)
@@ -188,6 +190,7 @@ def _boot(
         return Worker(runner, link, injection)
     assert mailbox is not None
     info = _describe(loaded, runner.facts, limits, budget, group, tested)
+    info = replace(info, kernels=kernels)
     _announce(config, info)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -201,6 +204,18 @@ def _boot(
     trace = Trace(config.trace) if config.trace else None
     mailbox.send(Ready(info=info, pid=os.getpid()))
     return Leader(scheduler, runner, mailbox, link=link, clock=clock, trace=trace, injection=injection)
+
+
+def _kernels(config: EngineConfig, ranks_here: int) -> str:
+    """Install the native kernels, or say why MLX's own compute; one line for people."""
+    if mx.default_device() != mx.Device(mx.cpu):
+        return f"MLX on {mx.default_device()}"
+    if not config.cpu_kernels:
+        return "MLX's own, on one thread (--no-cpu-kernels)"
+    if preload.PROBLEM:
+        log.warning("the native kernels cannot be used: %s", preload.PROBLEM)
+    installed = install.install(config.cpu_precision, config.threads or install.threads_for(ranks_here))
+    return f"native: {installed}" if installed else "MLX's own, on one thread (phalanx-cpu is not installed)"
 
 
 def _reducer(
@@ -218,7 +233,8 @@ def _reducer(
         fabric = join(group.backend, rank, group.size, group.nonce, where=where, deadline_s=config.join_s)
     spoiled = injection is not None and injection.kind in inject.BUFFER_FAULTS
     fault = SpoiledBuffer(injection) if injection is not None and spoiled else None
-    return Reducer(fabric, checked=config.check_collectives, fault=fault)
+    checksum = install.NativeChecksum() if install.active() else None
+    return Reducer(fabric, checked=config.check_collectives, fault=fault, checksum=checksum)
 
 
 def _load(
@@ -352,6 +368,7 @@ def _reporter(mailbox: Mailbox | None) -> load.Progress:
 def _announce(config: EngineConfig, info: ModelInfo) -> None:
     """The start-up lines: how the model is served and what it may use (`load` has said what it takes, B3)."""
     log.info("%s: model type %s, %s", config.model, info.model_type, info.caches)
+    log.info("kernels: %s", info.kernels)
     log.info(
         "context %d tokens; up to %d rows; KV budget %.2f GB (%d bytes a token), prefix cache %.2f GB",
         info.max_model_len, config.max_num_seqs, info.kv_budget_bytes / GIB, info.kv_bytes_per_token,

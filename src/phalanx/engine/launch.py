@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from phalanx.config import SECRET_VARIABLE, EngineConfig, GroupConfig, environment
+from phalanx.config import KERNELS_VARIABLE, SECRET_VARIABLE, EngineConfig, GroupConfig, environment
 from phalanx.dist.backend import Choice, environment_of, mpirun_command, ring_hostfile
 
 Process = asyncio.subprocess.Process
@@ -116,8 +116,9 @@ async def start_ranks(config: EngineConfig, choice: Choice | None, socket_path: 
     base += ["--config", msgspec.json.encode(config).decode()]
     size = config.tensor_parallel_size
     pid_files = [pid_file(socket_path, rank) for rank in range(size)]
+    kernels = {} if config.cpu_kernels else {KERNELS_VARIABLE: "0"}
     if choice is None:
-        return RankProcesses({"rank 0": await _spawn([*base, "--rank", "0"], {})}, pid_files)
+        return RankProcesses({"rank 0": await _spawn([*base, "--rank", "0"], kernels)}, pid_files)
     ports = free_ports(1 + {"ring": size, "nccl": 1}.get(choice.backend, 0))
     group = GroupConfig(
         size=size,
@@ -128,7 +129,7 @@ async def start_ranks(config: EngineConfig, choice: Choice | None, socket_path: 
         ranks_here=size,
     )
     base += ["--group", msgspec.json.encode(group).decode()]
-    secret = {SECRET_VARIABLE: secrets.token_hex(32)}
+    secret = {**kernels, SECRET_VARIABLE: secrets.token_hex(32)}
     if choice.backend == "mpi":
         variables = {**secret, **environment_of("mpi", None, None)}
         command = mpirun_command(size, config.collective, base)

@@ -26,6 +26,8 @@ from phalanx import memory
 from phalanx.config import Dtype
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import ModelUnsupported
+from phalanx.kernels import install
+from phalanx.model.narrow import keep_narrow
 from phalanx.model.origin import Built, build, check_config
 from phalanx.model.parallel import take_over
 from phalanx.model.resolve import resolve
@@ -53,7 +55,7 @@ class Loaded:
     config: dict[str, Any]
     path: Path
     dtype: mx.Dtype
-    """Floating dtype of the weights (of most of them, where `auto` left a mixture)."""
+    """Floating dtype of the activations."""
     quantization: str
     """"4-bit affine g64", "mxfp4 g32", "none", ..."""
     weights_bytes: int
@@ -130,7 +132,12 @@ def prepare(path: Path, *, dtype: Dtype, trust_remote_code: bool, reducer: Reduc
         parts = split(built.model, path.name, group)
         sums, unchecked = take_over(built.model, reducer)
     ranks = 1 if reducer is None else reducer.size
-    return Prepared(path, built, _plan(built, parts, dtype, ranks), sums, tuple(unchecked))
+    target = DTYPES.get(dtype)
+    if dtype == "auto" and mx.default_device() == mx.Device(mx.cpu):
+        target = mx.float32  # MLX's own 16-bit kernels are 10-30 times slower there
+    narrow = keep_narrow(built.model) if dtype == "auto" and target is not None and install.active() else set()
+    plan = _plan(built, parts, target, narrow, ranks)
+    return Prepared(path, built, plan, sums, tuple(unchecked), target or _main_dtype(plan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +149,8 @@ class Prepared:
     plan: list[_Entry]
     sums: int
     unchecked: tuple[str, ...]
+    dtype: mx.Dtype
+    """Floating dtype of the activations, and of all weights but those that only products read."""
 
     @property
     def model(self) -> Module:
@@ -168,11 +177,6 @@ class Prepared:
     def quantization(self) -> str:
         """How most of the weights are quantised, and in how many ways the rest."""
         return _describe_quantization(self.model)
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """Floating dtype of most weights."""
-        return _main_dtype(self.plan)
 
     def predict(self, rank: int, host: str, kv: int, guard: int) -> memory.Prediction:
         """What this rank will take, for the table of all ranks (`memory.check_group`).
@@ -291,16 +295,19 @@ class _Coming:
         return self.entry, mx.array(self.staging).view(self.array.dtype).reshape(self.array.shape)
 
 
-def _plan(built: Built, parts: Split, dtype: Dtype, ranks: int) -> list[_Entry]:
-    """Source and dtype of every parameter, in the order of the files; what is computed comes last."""
-    target = DTYPES.get(dtype)
-    if target is None and mx.default_device() == mx.Device(mx.cpu):
-        target = mx.float32  # 16-bit kernels are 10-30 times slower there, scales of quantised weights included
+def _plan(built: Built, parts: Split, target: mx.Dtype | None, narrow: set[str], ranks: int) -> list[_Entry]:
+    """Source and dtype of every parameter, in the order of the files; what is computed comes last.
+
+    Args:
+        target: what floating parameters are cast to; None leaves them.
+        narrow: names of those that are left in any case.
+    """
     castable = _cast_predicate(built.model, target)
     entries = []
     for name, array in tree_flatten(built.model.parameters()):
         floating = mx.issubdtype(array.dtype, mx.floating)
         kept = target if target is not None and floating and castable(name) else array.dtype
+        kept = array.dtype if name in narrow else kept
         source = None if name in parts.computed else built.origins.get(name)
         cut = None if source is None else parts.cuts.get(name)
         split_up = name in parts.computed or name in parts.cuts

@@ -66,7 +66,7 @@ def test_tokens_are_counted_by_usage_and_not_by_chunks() -> None:
 
 def test_the_speed_is_the_servers_where_it_says_so() -> None:
     exchange = Exchange(
-        text="ab", finish_reason="stop", prompt_tokens=1, completion_tokens=9, sent=0.0, arrivals=(1.0, 1.001), ended=2.0,
+        text="ab", finish_reason="stop", prompt_tokens=1, completion_tokens=9, sent=0.0, arrivals=(1.0, 1.1), ended=2.0,
         timing={"tpot": 0.25},
     )  # fmt: skip
     assert exchange.tokens_per_s == 4.0

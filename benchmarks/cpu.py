@@ -1,0 +1,218 @@
+"""phalanx with its native CPU kernels against llama.cpp: the same shapes, the same bits per weight, taking turns.
+
+Needs `pip install -e ".[bench-cpu]"`, which builds llama-cpp-python. Models have random weights (`cpu_models.py`).
+Both keep their model loaded; the one whose turn it is not sleeps. phalanx is measured through its HTTP server, by the
+client's clock; its engine's own rate comes from its step counters.
+
+    decode C    tokens/s of one stream after C tokens of context
+    decode x8   tokens/s of eight streams together
+    prompt C    tokens/s while reading C tokens
+    busy        decode beside one foreign process that keeps a processor busy, relative to without
+
+The read limit is how often the machine could read the weights and the keys and values of one step per second, at the
+bandwidth that `kernels.py` measures. Ratios are taken within a round, then their median; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+from cpu_models import SHAPES, Shape, write_gguf, write_mlx
+from random_model import BYTES, VOCAB
+from rich.console import Console
+from rich.table import Table
+from servers import MODEL_NAME, phalanx
+from serving import own_counters, progress, spread
+
+from phalanx.bench.client import open_client, stream_chat
+
+ROUNDS = 7
+TOKENS = 48
+MAX_CONTEXT = 2048 + 2 * TOKENS
+ROWS = 8
+
+
+class Llama:
+    """llama.cpp in a process of its own."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        worker = str(Path(__file__).with_name("llama_worker.py"))
+        command = [sys.executable, worker, str(model), "--threads", str(threads)]
+        command += ["--context", str(MAX_CONTEXT), "--rows", str(ROWS)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._read()
+
+    def _read(self) -> dict[str, float]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"llama.cpp ended with status {self.process.wait()}")
+        return dict(json.loads(line))
+
+    def run(self, context: int, tokens: int, rows: int) -> dict[str, float]:
+        """Seconds for prompts and decoding."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"context": context, "tokens": tokens, "rows": rows}) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def end(self) -> None:
+        """Close the pipe, which ends it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+def prompts(context: int, rows: int, turn: int) -> list[list[int]]:
+    """Random token ids that no prefix cache has seen; none is a byte or the end."""
+    draw = random.Random(f"{context} {rows} {turn}")
+    return [[draw.randrange(BYTES + 1, VOCAB) for _ in range(context)] for _ in range(rows)]
+
+
+async def ours(client: httpx.AsyncClient, context: int, tokens: int, rows: int, turn: int) -> dict[str, float]:
+    """Seconds to the first token of one prompt, and tokens/s of all streams while all decode."""
+    bodies = [
+        {"model": MODEL_NAME, "prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        for ids in prompts(context, rows, turn)
+    ]
+    sent = time.perf_counter()
+    answers = await asyncio.gather(*(stream_chat(client, body, path="/completions") for body in bodies))
+    for answer in answers:
+        if answer.completion_tokens != tokens:
+            raise RuntimeError(f"phalanx answered with {answer.completion_tokens} tokens instead of {tokens}")
+    start = max(answer.arrivals[0] for answer in answers)
+    end = min(answer.arrivals[-1] for answer in answers)
+    arrived = sum(sum(start < at <= end for at in answer.arrivals) for answer in answers)
+    return {"prompt_s": answers[0].arrivals[0] - sent, "decode": arrived / (end - start)}
+
+
+@contextmanager
+def busy_neighbour() -> Iterator[None]:
+    """A process that keeps one processor busy."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def compare(shape: Shape, folder: Path, threads: int, flags: list[str], rounds: int) -> dict[str, Any]:
+    """All figures of one model with so many threads."""
+    figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    mlx_model, gguf = write_mlx(shape, folder), write_gguf(shape, folder)
+    server = ("--threads", str(threads), "--no-prefix-caching", "--max-model-len", str(MAX_CONTEXT), *flags)
+    with phalanx(mlx_model, *server) as url:
+        theirs = Llama(gguf, threads)
+        try:
+            async with open_client(url) as client:
+                await ours(client, 64, 8, 1, -1)
+                theirs.run(64, 8, 1)
+                for turn in range(rounds):
+                    progress(f"{shape.name}, {threads} threads, round {turn + 1} of {rounds}")
+                    for who in ("phalanx", "llama.cpp") if turn % 2 == 0 else ("llama.cpp", "phalanx"):
+                        await _measure(who, client, theirs, turn, figures)
+                figures["engine"]["decode 128"] = [await _engine_rate(client)]
+        finally:
+            theirs.end()
+    return {who: dict(values) for who, values in figures.items()}
+
+
+async def _measure(
+    who: str, client: httpx.AsyncClient, theirs: Llama, turn: int, figures: dict[str, dict[str, list[float]]]
+) -> None:
+    async def run(context: int, rows: int) -> tuple[float, float]:
+        if who == "phalanx":
+            found = await ours(client, context, TOKENS, rows, turn)
+            return context / found["prompt_s"], found["decode"]
+        found = theirs.run(context, TOKENS, rows)
+        return context * rows / found["prompt_s"], rows * TOKENS / found["decode_s"]
+
+    mine = figures[who]
+    mine["decode 128"].append((await run(128, 1))[1])
+    mine["decode 1024"].append((await run(1024, 1))[1])
+    mine["decode x8"].append((await run(64, ROWS))[1])
+    mine["prompt 512"].append((await run(512, 1))[0])
+    mine["prompt 2048"].append((await run(2048, 1))[0])
+    with busy_neighbour():
+        mine["busy"].append((await run(128, 1))[1] / mine["decode 128"][-1])
+
+
+async def _engine_rate(client: httpx.AsyncClient) -> float:
+    """Tokens/s of the engine's own steps, while one stream decodes after a context of 128."""
+    await ours(client, 128, 1, 1, 1001)
+    before = await own_counters(client)
+    await ours(client, 128, 4 * TOKENS, 1, 1002)
+    after = await own_counters(client)
+    return (after["steps_total"] - before["steps_total"]) / (after["step_seconds_total"] - before["step_seconds_total"])
+
+
+def ratio(found: dict[str, Any], key: str) -> float:
+    """Median over rounds of ours to theirs."""
+    pairs = zip(found["phalanx"][key], found["llama.cpp"][key], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def show(console: Console, title: str, found: dict[str, Any]) -> None:
+    """A table of medians and extremes."""
+    table = Table(title=title)
+    for column in ("", "phalanx", "llama.cpp", "ratio"):
+        table.add_column(column, justify="right" if column else "left")
+    for key in found["phalanx"]:
+        digits = {who: spread(found[who][key]) for who in ("phalanx", "llama.cpp")}
+        if key == "busy":
+            digits = {who: f"{statistics.median(found[who][key]):.2f}" for who in digits}
+        table.add_row(key, digits["phalanx"], digits["llama.cpp"], f"{ratio(found, key):.2f}")
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--models", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--threads", nargs="*", type=int, default=[2, 1])
+    parser.add_argument("--precisions", nargs="*", choices=("exact", "fast"), default=["exact", "fast"])
+    parser.add_argument("--folder", type=Path, help="Where models are kept; else they are written anew.")
+    options = parser.parse_args()
+    console = Console(stderr=False, width=120)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as directory:
+        folder = options.folder or Path(directory)
+        for name in options.models:
+            for threads in options.threads:
+                for precision in options.precisions:
+                    flags = ["--cpu-precision", precision]
+                    found = asyncio.run(compare(SHAPES[name], folder, threads, flags, options.rounds))
+                    show(console, f"{name}, {threads} threads, {precision}", found)
+                    ratios = {key: ratio(found, key) for key in found["phalanx"]}
+                    results.append(
+                        {"model": name, "threads": threads, "precision": precision, "ratios": ratios, "values": found}
+                    )
+    about = {
+        "machine": f"{platform.system()} {platform.machine()}",
+        "versions": {name: version(name) for name in ("phalanx", "phalanx-cpu", "mlx", "llama-cpp-python")},
+    }
+    print(json.dumps({"benchmark": "cpu", **about, "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Native CPU kernels against stock MLX, one beside the other in one process, and against what the machine can read.
+
+A product of few rows reads every weight once and does little with it: it can be as fast as memory (GB/s against the
+read limit). A product of many rows is limited by arithmetic (GFLOP/s). Both are printed; which one counts is a matter
+of the rows. Times are medians over turns, ours and stock in alternation. A turn evaluates some results at once, as a
+model does: alone, each would pay for waking the threads.
+
+    python benchmarks/kernels.py [--threads 2] [--repeats 15] [--only qmm]
+
+Ends in one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import phalanx_cpu  # before mlx.core
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+
+ops = phalanx_cpu.ops
+library = ctypes.CDLL(str(phalanx_cpu.LIBRARY))
+TURN_SECONDS = 0.05
+"""A turn is as many results as fit, and at least one."""
+STOCK_SECONDS = 1.0
+"""Where stock MLX takes longer than this for one result, it is measured once."""
+
+
+@dataclass
+class Case:
+    """One operation: `make(i)` gives the lazy result of the i-th of several copies that caches do not hold together."""
+
+    name: str
+    ours: Callable[[int], mx.array]
+    stock: Callable[[int], mx.array]
+    bytes: int
+    flops: int
+    copies: int
+
+
+def quantised(rows: int, inner: int, outer: int, bits: int, group: int, precision: str) -> Case:
+    """x [rows, inner] with w [outer, inner], scales of 16 bits, x of 32."""
+    size = outer * inner * bits // 8 + 4 * outer * inner // group
+    copies = max(2, (128 << 20) // size)
+    w = mx.random.randint(0, 1 << 31, (copies, outer, inner * bits // 32)).astype(mx.uint32)
+    scales, biases = (mx.random.normal((copies, outer, inner // group)).astype(mx.float16) for _ in range(2))
+    x = mx.random.normal((rows, inner))
+    # arrays of their own, as a model's weights are: MLX copies views of larger ones
+    parts = [[mx.array(np.array(a[i])) for a in (w, scales, biases)] for i in range(copies)]
+    mx.eval(x)
+    return Case(
+        f"qmm {bits}-bit g{group} {precision} {rows}x{inner}x{outer}",
+        lambda i: ops.quantized_matmul(x, *parts[i], True, group, bits, precision=precision),
+        lambda i: mx.quantized_matmul(x, *parts[i], True, group, bits),
+        size,
+        2 * rows * inner * outer,
+        copies,
+    )
+
+
+def cases(only: str) -> Iterator[Case]:
+    """Each is made when it is due: together they would not fit."""
+    if "qmm".startswith(only):
+        for rows in (1, 8, 512):
+            for precision in ("exact", "fast"):
+                yield quantised(rows, 2048, 5632, 4, 64, precision)
+
+
+def seconds(run: Callable[[int], mx.array], results: int) -> float:
+    """For one of so many results."""
+    start = time.perf_counter()
+    mx.eval([run(i) for i in range(results)])
+    return (time.perf_counter() - start) / results
+
+
+def turn(copies: int, first: float) -> int:
+    return max(1, min(copies, int(TURN_SECONDS / first)))
+
+
+def measure(case: Case, repeats: int) -> tuple[float, float]:
+    """Median seconds of ours and of stock MLX."""
+    first_ours, first_stock = seconds(case.ours, 1), seconds(case.stock, 1)
+    ours, stock = [], []
+    for _ in range(repeats):
+        ours.append(seconds(case.ours, turn(case.copies, first_ours)))
+        if first_stock < STOCK_SECONDS:
+            stock.append(seconds(case.stock, turn(case.copies, first_stock)))
+    return statistics.median(ours), statistics.median(stock or [first_stock])
+
+
+class ReadPass(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("sum", ctypes.c_uint64), ("bytes", ctypes.c_int64)]
+
+
+def read_limit(repeats: int) -> float:
+    """Bytes per second that all threads together can read."""
+    data = np.ones(256 << 18, np.uint32)
+    args = ReadPass(data.ctypes.data, 0, data.nbytes)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        library.kern_read_pass(ctypes.byref(args))
+        times.append(time.perf_counter() - start)
+    return data.nbytes / statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=0, help="threads of our kernels; 0: one per processor")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--only", default="", help="the first letters of a kernel's name")
+    options = parser.parse_args()
+    mx.set_default_device(mx.cpu)
+    ops.set_threads(options.threads)
+    limit = read_limit(options.repeats)
+    print(f"{ops.isa()}, {ops.threads()} threads, read limit {limit / 1e9:.1f} GB/s")
+    print(f"{'kernel':44} {'ours ms':>9} {'stock ms':>10} {'times':>7} {'GB/s':>6} {'limit':>6} {'GFLOP/s':>8}")
+    results = {}
+    for case in cases(options.only):
+        ours, stock = measure(case, options.repeats)
+        rate = case.bytes / ours
+        print(
+            f"{case.name:44} {ours * 1e3:9.3f} {stock * 1e3:10.2f} {stock / ours:7.1f} {rate / 1e9:6.1f} "
+            f"{rate / limit:6.0%} {case.flops / ours / 1e9:8.1f}",
+            flush=True,
+        )
+        results[case.name] = {"ours_s": ours, "stock_s": stock, "bytes": case.bytes, "flops": case.flops}
+    print(json.dumps({"isa": ops.isa(), "threads": ops.threads(), "read_limit": limit, "kernels": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+// The Python module phalanx_cpu._ext: MLX arrays in, lazy MLX arrays out. Locked to the exact MLX it was built with.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+
+#include <string>
+
+#include "attention.h"
+#include "checksum.h"
+#include "dense.h"
+#include "gates.h"
+#include "mlx/version.h"
+#include "norms.h"
+#include "quant.h"
+#include "rope.h"
+#include "vocabulary.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+NB_MODULE(_ext, m) {
+  using namespace phalanx_cpu;
+  m.attr("MLX_VERSION") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
+                          std::to_string(MLX_VERSION_PATCH);
+  m.def("isa", [] { return std::string(kern_isa()); });
+  m.def("set_threads", &kern_set_threads, "threads"_a);
+  m.def("threads", &kern_threads);
+  m.def("matmul", &matmul, "a"_a, "b"_a, "bias"_a.none() = nb::none(), "stream"_a = nb::none());
+  m.def("gather_mm", &gather_mm, "a"_a, "b"_a, "lhs_indices"_a, "rhs_indices"_a, "stream"_a = nb::none());
+  m.def("quantized_matmul", &quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a = nb::none(), "transpose"_a = true,
+        "group_size"_a = nb::none(), "bits"_a = nb::none(), "mode"_a = "affine", nb::kw_only(), "precision"_a = "exact",
+        "stream"_a = nb::none());
+  m.def("gather_qmm", &gather_qmm, "x"_a, "w"_a, "scales"_a, "biases"_a = nb::none(), "lhs_indices"_a = nb::none(),
+        "rhs_indices"_a = nb::none(), "transpose"_a = true, "group_size"_a = nb::none(), "bits"_a = nb::none(),
+        "mode"_a = "affine", nb::kw_only(), "sorted_indices"_a = false, "precision"_a = "exact",
+        "stream"_a = nb::none());
+  m.def("dequantize_rows", &dequantize_rows, "w"_a, "scales"_a, "biases"_a = nb::none(), "indices"_a = nb::none(),
+        "group_size"_a = nb::none(), "bits"_a = nb::none(), "mode"_a = "affine", "dtype"_a = nb::none(), nb::kw_only(),
+        "stream"_a = nb::none());
+  m.def("attention", &attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "mask"_a.none() = nb::none(),
+        "sinks"_a.none() = nb::none(), "lengths"_a.none() = nb::none(), "window"_a = 0, "stream"_a = nb::none());
+  m.def("argmax", &phalanx_cpu::argmax, "x"_a, "keepdims"_a = false, "stream"_a = nb::none());
+  m.def("checksum_load", &checksum_load, "y"_a, "weights"_a, "tag"_a, "stream"_a = nb::none());
+  m.def("checksum_read", &checksum_read, "wire"_a, "weights"_a, "stream"_a = nb::none());
+  m.def("exp_mass", &exp_mass, "x"_a, "keepdims"_a = false, "stream"_a = nb::none());
+  m.def("gelu", &gelu, "gate"_a, "up"_a.none() = nb::none(), "stream"_a = nb::none());
+  m.def("gelu_approx", &gelu_approx, "gate"_a, "up"_a.none() = nb::none(), "stream"_a = nb::none());
+  m.def("gumbel_argmax", &gumbel_argmax, "z"_a, "keys"_a, "floors"_a, "stream"_a = nb::none());
+  m.def("layer_norm", &layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, "stream"_a = nb::none());
+  m.def("logsumexp", &phalanx_cpu::logsumexp, "x"_a, "keepdims"_a = false, "stream"_a = nb::none());
+  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, "stream"_a = nb::none());
+  m.def("rope", &rope, "x"_a, "dims"_a, nb::kw_only(), "traditional"_a, "base"_a.none(), "scale"_a, "offset"_a,
+        "freqs"_a.none() = nb::none(), "stream"_a = nb::none());
+  m.def("silu", &silu, "gate"_a, "up"_a.none() = nb::none(), "stream"_a = nb::none());
+  m.def("softmax", &phalanx_cpu::softmax, "x"_a, "stream"_a = nb::none());
+  m.def("swiglu_oai", &swiglu_oai, "gate"_a, "up"_a, "alpha"_a = 1.702f, "limit"_a = 7.0f, "stream"_a = nb::none());
+  m.def("top_k", &top_k, "x"_a, "k"_a, "stream"_a = nb::none());
+}

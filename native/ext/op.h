@@ -1,0 +1,93 @@
+// A kernel of libkern as a lazy MLX primitive. Runs on the CPU stream like MLX's own operations.
+#pragma once
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "mlx/allocator.h"
+#include "mlx/array.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/dtype.h"
+#include "mlx/ops.h"
+#include "mlx/primitives.h"
+#include "mlx/utils.h"
+
+#include "kern/base.h"
+
+namespace phalanx_cpu {
+
+namespace mx = mlx::core;
+using Arrays = std::vector<mx::array>;
+
+inline int type_of(mx::Dtype dtype) {
+  if (dtype == mx::float32) return KERN_F32;
+  if (dtype == mx::float16) return KERN_F16;
+  if (dtype == mx::bfloat16) return KERN_BF16;
+  return -1;
+}
+
+inline int float_type(mx::Dtype dtype, const std::string& what) {
+  int type = type_of(dtype);
+  if (type < 0) throw std::invalid_argument(what + ": only float32, float16 and bfloat16 are supported");
+  return type;
+}
+
+// Of [..., width].
+inline int64_t row_count(const mx::array& a) {
+  return a.shape(-1) == 0 ? 0 : static_cast<int64_t>(a.size()) / a.shape(-1);
+}
+
+inline const void* data(const mx::array& a) { return a.data<char>(); }
+inline void* data(mx::array& a) { return a.data<char>(); }
+
+// Args: the kernel's argument struct. `fill` completes it when the buffers are known, and returns nothing: what cannot
+// be computed was refused before the operation was made.
+template <class Args>
+class Op : public mx::Primitive {
+ public:
+  using Fill = void (*)(Args&, const Arrays& in, Arrays& out);
+  using Run = int (*)(const Args*);
+
+  Op(mx::Stream stream, const char* name, Args args, Fill fill, Run run)
+      : mx::Primitive(stream), name_(name), args_(args), fill_(fill), run_(run) {}
+
+  void eval_cpu(const Arrays& in, Arrays& out) override {
+    for (mx::array& o : out) o.set_data(mx::allocator::malloc(o.nbytes()));
+    Args args = args_;
+    fill_(args, in, out);
+    mx::cpu::get_command_encoder(stream()).dispatch([args, run = run_, name = name_] {
+      if (run(&args) != KERN_OK) throw std::runtime_error(std::string(name) + ": the kernel refused its arguments");
+    });
+  }
+  void eval_gpu(const Arrays&, Arrays&) override { throw std::runtime_error("phalanx_cpu runs on the CPU only"); }
+  const char* name() const override { return name_; }
+
+ private:
+  const char* name_;
+  Args args_;
+  Fill fill_;
+  Run run_;
+};
+
+// One lazy array from a kernel.
+template <class Args>
+mx::array make(mx::Shape shape, mx::Dtype dtype, mx::Stream stream, const char* name, Args args,
+               typename Op<Args>::Fill fill, typename Op<Args>::Run run, Arrays inputs) {
+  return mx::array(std::move(shape), dtype, std::make_shared<Op<Args>>(stream, name, args, fill, run),
+                   std::move(inputs));
+}
+
+// Several from one kernel.
+template <class Args>
+Arrays make_many(std::vector<mx::Shape> shapes, const std::vector<mx::Dtype>& dtypes, mx::Stream stream,
+                 const char* name, Args args, typename Op<Args>::Fill fill, typename Op<Args>::Run run, Arrays inputs) {
+  return mx::array::make_arrays(std::move(shapes), dtypes, std::make_shared<Op<Args>>(stream, name, args, fill, run),
+                                inputs);
+}
+
+// The same values in row-major order without gaps; a copy only where they are not so already.
+inline mx::array packed(const mx::array& a, mx::Stream stream) { return mx::contiguous(a, false, stream); }
+
+}  // namespace phalanx_cpu

@@ -1,0 +1,37 @@
+// Checksums of vectors that ranks sum (src/phalanx/dist/reduce.py): what travels, and what is read off its sum.
+#pragma once
+#include "kern/base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// wire[r] = y[r], then sum(y[r] * weights) as one number in fp32 and as two, high and low, in 16 bits, then the tag;
+// squares[r] = sum(y[r]^2). y [rows, width], wire [rows, width + 2 or 3] without gaps.
+typedef struct {
+  const void* y;
+  const float* weights;  // [width]
+  void* wire;
+  float* squares;
+  int64_t rows, width;
+  int64_t y_stride;
+  float tag;
+  int type;  // of y and wire
+} kern_checksum_load_args;
+KERN_API int kern_checksum_load(const kern_checksum_load_args* args);
+
+// figures[r] = (sum(wire[r][0, width) * weights) minus the checksum, the tag). The tag is NaN if any element is not
+// finite: a residual that is infinite must not pass beside a limit that is, too.
+typedef struct {
+  const void* wire;  // as above
+  const float* weights;
+  float* figures;  // [rows, 2]
+  int64_t rows, width;
+  int64_t wire_stride;
+  int type;
+} kern_checksum_read_args;
+KERN_API int kern_checksum_read(const kern_checksum_read_args* args);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,61 @@
+"""What travels with a vector that ranks sum, and what is read off the sum (A6). `reduce.py` judges by it.
+
+A checksum is the vector times random signs, as one number in float32 and as two, high and low, in 16 bits; it adds up
+like the vector does. The tag behind it is a small integer that all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import mlx.core as mx
+
+
+class Checksum(Protocol):
+    """A way to compute both; all give the same numbers up to rounding."""
+
+    def load(self, y: mx.array, signs: mx.array, tag: int) -> tuple[mx.array, mx.array]:
+        """What to sum instead of y [rows, width], and the squared magnitude of each row.
+
+        Args:
+            signs: [width], +-1 / sqrt(width), so that a checksum is as large as an element.
+        """
+
+    def read(self, wire: mx.array, signs: mx.array) -> mx.array:
+        """[rows, 2]: by how much the checksum of a sum differs from the sum's, and its tag."""
+
+
+class ComposedChecksum:
+    """By MLX's own operations."""
+
+    def __init__(self) -> None:
+        self._readouts: dict[tuple[int, mx.Dtype], tuple[mx.array, mx.array]] = {}
+
+    def load(self, y: mx.array, signs: mx.array, tag: int) -> tuple[mx.array, mx.array]:
+        wide = y if y.dtype == mx.float32 else y.astype(mx.float32)
+        checksum = (wide @ signs)[:, None]
+        tags = mx.full((y.shape[0], 1), tag, dtype=y.dtype)
+        squares = mx.sum(mx.square(wide), axis=-1)
+        if y.dtype == mx.float32:
+            return mx.concatenate([y, checksum, tags], axis=-1), squares
+        high = checksum.astype(y.dtype)
+        low = (checksum - high).astype(y.dtype)
+        return mx.concatenate([y, high, low, tags], axis=-1), squares
+
+    def read(self, wire: mx.array, signs: mx.array) -> mx.array:
+        seen = wire if wire.dtype == mx.float32 else wire.astype(mx.float32)
+        return seen @ self._readout(signs, wire.dtype)
+
+    def _readout(self, signs: mx.array, dtype: mx.Dtype) -> mx.array:
+        """The matrix that reads residual and tag off a row in one product."""
+        key = (id(signs), dtype)  # which stay what they are, since they are kept here
+        if key not in self._readouts:
+            width = signs.shape[0]
+            checksums = 1 if dtype == mx.float32 else 2
+            readout = mx.zeros((width + checksums + 1, 2))
+            readout[:width, 0] = signs
+            readout[width : width + checksums, 0] = -1.0
+            readout[width + checksums, 1] = 1.0
+            mx.eval(readout)
+            self._readouts[key] = (signs, readout)
+        return self._readouts[key][1]

@@ -1,0 +1,1 @@
+"""Native CPU kernels: whether they are there, and how they get into MLX. The C++ is in native/."""

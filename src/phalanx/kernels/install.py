@@ -1,0 +1,297 @@
+"""Puts the native kernels into MLX: the one place where phalanx changes what MLX does (DESIGN section 7).
+
+Models call `mx.fast.rms_norm`, `mx.quantized_matmul`, `x @ w.T` and the like; each of these is replaced once per
+process by a function of the same signature that computes natively what it can, and otherwise calls what it replaced.
+So every architecture gains without a change. Does not know models.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx.nn.layers import activations as nn_activations
+from mlx_lm.models import activations as lm_activations
+
+from phalanx.config import CpuPrecision
+from phalanx.kernels import preload
+
+Function = Callable[..., mx.array]
+Replacements = dict[str, Function]
+"""Attribute of an object -> what stands there from now on."""
+
+
+class Ops(Protocol):
+    """The native operations: functions of arrays by name."""
+
+    def __getattr__(self, name: str) -> Function: ...
+
+
+SMALL = (mx.float16, mx.bfloat16)
+FLOATS = (mx.float32, *SMALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What computes natively in this process."""
+
+    isa: str
+    threads: int
+    precision: str
+    entry_points: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = ", ".join(self.entry_points)
+        return f"{self.isa}, {self.threads} threads, precision {self.precision}: {names}"
+
+
+def threads_for(ranks_here: int) -> int:
+    """An equal share of the processors that this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, allowed // max(1, ranks_here))
+
+
+def active() -> bool:
+    """Whether this process computes natively."""
+    return bool(_replaced)
+
+
+def install(precision: CpuPrecision, threads: int) -> Installed | None:
+    """Replace MLX's entry points; None where MLX does not compute on the CPU or the kernels are not there.
+
+    Args:
+        precision: of quantised products; `auto` is exact: with 8-bit activations a resumed stream, whose tokens are
+            read again as a prompt, must have been computed that way in the first place, so it is all or nothing.
+
+    Raises:
+        RuntimeError: they were installed before.
+    """
+    if mx.default_device() != mx.Device(mx.cpu) or preload.OPS is None:
+        return None
+    if _replaced:
+        raise RuntimeError("the native kernels are installed already")
+    ops: Ops = preload.OPS
+    preload.OPS.set_threads(threads)
+    chosen = "fast" if precision == "fast" else "exact"
+    names = []
+    for owner, functions in (
+        (mx, {**_products(ops), **_quantised(ops, chosen)}),
+        (mx.array, _operators(ops)),
+        (mx.fast, _fast(ops)),
+    ):
+        for name, native in functions.items():
+            _replaced[owner, name] = getattr(owner, name)
+            setattr(owner, name, functools.wraps(getattr(owner, name))(native))
+            names.append(name.strip("_"))
+    for stock, native in _activations(ops):
+        _replace_everywhere(stock, functools.wraps(stock)(native))
+        names.append(stock.__name__)
+    return Installed(preload.OPS.isa(), preload.OPS.threads(), chosen, tuple(dict.fromkeys(names)))
+
+
+_replaced: dict[tuple[Any, str], Function] = {}
+
+
+class NativeChecksum:
+    """A checksum (`dist/checksum.py`) in one pass over the vector where it is sent, and one where it arrives."""
+
+    def __init__(self) -> None:
+        self._ops: Ops = preload.OPS
+
+    def load(self, y: mx.array, signs: mx.array, tag: int) -> tuple[mx.array, mx.array]:
+        wire, squares = self._ops.checksum_load(y, signs, float(tag))
+        return wire, squares
+
+    def read(self, wire: mx.array, signs: mx.array) -> mx.array:
+        return self._ops.checksum_read(wire, signs)
+
+
+def _replace_everywhere(stock: Function, native: Function) -> None:
+    """Activations are imported by name into every module that uses them."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(("mlx.nn", "mlx_lm.models")):
+            for name, value in list(vars(module).items()):
+                if value is stock:
+                    _replaced[module, name] = stock
+                    setattr(module, name, native)
+
+
+def _product(ops: Ops, a: mx.array, b: Any, stock: Function) -> mx.array:
+    """Float32 matrices take MLX's own way, whose BLAS is ours; those of 16 bits would bypass that."""
+    if not isinstance(b, mx.array) or a.dtype not in FLOATS or b.dtype not in FLOATS:
+        return stock(a, b)
+    if a.dtype == mx.float32 == b.dtype or a.ndim == 0 or b.ndim < 2:
+        return stock(a, b)
+    if b.ndim == 2 and a.shape[-1] == b.shape[0]:
+        return ops.matmul(a, b)
+    return stock(a.astype(mx.float32), b.astype(mx.float32)).astype(mx.result_type(a, b))
+
+
+def _operators(ops: Ops) -> Replacements:
+    stock = mx.array.__matmul__
+
+    def at(self: mx.array, other: Any) -> mx.array:
+        return _product(ops, self, other, stock)
+
+    return {"__matmul__": at}
+
+
+def _products(ops: Ops) -> Replacements:
+    stock_matmul, stock_addmm, stock_gather = mx.matmul, mx.addmm, mx.gather_mm
+
+    def matmul(a: mx.array, b: mx.array, /, *, stream: Any = None) -> mx.array:
+        return stock_matmul(a, b, stream=stream) if stream is not None else _product(ops, a, b, stock_matmul)
+
+    def addmm(
+        c: mx.array, a: mx.array, b: mx.array, /, alpha: float = 1.0, beta: float = 1.0, *, stream: Any = None
+    ) -> mx.array:
+        layer = alpha == 1.0 and beta == 1.0 and c.ndim == 1 and b.ndim == 2 and a.ndim >= 1
+        floating = {a.dtype, b.dtype, c.dtype} <= set(FLOATS)
+        if stream is None and layer and floating and a.shape[-1] == b.shape[0] and c.shape[0] == b.shape[1]:
+            if mx.result_type(a, b, c) == mx.result_type(a, b):
+                return ops.matmul(a, b, c)
+        return stock_addmm(c, a, b, alpha, beta, stream=stream)
+
+    def gather_mm(
+        a: mx.array, b: mx.array, /, lhs_indices: Any = None, rhs_indices: Any = None, *, sorted_indices: bool = False,
+        stream: Any = None,
+    ) -> mx.array:  # fmt: skip
+        if stream is None and rhs_indices is not None and a.dtype in FLOATS and b.dtype in FLOATS:
+            return ops.gather_mm(a, b, *_index_pairs(a, lhs_indices, rhs_indices))
+        return stock_gather(a, b, lhs_indices, rhs_indices, sorted_indices=sorted_indices, stream=stream)
+
+    return {"matmul": matmul, "addmm": addmm, "gather_mm": gather_mm}
+
+
+def _quantised(ops: Ops, precision: str) -> Replacements:
+    stock_matmul, stock_gather, stock_dequantize = mx.quantized_matmul, mx.gather_qmm, mx.dequantize
+
+    def quantized_matmul(
+        x: mx.array, w: mx.array, /, scales: mx.array, biases: mx.array | None = None, transpose: bool = True,
+        group_size: int | None = None, bits: int | None = None, mode: str = "affine", *, stream: Any = None,
+    ) -> mx.array:  # fmt: skip
+        arguments = (x, w, scales, biases, transpose, group_size, bits, mode)
+        if stream is None and _takes(x, scales, mode):
+            return ops.quantized_matmul(*arguments, precision=precision)
+        return stock_matmul(*arguments, stream=stream)
+
+    def gather_qmm(
+        x: mx.array, w: mx.array, /, scales: mx.array, biases: mx.array | None = None, lhs_indices: Any = None,
+        rhs_indices: Any = None, transpose: bool = True, group_size: int | None = None, bits: int | None = None,
+        mode: str = "affine", global_scale: Any = None, *, sorted_indices: bool = False, stream: Any = None,
+    ) -> mx.array:  # fmt: skip
+        arguments = (x, w, scales, biases, lhs_indices, rhs_indices, transpose, group_size, bits, mode)
+        if stream is None and global_scale is None and _takes(x, scales, mode):
+            return ops.gather_qmm(*arguments, precision=precision)
+        return stock_gather(*arguments, global_scale, sorted_indices=sorted_indices, stream=stream)
+
+    def dequantize(
+        w: mx.array, /, scales: mx.array, biases: mx.array | None = None, group_size: int | None = None,
+        bits: int | None = None, mode: str = "affine", global_scale: Any = None, dtype: Any = None, *,
+        stream: Any = None,
+    ) -> mx.array:  # fmt: skip
+        if stream is None and global_scale is None and (dtype is None or dtype in FLOATS):
+            if mode in MODES and (mode != "affine" or scales.dtype in FLOATS):
+                return ops.dequantize_rows(w, scales, biases, None, group_size, bits, mode, dtype)
+        return stock_dequantize(w, scales, biases, group_size, bits, mode, global_scale, dtype, stream=stream)
+
+    return {"quantized_matmul": quantized_matmul, "gather_qmm": gather_qmm, "dequantize": dequantize}
+
+
+MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
+
+
+def _takes(x: mx.array, scales: mx.array, mode: str) -> bool:
+    return x.dtype in FLOATS and mode in MODES and (mode != "affine" or scales.dtype in FLOATS)
+
+
+def _fast(ops: Ops) -> Replacements:
+    stock_rms, stock_layer, stock_rope = mx.fast.rms_norm, mx.fast.layer_norm, mx.fast.rope
+    stock_attention = mx.fast.scaled_dot_product_attention
+
+    def rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None) -> mx.array:
+        if stream is None and _keeps_type(x, weight):
+            return ops.rms_norm(x, weight, eps)
+        return stock_rms(x, weight, eps, stream=stream)
+
+    def layer_norm(
+        x: mx.array, weight: mx.array | None, bias: mx.array | None, eps: float, *, stream: Any = None
+    ) -> mx.array:
+        if stream is None and _keeps_type(x, weight, bias):
+            return ops.layer_norm(x, weight, bias, eps)
+        return stock_layer(x, weight, bias, eps, stream=stream)
+
+    def rope(
+        a: mx.array, dims: int, *, traditional: bool, base: float | None, scale: float, offset: Any,
+        freqs: mx.array | None = None, stream: Any = None,
+    ) -> mx.array:  # fmt: skip
+        if stream is None and a.dtype in FLOATS and a.ndim >= 3:
+            return ops.rope(a, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs)
+        return stock_rope(
+            a, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs, stream=stream
+        )
+
+    def attention(
+        q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: mx.array | None = None,
+        force_fused: bool = False, stream: Any = None,
+    ) -> mx.array:  # fmt: skip
+        if stream is None and q.dtype in FLOATS and q.dtype == k.dtype == v.dtype:
+            return ops.attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+        return stock_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, force_fused=force_fused, stream=stream)
+
+    return {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope, "scaled_dot_product_attention": attention}
+
+
+def _keeps_type(x: mx.array, *weights: mx.array | None) -> bool:
+    """Whether a norm's result has the type of what is normed, and there is something."""
+    present = [w for w in weights if w is not None]
+    floating = all(array.dtype in FLOATS for array in (x, *present))
+    return floating and x.size > 0 and mx.result_type(x, *present) == x.dtype
+
+
+def _activations(ops: Ops) -> list[tuple[Function, Function]]:
+    """Stock function -> ours."""
+
+    def silu(x: mx.array) -> mx.array:
+        return ops.silu(x) if x.dtype in FLOATS else nn_silu(x)
+
+    def gelu(x: mx.array) -> mx.array:
+        return ops.gelu(x) if x.dtype in FLOATS else nn_gelu(x)
+
+    def gelu_approx(x: mx.array) -> mx.array:
+        return ops.gelu_approx(x) if x.dtype in FLOATS else nn_gelu_approx(x)
+
+    def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+        return ops.silu(gate, x) if _alike(gate, x) else lm_swiglu(gate, x)
+
+    def swiglu_oai(gate: mx.array, x: mx.array, alpha: float = 1.702, limit: float = 7.0) -> mx.array:
+        return ops.swiglu_oai(gate, x, alpha, limit) if _alike(gate, x) else lm_swiglu_oai(gate, x, alpha, limit)
+
+    nn_silu, nn_gelu, nn_gelu_approx = nn_activations.silu, nn_activations.gelu, nn_activations.gelu_approx
+    lm_swiglu, lm_swiglu_oai = lm_activations.swiglu, lm_activations.swiglu_oai
+    return [
+        (nn_silu, silu),
+        (nn_gelu, gelu),
+        (nn_gelu_approx, gelu_approx),
+        (lm_swiglu, swiglu),
+        (lm_swiglu_oai, swiglu_oai),
+    ]
+
+
+def _alike(a: mx.array, b: mx.array) -> bool:
+    return a.dtype in FLOATS and a.dtype == b.dtype and a.shape == b.shape
+
+
+def _index_pairs(a: mx.array, lhs: mx.array | None, rhs: mx.array) -> tuple[mx.array, mx.array]:
+    """Both index arrays in one shape; without the first, matrices of a are taken in order, as MLX does."""
+    if lhs is None:
+        batch = a.shape[:-2]
+        lhs = mx.arange(math.prod(batch), dtype=mx.uint32).reshape(batch)
+    lhs, rhs = mx.broadcast_arrays(lhs, rhs)
+    return lhs, rhs

@@ -1,0 +1,251 @@
+"""Kernels of kern/quant.h against float64 of the decoded weights."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kern import BF16, EPS, F16, F32, call, decode, encode, library, pointer, unaligned
+from quant import (
+    AFFINE,
+    EXACT,
+    FAST,
+    FORMATS,
+    MXFP8,
+    Dequantize,
+    Matmul,
+    matmul,
+    random_matrices,
+)
+
+KINDS = [F32, F16, BF16]
+few = settings(max_examples=4, deadline=None)
+seeds = st.integers(0, 1000)
+offsets = st.integers(0, 3)
+ROWS = [1, 2, 3, 5, 8, 9, 17, 40]
+"""Rows of x: each way that the kernels group them."""
+INTEGER_PRODUCTS = {b"avx2": 4, b"avx512": 8}.get(library.kern_isa(), 0)
+"""Codes of up to so many bits are multiplied as integers where precision is fast."""
+
+
+def rounded(values, kind):
+    """Half a step of an element type, and what lies below its range."""
+    return np.abs(values) * EPS[kind] + (2.0**-25 if kind == F16 else 2.0**-133)
+
+
+def exact_bound(w, x, wanted, kind, transpose=True):
+    """Each product and sum rounds to float32; so does each decoded weight, whose parts may cancel."""
+    size = np.swapaxes(w.size, -1, -2) if transpose else w.size
+    return (x.shape[-1] + 16) * EPS[F32] * (np.abs(x) @ size) + rounded(wanted, kind)
+
+
+def steps(x, group):
+    """What rounding each group of activations to int8 changes at most."""
+    peaks = np.abs(x.reshape(*x.shape[:-1], x.shape[-1] // group, group)).max(-1)
+    return np.repeat(peaks / 127, group, -1) * 0.501
+
+
+@pytest.mark.parametrize("scale_type", KINDS)
+@pytest.mark.parametrize("format", FORMATS)
+@few
+@given(
+    x_type=st.sampled_from(KINDS),
+    out_type=st.sampled_from(KINDS),
+    rows=st.sampled_from(ROWS),
+    outer=st.integers(1, 70),
+    groups=st.integers(1, 12),
+    scale=st.sampled_from([1e-3, 1.0, 30.0]),
+    offset=offsets,
+    seed=seeds,
+)
+def test_product(format, scale_type, x_type, out_type, rows, outer, groups, scale, offset, seed):
+    random = np.random.default_rng(seed)
+    mode, bits, group = format
+    if out_type == F16 and mode != AFFINE:
+        out_type = F32  # scales span the range of float16
+    width = group * groups if group >= 32 else 32 * groups
+    w = random_matrices(random, mode, bits, group, 1, outer, width, scale_type, offset)
+    x = unaligned(encode(random.normal(size=(1, rows, width)) * scale, x_type), offset)
+    exact = decode(x, x_type)
+    wanted = exact @ np.swapaxes(w.values, -1, -2)
+    bound = exact_bound(w, exact, wanted, out_type)
+    assert (np.abs(matmul(w, x, x_type, out_type) - wanted) <= bound).all()
+    fast = matmul(w, x, x_type, out_type, precision=FAST)
+    if bits <= INTEGER_PRODUCTS and mode != MXFP8:
+        # codes meet rounded activations, biases their rounded sums; FP4 codes are counted from -6 on
+        size = w.size + 12 * w.scale if mode != AFFINE else w.size
+        bound = bound + steps(exact, group) @ np.swapaxes(np.abs(w.values), -1, -2)
+        bound = bound + (width + 16) * EPS[F32] * ((np.abs(exact) + steps(exact, group)) @ np.swapaxes(size, -1, -2))
+    assert (np.abs(fast - wanted) <= bound).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@few
+@given(
+    kind=st.sampled_from(KINDS),
+    rows=st.sampled_from(ROWS),
+    inner=st.integers(1, 70),
+    groups=st.integers(1, 12),
+    offset=offsets,
+    seed=seeds,
+)
+def test_product_without_transposition(format, kind, rows, inner, groups, offset, seed):
+    random = np.random.default_rng(seed)
+    mode, bits, group = format
+    w = random_matrices(random, mode, bits, group, 2, inner, max(group, 32) * groups, F32, offset)
+    x = unaligned(encode(random.normal(size=(2, rows, inner)), kind), offset)
+    exact = decode(x, kind)
+    wanted = exact @ w.values
+    out = matmul(w, x, kind, F32, transpose=False)
+    assert (np.abs(out - wanted) <= exact_bound(w, exact, wanted, F32, transpose=False)).all()
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("precision", [EXACT, FAST])
+@few
+@given(pairs=st.integers(0, 60), rows=st.integers(0, 3), matrices=st.integers(1, 5), seed=seeds)
+def test_gather(transpose, precision, pairs, rows, matrices, seed):
+    random = np.random.default_rng(seed)
+    w = random_matrices(random, AFFINE, 4, 32, matrices, 64, 64)
+    x = random.normal(size=(7, rows, 64)).astype(np.float32)
+    lhs, rhs = (random.integers(0, n, pairs, dtype=np.uint32) for n in (7, matrices))
+    out = matmul(w, x, F32, F32, transpose=transpose, precision=precision, lhs=lhs, rhs=rhs)
+    values = np.swapaxes(w.values, -1, -2) if transpose else w.values
+    wanted = x.astype(np.float64)[lhs] @ values[rhs]
+    assert out.shape == wanted.shape
+    bound = 1e-4 + (steps(x, 32)[lhs] @ np.abs(values)[rhs] if precision == FAST else 0.0)
+    assert (np.abs(out - wanted) <= bound).all()
+    for i in range(min(pairs, 4)):  # as if the pair were alone
+        alone = matmul(w, x, F32, F32, transpose=transpose, precision=precision, lhs=lhs[i : i + 1], rhs=rhs[i : i + 1])
+        assert np.allclose(alone[0], out[i], atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [100, 1100])
+@pytest.mark.parametrize("precision", [EXACT, FAST])
+def test_large_products_do_not_depend_on_threads(precision, rows):
+    random = np.random.default_rng(0)
+    w = random_matrices(random, AFFINE, 4, 64, 1, 200, 1216)
+    x = random.normal(size=(1, rows, 1216)).astype(np.float32)
+    threads = library.kern_threads()
+    out = []
+    for count in (1, 2, 3):
+        library.kern_set_threads(count)
+        out.append(matmul(w, x, F32, F32, precision=precision))
+    library.kern_set_threads(threads)
+    assert (out[0] == out[1]).all()
+    assert (out[0] == out[2]).all()
+    wanted = x.astype(np.float64) @ np.swapaxes(w.values, -1, -2)
+    assert np.abs(out[0] - wanted).max() <= (1e-4 if precision == EXACT else 2e-2) * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("precision", [EXACT, FAST])
+def test_a_row_does_not_depend_on_its_batch(precision):
+    random = np.random.default_rng(0)
+    w = random_matrices(random, AFFINE, 4, 64, 1, 60, 2176)
+    x = random.normal(size=(1, 8, 2176)).astype(np.float32)
+    alone = matmul(w, x[:, :1].copy(), F32, F32, precision=precision)
+    for rows in range(2, 9):
+        assert (matmul(w, x[:, :rows].copy(), F32, F32, precision=precision)[:, :1] == alone).all()
+
+
+@pytest.mark.parametrize("precision", [EXACT, FAST])
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("rows", [3, 30])
+@pytest.mark.parametrize("bits", [4, 5])
+def test_what_is_no_number_stays_in_its_row(precision, transpose, bad, rows, bits):
+    random = np.random.default_rng(0)
+    w = random_matrices(random, AFFINE, bits, 32, 1, 96, 96)
+    x = random.normal(size=(1, rows, 96)).astype(np.float32)
+    x[0, 1, 70] = bad
+    out = matmul(w, x, F32, F32, transpose=transpose, precision=precision)[0]
+    assert not np.isfinite(out[1]).any()
+    assert np.isfinite(np.delete(out, 1, 0)).all()
+
+
+@pytest.mark.parametrize("bad", [0x7F, 0xFF])
+def test_fp8_that_is_no_number(bad):
+    w = random_matrices(np.random.default_rng(0), MXFP8, 8, 32, 1, 3, 64)
+    w.codes.view(np.uint8).reshape(3, 64)[1, 40] = bad
+    for rows in (1, 20):
+        out = matmul(w, np.ones((1, rows, 64), np.float32), F32, F32)[0]
+        assert np.isnan(out[:, 1]).all()
+        assert np.isfinite(out[:, [0, 2]]).all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+@pytest.mark.parametrize("precision", [EXACT, FAST])
+def test_extreme_activations(scale, precision):
+    random = np.random.default_rng(0)
+    w = random_matrices(random, AFFINE, 4, 32, 1, 20, 128)
+    for rows in (1, 30):
+        x = (random.normal(size=(1, rows, 128)) * scale).astype(np.float32)
+        wanted = x.astype(np.float64) @ np.swapaxes(w.values, -1, -2)
+        out = matmul(w, x, F32, F32, precision=precision)
+        assert np.abs(out - wanted).max() <= (1e-5 if precision == EXACT else 3e-2) * np.abs(wanted).max() + 1e-35
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@few
+@given(
+    kind=st.sampled_from(KINDS),
+    rows=st.integers(1, 9),
+    groups=st.integers(1, 9),
+    count=st.integers(0, 12),
+    offset=offsets,
+    seed=seeds,
+)
+def test_dequantize(format, kind, rows, groups, count, offset, seed):
+    random = np.random.default_rng(seed)
+    mode, bits, group = format
+    w = random_matrices(random, mode, bits, group, 1, rows, max(group, 32) * groups, F16, offset)
+    indices = random.integers(0, rows, count, dtype=np.uint32) if count else None
+    wanted = w.values[0] if indices is None else w.values[0, indices]
+    out = encode(np.zeros(wanted.shape), kind)
+    args = Dequantize(w.struct(), pointer(indices), pointer(out), len(wanted), kind)
+    assert call("kern_dequantize", args) == 0
+    size = w.size[0] if indices is None else w.size[0, indices]
+    if kind == F16:
+        wanted = np.clip(wanted, -1e5, 1e5)  # rounds to Inf
+    got, inside = decode(out, kind), np.abs(wanted) < (65504 if kind == F16 else np.inf)
+    assert (np.abs(got[~inside]) >= 65504).all()
+    assert (np.abs(got - wanted)[inside] <= (2 * EPS[F32] * size + rounded(wanted, kind))[inside]).all()
+
+
+def test_refusals():
+    w = random_matrices(np.random.default_rng(0), AFFINE, 4, 32, 2, 4, 64)
+    x, out = np.zeros((3, 1, 64), np.float32), np.zeros((3, 1, 4), np.float32)
+    inside, outside = np.array([0, 1, 1], np.uint32), np.array([0, 1, 3], np.uint32)
+
+    def status(quant, lhs, rhs, x_type=F32):
+        args = (quant, pointer(x), pointer(out), pointer(lhs), pointer(rhs), 3, 3, 1, 1, x_type, F32, EXACT)
+        return call("kern_quant_matmul", Matmul(*args))
+
+    def changed(**fields):
+        quant = w.struct()
+        for name, value in fields.items():
+            setattr(quant, name, value)
+        return quant
+
+    assert status(w.struct(), inside, inside) == 0
+    assert status(w.struct(), outside, inside) == 1
+    assert status(w.struct(), inside, outside) == 1
+    assert status(w.struct(), None, None) == 1  # three pairs, two matrices
+    assert status(w.struct(), inside, inside, x_type=9) == 1
+    assert status(changed(bits=7), inside, inside) == 1
+    assert status(changed(group=16), inside, inside) == 1
+    assert status(changed(mode=9), inside, inside) == 1
+    assert status(changed(scale_type=9), inside, inside) == 1
+
+
+def test_read_pass():
+    class ReadPass(ctypes.Structure):
+        _fields_ = [("data", ctypes.c_void_p), ("sum", ctypes.c_uint64), ("bytes", ctypes.c_int64)]
+
+    data = np.ones(1 << 20, np.uint32)
+    args = ReadPass(pointer(data), 0, data.nbytes)
+    assert call("kern_read_pass", args) == 0
+    assert args.sum > 0
