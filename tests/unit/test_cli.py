@@ -80,9 +80,9 @@ def test_defaults(parsed: list[ServerConfig]) -> None:
 
 
 ENGINE_FLAGS: list[tuple[list[str], str, Any]] = [
-    ("--no-cpu-kernels", "cpu_kernels", False),
-    ("--cpu-precision fast", "cpu_precision", "fast"),
-    ("--threads 3", "threads", 3),
+    (["--no-cpu-kernels"], "cpu_kernels", False),
+    (["--cpu-precision", "fast"], "cpu_precision", "fast"),
+    (["--threads", "3"], "threads", 3),
     (["some/model"], "model", "some/model"),
     (["--revision", "v2"], "revision", "v2"),
     (["--trust-remote-code"], "trust_remote_code", True),
