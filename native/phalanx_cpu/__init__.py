@@ -25,7 +25,8 @@ if (_found := version("mlx")) != MLX_VERSION:
 BLAS_IN_USE = "mlx.core" not in sys.modules
 """Whether MLX takes its matrix products from here: symbols are bound when MLX is loaded."""
 
-ctypes.CDLL(os.fspath(LIBRARY), mode=ctypes.RTLD_GLOBAL)
+# Too late, it must not show at all: which of MLX's products came from here would be a matter of chance.
+ctypes.CDLL(os.fspath(LIBRARY), mode=ctypes.RTLD_GLOBAL if BLAS_IN_USE else ctypes.RTLD_LOCAL)
 
 import mlx.core  # noqa: E402  (the extension needs its types)
 

@@ -62,6 +62,11 @@ def active() -> bool:
     return bool(_replaced)
 
 
+def operations() -> Ops | None:
+    """Native operations that stand for several of MLX's, for whoever composes those; None where MLX computes."""
+    return preload.OPS if _replaced else None
+
+
 def install(precision: CpuPrecision, threads: int) -> Installed | None:
     """Replace MLX's entry points; None where MLX does not compute on the CPU or the kernels are not there.
 

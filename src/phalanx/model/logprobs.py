@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from phalanx.kernels import install
 from phalanx.types import TokenLogprobs
 
 
@@ -26,12 +27,22 @@ def ranked(z: mx.array, width: int) -> tuple[mx.array, mx.array]:
     Returns:
         Values [R, width] float32 and token ids [R, width] uint64.
     """
+    if (native := install.operations()) is not None:
+        values, tokens = native.top_k(z, width)
+        return values, tokens.astype(mx.uint64)
     ids = mx.arange(z.shape[1], dtype=mx.uint64)
     keys = (z.view(mx.uint32).astype(mx.uint64) << 32) | ids
     if width < z.shape[1]:
         keys = mx.partition(keys, width - 1, axis=-1)[:, :width]
     keys = mx.sort(keys, axis=-1)
     return (keys >> 32).astype(mx.uint32).view(mx.float32), keys & 0xFFFFFFFF
+
+
+def log_of_sum(centred: mx.array) -> mx.array:
+    """log(sum(exp(row))) of rows whose largest value is 0, [R, 1]."""
+    if (native := install.operations()) is not None:
+        return native.logsumexp(centred, keepdims=True)
+    return mx.log(mx.sum(mx.exp(centred), axis=-1, keepdims=True))
 
 
 class Scorer:
@@ -46,7 +57,7 @@ class Scorer:
     def __init__(self, raw: mx.array, tokens: mx.array, tops: Sequence[int]) -> None:
         self._tops = tops
         centred = raw - mx.max(raw, axis=-1, keepdims=True)
-        log_total = mx.log(mx.sum(mx.exp(centred), axis=-1, keepdims=True))
+        log_total = log_of_sum(centred)
         chosen = mx.expand_dims(tokens.astype(mx.int32), -1)
         value = mx.take_along_axis(centred, chosen, axis=-1)
         earlier = mx.arange(raw.shape[1], dtype=mx.int32) < chosen

@@ -22,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from phalanx.errors import NonFiniteLogits
+from phalanx.kernels import install
 from phalanx.model.logprobs import Scorer, ranked
 from phalanx.model.noise import gumbel, noise_key
 from phalanx.model.penalties import adjust
@@ -210,6 +211,8 @@ class _Rows:
 
     def draw_from_all(self) -> mx.array:
         """Tokens [R] when only min_p filters."""
+        if (native := install.operations()) is not None:
+            return native.gumbel_argmax(self._z, self._keys, self._floor)
         scores = self._z + gumbel(self._keys, mx.arange(self._z.shape[1], dtype=mx.uint64))
         if any(s.min_p > 0.0 for s in self._sampling):
             scores = mx.where(self._z >= self._floor, scores, -math.inf)
@@ -227,7 +230,7 @@ class _Rows:
         if any(s.top_p < 1.0 for s in self._sampling):
             mass = mx.where(keep, _mass(values), 0)
             after = mx.cumsum(mass, axis=-1)
-            total = after[:, -1:] if max(limits) <= width else mx.sum(_mass(self._z), axis=-1, keepdims=True)
+            total = after[:, -1:] if max(limits) <= width else _total_mass(self._z)
             target = _share(total, _column([round(s.top_p * 2**SHARE_BITS) for s in self._sampling], mx.int64))
             keep = keep & (after - mass < mx.maximum(target, 1))
             if max(limits) > width:
@@ -241,6 +244,13 @@ class _Rows:
 def _mass(z: mx.array) -> mx.array:
     """exp(z) in fixed point, int64."""
     return (mx.exp(z) * 2.0**MASS_BITS).astype(mx.int64)
+
+
+def _total_mass(z: mx.array) -> mx.array:
+    """The sum of `_mass` over each row, [R, 1]."""
+    if (native := install.operations()) is not None:
+        return native.exp_mass(z, keepdims=True)
+    return mx.sum(_mass(z), axis=-1, keepdims=True)
 
 
 def _share(total: mx.array, share: mx.array) -> mx.array:
