@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+from importlib.util import find_spec
 
 import mlx.core as mx
 import psutil
@@ -87,6 +88,41 @@ def test_checkpoints_of_16_bits_are_served_as_in_float32(family, dtype, quantize
 
     asked, got = asyncio.run(main())
     assert got == reference_greedy(path, [{"prompt": p, "max_tokens": 40, "stop_ids": []} for p in asked])
+
+
+def test_without_the_native_kernels_the_tokens_are_the_same(llama):
+    asked = prompts(4, 500)
+
+    async def main(native: bool):
+        async with running(config_for(llama, cpu_kernels=native)) as driver:
+            return driver.engine.info.kernels, list(
+                await driver.generate(*(ask(str(i), p, 30) for i, p in enumerate(asked)))
+            )
+
+    without, tokens = asyncio.run(main(False))
+    assert without == "MLX's own, on one thread (--no-cpu-kernels)"
+    kernels, same = asyncio.run(main(True))
+    assert same == tokens
+    if find_spec("phalanx_cpu") and mx.default_device() == mx.Device(mx.cpu):
+        assert kernels.startswith("native: ") and "precision exact" in kernels
+
+
+def test_with_8_bit_activations_a_stream_goes_on_with_the_tokens_it_had(tmp_path):
+    """`fast` rounds what it multiplies, so prompts must be read the way tokens are generated (DESIGN section 4)."""
+    path = make_model("llama", tmp_path / "llama", quantize={"bits": 4, "group_size": 64}, hidden_size=256)
+    asked = prompts(6, 500)
+
+    async def main():
+        async with running(config_for(path, cpu_precision="fast")) as driver:
+            whole = await driver.generate(*(ask(str(i), p, 60) for i, p in enumerate(asked)))
+            resumed = await driver.generate(
+                *(ask(f"r{i}", p, 60, committed=whole[i][: 10 + 7 * i]) for i, p in enumerate(asked))
+            )
+            return list(whole), list(resumed)
+
+    whole, resumed = asyncio.run(main())
+    assert resumed == whole
+    assert len({tuple(tokens) for tokens in whole}) == len(asked)
 
 
 MIXED = [
