@@ -57,7 +57,8 @@ def encode(values: Array, kind: int) -> Array:
         with np.errstate(over="ignore"):
             return single.astype(np.float16)
     bits = single.view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    half = np.uint64(16)
+    rounded = ((bits + np.uint64(0x7FFF) + ((bits >> half) & np.uint64(1))) >> half).astype(np.uint16)
     return np.where(np.isnan(single), np.uint16(0x7FC0), rounded)
 
 
