@@ -46,6 +46,15 @@ ROUNDS = 7
 TOKENS = 48
 MAX_CONTEXT = 2048 + 2 * TOKENS
 ROWS = 8
+CASES = {
+    "decode 128": (128, 1),
+    "decode 1024": (1024, 1),
+    "decode x8": (64, ROWS),
+    "prompt 512": (512, 1),
+    "prompt 2048": (2048, 1),
+    "busy": (128, 1),
+}
+"""Tokens of context, and rows."""
 
 
 class Llama:
@@ -115,7 +124,9 @@ def busy_neighbour() -> Iterator[None]:
         process.wait()
 
 
-async def compare(shape: Shape, folder: Path, threads: int, flags: list[str], rounds: int) -> dict[str, Any]:
+async def compare(
+    shape: Shape, folder: Path, threads: int, flags: list[str], rounds: int, cases: list[str]
+) -> dict[str, Any]:
     """All figures of one model with so many threads."""
     figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     mlx_model, gguf = write_mlx(shape, folder), write_gguf(shape, folder)
@@ -129,7 +140,7 @@ async def compare(shape: Shape, folder: Path, threads: int, flags: list[str], ro
                 for turn in range(rounds):
                     progress(f"{shape.name}, {threads} threads, round {turn + 1} of {rounds}")
                     for who in ("phalanx", "llama.cpp") if turn % 2 == 0 else ("llama.cpp", "phalanx"):
-                        await _measure(who, client, theirs, turn, figures)
+                        await _measure(who, client, theirs, turn, cases, figures[who])
                 figures["engine"]["decode 128"] = [await _engine_rate(client)]
         finally:
             theirs.end()
@@ -137,7 +148,7 @@ async def compare(shape: Shape, folder: Path, threads: int, flags: list[str], ro
 
 
 async def _measure(
-    who: str, client: httpx.AsyncClient, theirs: Llama, turn: int, figures: dict[str, dict[str, list[float]]]
+    who: str, client: httpx.AsyncClient, theirs: Llama, turn: int, cases: list[str], figures: dict[str, list[float]]
 ) -> None:
     async def run(context: int, rows: int) -> tuple[float, float]:
         if who == "phalanx":
@@ -146,14 +157,15 @@ async def _measure(
         found = theirs.run(context, TOKENS, rows)
         return context * rows / found["prompt_s"], rows * TOKENS / found["decode_s"]
 
-    mine = figures[who]
-    mine["decode 128"].append((await run(128, 1))[1])
-    mine["decode 1024"].append((await run(1024, 1))[1])
-    mine["decode x8"].append((await run(64, ROWS))[1])
-    mine["prompt 512"].append((await run(512, 1))[0])
-    mine["prompt 2048"].append((await run(2048, 1))[0])
-    with busy_neighbour():
-        mine["busy"].append((await run(128, 1))[1] / mine["decode 128"][-1])
+    for case in cases:
+        context, rows = CASES[case]
+        if case == "busy":
+            undisturbed = (await run(context, rows))[1]
+            with busy_neighbour():
+                figures[case].append((await run(context, rows))[1] / undisturbed)
+        else:
+            prompt, decode = await run(context, rows)
+            figures[case].append(prompt if case.startswith("prompt") else decode)
 
 
 async def _engine_rate(client: httpx.AsyncClient) -> float:
@@ -190,6 +202,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--threads", nargs="*", type=int, default=[2, 1])
     parser.add_argument("--precisions", nargs="*", choices=("exact", "fast"), default=["exact", "fast"])
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--folder", type=Path, help="Where models are kept; else they are written anew.")
     options = parser.parse_args()
     console = Console(stderr=False, width=120)
@@ -200,7 +213,7 @@ def main() -> int:
             for threads in options.threads:
                 for precision in options.precisions:
                     flags = ["--cpu-precision", precision]
-                    found = asyncio.run(compare(SHAPES[name], folder, threads, flags, options.rounds))
+                    found = asyncio.run(compare(SHAPES[name], folder, threads, flags, options.rounds, options.cases))
                     show(console, f"{name}, {threads} threads, {precision}", found)
                     ratios = {key: ratio(found, key) for key in found["phalanx"]}
                     results.append(
