@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
-from random_model import VOCAB, write_tokenizer
+from random_model import CONFIG, write_tokenizer
 
 GROUP = 64
 SCALE = 0.01
@@ -33,16 +33,7 @@ class Shape:
 
 
 def _config(model_type: str, **entries: Any) -> dict[str, Any]:
-    return {
-        "model_type": model_type,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 8192,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-        "eos_token_id": 0,
-        **entries,
-    }
+    return {**CONFIG, "model_type": model_type, **entries}
 
 
 SHAPES = {
