@@ -58,3 +58,21 @@ def test_a_forked_child_computes_alone():
     )
     done = run("-c", script, str(SCRIPT.parent))
     assert done.returncode == 0, done.stderr
+
+
+def test_kernels_that_compute_something_else_are_not_used():
+    script = (
+        "import phalanx.kernels.preload as preload, logging; logging.basicConfig()\n"
+        "from phalanx.kernels.install import active, disagreements, install\n"
+        "assert disagreements(preload.OPS) == []\n"
+        "good = preload.OPS\n"
+        "class Broken:\n"
+        "    def __getattr__(self, name):\n"
+        "        function = getattr(good, name)\n"
+        "        return (lambda *a, **k: function(*a, **k) * 1.01) if name == 'rope' else function\n"
+        "preload.OPS = Broken()\n"
+        "assert install('auto', 1) is None and not active()\n"
+    )
+    done = run("-c", script)
+    assert done.returncode == 0, done.stderr
+    assert "compute something else than MLX here (rope)" in done.stderr

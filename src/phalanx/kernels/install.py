@@ -8,6 +8,7 @@ So every architecture gains without a change. Does not know models.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 import sys
@@ -21,6 +22,8 @@ from mlx_lm.models import activations as lm_activations
 
 from phalanx.config import CpuPrecision
 from phalanx.kernels import preload
+
+log = logging.getLogger("phalanx.kernels")
 
 Function = Callable[..., mx.array]
 Replacements = dict[str, Function]
@@ -86,6 +89,12 @@ def install(precision: CpuPrecision, threads: int) -> Installed | None:
         raise RuntimeError("the native kernels are installed already")
     ops: Ops = preload.OPS
     preload.OPS.set_threads(threads)
+    if wrong := disagreements(ops):
+        log.error(
+            "the native kernels for %s compute something else than MLX here (%s): not used. Please report it.",
+            preload.OPS.isa(), ", ".join(wrong),
+        )  # fmt: skip
+        return None
     chosen = "fast" if precision == "fast" else "exact"
     names = []
     for owner, functions in (
@@ -118,6 +127,41 @@ class NativeChecksum:
 
     def read(self, wire: mx.array, signs: mx.array) -> mx.array:
         return self._ops.checksum_read(wire, signs)
+
+
+def disagreements(ops: Ops) -> list[str]:
+    """Native operations whose results are not MLX's, by name; a few small calls of each kind on this processor.
+
+    A processor that the project has not met, or a fault of a compiler, must show before a model does.
+    """
+    key = iter(mx.random.split(mx.random.key(7), 16))
+    few, many, w = (mx.random.normal(shape, key=next(key)) for shape in ((1, 256), (40, 256), (48, 256)))
+    gate, queries = mx.random.normal((3, 70), key=next(key)), mx.random.normal((1, 4, 9, 64), key=next(key))
+    keys = mx.random.normal((1, 2, 9, 64), key=next(key))
+    pairs = {
+        "attention": (
+            ops.attention(queries, keys, keys, scale=0.125, mask="causal"),
+            mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=0.125, mask="causal"),
+        ),
+        "rms_norm": (ops.rms_norm(many, w[0], 1e-5), mx.fast.rms_norm(many, w[0], 1e-5)),
+        "rope": (
+            ops.rope(queries, 64, traditional=False, base=1e4, scale=1.0, offset=3),
+            mx.fast.rope(queries, 64, traditional=False, base=1e4, scale=1.0, offset=3),
+        ),
+        "silu": (ops.silu(gate), gate * mx.sigmoid(gate)),
+        "logsumexp": (ops.logsumexp(many), mx.logsumexp(many, axis=-1)),
+    }
+    for x in (few, many):
+        narrow = w.astype(mx.bfloat16)
+        pairs[f"matmul of {len(x)}"] = (ops.matmul(x, narrow.T), x @ narrow.astype(mx.float32).T)
+        for mode, bits, group in (("affine", 4, 64), ("affine", 8, 64), ("affine", 3, 64), ("mxfp4", 4, 32)):
+            parts = mx.quantize(w, group, bits, mode=mode)
+            biases = parts[2] if len(parts) > 2 else None
+            pairs[f"{mode} {bits} bits of {len(x)}"] = (
+                ops.quantized_matmul(x, parts[0], parts[1], biases, True, group, bits, mode),
+                x @ mx.dequantize(*parts, group_size=group, bits=bits, mode=mode).astype(mx.float32).T,
+            )
+    return [name for name, (ours, theirs) in pairs.items() if not mx.allclose(ours, theirs, rtol=1e-3, atol=1e-3)]
 
 
 def _replace_everywhere(stock: Function, native: Function) -> None:
