@@ -72,7 +72,8 @@ async def run(config: EngineConfig, as_json: bool) -> int:
             await engine.start()
             info = await outcome.first
         if info is None:
-            report(EngineUnavailable(f"The self-test failed: {engine.state.reason or outcome.reason}."))
+            reason = (engine.state.reason or outcome.reason).rstrip(".")
+            report(EngineUnavailable(f"The self-test failed: {reason}."))
             return engine.state.exit_code or ExitCode.CRASH
         stats = await engine.ping()
     finally:
