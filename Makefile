@@ -77,7 +77,7 @@ check-native: $(READY)
 		KERN_LIBRARY=$(CURDIR)/native/build/tsan/libkern.so $(BIN)/pytest -q -p no:cacheprovider $(NATIVE_TESTS)
 
 soak: $(READY)
-	$(BIN)/pytest -q tests -m soak
+	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/native -m soak
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -170,7 +170,7 @@ async def _measure(
 
 async def _engine_rate(client: httpx.AsyncClient) -> float:
     """Tokens/s of the engine's own steps, while one stream decodes after a context of 128."""
-    await ours(client, 128, 1, 1, 1001)
+    await ours(client, 128, 4, 1, 1001)
     before = await own_counters(client)
     await ours(client, 128, 4 * TOKENS, 1, 1002)
     after = await own_counters(client)
