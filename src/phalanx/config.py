@@ -39,7 +39,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     trust_remote_code: bool = False
     """Run Python files that the model's repository ships (tokenizer or `model_file`)."""
     dtype: Dtype = "auto"
-    """Floating dtype of weights, scales and activations; `auto` is the checkpoint's, except float32 on the CPU."""
+    """Floating dtype of weights, scales and activations; `auto` is the checkpoint's, except float32 on the CPU, where
+    matrices and scales that the native kernels read stay as they are stored."""
     max_model_len: int | None = None
     """Largest prompt + output in tokens; None is the model's own context."""
     max_num_seqs: int = 16

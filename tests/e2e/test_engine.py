@@ -100,7 +100,7 @@ def test_without_the_native_kernels_the_tokens_are_the_same(llama):
             )
 
     without, tokens = asyncio.run(main(False))
-    assert without == "MLX's own, on one thread (--no-cpu-kernels)"
+    assert without.startswith("MLX's own, on one thread (")
     kernels, same = asyncio.run(main(True))
     assert same == tokens
     if find_spec("phalanx_cpu") and mx.default_device() == mx.Device(mx.cpu):

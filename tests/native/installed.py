@@ -59,6 +59,13 @@ def norms() -> Calls:
     x, weight = mx.random.normal((2, 5, 48)), mx.random.normal((48,))
     half = x.astype(mx.float16)
     return {
+        "softmax": lambda: mx.softmax(x, axis=-1),
+        "softmax half": lambda: mx.softmax(half, axis=2, precise=True),
+        "softmax elsewhere": lambda: mx.softmax(x, axis=1),
+        "softmax of all": lambda: mx.softmax(x),
+        "logsumexp": lambda: mx.logsumexp(x, axis=-1),
+        "logsumexp kept": lambda: mx.logsumexp(x, axis=-1, keepdims=True),
+        "logsumexp of all": lambda: mx.logsumexp(x),
         "rms_norm": lambda: mx.fast.rms_norm(x, weight, 1e-5),
         "rms_norm plain": lambda: mx.fast.rms_norm(x, None, 1e-5),
         "rms_norm half": lambda: mx.fast.rms_norm(half, weight.astype(mx.float16), 1e-5),

@@ -6,8 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
+from phalanx.errors import ExitCode
 from phalanx.kernels.install import threads_for
 
 SCRIPT = Path(__file__).with_name("installed.py")
@@ -60,19 +64,50 @@ def test_a_forked_child_computes_alone():
     assert done.returncode == 0, done.stderr
 
 
-def test_kernels_that_compute_something_else_are_not_used():
+@pytest.mark.parametrize("broken", ["rope", "quantized_matmul", "matmul"])
+def test_kernels_that_compute_something_else_end_the_start(broken):
     script = (
-        "import phalanx.kernels.preload as preload, logging; logging.basicConfig()\n"
+        "import phalanx.kernels.preload as preload, sys\n"
+        "from phalanx.errors import ConfigError\n"
         "from phalanx.kernels.install import active, disagreements, install\n"
-        "assert disagreements(preload.OPS) == []\n"
+        "assert disagreements(preload.OPS, 'exact') == disagreements(preload.OPS, 'fast') == []\n"
         "good = preload.OPS\n"
         "class Broken:\n"
         "    def __getattr__(self, name):\n"
         "        function = getattr(good, name)\n"
-        "        return (lambda *a, **k: function(*a, **k) * 1.01) if name == 'rope' else function\n"
+        "        return (lambda *a, **k: function(*a, **k) * 1.2) if name == sys.argv[1] else function\n"
         "preload.OPS = Broken()\n"
-        "assert install('auto', 1) is None and not active()\n"
+        "for precision in ('auto', 'fast'):\n"
+        "    try: install(precision, 1)\n"
+        "    except ConfigError as error: print(error)\n"
+        "    assert not active()\n"
+    )
+    done = run("-c", script, broken)
+    assert done.returncode == 0, done.stderr
+    name = "bits of 1" if broken == "quantized_matmul" else broken
+    assert [name in line and "--no-cpu-kernels" in line for line in done.stdout.splitlines()] == [True, True]
+
+
+def test_the_mlx_that_is_named_is_the_one_it_was_built_for():
+    said = run("-c", "import phalanx_cpu as p; print(p.MLX_VERSION, p.ops.MLX_VERSION)").stdout.split()
+    assert said == [version("mlx")] * 2
+
+
+@pytest.mark.parametrize("flags", [("--threads", "2"), ("--cpu-precision", "fast")])
+def test_flags_of_kernels_that_are_not_used_are_an_error(flags):
+    done = run("-m", "phalanx", "generate", "demo", "--prompt", "x", "--no-cpu-kernels", *flags)
+    assert done.returncode == ExitCode.CONFIG
+    assert f"{flags[0]} is about native CPU kernels, and none are used" in done.stderr.replace("\n", " ")
+
+
+def test_a_gather_beyond_the_experts_ends_the_process_with_its_name():
+    """Where an index is wrong nothing sensible can follow; it must neither hang nor go on."""
+    script = (
+        "import phalanx_cpu, mlx.core as mx\n"
+        "a, b = mx.ones((2, 1, 8)), mx.ones((3, 8, 4))\n"
+        "mx.eval(phalanx_cpu.ops.gather_mm(a, b, mx.array([0, 1]), mx.array([0, 9])))\n"
+        "print('went on')\n"
     )
     done = run("-c", script)
-    assert done.returncode == 0, done.stderr
-    assert "compute something else than MLX here (rope)" in done.stderr
+    assert done.returncode != 0 and "went on" not in done.stdout
+    assert "KernGatherMM: the kernel refused its arguments" in done.stderr

@@ -208,14 +208,19 @@ def _boot(
 
 def _kernels(config: EngineConfig, ranks_here: int) -> str:
     """Install the native kernels, or say why MLX's own compute; one line for people."""
-    if mx.default_device() != mx.Device(mx.cpu):
-        return f"MLX on {mx.default_device()}"
-    if not config.cpu_kernels:
-        return "MLX's own, on one thread (--no-cpu-kernels)"
     if preload.PROBLEM:
         log.warning("the native kernels cannot be used: %s", preload.PROBLEM)
-    installed = install.install(config.cpu_precision, config.threads or install.threads_for(ranks_here))
-    return f"native: {installed}" if installed else "MLX's own, on one thread (phalanx-cpu is not installed)"
+    installed = None
+    if config.cpu_kernels:
+        installed = install.install(config.cpu_precision, config.threads or install.threads_for(ranks_here))
+    if installed is not None:
+        return f"native: {installed}"
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    why = preload.why_not() if on_cpu else f"MLX computes on {mx.default_device()}"
+    if config.threads is not None or config.cpu_precision != "auto":
+        flag = "--threads" if config.threads is not None else "--cpu-precision"
+        raise ConfigError(f"{flag} is about native CPU kernels, and none are used: {why}.", remedy="Leave it out.")
+    return f"MLX's own, on one thread ({why})" if on_cpu else why
 
 
 def _reducer(

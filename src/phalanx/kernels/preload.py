@@ -21,6 +21,14 @@ PROBLEM = ""
 OPS: Any = None
 """The operations, as functions of MLX arrays; None where they cannot be used."""
 
+
+def why_not() -> str:
+    """Why MLX's own kernels compute, for a message."""
+    if not FOUND:
+        return "phalanx-cpu is not installed"
+    return PROBLEM or "they were turned off: --no-cpu-kernels or PHALANX_CPU_KERNELS=0"
+
+
 if FOUND and cpu_kernels_wanted():
     try:
         import phalanx_cpu
@@ -30,4 +38,4 @@ if FOUND and cpu_kernels_wanted():
         if phalanx_cpu.BLAS_IN_USE:
             OPS = phalanx_cpu.ops
         else:
-            PROBLEM = "MLX was loaded before them."
+            PROBLEM = "MLX was loaded before them"
