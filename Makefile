@@ -86,6 +86,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/serving.py
 	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/speculation.py
 
 bench-cpu: $(READY)
 	@CMAKE_ARGS=-DGGML_NATIVE=ON $(INSTALL) -e '.[bench-cpu]'

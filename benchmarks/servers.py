@@ -37,13 +37,13 @@ def phalanx(model: Path, *flags: str) -> Iterator[str]:
 
 
 @contextmanager
-def mlx_lm(model: Path, log: Path, ranks: int = 1) -> Iterator[str]:
-    """mlx_lm.server with its defaults (up to 32 rows decoded together); its base URL.
+def mlx_lm(model: Path, log: Path, *flags: str, ranks: int = 1) -> Iterator[str]:
+    """mlx_lm.server with its defaults (up to 32 rows decoded together), but for these flags; its base URL.
 
     With several ranks under `mlx.launch`, on a ring (its default).
     """
     port = next(port for port in range(18080, 18180) if free_port(port))
-    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port), *flags]
     if ranks > 1:
         launcher = Path(sys.executable).with_name("mlx.launch")
         command = [str(launcher), "-n", str(ranks), "--backend", "ring", "--", *command]

@@ -39,12 +39,15 @@ NARROW = {
         "phalanx.model.stop_strings",
     ),
     "gateway": (),
-    "cluster": (),
+    "cluster": ("phalanx.demo",),  # where the bundled model lies
     "bench": (),
 }
 """Packages that may import the vocabulary, themselves, and only this besides."""
 
-PURE = ("sched/", "types.py", "errors.py", "engine/mirror.py", "spec/control.py", "server/answers.py")
+PURE = (
+    "sched/", "types.py", "errors.py", "engine/mirror.py", "server/answers.py",
+    *(f"spec/{name}.py" for name in "acceptance control cost drafters lookup ngram stats suffix".split()),
+)  # fmt: skip
 IMPURE_MODULES = frozenset(
     "asyncio concurrent datetime io logging mlx mlx_lm multiprocessing numpy os pathlib psutil random secrets select "
     "signal socket subprocess sys tempfile threading time".split()
@@ -53,12 +56,12 @@ IMPURE_MODULES = frozenset(
 
 NO_MLX = (
     "server/", "gateway/", "cluster/", "bench/",
-    *(f"engine/{name}.py" for name in ("attach", "client", "connection", "launch", "process", "wire")),
+    *(f"engine/{name}.py" for name in "agent attach client connection errand hosts launch process remote wire".split()),
 )  # fmt: skip
 """What the server process and machines without MLX run: not even indirectly do these import MLX."""
 
 PROCESS_MODULES = frozenset({"subprocess", "multiprocessing", "pty"})
-PROCESS_HOMES = ("engine/launch.py", "engine/process.py", "cluster/", "dist/", "cli/private.py")
+PROCESS_HOMES = ("engine/agent.py", "engine/launch.py", "engine/process.py", "cluster/", "dist/", "cli/private.py")
 PROCESS_CALLS = re.compile(
     r"^(os\.(fork|exec\w+|spawn\w+|posix_spawn\w*|system|popen)|asyncio\.(create_)?subprocess.*)$"
 )

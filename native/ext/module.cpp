@@ -4,12 +4,14 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
 
 #include <string>
 
 #include "attention.h"
 #include "checksum.h"
 #include "dense.h"
+#include "memory.h"
 #include "gates.h"
 #include "mlx/version.h"
 #include "norms.h"
@@ -41,7 +43,9 @@ NB_MODULE(_ext, m) {
         "stream"_a = nb::none());
   m.def("attention", &attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "mask"_a.none() = nb::none(),
         "sinks"_a.none() = nb::none(), "lengths"_a.none() = nb::none(), "window"_a = 0, "stream"_a = nb::none());
-  m.def("argmax", &phalanx_cpu::argmax, "x"_a, "keepdims"_a = false, "stream"_a = nb::none());
+  m.def("buffer", [](const std::vector<int>& shape, mx::Dtype dtype) {
+    return buffer(mx::Shape(shape.begin(), shape.end()), dtype);
+  }, "shape"_a, "dtype"_a);
   m.def("checksum_load", &checksum_load, "y"_a, "weights"_a, "tag"_a, "stream"_a = nb::none());
   m.def("checksum_read", &checksum_read, "wire"_a, "weights"_a, "stream"_a = nb::none());
   m.def("exp_mass", &exp_mass, "x"_a, "keepdims"_a = false, "stream"_a = nb::none());

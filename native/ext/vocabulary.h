@@ -43,12 +43,9 @@ inline mx::array softmax(const mx::array& x, mx::StreamOrDevice s) {
                                   kern_softmax, {x});
 }
 
-// As mx.logsumexp and mx.argmax with axis=-1.
+// As mx.logsumexp with axis=-1.
 inline mx::array logsumexp(const mx::array& x, bool keepdims, mx::StreamOrDevice s) {
   return detail::over_rows(x, keepdims, x.dtype(), "KernLogSumExp", kern_logsumexp, s);
-}
-inline mx::array argmax(const mx::array& x, bool keepdims, mx::StreamOrDevice s) {
-  return detail::over_rows(x, keepdims, mx::uint32, "KernArgMax", kern_argmax, s);
 }
 
 // int64: the sum over the last axis of floor(exp(x) * 2**40); x <= 0.

@@ -28,8 +28,8 @@ BLAS_IN_USE = "mlx.core" not in sys.modules
 # Too late, it must not show at all: which of MLX's products came from here would be a matter of chance.
 ctypes.CDLL(os.fspath(LIBRARY), mode=ctypes.RTLD_GLOBAL if BLAS_IN_USE else ctypes.RTLD_LOCAL)
 
-import mlx.core  # noqa: E402  (the extension needs its types)
+import mlx.core  # noqa: E402, F401  (the extension needs its types)
 
 from phalanx_cpu import _ext as ops  # noqa: E402
 
-__all__ = ["BLAS_IN_USE", "LIBRARY", "MLX_VERSION", "mlx", "ops"]
+__all__ = ["BLAS_IN_USE", "LIBRARY", "MLX_VERSION", "ops"]

@@ -15,7 +15,8 @@ struct Candidate {
 const Table* choose() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") &&
+                    __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
@@ -55,7 +56,6 @@ extern "C" int kern_rms_norm(const kern_rms_norm_args* args) { return kern::tabl
 extern "C" int kern_rope(const kern_rope_args* args) { return kern::table->rope(args); }
 extern "C" int kern_softmax(const kern_long_row_args* args) { return kern::table->softmax(args); }
 extern "C" int kern_logsumexp(const kern_long_row_args* args) { return kern::table->logsumexp(args); }
-extern "C" int kern_argmax(const kern_long_row_args* args) { return kern::table->argmax(args); }
 extern "C" int kern_exp_mass(const kern_long_row_args* args) { return kern::table->exp_mass(args); }
 extern "C" int kern_gumbel_argmax(const kern_gumbel_argmax_args* args) {
   return kern::table->gumbel_argmax(args);

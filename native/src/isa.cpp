@@ -32,7 +32,6 @@ const Table KERN_CAT(table_, KERN_NS) = {
     .rope = KERN_NS::rope,
     .softmax = KERN_NS::softmax,
     .logsumexp = KERN_NS::logsumexp,
-    .argmax = KERN_NS::argmax,
     .exp_mass = KERN_NS::exp_mass,
     .gumbel_argmax = KERN_NS::gumbel_argmax,
     .top_k = KERN_NS::top_k,

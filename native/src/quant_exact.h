@@ -128,7 +128,7 @@ KERN_INLINE int64_t panel_step(const kern_quant& w, int64_t columns, int64_t x_r
 
 template <class F>
 struct Exact {
-  static constexpr int64_t kFew = 8;  // up to so many rows stream w
+  static constexpr int64_t kFew = 12;  // up to so many rows stream w
   static constexpr int64_t kPiece = 1024;  // elements: 4 rows of x take half of the first-level cache
   static constexpr int64_t kDepth = 512;
 

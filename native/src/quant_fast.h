@@ -268,7 +268,8 @@ struct Fast {
     float* biases = scales + room;
     for (int64_t i = 0; i < columns; i++) {
       read(s, n + i, 0, group_count, scales, biases);
-      vf totals[kFew] = {};
+      vf totals[kFew];
+      for (int64_t m = 0; m < s.count; m++) totals[m] = vf{};
       auto run = [&](auto kernel, int64_t m) {
         kernel(row_codes(w, s.matrix, n + i), row_bytes(w), blocks, w.group, scales, x + (slot + m) * ld, ld,
                steps + (slot + m) * lanes, lanes, totals + m);

@@ -105,10 +105,10 @@ struct Affine {
   static constexpr bool last(int j) { return offset(j) + BITS == 32; }
 
   static KERN_INLINE Words load(const uint8_t* p) {
-    Words w{load_lanes<lane_bytes>(p), vi{}};
-    if constexpr (BITS == 5) w.high = load_lanes<lane_bytes>(p + 1);  // elements 6 and 7: bits 30 to 39
-    keep(w.low);
-    return w;
+    vi low = load_lanes<lane_bytes>(p), high{};
+    if constexpr (BITS == 5) high = load_lanes<lane_bytes>(p + 1);  // elements 6 and 7: bits 30 to 39
+    keep(low);
+    return {low, high};
   }
   static KERN_INLINE vi code(Words w, int j) {
     vi word = BITS == 5 && j >= 6 ? w.high : w.low;
@@ -144,9 +144,9 @@ struct Fp4 {
 #if defined(KERN_AVX512)
   static constexpr int exponent(int) { return 0; }
   static KERN_INLINE Words load(const uint8_t* p) {
-    Words w{load_lanes<4>(p), vi{}};
-    keep(w.low);
-    return w;
+    vi codes = load_lanes<4>(p);
+    keep(codes);
+    return {codes, vi{}};
   }
   static KERN_INLINE vf value(Words w, int j) {
     return (vf)_mm512_permutexvar_ps((__m512i)((vu)w.low >> (4 * j)),
@@ -159,10 +159,10 @@ struct Fp4 {
   static KERN_INLINE Words load(const uint8_t* p) {
     const __m128i values = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
     vi v = load_lanes<4>(p);
-    Words w{look_up_bytes(values, v & 0x0f0f0f0f), look_up_bytes(values, (vi)((vu)v >> 4) & 0x0f0f0f0f)};
-    keep(w.low);
-    keep(w.high);
-    return w;
+    vi low = look_up_bytes(values, v & 0x0f0f0f0f), high = look_up_bytes(values, (vi)((vu)v >> 4) & 0x0f0f0f0f);
+    keep(low);
+    keep(high);
+    return {low, high};
   }
   static KERN_INLINE vi at_top(Words w, int j) { return (j & 1 ? w.high : w.low) << (24 - 8 * (j >> 1)); }
   static KERN_INLINE vf in_place(Words w, int j) { return to_floats(at_top(w, j) & static_cast<int32_t>(0xff000000)); }
@@ -324,10 +324,8 @@ KERN_INLINE void each_block(const uint8_t* codes, int64_t bytes, int64_t blocks,
     memcpy(tail, codes + whole * F::block_bytes, static_cast<size_t>(least(kTail, bytes - whole * F::block_bytes)));
   }
   const uint8_t* p = codes;
-  for (int64_t b = 0; b < blocks; b++, p += F::block_bytes) {
-    if (b == whole) p = tail;
-    body(p, b);
-  }
+  for (int64_t b = 0, end = whole; b < blocks; end = blocks, p = tail)
+    for (; b < end; b++, p += F::block_bytes) body(p, b);
 }
 
 // Decodes `blocks` blocks, each in its own order, to floats. `bytes` codes may be read.

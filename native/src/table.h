@@ -27,7 +27,6 @@ struct Table {
   int (*rope)(const kern_rope_args*);
   int (*softmax)(const kern_long_row_args*);
   int (*logsumexp)(const kern_long_row_args*);
-  int (*argmax)(const kern_long_row_args*);
   int (*exp_mass)(const kern_long_row_args*);
   int (*gumbel_argmax)(const kern_gumbel_argmax_args*);
   int (*top_k)(const kern_top_k_args*);

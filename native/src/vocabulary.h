@@ -170,23 +170,6 @@ KERN_INLINE uint32_t first_best(const Best* bests, int64_t count) {
   return b.index;
 }
 
-inline int argmax(const kern_long_row_args* a) {
-  return with_type(a->type, [&](auto of) {
-    using T = typename decltype(of)::type;
-    int64_t pieces;
-    Best* bests = piece_results<Best>(a->rows, a->width, &pieces);
-    each_piece(a->rows, a->width, [&](int64_t row, int64_t piece, int64_t from, int64_t to) {
-      const T* x = static_cast<const T*>(a->x) + row * a->x_stride + from;
-      Search search;
-      vectors(to - from, [&](int64_t i, int n) { search.see(get(x + i, n, -INFINITY), from + i); });
-      bests[row * pieces + piece] = search.best();
-    });
-    for (int64_t row = 0; row < a->rows; row++)
-      static_cast<uint32_t*>(a->out)[row] = first_best(bests + row * pieces, pieces);
-    return KERN_OK;
-  });
-}
-
 // -- Gumbel noise ----------------------------------------------------------------------------------------------------
 
 // The tokens [from, from + W) of the stream of a key; see noise.py for the reasons behind every step.

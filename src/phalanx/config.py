@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from phalanx.errors import ConfigError
 
@@ -24,9 +24,77 @@ Collective = Literal["auto", "star", "ring"]
 MOST_RANKS = 16
 """One per machine that somebody owns; more would not divide the heads of any model."""
 SECRET_VARIABLE = "PHALANX_GROUP_SECRET"
+CLUSTER_VARIABLE = "PHALANX_CLUSTER_SECRET"
+RUNTIME_VARIABLE = "XDG_RUNTIME_DIR"
+AGENT_PORT = 32330
+"""On which hosts other than the first wait for the first one to start ranks."""
+COORDINATOR_PORT = 32323
+"""Of JACCL. A stray connection is taken for a rank: nobody connects to it to see whether it is free (F3)."""
 KERNELS_VARIABLE = "PHALANX_CPU_KERNELS"
 
 CpuPrecision = Literal["auto", "exact", "fast"]
+
+
+Control = Literal["cost", "floor", "always"]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="method"):
+    """What all methods of `--speculative-config` have in common; the names are vLLM's where it has the field."""
+
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=16)] = 8
+    """Largest number of drafted tokens per sequence and step; the control chooses up to it."""
+    disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
+    """Nothing is drafted while more than so many rows decode; None leaves it to the control."""
+    control: Control = "cost"
+    """`cost` weighs what is accepted against what a step takes, as measured; `floor` switches off below a rate of
+    acceptance; `always` verifies every draft."""
+    window: Annotated[int, Meta(ge=1, le=100_000)] = 50
+    """Verified drafts behind the rolling figures, and behind the rate that `floor` judges."""
+    floor: Share | None = None
+    """Of control `floor`: the rate of acceptance below which it switches off; None is 0.40."""
+    probe_share: Annotated[float, Meta(ge=0.0, le=0.1)] | None = None
+    """Of control `cost`: the share of time that tries without a gain may cost; None is 0.01."""
+
+
+class NgramSpeculation(Speculation, frozen=True, kw_only=True, tag="ngram"):
+    """Prompt lookup: what followed the same last tokens before."""
+
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=16)] = 4
+    """Longest run of last tokens that is looked up."""
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=16)] = 2
+    """Shortest one."""
+    prompt_lookup_requests: Annotated[int, Meta(ge=0, le=1024)] = 16
+    """Earlier requests that are looked up as well; 0 is the sequence's own tokens only."""
+
+
+class SuffixSpeculation(Speculation, frozen=True, kw_only=True, tag="suffix"):
+    """What followed most often, in this request and recent ones."""
+
+    suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=2, le=256)] = 24
+    """Longest context that is compared, in tokens."""
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0, le=1024)] = 64
+    """Earlier requests that are remembered; 0 is the sequence's own tokens only."""
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0.0, le=16.0)] = 2.0
+    """A draft is at most so many times as long as the context that matched."""
+    suffix_decoding_min_token_prob: Share = 0.1
+    """A draft ends where the estimated probability that all of it is right falls below this."""
+
+
+class DraftModelSpeculation(Speculation, frozen=True, kw_only=True, tag="draft_model"):
+    """A smaller model with the same tokenizer."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    """A local directory, a hub id, or `demo`."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; None is the default branch."""
+
+
+class RandomSpeculation(Speculation, frozen=True, kw_only=True, tag="random"):
+    """Noise, for drills: shows what speculation costs where it does not help."""
+
+
+SpeculativeConfig = NgramSpeculation | SuffixSpeculation | DraftModelSpeculation | RandomSpeculation
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -77,6 +145,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Of products with quantised weights: exact sums in float32, fast rounds activations to 8 bits; `auto` is exact."""
     threads: int | None = None
     """Threads of the native kernels per rank; None shares the processors out among the ranks of this machine."""
+    speculative: SpeculativeConfig | None = None
+    """How tokens are drafted (`--speculative-config`); None is not at all. The output does not depend on it."""
     inject: str | None = None
     """A fault to produce, for drills and tests: `KIND:rank=R,step=S[,layer=L]`; see `dist/inject.py`."""
 
@@ -99,6 +169,30 @@ class GroupConfig(Struct, frozen=True, kw_only=True):
     """`ip:port` of each rank in a ring; empty for backends that find their peers themselves."""
     ranks_here: int = 1
     """Ranks on this rank's machine: they share its memory."""
+
+
+class HostConfig(Struct, frozen=True, kw_only=True):
+    """One machine of a cluster, as the first one sees it."""
+
+    name: str
+    """As ssh and people know it."""
+    address: str
+    """Where its agent listens, and where the first host accepts control connections: stable, wired or Wi-Fi (F3)."""
+    ips: tuple[str, ...]
+    """Addresses that a ring's collectives use: those by which the rank before this one reaches it."""
+    rdma: tuple[str | tuple[str, ...] | None, ...] = ()
+    """RDMA devices of this host towards each host of the cluster, None for itself; empty without RDMA (F2)."""
+
+
+class ClusterConfig(Struct, frozen=True, kw_only=True):
+    """The machines of one group, rank by rank. A file of `phalanx serve --cluster`, written by `phalanx up`."""
+
+    hosts: tuple[HostConfig, ...]
+    """Rank i runs on host i; the server and rank 0 on the first."""
+    agent_port: int = AGENT_PORT
+    """TCP port of the agents."""
+    envs: tuple[str, ...] = ()
+    """`NAME=value`, for every rank."""
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True):
@@ -151,6 +245,11 @@ def group_secret() -> bytes | None:
     return text.encode() if text else None
 
 
+def cluster_secret() -> str | None:
+    """What proves to agents that the first host's server asks; `phalanx up` gives it to all of them."""
+    return os.environ.get(CLUSTER_VARIABLE) or None
+
+
 def cpu_kernels_wanted() -> bool:
     """Whether this process may load the native kernels; the launcher says no with `PHALANX_CPU_KERNELS=0`."""
     return os.environ.get(KERNELS_VARIABLE, "1") != "0"
@@ -183,4 +282,11 @@ def api_key_from_environment() -> str | None:
 
 def runtime_dir() -> Path:
     """Where sockets and PID files of this user go: `$XDG_RUNTIME_DIR`, else the temporary directory."""
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or os.environ.get("TMPDIR") or "/tmp")
+    return Path(os.environ.get(RUNTIME_VARIABLE) or os.environ.get("TMPDIR") or "/tmp")
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps models: `$HF_HUB_CACHE`, else `$HF_HOME/hub`, else below the home directory."""
+    if given := os.environ.get("HF_HUB_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"

@@ -12,10 +12,13 @@
     |   +-- UnknownModel       the model named in a request is not served here
     |   +-- InvalidApiKey      no key, or a wrong one
     |   +-- WrongMediaType     the body is not declared as JSON
+    +-- ClusterError           something about hosts: ssh, processes, set-up; names the host
+    |   +-- StartFailed        a cluster will not come up; the first cause
     +-- SlowClient             a stream's reader fell too far behind
     +-- QueueFull              too many requests; `retry_after` seconds
     +-- EngineError
         +-- EngineUnavailable  not ready or restarting, with the reason
+        +-- HostUnreachable    a host's agent does not answer, or refuses; names host and address
         +-- Quarantined        the request was active in two engine crashes
         +-- Desync             a rank's state differs from the plan's; names step, row and field
         +-- NonFiniteLogits    a forward produced NaN or infinity; names step and row
@@ -97,6 +100,14 @@ class WrongMediaType(InvalidRequest):
     """The request's Content-Type is not JSON."""
 
 
+class ClusterError(PhalanxError):
+    """Something went wrong on or with a host; the message names it."""
+
+
+class StartFailed(ClusterError):
+    """A cluster was started and cannot become healthy by itself."""
+
+
 class SlowClient(PhalanxError):
     """The reader of a stream fell so far behind that its buffer is full; the request was cancelled."""
 
@@ -119,6 +130,10 @@ class EngineUnavailable(EngineError):
     def __init__(self, message: str, *, remedy: str = "", retry_after: float = 1.0) -> None:
         super().__init__(message, remedy=remedy)
         self.retry_after = retry_after
+
+
+class HostUnreachable(EngineError):
+    """The agent of a host does not answer or does not know us; the message names host and address."""
 
 
 class Quarantined(EngineError):

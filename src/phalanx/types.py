@@ -102,6 +102,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     prefix_budget_bytes: int
     load_s: float
     kernels: str = "MLX"  # what computes: MLX's own kernels, or which native ones
+    speculation: str = "off"  # who drafts how much, or why nobody does
     ranks: int = 1  # of the tensor-parallel group
     backend: str = "none"  # what carries its collectives
     self_test: SelfTest | None = None  # None for a single rank
@@ -119,6 +120,24 @@ class RankStats(Struct, frozen=True, kw_only=True):
     active_bytes: int = 0  # MLX active memory
     peak_bytes: int = 0
     rss_bytes: int = 0
+
+
+class SpecStats(Struct, frozen=True, kw_only=True):
+    """What speculation came to (A8); cumulative since the engine started unless named otherwise.
+
+    A *draft* is the tokens verified for one row in one step.
+    """
+
+    method: str  # ngram, suffix, draft_model, random
+    steps: int = 0  # steps that decoded, with a draft or without
+    drafts: int = 0
+    drafted: int = 0  # tokens in them
+    accepted: int = 0  # of those
+    drafted_at: list[int] = []  # by position in the draft: drafts that were so long
+    accepted_at: list[int] = []  # of those, accepted up to here
+    recent_drafted: int = 0  # of the last `window` drafts
+    recent_accepted: int = 0
+    window: int = 50
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
@@ -144,6 +163,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     cache_bytes: int = 0  # MLX buffer cache (gauge)
     rss_bytes: int = 0  # of the engine process (gauge)
     ranks: list[RankStats] = []  # of every rank, rank 0 first
+    spec: SpecStats | None = None  # None: nothing is drafted
 
 
 # Messages server -> leader ---------------------------------------------------------------------------------------
@@ -237,6 +257,8 @@ class Finished(Struct, frozen=True, tag=True):
     timing: Timing = Timing()
     detail: str = ""
     stop_id: int | None = None  # the stop token that ended it, if one did
+    drafted_tokens: int = 0  # guessed by speculation and verified
+    accepted_tokens: int = 0  # of those, right, and part of the output
 
 
 class Pong(Struct, frozen=True, tag=True):

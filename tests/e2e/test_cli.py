@@ -41,10 +41,42 @@ def test_generate_prints_one_object_and_the_seed_repeats_it(model: Path) -> None
     assert len(result["tokens"]) == result["usage"]["completion_tokens"] <= 12
     assert {"queue", "prefill", "ttft", "tpot"} == set(result["timing"])
     assert all(seconds >= 0 for seconds in result["timing"].values())
-    assert (result["seed"], result["speculation"]) == (5, {"enabled": False})
+    assert (result["seed"], result["speculation"]) == (5, None)
 
     again = phalanx(*asked, "--seed", "5")
     assert (again.returncode, again.stdout) == (0, result["text"] + "\n")
+
+
+def test_generate_with_speculation_gives_the_same_tokens_and_says_what_it_came_to(model: Path) -> None:
+    asked = ["generate", str(model), "--prompt", "hello", "--max-tokens", "40", "--seed", "5", "--json", *SMALL]
+    plain = json.loads(phalanx(*asked).stdout)
+    config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3, "control": "always"}
+    ended = phalanx(*asked, "--log-level", "info", "--speculative-config", json.dumps(config))
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert result["tokens"] == plain["tokens"]
+    figures = result["speculation"]
+    assert figures["method"] == "draft_model"
+    assert figures["draft_tokens"] >= figures["accepted_tokens"] > 0.9 * figures["draft_tokens"]
+    assert f"speculation: draft_model {model}, up to 3 tokens a step, control always" in ended.stderr
+
+
+def test_speculation_on_recurrent_state_is_off_and_said_once(tmp_path: Path) -> None:
+    model = make_model("mamba2", tmp_path / "mamba2")
+    asked = ["generate", str(model), "--prompt", "hello", "--max-tokens", "8", "--json", *SMALL]
+    ended = phalanx(*asked, "--speculative-config", '{"method": "ngram"}')
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["speculation"] is None
+    assert ended.stderr.count("speculation: off: the model keeps recurrent state, which cannot roll back") == 1
+
+
+def test_a_draft_model_with_another_tokenizer_ends_the_start(model: Path, tmp_path: Path) -> None:
+    other = make_model("llama", tmp_path / "other", vocab_size=300)
+    config = json.dumps({"method": "draft_model", "model": str(other)})
+    ended = phalanx("generate", str(model), "--prompt", "x", *SMALL, "--speculative-config", config)
+    assert ended.returncode == ExitCode.CONFIG
+    assert "another tokenizer" in ended.stderr
+    assert "300 tokens instead of 512" in ended.stderr
 
 
 def test_a_broken_model_is_one_error_line_and_its_exit_code(model: Path, tmp_path: Path) -> None:

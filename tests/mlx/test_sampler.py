@@ -360,3 +360,13 @@ def test_what_else_is_to_be_evaluated_is() -> None:
     cache = mx.zeros((1 << 20,)) + 1
     sample(mx.zeros((1, 50)), [position(temperature=0.0)], [cache])
     assert mx.get_active_memory() - before >= 4 << 20
+
+
+@pytest.mark.parametrize("ahead", [(), (3,), (9, 9, 2), (1, 3, 9, 3, 9)])
+def test_tokens_ahead_count_as_output_once_and_are_not_kept(ahead: tuple[int, ...]) -> None:
+    counts, after = TokenCounts([1, 2, 2], [3]), TokenCounts([1, 2, 2], [3, *ahead])
+    before = [column.tolist() for column in counts.columns()]
+    assert [c.tolist() for c in counts.columns(ahead)] == [c.tolist() for c in after.columns()]
+    assert [c.tolist() for c in counts.columns()] == before
+    counts.add(ahead)
+    assert [c.tolist() for c in counts.columns()] == [c.tolist() for c in after.columns()]

@@ -65,6 +65,27 @@ def test_mpirun_gets_the_algorithm(monkeypatch):
     assert "coll_tuned_allreduce_algorithm" not in backend.mpirun_command(4, "auto", ["x"])
 
 
+def test_mpirun_gives_every_host_its_own_command(monkeypatch):
+    monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
+    commands = [["p0", "rank", "--rank", "0"], ["p1", "rank", "--rank", "1"]]
+    found = backend.mpirun_on_hosts(["a", "b"], "star", commands, {"SECRET": "x"}, "python -m phalanx reach c.json")
+    assert found[found.index("plm_ssh_agent") + 1] == "python -m phalanx reach c.json"
+    assert found[found.index("coll_tuned_allreduce_algorithm") + 1] == "1"
+    first = found.index("-np")
+    assert found[first:] == [
+        *("-np", "1", "--host", "a:1", "-x", "SECRET", *commands[0], ":"),
+        *("-np", "1", "--host", "b:1", "-x", "SECRET", *commands[1]),
+    ]
+    assert "x" not in found, "values stay in the environment"
+
+
+def test_rdma_is_not_chosen_for_machines_without_known_cables(monkeypatch):
+    monkeypatch.setattr(backend, "rdma_devices", lambda: ["rdma_en5"])
+    monkeypatch.setattr(backend, "find_mpi", lambda: None)
+    assert backend.choose("auto", machines=2).backend == "jaccl"
+    assert backend.choose("auto", machines=2, cabled=False).backend == "ring"
+
+
 def test_mpirun_is_recognised():
     found = backend.foreign_launcher({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
     assert found == (1, 4, "mpi")

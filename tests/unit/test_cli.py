@@ -15,10 +15,10 @@ from msgspec.structs import asdict
 from web import chunk, events, usage, web_server
 
 from phalanx.cli import chat, generate, rank, serve
-from phalanx.cli.main import COMMANDS, main
+from phalanx.cli.main import COMMANDS, HIDDEN, main
 from phalanx.cli.private import free_port
 from phalanx.cli.terminal import report
-from phalanx.config import EngineConfig, GroupConfig, ServerConfig
+from phalanx.config import EngineConfig, GroupConfig, NgramSpeculation, ServerConfig
 from phalanx.errors import ConfigError, ExitCode, MemoryShortage, ModelNotFound, PhalanxError, exit_code_of
 
 DEFAULT = ServerConfig(engine=EngineConfig(model="demo"))
@@ -29,7 +29,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """What `serve` would have served."""
     seen: list[ServerConfig] = []
     monkeypatch.delenv("PHALANX_API_KEY", raising=False)
-    monkeypatch.setattr(serve, "run", lambda config, attach: seen.append(config) or 0)
+    monkeypatch.setattr(serve, "run", lambda config, *_: seen.append(config) or 0)
     return seen
 
 
@@ -51,7 +51,7 @@ def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in COMMANDS if name != "rank")
+    assert all(name in listed for name in COMMANDS if name not in HIDDEN)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -80,6 +80,7 @@ def test_defaults(parsed: list[ServerConfig]) -> None:
 
 
 ENGINE_FLAGS: list[tuple[list[str], str, Any]] = [
+    (["--speculative-config", '{"method": "ngram"}'], "speculative", NgramSpeculation()),
     (["--no-cpu-kernels"], "cpu_kernels", False),
     (["--cpu-precision", "fast"], "cpu_precision", "fast"),
     (["--threads", "3"], "threads", 3),
@@ -255,7 +256,7 @@ def test_errors_end_with_one_line_a_remedy_and_their_code(
 ) -> None:
     error.message, error.remedy = "[red]it[/] broke", "Mend it."
 
-    def fail(config: ServerConfig, attach: Path | None) -> int:
+    def fail(config: ServerConfig, *_: Path | None) -> int:
         raise error
 
     monkeypatch.setattr(serve, "run", fail)
@@ -264,7 +265,7 @@ def test_errors_end_with_one_line_a_remedy_and_their_code(
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: ServerConfig, attach: Path | None) -> int:
+    def fail(config: ServerConfig, *_: Path | None) -> int:
         raise PhalanxError("broken")
 
     monkeypatch.setattr(serve, "run", fail)
@@ -273,7 +274,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(config: ServerConfig, attach: Path | None) -> int:
+    def interrupt(config: ServerConfig, *_: Path | None) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(serve, "run", interrupt)

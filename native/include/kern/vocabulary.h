@@ -17,7 +17,6 @@ typedef struct {
 
 KERN_API int kern_softmax(const kern_long_row_args* args);    // out [rows, width] of `type`, without gaps
 KERN_API int kern_logsumexp(const kern_long_row_args* args);  // out [rows] of `type`
-KERN_API int kern_argmax(const kern_long_row_args* args);     // out uint32 [rows]; the first of equals
 
 // Out int64 [rows]: the sum of floor(e^x 2^40), which no order of summation changes; for x <= 0, fp32.
 KERN_API int kern_exp_mass(const kern_long_row_args* args);

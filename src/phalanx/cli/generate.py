@@ -28,6 +28,7 @@ from phalanx.cli.options import (
     MemoryGuardGb,
     Model,
     Revision,
+    SpeculativeConfigOption,
     TensorParallelSize,
     Threads,
     Trace,
@@ -52,15 +53,11 @@ from phalanx.server.parsed import Served
 from phalanx.server.prompts import Prompts
 from phalanx.server.schema import ChatBody, CompletionBody
 from phalanx.server.validate import parse_chat, parse_completion, plan_sequences
-from phalanx.types import Batch, ModelInfo, Tokens
+from phalanx.spec.config import parse as parse_speculation
+from phalanx.spec.stats import report as speculation_report
+from phalanx.types import Batch, EngineStats, ModelInfo, Tokens
 
 _SAMPLING = "Sampling"
-
-
-class Speculation(Struct, frozen=True):
-    """Whether drafts were verified (issue: speculative decoding); this version never drafts."""
-
-    enabled: bool
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -76,7 +73,8 @@ class Result(Struct, frozen=True, kw_only=True):
     """Seconds: queue, prefill, ttft, tpot."""
     seed: int
     """Give it as --seed to get the same tokens again."""
-    speculation: Speculation
+    speculation: dict[str, object] | None
+    """What it came to; null without --speculative-config."""
 
 
 def command(
@@ -110,6 +108,7 @@ def command(
     trace: Trace = None,
     kv_cache_gb: KvCacheGb = None,
     memory_guard_gb: MemoryGuardGb = None,
+    speculative_config: SpeculativeConfigOption = None,
     tensor_parallel_size: TensorParallelSize = DEFAULTS.tensor_parallel_size,
     backend: BackendOption = DEFAULTS.backend,
     log_level: LogLevelOption = "warning",
@@ -141,6 +140,7 @@ def command(
         cpu_precision=cpu_precision,
         threads=threads,
         trace=trace,
+        speculative=None if speculative_config is None else parse_speculation(speculative_config),
         tensor_parallel_size=tensor_parallel_size,
         backend=backend,
     )
@@ -179,6 +179,7 @@ class Once:
     """The server's path for a single request. An `EngineListener`, for token ids and for the end of loading."""
 
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer, served: Served) -> None:
+        self._engine = engine
         self._served = served
         self._prompts = Prompts(tokenizer)
         self._journal = Journal(engine, Metrics(served.names[0]), max_num_seqs=1, queue=0, clock=time.monotonic)
@@ -222,13 +223,14 @@ class Once:
                 for delta in deltas:
                     pieces.append(delta.text)
                     show(delta.text)
-        return self._result("".join(pieces), generation, generation.first_ending, body.seed or 0)
+        stats = await self._engine.ping()
+        return self._result("".join(pieces), generation, generation.first_ending, body.seed or 0, stats)
 
     def close(self) -> None:
         """Drop the tokenizer's threads."""
         self._prompts.close()
 
-    def _result(self, text: str, generation: Generation, ending: Ending, seed: int) -> Result:
+    def _result(self, text: str, generation: Generation, ending: Ending, seed: int, stats: EngineStats) -> Result:
         return Result(
             text=text,
             tokens=self._tokens[: ending.n_tokens],
@@ -236,7 +238,7 @@ class Once:
             usage=generation.usage().json(),
             timing=timing_json(ending, None),
             seed=seed,
-            speculation=Speculation(enabled=False),
+            speculation=None if stats.spec is None else speculation_report(stats.spec),
         )
 
     def on_batch(self, batch: Batch) -> None:

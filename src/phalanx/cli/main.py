@@ -25,11 +25,26 @@ COMMANDS = {
     "chat": "Talk to a model, or to a running server, in this terminal.",
     "demo": "Serve the bundled model and stream one answer, with its speed.",
     "selftest": "Test a group of ranks: sums, speed, equal tokens, memory.",
+    "up": "Start a cluster: ranks on several hosts, a server on the first.",
+    "down": "Stop a cluster.",
+    "restart": "Stop a cluster and start it again as it was.",
+    "status": "What runs on every host of a cluster.",
+    "logs": "The logs of a cluster's hosts.",
+    "doctor": "Look at every host and every link; say what is wrong and what to do.",
+    "hostfile": "Write a hostfile from host names, or check one.",
+    "net": "Set up, test or undo the network between hosts.",
+    "model": "Bring a model to the hosts of a cluster.",
+    "agent": "Runs ranks on this host for a server on another. Started by `up`, not by hand.",
+    "fetch": "Download a model on this machine.",
+    "host": "What a host does for whoever manages the cluster. Runs through ssh.",
+    "reach": "What ssh is for mpirun.",
     "rank": "One engine process. Started by `serve`, not by hand.",
 }
 """Command -> its line in `phalanx --help`. Each is `command` in the file of its name."""
 
-HIDDEN = frozenset({"rank"})
+HIDDEN = frozenset({"agent", "fetch", "host", "rank", "reach"})
+PASSES_ON = frozenset({"up"})
+"""Commands that hand everything after `--` to another program, as values of their hidden option `--word`."""
 INTERRUPTED = 130  # as shells report SIGINT
 
 
@@ -42,10 +57,19 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command; its exit code. Usage errors are printed by typer (2), ours by `report`."""
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        build(asked)(list(arguments), prog_name="phalanx")
+        build(asked)(_passed_on(asked, arguments), prog_name="phalanx")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     return 0
+
+
+def _passed_on(asked: str | None, arguments: Sequence[str]) -> list[str]:
+    """What follows `--` belongs to another program, even where it looks like an option or an argument of ours."""
+    words = list(arguments)
+    if asked not in PASSES_ON or "--" not in words:
+        return words
+    at = words.index("--")
+    return [*words[:at], *(f"--word={word}" for word in words[at + 1 :])]
 
 
 def build(asked: str | None) -> typer.Typer:
@@ -57,7 +81,8 @@ def build(asked: str | None) -> typer.Typer:
     app.callback(invoke_without_command=True)(_root)
     for name, summary in COMMANDS.items():
         function = importlib.import_module(f"phalanx.cli.{name}").command if name == asked else _not_asked
-        app.command(name, short_help=summary, hidden=name in HIDDEN)(_ending(function))
+        untouched = {"ignore_unknown_options": True, "allow_interspersed_args": False} if name == "reach" else {}
+        app.command(name, short_help=summary, hidden=name in HIDDEN, context_settings=untouched)(_ending(function))
     app.command("version", short_help="Print the version.")(_ending(_version))
     return app
 

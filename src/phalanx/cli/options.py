@@ -214,6 +214,16 @@ Inject = Annotated[
         rich_help_panel=_GROUP,
     ),
 ]
+SpeculativeConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        metavar="JSON",
+        help="""Guess tokens and verify them together; the output does not change. '{"method": "ngram"}', or suffix, """
+        "draft_model, random.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 LogLevelOption = Annotated[LogLevel, typer.Option("--log-level", help="Verbosity of the log on stderr.")]
 
 DEFAULTS = EngineConfig(model="demo")

@@ -6,6 +6,7 @@ Does not know how the tests are done (`engine/selftest.py`).
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -28,7 +29,8 @@ from phalanx.cli.options import (
     check_engine,
 )
 from phalanx.cli.terminal import LoadingView, report, set_up_logging
-from phalanx.config import GIB, EngineConfig
+from phalanx.config import GIB, ClusterConfig, EngineConfig
+from phalanx.engine.hosts import load_cluster
 from phalanx.engine.process import EngineProcess
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.types import Batch, EngineStats, ModelInfo
@@ -45,6 +47,7 @@ def command(
     trust_remote_code: TrustRemoteCode = False,
     memory_guard_gb: MemoryGuardGb = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    cluster: Annotated[Path | None, typer.Option(hidden=True, help="Hosts of the ranks.")] = None,
     log_level: LogLevelOption = "warning",
 ) -> int:
     """Test a group of ranks: sums of known values, speed, equal tokens, the control connection, memory."""
@@ -60,12 +63,12 @@ def command(
         memory_guard_gb=memory_guard_gb,
     )
     set_up_logging(log_level)
-    return asyncio.run(run(check_engine(config), json))
+    return asyncio.run(run(check_engine(config), json, load_cluster(cluster, tensor_parallel_size)))
 
 
-async def run(config: EngineConfig, as_json: bool) -> int:
+async def run(config: EngineConfig, as_json: bool, cluster: tuple[ClusterConfig, str] | None = None) -> int:
     """Start, wait, print, end."""
-    engine = EngineProcess(config)
+    engine = EngineProcess(config, cluster=cluster)
     outcome = Outcome(engine)
     try:
         with LoadingView(engine):

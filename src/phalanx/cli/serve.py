@@ -36,6 +36,7 @@ from phalanx.cli.options import (
     PrefixCacheGb,
     Revision,
     SilenceSeconds,
+    SpeculativeConfigOption,
     TargetStepMs,
     TensorParallelSize,
     Threads,
@@ -48,14 +49,21 @@ from phalanx.cli.options import (
     whole,
 )
 from phalanx.cli.terminal import LoadingView, note, set_up_logging
-from phalanx.config import DEFAULT_PORT, EngineConfig, ServerConfig, api_key_from_environment
+from phalanx.config import (
+    DEFAULT_PORT,
+    EngineConfig,
+    ServerConfig,
+    api_key_from_environment,
+)
 from phalanx.engine.attach import AttachedEngine
+from phalanx.engine.hosts import load_cluster
 from phalanx.engine.process import EngineProcess
 from phalanx.errors import ConfigError
 from phalanx.model.resolve import resolve
 from phalanx.model.tokenizer import Tokenizer
 from phalanx.server.defaults import read_defaults
 from phalanx.server.run import serve
+from phalanx.spec.config import parse as parse_speculation
 
 MIB = 1 << 20
 _DEFAULTS = ServerConfig(engine=DEFAULTS)
@@ -124,6 +132,7 @@ def command(
     prefix_cache_gb: PrefixCacheGb = None,
     no_prefix_caching: NoPrefixCaching = False,
     memory_guard_gb: MemoryGuardGb = None,
+    speculative_config: SpeculativeConfigOption = None,
     tensor_parallel_size: TensorParallelSize = DEFAULTS.tensor_parallel_size,
     cpu_kernels: CpuKernels = DEFAULTS.cpu_kernels,
     cpu_precision: CpuPrecisionOption = DEFAULTS.cpu_precision,
@@ -143,6 +152,12 @@ def command(
             rich_help_panel="Ranks",
         ),
     ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Hosts of the ranks; `phalanx up` writes it.", rich_help_panel="Ranks", hidden=True
+        ),
+    ] = None,
     log_level: LogLevelOption = "info",
     stop_on_eof: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> int:
@@ -160,6 +175,7 @@ def command(
         prefix_cache_gb=prefix_budget(prefix_cache_gb, no_prefix_caching),
         memory_guard_gb=memory_guard_gb,
         trace=trace,
+        speculative=None if speculative_config is None else parse_speculation(speculative_config),
         tensor_parallel_size=tensor_parallel_size,
         cpu_kernels=cpu_kernels,
         cpu_precision=cpu_precision,
@@ -188,14 +204,16 @@ def command(
         chat_template_kwargs=_template_kwargs(default_chat_template_kwargs),
         log_level=log_level,
     )
+    if attach is not None and cluster is not None:
+        raise ConfigError("--attach waits for ranks that --cluster would start.", remedy="Give one of them.")
     set_up_logging(log_level)
     if stop_on_eof:
         _stop_on_eof()
-    return run(config, attach)
+    return run(config, attach, cluster)
 
 
-def run(config: ServerConfig, attach: Path | None = None) -> int:
-    """Serve until told to stop; with `attach`, an engine that comes to this socket."""
+def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None = None) -> int:
+    """Serve until told to stop; with `attach`, an engine that comes to this socket; with `cluster`, on its hosts."""
     if not is_loopback(config.host) and not config.api_keys:
         note(f"warning: {config.host} can be reached from other machines, and no --api-key is set")
     path = resolve(
@@ -204,7 +222,9 @@ def run(config: ServerConfig, attach: Path | None = None) -> int:
     template = None if config.chat_template is None else Path(config.chat_template).read_text()
     tokenizer = Tokenizer.load(path, chat_template=template, trust_remote_code=config.engine.trust_remote_code)
     engine = (
-        EngineProcess(config.engine, stall_s=config.stall_s)
+        EngineProcess(
+            config.engine, stall_s=config.stall_s, cluster=load_cluster(cluster, config.engine.tensor_parallel_size)
+        )
         if attach is None
         else AttachedEngine(attach.absolute(), stall_s=config.stall_s)
     )

@@ -40,13 +40,16 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(asked: BackendChoice, collective: Collective = "auto", *, machines: int) -> Choice:
+def choose(asked: BackendChoice, collective: Collective = "auto", *, machines: int, cabled: bool = True) -> Choice:
     """The backend for a group on so many machines, of which this is the first.
+
+    Args:
+        cabled: it is known which RDMA devices join which machines.
 
     Raises:
         ConfigError: what was asked for is not there; says what is missing and how to get it.
     """
-    backend = _best(machines) if asked == "auto" else Choice(asked, "asked for")
+    backend = _best(machines if cabled else 1) if asked == "auto" else Choice(asked, "asked for")
     if backend.backend == "mpi" and find_mpi() is None:
         raise ConfigError(
             "--backend mpi: no mpirun and libmpi were found.",
@@ -134,12 +137,44 @@ def mpirun_command(size: int, collective: Collective, command: Sequence[str]) ->
     mpi = find_mpi()
     if mpi is None:
         raise ConfigError("mpirun is not there any more.", remedy="Install `phalanx[mpi]` again.")
-    options = ["--bind-to", "none", "--oversubscribe", "--allow-run-as-root", "-np", str(size)]
-    if collective != "auto":
-        options += ["--mca", "coll_tuned_use_dynamic_rules", "1"]
-        options += ["--mca", "coll_tuned_allreduce_algorithm", ALLREDUCE[collective]]
-        options += ["--mca", "coll", "^han,acoll"]  # they come before `tuned` and would ignore the choice
-    return [mpi.mpirun, *options, *command]
+    return [mpi.mpirun, *MPI_OPTIONS, *_algorithm(collective), "-np", str(size), *command]
+
+
+def mpirun_on_hosts(
+    hosts: Sequence[str],
+    collective: Collective,
+    commands: Sequence[Sequence[str]],
+    variables: Mapping[str, str],
+    agent: str,
+) -> list[str]:
+    """`mpirun` for rank i with its own command on host i.
+
+    Args:
+        variables: for every rank.
+        agent: what takes the place of ssh: it is called with a host and a command line for a shell there.
+    """
+    mpi = find_mpi()
+    if mpi is None:
+        raise ConfigError("mpirun is not there any more.", remedy="Install `phalanx[mpi]` again.")
+    options = [*MPI_OPTIONS, *_algorithm(collective), "--prtemca", "plm_ssh_agent", agent, "--leave-session-attached"]
+    exports = [word for name in variables for word in ("-x", name)]
+    ranks: list[str] = []
+    for host, command in zip(hosts, commands, strict=True):
+        ranks += [*([":"] if ranks else []), "-np", "1", "--host", f"{host}:1", *exports, *command]
+    return [mpi.mpirun, *options, *ranks]
+
+
+MPI_OPTIONS = ("--bind-to", "none", "--oversubscribe", "--allow-run-as-root")
+
+
+def _algorithm(collective: Collective) -> list[str]:
+    if collective == "auto":
+        return []
+    return [
+        *("--mca", "coll_tuned_use_dynamic_rules", "1"),
+        *("--mca", "coll_tuned_allreduce_algorithm", ALLREDUCE[collective]),
+        *("--mca", "coll", "^han,acoll"),  # they come before `tuned` and would ignore the choice
+    ]
 
 
 class Foreign(NamedTuple):

@@ -80,11 +80,11 @@ class Splitter:
         return not self._buffer
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next payload, or None at the end of the stream."""
+async def read_frame(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> bytes | None:
+    """The next payload, of at most `limit` bytes, or None at the end of the stream."""
     try:
         header = await reader.readexactly(_HEADER.size)
-        return await reader.readexactly(_announced(header, MAX_FRAME))
+        return await reader.readexactly(_announced(header, limit))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
 

@@ -190,8 +190,9 @@ class Watchdog:
         self._suspect: PeerFailure | None = None
         self._weight = 0  # of the suspicion
         self._verdict_at = 0.0
-        self._slept_s = 0.0
-        self._slept_until = 0.0  # awake seconds up to which that explains what is found
+        self._beaten = _with_sleep()  # when the last beat was sent, in seconds that include sleep
+        self._silent_s = 0.0
+        self._silent_until = 0.0  # awake seconds up to which that explains what is found
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -200,6 +201,7 @@ class Watchdog:
     def start(self, members: Iterable[Member]) -> None:
         """Watch over the connections to `members`: all other ranks for the leader, the leader for a worker."""
         self._clock.turn()
+        self._beaten = _with_sleep()
         self.peers = tuple(Peer(member, self._clock.now()) for member in members)
         self._thread.start()
 
@@ -282,8 +284,7 @@ class Watchdog:
                 self.turns += 1
                 slept_s = self._clock.turn()
                 self._now = self._clock.now()
-                if slept_s > self.silence_s:
-                    self._slept_s, self._slept_until = slept_s, self._now + 2 * self.silence_s
+                self._admit()
                 for key, _ in events:
                     self._read(key.data)
                     if key.data.connection.ended:
@@ -344,11 +345,18 @@ class Watchdog:
                 )
 
     def _beat(self) -> None:
+        self._beaten = _with_sleep()  # before: a stop in between is silence as well
         position = self._position
         beat = encode(Beat(position.step, position.since is not None, position.inside_s(self._now)))
         for peer in self._open():
             peer.connection.offer(beat)  # where the engine thread is sending, that is the sign of life
         self._beat_at = self._now + self._limits.beat_s
+
+    def _admit(self) -> None:
+        """Take note of it when this rank was silent for so long that the others may have given it up."""
+        silent_s = _with_sleep() - self._beaten
+        if silent_s > 0.75 * self.silence_s:  # counted by the others from when they took the last beat
+            self._silent_s, self._silent_until = silent_s, self._clock.now() + 2 * self.silence_s
 
     def _judge(self) -> None:
         """Who is silent, and is the own engine thread stuck?"""
@@ -389,8 +397,9 @@ class Watchdog:
 
     def _own_up(self, failure: PeerFailure) -> PeerFailure:
         """A rank that was suspended is why the others left, or seem silent."""
+        self._admit()  # it may have been suspended since this turn began
         gone = failure.code in (ExitCode.PEER_LOST, ExitCode.PEER_SILENT)
-        if self._now > self._slept_until or not (gone or failure.rank == self._me.rank):
+        if self._clock.now() > self._silent_until or not (gone or failure.rank == self._me.rank):
             return failure
-        cause = f"was suspended for {self._slept_s:.1f} s (stopped, asleep, or its interpreter held); then: {failure}"
+        cause = f"was suspended for {self._silent_s:.1f} s (stopped, asleep, or its interpreter held); then: {failure}"
         return PeerFailure.of(self._me, ExitCode.PEER_SILENT, cause)

@@ -24,6 +24,7 @@ from phalanx import __version__, memory
 from phalanx.config import (
     GIB,
     MOST_RANKS,
+    DraftModelSpeculation,
     EngineConfig,
     GroupConfig,
     default_environment,
@@ -36,30 +37,34 @@ from phalanx.dist.group import Fabric, agree, join
 from phalanx.dist.peers import PeerFailure
 from phalanx.dist.reduce import Reducer
 from phalanx.dist.spoil import SpoiledBuffer
+from phalanx.engine.budget import find_limits, predict
 from phalanx.engine.launch import pid_file
 from phalanx.engine.leader import Leader
 from phalanx.engine.link import Alone, LeaderLink, WorkerLink
 from phalanx.engine.mailbox import Mailbox
 from phalanx.engine.meet import meet
 from phalanx.engine.selftest import Facts, compare_facts, describe, self_test
+from phalanx.engine.speculation import DraftWeights, make_speculator
+from phalanx.engine.speculation import describe as describe_speculation
 from phalanx.engine.stepclock import StepClock
 from phalanx.engine.trace import Trace
 from phalanx.engine.worker import Worker
-from phalanx.errors import ConfigError, ExitCode, MemoryShortage, PhalanxError, exit_code_of
+from phalanx.errors import ConfigError, ExitCode, PhalanxError, exit_code_of
 from phalanx.kernels import install, preload
 from phalanx.model import load, registry
-from phalanx.model.layout import row_bytes
+from phalanx.model.absorbed import absorb_short_queries
+from phalanx.model.layout import CacheFacts
 from phalanx.model.probe import probe
 from phalanx.model.resolve import resolve
 from phalanx.model.runner import Runner
 from phalanx.model.weights import fingerprint
-from phalanx.sched.admission import GRANULE, Limits, largest_row
+from phalanx.sched.admission import Limits
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
+from phalanx.spec.positions import Positions
 from phalanx.types import Failed, Loading, ModelInfo, Ready, SelfTest
 
 log = logging.getLogger("phalanx.engine")
 
-DEFAULT_CONTEXT = 8192  # for models whose config names no limit (recurrent ones)
 PROGRESS_PERIOD_S = 0.2  # to the server
 LOG_PERIOD_S = 5.0  # to the log, from ranks the server does not see
 
@@ -174,15 +179,17 @@ def _boot(
     ranks_here = 1 if group is None else group.ranks_here
     guard_gb = config.memory_guard_gb if config.memory_guard_gb is not None else memory_guard_override_gb()
     guard = memory.guard_bytes(memory.read_machine().physical, guard_gb)
-    loaded = _load(config, link, reducer, guard, ranks_here, report)
+    loaded, draft = _load(config, link, reducer, guard, ranks_here, report)
+    absorb_short_queries(loaded.model)
     facts = registry.inspect(loaded.model, loaded.config)
     reducer.discard()  # `inspect` only builds
     runner = Runner(loaded.model, facts, loaded.dtype, reducer)
     report("checking the model", 0, 1)
     probe(runner, loaded.model)
+    draft_runner = None if draft is None else draft.materialise(guard, report)
     clock = StepClock(config.wedge_s)
     tested = self_test(link, runner, _vocab_size(loaded.config), clock, unchecked=len(loaded.unchecked))
-    limits, budget = _limits(config, runner.facts, guard, link, ranks_here)
+    limits, budget = find_limits(config, runner.facts, draft, guard, link, ranks_here)
     mx.clear_cache()
     mx.reset_peak_memory()
     link.serving()
@@ -190,7 +197,7 @@ def _boot(
         return Worker(runner, link, injection)
     assert mailbox is not None
     info = _describe(loaded, runner.facts, limits, budget, group, tested)
-    info = replace(info, kernels=kernels)
+    info = replace(info, kernels=kernels, speculation=describe_speculation(config.speculative, runner.facts))
     _announce(config, info)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -202,8 +209,14 @@ def _boot(
         )
     )
     trace = Trace(config.trace) if config.trace else None
+    positions = Positions()
+    draft_kv = 0 if draft is None else budget.kv * draft.bytes_per_token // runner.facts.bytes_per_token
+    speculator = make_speculator(config.speculative, scheduler, positions, info.vocab_size, draft_runner, draft_kv)
     mailbox.send(Ready(info=info, pid=os.getpid()))
-    return Leader(scheduler, runner, mailbox, link=link, clock=clock, trace=trace, injection=injection)
+    return Leader(
+        scheduler, runner, mailbox, link=link, clock=clock, trace=trace, injection=injection,
+        positions=positions, speculator=speculator,
+    )  # fmt: skip
 
 
 def _kernels(config: EngineConfig, ranks_here: int) -> str:
@@ -249,8 +262,9 @@ def _load(
     guard: int,
     ranks_here: int,
     report: load.Progress,
-) -> load.Loaded:
-    """The model, after all ranks have agreed on what it is and that their parts fit."""
+) -> tuple[load.Loaded, DraftWeights | None]:
+    """The model, after all ranks have agreed on what it is and that their parts fit; and what the leader drafts with,
+    which is not read yet."""
     path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     if link.size > 1:
         facts = Facts(
@@ -263,66 +277,21 @@ def _load(
         compare_facts(link, facts)
     prepared = load.prepare(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, reducer=reducer)
     reducer.foreign = bool(prepared.unchecked)
-    predictions = link.share(_predict(config, link.rank, prepared, guard))
-    reducer.discard()  # predicting only builds
+    draft = None
+    caches = registry.inspect(prepared.model, prepared.config)
+    reducer.discard()  # inspecting only builds
+    if link.rank == 0 and isinstance(config.speculative, DraftModelSpeculation) and caches.rolls_back:
+        draft = DraftWeights(config, config.speculative, path)
+    predictions = link.share(predict(config, link.rank, prepared, caches, draft, guard))
     if link.rank == 0:
         log.info("before loading:\n%s", memory.prediction_table(predictions))
     memory.check_group(path.name, predictions)
-    return prepared.materialise(guard, report, ranks_here=ranks_here)
-
-
-def _predict(config: EngineConfig, rank: int, prepared: load.Prepared, guard: int) -> memory.Prediction:
-    """What this rank will need; known before a weight is read (B2)."""
-    kv = GRANULE * row_bytes(registry.inspect(prepared.model, prepared.config).layouts, prepared.dtype)
-    if config.kv_cache_gb is not None:
-        kv = int(config.kv_cache_gb * GIB)
-    return prepared.predict(rank=rank, host=socket.gethostname(), kv=kv, guard=guard)
-
-
-def _limits(
-    config: EngineConfig,
-    facts: registry.CacheFacts,
-    guard: int,
-    link: LeaderLink | WorkerLink | Alone,
-    ranks_here: int,
-) -> tuple[Limits, memory.Budget]:
-    """The memory limits of this group, which are those of its smallest rank, and the context that fits in them."""
-    context = facts.max_len or DEFAULT_CONTEXT
-    wanted = config.max_model_len or context
-    if facts.max_len is not None and wanted > facts.max_len:
-        raise ConfigError(
-            f"--max-model-len {wanted} is beyond the model's own context of {facts.max_len} tokens.",
-            remedy="Its positions mean nothing there; use a smaller value.",
-        )
-    minimum = GRANULE * facts.bytes_per_token + facts.bytes_per_row
-    link.share(True)  # all have loaded, so that what is free is free
-    machine = memory.read_machine()
-    machine = replace(machine, available=guard + (machine.available - guard) // ranks_here)
-    own = memory.serving_budget(machine, guard, config.kv_cache_gb, config.prefix_cache_gb, minimum_kv=minimum)
-    budgets = link.share(own)
-    budget = memory.Budget(kv=min(b.kv for b in budgets), prefix=min(b.prefix for b in budgets))
-    fits = largest_row(budget.kv, facts.bytes_per_token, facts.bytes_per_row)
-    if config.max_model_len is not None and config.max_model_len > fits:
-        raise MemoryShortage(
-            f"--max-model-len {config.max_model_len} needs more KV memory than the budget of {budget.kv / GIB:.2f} GB "
-            f"holds ({fits} tokens).",
-            remedy=f"Use --max-model-len {fits}, or raise --kv-cache-gb.",
-        )
-    if wanted > fits and link.rank == 0:
-        log.warning("context limited to %d tokens by the KV budget (the model's own is %d)", fits, wanted)
-    limits = Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=min(wanted, fits),
-        kv_budget=budget.kv,
-        bytes_per_token=facts.bytes_per_token,
-        bytes_per_row=facts.bytes_per_row,
-    )
-    return limits, budget
+    return prepared.materialise(guard, report, ranks_here=ranks_here), draft
 
 
 def _describe(
     loaded: load.Loaded,
-    facts: registry.CacheFacts,
+    facts: CacheFacts,
     limits: Limits,
     budget: memory.Budget,
     group: GroupConfig | None,
@@ -374,6 +343,8 @@ def _announce(config: EngineConfig, info: ModelInfo) -> None:
     """The start-up lines: how the model is served and what it may use (`load` has said what it takes, B3)."""
     log.info("%s: model type %s, %s", config.model, info.model_type, info.caches)
     log.info("kernels: %s", info.kernels)
+    if config.speculative is not None:
+        log.log(logging.INFO if info.rolls_back else logging.WARNING, "speculation: %s", info.speculation)
     log.info(
         "context %d tokens; up to %d rows; KV budget %.2f GB (%d bytes a token), prefix cache %.2f GB",
         info.max_model_len, config.max_num_seqs, info.kv_budget_bytes / GIB, info.kv_bytes_per_token,

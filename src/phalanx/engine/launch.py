@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import psutil
@@ -22,7 +23,23 @@ import psutil
 from phalanx.config import KERNELS_VARIABLE, SECRET_VARIABLE, EngineConfig, GroupConfig, environment
 from phalanx.dist.backend import Choice, environment_of, mpirun_command, ring_hostfile
 
-Process = asyncio.subprocess.Process
+
+class Child(Protocol):
+    """What is known of a process of a group: `asyncio.subprocess.Process`, or one on another host (`remote.py`)."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    @property
+    def stderr(self) -> asyncio.StreamReader | None: ...
+
+    async def wait(self) -> int: ...
+
+    def send_signal(self, signal: int) -> None: ...
+
 
 LOOPBACK = "127.0.0.1"
 NONCE_BITS = 48
@@ -40,7 +57,7 @@ class End:
 class RankProcesses:
     """The processes of one start. `name -> process`: "rank 0", ..., or "mpirun"."""
 
-    def __init__(self, processes: dict[str, Process], pid_files: Sequence[Path]) -> None:
+    def __init__(self, processes: dict[str, Child], pid_files: Sequence[Path]) -> None:
         self.processes = processes
         self._pid_files = pid_files
         self.killed = False
@@ -118,7 +135,7 @@ async def start_ranks(config: EngineConfig, choice: Choice | None, socket_path: 
     pid_files = [pid_file(socket_path, rank) for rank in range(size)]
     kernels = {} if config.cpu_kernels else {KERNELS_VARIABLE: "0"}
     if choice is None:
-        return RankProcesses({"rank 0": await _spawn([*base, "--rank", "0"], kernels)}, pid_files)
+        return RankProcesses({"rank 0": await spawn([*base, "--rank", "0"], kernels)}, pid_files)
     ports = free_ports(1 + {"ring": size, "nccl": 1}.get(choice.backend, 0))
     group = GroupConfig(
         size=size,
@@ -133,18 +150,19 @@ async def start_ranks(config: EngineConfig, choice: Choice | None, socket_path: 
     if choice.backend == "mpi":
         variables = {**secret, **environment_of("mpi", None, None)}
         command = mpirun_command(size, config.collective, base)
-        return RankProcesses({"mpirun": await _spawn(command, variables)}, pid_files)
+        return RankProcesses({"mpirun": await spawn(command, variables)}, pid_files)
     hostfile = socket_path.with_suffix(".hosts.json")
     hostfile.write_text(ring_hostfile(group.addresses))
-    processes: dict[str, Process] = {}
+    processes: dict[str, Child] = {}
     for rank in range(size):
         meeting = f"{LOOPBACK}:{ports[-1]}"
         variables = {**secret, **environment_of(choice.backend, rank, hostfile, size=size, meeting=meeting)}
-        processes[f"rank {rank}"] = await _spawn([*base, "--rank", str(rank)], variables)
+        processes[f"rank {rank}"] = await spawn([*base, "--rank", str(rank)], variables)
     return RankProcesses(processes, pid_files)
 
 
-async def _spawn(command: Sequence[str], variables: dict[str, str]) -> Process:
+async def spawn(command: Sequence[str], variables: dict[str, str]) -> asyncio.subprocess.Process:
+    """A child process whose stderr is read; its environment is ours and `variables`."""
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -159,12 +177,17 @@ def pid_file(socket_path: Path, rank: int) -> Path:
     return socket_path.with_name(f"{socket_path.name}.rank{rank}.pid")
 
 
-def free_ports(count: int) -> list[int]:
-    """TCP ports of this machine that nobody uses now."""
+def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
+    """TCP ports of this machine that nobody uses now.
+
+    Raises:
+        OSError: the address is not one of this machine's.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        probes = [stack.enter_context(socket.socket(family)) for _ in range(count)]
         for probe in probes:
-            probe.bind((LOOPBACK, 0))
+            probe.bind((address, 0))
         return [int(probe.getsockname()[1]) for probe in probes]
 
 

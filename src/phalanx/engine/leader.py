@@ -7,7 +7,9 @@ the plan.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Mapping
 
 import mlx.core as mx
 
@@ -21,11 +23,15 @@ from phalanx.engine.trace import Trace
 from phalanx.engine.worker import disturb, rank_stats
 from phalanx.memory import trim_heap
 from phalanx.model.runner import Runner
-from phalanx.model.sampler import Position, TokenCounts, sample, score
+from phalanx.model.sampler import score
 from phalanx.sched.commit import commit_chunk, commit_tokens
 from phalanx.sched.plan import Commit, Forward, Order, Reset, Step, Stop
 from phalanx.sched.scheduler import Scheduler
 from phalanx.sched.sequence import Sequence
+from phalanx.spec.positions import Positions
+from phalanx.spec.speculator import Speculator
+from phalanx.spec.stats import line
+from phalanx.spec.verify import Verified, verify
 from phalanx.types import (
     Batch,
     Cancel,
@@ -40,6 +46,8 @@ from phalanx.types import (
     ToEngine,
     TokenLogprobs,
 )
+
+log = logging.getLogger("phalanx.engine")
 
 REST_AFTER_S = 2.0  # seconds without work after which freed buffers are not kept for reuse any more
 
@@ -57,6 +65,8 @@ class Leader:
         clock: StepClock,
         trace: Trace | None = None,
         injection: Injection | None = None,
+        positions: Positions | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -66,7 +76,8 @@ class Leader:
         self._clock = clock
         self._trace = trace
         self._injection = injection
-        self._positions: dict[int, Position] = {}
+        self._positions = positions or Positions()
+        self._speculator = speculator
         self._scores: dict[int, list[TokenLogprobs | None]] = {}
         self._scored: list[PromptScored] = []
         self._pings: list[int] = []
@@ -88,22 +99,29 @@ class Leader:
         self._link.send(Order(Stop()))
 
     def step(self) -> None:
-        """One step of the state machine: plan, execute, sample, commit, answer."""
+        """One step of the state machine: draft, plan, execute, verify, commit, answer."""
         started = time.perf_counter()
-        step = self.scheduler.schedule(time.monotonic())
+        drafts = self._speculator.draft(self.scheduler.draftable()) if self._speculator is not None else {}
+        draft_s = time.perf_counter() - started
+        step = self.scheduler.schedule(time.monotonic(), drafts)
         if step is not None:
             if self._trace is not None:
                 self._trace.plan(step)
             self._begin(step)
             before = time.perf_counter()
             execution = execute(step, self.mirror, self.runner)
-            verified, logprobs = self._sample(execution.outputs)
+            verified = self._sample(execution.outputs)
             model_s = time.perf_counter() - before
+            decode_s = model_s - execution.prefill_s
             self._model_s += model_s
             self._link.leave(step.id)
-            self._clock.observe(execution.prefill_tokens, execution.prefill_s, model_s - execution.prefill_s)
-            self.scheduler.observe(execution.prefill_tokens, execution.prefill_s, model_s - execution.prefill_s)
-            self.scheduler.apply(self._commits(step, verified), time.monotonic(), logprobs)
+            self._clock.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
+            self.scheduler.observe(execution.prefill_tokens, execution.prefill_s, decode_s)
+            commits = self._commits(step, verified.tokens)
+            self.scheduler.apply(commits, time.monotonic(), verified.logprobs)
+            if self._speculator is not None:
+                seconds = time.perf_counter() - started - execution.prefill_s
+                self._speculator.observe(step, verified.tokens, commits, seconds, draft_s)
         self._send_events(step)
         if step is not None:
             self._kept_memory = True
@@ -162,49 +180,30 @@ class Leader:
             self._link.send(Order(Reset()))
             self.runner.reset()
             trim_heap()
+            if self._speculator is not None:
+                log.info("%s", line(self._speculator.meter.stats()))
 
     def _send_events(self, step: Step | None) -> None:
         events = [*self._scored, *self.scheduler.take_events()]
         self._scored.clear()
         if events:
             self._mailbox.send(Batch(step.id if step is not None else self.scheduler.step_id, events))
-        if len(self._positions) > len(self.scheduler.by_number):
-            alive = self.scheduler.by_number
-            self._positions = {n: p for n, p in self._positions.items() if n in alive}
+        alive = self.scheduler.by_number.keys()
+        self._positions.keep(alive)
+        if self._speculator is not None:
+            self._speculator.keep(alive)
+        if self._scores.keys() - alive:
             self._scores = {n: s for n, s in self._scores.items() if n in alive}
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    def _sample(self, outputs: list[Output[mx.array]]) -> tuple[dict[int, list[int]], dict[int, list[TokenLogprobs]]]:
-        """Verified tokens, and log-probabilities where asked for, by sequence number."""
-        verified: dict[int, list[int]] = {}
-        logprobs: dict[int, list[TokenLogprobs]] = {}
+    def _sample(self, outputs: list[Output[mx.array]]) -> Verified:
+        """Score prompts; sample and verify everything else at once."""
         for output in outputs:
-            forward = output.forward
-            if forward.score:
+            if output.forward.score:
                 self._score(output)
-                continue
-            positions = [self._position(self.scheduler.by_number[number]) for number in forward.seqs]
-            sampled = sample(output.logits[:, -1], positions, self.runner.settle())
-            for number, token, scored in zip(forward.seqs, sampled.tokens, sampled.logprobs, strict=True):
-                verified[number] = [token]
-                if scored is not None:
-                    logprobs[number] = [scored]
-        return verified, logprobs
-
-    def _position(self, seq: Sequence) -> Position:
-        """Where the row samples next; kept from step to step, so that histories grow by one token."""
-        position = self._positions.get(seq.number)
-        request = seq.request
-        if position is None:
-            history = TokenCounts(request.prompt, seq.tokens[seq.prompt_len :])
-            position = Position(sampling=request.sampling, index=seq.n_output, history=history)
-            self._positions[seq.number] = position
-        else:
-            position.history.add(seq.tokens[seq.prompt_len + position.index :])
-            position.index = seq.n_output
-        position.banned = request.stop.stop_ids if seq.n_output < request.stop.min_tokens else frozenset()
-        return position
+        sampling = [(output.forward, output.logits) for output in outputs if output.forward.sample]
+        return verify(sampling, self.scheduler.by_number, self._positions, self.runner.settle())
 
     def _score(self, output: Output[mx.array]) -> None:
         """Log-probabilities of the prompt tokens that follow the fed ones."""
@@ -217,7 +216,7 @@ class Leader:
         if len(known) == seq.prompt_len:
             self._scored.append(PromptScored(seq.id, known))
 
-    def _commits(self, step: Step, verified: dict[int, list[int]]) -> list[Commit]:
+    def _commits(self, step: Step, verified: Mapping[int, list[int]]) -> list[Commit]:
         """One commit per row of the step, chunk and sampling forward of one row taken together."""
         commits: dict[int, Commit] = {}
         for forward in step.forwards:
@@ -226,7 +225,7 @@ class Leader:
                 commits[number] = self._commit(seq, forward, valid, verified)
         return list(commits.values())
 
-    def _commit(self, seq: Sequence, forward: Forward, valid: int, verified: dict[int, list[int]]) -> Commit:
+    def _commit(self, seq: Sequence, forward: Forward, valid: int, verified: Mapping[int, list[int]]) -> Commit:
         if forward.sample:
             return commit_tokens(seq, len(seq.tokens) - 1, valid, verified[seq.number])
         return commit_chunk(seq, seq.kv_len, valid)
@@ -259,4 +258,5 @@ class Leader:
             cache_bytes=mx.get_cache_memory(),
             rss_bytes=ranks[0].rss_bytes,
             ranks=ranks,
+            spec=None if self._speculator is None else self._speculator.meter.stats(),
         )

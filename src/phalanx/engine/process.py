@@ -21,11 +21,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from phalanx.config import EngineConfig, runtime_dir
+from phalanx.config import ClusterConfig, EngineConfig, runtime_dir
 from phalanx.dist.backend import Choice, choose
 from phalanx.engine.connection import EngineConnection, Streams
-from phalanx.engine.launch import End, RankProcesses, pid_file, start_ranks
-from phalanx.errors import ConfigError, EngineUnavailable, ExitCode
+from phalanx.engine.hosts import start_on_hosts
+from phalanx.engine.launch import Child, End, RankProcesses, pid_file, start_ranks
+from phalanx.errors import ConfigError, EngineUnavailable, ExitCode, HostUnreachable
 from phalanx.types import Shutdown
 
 log = logging.getLogger("phalanx.engine")
@@ -34,6 +35,7 @@ RESTARTS = 3  # within
 RESTART_WINDOW_S = 300.0  # seconds; more means that restarting does not help
 EXIT_WAIT_S = 5.0  # after Shutdown, before SIGTERM, and again before SIGKILL
 GRACE_S = 3.0  # that ranks get to notice that one of them has ended, before SIGKILL
+HOST_RETRY_S = 1.0  # between attempts to reach a host that is away
 RDMA_COOL_DOWN_S = 30.0  # a JACCL device is busy for so long after a process that used it was killed (F7, EBUSY)
 MPIRUN_NOTICE = re.compile(r"process rank (\d+) with PID (\d+) on node (\S+) exited on\s+signal (\d+)")
 STDERR_LINES = 20  # of the child's last words that are kept for the reason
@@ -44,11 +46,15 @@ class EngineProcess(EngineConnection):
 
     Args:
         stall_s: seconds without an answer from the engine's loop after which it is killed and restarted.
+        cluster: the hosts of the ranks, and the secret of their agents; None is this machine alone.
     """
 
-    def __init__(self, config: EngineConfig, *, stall_s: float = 60.0) -> None:
+    def __init__(
+        self, config: EngineConfig, *, stall_s: float = 60.0, cluster: tuple[ClusterConfig, str] | None = None
+    ) -> None:
         super().__init__(stall_s=stall_s)
         self._config = config
+        self._cluster = cluster
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: RankProcesses | None = None
         self._choice: Choice | None = None
@@ -76,7 +82,11 @@ class EngineProcess(EngineConnection):
             ConfigError: the backend that was asked for is not there.
         """
         if self._config.tensor_parallel_size > 1:
-            self._choice = choose(self._config.backend, self._config.collective, machines=1)
+            hosts = () if self._cluster is None else self._cluster[0].hosts
+            cabled = all(host.rdma for host in hosts)
+            self._choice = choose(
+                self._config.backend, self._config.collective, machines=max(1, len(hosts)), cabled=cabled
+            )
             size, (backend, reason) = self._config.tensor_parallel_size, self._choice
             log.info("%d ranks over %s: %s", size, backend, reason)
         self._directory = tempfile.TemporaryDirectory(prefix="phalanx-", dir=runtime_dir())
@@ -105,6 +115,10 @@ class EngineProcess(EngineConnection):
         while True:
             try:
                 end = await self._run_once(directory)
+            except HostUnreachable as error:  # nothing has crashed: it starts when the host is back
+                self._state = replace(self._state, reason=str(error))
+                await asyncio.sleep(HOST_RETRY_S)
+                continue
             except (OSError, ConfigError) as error:  # a program is not there any more, or cannot be run
                 self._down("failed", f"the ranks could not be started: {error}", ExitCode.CONFIG)
                 return
@@ -147,7 +161,12 @@ class EngineProcess(EngineConnection):
                 connected.set_result((reader, writer))
 
         listener = await asyncio.start_unix_server(accept, path)
-        ranks = self._ranks = await start_ranks(self._config, self._choice, path)
+        try:
+            ranks = self._ranks = await self._start_ranks(path)
+        except HostUnreachable:
+            listener.close()
+            path.unlink(missing_ok=True)
+            raise
         self._last_sign = time.monotonic()
         if self._state.phase == "starting":
             self._state = replace(self._state, reason="the engine is starting")
@@ -171,6 +190,12 @@ class EngineProcess(EngineConnection):
             for file in (path, *(pid_file(path, rank) for rank in range(self._config.tensor_parallel_size))):
                 file.unlink(missing_ok=True)
         return end
+
+    async def _start_ranks(self, path: Path) -> RankProcesses:
+        if self._cluster is None or self._choice is None:
+            return await start_ranks(self._config, self._choice, path)
+        cluster, secret = self._cluster
+        return await start_on_hosts(self._config, self._choice, path, cluster, secret)
 
     async def _end_processes(self, ranks: RankProcesses) -> None:
         """Shutdown was asked for; SIGTERM and SIGKILL only if that does not help."""
@@ -207,7 +232,7 @@ class EngineProcess(EngineConnection):
 
     # -- what a live process needs ---------------------------------------------------------------------------------
 
-    async def _forward_log(self, process: asyncio.subprocess.Process) -> None:
+    async def _forward_log(self, process: Child) -> None:
         assert process.stderr is not None
         while line := await _read_line(process.stderr):
             text = line.decode(errors="replace").rstrip("\n")

@@ -13,7 +13,7 @@ FADE = 0.98  # per step: a machine that was slow once is not slow for ever
 
 
 class StepClock:
-    """Remembers the slowest recent prefill token and decode step.
+    """Remembers the slowest recent prefill token and decode steps.
 
     Args:
         least_s: no limit is shorter.
@@ -22,18 +22,20 @@ class StepClock:
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s
         self._per_token = 0.0  # seconds
-        self._decode = 0.0  # seconds
+        self._decode: dict[int, float] = {}  # tokens per row -> seconds
 
-    def observe(self, prefill_tokens: int, prefill_s: float, decode_s: float) -> None:
-        """A step took this long."""
+    def observe(self, prefill_tokens: int, prefill_s: float, decode_s: float, width: int = 1) -> None:
+        """A step took this long, with `width` tokens per decoding row."""
         if prefill_tokens:
             self._per_token = max(self._per_token * FADE, prefill_s / prefill_tokens)
-        self._decode = max(self._decode * FADE, decode_s)
+        self._decode = {known: seconds * FADE for known, seconds in self._decode.items()}
+        self._decode[width] = max(self._decode.get(width, 0.0), decode_s)
 
     def limit(self, step: Step) -> float:
         """Seconds after which the step counts as wedged."""
-        if not self._decode:
+        decode = max((s * max(1.0, step.width / width) for width, s in self._decode.items()), default=0.0)
+        if not decode:
             return self._least_s * UNKNOWN
         tokens = sum(sum(forward.valid) for forward in step.forwards if not forward.sample)
-        per_token = self._per_token or self._decode
-        return max(self._least_s, FACTOR * (tokens * per_token + self._decode))
+        per_token = self._per_token or decode
+        return max(self._least_s, FACTOR * (tokens * per_token + decode))

@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,6 +72,20 @@ def active() -> bool:
 def operations() -> Ops | None:
     """Native operations that stand for several of MLX's, for whoever composes those; None where MLX computes."""
     return preload.OPS if _replaced else None
+
+
+def buffer(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """An evaluated array to be filled from outside: write all of it before it is read.
+
+    Natively it is untouched memory in huge pages where the system has them: the first touch of a page costs more than
+    reading a file that is cached. Otherwise it is MLX's zeros.
+    """
+    if active():
+        untouched: mx.array = preload.OPS.buffer(list(shape), dtype)
+        return untouched
+    zeros = mx.zeros(shape, dtype)
+    mx.eval(zeros)
+    return zeros
 
 
 def install(precision: CpuPrecision, threads: int) -> Installed | None:

@@ -238,17 +238,19 @@ class Prepared:
         done = checked = 0
         with Reader([(entry.source, entry.cut) for entry in self.plan if entry.source is not None]) as reader:
             for entry, array in self._arrays(reader):
-                array = array.astype(entry.dtype)  # the same array where it already is
+                if entry.source is None or array.dtype != entry.dtype:
+                    array = array.astype(entry.dtype)
+                    mx.eval(array)
+                    mx.clear_cache()
                 self.model.update(tree_unflatten([(entry.name, array)]))
-                mx.eval(array)
                 del array
-                mx.clear_cache()
                 done += entry.nbytes
                 on_progress("loading weights", done, total)
                 if done - checked >= CHECK_EVERY:
                     checked = done
                     rest = (total - done) * ranks_here
                     memory.check_fits("The rest of the weights", rest, memory.read_machine(), guard)
+        mx.eval(self.model.parameters())  # what is left are views of memory that is filled
         return reader.copied
 
     def _arrays(self, reader: Reader) -> Iterator[tuple[_Entry, mx.array]]:
@@ -278,8 +280,7 @@ class _Coming:
         if entry.source is None or not entry.source.nbytes:
             return _Coming(entry, lazy, None, None)
         shape = entry.source.shape if entry.cut is None else entry.cut.shape(entry.source.shape)
-        here = mx.zeros(shape, UNSIGNED[lazy.dtype.size])
-        mx.eval(here)
+        here = install.buffer(shape, UNSIGNED[lazy.dtype.size])
         staging = None
         if mx.cuda.is_available():  # a device may have memory of its own, which cannot be written from here
             staging = np.empty(here.nbytes, np.uint8)

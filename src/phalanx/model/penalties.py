@@ -63,7 +63,7 @@ def _penalised(sampling: Sampling) -> bool:
 def _columns(row: int, position: Position, vocabulary: int) -> tuple[Column, Column, Column, Column]:
     """Row, token, repetition penalty and amount to subtract, for every logit of a row that changes."""
     sampling = position.sampling
-    ids, counts = position.history.columns()
+    ids, counts = position.history.columns(position.ahead)
     keep = ids < vocabulary
     if sampling.repetition_penalty == 1.0:
         keep &= counts > 0

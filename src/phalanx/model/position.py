@@ -35,15 +35,26 @@ class TokenCounts:
         """Append output tokens. Changes no array handed out before."""
         self._pending.extend(tokens)
 
-    def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Token ids in order of first appearance, and their counts in the output (0: only in the prompt)."""
+    def columns(self, ahead: Sequence[int] = ()) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Token ids in order of first appearance, and their counts in the output (0: only in the prompt).
+
+        Args:
+            ahead: output tokens that are counted this once, and not kept.
+        """
         for token in self._prompt:
             self._see(token)
         self._prompt = ()
         for token in self._pending:
             self._counts[self._see(token)] += 1
         self._pending.clear()
-        return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.int64)
+        ids, counts = np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.int64)
+        fresh: dict[int, int] = {}
+        for token in ahead:
+            if (place := self._place.get(token)) is not None:
+                counts[place] += 1
+            else:
+                fresh[token] = fresh.get(token, 0) + 1
+        return np.append(ids, list(fresh)).astype(np.int64), np.append(counts, list(fresh.values())).astype(np.int64)
 
     def _see(self, token: int) -> int:
         place = self._place.setdefault(token, len(self._ids))
@@ -64,3 +75,5 @@ class Position:
     """Prompt and output so far."""
     banned: frozenset[int] = frozenset()
     """Stop ids while fewer than min_tokens were generated: never drawn."""
+    ahead: tuple[int, ...] = ()
+    """Drafts that follow the history, taken as accepted."""

@@ -37,6 +37,10 @@ TEMPLATE_INPUTS = frozenset({"tools", "documents"})
 """Parameters of `apply_chat_template` that go to the template; the others steer it and are not the client's."""
 
 
+SAMPLE = "Speculation, 1234 times: a_b(c) == 'ünïcode' 東京\n\tend."
+"""Text that tokenizers with the same tokens but other rules would cut differently."""
+
+
 class HfTokenizer(Protocol):
     """What is used of a Hugging Face tokenizer, fast or slow, of the library or from a model's repository."""
 
@@ -98,6 +102,16 @@ class Tokenizer:
             ) from error
         _unlimit(wrapper)
         return cls(wrapper, _eos_ids(path) | frozenset(wrapper.eos_token_ids), chat_template)
+
+    def differs_from(self, other: Tokenizer) -> str:
+        """The first difference in what token ids mean, in words; empty where they mean the same."""
+        if self.vocab_size != other.vocab_size:
+            return f"it has {other.vocab_size} tokens instead of {self.vocab_size}"
+        for token in range(self.vocab_size):
+            mine, theirs = self._hf.convert_ids_to_tokens(token), other._hf.convert_ids_to_tokens(token)
+            if mine != theirs:
+                return f"token {token} is {theirs!r} instead of {mine!r}"
+        return "" if self.encode(SAMPLE) == other.encode(SAMPLE) else f"it cuts {SAMPLE!r} differently"
 
     # -- text to tokens --------------------------------------------------------------------------------------------
 

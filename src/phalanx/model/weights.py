@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 import os
 import struct
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -156,9 +156,9 @@ def some(names: Iterable[str], most: int = 8) -> str:
 
 # -- tensors -------------------------------------------------------------------------------------------------------
 
-CHUNK = 8 << 20  # bytes of a file that are mapped, or read in one call
+CHUNK = 8 << 20  # bytes of a file that are read in one call
 THREADS = 4  # that copy chunks of one tensor: the disk has several requests at once, page faults several cores
-DIRECT = 64 << 10  # pieces from this size on are read, smaller ones copied out of a mapping of their surroundings
+DIRECT = 64 << 10  # pieces from this size on are read by themselves, smaller ones with what is between them
 AHEAD = 128 << 20  # bytes that the kernel is asked to have ready, so that the disk is busy while a tensor is cast
 ADVICE = 128 << 10  # bytes it is asked for in one call: more than its read-ahead window it would not take
 
@@ -265,12 +265,21 @@ class _Piece:
         if self.count == 1:
             _fill(file, self.start, out)
             return
-        first = self.start - self.start % mmap.ALLOCATIONGRANULARITY
-        with mmap.mmap(file, self.start + self.span - first, offset=first, prot=mmap.PROT_READ) as mapped:
-            bytes_ = np.frombuffer(mapped, np.uint8, offset=self.start - first)
-            rows = np.lib.stride_tricks.as_strided(bytes_, (self.count, self.size), (self.stride, 1), writeable=False)
-            out.reshape(self.count, self.size)[:] = rows
-            del bytes_, rows  # or the mapping cannot be closed
+        around = _scratch(self.span)
+        _fill(file, self.start, around)
+        rows = np.lib.stride_tricks.as_strided(around, (self.count, self.size), (self.stride, 1), writeable=False)
+        out.reshape(self.count, self.size)[:] = rows
+
+
+_kept = threading.local()
+
+
+def _scratch(size: int) -> npt.NDArray[np.uint8]:
+    """Bytes to read into, the same ones for every call of a thread: fresh memory costs more than reading."""
+    if len(getattr(_kept, "bytes", ())) < size:
+        _kept.bytes = np.empty(max(size, CHUNK), np.uint8)
+    found: npt.NDArray[np.uint8] = _kept.bytes[:size]
+    return found
 
 
 def _fill(file: int, start: int, out: npt.NDArray[np.uint8]) -> None:

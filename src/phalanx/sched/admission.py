@@ -85,6 +85,19 @@ class Admission:
                 return True
         return self._shrink_others(arena) and self.reserve(arena, rows, tokens)
 
+    def widen(self, arena: Arena, tokens: int) -> None:
+        """Give rows that exist more room, as far as memory is free and the arena's rows may be so long. Changes state.
+
+        As in `reserve`, a generous size is tried first.
+        """
+        if arena.capacity >= tokens:
+            return
+        for wanted in (tokens * 9 // 8, tokens):
+            capacity = min(round_up(wanted), self._ceiling(arena))
+            if capacity > arena.capacity and self._fits(arena, arena.allocated, capacity):
+                self.layout.resize(arena, arena.allocated, capacity)
+                return
+
     def _shrink_others(self, arena: Arena) -> bool:
         """Cut the other arenas to what their rows need; False when they are as small as can be."""
         changed = False

@@ -12,6 +12,22 @@ from phalanx.sched.sequence import Sequence
 from phalanx.sched.stop import clip
 
 
+def accept(drafts: Seq[int], sampled: Seq[int]) -> Seq[int]:
+    """The tokens that verification leaves: drafts while they are what was sampled in their place, then what was.
+
+    Args:
+        drafts: [k].
+        sampled: [k + 1], the token sampled behind y and behind each draft; what follows a wrong draft means nothing.
+
+    Returns:
+        1..k + 1 tokens.
+    """
+    right = 0
+    while right < len(drafts) and drafts[right] == sampled[right]:
+        right += 1
+    return sampled[: right + 1]
+
+
 def commit_tokens(seq: Sequence, kv_len: int, fed: int, verified: Seq[int]) -> Commit:
     """Commit the outcome of a sampling forward.
 

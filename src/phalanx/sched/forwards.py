@@ -7,6 +7,7 @@ and how many tokens they get is decided in `scheduler.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 from phalanx.sched.arena import Arena, Layout
 from phalanx.sched.plan import Forward
@@ -29,8 +30,12 @@ def prefill_forwards(layout: Layout, rows: list[Sequence], chunks: Mapping[int, 
     return [_chunk_forward(group, chunks) for group in groups]
 
 
-def decode_forwards(arena: Arena, *, fresh_alone: bool) -> list[Forward]:
-    """Sampling forwards over an arena's decoding rows: one, unless rows without any state must be fed alone."""
+def decode_forwards(arena: Arena, drafts: Mapping[int, Seq[int]], *, fresh_alone: bool) -> list[Forward]:
+    """Sampling forwards over an arena's decoding rows: one, unless rows without any state must be fed alone.
+
+    Args:
+        drafts: sequence number -> tokens to verify; the arena has room for the longest behind every row.
+    """
     runs: list[list[Sequence]] = []
     joinable = False
     for row in arena.rows[: arena.n_decoding]:
@@ -40,7 +45,7 @@ def decode_forwards(arena: Arena, *, fresh_alone: bool) -> list[Forward]:
         else:
             runs.append([row])
         joinable = not alone
-    return [_decode_forward(arena, run) for run in runs]
+    return [_decode_forward(arena, run, drafts) for run in runs]
 
 
 def _joins(layout: Layout, group: list[Sequence], row: Sequence, chunks: Mapping[int, int]) -> bool:
@@ -74,12 +79,14 @@ def _chunk_forward(rows: list[Sequence], chunks: Mapping[int, int]) -> Forward:
     )
 
 
-def _decode_forward(arena: Arena, rows: list[Sequence]) -> Forward:
+def _decode_forward(arena: Arena, rows: list[Sequence], drafts: Mapping[int, Seq[int]]) -> Forward:
+    fed = [(row.tokens[-1], *drafts.get(row.number, ())) for row in rows]
+    width = max(map(len, fed))
     return Forward(
         arena=arena.index,
         start=rows[0].slot,
         seqs=tuple(row.number for row in rows),
-        tokens=tuple((row.tokens[-1],) for row in rows),
-        valid=(1,) * len(rows),
+        tokens=tuple((*tokens, *(0,) * (width - len(tokens))) for tokens in fed),
+        valid=tuple(map(len, fed)),
         sample=True,
     )

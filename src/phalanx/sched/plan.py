@@ -114,8 +114,8 @@ class Forward(Struct, frozen=True):
     """One rectangular model call over the contiguous slots `[start, start + len(tokens))` of an arena.
 
     Row i feeds `tokens[i][:valid[i]]` at positions `kv_len[i] ...`; the rest of `tokens[i]` is padding (0). `sample`
-    forwards return logits; the others (prefill chunks) only fill the cache. `logits == "all"` asks for the logits of
-    every position of a prefill chunk (prompt log-probabilities).
+    forwards feed the last known token y and the drafts d1..dk to be verified, and return logits; the others (prefill
+    chunks) only fill the cache.
     """
 
     arena: int
@@ -135,6 +135,11 @@ class Step(Struct, frozen=True, tag="step"):
     ops: tuple[RowOp, ...]
     forwards: tuple[Forward, ...]
     digest: int
+
+    @property
+    def width(self) -> int:
+        """Tokens per row of the widest sampling forward: 1 without drafts."""
+        return max((len(forward.tokens[0]) for forward in self.forwards if forward.sample), default=1)
 
 
 class Reset(Struct, frozen=True, tag="reset"):

@@ -1,6 +1,6 @@
 """What runs next. The only place that decides it.
 
-`schedule(now)` turns the state of all sequences into one `Step`; `apply(commits)` takes the outcome back in. In
+`schedule(now, drafts)` turns the state of all sequences into one `Step`; `apply(commits)` takes the outcome back in. In
 between, every rank executes the step. Pure: no MLX, no I/O, no clock (`now` is an argument); the same calls give the
 same plans. A client's wishes (`submit`, `cancel`, `finish`) only change state; they take effect in the next plan.
 """
@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from phalanx.sched.admission import Admission, Limits
 from phalanx.sched.arena import Layout
+from phalanx.sched.drafts import Drafts, fit_drafts, useful_drafts
 from phalanx.sched.forwards import decode_forwards, prefill_forwards
 from phalanx.sched.plan import Commit, Evict, Forward, Restore, Share, Step, Store
 from phalanx.sched.prefix import BLOCK, PrefixIndex, common_prefix
@@ -25,6 +26,7 @@ from phalanx.sched.sequence import Sequence, extend_crc
 from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs, Tokens
 
 SMALLEST_CHUNK = 16  # tokens a step gives to prefill at least, however slow the machine
+ALONE = 4  # times longer than `target_step_s` a step may take in which nobody decodes: wide products are faster ones
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -84,7 +86,8 @@ class Scheduler:
         self._numbers = 0
         self._commits: list[Commit] = []  # of the last step, carried by the next
         self._events: list[Tokens | Finished] = []
-        self._chunk_limit = min(config.first_chunk, config.max_num_batched_tokens)
+        self._chunk_limit = min(config.first_chunk, config.max_num_batched_tokens)  # beside rows that decode
+        self._alone_limit = self._chunk_limit
 
     # -- the outside world -------------------------------------------------------------------------------------
 
@@ -129,13 +132,18 @@ class Scheduler:
         """Adapt the chunk size to the machine, from the measured times of a step.
 
         The prefill part of a step aims at `target_step_s`, or at the time of its decoding part where that is longer:
-        on a slow machine decoding then takes turns with prefill instead of starving it.
+        on a slow machine decoding then takes turns with prefill instead of starving it. While nobody decodes only a
+        newcomer waits for its end, and it may take longer.
         """
         if prefill_s <= 0 or prefill_tokens < min(SMALLEST_CHUNK, self._chunk_limit):
             return
-        wanted = int(prefill_tokens / prefill_s * max(self.config.target_step_s, decode_s))
-        limit = min(wanted, 2 * self._chunk_limit, self.config.max_num_batched_tokens)
-        self._chunk_limit = max(SMALLEST_CHUNK, limit)
+        speed, target = prefill_tokens / prefill_s, self.config.target_step_s
+        self._chunk_limit = self._limit(speed * max(target, decode_s), self._chunk_limit)
+        self._alone_limit = self._limit(speed * max(ALONE * target, decode_s), self._alone_limit)
+
+    def _limit(self, wanted: float, before: int) -> int:
+        """A chunk limit that has grown twofold at most."""
+        return max(SMALLEST_CHUNK, min(int(wanted), 2 * before, self.config.max_num_batched_tokens))
 
     @property
     def idle(self) -> bool:
@@ -154,14 +162,27 @@ class Scheduler:
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> Step | None:
-        """The next step, or None when there is nothing to do. Changes state."""
+    def draftable(self) -> dict[Sequence, int]:
+        """Rows that decode, and how many drafts are of use to each. (Those of this step's last chunks come later.)"""
+        if self.config.recurrent:
+            return {}
+        rows = (row for arena in self.layout.arenas for row in arena.rows[: arena.n_decoding])
+        return {row: useful_drafts(row) for row in rows}
+
+    def schedule(self, now: float, drafts: Drafts = MappingProxyType({})) -> Step | None:
+        """The next step, or None when there is nothing to do. Changes state.
+
+        Args:
+            drafts: guesses how decoding rows (`draftable`) go on; cut to what there is room for, or left out.
+        """
+        assert not (drafts and self.config.recurrent), "recurrent state cannot roll back (A3)"
         self._expire(now)
         self._grow()
         self._admit(now)
         self.layout.free_empty()
-        chunks = self._plan_chunks()
-        forwards = [*self._prefill_forwards(chunks), *self._decode_forwards()]
+        fitted = fit_drafts(self.layout, self.admission, drafts, self.config.max_num_batched_tokens)
+        chunks = self._plan_chunks(fitted)
+        forwards = [*self._prefill_forwards(chunks), *self._decode_forwards(fitted)]
         if not forwards and not self.layout.ops and not self._commits:
             return None
         self.step_id += 1
@@ -202,6 +223,8 @@ class Scheduler:
     def _commit_output(self, seq: Sequence, commit: Commit, now: float, logprobs: list[TokenLogprobs] | None) -> None:
         kept = None if logprobs is None else logprobs[: len(commit.tokens)]
         start = seq.n_output
+        seq.drafted += commit.computed - len(seq.tokens)
+        seq.accepted += len(commit.tokens) - 1
         seq.tokens.extend(commit.tokens)
         seq.crc = extend_crc(seq.crc, commit.tokens)
         seq.last_token = now
@@ -237,6 +260,8 @@ class Scheduler:
                 reason=reason,
                 n_tokens=seq.n_output,
                 cached_tokens=seq.cached_tokens,
+                drafted_tokens=seq.drafted,
+                accepted_tokens=seq.accepted,
                 timing=seq.timing(now),
                 detail=detail,
                 stop_id=stop_id,
@@ -346,15 +371,16 @@ class Scheduler:
                 best, best_length = row, length
         return best, best_length
 
-    def _plan_chunks(self) -> dict[int, int]:
+    def _plan_chunks(self, drafts: Drafts) -> dict[int, int]:
         """How many tokens each prefilling row computes in this step: sequence number -> tokens.
 
         The step's budget goes to the rows with the least left first, in equal shares, so that a short prompt beside
         a long one is answered soon and the long one still advances.
         """
         rows = [row for row in self.layout.rows() if not row.decoding]
-        decoding = self.n_running - len(rows)
-        left = min(self.config.max_num_batched_tokens - decoding, self._chunk_limit)
+        decoding = self.n_running - len(rows) + sum(map(len, drafts.values()))
+        limit = self._chunk_limit if decoding else self._alone_limit
+        left = min(self.config.max_num_batched_tokens - decoding, limit)
         left = max(left, SMALLEST_CHUNK)
         chunks: dict[int, int] = {}
         rows.sort(key=lambda row: (row.to_prefill, row.number))
@@ -376,8 +402,9 @@ class Scheduler:
                 self.layout.promote(row)
         return prefill_forwards(self.layout, rows, chunks, pad=not self.config.recurrent)
 
-    def _decode_forwards(self) -> list[Forward]:
+    def _decode_forwards(self, drafts: Drafts) -> list[Forward]:
         """Sampling forwards for the decoding rows of each arena."""
-        found = [f for arena in self.layout.arenas for f in decode_forwards(arena, fresh_alone=self.config.recurrent)]
+        alone = self.config.recurrent
+        found = [f for arena in self.layout.arenas for f in decode_forwards(arena, drafts, fresh_alone=alone)]
         self.counters.decode_steps += bool(found)
         return found

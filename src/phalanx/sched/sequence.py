@@ -38,6 +38,8 @@ class Sequence:
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.cached_tokens = 0
+        self.drafted = 0  # tokens verified for it
+        self.accepted = 0  # of those, committed
         self.scored = 0  # prompt tokens whose log-probability is known (prompt_logprobs)
 
     @property

@@ -40,6 +40,8 @@ class Ending(Struct, frozen=True, kw_only=True):
     detail: str = ""
     n_tokens: int
     cached_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     timing: Timing
     ttft_s: float | None
     tpot_s: float | None  # mean seconds per token after the first
@@ -60,14 +62,20 @@ class Usage(Struct, frozen=True):
     prompt: int
     completion: int
     cached: int
+    predicted: tuple[int, int] | None = None  # accepted, rejected drafts, where asked for
 
     def json(self) -> dict[str, Any]:
         """OpenAI's `usage` object."""
+        details = {}
+        if self.predicted is not None:
+            names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+            details["completion_tokens_details"] = dict(zip(names, self.predicted, strict=True))
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            **details,
         }
 
 

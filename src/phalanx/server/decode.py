@@ -86,6 +86,8 @@ class ChoiceDecoder:
             detail=detail,
             n_tokens=0 if self._limit == 0 else n,
             cached_tokens=finished.cached_tokens,
+            drafted_tokens=finished.drafted_tokens,
+            accepted_tokens=finished.accepted_tokens,
             timing=finished.timing,
             ttft_s=None if stamps.first_token is None else stamps.first_token - stamps.arrived,
             tpot_s=tpot,

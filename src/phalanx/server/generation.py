@@ -79,10 +79,13 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens of the ended choices. A prompt counts once, however many choices it has."""
         first_choices = range(0, len(self._requests), self._options.n)
+        accepted = sum(ending.accepted_tokens for ending in self._endings.values())
+        drafted = sum(ending.drafted_tokens for ending in self._endings.values())
         return Usage(
             prompt=sum(len(self._requests[i].prompt) for i in first_choices),
             completion=sum(ending.n_tokens for ending in self._endings.values()),
             cached=sum(self._endings[i].cached_tokens for i in first_choices if i in self._endings),
+            predicted=(accepted, drafted - accepted) if self._options.speculation else None,
         )
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from phalanx.server.feed import Stamps
-from phalanx.types import EngineStats, Finished
+from phalanx.types import EngineStats, Finished, SpecStats
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -34,6 +34,11 @@ COUNTERS = {
     "step_s": ("engine_step_seconds", "Seconds inside steps."),
     "model_s": ("engine_model_seconds", "Seconds of those inside the model call, sampling and evaluation."),
     "control_s": ("engine_control_seconds", "Seconds of those handing plans to other ranks."),
+}
+SPECULATION = {
+    "drafts": ("spec_decode_num_drafts", "Drafts verified: the tokens guessed for one row in one step."),
+    "drafted": ("spec_decode_num_draft_tokens", "Tokens in them."),
+    "accepted": ("spec_decode_num_accepted_tokens", "Of those, what the model said as well."),
 }
 HISTOGRAMS = {
     "ttft": ("time_to_first_token_seconds", "Arrival of the request to its first token.", LATENCY_S),
@@ -66,6 +71,16 @@ class Metrics:
             key: Counter(PREFIX + name, text, LABELS, registry=self.registry).labels(*label)
             for key, (name, text) in COUNTERS.items()
         }
+        self._speculation = {
+            key: Counter(PREFIX + name, text, LABELS, registry=self.registry).labels(*label)
+            for key, (name, text) in SPECULATION.items()
+        }
+        self._accepted_at = Counter(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by position in the draft.",
+            (*LABELS, "position"),
+            registry=self.registry,
+        )
         self._histograms = {
             key: Histogram(PREFIX + name, text, LABELS, buckets=buckets, registry=self.registry).labels(*label)
             for key, (name, text, buckets) in HISTOGRAMS.items()
@@ -97,7 +112,16 @@ class Metrics:
             gauge.set(getattr(stats, key))
         for key, counter in self._engine.items():
             counter.inc(max(0.0, getattr(stats, key) - getattr(self._seen, key)))
+        if stats.spec is not None:
+            self._speculated(stats.spec, self._seen.spec or SpecStats(method=stats.spec.method))
         self._seen = stats
+
+    def _speculated(self, stats: SpecStats, seen: SpecStats) -> None:
+        for key, counter in self._speculation.items():
+            counter.inc(max(0, getattr(stats, key) - getattr(seen, key)))
+        for position, count in enumerate(stats.accepted_at):
+            before = seen.accepted_at[position] if position < len(seen.accepted_at) else 0
+            self._accepted_at.labels(*self._label, str(position)).inc(max(0, count - before))
 
     def engine_up(self) -> None:
         """The engine serves; its counters start at 0."""

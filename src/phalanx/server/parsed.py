@@ -40,6 +40,7 @@ class Options(Struct, frozen=True, kw_only=True):
     stream: bool
     include_usage: bool
     timing: bool
+    speculation: bool  # count drafts in `usage`
     sampling: Sampling  # of choice 0, with the client's seed
     seeded: bool  # False: the server draws a seed
     max_tokens: int | None  # None: what the context has room for

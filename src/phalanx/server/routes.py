@@ -172,7 +172,7 @@ class Completions:
             yield event(self._error_object(error)) + DONE
             return
         timing = timing_json(generation.first_ending, first_byte_s) if job.options.timing else None
-        if job.options.include_usage or timing is not None:
+        if job.options.include_usage or timing is not None or job.options.speculation:
             yield event(form.usage_chunk(generation.usage(), timing))
         yield DONE
 

@@ -37,6 +37,7 @@ def parse_options(body: SamplingBody, served: Served, max_tokens: int | None, lo
         stream=bool(body.stream),
         include_usage=_include_usage(body),
         timing=bool(body.timing),
+        speculation=bool(body.speculation),
         sampling=_sampling(body, served.defaults, logprobs),
         seeded=body.seed is not None,
         max_tokens=max_tokens,

@@ -65,6 +65,9 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     timeout: float | None = Field(None, description='Seconds; afterwards the answer ends with "length". Ours.')
     timing: bool | None = Field(None, description="Adds `timing` (seconds) beside `usage`. Ours.")
+    speculation: bool | None = Field(
+        None, description="Adds `completion_tokens_details` to `usage`: predicted tokens, accepted and rejected. Ours."
+    )
     user: str | None = Field(None, description=INERT)
     metadata: dict[str, Any] | None = Field(None, description=INERT)
     store: bool | None = Field(None, description=INERT)

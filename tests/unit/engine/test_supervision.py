@@ -13,8 +13,8 @@ import pytest
 from phalanx.config import EngineConfig
 from phalanx.dist.backend import Choice
 from phalanx.engine.launch import End, RankProcesses, free_ports
-from phalanx.engine.process import RDMA_COOL_DOWN_S, EngineProcess
-from phalanx.errors import ConfigError
+from phalanx.engine.process import RDMA_COOL_DOWN_S, RESTARTS, EngineProcess
+from phalanx.errors import ConfigError, HostUnreachable
 from phalanx.types import Failed
 
 
@@ -108,3 +108,28 @@ def test_ranks_that_cannot_be_started_end_it_with_the_reason(monkeypatch, tmp_pa
     assert process.state.phase == "failed"
     assert "the ranks could not be started" in process.state.reason
     assert "mpirun" in process.state.reason
+
+
+def test_a_host_that_is_away_is_waited_for_and_named(monkeypatch, tmp_path):
+    """It is no crash, however often it is tried."""
+    tries = 0
+
+    async def away(*_: object) -> RankProcesses:
+        nonlocal tries
+        tries += 1
+        raise HostUnreachable("The agent of b at 10.0.0.2 port 32330 cannot be used: no answer.", remedy="Is b on?")
+
+    async def main() -> None:
+        process = engine(ended())
+        monkeypatch.setattr(process, "_start_ranks", away)
+        supervision = asyncio.create_task(process._supervise(tmp_path))
+        while tries <= 2 * RESTARTS:
+            await asyncio.sleep(0.01)
+            assert not supervision.done()
+        assert process.state.phase == "starting" and process.state.restarts == 0
+        assert "The agent of b at 10.0.0.2" in process.state.reason and "Is b on?" in process.state.reason
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
+
+    monkeypatch.setattr("phalanx.engine.process.HOST_RETRY_S", 0.01)
+    asyncio.run(main())

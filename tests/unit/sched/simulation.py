@@ -6,14 +6,16 @@ the output. `reference` computes the same without buffers. Unwritten cells hold 
 
 from __future__ import annotations
 
+import random
 import zlib
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from phalanx.engine.execute import execute
 from phalanx.engine.mirror import Mirror
 from phalanx.sched.admission import Limits
-from phalanx.sched.commit import commit_chunk, commit_tokens
+from phalanx.sched.commit import accept, commit_chunk, commit_tokens
 from phalanx.sched.plan import (
     Admit,
     Commit,
@@ -51,6 +53,24 @@ def reference(request: SequenceRequest) -> list[int]:
         if out[-1] in request.stop.stop_ids:
             break
     return out
+
+
+Draft = Callable[[list[int], int], list[int]]
+"""From known tokens, and how many drafts are of use, to drafts."""
+
+
+def half_right(seed: int, longest: int = 8) -> Draft:
+    """Drafts of 0 to `longest` tokens, each right with even odds, now and then more than are of use."""
+    rnd = random.Random(seed)
+
+    def draft(tokens: list[int], room: int) -> list[int]:
+        history, drafts = list(tokens), []
+        for _ in range(rnd.randint(0, longest)):
+            history.append(next_token(history) if rnd.random() < 0.5 else rnd.randrange(VOCAB))
+            drafts.append(history[-1])
+        return drafts if rnd.random() < 0.1 else drafts[:room]
+
+    return draft
 
 
 class FakeRunner:
@@ -93,7 +113,8 @@ class FakeRunner:
             case Free():
                 pass
 
-    def forward(self, forward: Forward, kv_len: Seq[int]) -> list[int] | None:
+    def forward(self, forward: Forward, kv_len: Seq[int]) -> list[list[int]] | None:
+        """The next token behind every valid position: [rows][valid]."""
         out = []
         rows = self.arenas[forward.arena]
         width = len(forward.tokens[0])
@@ -103,15 +124,18 @@ class FakeRunner:
             assert start + width <= len(row), "padding would be written past the buffer"
             row[start : start + width] = tokens
             if forward.sample:
-                out.append(next_token(row[: start + valid]))
+                out.append([next_token(row[: start + i + 1]) for i in range(valid)])
         return out if forward.sample else None
 
 
 class Simulation:
     """A leader with its scheduler and one runner, plus workers that see nothing but the plans."""
 
-    def __init__(self, config: SchedulerConfig, n_workers: int = 1) -> None:
+    def __init__(self, config: SchedulerConfig, n_workers: int = 1, draft: Draft | None = None) -> None:
         self.scheduler = Scheduler(config)
+        self.draft = draft
+        self.accept = accept
+        self.drafted = self.accepted = 0
         self.ranks = [(Mirror(), FakeRunner()) for _ in range(1 + n_workers)]
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, Finished] = {}
@@ -127,7 +151,7 @@ class Simulation:
     def step(self) -> bool:
         """One step on all ranks; False when idle."""
         self.now += 1.0
-        step = self.scheduler.schedule(self.now)
+        step = self.scheduler.schedule(self.now, self._drafts())
         self.largest_kv = max(self.largest_kv, self.scheduler.admission.used)
         if step is None:
             self._take_events()
@@ -145,6 +169,11 @@ class Simulation:
                 return
         raise AssertionError("the simulation does not come to an end")
 
+    def _drafts(self) -> dict[int, list[int]]:
+        if self.draft is None:
+            return {}
+        return {row.number: self.draft(row.tokens, room) for row, room in self.scheduler.draftable().items()}
+
     def _commits(self, step: Step, outputs: list) -> list[Commit]:
         commits: dict[int, Commit] = {}
         for forward in step.forwards:
@@ -153,8 +182,13 @@ class Simulation:
                     seq = self.scheduler.by_number[number]
                     commits[number] = commit_chunk(seq, seq.kv_len, valid)
         for output in outputs:
-            for number, kv_len, token in zip(output.forward.seqs, output.kv_len, output.logits, strict=True):
-                commits[number] = commit_tokens(self.scheduler.by_number[number], kv_len, 1, [token])
+            forward = output.forward
+            rows = zip(forward.seqs, output.kv_len, forward.tokens, forward.valid, output.logits, strict=True)
+            for number, kv_len, fed, valid, sampled in rows:
+                verified = self.accept(fed[1:valid], sampled)
+                commits[number] = commit_tokens(self.scheduler.by_number[number], kv_len, valid, verified)
+                self.drafted += valid - 1
+                self.accepted += len(verified) - 1
         return list(commits.values())
 
     def _take_events(self) -> None:

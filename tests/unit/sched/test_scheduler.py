@@ -309,21 +309,29 @@ def test_random_lives(data: st.DataObject):
             assert sim.outputs[name] == reference(request), name
 
 
-def test_chunks_start_small_and_follow_the_machines_speed():
-    """A first chunk that takes minutes on a slow machine would look like a stall."""
-    sim = Simulation(make_config(max_num_batched_tokens=512, first_chunk=16, target_step_s=1.0, max_model_len=8192))
+@pytest.mark.parametrize("decoding", [False, True])
+def test_chunks_start_small_and_follow_the_machines_speed(decoding: bool):
+    """A first chunk that takes minutes on a slow machine would look like a stall. Alone, prefill takes longer steps."""
+    limits = {"max_num_batched_tokens": 513, "first_chunk": 16, "target_step_s": 1.0, "max_model_len": 8192}
+    sim = Simulation(make_config(**limits))
+    if decoding:
+        sim.submit(make_request("other", prompt_of(3), 500))
+        sim.step()
     sim.submit(make_request("a", prompt_of(4000), 1))
+
+    def step() -> int:
+        sim.step()
+        return sum(sum(f.valid) for f in sim.steps[-1].forwards if not f.sample)
+
     sizes = []
     for tokens_per_second in (1000, 1000, 1000, 1000, 1000, 1000, 100, 1000, 3):
-        sim.step()
-        sizes.append(sum(sum(f.valid) for f in sim.steps[-1].forwards))
+        sizes.append(step())
         sim.scheduler.observe(sizes[-1], sizes[-1] / tokens_per_second, 0.1)
-    assert sizes == [16, 32, 64, 128, 256, 512, 512, 100, 200]
-    sim.step()
-    assert sum(sum(f.valid) for f in sim.steps[-1].forwards) == 16
+    follow = [100, 200] if decoding else [400, 513]
+    assert sizes == [16, 32, 64, 128, 256, 512, 512 if decoding else 513, *follow]
+    assert step() == 16
     sim.scheduler.observe(16, 16.0, 30.0)  # 1 token/s, and decoding takes 30 s: prefill may take as long
-    sim.step()
-    assert sum(sum(f.valid) for f in sim.steps[-1].forwards) == 30
+    assert step() == 30
 
 
 def test_evictions_stay_within_the_budget():

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx.engine.client import FAKE_INFO
+from phalanx.server.answers import Usage
 from phalanx.server.decode import ChoiceDecoder
 from phalanx.server.feed import Ended, Stamps
 from phalanx.server.generation import join
@@ -152,3 +153,15 @@ def test_time_per_token(tokenizer):
     ending = play(decoder_for(tokenizer), tokenizer.encode("hello world")).ending
     assert ending.ttft_s == 1.0
     assert ending.tpot_s == pytest.approx(2.0 / (ending.n_tokens - 1))
+
+
+def test_figures_of_speculation_reach_the_ending(tokenizer):
+    decoder = decoder_for(tokenizer, speculation=True)
+    ending = decoder.ending(
+        Ended(Finished("g/0", "length", 9, drafted_tokens=8, accepted_tokens=5), Stamps(0.0, 1.0, 3.0))
+    )
+    assert (ending.drafted_tokens, ending.accepted_tokens) == (8, 5)
+    assert Usage(1, 9, 0, (5, 3)).json()["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 5,
+        "rejected_prediction_tokens": 3,
+    }

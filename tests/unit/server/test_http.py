@@ -48,6 +48,23 @@ def test_chat(tokenizer):
     run(tokenizer, scenario)
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_figures_of_speculation_are_in_usage_when_asked_for(tokenizer, kind):
+    body = {"chat": CHAT, "text": {"model": MODEL, "prompt": "the"}}[kind]
+    wanted = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+
+    async def scenario(client, engine):
+        plain = (await client.post(URL[kind], json=body)).json()["usage"]
+        assert "completion_tokens_details" not in plain
+        asked = {**body, "speculation": True}
+        whole = (await client.post(URL[kind], json=asked)).json()["usage"]
+        assert whole["completion_tokens_details"] == wanted
+        streamed = sse((await client.post(URL[kind], json={**asked, "stream": True})).text)
+        assert streamed[-2]["usage"]["completion_tokens_details"] == wanted
+
+    run(tokenizer, scenario)
+
+
 @pytest.mark.parametrize("usage", [True, False])
 def test_chat_stream(tokenizer, usage):
     async def scenario(client, engine):

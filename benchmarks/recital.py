@@ -1,0 +1,126 @@
+"""A model that recites, and draft models that know the text well or not at all: real documents at any model's price.
+
+Whether drafts are accepted depends on how a text goes on, so speculation cannot be measured on random weights; and no
+model worth listening to comes with this repository. GPT-2 adds a learned vector to every position. Here that vector
+points at the next token of a document, and the layers, whose weights are random, end in zeros: a step costs what it
+costs in any model of that size, and what is said is the document, from the place where the prompt ends. Several works
+share a model, for their answers lie at different positions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.gpt2 import Model, ModelArgs
+from mlx_lm.utils import quantize_model
+from servers import DEMO, NEVER_SAID
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+ANSWER = 256  # tokens
+POSITIONS = 2048
+LOUDNESS = 4.0  # of the next token's vector against the current one's
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+NAMES = "Ada Bela Cleo Dora Emil Fritz Gaia Hugo Ines Jonas Kara Levi Mona Nils Olga Pavel".split()
+TOWNS = "Lisbon Oslo Verona Cairo Quito Hanoi Perth Lima Tunis Riga".split()
+THINGS = "lantern compass kettle ribbon saddle violin marble feather".split()
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a GPT-2."""
+
+    width: int  # a multiple of 64
+    layers: int
+
+
+TARGET = Size(1024, 8)  # 100 M parameters beside vocabulary and positions
+DRAFT = Size(256, 4)  # 3 M
+
+
+@dataclass(frozen=True)
+class Work:
+    """A prompt, and how its answer reads."""
+
+    name: str
+    prompt: str
+    answer: str
+
+
+def works() -> list[Work]:
+    """What people have models do. Each prompt is longer than prompt and answer of the one before."""
+    prose = re.sub(r"[`*|]", "", (ROOT / "docs" / "architecture.md").read_text())
+    code = (ROOT / "src" / "phalanx" / "sched" / "prefix.py").read_text()
+    draw = random.Random(3)
+    rows = [(draw.choice(NAMES), draw.choice(TOWNS), draw.randint(2, 99), draw.choice(THINGS)) for _ in range(80)]
+    lines = [f"{name} of {town} has {n} {thing}s." for name, town, n, thing in rows]
+    records = [json.dumps({"name": name, "town": town, "items": n, "kind": thing}) for name, town, n, thing in rows]
+    extracted = [line for line, (_, _, n, _) in zip(lines, rows, strict=True) if n % 2 == 0]
+    return [
+        Work("free text", "Describe the system.", prose[prose.index("Ranks are replicas") :]),
+        Work("json", "\n".join([*lines[:30], "Write that as JSON."]), "\n".join(records)),
+        Work("code edit", code[:2000] + "\nRename entry to record.", code[:2000].replace("entry", "record")),
+        Work("extraction", "\n".join([*lines, "Give me the lines with an even number."]), "\n".join(extracted)),
+    ]
+
+
+def reciter(directory: Path, size: Size = TARGET, *, knows: float = 1.0) -> Path:
+    """A model that answers the works' prompts, in a chat without roles.
+
+    Args:
+        knows: share of the positions at which it says the right token; elsewhere it says another one.
+    """
+    path = directory / f"reciter-{size.width}x{size.layers}-{knows:g}"
+    path.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "gpt2", "n_ctx": POSITIONS, "n_positions": POSITIONS, "n_embd": size.width,
+        "n_head": size.width // 64, "n_layer": size.layers, "layer_norm_epsilon": 1e-5,
+        "vocab_size": _write_tokenizer(path),
+    }  # fmt: skip
+    mx.random.seed(size.width)
+    model = Model(ModelArgs.from_dict(config))
+    model.apply(lambda array: mx.random.normal(array.shape, scale=0.02) if array.ndim == 2 else array)
+    for block in model.layers:
+        for silent in (block.attn.c_proj, block.mlp.c_proj):
+            silent.weight, silent.bias = mx.zeros_like(silent.weight), mx.zeros_like(silent.bias)
+    said = _said(Tokenizer.from_file(str(path / "tokenizer.json")), config["vocab_size"], knows)
+    model.model.wpe = nn.Embedding(POSITIONS, size.width)
+    model.model.wpe.weight = LOUDNESS * model.model.wte.weight[mx.array(said)]
+    model, config = quantize_model(model, config, group_size=64, bits=4)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    return path
+
+
+def _said(tokenizer: Tokenizer, vocabulary: int, knows: float) -> list[int]:
+    """By position of the token that is fed: the token that follows."""
+    draw = random.Random(7)
+    said = [draw.randrange(vocabulary) for _ in range(POSITIONS)]
+    taken = 0
+    for work in works():
+        start = len(tokenizer.encode(work.prompt + "\n").ids)
+        answer = tokenizer.encode(work.answer).ids[: ANSWER + 1]
+        if start < taken or len(answer) <= ANSWER:
+            raise ValueError(f"{work.name}: prompt of {start} tokens, {taken} wanted; answer of {len(answer)}")
+        for at, token in enumerate(answer, start - 1):
+            said[at] = token if draw.random() < knows else (token + 1 + draw.randrange(vocabulary - 1)) % vocabulary
+        taken = start + ANSWER
+    return said
+
+
+def _write_tokenizer(path: Path) -> int:
+    """The demo's, with an end that is never reached; the size of its vocabulary."""
+    shutil.copy(DEMO / "tokenizer.json", path)
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text())
+    changes = {"eos_token": NEVER_SAID, "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, **changes}))
+    return int(json.loads((DEMO / "config.json").read_text())["vocab_size"])

@@ -1,0 +1,291 @@
+"""Speculation on against off: repetitive and free text, good drafters and hostile ones, one row to sixteen, one rank
+and two, in one run, taking turns.
+
+What to expect. A step reads every weight once, whatever it computes, so k further tokens cost little where reading
+dominates and k times as much where computing does: two cores with native kernels lie between. A text that repeats
+itself, or its prompt, gains what its drafts save in steps, up to k + 1; free text has nothing to gain, and the control
+has to see that soon, which is what the hostile drafters measure (0.98 is the least it may come to). With many rows a
+step is computing already, so there is less to gain.
+
+The model recites documents (`recital.py`), so what is accepted is what the documents are like: records as JSON, code
+with a name changed, lines picked from a long list, prose. Drafters learn from a request's own tokens only, since every
+answer here comes more than once. The same answer must come from every server, speculating or not.
+
+mlx-lm's own speculation runs on the same two models, with one row and on stock kernels, which is what it has: the ratio
+to ours is that of the systems. Speeds are output tokens/s after the first token; ratios are taken within a round, then
+their median. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+from recital import ANSWER, DRAFT, Work, reciter, works
+from rich.console import Console
+from rich.table import Table
+from servers import MODEL_NAME, mlx_lm, phalanx
+from serving import progress
+
+from phalanx.bench.client import open_client, stream_chat
+from phalanx.bench.load import Load, closed_loop
+
+ROUNDS = 3
+RAMP_S = 0.03
+OFF = "off"
+DRAFT_MODEL = "draft model"
+KNOWS = 0.85  # share of places at which the good draft model is right
+THEIR_TOKENS = 96  # mlx-lm's kernels need a while
+THEIR_K = 4
+METRIC = "phalanx:spec_decode_num_"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One load: so many streams at once, working on these in turn."""
+
+    name: str
+    works: tuple[Work, ...]
+    concurrency: int
+    tokens: int
+
+    def bodies(self) -> list[dict[str, Any]]:
+        """One request per stream."""
+        return [body(self.works[i % len(self.works)], self.tokens) for i in range(self.concurrency)]
+
+
+@dataclass
+class Figures:
+    """Of one server at one point: a speed per round, and what came of its drafts in the first."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    drafted: float = 0.0
+    accepted: float = 0.0
+    drafts: float = 0.0
+    accepted_at: list[float] = field(default_factory=list)
+
+    def json(self, base: Figures) -> dict[str, Any]:
+        return {
+            "tokens_per_s": self.tokens_per_s,
+            "ratio": ratio(self, base),
+            "alpha": self.accepted / self.drafted if self.drafted else None,
+            "tokens_per_draft": self.drafted / self.drafts if self.drafts else None,
+            "accepted_per_draft_at": [count / self.drafts for count in self.accepted_at] if self.drafts else [],
+        }
+
+
+def variants(friend: Path, enemy: Path) -> dict[str, dict[str, Any] | None]:
+    """Speculation by name; None is off."""
+    return {
+        OFF: None,
+        "ngram": {"method": "ngram", "prompt_lookup_requests": 0},
+        "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+        DRAFT_MODEL: {"method": "draft_model", "model": str(friend)},
+        "hostile model": {"method": "draft_model", "model": str(enemy)},
+        "noise": {"method": "random"},
+    }
+
+
+def points(tokens: int) -> list[Point]:
+    """Every work alone, then repetitive and free ones together."""
+    free, *repetitive = works()
+    return [
+        *(Point(work.name, (work,), 1, tokens) for work in (*repetitive, free)),
+        *(Point("repetitive", tuple(repetitive), rows, tokens) for rows in (4, 16)),
+        *(Point("free text", (free,), rows, tokens) for rows in (4, 16)),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--tokens", type=int, default=ANSWER, help=f"of every answer, {ANSWER} at most")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="ngram, suffix, ... (and off)")
+    parser.add_argument("--without-mlx-lm", action="store_true")
+    options = parser.parse_args()
+    console = Console(width=150, highlight=False)
+    chosen = [point for point in points(options.tokens) if point.concurrency in options.concurrency]
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as directory:
+        folder = Path(directory)
+        model = reciter(folder)
+        friend, enemy = reciter(folder, DRAFT, knows=KNOWS), reciter(folder, DRAFT, knows=0.0)
+        configs = {
+            name: config
+            for name, config in variants(friend, enemy).items()
+            if name == OFF or options.only is None or name in options.only
+        }
+        for ranks in options.ranks:
+            compared = compare(model, configs, ranks, chosen, options.rounds, console)
+            results[f"{ranks} rank{'s' if ranks > 1 else ''}"] = asyncio.run(compared)
+        theirs = {} if options.without_mlx_lm else asyncio.run(against(model, friend, folder, options.rounds, console))
+    about = {
+        "machine": f"{platform.system()} {platform.machine()}",
+        "versions": {name: version(name) for name in ("phalanx", "mlx", "mlx-lm")},
+    }
+    print(json.dumps({"benchmark": "speculation", **about, "results": results, "mlx_lm": theirs}))
+    return 0
+
+
+async def compare(
+    model: Path,
+    configs: Mapping[str, dict[str, Any] | None],
+    ranks: int,
+    chosen: Sequence[Point],
+    rounds: int,
+    console: Console,
+) -> dict[str, Any]:
+    """All variants on so many ranks, each server started for its turn: two groups would take each other's cores."""
+    figures = {point: {name: Figures() for name in configs} for point in chosen}
+    answers: dict[str, str] = {}
+    group = ("--tp", str(ranks)) if ranks > 1 else ()
+    for turn in range(rounds):
+        for name in turned(list(configs), turn):
+            with phalanx(model, *group, *flags(configs[name])) as url:
+                async with open_client(url) as client:
+                    if not answers:
+                        answers = await reference(client, chosen)
+                    for point in chosen:
+                        await measure(client, point, answers, figures[point][name], counted=turn == 0)
+            now = ", ".join(f"{figures[point][name].tokens_per_s[-1]:.1f}" for point in chosen)
+            progress(f"{ranks} rank(s), round {turn + 1}, {name}: {now}")
+    show(figures, ranks, console)
+    return {
+        f"{point.name}, {point.concurrency} at once": {name: f.json(by_name[OFF]) for name, f in by_name.items()}
+        for point, by_name in figures.items()
+    }
+
+
+async def reference(client: httpx.AsyncClient, chosen: Sequence[Point]) -> dict[str, str]:
+    """What the model says without speculation, by prompt; `client` is that of the first server, which is off."""
+    answers: dict[str, str] = {}
+    for work in {work for point in chosen for work in point.works}:
+        exchange = await stream_chat(client, body(work, chosen[0].tokens))
+        if not work.answer.startswith(exchange.text[:80]):
+            raise RuntimeError(f"{work.name}: the model does not recite, but says {exchange.text[:80]!r}")
+        answers[work.prompt] = exchange.text
+    return answers
+
+
+async def measure(
+    client: httpx.AsyncClient, point: Point, answers: Mapping[str, str], figures: Figures, *, counted: bool
+) -> None:
+    """One load on one server, which has met the prompts (and learned what a plain step takes) in a short one."""
+    await closed_loop(client, [{**sent, "max_tokens": 8} for sent in point.bodies()], point.concurrency)
+    before = await counters(client) if counted else {}
+    bodies = point.bodies()
+    load = await closed_loop(client, bodies, point.concurrency, ramp_s=RAMP_S)
+    check(load, bodies, answers)
+    figures.tokens_per_s.append(speed(load))
+    if counted:
+        after = await counters(client)
+        gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        figures.drafts, figures.drafted = gained.get("drafts", 0.0), gained.get("draft_tokens", 0.0)
+        figures.accepted = gained.get("accepted_tokens", 0.0)
+        figures.accepted_at = [gained[name] for name in sorted(gained) if name.startswith("accepted_tokens_per_pos")]
+
+
+def speed(load: Load) -> float:
+    """Tokens/s of all streams together, each measured from its first token to its last."""
+    streams = [(e.completion_tokens or 0, e.arrivals[-1] - e.arrivals[0]) for e in load.exchanges]
+    return len(streams) * sum(n - 1 for n, _ in streams) / sum(seconds for _, seconds in streams)
+
+
+def check(load: Load, bodies: Sequence[Mapping[str, Any]], answers: Mapping[str, str]) -> None:
+    """Speculation must not change a word."""
+    if load.failures:
+        raise RuntimeError(f"{len(load.failures)} requests failed, the first: {load.failures[0]}")
+    for sent, exchange in zip(bodies, load.exchanges, strict=True):
+        if exchange.text != answers[sent["messages"][0]["content"]]:
+            raise RuntimeError(f"another answer with speculation: {exchange.text[:200]!r}")
+
+
+async def counters(client: httpx.AsyncClient) -> dict[str, float]:
+    """The server's counts of drafts, by what follows `METRIC`. They are refreshed about once a second."""
+    await asyncio.sleep(1.2)
+    text = (await client.get(str(client.base_url.join("/metrics")))).text
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith(METRIC) and "_created" not in line:
+            name, value = line.removeprefix(METRIC).rsplit(" ", 1)
+            position = name.partition('position="')[2].partition('"')[0]
+            values[name.partition("_total")[0] + (f" {int(position):02}" if position else "")] = float(value)
+    return values
+
+
+async def against(model: Path, friend: Path, folder: Path, rounds: int, console: Console) -> dict[str, Any]:
+    """Ours and mlx-lm's speculation with the same draft model, one row, the work with the shortest prompt."""
+    config = flags({"method": "draft_model", "model": str(friend)})
+    speeds: dict[str, list[float]] = {"phalanx": [], "mlx_lm": []}
+    draft = ("--draft-model", str(friend), "--num-draft-tokens", str(THEIR_K))
+    sent = body(works()[0], THEIR_TOKENS)
+    with phalanx(model, *config) as our_url, mlx_lm(model, folder / "mlx_lm.log", *draft) as their_url:
+        async with open_client(our_url) as ours, open_client(their_url) as theirs:
+            clients = {"phalanx": ours, "mlx_lm": theirs}
+            for turn in range(rounds):
+                for name in turned(list(clients), turn):
+                    load = await closed_loop(clients[name], [sent], 1)
+                    if load.failures:
+                        raise RuntimeError(f"{name}: {load.failures[0]}")
+                    speeds[name].append(speed(load))
+                    progress(f"against mlx-lm, round {turn + 1}: {name} {speeds[name][-1]:.1f}")
+    pairs = zip(speeds["phalanx"], speeds["mlx_lm"], strict=True)
+    better = statistics.median(a / b for a, b in pairs)
+    medians = ", ".join(f"{name} {statistics.median(values):.1f}" for name, values in speeds.items())
+    console.print(f"draft model, one row, {THEIR_TOKENS} tokens: tokens/s of {medians}; ours is {better:.2f}x")
+    return {**speeds, "ratio": better}
+
+
+def flags(config: Mapping[str, Any] | None) -> tuple[str, ...]:
+    return () if config is None else ("--speculative-config", json.dumps(config))
+
+
+def body(work: Work, tokens: int) -> dict[str, Any]:
+    """A greedy chat request for so many tokens of a work."""
+    return {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": work.prompt}],
+        "max_tokens": tokens,
+        "temperature": 0,
+    }
+
+
+def turned(names: list[str], turn: int) -> list[str]:
+    """Forwards, backwards, forwards: slow drifts of the machine hit all."""
+    return names if turn % 2 == 0 else names[::-1]
+
+
+def ratio(figures: Figures, base: Figures) -> float:
+    """Median over rounds."""
+    return statistics.median(a / b for a, b in zip(figures.tokens_per_s, base.tokens_per_s, strict=True))
+
+
+def show(figures: Mapping[Point, Mapping[str, Figures]], ranks: int, console: Console) -> None:
+    names = list(next(iter(figures.values())))
+    title = f"{ranks} rank(s): tokens/s without speculation; with it: how many times as fast (share accepted)"
+    table = Table("", "at once", *names, title=title)
+    for point, by_name in figures.items():
+        cells = [f"{statistics.median(by_name[OFF].tokens_per_s):.1f}"]
+        for name in names[1:]:
+            f = by_name[name]
+            accepted = f" ({f.accepted / f.drafted:.2f})" if f.drafted else ""
+            cells.append(f"{ratio(f, by_name[OFF]):.2f}x{accepted}")
+        table.add_row(point.name, str(point.concurrency), *cells)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

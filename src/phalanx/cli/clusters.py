@@ -1,0 +1,131 @@
+"""What the cluster commands share: which hosts, which Python there, tables for people. Does not know what is done."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from phalanx.cli.options import whole
+from phalanx.cluster.findings import Finding
+from phalanx.cluster.host import HostStatus
+from phalanx.cluster.hostfile import Hostfile, from_names, parse
+from phalanx.errors import ClusterError, ConfigError
+
+GB = 1 << 30
+
+HostfileArgument = Annotated[
+    Path | None, typer.Argument(metavar="[HOSTFILE]", help="As mlx.launch reads it.", show_default=False)
+]
+HostfileOption = Annotated[Path | None, typer.Option("--hostfile", metavar="FILE", help="The same as HOSTFILE.")]
+Hosts = Annotated[str | None, typer.Option("--hosts", metavar="A,B,..", help="Names for ssh, instead of a hostfile.")]
+NumRanks = Annotated[
+    int | None, typer.Option("--num-ranks", "-n", **whole(1), help="Only the first N hosts.", show_default="all")
+]
+Python = Annotated[
+    str,
+    typer.Option(
+        "--python",
+        help="Python with phalanx on the hosts.",
+        show_default="this one; where it is not: `phalanx` on the PATH of a login shell",
+    ),
+]
+PYTHON = sys.executable
+
+
+def chosen(argument: Path | None, option: Path | None, names: str | None, count: int | None = None) -> Hostfile:
+    """The hosts that the flags name.
+
+    Raises:
+        ConfigError: none or several ways were used, or the file cannot be read.
+    """
+    given = [value for value in (argument, option, names) if value is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            "Which hosts? "
+            + ("Nothing names them." if not given else "HOSTFILE, --hostfile and --hosts exclude each other."),
+            remedy="Give a hostfile, or --hosts a,b.",
+        )
+    if names is not None:
+        hostfile = from_names(names)
+    else:
+        file = argument or option
+        assert file is not None
+        try:
+            hostfile = parse(file.read_text(), str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}.", remedy="`phalanx hostfile` writes one.") from error
+    return hostfile if count is None else hostfile.first(count)
+
+
+def status_table(found: Mapping[str, HostStatus | ClusterError | str | None]) -> Table:
+    """Host, rank, what it does, memory: one row each."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("rank", "host", "phase", "pid", "memory GB", "of machine GB", "says"):
+        table.add_column(column, overflow="fold")
+    for rank, (name, status) in enumerate(found.items()):
+        if status is None:
+            table.add_row(str(rank), name, "connecting")
+        elif isinstance(status, HostStatus):
+            rss, used, physical = status.rss / GB, status.used / GB, status.physical / GB
+            table.add_row(
+                str(rank), name, phase(status), str(status.child or "-"), f"{rss:.2f}", f"{used:.1f} / {physical:.1f}",
+                escape(says(status)),
+            )  # fmt: skip
+        else:
+            table.add_row(str(rank), name, "[red]unreachable[/]", "", "", "", escape(str(status)))
+    return table
+
+
+def phase(status: HostStatus) -> str:
+    """One or two words for a host's state."""
+    if not status.role:
+        return "down"
+    if status.ended is not None:
+        return f"[red]ended ({status.ended})[/]"
+    if status.child is None:
+        return "[red]gone[/]" if status.supervisor is None else "[yellow]restarting[/]"
+    health = status.health
+    if health is None:
+        return "[green]rank runs[/]" if status.children else "waits for rank 0"
+    if health.ok:
+        return "[green]ready[/]"
+    share = f" {health.done / health.total:.0%}" if health.total > 1 else ""
+    return f"[yellow]{health.step or health.phase}{share}[/]"
+
+
+def says(status: HostStatus) -> str:
+    """What else is worth saying of a host: the reason, a fault, or the log's last line."""
+    parts = []
+    if status.child is not None and status.supervisor is None:
+        parts.append("its supervisor is gone: it runs on, but nobody would start it again (`phalanx restart`)")
+    if status.health is not None and status.health.reason:
+        parts.append(status.health.reason)
+    healthy = status.health is not None and status.health.ok
+    if status.fault and not healthy:
+        parts.append(f"{status.fault} {status.remedy}")
+    if status.held_s:
+        parts.append(f"held back for {status.held_s:.0f} s after a kill")
+    if not parts and status.role and not healthy:
+        parts.append(status.last_line[:100])
+    return "; ".join(parts)
+
+
+def findings_table(findings: Mapping[str, list[Finding]], *, all_levels: bool) -> Table:
+    """Host, check, seen, wanted, remedy; without what is in order unless it is asked for."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("host", "check", "seen", "wanted", "remedy"):
+        table.add_column(column, overflow="fold")
+    for host, found in findings.items():
+        for finding in found:
+            if finding.level != "ok" or all_levels:
+                colour = {"ok": "green", "warning": "yellow", "bad": "red"}[finding.level]
+                cells = (finding.check, finding.seen, finding.wanted, finding.remedy)
+                first, *rest = (escape(cell) for cell in cells)
+                table.add_row(escape(host), f"[{colour}]{first}[/]", *rest)
+    return table

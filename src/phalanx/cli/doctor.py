@@ -1,0 +1,68 @@
+"""`phalanx doctor`: every check of every host, with what to do. Does not know how anything is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from phalanx.cli.clusters import (
+    PYTHON,
+    HostfileArgument,
+    HostfileOption,
+    Hosts,
+    NumRanks,
+    Python,
+    chosen,
+    findings_table,
+)
+from phalanx.cli.options import MemoryGuardGb, whole
+from phalanx.cluster.doctor import examine, wanted, worst
+from phalanx.cluster.fabric import addressed
+from phalanx.cluster.ssh import Remote
+from phalanx.config import AGENT_PORT, DEFAULT_PORT, BackendChoice
+from phalanx.errors import ClusterError
+
+EXIT = {"ok": 0, "warning": 10, "bad": 20}
+
+
+def command(
+    hostfile: HostfileArgument = None,
+    hostfile_option: HostfileOption = None,
+    hosts: Hosts = None,
+    num_ranks: NumRanks = None,
+    backend: Annotated[BackendChoice, typer.Option(help="What will carry the sums.")] = "auto",
+    model: Annotated[str | None, typer.Option(help="A model that every host shall have and hold.")] = None,
+    host: Annotated[str, typer.Option(help="Address that the server will bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(**whole(1, 65535), help="Port of the server.")] = DEFAULT_PORT,
+    agent_port: Annotated[int, typer.Option(**whole(1, 65535), help="Port of the agents.")] = AGENT_PORT,
+    memory_guard_gb: MemoryGuardGb = None,
+    all_checks: Annotated[bool, typer.Option("--all", help="Also show what is in order.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: everything.")] = False,
+    python: Python = PYTHON,
+) -> int:
+    """Examine all hosts and the links between them. Exit code: 0 all is well, 10 warnings, 20 something is wrong."""
+    file = chosen(hostfile, hostfile_option, hosts, num_ranks)
+    remotes = [Remote(one.ssh, python=python) for one in file.hosts]
+    with contextlib.suppress(ClusterError):  # a host that does not answer is the first thing that is said below
+        file = asyncio.run(addressed(file, remotes))
+    asked = wanted(
+        file, backend=backend if backend != "auto" else file.backend or "auto", running=True, model=model,
+        api_host=host, api_port=port, agent_port=agent_port, guard_gb=memory_guard_gb,
+    )  # fmt: skip
+    findings = asyncio.run(examine(file, remotes, asked))
+    level = worst(finding for found in findings.values() for finding in found)
+    if as_json:
+        body = {"level": level, "findings": findings}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(body)).decode() + "\n")
+    elif level == "ok" and not all_checks:
+        checks = sum(len(found) for found in findings.values())
+        print(f"{len(file.hosts)} hosts, {checks} checks: all is well.")
+    else:
+        Console().print(findings_table(findings, all_levels=all_checks))
+    return EXIT[level]

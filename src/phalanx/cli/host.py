@@ -1,0 +1,14 @@
+"""`phalanx host VERB`: the far end of ssh. Does not know what the verbs do."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from phalanx.cluster.host import run_verb
+
+
+def command(verb: Annotated[str, typer.Argument(help="start, stop, status, watch, ...")]) -> int:
+    """Do something on this host for whoever manages the cluster; a JSON object on stdin, one on stdout."""
+    return run_verb(verb)

@@ -1,0 +1,48 @@
+"""`phalanx hostfile`: writes a hostfile from names, and says why it chose what; or checks one. Knows no file format."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.clusters import PYTHON, Python, chosen
+from phalanx.cli.terminal import note
+from phalanx.cluster.discovery import discover
+from phalanx.cluster.fabric import facts_of
+from phalanx.cluster.hostfile import from_names, render
+from phalanx.cluster.ssh import Remote
+from phalanx.errors import ConfigError, ExitCode
+
+
+def command(
+    names: Annotated[str | None, typer.Argument(metavar="[A,B,..]", help="Names for ssh, the server's first.")] = None,
+    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Only check this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write it.", show_default="stdout")
+    ] = None,
+    python: Python = PYTHON,
+) -> int:
+    """Ask hosts for their addresses and RDMA devices, and write a hostfile that mlx.launch reads as well."""
+    if (names is None) == (check is None):
+        raise ConfigError(
+            "Give host names, or --check FILE.", remedy="For example `phalanx hostfile a,b -o hosts.json`."
+        )
+    if check is not None:
+        found = chosen(check, None, None)
+        print(f"{check}: {len(found.hosts)} hosts: {', '.join(host.ssh for host in found.hosts)}")
+        return ExitCode.OK
+    assert names is not None
+    remotes = [Remote(host.ssh, python=python) for host in from_names(names).hosts]
+    hostfile, reasons = discover(asyncio.run(facts_of(remotes)))
+    for reason in reasons:
+        note(reason)
+    text = render(hostfile)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text)
+    return ExitCode.OK

@@ -1,0 +1,56 @@
+"""`phalanx logs`: the logs of all hosts, merged as they come, with known faults explained. Does not know ssh."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
+from phalanx.cli.options import whole
+from phalanx.cluster.lifecycle import read_logs
+from phalanx.cluster.ssh import Remote
+from phalanx.errors import ConfigError, ExitCode
+from phalanx.faults import recognise
+
+
+def command(
+    hostfile: HostfileArgument = None,
+    hostfile_option: HostfileOption = None,
+    hosts: Hosts = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    rank: Annotated[int | None, typer.Option(**whole(0), help="Of this rank's host alone.", show_default="all")] = None,
+    lines: Annotated[int, typer.Option("--lines", **whole(0), help="Of each log, to begin with.")] = 50,
+    python: Python = PYTHON,
+) -> int:
+    """Show what server, agents and ranks have logged since the last `up`."""
+    file = chosen(hostfile, hostfile_option, hosts)
+    if rank is not None and rank >= len(file.hosts):
+        raise ConfigError(f"--rank {rank}, but there are {len(file.hosts)} hosts.")
+    remotes = [Remote(host.ssh, python=python) for host in file.hosts]
+    chosen_remotes = remotes if rank is None else [remotes[rank]]
+    with contextlib.suppress(KeyboardInterrupt):
+        return asyncio.run(_show(chosen_remotes, lines, follow))
+    return ExitCode.OK
+
+
+async def _show(remotes: list[Remote], lines: int, follow: bool) -> int:
+    console = Console(soft_wrap=True, highlight=False)
+    seen: set[tuple[str, str]] = set()
+
+    def show(host: str, line: str) -> None:
+        fault = recognise(line)
+        colour = "red" if fault is not None else "dim"
+        console.print(f"[{colour}]{escape(host)}[/] {escape(line)}")
+        if fault is not None and (host, fault.name) not in seen:
+            seen.add((host, fault.name))
+            console.print(f"[yellow]  {fault.name}: {escape(fault.cause)} {escape(fault.remedy)}[/]")
+
+    problems = await read_logs(remotes, lines, follow, show)
+    for problem in problems:
+        console.print(f"[red]{escape(str(problem))}[/]")
+    return ExitCode.CRASH if problems else ExitCode.OK

@@ -1,0 +1,68 @@
+"""`phalanx model pull|push|verify`: the same model on every host. Does not know how files travel."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from phalanx.cli.clusters import PYTHON, HostfileOption, Hosts, Python, chosen
+from phalanx.cli.terminal import report
+from phalanx.cluster.distribution import lacking, prepare, pull, push
+from phalanx.cluster.parcels import Manifest
+from phalanx.cluster.ssh import Remote
+from phalanx.errors import ClusterError, ExitCode
+
+
+def command(
+    action: Annotated[Literal["pull", "push", "verify"], typer.Argument(help="What to do.")],
+    model: Annotated[str, typer.Argument(help="A directory of this machine, or a hub id.")],
+    hostfile: HostfileOption = None,
+    hosts: Hosts = None,
+    python: Python = PYTHON,
+) -> int:
+    """pull: download on the first host, copy to the others. push: copy from this machine. verify: compare checksums."""
+    remotes = [Remote(host.ssh, python=python) for host in chosen(None, hostfile, hosts).hosts]
+    if action == "pull":
+        asyncio.run(pull(model, remotes[0], [remote.name for remote in remotes[1:]], print))
+        return ExitCode.OK
+    wanted = prepare(model)
+    if action == "push":
+        return _push(model, wanted, remotes)
+    return _verify(wanted, remotes)
+
+
+def _push(model: str, wanted: Manifest, remotes: list[Remote]) -> int:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    total = sum(parcel.bytes for parcel in wanted.parcels)
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks = {remote.name: bars.add_task(remote.name, total=total) for remote in remotes}
+        try:
+            asyncio.run(push(model, wanted, remotes, lambda host, count: bars.advance(tasks[host], count)))
+        except* ClusterError as group:
+            failures = [error for error in group.exceptions if isinstance(error, ClusterError)]
+        else:
+            failures = []
+    for error in failures:
+        report(error)
+    if not failures:
+        print(f"{len(wanted.parcels)} files, {total / (1 << 30):.2f} GB, verified on {len(remotes)} hosts")
+    return ExitCode.CRASH if failures else ExitCode.OK
+
+
+def _verify(wanted: Manifest, remotes: list[Remote]) -> int:
+    code = ExitCode.OK
+    for host, found in asyncio.run(lacking(wanted, remotes)).items():
+        if isinstance(found, ClusterError):
+            print(found)
+            code = ExitCode.CRASH
+        elif found.missing:
+            names = ", ".join(missing.path for missing in found.missing)
+            print(f"{host}: {len(found.missing)} of {len(wanted.parcels)} files are missing or differ: {names}")
+            code = ExitCode.CRASH
+        else:
+            print(f"{host}: all {len(wanted.parcels)} files are the same")
+    return code

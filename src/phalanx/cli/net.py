@@ -1,0 +1,120 @@
+"""`phalanx net setup|test|undo`: the network between hosts (F4, F6). Does not know how hosts are reached."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
+from phalanx.cli.options import whole
+from phalanx.cluster.fabric import facts_of, measure_pairs, order, set_up, test_group, undo
+from phalanx.cluster.hostfile import Hostfile
+from phalanx.cluster.lifecycle import Plan, check
+from phalanx.cluster.links import Done
+from phalanx.cluster.network import Steps, cables, parse_node, steps
+from phalanx.cluster.ssh import Remote
+from phalanx.config import AGENT_PORT, BackendChoice
+from phalanx.errors import ClusterError, ConfigError, ExitCode
+
+
+def command(
+    action: Annotated[Literal["setup", "test", "undo"], typer.Argument(help="What to do.")],
+    hostfile: HostfileArgument = None,
+    hostfile_option: HostfileOption = None,
+    hosts: Hosts = None,
+    node: Annotated[
+        list[str] | None, typer.Option(metavar="HOST:IFACE:IP", help="setup: one end of a cable; may be repeated.")
+    ] = None,
+    netmask: Annotated[int, typer.Option(**whole(8, 30), help="setup: bits of each cable's network.")] = 30,
+    persist: Annotated[bool, typer.Option("--persist", help="setup: also after every reboot.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="setup: show the commands, run none.")] = False,
+    backend: Annotated[BackendChoice, typer.Option(help="test: what carries the sums.")] = "auto",
+    agent_port: Annotated[int, typer.Option(**whole(1, 65535), help="test: port of the agents.")] = AGENT_PORT,
+    links_only: Annotated[bool, typer.Option("--links-only", help="test: no ranks, only links.")] = False,
+    python: Python = PYTHON,
+) -> int:
+    """Set up direct cables between hosts, test all links, or take a set-up back."""
+    if action == "setup":
+        given = hostfile or hostfile_option or hosts
+        if given is not None or not node:
+            raise ConfigError(
+                "net setup takes its hosts from --node.", remedy="Give --node HOST:IFACE:IP for each end."
+            )
+        return asyncio.run(_setup(node, netmask, persist=persist, dry_run=dry_run, python=python))
+    if node or persist or dry_run:
+        raise ConfigError(f"--node, --persist and --dry-run belong to `net setup`, not to `net {action}`.")
+    chosen_hosts = chosen(hostfile, hostfile_option, hosts)
+    if action == "undo":
+        return _told(asyncio.run(undo([Remote(host.ssh, python=python) for host in chosen_hosts.hosts])))
+    plan = check(Plan(hostfile=chosen_hosts, backend=backend, agent_port=agent_port, python=python))
+    return asyncio.run(_test(plan, links_only=links_only))
+
+
+async def _setup(given: list[str], prefix: int, *, persist: bool, dry_run: bool, python: str) -> int:
+    nodes = [parse_node(text) for text in given]
+    joined = cables(nodes, prefix)
+    remotes = {name: Remote(name, python=python) for name in order(nodes)}
+    facts = await facts_of(list(remotes.values()))
+    plans = steps(nodes, prefix, facts, persist=persist)
+    for plan in plans:
+        _show(plan)
+    if dry_run:
+        return ExitCode.OK
+    rdma = all(fact.system == "macOS" for fact in facts.values())
+    done = await set_up(remotes, plans, joined, rdma=rdma)
+    for cable in joined:
+        print(f"{cable.a.host} <-> {cable.b.host}: {cable.network}, both ways")
+    if rdma:
+        print(f"device matrix: {next(iter(done.values())).matrix} on every host")
+    return ExitCode.OK
+
+
+def _show(plan: Steps) -> None:
+    for path in plan.files:
+        print(f"{plan.host}$ write {path}")
+    for command in (*plan.commands, *plan.after):
+        print(f"{plan.host}$ {' '.join(command)}")
+
+
+def _told(found: Mapping[str, Done | ClusterError]) -> int:
+    code = ExitCode.OK
+    for host, done in found.items():
+        if isinstance(done, Done):
+            for line in done.ran:
+                print(f"{host}$ {line}")
+        else:
+            print(f"{host}: {done}")
+            code = ExitCode.CRASH
+    return code
+
+
+async def _test(plan: Plan, *, links_only: bool) -> int:
+    """Every link, then sums over all ranks. 0 if all is as it should be."""
+    console = Console(highlight=False)
+    hostfile: Hostfile = plan.hostfile
+    table = Table("from", "to", "address", "there and back us", "p99 us", "Gbit/s", "", box=None)
+    pairs = await measure_pairs(hostfile, plan.remotes())
+    for pair in pairs:
+        figures = ["", "", ""]
+        if (m := pair.measured) is not None:
+            figures = [f"{m.median_us:.0f}", f"{m.p99_us:.0f}", f"{m.gbit_per_s:.2f}"]
+        table.add_row(pair.one, pair.other, pair.address, *figures, escape(pair.problem))
+    console.print(table)
+    if any(pair.problem for pair in pairs):
+        return ExitCode.CRASH
+    if links_only:
+        return ExitCode.OK
+    found = await test_group(plan)
+    test = found.info["self_test"]
+    console.print(f"all_sum of 1 ... {found.info['ranks']}: {test['total']:g}, expected {test['expected']:g}")
+    for figure in test["fabric"]:
+        console.print(f"  {figure['bytes']:>9,} bytes: {figure['median_us']:.0f} us, {figure['gb_per_s']:.3f} GB/s")
+    for rank in found.ranks:
+        console.print(f"rank {rank['rank']} on {rank['host']}: active memory {rank['active_bytes'] / (1 << 30):.2f} GB")
+    return ExitCode.OK if test["total"] == test["expected"] else ExitCode.CRASH

@@ -1,0 +1,25 @@
+"""`phalanx reach`: takes the place of ssh for mpirun, through the agents. Does not know what is run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.config import CLUSTER_VARIABLE, cluster_secret
+from phalanx.engine.hosts import errand, read_cluster
+from phalanx.errors import ConfigError
+
+
+def command(
+    cluster: Annotated[Path, typer.Argument(help="ClusterConfig as JSON.")],
+    host: Annotated[str, typer.Argument(help="A host of it.")],
+    words: Annotated[list[str], typer.Argument(help="A command line for its shell.")],
+) -> int:
+    """Run a command line on a host through its agent, as `ssh HOST WORDS` would."""
+    secret = cluster_secret()
+    if secret is None:
+        raise ConfigError(f"{CLUSTER_VARIABLE} is not set.", remedy="The server that starts mpirun sets it.")
+    return asyncio.run(errand(read_cluster(cluster), secret, host, words))

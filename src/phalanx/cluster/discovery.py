@@ -1,0 +1,83 @@
+"""From what hosts say about themselves to a hostfile, with the reason for every choice. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+
+from phalanx.cluster.findings import Facts
+from phalanx.cluster.hostfile import Host, Hostfile
+from phalanx.cluster.machine import Interface
+from phalanx.errors import ConfigError
+
+RDMA = "rdma_"
+
+
+def discover(facts: Mapping[str, Facts]) -> tuple[Hostfile, list[str]]:
+    """A hostfile, and why it is as it is, one sentence per choice.
+
+    Raises:
+        ConfigError: the hosts share no network.
+    """
+    reasons: list[str] = []
+    ips = _common(facts, reasons)
+    names = list(facts)
+    matrix = [[_device(facts, one, other) for other in names] for one in names]
+    whole = all(matrix[i][j] for i in range(len(names)) for j in range(len(names)) if i != j)
+    rdma = whole and len(names) > 1
+    if rdma:
+        pairs = [(i, j) for i in range(len(names)) for j in range(i)]
+        reasons += [
+            f"{names[j]} - {names[i]}: {matrix[j][i]} and {matrix[i][j]} are the ends of a cable (one /30 network)"
+            for i, j in pairs
+        ]
+        reasons.append("backend jaccl: every two hosts have a cable with RDMA")
+    else:
+        any_device = any(port for fact in facts.values() for port in fact.rdma.ports)
+        why = "not every two hosts have a cable with RDMA" if any_device else "no host has RDMA"
+        reasons.append(f"no backend is fixed ({why}): mpi on Linux where it is installed, else ring")
+    hosts = tuple(
+        Host(ssh=name, ips=(ips[name],), rdma=tuple(matrix[index]) if rdma else ()) for index, name in enumerate(names)
+    )
+    return Hostfile(hosts=hosts, backend="jaccl" if rdma else None), reasons
+
+
+def _common(facts: Mapping[str, Facts], reasons: list[str]) -> dict[str, str]:
+    """An address of every host in a network that all are in: Ethernet before Wi-Fi, never a Thunderbolt cable (F3)."""
+    shared: dict[str, dict[str, Interface]] = {}
+    for name, fact in facts.items():
+        for each in fact.interfaces:
+            if not each.kind.startswith("Thunderbolt"):
+                shared.setdefault(each.network, {})[name] = each
+    whole = {network: found for network, found in shared.items() if len(found) == len(facts)}
+    if not whole:
+        seen = "; ".join(f"{name}: {_addresses(fact.interfaces)}" for name, fact in facts.items())
+        raise ConfigError(
+            f"The hosts share no network ({seen}).",
+            remedy="Join them by Ethernet or Wi-Fi: the control connections need it; Thunderbolt cables come on top.",
+        )
+    network = min(whole, key=lambda n: (any(i.kind == "Wi-Fi" for i in whole[n].values()), ipaddress.ip_network(n)))
+    kinds = sorted({each.kind or each.name for each in whole[network].values()})
+    reasons.append(f"addresses in {network} ({', '.join(kinds)}): all hosts are in it" + _others(whole, network))
+    return {name: whole[network][name].address for name in facts}
+
+
+def _others(whole: Mapping[str, object], network: str) -> str:
+    others = [other for other in whole if other != network]
+    return f"; also possible: {', '.join(others)}" if others else ""
+
+
+def _addresses(interfaces: Sequence[Interface]) -> str:
+    return ", ".join(f"{each.address}/{each.prefix}" for each in interfaces) or "no address"
+
+
+def _device(facts: Mapping[str, Facts], one: str, other: str) -> str | None:
+    """The RDMA device of a host towards another: that of the interface that shares a small network with it."""
+    if one == other:
+        return None
+    theirs = {each.network for each in facts[other].interfaces}
+    devices = {port.device for port in facts[one].rdma.ports}
+    for each in facts[one].interfaces:
+        if each.prefix >= 29 and each.network in theirs and f"{RDMA}{each.name}" in devices:
+            return f"{RDMA}{each.name}"
+    return None

@@ -1,0 +1,148 @@
+"""Brings a model from this machine to hosts: asks what each lacks, sends it through ssh, verifies (model push).
+
+Hosts are served at once, each through one connection. Does not know how a host keeps files (`parcels.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from phalanx.cluster.library import model_path
+from phalanx.cluster.parcels import BLOCK, Inventory, Manifest, Parcel, Taken, manifest, missing_shards
+from phalanx.cluster.ssh import ANSWER, Remote, end, failure, run
+from phalanx.config import hub_cache
+from phalanx.errors import ClusterError, ModelNotFound
+
+VERIFY_S = 3600.0  # reading a terabyte
+PART_S = 60.0  # for a host to take a file's last block and check it, per GB
+GB = 1 << 30
+
+Progress = Callable[[str, int], None]
+"""Hears of a host and of bytes that it has more."""
+
+
+def prepare(model: str, progress: Callable[[int], None] = lambda _: None) -> Manifest:
+    """What is to be on every host.
+
+    Raises:
+        ModelNotFound: the model is not on this machine, or not whole.
+    """
+    path = model_path(model)
+    if path is None:
+        raise ModelNotFound(
+            f"{model} is not on this machine.", remedy=f"Run `phalanx model pull {model}`, or push from where it is."
+        )
+    found = manifest(path, place_of(path), progress)
+    if lacking := missing_shards(path, [parcel.path for parcel in found.parcels]):
+        raise ModelNotFound(
+            f"{path} is not whole: {lacking[0]} is missing"
+            + (f" and {len(lacking) - 1} more." if lacking[1:] else "."),
+            remedy="Finish the download first.",
+        )
+    return found
+
+
+def place_of(path: Path) -> str:
+    """Where a model belongs on other hosts: the same place, below their own home directory or hub cache."""
+    cache = hub_cache()
+    if path.is_relative_to(cache) and path.parent.name == "snapshots":
+        name = path.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+        return f"hub:{name}@{path.name}"
+    return str(path.relative_to(Path.home()) if path.is_relative_to(Path.home()) else path)
+
+
+async def lacking(wanted: Manifest, remotes: Sequence[Remote]) -> dict[str, Inventory | ClusterError]:
+    """What every host lacks, checksums compared."""
+    found = await asyncio.gather(
+        *(remote.call("inventory", wanted, Inventory, timeout_s=VERIFY_S) for remote in remotes), return_exceptions=True
+    )
+    result: dict[str, Inventory | ClusterError] = {}
+    for remote, one in zip(remotes, found, strict=True):
+        if isinstance(one, BaseException) and not isinstance(one, ClusterError):
+            raise one
+        result[remote.name] = one
+    return result
+
+
+async def push(model: str, wanted: Manifest, remotes: Sequence[Remote], progress: Progress) -> None:
+    """Send every host what it lacks, then look at everything once more.
+
+    Raises:
+        ClusterError: names the host; what has arrived stays there.
+    """
+    path = model_path(model)
+    assert path is not None
+    async with asyncio.TaskGroup() as group:
+        for remote in remotes:
+            group.create_task(_push(path, wanted, remote, progress))
+
+
+async def _push(path: Path, wanted: Manifest, remote: Remote, progress: Progress) -> None:
+    found = await remote.call("inventory", wanted, Inventory, timeout_s=VERIFY_S)
+    parcels = {parcel.path: parcel for parcel in wanted.parcels}
+    todo = [(parcels[missing.path], missing.have) for missing in found.missing]
+    needed = sum(parcel.bytes - have for parcel, have in todo)
+    if needed > found.free:
+        raise ClusterError(
+            f"{remote.name} has {found.free / GB:.1f} GB free at {found.directory}; {needed / GB:.1f} GB are to come.",
+            remedy="Remove old models there.",
+        )
+    progress(remote.name, sum(parcel.bytes for parcel in wanted.parcels) - needed)
+    for parcel, have in todo:
+        await _send(path / parcel.path, wanted.place, parcel, have, remote, progress)
+    left = await remote.call("finish", wanted, Inventory, timeout_s=VERIFY_S)
+    if left.missing:
+        raise ClusterError(f"{remote.name} still lacks {left.missing[0].path}.", remedy="Run the same command again.")
+
+
+async def _send(file: Path, place: str, parcel: Parcel, have: int, remote: Remote, progress: Progress) -> None:
+    """One file through one `phalanx host take`."""
+    process = await asyncio.create_subprocess_exec(
+        *remote.command("host", "take"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.json.encode({"place": place, "parcel": parcel, "have": have}) + b"\n")
+        with file.open("rb") as stream:
+            stream.seek(have)
+            try:
+                while block := await asyncio.to_thread(stream.read, BLOCK):
+                    process.stdin.write(block)
+                    await process.stdin.drain()
+                    progress(remote.name, len(block))
+            except ConnectionError:
+                pass  # the far end says why
+        async with asyncio.timeout(PART_S * (1 + parcel.bytes / GB)):
+            out, err = await process.communicate()
+        answers = [line for line in out.decode().splitlines() if line.startswith(ANSWER)]
+        if process.returncode or not answers:
+            raise failure(remote.name, process.returncode or 0, err.decode(errors="replace"))
+        msgspec.json.decode(answers[-1][len(ANSWER) :], type=Taken)
+    except TimeoutError as error:
+        raise ClusterError(f"{remote.name} did not confirm {parcel.path} in time.") from error
+    finally:
+        await end(process)
+
+
+async def pull(model: str, first: Remote, others: Sequence[str], show: Callable[[str], None]) -> None:
+    """Download on the first host, then push from there to the others.
+
+    Raises:
+        ClusterError: the download or a push failed, with its own words.
+    """
+    commands: list[tuple[str, ...]] = [("fetch", model)]
+    if others:
+        commands.append(("model", "push", model, "--hosts", ",".join(others)))
+    for words in commands:
+        show(f"{first.name}$ phalanx {' '.join(words)}")
+        code, out, err = await run(first.command(*words), b"", VERIFY_S, first.name)
+        if code:
+            raise failure(first.name, code, err + out)
+        show(out.strip())

@@ -1,0 +1,206 @@
+"""Hostfiles in the format of `mlx.launch`, read, checked and written (F2). Pure: does not look at hosts or networks.
+
+    {"backend": "jaccl", "envs": ["K=V"],
+     "hosts": [{"ssh": "studio1", "ips": ["192.168.1.11"], "rdma": [null, "rdma_en5"]}, ...]}
+
+A list of hosts alone is the same without backend and envs. `rdma[j]` of host i names the device or devices of host i
+towards host j, null for itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from phalanx.config import MOST_RANKS, Backend, HostConfig
+from phalanx.errors import ConfigError
+
+ENTRY = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*=")
+
+Devices = str | tuple[str, ...] | None
+
+
+class Host(Struct, frozen=True, kw_only=True):
+    """One machine. The first of `ips` is its address for control; all are used by a ring."""
+
+    ssh: str
+    ips: tuple[str, ...] = ()
+    rdma: tuple[Devices, ...] = ()
+
+    @property
+    def address(self) -> str:
+        """Where others reach it: its first IP, else its name."""
+        return self.ips[0] if self.ips else self.ssh.rpartition("@")[2]
+
+
+class Hostfile(Struct, frozen=True, kw_only=True):
+    """The machines of a cluster, rank by rank."""
+
+    hosts: tuple[Host, ...]
+    backend: str | None = None
+    envs: tuple[str, ...] = ()
+
+    def first(self, count: int) -> Hostfile:
+        """Its first hosts alone.
+
+        Raises:
+            ConfigError: it has fewer.
+        """
+        if not 1 <= count <= len(self.hosts):
+            raise ConfigError(
+                f"--num-ranks {count}, but there are {len(self.hosts)} hosts.",
+                remedy="Every host runs one rank: name more hosts, or lower --num-ranks.",
+            )
+        return replace(self, hosts=tuple(replace(host, rdma=host.rdma[:count]) for host in self.hosts[:count]))
+
+    def placed(self) -> tuple[HostConfig, ...]:
+        """As the engine reads it."""
+        return tuple(
+            HostConfig(name=host.ssh, address=host.address, ips=host.ips or (host.address,), rdma=host.rdma)
+            for host in self.hosts
+        )
+
+
+def from_names(text: str) -> Hostfile:
+    """`a,b` of `--hosts`: names or addresses for ssh.
+
+    Raises:
+        ConfigError: a name is missing or there twice.
+    """
+    hosts = tuple(Host(ssh=name.strip(), ips=_own_ip(name.strip())) for name in text.split(","))
+    return _checked(Hostfile(hosts=hosts), "--hosts")
+
+
+def _own_ip(name: str) -> tuple[str, ...]:
+    text = name.rpartition("@")[2]
+    try:
+        return (str(ipaddress.ip_address(text)),)
+    except ValueError:
+        return ()
+
+
+def parse(text: str, where: str) -> Hostfile:
+    """A hostfile's text.
+
+    Args:
+        where: the file's name, for messages.
+
+    Raises:
+        ConfigError: names the file, the host and the field, and says what belongs there.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}.", remedy="`phalanx hostfile` writes one.") from error
+    if isinstance(value, list):
+        value = {"hosts": value}
+    if not isinstance(value, dict) or not isinstance(value.get("hosts"), list):
+        raise ConfigError(f"{where} has no list `hosts`.", remedy="`phalanx hostfile` writes one.")
+    unknown = set(value) - {"backend", "envs", "hosts"}
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {sorted(unknown)[0]!r}.", remedy="Known: backend, envs, hosts.")
+    backend, envs = value.get("backend"), value.get("envs", [])
+    if backend is not None and backend not in ("any", *get_args(Backend)):
+        raise ConfigError(
+            f"{where}: backend {backend!r} is not one.", remedy=f"Known: any, {', '.join(get_args(Backend))}."
+        )
+    if not isinstance(envs, list) or not all(isinstance(entry, str) and ENTRY.match(entry) for entry in envs):
+        raise ConfigError(f"{where}: envs is not a list of NAME=value.")
+    hosts = tuple(_host(entry, f"{where}: host {index}") for index, entry in enumerate(value["hosts"]))
+    return _checked(Hostfile(hosts=hosts, backend=None if backend == "any" else backend, envs=tuple(envs)), where)
+
+
+def _host(value: Any, where: str) -> Host:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is not an object.", remedy='Write {"ssh": NAME, "ips": [ADDRESS]}.')
+    unknown = set(value) - {"ssh", "ips", "rdma"}
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {sorted(unknown)[0]!r}.", remedy="Known: ssh, ips, rdma.")
+    ssh, ips, rdma = value.get("ssh"), value.get("ips", []), value.get("rdma", [])
+    if not isinstance(ssh, str) or not ssh:
+        raise ConfigError(f"{where}: `ssh` is not a name.", remedy="It is what you would type after `ssh`.")
+    if not isinstance(ips, list) or not all(_is_ip(ip) for ip in ips):
+        raise ConfigError(f"{where} ({ssh}): `ips` is not a list of IP addresses: {ips!r}.")
+    if not isinstance(rdma, list):
+        raise ConfigError(f"{where} ({ssh}): `rdma` is not a list.")
+    return Host(ssh=ssh, ips=tuple(ips), rdma=tuple(_devices(entry, f"{where} ({ssh})") for entry in rdma))
+
+
+def _is_ip(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(ipaddress.ip_address(value))
+    except ValueError:
+        return False
+
+
+def _devices(value: Any, where: str) -> Devices:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, list) and value and all(isinstance(name, str) and name for name in value):
+        return tuple(value)
+    raise ConfigError(f"{where}: `rdma` has {value!r}.", remedy="Each entry is null, a device, or a list of devices.")
+
+
+def _checked(hostfile: Hostfile, where: str) -> Hostfile:
+    """What fields together must be."""
+    hosts = hostfile.hosts
+    if not 1 <= len(hosts) <= MOST_RANKS:
+        raise ConfigError(f"{where} names {len(hosts)} hosts; 1 to {MOST_RANKS} make a group.")
+    for field, values in (("ssh", [host.ssh for host in hosts]), ("ips", [ip for host in hosts for ip in host.ips])):
+        if "" in values:
+            raise ConfigError(f"{where}: a host has no name.", remedy="Write a,b,c.")
+        if twice := next((value for value in values if values.count(value) > 1), None):
+            raise ConfigError(f"{where}: {field} {twice!r} is there twice.", remedy="Every host runs one rank.")
+    if any(host.rdma for host in hosts) or (hostfile.backend or "").startswith("jaccl"):
+        check_matrix([list(host.rdma) for host in hosts], [host.ssh for host in hosts], where)
+    return hostfile
+
+
+def check_matrix(matrix: Sequence[Sequence[object]], names: Sequence[str], where: str) -> None:
+    """The device matrix must be N x N with null on its diagonal and a device wherever the other end has one.
+
+    Raises:
+        ConfigError: names the two hosts.
+    """
+    size = len(names)
+    for i, row in enumerate(matrix):
+        if len(row) != size:
+            raise ConfigError(
+                f"{where}: `rdma` of {names[i]} has {len(row)} entries for {size} hosts.",
+                remedy="Entry j names the device towards host j, null for the host itself.",
+            )
+        if row[i] is not None:
+            raise ConfigError(f"{where}: `rdma` of {names[i]} names a device towards itself.", remedy="Write null.")
+    for i in range(size):
+        for j in range(i):
+            if (matrix[i][j] is None) != (matrix[j][i] is None):
+                has, lacks = (i, j) if matrix[j][i] is None else (j, i)
+                raise ConfigError(
+                    f"{where}: {names[has]} has an RDMA device towards {names[lacks]}, but not the other way round.",
+                    remedy="A cable has two ends; name the device of each.",
+                )
+
+
+def matrix_text(hosts: Sequence[Host]) -> str:
+    """The device matrix file that MLX_IBV_DEVICES names."""
+    return json.dumps([host.rdma for host in hosts])
+
+
+def render(hostfile: Hostfile) -> str:
+    """The file's text; `parse` gives the same back, and `mlx.launch` reads it."""
+    value: dict[str, Any] = {} if hostfile.backend is None else {"backend": hostfile.backend}
+    value["envs"] = list(hostfile.envs)
+    lines = []
+    for host in hostfile.hosts:
+        entry: dict[str, Any] = {"ssh": host.ssh, "ips": list(host.ips)}
+        if host.rdma:
+            entry["rdma"] = list(host.rdma)
+        lines.append("    " + json.dumps(entry))
+    head = json.dumps(value)[1:-1]
+    return "{" + head + ',\n  "hosts": [\n' + ",\n".join(lines) + "\n  ]}\n"

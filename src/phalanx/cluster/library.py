@@ -1,0 +1,52 @@
+"""Model files on this machine: where they are, and whether two copies are the same. Does not know MLX or networks."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from phalanx.cluster.findings import ModelFacts
+from phalanx.config import hub_cache
+from phalanx.demo import MODEL_DIR
+
+DIGESTED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
+"""Small files whose contents tell one model from another; weights are told by name and size here."""
+
+
+def model_path(model: str) -> Path | None:
+    """The directory of a model: given, bundled, or in the hub's cache; None if it is not here."""
+    if model == "demo":
+        return MODEL_DIR
+    given = Path(model).expanduser()
+    if (given / "config.json").is_file():
+        return given.absolute()
+    snapshots = hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots"
+    if model.count("/") == 1 and snapshots.is_dir():
+        found = [path for path in snapshots.iterdir() if (path / "config.json").is_file()]
+        return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    return None
+
+
+def files_of(path: Path) -> list[Path]:
+    """A model's files, in order of name; hidden ones are not its."""
+    return sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
+    )
+
+
+def find_model(model: str) -> ModelFacts | None:
+    """What to compare between hosts."""
+    path = model_path(model)
+    if path is None:
+        return None
+    digest, weights = hashlib.sha256(), 0
+    for file in files_of(path):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {size}\n".encode())
+        if file.suffix in DIGESTED:
+            digest.update(file.read_bytes())
+        elif file.suffix == ".safetensors":
+            weights += size
+    return ModelFacts(path=str(path), bytes=weights, digest=digest.hexdigest())

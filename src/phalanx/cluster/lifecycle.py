@@ -1,0 +1,282 @@
+"""Start, stop and look at a cluster from any machine that can ssh (L1, L4, L5).
+
+The first host gets a supervisor with the server, every other one a supervisor with an agent; from then on this machine
+is not needed. Does not know how a host does its part (`host.py`), nor how anything is shown (`cli/`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import get_args
+
+import msgspec
+from msgspec import Struct
+
+from phalanx.cluster.host import HostStatus, LogLines, LogRequest, StopRequest, flag
+from phalanx.cluster.hostfile import Hostfile
+from phalanx.cluster.ssh import Remote, on_all
+from phalanx.cluster.supervisor import KILL_HOLD_S, Spec, Started, Stopped
+from phalanx.config import AGENT_PORT, CLUSTER_VARIABLE, DEFAULT_PORT, Backend, ClusterConfig
+from phalanx.errors import ClusterError, ConfigError, StartFailed
+from phalanx.faults import recognise
+
+CLUSTER_FILE = ".phalanx/run/cluster.json"
+LOGS = ".phalanx/logs"
+DRAIN_S = "8"  # less than `down` waits before it kills
+SSH_MARGIN_S = 60.0  # beyond what a verb itself waits
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """A cluster to start."""
+
+    hostfile: Hostfile
+    serve: tuple[str, ...] = ("demo",)  # arguments of `phalanx serve`
+    backend: str = "auto"
+    envs: tuple[str, ...] = ()
+    timeout_s: float = 600.0
+    log_dir: str = LOGS
+    agent_port: int = AGENT_PORT
+    python: str = sys.executable
+
+    def remotes(self) -> list[Remote]:
+        return [Remote(host.ssh, python=self.python) for host in self.hostfile.hosts]
+
+
+OURS = ("--tp", "-tp", "--tensor-parallel-size", "--cluster", "--backend", "--attach")
+"""Flags of `serve` that `up` sets itself."""
+
+
+def check(plan: Plan) -> Plan:
+    """What the parts of a plan must be together.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    for word in plan.serve:
+        if word.partition("=")[0] in OURS:
+            raise ConfigError(
+                f"{word} after `--`: `up` sets it itself.", remedy="Use --num-ranks and --backend before the `--`."
+            )
+    port = flag(list(plan.serve), "--port") or str(DEFAULT_PORT)
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--port {port}: a cluster needs a port that is known before.", remedy="Give 1 to 65535.")
+    backend = backend_of(plan)
+    if backend not in ("auto", *get_args(Backend)):
+        raise ConfigError(f"--backend {backend} is not one.", remedy=f"Known: {', '.join(get_args(Backend))}.")
+    if backend in ("jaccl", "jaccl-ring") and not all(host.rdma for host in plan.hostfile.hosts):
+        raise ConfigError(
+            f"--backend {backend} needs `rdma` for every host in the hostfile.",
+            remedy="`phalanx hostfile --hosts ...` finds the devices; or use --backend ring.",
+        )
+    return plan
+
+
+def backend_of(plan: Plan) -> str:
+    """The flag's, else the hostfile's, else auto."""
+    return plan.backend if plan.backend != "auto" else plan.hostfile.backend or "auto"
+
+
+def model_of(plan: Plan) -> str:
+    """What is served: the first word after `--`, unless that is a flag."""
+    return "demo" if not plan.serve or plan.serve[0].startswith("-") else plan.serve[0]
+
+
+def specs(plan: Plan, secret: str) -> list[Spec]:
+    """What each host's supervisor keeps running, rank by rank."""
+    hosts = plan.hostfile.placed()
+    variables = dict(entry.partition("=")[::2] for entry in (*plan.hostfile.envs, *plan.envs))
+    cluster = ClusterConfig(
+        hosts=hosts, agent_port=plan.agent_port, envs=tuple(f"{name}={value}" for name, value in variables.items())
+    )
+    serve = ["serve", *plan.serve]
+    if flag(serve, "--drain-seconds") is None:
+        serve += ["--drain-seconds", DRAIN_S]
+    files = {}
+    if len(hosts) > 1:
+        serve += ["--tp", str(len(hosts)), "--backend", backend_of(plan), "--cluster", CLUSTER_FILE]
+        files = {"cluster.json": msgspec.json.encode(cluster).decode()}
+    known = {CLUSTER_VARIABLE: secret, **variables}
+    found = [Spec(role="server", command=serve, variables=known, log=f"{plan.log_dir}/rank-0.log", files=files)]
+    for rank, host in enumerate(hosts[1:], 1):
+        command = ["agent", "--host", host.address, "--port", str(plan.agent_port), "--directory", ".phalanx/run/agent"]
+        found.append(Spec(role="agent", command=command, variables=known, log=f"{plan.log_dir}/rank-{rank}.log"))
+    return found
+
+
+async def start_all(plan: Plan) -> dict[str, Started]:
+    """Start the supervisors: agents first, then the server. All or none.
+
+    Raises:
+        ClusterError: a host could not start its part; the others have stopped again.
+    """
+    return await _start(list(zip(plan.remotes(), specs(plan, secrets.token_hex(32)), strict=True)))
+
+
+async def _start(todo: Sequence[tuple[Remote, Spec]]) -> dict[str, Started]:
+    started: dict[str, Started] = {}
+    begun: list[Remote] = []
+    try:
+        for part in (todo[1:], todo[:1]):
+            found = await asyncio.gather(
+                *(remote.call("start", spec, Started, timeout_s=SSH_MARGIN_S + KILL_HOLD_S) for remote, spec in part),
+                return_exceptions=True,
+            )
+            begun += [remote for (remote, _), one in zip(part, found, strict=True) if isinstance(one, Started)]
+            for (remote, _), one in zip(part, found, strict=True):
+                if isinstance(one, BaseException):
+                    raise one
+                started[remote.name] = one
+    except (ClusterError, asyncio.CancelledError):
+        await on_all(begun, "stop", StopRequest(), Stopped)
+        raise
+    return started
+
+
+class Cluster:
+    """Statuses of all hosts, kept up to date through one ssh connection each."""
+
+    def __init__(self, remotes: Sequence[Remote]) -> None:
+        self.statuses: dict[str, HostStatus | None] = {remote.name: None for remote in remotes}
+        self.problems: dict[str, str] = {}
+        self._remotes = list(remotes)
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[Cluster]:
+        """Inside, statuses follow what happens."""
+        tasks = [asyncio.create_task(self._follow(remote)) for remote in self._remotes]
+        try:
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, remote: Remote) -> None:
+        while True:
+            try:
+                async for status in remote.listen("watch", {}, HostStatus):
+                    self.statuses[remote.name] = status
+                    self.problems.pop(remote.name, None)
+            except ClusterError as error:
+                self.problems[remote.name] = str(error)
+            await asyncio.sleep(1.0)
+
+
+async def wait_healthy(plan: Plan, cluster: Cluster, show: Callable[[Cluster], None]) -> None:
+    """Wait until /health is good.
+
+    Raises:
+        StartFailed: it will not be: the first cause, with host and remedy.
+        ClusterError: it was not in time.
+    """
+    deadline = time.monotonic() + plan.timeout_s
+    first = plan.hostfile.hosts[0].ssh
+    begun: dict[str, int] = {}  # host -> process that was started first
+    while True:
+        show(cluster)
+        for name, status in cluster.statuses.items():
+            if status is None:
+                continue
+            if (cause := final_cause(name, status)) is not None:
+                raise cause
+            if status.child is not None and begun.setdefault(name, status.child) != status.child:
+                raise _caused(name, f"its {status.role} crashed while it started", status)
+        server = cluster.statuses[first]
+        if server is not None and server.health is not None and server.health.ok:
+            return
+        if time.monotonic() > deadline:
+            health = server.health if server is not None else None
+            why = cluster.problems.get(first) or (health.reason if health is not None else "no status came")
+            raise ClusterError(
+                f"Not healthy after {plan.timeout_s:g} s: {why}",
+                remedy="It goes on starting: `phalanx status` shows how far it is. Give a larger --timeout.",
+            )
+        await asyncio.sleep(0.2)
+
+
+def final_cause(name: str, status: HostStatus) -> StartFailed | None:
+    """Why a host will not come up by itself, if it will not."""
+    if status.health is not None and status.health.phase == "failed":
+        return _caused(name, status.health.reason, status)
+    if status.ended is not None:
+        return _caused(name, f"its {status.role} ended with status {status.ended}: {status.last_line}", status)
+    return None
+
+
+def _caused(name: str, said: str, status: HostStatus) -> StartFailed:
+    fault = recognise(said)
+    cause, remedy = (fault.cause, fault.remedy) if fault is not None else (status.fault, status.remedy)
+    return StartFailed(
+        f"{name}: {said}" + (f" ({cause})" if cause else ""), remedy=remedy or f"See {status.log} there."
+    )
+
+
+async def stop_all(remotes: Sequence[Remote], *, timeout_s: float, force: bool) -> dict[str, Stopped | ClusterError]:
+    """SIGTERM everywhere at once, wait, SIGKILL what is left; per host what was done."""
+    request = StopRequest(timeout_s=timeout_s, force=force)
+    found = await asyncio.gather(
+        *(remote.call("stop", request, Stopped, timeout_s=timeout_s + SSH_MARGIN_S) for remote in remotes),
+        return_exceptions=True,
+    )
+    result: dict[str, Stopped | ClusterError] = {}
+    for remote, one in zip(remotes, found, strict=True):
+        if isinstance(one, BaseException) and not isinstance(one, ClusterError):
+            raise one
+        result[remote.name] = one
+    return result
+
+
+async def statuses(remotes: Sequence[Remote]) -> Mapping[str, HostStatus | ClusterError]:
+    """The status of every host now."""
+    return await on_all(remotes, "status", {}, HostStatus)
+
+
+async def restart_all(remotes: Sequence[Remote], *, timeout_s: float) -> None:
+    """Stop all hosts and start them again as they were.
+
+    Raises:
+        ClusterError: a host does not answer, or nothing was started there.
+    """
+    found = await on_all(remotes, "spec", {}, Spec)
+    known: list[Spec] = []
+    for one in found.values():
+        if isinstance(one, ClusterError):
+            raise one
+        known.append(one)
+    for name, stopped in (await stop_all(remotes, timeout_s=timeout_s, force=False)).items():
+        if isinstance(stopped, ClusterError):
+            raise stopped
+        if stopped.left:
+            raise ClusterError(f"{name}: {', '.join(stopped.left)} cannot be ended.", remedy="Reboot that host.")
+    await _start(list(zip(remotes, known, strict=True)))
+
+
+async def read_logs(
+    remotes: Sequence[Remote], lines: int, follow: bool, show: Callable[[str, str], None]
+) -> list[ClusterError]:
+    """Show the logs of hosts line by line: `show(host, line)`. Ends when all logs have, never when they are followed.
+
+    Returns:
+        What kept hosts from being read.
+    """
+    found = await asyncio.gather(
+        *(_read_log(remote, lines, follow, show) for remote in remotes), return_exceptions=True
+    )
+    problems = [one for one in found if isinstance(one, BaseException)]
+    for problem in problems:
+        if not isinstance(problem, ClusterError):
+            raise problem
+    return [problem for problem in problems if isinstance(problem, ClusterError)]
+
+
+async def _read_log(remote: Remote, lines: int, follow: bool, show: Callable[[str, str], None]) -> None:
+    async for piece in remote.listen("logs", LogRequest(lines=lines, follow=follow), LogLines):
+        for line in piece.lines:
+            show(remote.name, line)
+        if piece.over:
+            return

@@ -1,0 +1,171 @@
+"""What this machine says about itself: memory, addresses, RDMA ports, bridges. Reads through the system's own tools.
+
+On macOS: sysctl, vm_stat, ifconfig, networksetup, rdma_ctl, ibv_devices, ibv_devinfo. On Linux: /proc and `ip`. Does
+not judge what it reads (`checks.py` does).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+
+import psutil
+from msgspec import Struct
+
+TOOL_S = 10.0
+PAGE = 16384  # bytes, where vm_stat does not say
+
+
+class Interface(Struct, frozen=True, kw_only=True):
+    """A network interface with an IPv4 address."""
+
+    name: str
+    address: str
+    prefix: int  # bits of the network part
+    kind: str = ""  # "Wi-Fi", "Thunderbolt 1", ... where the system says
+
+    @property
+    def network(self) -> str:
+        return str(ipaddress.ip_network(f"{self.address}/{self.prefix}", strict=False))
+
+
+class Port(Struct, frozen=True, kw_only=True):
+    """An RDMA port."""
+
+    device: str
+    state: str  # as ibv_devinfo says: PORT_ACTIVE, PORT_DOWN, ...
+
+
+class Rdma(Struct, frozen=True, kw_only=True):
+    """RDMA on this machine."""
+
+    enabled: bool | None  # None: no rdma_ctl here
+    ports: list[Port] = []
+
+
+class Bridge(Struct, frozen=True, kw_only=True):
+    """bridge0 of macOS."""
+
+    up: bool
+    members: list[str]
+
+
+@cache
+def is_mac() -> bool:
+    """Whether this is macOS (a stand-in for `sysctl` that says so counts, on test rigs)."""
+    return platform.system() == "Darwin" or tool("sysctl", "-n", "kern.ostype").strip() == "Darwin"
+
+
+def tool(*command: str) -> str:
+    """What a system tool prints; "" if it is not there, fails or takes too long."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def wired_bytes() -> int:
+    """Memory that cannot be paged out (macOS, `vm_stat`), or that is in use (Linux)."""
+    text = tool("vm_stat") if is_mac() else ""
+    found = re.search(r"Pages wired down:\s+(\d+)", text)
+    if found is None:
+        memory = psutil.virtual_memory()
+        return int(memory.total - memory.available)
+    page = re.search(r"page size of (\d+) bytes", text)
+    return int(found[1]) * (int(page[1]) if page else PAGE)
+
+
+def physical_bytes() -> int:
+    text = tool("sysctl", "-n", "hw.memsize") if is_mac() else ""
+    return int(text) if text.strip().isdecimal() else int(psutil.virtual_memory().total)
+
+
+def interfaces() -> list[Interface]:
+    """Those with an IPv4 address, but for loopback."""
+    found = parse_ifconfig(tool("ifconfig")) if is_mac() else parse_ip(tool("ip", "-j", "-4", "address"))
+    kinds = parse_ports(tool("networksetup", "-listallhardwareports")) if is_mac() else {}
+    return [
+        Interface(name=each.name, address=each.address, prefix=each.prefix, kind=kinds.get(each.name, ""))
+        for each in found
+        if not each.address.startswith("127.")
+    ]
+
+
+def thunderbolt() -> list[str]:
+    """Names of the Thunderbolt interfaces (macOS)."""
+    ports = parse_ports(tool("networksetup", "-listallhardwareports"))
+    return [name for name, kind in ports.items() if kind.startswith("Thunderbolt") and "Bridge" not in kind]
+
+
+def bridge() -> Bridge | None:
+    """bridge0, if there is one."""
+    return parse_bridge(tool("ifconfig", "bridge0")) if is_mac() else None
+
+
+def rdma() -> Rdma:
+    status = tool("rdma_ctl", "status")
+    enabled = (
+        None if shutil.which("rdma_ctl") is None else "enabled" in status.lower() and "disabled" not in status.lower()
+    )
+    return Rdma(enabled=enabled, ports=parse_devinfo(tool("ibv_devinfo")))
+
+
+# Readers of what tools print; pure ---------------------------------------------------------------------------------
+
+
+def parse_ifconfig(text: str) -> list[Interface]:
+    """Interfaces of macOS's `ifconfig`."""
+    found, name = [], ""
+    for line in text.splitlines():
+        if head := re.match(r"(\w+): flags=", line):
+            name = head[1]
+        elif inet := re.match(r"\s+inet (\S+) netmask (0x[0-9a-f]+)", line):
+            found.append(Interface(name=name, address=inet[1], prefix=int(inet[2], 16).bit_count()))
+    return found
+
+
+def parse_bridge(text: str) -> Bridge | None:
+    """Flags and members of `ifconfig bridge0`."""
+    head = re.match(r"\w+: flags=\w+<([^>]*)>", text)
+    if head is None:
+        return None
+    return Bridge(up="UP" in head[1].split(","), members=re.findall(r"member: (\w+)", text))
+
+
+def parse_ip(text: str) -> list[Interface]:
+    """Interfaces of `ip -j -4 address`."""
+    return [
+        Interface(name=link["ifname"], address=entry["local"], prefix=entry["prefixlen"])
+        for link in (json.loads(text) if text.strip() else [])
+        for entry in link.get("addr_info", [])
+    ]
+
+
+def parse_ports(text: str) -> dict[str, str]:
+    """Interface -> hardware port of `networksetup -listallhardwareports`."""
+    return {name: kind.strip() for kind, name in re.findall(r"Hardware Port: (.+)\nDevice: (\w+)", text)}
+
+
+def parse_devinfo(text: str) -> list[Port]:
+    """Ports of `ibv_devinfo`."""
+    found, device = [], ""
+    for line in text.splitlines():
+        if head := re.match(r"hca_id:\s*(\S+)", line):
+            device = head[1]
+        elif state := re.match(r"\s+state:\s*(\S+)", line):
+            found.append(Port(device=device, state=state[1]))
+    return found
+
+
+def wifi(found: Sequence[Interface]) -> Interface | None:
+    """The Wi-Fi interface, if it has an address."""
+    return next((each for each in found if each.kind == "Wi-Fi"), None)

@@ -1,0 +1,175 @@
+"""Runs phalanx on other hosts through OpenSSH's own `ssh`, so that the user's configuration, keys and jump hosts work.
+
+A call is `phalanx host VERB` there, with one JSON object in and one out. Whatever goes wrong is an error that names the
+host and, where `faults` knows it, the cause and the remedy. Does not know what the verbs do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import socket
+import sys
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from phalanx.errors import ClusterError
+from phalanx.faults import recognise
+
+CONNECT_S = 4  # less than the 5 s within which `status` names a host that is away
+SSH = (
+    *("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"),
+    *("-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"),
+)
+SSH_FAILED = 255  # ssh's own exit status
+ANSWER = "phalanx-answer:"  # before the JSON, since login scripts may print whatever they like
+LAST_LINES = 6  # of stderr in a message
+LINE_LIMIT = 1 << 24  # bytes
+
+T = TypeVar("T")
+
+
+class Remote:
+    """phalanx on one host.
+
+    Args:
+        name: as ssh knows it. This machine's own names are not reached through ssh.
+        python: of phalanx there; where it is not, `phalanx` on the login shell's PATH is used.
+    """
+
+    def __init__(self, name: str, *, python: str = sys.executable) -> None:
+        self.name = name
+        self._python = python
+
+    def command(self, *words: str) -> list[str]:
+        """What runs `phalanx WORDS` there."""
+        if is_here(self.name):
+            return [sys.executable, "-m", "phalanx", *words]
+        return self.shell_command(_phalanx(self._python, words))
+
+    def shell_command(self, script: str) -> list[str]:
+        """What runs a line for sh there."""
+        if is_here(self.name):
+            return ["/bin/sh", "-c", script]
+        return [*SSH, "--", self.name, f"exec /bin/sh -c {shlex.quote(script)}"]
+
+    async def call(self, verb: str, request: object, kind: type[T], *, timeout_s: float = 60.0) -> T:
+        """One question, one answer.
+
+        Raises:
+            ClusterError: ssh or the verb failed, or there was no answer in time; names host, cause and remedy.
+        """
+        payload = msgspec.json.encode(request)
+        code, out, err = await run(self.command("host", verb), payload, timeout_s, self.name)
+        answer = next((line for line in reversed(out.splitlines()) if line.startswith(ANSWER)), None)
+        if code or answer is None:
+            raise failure(self.name, code, f"{err}\n{out}")
+        return _decode(self.name, answer, kind)
+
+    async def listen(self, verb: str, request: object, kind: type[T]) -> AsyncGenerator[T, None]:
+        """One question, answers until the loop is left.
+
+        Raises:
+            ClusterError: as `call`; also when the answers end.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *self.command("host", verb),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=LINE_LIMIT,
+        )
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        try:
+            process.stdin.write(msgspec.json.encode(request) + b"\n")
+            async for line in process.stdout:
+                if (text := line.decode(errors="replace")).startswith(ANSWER):
+                    yield _decode(self.name, text, kind)
+            raise failure(self.name, await process.wait(), (await process.stderr.read()).decode(errors="replace"))
+        finally:
+            await end(process)
+
+
+def is_here(name: str) -> bool:
+    """Whether a host's name is this machine."""
+    return name in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+
+
+def _phalanx(python: str, words: Sequence[str]) -> str:
+    rest = shlex.join(words)
+    there = shlex.quote(python)
+    return f"if [ -x {there} ]; then exec {there} -m phalanx {rest}; fi; " + (
+        f'exec "${{SHELL:-/bin/sh}}" -lc {shlex.quote(f"exec phalanx {rest}")}'
+    )
+
+
+def _decode(name: str, line: str, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(line[len(ANSWER) :], type=kind)
+    except msgspec.DecodeError as error:
+        raise ClusterError(
+            f"{name} answers in another way than this phalanx expects: {error}.",
+            remedy="Install the same version of phalanx on all machines.",
+        ) from error
+
+
+async def run(command: Sequence[str], payload: bytes, timeout_s: float, name: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a local command that talks to a host.
+
+    Raises:
+        ClusterError: ssh is missing, or did not end in time.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+    except OSError as error:
+        raise ClusterError(f"{command[0]} cannot be run: {error.strerror}.", remedy="Install OpenSSH.") from error
+    try:
+        async with asyncio.timeout(timeout_s):
+            out, err = await process.communicate(payload)
+    except TimeoutError as error:
+        raise failure(name, SSH_FAILED, f"ssh gave no answer within {timeout_s:g} s") from error
+    finally:
+        await end(process)
+    assert process.returncode is not None
+    return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """See a child of ours gone."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(2.0):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def failure(name: str, code: int, said: str) -> ClusterError:
+    """What to tell of a call that failed."""
+    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith(ANSWER)]
+    for line in lines:
+        if (fault := recognise(line)) is not None:
+            return ClusterError(f"{name}: {fault.cause} ({fault.name}: {line})", remedy=fault.remedy)
+    tail = " / ".join(lines[-LAST_LINES:]) or "it said nothing"
+    how = "ssh failed" if code == SSH_FAILED else f"phalanx ended with status {code} there"
+    return ClusterError(f"{name}: {how}: {tail}", remedy=f"Try it by hand: ssh {name} phalanx version")
+
+
+async def on_all(hosts: Iterable[Remote], verb: str, request: object, kind: type[T]) -> dict[str, T | ClusterError]:
+    """The same question to all hosts at once: name -> answer, or why there is none."""
+    remotes = list(hosts)
+    found = await asyncio.gather(*(remote.call(verb, request, kind) for remote in remotes), return_exceptions=True)
+    answers: dict[str, T | ClusterError] = {}
+    for remote, one in zip(remotes, found, strict=True):
+        if isinstance(one, BaseException) and not isinstance(one, ClusterError):
+            raise one
+        answers[remote.name] = one
+    return answers

@@ -1,0 +1,148 @@
+"""Puts speculation together on the leader: the drafter and the control that the configuration names.
+
+Does not know how drafts are made, weighed or verified (`spec/`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import assert_never
+
+from phalanx.config import (
+    DraftModelSpeculation,
+    EngineConfig,
+    NgramSpeculation,
+    RandomSpeculation,
+    SpeculativeConfig,
+    SuffixSpeculation,
+)
+from phalanx.dist.reduce import Reducer
+from phalanx.errors import ConfigError
+from phalanx.model import load, registry
+from phalanx.model.absorbed import absorb_short_queries
+from phalanx.model.layout import CacheFacts, row_bytes
+from phalanx.model.position import Position
+from phalanx.model.probe import probe
+from phalanx.model.resolve import resolve
+from phalanx.model.runner import Runner
+from phalanx.model.tokenizer import Tokenizer
+from phalanx.sched.scheduler import Scheduler
+from phalanx.spec import control
+from phalanx.spec.draft_model import DraftModel
+from phalanx.spec.drafters import Drafter, RandomDrafter
+from phalanx.spec.ngram import NgramDrafter
+from phalanx.spec.positions import Positions
+from phalanx.spec.speculator import Speculator
+from phalanx.spec.stats import SpecMeter
+from phalanx.spec.suffix import SuffixDrafter
+
+log = logging.getLogger("phalanx.engine")
+
+
+class DraftWeights:
+    """A draft model on its way into memory, on the leader only: it is never split.
+
+    Args:
+        target: folder of the model that is served.
+
+    Raises:
+        ConfigError: another tokenizer, or a cache that cannot roll back; says which.
+        ModelUnsupported, WeightsError: as for any model.
+    """
+
+    def __init__(self, config: EngineConfig, draft: DraftModelSpeculation, target: Path) -> None:
+        trust = config.trust_remote_code
+        path = resolve(draft.model, revision=draft.revision, trust_remote_code=trust)
+        difference = Tokenizer.load(target, trust_remote_code=trust).differs_from(
+            Tokenizer.load(path, trust_remote_code=trust)
+        )
+        if difference:
+            raise ConfigError(
+                f"The draft model {draft.model} has another tokenizer than {config.model}: {difference}.",
+                remedy="A draft model must come from the same family; or use the method ngram or suffix.",
+            )
+        self._prepared = load.prepare(path, dtype=config.dtype, trust_remote_code=trust)
+        self._facts = registry.inspect(self._prepared.model, self._prepared.config)
+        if not self._facts.rolls_back:
+            raise ConfigError(
+                f"The draft model {draft.model} keeps recurrent state, which cannot roll back.",
+                remedy="Use a draft model without, or the method ngram or suffix.",
+            )
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of its weights."""
+        return self._prepared.weights_bytes
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes more while it loads."""
+        return self._prepared.working_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of its KV cache."""
+        return row_bytes(self._facts.layouts, self._prepared.dtype)
+
+    def materialise(self, guard: int, report: load.Progress) -> Runner:
+        """Read the weights and check the model; the arguments are those of `load.Prepared.materialise`."""
+        loaded = self._prepared.materialise(guard, report)
+        absorb_short_queries(loaded.model)
+        runner = Runner(loaded.model, registry.inspect(loaded.model, loaded.config), loaded.dtype, Reducer(None))
+        probe(runner, loaded.model)
+        return runner
+
+
+def describe(config: SpeculativeConfig | None, facts: CacheFacts) -> str:
+    """One line: who drafts, or why nobody does."""
+    if config is None:
+        return "off"
+    if not facts.rolls_back:
+        return "off: the model keeps recurrent state, which cannot roll back (A3)"
+    method = type(config).__struct_config__.tag
+    name = f"{method} {config.model}" if isinstance(config, DraftModelSpeculation) else str(method)
+    return f"{name}, up to {config.num_speculative_tokens} tokens a step, control {config.control}"
+
+
+def make_speculator(
+    config: SpeculativeConfig | None,
+    scheduler: Scheduler,
+    positions: Positions,
+    vocab_size: int,
+    draft: Runner | None,
+    draft_kv: int,
+) -> Speculator | None:
+    """What drafts on this leader; None where nothing does.
+
+    Args:
+        draft: the draft model, where the configuration names one.
+        draft_kv: bytes for its rows.
+    """
+    if config is None or scheduler.config.recurrent:
+        return None
+
+    def place(number: int, drafts: Sequence[int]) -> Position:
+        return positions.after(scheduler.by_number[number], drafts)
+
+    if draft is not None:
+        drafter: Drafter = DraftModel(draft, vocab_size, draft_kv, place)
+    else:
+        drafter = _drafter(config, vocab_size)
+    meter = SpecMeter(str(type(config).__struct_config__.tag), config.window)
+    return Speculator(drafter, control.build(config), meter, vocab_size)
+
+
+def _drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:
+    match config:
+        case RandomSpeculation():
+            return RandomDrafter(vocab_size)
+        case NgramSpeculation():
+            return NgramDrafter(config)
+        case SuffixSpeculation():
+            return SuffixDrafter(config)
+        case DraftModelSpeculation():
+            raise AssertionError("a draft model is loaded before")
+        case _:
+            assert_never(config)

@@ -1,0 +1,345 @@
+"""Known faults: what a line of a log or of ssh means, and what to do about it (F7).
+
+A table, most specific first. Every rank's log and every ssh error passes through `recognise`; `docs/errors.md` is
+written from the table by `python -m phalanx.faults`. Does not know where a line came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    """One way in which machines fail their owner."""
+
+    name: str
+    pattern: str  # regular expression, searched in a line, case ignored
+    example: str  # a line as it was seen
+    cause: str
+    remedy: str
+
+
+FAULTS: tuple[Fault, ...] = (
+    # RDMA over Thunderbolt ------------------------------------------------------------------------------------------
+    Fault(
+        name="rdma-bridge-up",
+        pattern=r"queue pair to RTR failed with errno 22\b",
+        example="[jaccl] Changing queue pair to RTR failed with errno 22",
+        cause="bridge0 is up, or still has Thunderbolt interfaces as members, so that the RDMA port has no address.",
+        remedy="Run `phalanx net setup` for both hosts of the cable; `phalanx doctor` shows the bridge's members.",
+    ),
+    Fault(
+        name="rdma-bridge-member",
+        pattern=r"queue pair to RTR failed with errno 60\b",
+        example="[jaccl] Changing queue pair to RTR failed with errno 60",
+        cause="The interface of this RDMA device is a member of a bridge on one of the two ends.",
+        remedy="Run `phalanx net setup` for the host; it takes the interface out of bridge0.",
+    ),
+    Fault(
+        name="rdma-gid-table",
+        pattern=r"queue pair to RTR failed with errno 96\b",
+        example="[jaccl] Changing queue pair to RTR failed with errno 96",
+        cause="The port's table of addresses (GIDs) is spoiled, as after taking an interface down and up.",
+        remedy="Reboot this host, then run `phalanx net setup` once. Do not take the interface down and up.",
+    ),
+    Fault(
+        name="rdma-queue-pairs",
+        pattern=r"Creating the queue pair failed with errno 16\b",
+        example="[jaccl] Creating the queue pair failed with errno 16.",
+        cause="The device has no queue pairs left (about ten): other processes hold them, or one was just killed.",
+        remedy="Run `phalanx down`, wait 30 seconds, and start again; `phalanx doctor` names left-over processes.",
+    ),
+    Fault(
+        name="rdma-no-memory",
+        pattern=r"(jaccl|rdma|ibv|verbs|memory region).*(error -12|errno 12)\b|\berror -12\b",
+        example="[jaccl] Recv failed with error -12",
+        cause="The RDMA device ran out of resources (ENOMEM): too many small operations, or memory pressure.",
+        remedy="Free memory on this host (see `phalanx doctor`, wired memory); if it comes again, reboot it.",
+    ),
+    Fault(
+        name="rdma-busy",
+        pattern=r"\bEBUSY\b|\bResource busy\b|(jaccl|rdma|ibv).*errno 16\b",
+        example="[jaccl] Could not open device rdma_en5: Resource busy",
+        cause="The RDMA device is still busy with a process that was killed.",
+        remedy="Wait 30 seconds and start again; `phalanx up` does so by itself after a kill of its own.",
+    ),
+    Fault(
+        name="rdma-ports-down",
+        pattern=r"Couldn't allocate protection domain",
+        example="[jaccl] Couldn't allocate protection domain",
+        cause="The RDMA ports are down, the cable has fallen back to USB, or the device matrix names a missing device.",
+        remedy="Re-seat the Thunderbolt cable; `phalanx doctor` shows each port and which cable is at fault. "
+        "`--backend ring` works without RDMA.",
+    ),
+    Fault(
+        name="rdma-device-file",
+        pattern=r"The device file should start with an array",
+        example="[jaccl] The device file should start with an array",
+        cause="The file that MLX_IBV_DEVICES names is not an N x N JSON array.",
+        remedy="Run `phalanx net setup`, which writes it, or `phalanx hostfile --check FILE`.",
+    ),
+    Fault(
+        name="coordinator-port",
+        pattern=r"Recv failed with errno=2\b",
+        example="[jaccl] Recv failed with errno=2",
+        cause="Something else is connected to the coordinator's port (32323): an old rank, or a probe of the port.",
+        remedy="Run `phalanx down --force`, and let nothing connect to that port to see whether it is free.",
+    ),
+    Fault(
+        name="jaccl-missing",
+        pattern=r"Cannot initialize jaccl distributed backend",
+        example="[distributed] Cannot initialize jaccl distributed backend.",
+        cause="This machine's MLX has no RDMA: it needs macOS 26.2 and `rdma_ctl enable`, set in recovery mode.",
+        remedy="Use `--backend ring`, or enable RDMA: boot into recovery mode, open Terminal, run `rdma_ctl enable`.",
+    ),
+    # MLX and its launchers ------------------------------------------------------------------------------------------
+    Fault(
+        name="ring-peer-lost",
+        pattern=r"\[ring\] connection to a peer was lost",
+        example="RuntimeError: [ring] connection to a peer was lost",
+        cause="The rank before or after this one in the ring has ended, or its host cannot be reached any more.",
+        remedy="Look at that rank's log (`phalanx logs --rank N`): it ended first, and says why.",
+    ),
+    Fault(
+        name="double-init",
+        pattern=r"distributed.*(already initiali[sz]ed|initiali[sz]ed twice)",
+        example="RuntimeError: [distributed] already initialized",
+        cause="`mx.distributed.init` was called twice with different backends in one process.",
+        remedy="Start ranks with `phalanx up`, or leave the call out of your own script.",
+    ),
+    Fault(
+        name="mlx-launch-missing",
+        pattern=r"mlx\.launch: (command )?not found|(not found:|No such file.*) mlx\.launch",
+        example="zsh: command not found: mlx.launch",
+        cause="mlx.launch is not on the PATH of a non-interactive ssh session.",
+        remedy="Use `phalanx up`, which does not need it, or name it with its full path.",
+    ),
+    Fault(
+        name="mpi-daemon",
+        pattern=r"(PRTE|ORTE).*(unable to|lost communication)|daemon.*(died unexpectedly|failed to report back)",
+        example="PRTE has lost communication with a remote daemon.",
+        cause="mpirun could not start, or lost, its daemon on a host.",
+        remedy="`phalanx status` names the host; `phalanx doctor` says what is wrong with it.",
+    ),
+    Fault(
+        name="mpi-missing",
+        pattern=r"no mpirun and libmpi were found|mpirun: (command )?not found|error while loading.*libmpi",
+        example="--backend mpi: no mpirun and libmpi were found.",
+        cause="Open MPI is not installed on this host.",
+        remedy="Install `phalanx[mpi]` on every host, or use `--backend ring`.",
+    ),
+    Fault(
+        name="gpu-timeout",
+        pattern=r"kIOGPUCommandBufferCallbackErrorTimeout|Caused GPU Timeout",
+        example="[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002:"
+        "kIOGPUCommandBufferCallbackErrorTimeout)",
+        cause="macOS ended a GPU command that took more than about 5 seconds; waiting for another rank counts.",
+        remedy="Look for the rank that was late (`phalanx status`); in prefill, lower --max-num-batched-tokens.",
+    ),
+    Fault(
+        name="gpu-memory",
+        pattern=r"kIOGPUCommandBufferCallbackErrorOutOfMemory|\[metal::malloc\].*(exceed|greater)|std::bad_alloc",
+        example="[METAL] Command buffer execution failed: Insufficient Memory (00000008:"
+        "kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+        cause="The GPU's memory is exhausted.",
+        remedy="Lower --kv-cache-gb or --max-num-seqs, use more hosts, or a smaller model.",
+    ),
+    # Memory ---------------------------------------------------------------------------------------------------------
+    Fault(
+        name="memory-guard",
+        pattern=r"MemoryShortage|the memory guard keeps .* free",
+        example="rank 1: MemoryShortage: big does not fit: b lacks 12.00 GB.",
+        cause="The model's shard and its caches do not fit beside what this host must keep free.",
+        remedy="Use more hosts or a smaller model; `phalanx doctor --model M` shows needed and available memory.",
+    ),
+    Fault(
+        name="out-of-memory",
+        pattern=r"exit(ed)? (with )?(code|status) 255 while loading|was ended by SIGKILL|signal 9 \(Killed\)"
+        r"|out of memory: kill(ed)? process",
+        example="rank 1 was ended by SIGKILL (out of memory, or killed by hand)",
+        cause="The operating system ended the process: out of memory, or somebody killed it.",
+        remedy="Check memory with `phalanx doctor`; after several kills, wired memory may have leaked: reboot.",
+    ),
+    Fault(
+        name="no-space",
+        pattern=r"No space left on device|Disk quota exceeded",
+        example="OSError: [Errno 28] No space left on device",
+        cause="A disk is full.",
+        remedy="Free space on this host: old models (`~/.cache/huggingface`), old logs (`~/.phalanx/logs`).",
+    ),
+    Fault(
+        name="open-files",
+        pattern=r"Too many open files",
+        example="OSError: [Errno 24] Too many open files",
+        cause="The limit on open files is reached.",
+        remedy="Raise it (`ulimit -n 4096`, or LimitNOFILE in the unit) and restart.",
+    ),
+    # Hosts, ssh -----------------------------------------------------------------------------------------------------
+    Fault(
+        name="ssh-host-key-changed",
+        pattern=r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+        example="@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @",
+        cause="The host's key is not the one this machine knows: it was installed anew, or another host answers.",
+        remedy="If that is expected: `ssh-keygen -R HOST`, then `ssh HOST` once to accept the new key.",
+    ),
+    Fault(
+        name="ssh-host-key-unknown",
+        pattern=r"Host key verification failed",
+        example="Host key verification failed.",
+        cause="This machine has never connected to the host by ssh, so its key is unknown.",
+        remedy="Run `ssh HOST` once and accept the key (or add it to ~/.ssh/known_hosts).",
+    ),
+    Fault(
+        name="ssh-jump",
+        pattern=r"stdio forwarding failed|Connection closed by UNKNOWN port",
+        example="stdio forwarding failed",
+        cause="The jump host (ProxyJump) was reached, but not the host behind it.",
+        remedy="Try `ssh -v HOST`; check ProxyJump in ~/.ssh/config and the host's address as the jump host sees it.",
+    ),
+    Fault(
+        name="ssh-key-refused",
+        pattern=r"Permission denied \((publickey|.*keyboard)|Too many authentication failures",
+        example="Permission denied (publickey).",
+        cause="The host does not accept this machine's ssh key.",
+        remedy="Run `ssh-copy-id HOST`, or name the key in ~/.ssh/config (IdentityFile).",
+    ),
+    Fault(
+        name="ssh-name-unknown",
+        pattern=r"Could not resolve hostname|Name or service not known|nodename nor servname",
+        example="ssh: Could not resolve hostname studio3: Name or service not known",
+        cause="Nobody knows this host's name.",
+        remedy="Correct the hostfile, or give the host a HostName in ~/.ssh/config.",
+    ),
+    Fault(
+        name="local-network-privacy",
+        pattern=r"python.*No route to host|\[Errno 65\] No route to host",
+        example="OSError: [Errno 65] No route to host",
+        cause="macOS keeps this Python from the local network (a privacy setting; ad-hoc signed ones are affected).",
+        remedy="System Settings > Privacy & Security > Local Network: allow it for the terminal and for Python, or use "
+        "a signed Python.",
+    ),
+    Fault(
+        name="ssh-refused",
+        pattern=r"ssh: connect to host .*Connection refused|kex_exchange_identification",
+        example="ssh: connect to host b port 22: Connection refused",
+        cause="The host is on, but no ssh server answers.",
+        remedy="macOS: System Settings > General > Sharing > Remote Login. Linux: `systemctl enable --now ssh`.",
+    ),
+    Fault(
+        name="host-unreachable",
+        pattern=r"ssh: connect to host .*(timed out|No route to host|unreachable|Host is down)"
+        r"|ssh gave no answer within|Connection (to \S+ )?timed out|Timeout, server \S+ not responding",
+        example="ssh: connect to host b port 22: Connection timed out",
+        cause="The host is off, asleep, or its network cable is out.",
+        remedy="Switch it on and check its cable; keep it awake (macOS: `sudo pmset -a sleep 0`).",
+    ),
+    Fault(
+        name="phalanx-missing",
+        pattern=r"No module named '?phalanx|phalanx: (command )?not found|command not found: phalanx",
+        example="bash: line 1: phalanx: command not found",
+        cause="phalanx is not installed for the Python that ssh finds on this host.",
+        remedy="Install it there (`pip install 'phalanx[engine]'`), or name its Python with --python.",
+    ),
+    Fault(
+        name="engine-missing",
+        pattern=r"No module named '?mlx",
+        example="ModuleNotFoundError: No module named 'mlx'",
+        cause="phalanx is installed without its engine on this host.",
+        remedy="Run `pip install 'phalanx[engine]'` there.",
+    ),
+    # The group ------------------------------------------------------------------------------------------------------
+    Fault(
+        name="agent-unreachable",
+        pattern=r"The agent of \S+ at .* cannot be used",
+        example="The agent of b at 10.0.0.2 port 32330 cannot be used: no answer.",
+        cause="The first host cannot reach another one: it is off, its cable is out, or its agent has ended.",
+        remedy="Switch the host on or mend its link: serving goes on by itself. If it was rebooted, `phalanx restart`.",
+    ),
+    Fault(
+        name="port-taken",
+        pattern=r"Cannot listen on .*in use|cannot listen on .*in use|Address already in use|Couldn't bind socket",
+        example="Cannot listen on 0.0.0.0 port 8000: Address already in use.",
+        cause="Another process has the port.",
+        remedy="Run `phalanx down` if it is an old server of yours, else choose another port.",
+    ),
+    Fault(
+        name="versions-differ",
+        pattern=r"has (version|mlx|mlx_lm|fingerprint) \S+; the leader, .*, has|PeerRefused",
+        example="rank 1 (b, pid 7) has mlx 0.32.3; the leader, rank 0 (a, pid 5), has 0.32.4.",
+        cause="The hosts have different versions of phalanx, MLX or mlx-lm, or different model files.",
+        remedy="Install the same versions everywhere; `phalanx model push` makes the model the same.",
+    ),
+    Fault(
+        name="rank-did-not-join",
+        pattern=r"could not join the group within|PeerMissing",
+        example="rank 1 at 10.0.0.2:40001 could not join the group within 60 s",
+        cause="A rank is missing: it ended early, a firewall is in its way, or `ips` in the hostfile are wrong.",
+        remedy="Look at its log (`phalanx logs --rank N`), open the firewall between the hosts, check `ips`.",
+    ),
+    Fault(
+        name="rank-silent",
+        pattern=r"has given no sign of life for",
+        example="rank 1 (b, pid 7) has given no sign of life for 2.1 s",
+        cause="A host has fallen off the network, sleeps, or is stopped.",
+        remedy="Check that host's cable and power; serving goes on by itself when it is back.",
+    ),
+    Fault(
+        name="slow-host",
+        pattern=r"is inside step \d+ for|stands (at|before) .* while the others are in step",
+        example="rank 1 (b, pid 7) stands at step 4 (which it has left) while the others are in step 5 (limit 10 s)",
+        cause="A rank did not finish a step in time: its host is overloaded, swaps, or its GPU hangs.",
+        remedy="Look at the host's load and memory (`phalanx doctor`); raise --wedge-seconds if it is only slow.",
+    ),
+    Fault(
+        name="wrong-sums",
+        pattern=r"CollectiveFault|the sum .* cannot be right",
+        example="rank 0: CollectiveFault: step 12: the sum of layer 3 cannot be right on rank 1",
+        cause="The fabric delivered data that nobody sent: a bad cable, a driver's fault, or another job's ranks.",
+        remedy="Nothing wrong was answered. Run `phalanx net test`; replace the cable it names, or use --backend ring.",
+    ),
+    Fault(
+        name="model-missing",
+        pattern=r"ModelNotFound|is neither a (local )?directory nor",
+        example="ModelNotFound: models/big is neither a directory nor a hub id that could be fetched.",
+        cause="The model is not on this host.",
+        remedy="Copy it there: `phalanx model push MODEL --hosts ...`.",
+    ),
+)
+"""The table. The first pattern that is found in a line names the fault."""
+
+_COMPILED = tuple((re.compile(fault.pattern, re.IGNORECASE), fault) for fault in FAULTS)
+
+
+def recognise(line: str) -> Fault | None:
+    """The fault that a line tells of, if it is a known one."""
+    return next((fault for pattern, fault in _COMPILED if pattern.search(line)), None)
+
+
+def first_fault(lines: Iterable[str]) -> tuple[str, Fault] | None:
+    """The first line that tells of a known fault, and the fault."""
+    return next(((line, fault) for line in lines if (fault := recognise(line)) is not None), None)
+
+
+def by_name(name: str) -> Fault:
+    """The fault of a name; KeyError if there is none."""
+    return {fault.name: fault for fault in FAULTS}[name]
+
+
+def markdown() -> str:
+    """The text of `docs/errors.md`."""
+    parts = [
+        "# Known faults\n\nWritten from the table in `src/phalanx/faults.py` by `python -m phalanx.faults`. "
+        "`phalanx up`, `status`, `logs`\nand `doctor` name these when a log line or an error of ssh tells of one.\n"
+    ]
+    for fault in FAULTS:
+        parts.append(
+            f"## {fault.name}\n\n    {fault.example}\n\n**Cause.** {fault.cause}\n\n**Remedy.** {fault.remedy}\n"
+        )
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,56 @@
+"""`--speculative-config`: JSON text into a `SpeculativeConfig`, or an error that names the field.
+
+The fields are documented in `phalanx/config.py`. Does not know what a method does with them.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from phalanx.config import NgramSpeculation, Speculation, SpeculativeConfig
+from phalanx.errors import ConfigError
+
+FLAG = "--speculative-config"
+EXAMPLE = """Methods are ngram, suffix, draft_model and random; '{"method": "ngram"}' is an example."""
+
+
+def parse(text: str) -> SpeculativeConfig:
+    """vLLM's JSON object: `method` (ngram, suffix, draft_model, random) and the fields of that method.
+
+    Raises:
+        ConfigError: not JSON, an unknown field, a wrong type, out of range, or a contradiction; names the field.
+    """
+    try:
+        config: SpeculativeConfig = msgspec.json.decode(text, type=SpeculativeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{FLAG}: {_named(str(error))}", remedy=EXAMPLE) from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{FLAG} is not JSON: {text!r} ({error}).", remedy=EXAMPLE) from error
+    _check_control(config)
+    if isinstance(config, NgramSpeculation) and config.prompt_lookup_min > config.prompt_lookup_max:
+        raise ConfigError(
+            f"{FLAG}: prompt_lookup_min {config.prompt_lookup_min} is larger than "
+            f"prompt_lookup_max {config.prompt_lookup_max}."
+        )
+    return config
+
+
+def _check_control(config: Speculation) -> None:
+    """A field of a control that is not chosen would be accepted and ignored."""
+    for field, value, control in (("floor", config.floor, "floor"), ("probe_share", config.probe_share, "cost")):
+        if value is not None and config.control != control:
+            raise ConfigError(
+                f'{FLAG}: {field} belongs to "control": "{control}", but that is "{config.control}".',
+                remedy=f"Leave {field} out, or change the control.",
+            )
+
+
+def _named(problem: str) -> str:
+    """msgspec's message with the field in front: "Expected `int` <= 16 - at `$.k`" -> "k: expected `int` <= 16."."""
+    match = re.fullmatch(r"(?P<what>.*) - at `\$\.(?P<field>.*)`", problem, re.DOTALL)
+    if match is None:
+        return problem + "."
+    what = match["what"]
+    return f"{match['field']}: {what[:1].lower()}{what[1:]}."

@@ -1,0 +1,320 @@
+"""Whether speculation pays, and how many tokens are worth a try: the only place that decides k.
+
+Pure: time comes in as measured seconds, nothing is left to chance; the same calls give the same answers. Does not know
+who drafts, or what the tokens mean.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from phalanx.config import DraftModelSpeculation, SpeculativeConfig
+from phalanx.spec.acceptance import POOL_FADES, ROW_FADES, Acceptance
+from phalanx.spec.cost import CostCurve
+
+FLOOR = 0.40
+"""Rate of acceptance below which the field's fixed rule switches off (A8)."""
+REST = 20
+"""Windows for which it then rests before it begins anew; the field's own did not."""
+SHARE = 0.01
+"""Of the time, for tries that bring no gain: half for forwards, half for asking the drafter."""
+PURSE = 1.0
+"""Plain steps for such forwards at first: what a text on which drafts never helped may lose beyond the share."""
+WINNINGS = 8.0
+"""Plain steps that the purse holds at most: bad luck must not end what pays, nor past gains pay for a hopeless text."""
+ASKING = 0.5
+"""Plain steps for asking in vain, at first and at most; and owed at most."""
+MARGIN = 1.02
+"""Gain below which it is not worth the noise of what was measured."""
+WORTH = 0.1
+"""Probability below which a position of a draft is not worth sampling, even where the forward has room for it."""
+
+
+Committed = Mapping[int, Sequence[int]]
+
+
+class Control(Protocol):
+    """Chooses k per sequence and step. Calls come in this order, once per step that decodes:
+
+    `want` -> (drafter) -> `choose` -> (forward, verify, commit) -> `observe`; `end` when a sequence is over.
+    """
+
+    def want(self, room: Mapping[int, int]) -> dict[int, int]:
+        """How many tokens to ask the drafter for.
+
+        Args:
+            room: every decoding sequence of the step -> tokens that may be drafted for it at most (length, capacity).
+
+        Returns: sequence -> tokens, >= 1; those that are not worth a draft now are absent.
+        """
+        ...
+
+    def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        """How many of the drafted tokens to verify in this step, k >= 1; sequences with k = 0 are absent."""
+        ...
+
+    def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
+        """What the step came to.
+
+        Args:
+            committed: every decoding sequence of the step -> the tokens committed for it, clipped as the commit was.
+            verified: sequence -> drafted tokens that were fed: as many as chosen, or fewer for want of memory.
+            seconds: what drafting, the decoding forwards, sampling and verification took; without prefill chunks.
+            drafting: of those, the drafter's.
+        """
+        ...
+
+    def end(self, key: int) -> None:
+        """The sequence is over; unknown ones are ignored."""
+        ...
+
+
+def build(config: SpeculativeConfig) -> Control:
+    """The control that a configuration asks for."""
+    control: Control
+    most = config.num_speculative_tokens
+    match config.control:
+        case "always":
+            control = Always(most)
+        case "floor":
+            floor = FLOOR if config.floor is None else config.floor
+            control = FloorControl(most, floor=floor, window=config.window)
+        case "cost":
+            share = SHARE if config.probe_share is None else config.probe_share
+            control = CostControl(most, cheap=not isinstance(config, DraftModelSpeculation), share=share)
+    if config.disable_by_batch_size is not None:
+        control = UpToBatch(control, config.disable_by_batch_size)
+    return control
+
+
+class Always:
+    """No control: all that is drafted is verified. For tests and for measuring what control is worth."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def want(self, room: Mapping[int, int]) -> dict[int, int]:
+        return {key: min(n, self._most) for key, n in room.items() if n > 0}
+
+    def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        return {key: len(draft) for key, draft in drafts.items() if draft}
+
+    def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
+        pass
+
+    def end(self, key: int) -> None:
+        pass
+
+
+class UpToBatch:
+    """Another control, while few rows decode; above that nothing is drafted."""
+
+    def __init__(self, control: Control, rows: int) -> None:
+        self._control = control
+        self._rows = rows
+
+    def want(self, room: Mapping[int, int]) -> dict[int, int]:
+        return self._control.want(room if len(room) <= self._rows else dict.fromkeys(room, 0))
+
+    def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        return self._control.choose(drafts)
+
+    def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
+        self._control.observe(committed, verified, seconds, drafting)
+
+    def end(self, key: int) -> None:
+        self._control.end(key)
+
+
+class FloorControl(Always):
+    """The field's fixed rule: off when less than `floor` of the tokens in the last `window` drafts were accepted.
+
+    It then rests, counted in steps, and begins anew with an empty window.
+    """
+
+    def __init__(self, most: int, *, floor: float, window: int) -> None:
+        super().__init__(most)
+        self._floor = floor
+        self._recent: deque[tuple[int, int]] = deque(maxlen=window)  # (tokens verified, tokens right)
+        self._chosen: dict[int, list[int]] = {}
+        self._rest = 0
+
+    def want(self, room: Mapping[int, int]) -> dict[int, int]:
+        self._chosen = {}
+        return {} if self._rest else super().want(room)
+
+    def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        self._chosen = {key: list(draft) for key, draft in drafts.items() if draft}
+        return super().choose(drafts)
+
+    def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
+        self._rest = max(0, self._rest - 1)
+        for key, k in verified.items():
+            self._recent.append((k, _right(self._chosen[key][:k], committed.get(key, ()))))
+        if len(self._recent) == self._recent.maxlen:
+            tried, right = (sum(column) for column in zip(*self._recent, strict=True))
+            if right < self._floor * tried:
+                self._rest = REST * len(self._recent)
+                self._recent.clear()
+
+
+def _right(draft: Sequence[int], tokens: Sequence[int]) -> int:
+    """Leading tokens of a draft that were committed."""
+    for n, (drafted, token) in enumerate(zip(draft, tokens, strict=False)):
+        if drafted != token:
+            return n
+    return min(len(draft), len(tokens))
+
+
+class _Pending:
+    """A draft, verified or not, that is being compared with what is committed."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.at = 0
+
+
+class CostControl:
+    """Weighs what drafts are expected to bring against what a step costs, both as measured, and keeps accounts.
+
+    A step in which row r verifies k_r tokens commits `1 + P(1) + .. + P(k_r)` tokens for it on average, P(j) being the
+    probability that its first j are right, and takes `t(rows, 1 + max k)`. The width with the most tokens per second
+    is chosen if it beats the plain step's.
+
+    Tokens do not depend on speculation (DESIGN section 4), so a draft that was not verified is judged all the same, by
+    comparing it with what is committed: to learn that drafts became good costs drafting, and no forward.
+
+    All is paid from two purses, counted in plain steps. That for forwards gets half a share of every step and what
+    speculation gained, and pays what it lost; that for asking gets the other half and pays what was drafted in vain.
+    While they are empty nothing is tried, so on a text where drafts never help no more is lost than the share and what
+    the purses can hold.
+    """
+
+    def __init__(self, most: int, *, cheap: bool, share: float = SHARE) -> None:
+        """
+        Args:
+            most: largest number of drafted tokens per sequence and step.
+            cheap: drafting takes next to nothing (a lookup), so every sequence may as well be drafted for.
+            share: of the time, for what brings no gain.
+        """
+        self._most = most
+        self._cheap = cheap
+        self._share = share
+        self._purse = PURSE
+        self._asking = ASKING
+        self._costs = CostCurve()
+        self._pool = Acceptance(most, POOL_FADES)
+        self._rows: dict[int, Acceptance] = {}
+        self._pending: dict[int, _Pending] = {}
+        self._n_rows = 0
+        self._wanted = 0
+        self._complete = True
+
+    def want(self, room: Mapping[int, int]) -> dict[int, int]:
+        self._n_rows = len(room)
+        able = {key: min(n, self._most) for key, n in room.items() if n > 0}
+        may_ask = self._asking > 0 or self._purse > PURSE
+        if self._cheap:
+            k = self._most if may_ask else 0
+        else:
+            k = self._best(list(self._chances(able).values())) or int(may_ask)
+        wanted = {key: min(n, k) for key, n in able.items() if k}
+        self._wanted = len(wanted)
+        return wanted
+
+    def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        chances = self._chances({key: min(len(draft), self._most) for key, draft in drafts.items()})
+        k = self._best(list(chances.values()))
+        chosen = {key: min(k, len(row)) for key, row in chances.items() if k and row}
+        for key, draft in drafts.items():
+            if draft and (key in chosen or key not in self._pending):
+                self._pending[key] = _Pending(list(draft[: self._most]))
+        self._complete = self._cheap or len(drafts) == self._wanted  # else a draft model was reading prompts
+        return chosen
+
+    def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
+        for key, tokens in committed.items():
+            self._judge(key, tokens)
+        if committed:
+            width = 1 + max(verified.values(), default=0)
+            gained = sum(map(len, committed.values())) / len(committed) - 1.0
+            self._settle(len(committed), width, gained, seconds, drafting)
+
+    def end(self, key: int) -> None:
+        self._rows.pop(key, None)
+        self._pending.pop(key, None)
+
+    def _chances(self, lengths: Mapping[int, int]) -> dict[int, list[float]]:
+        """Sequence -> the probability that its first j tokens are right, j = 1 .. its length, as far as worth it."""
+        pool = self._pool.rates()
+        chances: dict[int, list[float]] = {}
+        for key, length in lengths.items():
+            row = self._rows.setdefault(key, Acceptance(self._most, ROW_FADES))
+            chances[key], chance = [], 1.0
+            for rate in row.rates(pool)[:length]:
+                chance *= rate
+                if chance < WORTH:
+                    break
+                chances[key].append(chance)
+        return chances
+
+    def _best(self, chances: Sequence[Sequence[float]]) -> int:
+        """The k with the most tokens per second; 0 where the plain step has, or is not known, or the purse is empty."""
+        rows = self._n_rows
+        if self._purse <= 0 or not any(chances) or self._costs.plain(rows) is None:
+            return 0
+        widest = min(1 + max(map(len, chances)), self._costs.reach(rows))
+        best, best_speed, tokens = 0, MARGIN, float(rows)
+        for k, cost in enumerate(self._costs.ratios(rows, widest)[1:], 1):
+            tokens += sum(row[k - 1] for row in chances if len(row) >= k)
+            speed = tokens / rows / cost
+            if speed > best_speed:
+                best, best_speed = k, speed
+        return best
+
+    def _judge(self, key: int, tokens: Sequence[int]) -> None:
+        """Compare what is pending with what was committed, up to the first difference."""
+        pending = self._pending.get(key)
+        if pending is None:
+            return
+        for token in tokens:
+            right = token == pending.tokens[pending.at]
+            for known in (self._pool, self._rows[key]):
+                known.judge(pending.at, right)
+            pending.at += 1
+            if not right or pending.at == len(pending.tokens):
+                del self._pending[key]
+                return
+
+    def _settle(self, rows: int, width: int, gained: float, seconds: float, drafting: float) -> None:
+        """Measure the step and pay for it.
+
+        Args:
+            gained: plain steps that its tokens would have taken beyond one.
+        """
+        if width == 1:
+            self._costs.observe(rows, 1, seconds - drafting)
+        elif self._complete:
+            self._costs.observe(rows, width, seconds)
+        cost = self._cost(rows, width, seconds)
+        self._asking = min(self._asking + self._share / 2 * cost, ASKING)
+        self._purse = min(self._purse + self._share / 2 * cost + gained - (cost - 1.0), WINNINGS)
+        if width == 1 and drafting:
+            self._pay_asking(drafting / max(seconds - drafting, 1e-9))
+
+    def _cost(self, rows: int, width: int, seconds: float) -> float:
+        """Of the step that was, in plain steps: as measured, but no more than twice what such steps usually cost."""
+        usual, plain = self._costs.ratios(rows, width)[-1], self._costs.plain(rows)
+        if width == 1 or plain is None or not self._complete:
+            return usual
+        return max(1.0, min(seconds / max(plain, 1e-9), 2 * usual))
+
+    def _pay_asking(self, price: float) -> None:
+        """From its own purse, and from winnings beyond that. A prompt that a draft model has to read first would take
+        far more than is in it, and is repaid when it helps: no more is owed than what the purse holds when full."""
+        if self._asking > 0 or self._purse <= PURSE:
+            self._asking = max(self._asking - price, -ASKING)
+        else:
+            self._purse -= price

@@ -1,0 +1,110 @@
+"""What a step costs: seconds for so many rows of so many tokens, as measured.
+
+Kept as a ratio to the *plain* step (one token per row) with as many rows, measured lately: contexts grow and machines
+are shared, but both slow all steps down alike. Pure: the seconds are handed in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+SAMPLES = 5
+"""Of which the median counts, so that one disturbed step means nothing."""
+ENOUGH = 3
+"""Samples from which a median can be taken; with fewer, the cheapest counts, so that a disturbed first try is
+repeated."""
+FRESH = 100
+"""Steps for which a plain step's time holds: measuring it again costs 1 % of what speculation gains."""
+HOLDS = 300
+"""Steps for which a ratio holds before it is measured again, should that look worth it."""
+PER_TOKEN = 0.02
+"""Cost of a further token per row before anything was measured, in plain steps: a memory-bound machine's, so that
+every other machine finds out by one try."""
+
+
+class _Samples:
+    """The latest measurements of one kind of step."""
+
+    def __init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=SAMPLES)
+        self.at = 0  # step of the latest
+
+    def add(self, value: float, step: int) -> None:
+        self.values.append(value)
+        self.at = step
+
+    @property
+    def value(self) -> float:
+        return median(self.values) if len(self.values) >= ENOUGH else min(self.values)
+
+
+class CostCurve:
+    """t(rows, tokens per row), in plain steps."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._plain: dict[int, _Samples] = {}  # rows -> seconds
+        self._ratios: dict[int, dict[int, _Samples]] = {}  # rows -> width -> plain steps
+
+    def observe(self, rows: int, width: int, seconds: float) -> None:
+        """A step with `width` tokens per row took so long. Changes state.
+
+        Wider ones are dropped while there is no plain step to compare with.
+        """
+        self._steps += 1
+        if width == 1:
+            self._plain.setdefault(rows, _Samples()).add(seconds, self._steps)
+        elif rows in self._plain:
+            samples = self._ratios.setdefault(rows, {}).setdefault(width, _Samples())
+            if self._steps - samples.at > HOLDS:
+                samples.values.clear()
+            samples.add(seconds / max(self._plain[rows].value, 1e-9), self._steps)
+
+    def plain(self, rows: int) -> float | None:
+        """Seconds of a plain step with so many rows; None while too little is known, or nothing of late."""
+        samples = self._plain.get(rows)
+        if samples is None or len(samples.values) < ENOUGH or self._steps - samples.at > FRESH:
+            return None
+        return samples.value
+
+    def reach(self, rows: int) -> int:
+        """The widest step whose cost may be guessed: 1 + k for twice the largest k measured with so many rows, so that
+        a first try is a small one."""
+        widest = max(self._ratios.get(rows, ()), default=1)
+        return 1 + max(1, 2 * (widest - 1))
+
+    def ratios(self, rows: int, widest: int) -> list[float]:
+        """Cost of a step in plain steps, >= 1, by width: entry w - 1 is that of w tokens per row.
+
+        Between measured widths it is hardly more than at the one below, until it is measured: kernels work on so many
+        rows at once, so costs go up in stairs, and the last width before a stair is the one to find. Fewer rows stand
+        in for a number of rows that was never measured: they cost less, and so lead to a try.
+        """
+        known = self._measured(rows)
+        beyond = self._slope(known)
+        ratios = [1.0]
+        for width in range(2, widest + 1):
+            above = min((known[w] for w in known if w > width), default=None)
+            if width in known:
+                ratios.append(max(1.0, known[width]))
+            elif above is None:
+                ratios.append(ratios[-1] + beyond)
+            else:
+                ratios.append(max(ratios[-1], min(above, ratios[-1] + PER_TOKEN)))
+        return ratios
+
+    def _measured(self, rows: int) -> dict[int, float]:
+        """Ratios by width that hold, of these rows or else of the most rows below."""
+        for there in sorted((r for r in self._ratios if r <= rows), reverse=True):
+            held = {w: s.value for w, s in self._ratios[there].items() if self._steps - s.at <= HOLDS}
+            if held:
+                return held
+        return {}
+
+    def _slope(self, known: dict[int, float]) -> float:
+        """Cost of a further token beyond what was measured: what the widest step's tokens cost on average."""
+        if not known:
+            return PER_TOKEN
+        widest = max(known)
+        return max(PER_TOKEN, (known[widest] - 1.0) / (widest - 1))

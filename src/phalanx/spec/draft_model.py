@@ -1,0 +1,208 @@
+"""A smaller model as the drafter: computed on the leader, all rows together, on ragged rows of its own.
+
+Its cache follows the target's in the same way: what was guessed wrong is cut off by setting a length. It draws with
+the target's own noise, parameters and histories, so that a draft model which agrees about the distribution also
+agrees about the token, at any temperature. A row that is far behind (a new prompt) catches up in chunks, one per
+step, and is drafted for when it has. Does not know who verifies, or whether it pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+from msgspec.structs import replace as with_fields
+
+from phalanx.model.position import Position
+from phalanx.model.runner import Runner
+from phalanx.model.sampler import sample
+from phalanx.sched.admission import round_up
+from phalanx.sched.plan import Admit, Forward, Free, Move, Resize
+
+ARENA = 0
+AT_ONCE = 8
+"""Known tokens that a first drafting forward may feed: as many as a row usually gains in a step."""
+CHUNK = 128
+"""Tokens of rows further behind, per step."""
+
+Place = Callable[[int, Sequence[int]], Position]
+"""Where a sequence draws its next token after some more drafts."""
+
+
+@dataclass(slots=True)
+class _Row:
+    tokens: list[int]  # known
+    slot: int = -1  # -1: not in the buffers
+    computed: int = 0  # known tokens in the cache
+    guessed: list[int] = field(default_factory=list)  # tokens in the cache behind all known ones
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache that are right if the guesses are."""
+        return self.computed + len(self.guessed)
+
+    @property
+    def pending(self) -> list[int]:
+        """Known tokens to feed before the next one can be drawn: the last one, at least."""
+        return self.tokens[self.computed :]
+
+
+class DraftModel:
+    """A `Drafter`.
+
+    Args:
+        runner: the draft model; one whose rows roll back.
+        vocab_size: of the target; no other token is drawn.
+        kv_budget: bytes for its rows; a sequence that would need more is not drafted for.
+        place: the target's own sampling position.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int, kv_budget: int, place: Place) -> None:
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._kv_budget = kv_budget
+        self._place = place
+        self._rows: dict[int, _Row] = {}
+        self._slots: list[_Row] = []
+        self._allocated = (0, 0)  # rows, tokens
+
+    def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
+        """A sequence starts; nothing is computed yet."""
+        self._rows[key] = _Row(list(tokens))
+
+    def extend(self, key: int, tokens: Sequence[int]) -> None:
+        """Tokens were committed: as far as they were guessed they are computed already; other guesses are cut off."""
+        row = self._rows[key]
+        pairs = enumerate(zip(tokens, row.guessed, strict=False))
+        row.computed += next((i for i, (one, other) in pairs if one != other), min(len(tokens), len(row.guessed)))
+        row.guessed.clear()
+        row.tokens.extend(tokens)
+
+    def end(self, key: int) -> None:
+        """The last row moves into the hole; without rows there are no buffers."""
+        self._remove(self._rows.pop(key))
+
+    def draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        """Drafts of the lengths wanted for all rows that are computed far enough; the others catch up meanwhile."""
+        rows = {key: self._rows[key] for key, n in wanted.items() if self._enters(self._rows[key], n)}
+        rows = {key: row for key, row in rows.items() if row.slot >= 0}  # one may have given way to another
+        left = CHUNK
+        for row in rows.values():
+            row.guessed.clear()
+            row.computed = min(row.computed, len(row.tokens) - 1)
+            left -= self._catch_up(row, left)
+        drafts: dict[int, list[int]] = {key: [] for key, row in rows.items() if len(row.pending) <= AT_ONCE}
+        fed = {key: rows[key].pending for key in drafts}
+        while fed:
+            for key, token in self._draw(fed, drafts).items():
+                drafts[key].append(token)
+            fed = {key: draft[-1:] for key, draft in drafts.items() if len(draft) < wanted[key]}
+        return drafts
+
+    # -- computing -------------------------------------------------------------------------------------------------
+
+    def _catch_up(self, row: _Row, most: int) -> int:
+        """Feed known tokens of a row that is far behind; how many."""
+        chunk = row.pending[:-1][: max(0, most)]
+        if len(row.pending) <= AT_ONCE or not chunk:
+            return 0
+        self._runner.forward(_forward(row.slot, [chunk], sample=False), [row.computed])
+        row.computed += len(chunk)
+        return len(chunk)
+
+    def _draw(self, fed: Mapping[int, list[int]], drafts: Mapping[int, list[int]]) -> dict[int, int]:
+        """Feed tokens to some rows and draw one for each.
+
+        Rows between them take part with a token that is never counted, since a forward runs over neighbours.
+        """
+        rows = {self._rows[key].slot: (key, self._rows[key], tokens) for key, tokens in fed.items()}
+        first, last = min(rows), max(rows)
+        inputs = [rows[slot][2] if slot in rows else [0] for slot in range(first, last + 1)]
+        lengths = [row.cached for row in self._slots[first : last + 1]]
+        logits = self._runner.forward(_forward(first, inputs, sample=True), lengths)
+        assert logits is not None
+        width = max(map(len, inputs))
+        ends = mx.array([(slot - first) * width + len(tokens) - 1 for slot, (_, _, tokens) in rows.items()])
+        behind = logits.reshape(-1, logits.shape[-1])[ends, : self._vocab_size]
+        places = [_unscored(self._place(key, drafts[key])) for key, _, _ in rows.values()]
+        sampled = sample(behind, places, self._runner.settle())
+        for key, row, tokens in rows.values():
+            if drafts[key]:
+                row.guessed += tokens
+            else:
+                row.computed += len(tokens)
+        return {key: token for (key, _, _), token in zip(rows.values(), sampled.tokens, strict=True)}
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _enters(self, row: _Row, drafts: int) -> bool:
+        """Whether the row is in the buffers, with room for its tokens and that many drafts; makes room if it can."""
+        need = len(row.tokens) + drafts
+        if self._never_fits(need) or not self._reserve(len(self._slots) + (row.slot < 0), need + AT_ONCE):
+            self._remove(row)
+            return False
+        if row.slot < 0:
+            row.slot = len(self._slots)
+            self._slots.append(row)
+            self._runner.apply([Admit(ARENA, row.slot, row.slot)])
+        return True
+
+    def _never_fits(self, tokens: int) -> bool:
+        limit = self._runner.facts.max_len
+        return (limit is not None and tokens > limit) or self._bytes(1, tokens + AT_ONCE) > self._kv_budget
+
+    def _reserve(self, rows: int, tokens: int) -> bool:
+        """Buffers of at least that size, generously if the budget allows. (A row between two others in a forward is
+        fed as many tokens as they are, so each has room for `AT_ONCE` more than its own.)"""
+        had_rows, had_tokens = self._allocated
+        if rows <= had_rows and tokens <= had_tokens:
+            return True
+        tight = (rows, max(round_up(tokens), had_tokens))
+        roomy = (max(had_rows, 1 << (rows - 1).bit_length()), max(round_up(tokens * 9 // 8), had_tokens))
+        for size in (roomy, tight):
+            if self._bytes(*size) <= self._kv_budget:
+                self._resize(*size)
+                return True
+        return False
+
+    def _bytes(self, rows: int, tokens: int) -> int:
+        return rows * round_up(tokens) * self._runner.facts.bytes_per_token
+
+    def _remove(self, row: _Row) -> None:
+        if row.slot < 0:
+            return
+        last = len(self._slots) - 1
+        self._runner.apply([Free(ARENA, row.slot)])
+        if row.slot != last:
+            self._runner.apply([Move(ARENA, last, ARENA, row.slot)])
+            self._slots[row.slot] = self._slots[last]
+            self._slots[row.slot].slot = row.slot
+        self._slots.pop()
+        row.slot, row.computed = -1, 0
+        row.guessed.clear()
+        if not self._slots:
+            self._resize(0, 0)
+
+    def _resize(self, rows: int, tokens: int) -> None:
+        self._runner.apply([Resize(ARENA, rows, tokens)])
+        self._allocated = (rows, tokens)
+
+
+def _forward(start: int, inputs: Sequence[Sequence[int]], *, sample: bool) -> Forward:
+    width = max(map(len, inputs))
+    return Forward(
+        arena=ARENA,
+        start=start,
+        seqs=tuple(range(start, start + len(inputs))),
+        tokens=tuple((*row, *(0,) * (width - len(row))) for row in inputs),
+        valid=tuple(map(len, inputs)),
+        sample=sample,
+    )
+
+
+def _unscored(position: Position) -> Position:
+    """Without log-probabilities, which nobody would read."""
+    if position.sampling.logprobs is None:
+        return position
+    return replace(position, sampling=with_fields(position.sampling, logprobs=None))

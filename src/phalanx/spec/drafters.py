@@ -1,0 +1,61 @@
+"""What a drafter is, and the one that is always wrong.
+
+A draft is a guess of a sequence's next tokens; verification makes the output independent of it (DESIGN section 4), so
+a drafter can cost time but never change a token. Only the leader has one. Does not know models, plans or memory.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class Drafter(Protocol):
+    """Proposes how sequences go on. Leader only.
+
+    `key` is the scheduler's number of the sequence. What a drafter knows of a sequence is what was committed.
+    """
+
+    def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
+        """A sequence starts: its prompt (and, after a restart, its output). Only sequences of one `salt` (the prefix
+        cache's, derived from the API key) may learn from each other. Changes state; `key` must be new."""
+        ...
+
+    def extend(self, key: int, tokens: Sequence[int]) -> None:
+        """These tokens were committed for it. Changes state."""
+        ...
+
+    def end(self, key: int) -> None:
+        """The sequence is over. Changes state; unknown keys are an error."""
+        ...
+
+    def draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        """Sequence -> at most so many tokens (>= 1) that may follow its last one.
+
+        One call per step, so that a draft model can batch. May give fewer; a sequence without an idea is absent.
+        """
+        ...
+
+
+class RandomDrafter:
+    """Noise, for drills: what a drafter costs that never helps. A function of (sequence, length, position) only."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._lengths: dict[int, int] = {}
+
+    def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
+        self._lengths[key] = len(tokens)
+
+    def extend(self, key: int, tokens: Sequence[int]) -> None:
+        self._lengths[key] += len(tokens)
+
+    def end(self, key: int) -> None:
+        del self._lengths[key]
+
+    def draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        return {key: [self._noise(key, at) for at in range(n)] for key, n in wanted.items()}
+
+    def _noise(self, key: int, at: int) -> int:
+        return zlib.crc32(f"{key} {self._lengths[key]} {at}".encode()) % self._vocab_size

@@ -1,0 +1,81 @@
+"""Speculation on the leader: asks the controller how much, the drafter what, and tells both what came of it.
+
+What a drafter learns of a sequence are its commits (A2). Does not know the model's forward, nor how drafts are
+verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Seq
+
+from phalanx.sched.plan import Commit, Step
+from phalanx.sched.sequence import Sequence
+from phalanx.spec.control import Control
+from phalanx.spec.drafters import Drafter
+from phalanx.spec.stats import SpecMeter
+
+
+class Speculator:
+    """Drives a drafter and a controller, and counts.
+
+    Args:
+        vocab_size: of the target; a draft ends before the first token that it does not have.
+    """
+
+    def __init__(self, drafter: Drafter, control: Control, meter: SpecMeter, vocab_size: int) -> None:
+        self.meter = meter
+        self._drafter = drafter
+        self._control = control
+        self._vocab_size = vocab_size
+        self._followed: set[int] = set()
+
+    def draft(self, draftable: Mapping[Sequence, int]) -> dict[int, list[int]]:
+        """Drafts for decoding rows.
+
+        Args:
+            draftable: decoding row -> how many drafts are of use to it.
+
+        Returns:
+            Sequence number -> at least one token; rows without are absent.
+        """
+        for seq in draftable:
+            if seq.number not in self._followed:
+                self._followed.add(seq.number)
+                self._drafter.begin(seq.number, seq.tokens, seq.request.cache_salt)
+        wanted = self._control.want({seq.number: room for seq, room in draftable.items()})
+        drafts = self._drafter.draft(wanted) if wanted else {}
+        known = {number: cut for number, draft in drafts.items() if (cut := self._known(draft))}
+        return {number: known[number][:k] for number, k in self._control.choose(known).items()}
+
+    def observe(
+        self, step: Step, verified: Mapping[int, Seq[int]], commits: Seq[Commit], seconds: float, drafting: float
+    ) -> None:
+        """A step is over.
+
+        Args:
+            verified: sequence number -> accepted drafts and the token after them.
+            seconds: what it took, without prefill.
+            drafting: of those, `draft`.
+        """
+        if not verified:
+            return
+        fed = {n: valid - 1 for f in step.forwards if f.sample for n, valid in zip(f.seqs, f.valid, strict=True)}
+        drafted = {number: k for number, k in fed.items() if k}
+        self.meter.count((k, len(verified[number]) - 1) for number, k in drafted.items())
+        committed = {commit.seq: commit.tokens for commit in commits if commit.tokens}
+        for number, tokens in committed.items():
+            if number in self._followed:
+                self._drafter.extend(number, tokens)
+        self._control.observe(committed, drafted, seconds, drafting)
+
+    def keep(self, alive: Collection[int]) -> None:
+        """All other sequences are over."""
+        for number in [number for number in self._followed if number not in alive]:
+            self._followed.remove(number)
+            self._drafter.end(number)
+            self._control.end(number)
+
+    def _known(self, draft: Seq[int]) -> list[int]:
+        end = next((i for i, token in enumerate(draft) if not 0 <= token < self._vocab_size), len(draft))
+        return list(draft[:end])

@@ -1,0 +1,75 @@
+"""Verification: what the model itself would have said, in all places that drafts reach, in one call (A2, DESIGN 4).
+
+A forward over `[y, d1..dk]` gives the logits behind every one of them. In each place the keyed Gumbel-max token is
+drawn as it would have been without speculation: with that output position's noise, and with penalties and bans over a
+history that contains the drafts before it. A draft is accepted while it is that token, so the output is the same
+whoever drafts. Does not know drafters or how tokens are committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from phalanx.model.sampler import sample
+from phalanx.sched.commit import accept
+from phalanx.sched.plan import Forward
+from phalanx.sched.sequence import Sequence
+from phalanx.spec.positions import Positions
+from phalanx.types import TokenLogprobs
+
+
+class Verified(NamedTuple):
+    """By sequence number: accepted drafts and the token drawn after them, and as many log-probabilities if wanted."""
+
+    tokens: dict[int, list[int]]  # 1..k + 1 each
+    logprobs: dict[int, list[TokenLogprobs]]
+
+
+def verify(
+    outputs: Seq[tuple[Forward, mx.array]],
+    sequences: Mapping[int, Sequence],
+    positions: Positions,
+    also_evaluate: Seq[mx.array] = (),
+) -> Verified:
+    """Draw behind every fed token of sampling forwards, and accept.
+
+    Args:
+        outputs: forwards with their logits [rows, L, V].
+        also_evaluate: arrays to compute in the same wait (the caches the forwards wrote).
+
+    Raises:
+        NonFiniteLogits: a row of logits that is needed holds NaN or infinity.
+    """
+    verified = Verified({}, {})
+    if not outputs:
+        return verified
+    rows = [
+        (number, fed[1:valid])
+        for forward, _ in outputs
+        for number, fed, valid in zip(forward.seqs, forward.tokens, forward.valid, strict=True)
+    ]
+    places = [position for number, drafts in rows for position in positions.behind(sequences[number], drafts)]
+    logits = [_needed(forward, logits) for forward, logits in outputs]
+    sampled = sample(logits[0] if len(logits) == 1 else mx.concatenate(logits), places, also_evaluate)
+    start = 0
+    for number, drafts in rows:
+        tokens = list(accept(drafts, sampled.tokens[start : start + len(drafts) + 1]))
+        verified.tokens[number] = tokens
+        scored = [entry for entry in sampled.logprobs[start : start + len(tokens)] if entry is not None]
+        if scored:
+            verified.logprobs[number] = scored
+        start += len(drafts) + 1
+    return verified
+
+
+def _needed(forward: Forward, logits: mx.array) -> mx.array:
+    """The logits behind y and the drafts of all rows, without those behind padding: [sum of valid, V]."""
+    width = len(forward.tokens[0])
+    flat = logits.reshape(-1, logits.shape[-1])
+    if min(forward.valid) == width:
+        return flat
+    return flat[mx.array([row * width + i for row, valid in enumerate(forward.valid) for i in range(valid)])]

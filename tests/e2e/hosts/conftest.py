@@ -1,0 +1,54 @@
+"""The rig for the tests here: one for all of them, brought back to a clean state before each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import rig as rigs
+
+MUST_RUN = "PHALANX_RIG"  # or CI: skipping is a failure there
+
+VARIABLES = {
+    "PYTHONPATH": f"{rigs.HOME / 'lib'}:{rigs.CHECKOUT / 'src'}",  # ~/lib: where tests put what a host's software says
+    "PATH": f"{Path(sys.executable).parent}:{rigs.SYSTEM_PATH}",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "COLUMNS": "300",  # one row of a table is one line
+}
+
+
+@pytest.fixture(scope="session")
+def whole_rig() -> Iterator[rigs.Rig]:
+    """desk, a, b, c, d."""
+    if problem := rigs.why_not():
+        if os.environ.get("CI") or os.environ.get(MUST_RUN):
+            pytest.fail(f"the rig must run here, but it {problem}")
+        pytest.skip(f"the rig {problem}")
+    with rigs.rig(["desk", "a", "b", "c", "d"], VARIABLES) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(whole_rig: rigs.Rig) -> Iterator[rigs.Rig]:
+    """The rig, with nothing of phalanx running or left on any host, and a hostfile for n hosts at the desk."""
+    clean(whole_rig)
+    yield whole_rig
+    clean(whole_rig)
+
+
+def clean(rig: rigs.Rig) -> None:
+    """Whatever a test left behind."""
+    for host in rig.hosts.values():
+        host.mend()
+        if host.processes("phalanx"):
+            host.reboot()
+        host.forget()
+    for count in (1, 2, 3, 4):
+        names = ["a", "b", "c", "d"][:count]
+        (rig["desk"].home / f"{count}.json").write_text(
+            json.dumps([{"ssh": name, "ips": [rig[name].address]} for name in names])
+        )

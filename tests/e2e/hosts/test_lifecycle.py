@@ -1,0 +1,154 @@
+"""Clusters of real hosts: up, used from elsewhere, looked at, down, and nothing left (L1, L3-L5)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from clusters import (
+    SERVE,
+    ask,
+    assert_nothing_left,
+    cluster,
+    health,
+    phalanx,
+    state_files,
+    up,
+    wait_for,
+)
+
+CHILD = "phalanx serve"
+
+
+@pytest.mark.parametrize(("count", "backend"), [(2, "ring"), (4, "mpi")])
+def test_a_cluster_serves_a_client_on_another_host_and_leaves_nothing(hosts, count, backend):
+    with cluster(hosts, count, backend) as url:
+        text = ask(hosts["desk"], url)
+        assert "phalanx" in text.lower()
+        ranks = health(hosts)["ranks"]
+        assert [rank["host"] for rank in ranks] == ["a", "b", "c", "d"][:count]
+        assert all(rank["mismatches"] == 0 for rank in ranks)
+        status = json.loads(phalanx(hosts["desk"], "status", f"{count}.json", "--json").stdout)
+        assert [one["role"] for one in status.values()] == ["server"] + ["agent"] * (count - 1)
+        table = phalanx(hosts["desk"], "status", f"{count}.json").stdout
+        assert "ready" in table and table.count("rank runs") == count - 1
+
+
+def test_logs_are_kept_per_rank(hosts):
+    with cluster(hosts, 2, "ring"):
+        merged = phalanx(hosts["desk"], "logs", "2.json").stdout
+        assert "a rank 0: joining 2 ranks over ring" in merged and "b rank 1: joining 2 ranks" in merged
+        alone = phalanx(hosts["desk"], "logs", "2.json", "--rank", "1", "--lines", "3").stdout
+        assert len(alone.splitlines()) == 3 and all(line.startswith("b ") for line in alone.splitlines())
+        follower = hosts["desk"].popen(["phalanx", "logs", "2.json", "-f", "--lines", "1"])
+        assert follower.stdout is not None and follower.stdout.readline()
+        follower.terminate()
+        follower.wait(10)
+    assert "rank 0" in (hosts["a"].home / ".phalanx/logs/rank-0.log").read_text()
+    assert "rank 1" in (hosts["b"].home / ".phalanx/logs/rank-1.log").read_text()
+
+
+def test_a_second_up_says_that_one_runs(hosts):
+    with cluster(hosts, 2, "ring"):
+        again = phalanx(hosts["desk"], "up", "2.json", "--", *SERVE, check=False)
+        assert again.returncode != 0
+        assert "running" in again.stderr and "phalanx down" in again.stderr
+        blind = phalanx(hosts["desk"], "up", "2.json", "--skip-checks", "--", *SERVE, check=False)
+        assert blind.returncode != 0 and "Something is running here already" in blind.stderr
+        assert health(hosts)["status"] == "ok"
+
+
+def test_restart_brings_the_same_back(hosts):
+    with cluster(hosts, 2, "ring", "--env", "PHALANX_RIG_MARK=1") as url:
+        before = hosts["a"].processes(CHILD)
+        phalanx(hosts["desk"], "restart", "2.json")
+        after = hosts["a"].processes(CHILD)
+        assert before and after and not set(before) & set(after)
+        assert ask(hosts["desk"], url)
+
+
+def test_up_after_a_reboot_of_all_hosts(hosts):
+    up(hosts, 2, "ring")
+    for name in ("a", "b"):
+        hosts[name].reboot()
+    assert state_files(hosts["a"])  # a PID file of a process that is gone, or that is somebody else's by now
+    down = phalanx(hosts["desk"], "status", "2.json", check=False)
+    assert down.returncode != 0 and "gone" in down.stdout
+    with cluster(hosts, 2, "ring") as url:
+        assert ask(hosts["desk"], url)
+
+
+def test_down_of_nothing(hosts):
+    done = phalanx(hosts["desk"], "down", "2.json")
+    assert done.stdout.count("nothing was running") == 2
+
+
+def test_a_model_that_is_not_there_is_the_first_cause(hosts):
+    serve = ("models/none", *SERVE[1:])
+    checked = phalanx(hosts["desk"], "up", "2.json", "--", *serve, check=False)
+    assert checked.returncode != 0 and "model" in checked.stderr and "phalanx model p" in checked.stderr
+    blind = phalanx(hosts["desk"], "up", "2.json", "--skip-checks", "--", "./none", *SERVE[1:], check=False)
+    assert blind.returncode != 0
+    assert "a:" in blind.stderr and "No such directory" in blind.stderr
+    assert_nothing_left(hosts)
+
+
+def test_a_stopped_process_is_killed_only_after_the_time_out(hosts):
+    up(hosts, 2, "ring")
+    (pid,) = hosts["b"].processes("phalanx agent")
+    hosts["b"].run(["kill", "-STOP", str(pid)])
+    down = phalanx(hosts["desk"], "down", "2.json", "--timeout", "4")
+    (killed,) = (line for line in down.stdout.splitlines() if line.startswith("b: killed"))
+    assert "phalanx agent" in killed and "next start waits 30 s" in killed
+    assert "a: killed" not in down.stdout
+    status = json.loads(phalanx(hosts["desk"], "status", "2.json", "--json", check=False).stdout)
+    assert 0 < status["b"]["held_s"] <= 30 and status["a"]["held_s"] == 0
+    hosts["b"].run(["rm", "-r", str(hosts["b"].inside_home(".phalanx/run"))])
+    assert_nothing_left(hosts)
+
+
+def test_a_process_that_is_not_ours_is_never_ended(hosts):
+    up(hosts, 2, "ring")
+    stranger = hosts["b"].popen(["sleep", "1000"])
+    pid = next(iter(hosts["b"].processes("sleep 1000")))
+    run = hosts["b"].home / ".phalanx/run"
+    for name in ("supervisor.pid", "child.pid"):
+        known = json.loads((run / name).read_text())
+        (run / name).write_text(json.dumps({**known, "pid": pid}))
+    done = phalanx(hosts["desk"], "down", "2.json")
+    assert "b: nothing was running" in done.stdout
+    assert hosts["b"].processes("sleep 1000")
+    forced = phalanx(hosts["desk"], "down", "2.json", "--force")
+    assert "phalanx agent" in forced.stdout or "phalanx host" in forced.stdout
+    assert hosts["b"].processes("sleep 1000") and not hosts["b"].processes("phalanx")
+    stranger.terminate()
+    assert_nothing_left(hosts)
+
+
+def test_foreground_ends_with_its_terminal(hosts):
+    """Of hosts that are only named: their addresses are asked for."""
+    words = ["phalanx", "up", "--hosts", "a,b", "--backend", "ring", "--foreground", "--", *SERVE]
+    terminal = hosts["desk"].popen(words)
+    wait_for(lambda: health(hosts).get("status") == "ok", "the cluster is up")
+    (pid,) = (pid for pid, args in hosts["desk"].processes("--foreground").items() if "nsenter" not in args)
+    hosts["desk"].run(["kill", "-INT", str(pid)])
+    assert terminal.wait(60) in (0, 130)
+    assert_nothing_left(hosts)
+
+
+def cycles(hosts, count: int) -> None:
+    for _ in range(count):
+        up(hosts, 2, "ring")
+        phalanx(hosts["desk"], "down", "2.json")
+        assert_nothing_left(hosts)
+
+
+@pytest.mark.timeout(600)
+def test_five_cycles_leave_nothing(hosts):
+    cycles(hosts, 5)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_fifty_cycles_leave_nothing(hosts):
+    cycles(hosts, 50)

@@ -1,0 +1,175 @@
+"""A draft model on its own: what it says is its own greedy continuation, whatever was accepted or skipped before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from models import make_model
+from ragged import stock_greedy
+from speculation import load, random_prompts
+
+from phalanx.config import DraftModelSpeculation, EngineConfig
+from phalanx.engine.budget import predict
+from phalanx.engine.speculation import DraftWeights, describe
+from phalanx.errors import ConfigError, ModelNotFound
+from phalanx.model import registry
+from phalanx.model.load import prepare
+from phalanx.model.position import Position, TokenCounts
+from phalanx.spec.draft_model import AT_ONCE, CHUNK, DraftModel
+from phalanx.types import Sampling
+
+VOCAB = 512
+
+
+def greedy(key: int, drafts: Sequence[int]) -> Position:
+    return Position(Sampling(temperature=0.0), len(drafts), TokenCounts([]), ahead=tuple(drafts))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("draft")
+
+
+@pytest.fixture(scope="module")
+def llama(folder: Path) -> Path:
+    return make_model("llama", folder / "llama")
+
+
+@pytest.fixture(scope="module")
+def runner(llama: Path):
+    return load(llama)[0]
+
+
+def drafter_on(runner, kv_budget: int = 1 << 26) -> DraftModel:
+    return DraftModel(runner, VOCAB, kv_budget, greedy)
+
+
+def test_drafts_are_the_models_own_continuation(runner):
+    """Three rows of different lengths, drafts of different lengths, accepted in part, in whole and not at all."""
+    prompts = random_prompts(3, VOCAB)
+    wanted = stock_greedy(runner.model, prompts, 40)
+    drafter = drafter_on(runner)
+    said = [list(prompt) for prompt in prompts]
+    for key, prompt in enumerate(prompts):
+        drafter.begin(key, prompt)
+    done = [0, 0, 0]
+    for step, gains in enumerate([(1, 3, 5), (4, 1, 2), (6, 2, 1), (1, 5, 3), (2, 7, 7)]):
+        drafts = drafter.draft({key: 1 + (key + step) % 6 for key in range(3)})
+        for key, gain in enumerate(gains):
+            assert drafts[key] == wanted[key][done[key] : done[key] + 1 + (key + step) % 6]
+            gained = wanted[key][done[key] : done[key] + gain]
+            drafter.extend(key, gained)
+            said[key] += gained
+            done[key] += gain
+    for key in range(3):
+        drafter.end(key)
+    assert runner.kv_bytes == 0
+
+
+def test_a_wrong_draft_is_cut_off(runner):
+    (prompt,) = random_prompts(1, VOCAB)
+    prompt = [*prompt, 9, 8, 7]
+    drafter = drafter_on(runner)
+    drafter.begin(0, prompt)
+    drafts = drafter.draft({0: 5})[0]
+    other = [*drafts[:2], (drafts[2] + 1) % VOCAB]  # the target says something else in the third place
+    drafter.extend(0, other)
+    assert drafter.draft({0: 5})[0] == stock_greedy(runner.model, [[*prompt, *other]], 5)[0]
+
+
+def test_rows_come_and_go_between_others(runner):
+    """A row leaves from the middle, one was not asked for, one was asked for twice without a commit in between."""
+    prompts = random_prompts(5, VOCAB)[1:]
+    wanted = stock_greedy(runner.model, prompts, 20)
+    drafter = drafter_on(runner)
+    for key, prompt in enumerate(prompts):
+        drafter.begin(key, prompt)
+    drafter.draft(dict.fromkeys(range(4), 3))
+    drafter.end(1)
+    assert drafter.draft({0: 4, 3: 4}) == {0: wanted[0][:4], 3: wanted[3][:4]}
+    assert drafter.draft({0: 2, 2: 4}) == {0: wanted[0][:2], 2: wanted[2][:4]}
+    drafter.extend(2, wanted[2][:9])
+    assert drafter.draft({2: 4, 3: 1}) == {2: wanted[2][9:13], 3: wanted[3][:1]}
+
+
+def test_a_long_prompt_is_caught_up_with_in_chunks(runner):
+    prompt = [(5 * i) % 500 + 3 for i in range(2 * CHUNK + AT_ONCE + 40)]
+    short = [4, 5, 6]
+    wanted = stock_greedy(runner.model, [prompt, short], 3)
+    drafter = drafter_on(runner)
+    drafter.begin(0, prompt)
+    drafter.begin(1, short)
+    calls = [drafter.draft({0: 3, 1: 3}) for _ in range(4)]
+    assert all(call[1] == wanted[1] for call in calls)
+    assert [0 in call for call in calls] == [False, False, True, True]
+    assert calls[3][0] == wanted[0]
+
+
+def test_a_row_beyond_the_budget_or_the_context_is_not_drafted_for(runner):
+    per_row = 256 * runner.facts.bytes_per_token
+    drafter = drafter_on(runner, kv_budget=per_row)
+    drafter.begin(0, [7] * 300)
+    drafter.begin(1, [7, 8])
+    drafter.begin(2, [9, 8])
+    assert drafter.draft({0: 2, 1: 2, 2: 2}).keys() == {1}
+    drafter.end(1)
+    assert drafter.draft({0: 2, 2: 2}).keys() == {2}
+    limit = runner.facts.max_len
+    far = drafter_on(runner)
+    far.begin(0, [7] * (limit - 1))
+    assert far.draft({0: 2}) == {}
+
+
+# At start -----------------------------------------------------------------------------------------------------------
+
+
+def speculating(draft: Path | str) -> tuple[EngineConfig, DraftModelSpeculation]:
+    spec = DraftModelSpeculation(model=str(draft))
+    return EngineConfig(model="target", speculative=spec), spec
+
+
+def test_another_tokenizer_is_refused(llama, folder):
+    other = make_model("llama", folder / "other")
+    file = other / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["ab"], vocabulary["ac"] = vocabulary["ac"], vocabulary["ab"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"another tokenizer than target: token \d+ is 'ac' instead of 'ab'"):
+        DraftWeights(*speculating(other), llama)
+    small = make_model("llama", folder / "small", vocab_size=300)
+    with pytest.raises(ConfigError, match=r"it has 300 tokens instead of 512\..* ngram or suffix"):
+        DraftWeights(*speculating(small), llama)
+
+
+def test_a_draft_model_that_cannot_roll_back_is_refused(llama, folder):
+    with pytest.raises(ConfigError, match=r"keeps recurrent state"):
+        DraftWeights(*speculating(make_model("mamba2", folder / "mamba2")), llama)
+
+
+def test_a_draft_model_that_is_not_there_is_refused(llama, folder):
+    with pytest.raises(ModelNotFound):
+        DraftWeights(*speculating(folder / "nowhere"), llama)
+
+
+def test_its_memory_is_in_the_prediction(llama):
+    config, spec = speculating(llama)
+    prepared = prepare(llama, dtype="float32", trust_remote_code=False)
+    facts = registry.inspect(prepared.model, prepared.config)
+    draft = DraftWeights(config, spec, llama)
+    alone = predict(config, 0, prepared, facts, None, 0)
+    both = predict(config, 0, prepared, facts, draft, 0)
+    assert both.weights == 2 * alone.weights
+    assert both.kv == 2 * alone.kv
+
+
+def test_the_start_up_line_says_who_drafts_or_why_nobody_does(runner):
+    _, spec = speculating("some/model")
+    recurrent = SimpleNamespace(rolls_back=False)
+    assert describe(None, runner.facts) == "off"
+    assert describe(spec, runner.facts) == "draft_model some/model, up to 8 tokens a step, control cost"
+    assert describe(spec, recurrent).startswith("off: the model keeps recurrent state")

@@ -1,0 +1,28 @@
+"""A runner that is wrong on purpose, in the way that rejected drafts would make it wrong. Shared by tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from phalanx.model.runner import Runner
+from phalanx.sched.plan import Forward, Resize, RowOp
+
+
+class NoRollback(Runner):
+    """Rejected drafts stay in the cache: a row's length grows by what was fed, whatever was committed."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.kept: dict[int, int] = {}
+
+    def apply(self, ops: Sequence[RowOp]) -> None:
+        """With room for what should have been rolled back."""
+        super().apply([Resize(op.arena, op.rows, op.capacity + 200) if isinstance(op, Resize) else op for op in ops])
+
+    def forward(self, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+        """Ignores the plan's lengths where it has fed more."""
+        mine = [self.kept.get(seq, length) for seq, length in zip(fwd.seqs, kv_len, strict=True)]
+        self.kept.update({seq: length + n for seq, length, n in zip(fwd.seqs, mine, fwd.valid, strict=True)})
+        return super().forward(fwd, mine)

@@ -1,0 +1,119 @@
+"""The cluster commands' flags, refusals and words; no host is reached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from phalanx.cli.clusters import chosen, phase, says
+from phalanx.cli.down import report
+from phalanx.cli.main import _passed_on, main
+from phalanx.cluster.host import Health, HostStatus
+from phalanx.cluster.supervisor import Stopped
+from phalanx.errors import ClusterError, ConfigError
+
+GB = 1 << 30
+
+
+def test_what_follows_two_dashes_is_passed_on():
+    words = ["up", "hosts.json", "--", "demo", "--port", "9", "--", "x"]
+    assert _passed_on("up", words) == [
+        "up",
+        "hosts.json",
+        "--word=demo",
+        "--word=--port",
+        "--word=9",
+        "--word=--",
+        "--word=x",
+    ]
+    assert _passed_on("serve", words) == words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["up"], "Which hosts? Nothing names them."),
+        (["down", "x.json", "--hosts", "a"], "exclude each other"),
+        (["status", "nowhere.json"], "nowhere.json cannot be read"),
+        (["up", "--hosts", "a,a"], "ssh 'a' is there twice"),
+        (["up", "--hosts", "a,b", "-n", "3"], "--num-ranks 3, but there are 2 hosts"),
+        (["up", "--hosts", "a,b", "--", "demo", "--tp", "2"], "`up` sets it itself"),
+        (["logs", "--hosts", "a", "--rank", "1"], "--rank 1, but there are 1 hosts"),
+        (["net", "setup", "--hosts", "a"], "takes its hosts from --node"),
+        (["net", "test", "--hosts", "a", "--node", "a:en5:10.0.0.1"], "belong to `net setup`"),
+        (["net", "setup", "--node", "a:en5"], "HOST:IFACE:IP"),
+        (["hostfile"], "Give host names, or --check"),
+        (["model", "push", "./nowhere", "--hosts", "a"], "./nowhere is not on this machine"),
+        (["host", "dance"], "no such verb"),
+        (["agent"], "PHALANX_CLUSTER_SECRET is not set"),
+    ],
+)
+def test_refusals_say_why(words, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PHALANX_CLUSTER_SECRET", raising=False)
+    assert main(words) != 0
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_hostfile_is_checked(tmp_path, capsys):
+    file = tmp_path / "h.json"
+    file.write_text('[{"ssh": "a"}, {"ssh": "b"}]')
+    assert main(["hostfile", "--check", str(file)]) == 0
+    assert "2 hosts: a, b" in capsys.readouterr().out
+    file.write_text("[]")
+    assert main(["hostfile", "--check", str(file)]) == 64
+
+
+def test_one_way_to_name_hosts():
+    assert [host.ssh for host in chosen(None, None, "a,b,c", 2).hosts] == ["a", "b"]
+    with pytest.raises(ConfigError):
+        chosen(Path("x"), Path("y"), None)
+
+
+UP = HostStatus(host="a", role="server", child=5, supervisor=4, health=Health(ok=True, phase="ok"))
+
+
+@pytest.mark.parametrize(
+    ("status", "word"),
+    [
+        (HostStatus(host="a"), "down"),
+        (UP, "ready"),
+        (replace(UP, health=Health(ok=False, phase="loading", step="loading", done=43, total=100)), "loading 43%"),
+        (replace(UP, health=Health(ok=False, phase="restarting")), "restarting"),
+        (replace(UP, child=None), "restarting"),
+        (replace(UP, child=None, supervisor=None), "gone"),
+        (replace(UP, child=None, ended=64), "ended (64)"),
+        (replace(UP, role="agent", health=None), "waits for rank 0"),
+        (replace(UP, role="agent", health=None, children=1), "rank runs"),
+    ],
+)
+def test_phases(status, word):
+    assert word in phase(status)
+
+
+def test_what_a_host_says():
+    assert says(UP) == ""
+    assert "its supervisor is gone" in says(replace(UP, supervisor=None))
+    ill = replace(UP, health=Health(ok=False, phase="restarting", reason="b is away"), fault="x: y.", remedy="Do z.")
+    assert says(ill) == "b is away; x: y. Do z."
+    assert says(replace(UP, fault="old: fault.")) == "", "a fault of the past is not said of a healthy server"
+    assert says(replace(UP, health=None, role="agent", last_line="rank 1: joined")) == "rank 1: joined"
+
+
+def test_down_tells_what_it_did(capsys):
+    results = {
+        "a": Stopped(found=["phalanx serve (pid 5)"], before=9 * GB, after=2 * GB),
+        "b": Stopped(found=["x"], killed=["x"], before=GB, after=GB),
+        "c": Stopped(),
+        "d": ClusterError("d: The host is off.", remedy="Switch it on."),
+        "e": Stopped(found=["y"], killed=["y"], left=["y"]),
+    }
+    assert report({name: results[name] for name in "abc"}) == 0
+    said = capsys.readouterr().out
+    assert "9.00 -> 2.00 GB (given back)" in said and "b: killed x; the next start waits 30 s" in said
+    assert "nothing given back yet" in said and "c: nothing was running" in said
+    assert report({name: results[name] for name in "de"}) == 1
+    said = capsys.readouterr().out
+    assert "Switch it on." in said and "e: still there: y" in said

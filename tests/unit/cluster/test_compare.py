@@ -1,0 +1,102 @@
+"""Hosts compared with each other: versions, models, cables; and hostfiles made from what they say (F2, F5)."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from phalanx.cluster.discovery import discover
+from phalanx.cluster.doctor import compare
+from phalanx.cluster.findings import Facts, Finding, ModelFacts, worst
+from phalanx.cluster.hostfile import Host, Hostfile
+from phalanx.cluster.machine import Interface, Port, Rdma
+from phalanx.errors import ConfigError
+
+VERSIONS = {"python": "3.12.1", "phalanx": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
+PAIR = Hostfile(hosts=(Host(ssh="a", rdma=(None, "rdma_en5")), Host(ssh="b", rdma=("rdma_en3", None))))
+
+
+def facts(number: int, device: str = "rdma_en5", state: str = "PORT_ACTIVE") -> Facts:
+    """A Mac with Ethernet, Wi-Fi and one cable."""
+    return Facts(
+        host=f"m{number}",
+        system="macOS",
+        clock=0.0,
+        versions=VERSIONS,
+        interfaces=[
+            Interface(name="en1", address=f"192.168.1.{number}", prefix=24, kind="Wi-Fi"),
+            Interface(name="en0", address=f"192.168.7.{number}", prefix=24, kind="Ethernet"),
+            Interface(name=device.removeprefix("rdma_"), address=f"10.90.0.{number}", prefix=30, kind="Thunderbolt 1"),
+        ],
+        rdma=Rdma(enabled=True, ports=[Port(device=device, state=state)]),
+    )
+
+
+A, B = facts(1), facts(2, "rdma_en3")
+
+
+def bad(one: Facts, other: Facts, backend: str = "ring") -> list[Finding]:
+    return [finding for finding in compare({"a": one, "b": other}, PAIR, backend) if finding.level == "bad"]
+
+
+def test_hosts_that_fit_are_not_complained_about():
+    assert bad(A, B, "jaccl") == []
+
+
+@pytest.mark.parametrize("package", ["python", "phalanx", "mlx", "mlx-lm"])
+def test_other_versions_are_named_with_their_hosts(package):
+    (found,) = bad(A, replace(B, versions={**VERSIONS, package: "0.0.1"}))
+    assert found.check == f"version of {package}" and "0.0.1 on b" in found.seen
+
+
+def test_other_model_files_are_named():
+    one = replace(A, model=ModelFacts(path="m", bytes=1, digest="aa"))
+    other = replace(B, model=ModelFacts(path="m", bytes=1, digest="bb"))
+    (found,) = bad(one, other)
+    assert found.check == "same model" and "aa on a; bb on b" in found.seen and "model push" in found.remedy
+    assert bad(one, replace(other, model=one.model)) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "seen"),
+    [
+        (A, facts(2, "rdma_en3", "PORT_DOWN"), "rdma_en3 of b is PORT_DOWN"),
+        (facts(1, state="PORT_DOWN"), B, "rdma_en5 of a is PORT_DOWN"),
+        (A, replace(B, rdma=Rdma(enabled=True)), "rdma_en3 of b is missing"),
+    ],
+)
+def test_a_cable_needs_both_ends(one, other, seen):
+    (found,) = bad(one, other, "jaccl")
+    assert (found.check, found.seen) == ("cable a - b", seen)
+    assert "between a and b" in found.remedy and "--backend ring" in found.remedy
+    assert bad(one, other, "ring") == []
+
+
+def test_the_worst_level_counts():
+    levels = [Finding(check="x", level=level, seen="") for level in ("ok", "bad", "warning")]
+    assert worst(levels) == "bad" and worst(levels[::2]) == "warning" and worst([]) == "ok"
+
+
+def test_a_hostfile_from_two_macs():
+    found, reasons = discover({"a": A, "b": B})
+    assert found == Hostfile(
+        backend="jaccl",
+        hosts=(
+            Host(ssh="a", ips=("192.168.7.1",), rdma=(None, "rdma_en5")),
+            Host(ssh="b", ips=("192.168.7.2",), rdma=("rdma_en3", None)),
+        ),
+    )
+    assert "192.168.7.0/24 (Ethernet)" in reasons[0] and "also possible: 192.168.1.0/24" in reasons[0]
+    assert "rdma_en5 and rdma_en3 are the ends of a cable" in reasons[1]
+
+
+def test_without_a_cable_between_every_two_there_is_no_rdma():
+    third = replace(facts(3), interfaces=facts(3).interfaces[:2])
+    found, reasons = discover({"a": A, "b": B, "c": third})
+    assert found.backend is None and all(host.rdma == () for host in found.hosts)
+    assert "not every two hosts have a cable" in reasons[-1]
+
+
+def test_hosts_without_a_common_network():
+    with pytest.raises(ConfigError, match=r"share no network .*a: 192.168.1.1/24"):
+        discover({"a": A, "b": replace(B, interfaces=B.interfaces[2:])})

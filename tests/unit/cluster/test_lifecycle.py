@@ -1,0 +1,166 @@
+"""What is started where, and what is refused before (L1)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from phalanx.cluster.host import Health, HostStatus, flag, last_words, serve_address
+from phalanx.cluster.hostfile import Host, Hostfile
+from phalanx.cluster.lifecycle import Plan, backend_of, check, final_cause, model_of, specs
+from phalanx.cluster.ssh import ANSWER, Remote, failure, run
+from phalanx.config import ClusterConfig
+from phalanx.errors import ClusterError, ConfigError
+
+PAIR = Hostfile(
+    hosts=(Host(ssh="a", ips=("10.0.0.1",)), Host(ssh="b", ips=("10.0.0.2", "10.9.0.2"))), envs=("A=1", "B=1")
+)
+PLAN = Plan(hostfile=PAIR, serve=("demo", "--port", "9"), backend="ring", envs=("B=2",))
+
+
+def test_the_server_is_on_the_first_host_and_agents_on_the_others():
+    server, agent = specs(PLAN, "secret")
+    assert (server.role, agent.role) == ("server", "agent")
+    assert server.command[:4] == ["serve", "demo", "--port", "9"]
+    assert flag(server.command, "--tp") == "2" and flag(server.command, "--backend") == "ring"
+    assert flag(server.command, "--drain-seconds") == "8"
+    assert agent.command[:5] == ["agent", "--host", "10.0.0.2", "--port", "32330"]
+    assert server.variables == agent.variables == {"PHALANX_CLUSTER_SECRET": "secret", "A": "1", "B": "2"}
+    assert (server.log, agent.log) == (".phalanx/logs/rank-0.log", ".phalanx/logs/rank-1.log")
+    cluster = msgspec.json.decode(server.files["cluster.json"], type=ClusterConfig)
+    assert [host.ips for host in cluster.hosts] == [("10.0.0.1",), ("10.0.0.2", "10.9.0.2")]
+    assert cluster.envs == ("A=1", "B=2")
+
+
+def test_the_secret_is_on_no_command_line():
+    assert not any("secret" in word for spec in specs(PLAN, "secret") for word in spec.command)
+
+
+@pytest.mark.parametrize(("serve", "model"), [(("big", "--port", "9"), "big"), (("--port", "9"), "demo"), ((), "demo")])
+def test_which_model_is_served(serve, model):
+    assert model_of(replace(PLAN, serve=serve)) == model
+
+
+def test_one_host_is_an_ordinary_server():
+    (server,) = specs(replace(PLAN, hostfile=PAIR.first(1)), "secret")
+    assert flag(server.command, "--tp") is None and server.files == {}
+
+
+def test_the_users_drain_wins():
+    server, _ = specs(replace(PLAN, serve=("demo", "--drain-seconds=3")), "x")
+    assert flag(server.command, "--drain-seconds") == "3"
+
+
+@pytest.mark.parametrize(
+    ("serve", "said"),
+    [
+        (("demo", "--tp", "4"), "--tp after `--`: `up` sets it itself"),
+        (("demo", "--backend=ring"), "`up` sets it itself"),
+        (("demo", "--port", "0"), "--port 0"),
+        (("demo", "--port=http"), "--port http"),
+    ],
+)
+def test_flags_that_up_cannot_pass_on(serve, said):
+    with pytest.raises(ConfigError, match=said):
+        check(replace(PLAN, serve=serve))
+
+
+def test_rdma_needs_devices():
+    with pytest.raises(ConfigError, match="jaccl needs `rdma` for every host"):
+        check(replace(PLAN, backend="jaccl"))
+    assert check(PLAN) == PLAN
+
+
+def test_the_flag_wins_over_the_hostfile():
+    file = replace(PAIR, backend="mpi")
+    assert backend_of(replace(PLAN, hostfile=file)) == "ring"
+    assert backend_of(replace(PLAN, hostfile=file, backend="auto")) == "mpi"
+    assert backend_of(replace(PLAN, backend="auto")) == "auto"
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        ("serve demo", ("127.0.0.1", 8000)),
+        ("serve demo --host 0.0.0.0 --port 81", ("127.0.0.1", 81)),
+        ("serve demo --host=10.0.0.1 --port=82 --port 83", ("10.0.0.1", 83)),
+    ],
+)
+def test_where_a_server_answers(words, address):
+    assert serve_address(words.split()) == address
+
+
+STATUS = HostStatus(host="h", role="server", log="the log")
+
+
+def test_a_host_that_comes_up_has_no_final_cause():
+    assert final_cause("a", STATUS) is None
+    assert final_cause("a", replace(STATUS, health=Health(ok=False, phase="restarting", reason="x"))) is None
+
+
+def test_a_failed_engine_is_final_and_its_fault_is_explained():
+    reason = "rank 1 was ended by SIGKILL (out of memory, or killed by hand)"
+    cause = final_cause("a", replace(STATUS, health=Health(ok=False, phase="failed", reason=reason)))
+    assert cause is not None and reason in cause.message and "out of memory, or somebody" in cause.message
+    assert "phalanx doctor" in cause.remedy
+
+
+def test_an_ended_process_is_final():
+    cause = final_cause("b", replace(STATUS, role="agent", ended=64, last_line="it said so"))
+    assert cause is not None and "b: its agent ended with status 64: it said so" in cause.message
+    assert cause.remedy == "See the log there."
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["error: No such directory: './x'.", "  Check the path."], "No such directory: './x'. Check the path."),
+        (["error: one", "more", "error: two"], "two"),
+        (["Traceback", "ValueError: x"], "ValueError: x"),
+        ([], "it said nothing"),
+    ],
+)
+def test_last_words(lines, words):
+    assert last_words(lines) == words
+
+
+# ssh --------------------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_not_reached_by_ssh():
+    assert Remote("localhost").command("host", "status") == [sys.executable, "-m", "phalanx", "host", "status"]
+
+
+def test_other_machines_are_never_asked_for_a_password():
+    words = Remote("b", python="/a b/python").command("host", "status")
+    assert words[0] == "ssh" and "BatchMode=yes" in words and words[-2] == "b"
+    assert "'/a b/python'" in words[-1].replace("'\"'\"'", "'") and "phalanx host status" in words[-1]
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        ("ssh: connect to host b port 22: Connection refused", "ssh-refused"),
+        ("me@b: Permission denied (publickey).", "ssh-key-refused"),
+        ("noise\nbash: line 1: exec: phalanx: not found", "phalanx-missing"),
+    ],
+)
+def test_known_faults_of_ssh_are_named(said, fault):
+    error = failure("b", 255, said)
+    assert error.message.startswith("b: ") and fault in error.message and error.remedy
+
+
+def test_what_is_not_known_is_quoted():
+    error = failure("b", 3, "one\ntwo\n" + ANSWER + "{}")
+    assert error.message == "b: phalanx ended with status 3 there: one / two"
+
+
+def test_a_host_that_does_not_answer_in_time():
+    with pytest.raises(ClusterError, match="b: The host is off"):
+        asyncio.run(run(["sleep", "30"], b"", 0.1, "b"))
+    with pytest.raises(ClusterError, match="/nowhere/ssh cannot be run"):
+        asyncio.run(run(["/nowhere/ssh"], b"", 1.0, "b"))

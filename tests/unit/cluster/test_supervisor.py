@@ -1,0 +1,206 @@
+"""Supervisors: what is started again, what is not, how it is stopped, and whose processes are left alone (L3, L4)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx.cluster import identity, supervisor
+from phalanx.cluster.supervisor import KILL_HOLD_S, Place, Spec, start, stop, supervise
+from phalanx.errors import ClusterError
+
+COUNTING = """
+import pathlib, sys
+log = pathlib.Path(sys.argv[1])
+log.write_text(log.read_text() + "x" if log.exists() else "x")
+sys.exit(int(sys.argv[2 + min(len(log.read_text()) - 1, len(sys.argv) - 3)]))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    found = Place(tmp_path)
+    found.run.mkdir(parents=True)
+    return found
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """A supervisor in this process replaces its signal handlers."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def spec(*command: str) -> Spec:
+    return Spec(role="server", command=list(command), variables={"MARK": "1"}, log="log")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "runs", "last"),
+    [
+        ((0,), 1, 0),  # ended in order
+        ((64,), 1, 64),  # a flag is wrong: a restart cannot help
+        ((65,), 1, 65),
+        ((1, 70, 64), 3, 64),
+        ((1,), 1 + supervisor.RESTARTS, 1),  # and not without end
+    ],
+)
+def test_what_is_started_again(place, handlers, monkeypatch, tmp_path, statuses, runs, last):
+    monkeypatch.setattr(supervisor, "PROGRAM", (sys.executable, "-c", COUNTING))
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
+    log = tmp_path / "runs"
+    assert supervise(spec(str(log), *map(str, statuses)), place) == last
+    assert log.read_text() == "x" * runs
+    outcome = place.read_outcome()
+    assert outcome is not None and outcome.status == last
+    assert place.running() == [] and not place.child.exists() and not place.supervisor.exists()
+
+
+def test_secrets_are_readable_by_the_owner_alone(place, handlers, monkeypatch):
+    monkeypatch.setattr(supervisor, "PROGRAM", (sys.executable, "-c", ""))
+    supervise(spec(), place)
+    assert place.spec.stat().st_mode & 0o077 == 0
+    assert place.read_spec() == spec()
+
+
+LEAVING = """
+import os, pathlib
+scratch = pathlib.Path(os.environ["XDG_RUNTIME_DIR"])
+empty, first = not any(scratch.iterdir()), not (scratch.parent / "again").exists()
+(scratch / "left").mkdir()
+(scratch.parent / "again").touch()
+os._exit(1 if first else 64 if empty else 65)
+"""
+
+
+def test_what_a_killed_process_leaves_behind_is_removed(place, handlers, monkeypatch):
+    monkeypatch.setattr(supervisor, "PROGRAM", (sys.executable, "-c", LEAVING))
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
+    assert supervise(spec(), place) == 64
+    assert (place.scratch / "left").exists()
+    stop(place, timeout_s=1, force=False)
+    assert not place.run.exists()
+
+
+class Pair:
+    """A supervisor's PID files, made of ordinary processes."""
+
+    def __init__(self, place: Place, *children: str) -> None:
+        self.processes = [subprocess.Popen([sys.executable, "-c", child]) for child in children]
+        for file, process in zip((place.supervisor, place.child), self.processes, strict=False):
+            while (
+                identity.record(process.pid).command[:1] != [sys.executable] or not identity.record(process.pid).command
+            ):
+                time.sleep(0.01)
+            identity.write(file, identity.record(process.pid))
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+SLEEPER = "import time; time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
+)
+
+
+def test_stop_ends_what_the_pid_files_name(place):
+    pair = Pair(place, SLEEPER)
+    found, killed, left = stop(place, timeout_s=10, force=False)
+    assert len(found) == 1 and str(pair.processes[0].pid) in found[0]
+    assert (killed, left) == ([], []) and pair.processes[0].wait() == -signal.SIGTERM
+    assert not place.run.exists()
+
+
+def test_sigkill_comes_after_the_time_out_and_is_remembered(place):
+    pair = Pair(place)
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "on\n"
+    pair.processes.append(process)
+    identity.write(place.supervisor, identity.record(process.pid))
+    begun = time.monotonic()
+    _, killed, left = stop(place, timeout_s=0.5, force=False)
+    assert time.monotonic() - begun >= 0.5
+    assert len(killed) == 1 and left == [] and process.wait() == -signal.SIGKILL
+    assert KILL_HOLD_S - 5 < place.held_s() <= KILL_HOLD_S
+    assert place.hold.exists() and not place.supervisor.exists()
+
+
+@pytest.mark.parametrize("field", ["pid", "created", "command"])
+def test_a_process_that_is_not_the_one_is_left_alone(place, field):
+    pair = Pair(place, SLEEPER, SLEEPER + "  # another program, at once")
+    victim = pair.processes[1].pid
+    known = json.loads(place.supervisor.read_text())
+    changed = {"pid": {"pid": victim}, "created": {"created": known["created"] - 100}, "command": {"command": ["x"]}}
+    place.supervisor.write_text(json.dumps({**known, **changed[field]}))
+    place.child.unlink()
+    try:
+        assert place.running() == []
+        assert stop(place, timeout_s=1, force=False) == ([], [], [])
+        assert all(process.poll() is None for process in pair.processes)
+    finally:
+        pair.end()
+
+
+@pytest.mark.parametrize("text", ["", "{", "17"])
+def test_a_torn_pid_file_is_none(place, text):
+    place.supervisor.write_text(text)
+    assert place.running() == [] and stop(place, timeout_s=1, force=False) == ([], [], [])
+
+
+def test_only_one_is_started(place):
+    pair = Pair(place, SLEEPER)
+    try:
+        with pytest.raises(ClusterError, match="Something is running here already"):
+            start(spec("version"), place)
+    finally:
+        pair.end()
+
+
+def test_what_is_below_a_process_ends_with_it(place):
+    child = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); print('on', flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "on\n"
+    identity.write(place.supervisor, identity.record(process.pid))
+    (below,) = psutil.Process(process.pid).children()
+    _, killed, left = stop(place, timeout_s=0.5, force=False)
+    assert len(killed) == 1 and "sleep" in killed[0] and left == []
+    assert not below.is_running() or below.status() == psutil.STATUS_ZOMBIE
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("command", "ours"),
+    [
+        ("python -m phalanx rank demo --socket x", True),
+        ("/venv/bin/python /venv/bin/phalanx serve demo", True),
+        ("phalanx agent --host x", True),
+        ("python -m phalanx host supervise", True),
+        ("python -m phalanx host status", False),
+        ("python -m phalanx up hosts.json", False),
+        ("vi phalanx rank", False),
+        ("grep phalanx serve", False),
+        ("python -m mlx_lm.server", False),
+        ("", False),
+    ],
+)
+def test_which_commands_are_of_a_group(command, ours):
+    assert identity.is_group_member(command.split()) is ours
+
+
+def test_this_process_is_no_stray():
+    assert os.getpid() not in [process.pid for process in identity.strays()]

@@ -1,0 +1,145 @@
+"""A machine and texts in numbers, to try controls on: what a step takes, and how far drafts are right.
+
+Row r's text is endless; its token at place p is p. A draft is right as far as the world says, then wrong.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+
+Curve = Callable[[int, int], float]
+"""(rows, tokens per row) -> seconds of a step."""
+
+
+def memory_bound(rows: int, width: int) -> float:
+    """Weights dominate: a further token is nearly free."""
+    return 1.0 + 0.02 * (rows * width - 1)
+
+
+def few_cores(rows: int, width: int) -> float:
+    """Reading the weights is half of a step of one token."""
+    return 0.5 + 0.5 * rows * width
+
+
+def compute_bound(rows: int, width: int) -> float:
+    """Every token costs the same: no draft pays."""
+    return float(rows * width)
+
+
+def stairs(rows: int, width: int) -> float:
+    """Kernels take four rows of a product at a time."""
+    return 0.2 + 0.8 * -(-rows * width // 4)
+
+
+CURVES = (memory_bound, few_cores, compute_bound, stairs)
+
+
+@dataclass
+class World:
+    """Runs a control step by step."""
+
+    control: object
+    curve: Curve
+    right: Callable[[int, int], int]
+    """(row, place) -> how many tokens drafted there would be right."""
+    drafting_s: float = 0.0
+    """Seconds of the drafter per token of the longest draft wanted."""
+    noise: float = 0.0
+    """Largest relative disturbance of a step; every 29th takes three times as long besides."""
+    neighbour: bool = False
+    """Somebody else takes half of the machine, twenty steps in forty."""
+    offers: Callable[[int, int], bool] = lambda row, place: True
+    """Whether the drafter has an idea there."""
+    places: dict[int, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    paid: float = 0.0
+    """What the steps cost, each in plain steps of as many rows."""
+    lost: float = 0.0
+    """What they cost beyond what their tokens would have cost in plain steps, in those."""
+    steps: int = 0
+    widths: list[int] = field(default_factory=list)
+    chance: Random = field(default_factory=lambda: Random(0))
+
+    def step(self, rows: int) -> int:
+        """One step of rows 0 .. rows - 1; returns the widest k."""
+        room = dict.fromkeys(range(rows), 1000)
+        wanted = self.control.want(room)
+        drafts = {}
+        for row, n in wanted.items():
+            at = self.places.get(row, 0)
+            if self.offers(row, at):
+                right = self.right(row, at)
+                drafts[row] = [at + i if i < right else -1 for i in range(n)]
+        chosen = self.control.choose(drafts)
+        assert all(1 <= k <= len(drafts[row]) for row, k in chosen.items())
+        width = 1 + max(chosen.values(), default=0)
+        committed = {}
+        for row in range(rows):
+            at, k = self.places.get(row, 0), chosen.get(row, 0)
+            accepted = 0
+            while accepted < k and drafts[row][accepted] == at + accepted:
+                accepted += 1
+            committed[row] = [at + i for i in range(accepted + 1)]
+            self.places[row] = at + accepted + 1
+        drafting = self.drafting_s * max(wanted.values(), default=0)
+        seconds = self.curve(rows, width) * (1 + self.noise * self.chance.uniform(-1, 1)) + drafting
+        if self.noise and self.steps % 29 == 28:
+            seconds *= 3
+        if self.neighbour and self.steps // 20 % 2:
+            seconds *= 2
+        self.control.observe(committed, chosen, seconds, drafting)
+        self._account(rows, self.curve(rows, width) + drafting, sum(map(len, committed.values())))
+        self.steps += 1
+        self.widths.append(width)
+        return width - 1
+
+    def _account(self, rows: int, seconds: float, tokens: int) -> None:
+        self.seconds += seconds
+        self.paid += seconds / self.curve(rows, 1)
+        self.lost += seconds / self.curve(rows, 1) - tokens / rows
+
+    def run(self, rows: int, tokens: int) -> float:
+        """Until the rows have so many further tokens altogether; returns how much faster than plain steps."""
+        before, start = sum(self.places.values()), self.seconds
+        while sum(self.places.values()) - before < tokens:
+            self.step(rows)
+        plain = (sum(self.places.values()) - before) / rows * self.curve(rows, 1)
+        return plain / (self.seconds - start)
+
+
+def predictable(rate: float, most: int = 16) -> Callable[[int, int], int]:
+    """A text of which so large a share of the places can be guessed, spread by chance."""
+
+    def right(row: int, place: int) -> int:
+        return next((n for n in range(most) if chance(row, place + n) >= rate), most)
+
+    @cache
+    def chance(row: int, place: int) -> float:
+        return zlib.crc32(f"{row} {place}".encode()) % 1000 / 1000
+
+    return right
+
+
+def recite(control, drafter, curve: Curve, prompt: list[int], answer: list[int], key: int = 0) -> float:
+    """How much faster than plain steps a drafter and a control make a text, one row alone."""
+    drafter.begin(key, prompt)
+    place, seconds = 0, 0.0
+    while place < len(answer):
+        wanted = control.want({key: len(answer) - place - 1})
+        drafts = drafter.draft(wanted) if wanted else {}
+        k = control.choose(drafts).get(key, 0)
+        draft = drafts.get(key, [])[:k]
+        accepted = next((n for n, token in enumerate(draft) if token != answer[place + n]), k)
+        committed = answer[place : place + accepted + 1]
+        step = curve(1, 1 + k)
+        control.observe({key: committed}, {key: k} if k else {}, step, 0.0)
+        drafter.extend(key, committed)
+        place += len(committed)
+        seconds += step
+    drafter.end(key)
+    control.end(key)
+    return len(answer) * curve(1, 1) / seconds

@@ -1,0 +1,104 @@
+"""The lookup drafters once more, as plainly as possible: no index, every place is looked at. Quadratic."""
+
+from __future__ import annotations
+
+from phalanx.spec.lookup import PLACES
+from phalanx.spec.suffix import RUNS
+
+
+class Naive:
+    """Texts as lists, and one list of all places in the order in which they became known."""
+
+    def __init__(self, requests: int) -> None:
+        self.requests = requests
+        self.running: dict[int, tuple[str, list[int]]] = {}
+        self.ended: list[tuple[str, list[int]]] = []  # the latest first
+        self.known: list[tuple[list[int], int]] = []
+
+    def begin(self, key, tokens, salt=""):
+        self.running[key] = (salt, list(tokens))
+
+    def extend(self, key, tokens):
+        self.running[key][1].extend(tokens)
+
+    def end(self, key):
+        self.ended = [self.running.pop(key), *self.ended][: self.requests]
+
+    def draft(self, wanted):
+        texts = [tokens for _, tokens in (*(self.running[key] for key in wanted), *self.ended[::-1])]
+        for tokens in sorted(texts, key=lambda tokens: len(tokens) - self.n_known(tokens)):
+            self.known += [(tokens, at) for at in range(self.n_known(tokens), len(tokens))]
+        drafts = {key: self.continuation(*self.running[key], n) for key, n in wanted.items()}
+        return {key: draft for key, draft in drafts.items() if draft}
+
+    def n_known(self, tokens):
+        return sum(known is tokens for known, _ in self.known)
+
+    def places(self, salt, tokens, size):
+        """Where the last `size` tokens occurred before: (text, place of the token after them), the latest first."""
+        shared = [*self.running.values(), *self.ended] if self.requests else []
+        allowed = [tokens, *(text for other, text in shared if other == salt)]
+        found = [
+            (text, at)
+            for text, at in self.known[::-1]
+            if at >= size <= len(tokens)
+            and any(text is each for each in allowed)
+            and text[at - size : at] == tokens[len(tokens) - size :]
+        ]
+        return found[:PLACES]
+
+    def continuation(self, salt, tokens, n):
+        raise NotImplementedError
+
+
+class NaiveNgram(Naive):
+    def __init__(self, longest: int, shortest: int, requests: int) -> None:
+        super().__init__(requests)
+        self.longest, self.shortest = longest, shortest
+
+    def continuation(self, salt, tokens, n):
+        for size in range(self.longest, self.shortest - 1, -1):
+            for text, at in self.places(salt, tokens, size):
+                if text is tokens:
+                    read = list(tokens)
+                    while len(read) < len(tokens) + n:
+                        read.append(read[at + len(read) - len(tokens)])
+                    return read[len(tokens) :]
+        for text, at in self.places(salt, tokens, self.longest):
+            return text[at : at + n]
+        return []
+
+
+class NaiveSuffix(Naive):
+    def __init__(self, depth: int, factor: float, least: float, requests: int) -> None:
+        super().__init__(requests)
+        self.depth, self.factor, self.least = depth, factor, least
+
+    def context(self, tokens, before):
+        most = min(self.depth, len(tokens), len(before))
+        return max(n for n in range(most + 1) if tokens[len(tokens) - n :] == before[len(before) - n :])
+
+    def continuation(self, salt, tokens, n):
+        places = self.places(salt, tokens, RUNS[0]) or self.places(salt, tokens, RUNS[1])
+        voices = [(self.context(tokens, text[:at]), text, at) for text, at in places]
+        longest = max((length for length, _, _ in voices), default=0)
+        draft, certainty = [], 1.0
+        while len(draft) < min(n, int(self.factor * longest)):
+            said = []
+            for length, text, at in voices:
+                known = tokens + draft if text is tokens else text
+                if at + len(draft) < len(known):
+                    said.append((length, text, at, known[at + len(draft)]))
+            if not said:
+                break
+            votes = {}
+            for length, _, _, token in said:
+                votes[token] = votes.get(token, 0) + length**2
+            winner = max(votes, key=lambda token: votes[token])
+            context = len(draft) + max(length for length, _, _, token in said if token == winner)
+            certainty *= votes[winner] / sum(votes.values()) * (context / (context + 1))
+            if certainty < self.least:
+                break
+            draft.append(winner)
+            voices = [(length, text, at) for length, text, at, token in said if token == winner]
+        return draft

@@ -1,0 +1,258 @@
+"""The control: speculation where it pays, and hardly any cost where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machine import CURVES, World, compute_bound, few_cores, memory_bound, predictable, stairs
+
+from phalanx.config import DraftModelSpeculation, NgramSpeculation
+from phalanx.spec.control import ASKING, PURSE, REST, SHARE, Always, CostControl, FloorControl, UpToBatch, build
+
+ROWS = (1, 6)
+
+
+def lookup(most: int = 8) -> CostControl:
+    return CostControl(most, cheap=True)
+
+
+def draft_model(most: int = 8) -> CostControl:
+    return CostControl(most, cheap=False)
+
+
+class Fixed(Always):
+    """Always k tokens, or none."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.k = k
+
+    def want(self, room):
+        return super().want(room) if self.k else {}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+class TestHopeless:
+    """Free text never below 0.98 of the speed without speculation, from the first step on."""
+
+    def test_lookups(self, curve, rows, noise):
+        world = World(lookup(), curve, predictable(0.0), noise=noise, drafting_s=0.0005)
+        assert world.run(rows, 256 * rows) > 0.98
+
+    def test_a_draft_model(self, curve, rows, noise):
+        world = World(draft_model(), curve, predictable(0.0), noise=noise, drafting_s=0.1)
+        assert world.run(rows, 256 * rows) > 0.98
+        assert world.run(rows, 256 * rows) > 1 - 1.2 * SHARE
+
+    def test_sparse_luck(self, curve, rows, noise):
+        """An idea in a third of the steps, a tenth of them right: free text under prompt lookup."""
+        world = World(lookup(), curve, predictable(0.1), noise=noise, offers=lambda row, place: place % 3 == 0)
+        assert world.run(rows, 256 * rows) > 0.98
+
+
+def test_without_control_it_would_have_cost_a_lot():
+    """The tests above can fail."""
+    assert World(Always(8), few_cores, predictable(0.0)).run(1, 256) < 0.3
+    assert World(Always(8), memory_bound, predictable(0.0)).run(16, 256) < 0.5
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("curve", CURVES)
+def test_nearly_the_best_fixed_k(curve, rows, rate):
+    """Of what the best k in hindsight gains over plain steps, most; where none gains, hardly a loss."""
+    best = max(World(Fixed(k), curve, predictable(rate)).run(rows, 200 * rows) for k in range(9))
+    world = World(lookup(), curve, predictable(rate))
+    world.run(rows, 200 * rows)
+    assert world.run(rows, 200 * rows) > 1 + 0.75 * (best - 1) - 0.02
+
+
+@pytest.mark.parametrize("make", [lookup, draft_model])
+def test_it_comes_up_when_the_text_becomes_predictable(make):
+    drafting_s = 0.0005 if make is lookup else 0.05
+    world = World(make(), memory_bound, lambda row, place: 16 if place >= 300 else 0, drafting_s=drafting_s)
+    world.run(1, 300)
+    steps = next(n for n in range(100) if world.step(1) >= 4)
+    assert steps <= (20 if make is lookup else 60)  # the draft model is asked now and then only
+
+
+@pytest.mark.parametrize("make", [lookup, draft_model])
+@pytest.mark.parametrize("curve", [memory_bound, few_cores])
+def test_it_goes_down_when_the_text_becomes_free(make, curve):
+    world = World(make(), curve, lambda row, place: 16 if place < 600 else 0, drafting_s=0.01)
+    assert world.run(1, 600) > 1.2
+    ks = [world.step(1) for _ in range(200)]
+    assert not any(ks[60 if curve is memory_bound else 15 :])  # where a step costs little, hope may last
+    assert sum(world.curve(1, 1 + k) - 1 for k in ks) < 12.0  # plain steps lost
+
+
+@pytest.mark.parametrize("make", [lookup, draft_model])
+def test_a_neighbour_that_takes_half_of_the_machine(make):
+    """Steps take twice as long now and then, for a while: what pays goes on, what does not stays off."""
+    assert World(make(), stairs, predictable(0.8), noise=0.1, neighbour=True).run(1, 300) > 2
+    assert World(make(), stairs, predictable(0.0), noise=0.1, neighbour=True).run(1, 300) > 0.98
+
+
+def test_one_row_of_many():
+    """Fifteen free rows pay for the one that repeats itself, where rows cost: not worth it; alone it is."""
+    world = World(lookup(), few_cores, lambda row, place: 16 if row == 0 else 0)
+    world.run(16, 1600)
+    assert sum(world.widths[-50:]) == 50
+    alone = World(lookup(), few_cores, lambda row, place: 16)
+    assert alone.run(1, 300) > 1.3
+
+
+def test_rows_without_hope_are_not_sampled():
+    """The forward has room for their drafts as well, but every position sampled costs."""
+    control = lookup()
+    world = World(control, memory_bound, lambda row, place: 16 if row == 0 else 0)
+    world.run(2, 400)
+    control.want({0: 8, 1: 8})
+    assert control.choose({0: [-1] * 8, 1: [-1] * 8}) == {0: 8}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Some steps of one kind."""
+
+    steps: int
+    rows: int
+    right: int
+
+
+PHASES = st.lists(st.builds(Phase, st.integers(1, 60), st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=12)
+COSTS = st.lists(st.floats(0, 1.5), min_size=16, max_size=16)
+
+
+@given(PHASES, COSTS, st.booleans(), st.floats(0, 0.3))
+@settings(max_examples=50, deadline=None)
+def test_losses_are_bounded(phases, costs, cheap, drafting_s):
+    """Whatever the texts, the rows and the machine: the purses, the share, and the one step that emptied them."""
+
+    def curve(rows: int, width: int) -> float:
+        return rows * (1.0 + sum(costs[: width - 1]))
+
+    world = World(CostControl(8, cheap=cheap), curve, lambda row, place: 0, drafting_s=0.0 if cheap else drafting_s)
+    for phase in phases:
+        world.right = lambda row, place, phase=phase: phase.right
+        for _ in range(phase.steps):
+            world.step(phase.rows)
+    worst = sum(costs[:8]) + 8 * drafting_s
+    assert world.lost <= PURSE + ASKING + SHARE * world.paid + worst + 1e-6
+
+
+def test_the_same_steps_give_the_same_answers():
+    runs = [World(draft_model(), few_cores, predictable(0.8), noise=0.1, drafting_s=0.1) for _ in range(2)]
+    for world in runs:
+        world.run(3, 600)
+    assert runs[0].widths == runs[1].widths
+    assert max(runs[0].widths) > 2
+
+
+@pytest.mark.parametrize("make", [lookup, draft_model, Always, lambda: FloorControl(8, floor=0.4, window=50)])
+def test_room_is_respected(make):
+    control = make(8) if make is Always else make()
+    for _ in range(30):
+        assert all(1 <= n <= {0: 3, 2: 8}[key] for key, n in control.want({0: 3, 1: 0, 2: 100}).items())
+        control.choose({})
+        control.observe({0: [7], 1: [7], 2: [7]}, {}, 1.0, 0.0)
+    assert control.want({}) == {}
+    assert control.want({1: 0}) == {}
+
+
+def test_what_a_stop_cut_off_is_not_judged():
+    """Three of four drafted tokens are committed, then the sequence ends: the fourth was not wrong."""
+    control = FloorControl(4, floor=1.0, window=1)
+    control.want({0: 4})
+    assert control.choose({0: [1, 2, 3, 4]}) == {0: 4}
+    control.observe({0: [1, 2, 9]}, {0: 4}, 1.0, 0.0)
+    assert control.want({0: 4}) == {}
+    cost = lookup(4)
+    for _ in range(3):
+        cost.want({0: 4})
+        cost.choose({0: [1, 2, 3, 4]})
+        cost.observe({0: [1, 2, 3]}, {}, 1.0, 0.0)
+        cost.end(0)
+    assert min(cost._pool.rates()[:3]) > 0.5
+    assert cost._pool.rates()[3] == cost._pool.rates()[2]
+
+
+def test_sequences_that_ended_leave_nothing():
+    control = lookup()
+    world = World(control, memory_bound, predictable(0.8))
+    world.run(3, 100)
+    for key in range(3):
+        control.end(key)
+    control.end(99)
+    assert (control._rows, control._pending) == ({}, {})
+
+
+class TestFloor:
+    """The field's fixed rule."""
+
+    def test_it_stays_on_at_the_floor(self):
+        world = World(FloorControl(5, floor=0.4, window=50), memory_bound, lambda row, place: 2)
+        world.run(1, 900)
+        assert set(world.widths) == {6}
+
+    def test_it_goes_off_below_it_and_tries_again(self):
+        world = World(FloorControl(5, floor=0.41, window=50), memory_bound, lambda row, place: 2)
+        for _ in range(50 + 50 * REST + 50 + 1):
+            world.step(1)
+        assert world.widths == [6] * 50 + [1] * 50 * REST + [6] * 50 + [1]
+
+    def test_the_window_rolls(self):
+        world = World(FloorControl(5, floor=0.4, window=10), memory_bound, lambda row, place: 5 if place < 60 else 0)
+        for _ in range(18):
+            world.step(1)
+        assert world.widths == [6] * 17 + [1]  # ten right; with seven wrong of the last ten it is below
+
+
+class TestBuild:
+    """What a configuration asks for."""
+
+    def test_each_control(self):
+        assert type(build(NgramSpeculation(control="always"))) is Always
+        assert isinstance(build(NgramSpeculation(control="floor")), FloorControl)
+        assert isinstance(build(NgramSpeculation()), CostControl)
+
+    def test_lookups_are_cheap_and_models_are_not(self):
+        room = dict.fromkeys(range(3), 8)
+        assert build(NgramSpeculation()).want(room) == room
+        assert build(DraftModelSpeculation(model="demo")).want(room) == dict.fromkeys(range(3), 1)
+
+    def test_values_arrive(self):
+        world = World(build(NgramSpeculation(control="floor", floor=0.0)), memory_bound, lambda row, place: 0)
+        world.run(1, 200)
+        assert set(world.widths) == {9}
+        world = World(build(NgramSpeculation(control="floor", window=5)), memory_bound, lambda row, place: 0)
+        world.run(1, 50)
+        assert world.widths.count(9) == 5
+        patient = build(DraftModelSpeculation(model="demo", probe_share=0.0))
+        world = World(patient, memory_bound, lambda row, place: 0, drafting_s=0.3)
+        world.run(1, 1000)
+        assert world.lost <= PURSE + ASKING + 0.3
+
+    def test_a_large_batch_is_left_alone(self):
+        control = build(NgramSpeculation(control="always", disable_by_batch_size=2))
+        assert isinstance(control, UpToBatch)
+        world = World(control, memory_bound, lambda row, place: 16)
+        assert [world.step(rows) for rows in (1, 2, 3, 2)] == [8, 8, 0, 8]
+        control.end(0)
+
+
+def test_the_last_width_before_a_stair_is_found():
+    world = World(lookup(), stairs, lambda row, place: 16)
+    world.run(1, 300)
+    assert set(world.widths[-20:]) == {4}
+
+
+def test_compute_bound_machines_do_not_speculate():
+    world = World(lookup(), compute_bound, lambda row, place: 16)
+    world.run(4, 800)
+    assert sum(width > 1 for width in world.widths) < 10

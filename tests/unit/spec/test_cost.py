@@ -1,0 +1,143 @@
+"""What a step costs, and how far drafts were right, as the control sees it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.spec.acceptance import DOUBT, UNKNOWN, Acceptance
+from phalanx.spec.cost import ENOUGH, FRESH, HOLDS, PER_TOKEN, CostCurve
+
+
+def curve(*measured: tuple[int, int, float], plain: float = 2.0, rows: int = 1) -> CostCurve:
+    """After enough plain steps and these others: (rows, width, seconds)."""
+    known = CostCurve()
+    for _ in range(ENOUGH):
+        known.observe(rows, 1, plain)
+    for there, width, seconds in measured:
+        known.observe(there, width, seconds)
+    return known
+
+
+class TestPlain:
+    """The step that all others are compared with."""
+
+    def test_it_takes_some_steps_to_know_it(self):
+        known = CostCurve()
+        for _ in range(ENOUGH - 1):
+            known.observe(4, 1, 2.0)
+        assert known.plain(4) is None
+        known.observe(4, 1, 2.0)
+        assert known.plain(4) == 2.0
+        assert known.plain(5) is None
+
+    def test_one_disturbed_step_means_nothing(self):
+        assert curve((1, 1, 50.0)).plain(1) == 2.0
+
+    def test_it_does_not_hold_for_ever(self):
+        known = curve(*[(1, 2, 3.0)] * FRESH)
+        assert known.plain(1) == 2.0
+        known.observe(1, 2, 3.0)
+        assert known.plain(1) is None
+        known.observe(1, 1, 2.0)
+        assert known.plain(1) == 2.0
+
+
+class TestRatios:
+    """Wider steps, in plain ones."""
+
+    def test_before_anything_is_measured_a_token_costs_little(self):
+        assert curve().ratios(1, 4) == pytest.approx([1.0, 1 + PER_TOKEN, 1 + 2 * PER_TOKEN, 1 + 3 * PER_TOKEN])
+
+    def test_between_and_beyond_what_was_measured(self):
+        between = (1 + PER_TOKEN, 2 + PER_TOKEN)
+        known = curve((1, 3, 4.0), (1, 5, 8.0))
+        assert known.ratios(1, 7) == pytest.approx([1, between[0], 2, between[1], 4, 4.75, 5.5])
+
+    def test_a_wider_step_that_cost_less_bounds_what_lies_between(self):
+        assert curve((1, 2, 6.0), (1, 4, 4.0)).ratios(1, 4) == pytest.approx([1.0, 3.0, 3.0, 2.0])
+
+    def test_never_less_than_a_plain_step(self):
+        assert curve((1, 2, 1.0)).ratios(1, 2) == [1.0, 1.0]
+
+    def test_a_disturbed_first_try_is_repeated_and_forgotten(self):
+        known = curve((1, 2, 60.0))
+        assert known.ratios(1, 2)[1] == 30.0
+        known.observe(1, 2, 3.0)
+        assert known.ratios(1, 2)[1] == 1.5  # of two the cheaper
+        known.observe(1, 2, 3.2)
+        assert known.ratios(1, 2)[1] == 1.6  # of three the median
+
+    def test_fewer_rows_stand_in_for_more_but_not_more_for_fewer(self):
+        known = curve((4, 2, 3.0), rows=4)
+        assert known.ratios(8, 2)[1] == 1.5
+        assert known.ratios(2, 2)[1] == pytest.approx(1 + PER_TOKEN)
+
+    def test_they_are_measured_again_after_a_while(self):
+        known = curve((1, 2, 6.0), *[(1, 1, 2.0)] * HOLDS)
+        assert known.ratios(1, 2)[1] == 3.0
+        known.observe(1, 1, 2.0)
+        assert known.ratios(1, 2)[1] == pytest.approx(1 + PER_TOKEN)
+        known.observe(1, 2, 4.0)
+        assert known.ratios(1, 2)[1] == 2.0
+
+    def test_without_a_plain_step_there_is_nothing_to_compare_with(self):
+        known = CostCurve()
+        known.observe(1, 2, 3.0)
+        assert known.reach(1) == 2
+        assert known.ratios(1, 2)[1] == pytest.approx(1 + PER_TOKEN)
+
+    def test_first_tries_are_small_and_double(self):
+        assert curve().reach(1) == 2
+        assert curve((1, 2, 3.0)).reach(1) == 3
+        assert curve((1, 3, 3.0)).reach(1) == 5
+        assert curve((1, 5, 3.0)).reach(1) == 9
+
+    @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9), st.floats(0.01, 10)), max_size=60))
+    def test_there_is_always_an_answer(self, measured):
+        known = curve(*measured)
+        for rows in range(1, 5):
+            ratios = known.ratios(rows, 9)
+            assert len(ratios) == 9
+            assert ratios[0] == 1.0
+            assert all(ratio >= 1.0 for ratio in ratios)
+
+
+class TestAcceptance:
+    """Rates by position."""
+
+    def test_nothing_known(self):
+        assert Acceptance(3, 0.9).rates() == [UNKNOWN] * 3
+        assert Acceptance(3, 0.9).rates([0.9, 0.8, 0.7]) == pytest.approx([0.9, 0.8, 0.7])
+
+    def test_rates_approach_what_is_seen(self):
+        seen = Acceptance(2, 0.9)
+        for _ in range(50):
+            seen.judge(0, True)
+            seen.judge(1, False)
+        assert seen.rates()[0] > 0.9
+        assert seen.rates()[1] < 0.1
+
+    def test_a_later_position_is_as_good_as_the_one_before_until_tried(self):
+        seen = Acceptance(3, 0.9)
+        seen.judge(0, True)
+        first, second, third = seen.rates()
+        assert first == pytest.approx((1 + DOUBT * UNKNOWN) / (1 + DOUBT))
+        assert first == second == third
+
+    def test_what_is_not_tried_any_more_is_forgotten(self):
+        seen = Acceptance(2, 0.9)
+        seen.judge(0, True)
+        seen.judge(1, False)
+        low = seen.rates()[1]
+        for _ in range(50):
+            seen.judge(0, True)
+        assert low < 0.6 < seen.rates()[1]
+
+    @given(st.lists(st.tuples(st.integers(0, 3), st.booleans())), st.floats(0.5, 1.0))
+    def test_rates_are_probabilities(self, judged, fades):
+        seen = Acceptance(4, fades)
+        for position, right in judged:
+            seen.judge(position, right)
+        assert all(0.0 <= rate <= 1.0 for rate in [*seen.rates(), *seen.rates([0.0, 1.0, 0.5, 0.25])])

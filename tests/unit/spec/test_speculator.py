@@ -1,0 +1,103 @@
+"""What the drafter and the controller are told, and when: commits and nothing else (A2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from phalanx.sched.plan import Commit, Forward, Step
+from phalanx.sched.sequence import Sequence as Row
+from phalanx.spec.control import Always
+from phalanx.spec.speculator import Speculator
+from phalanx.spec.stats import SpecMeter
+from phalanx.types import Sampling, SequenceRequest, StopRule
+
+VOCAB = 100
+
+
+class Recorder(Always):
+    """A drafter and a controller that write down what they hear."""
+
+    def __init__(self, drafts: Mapping[int, list[int]], most: int = 4) -> None:
+        super().__init__(most)
+        self.heard: list[tuple[object, ...]] = []
+        self.drafts = drafts
+
+    def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
+        self.heard.append(("begin", key, list(tokens), salt))
+
+    def extend(self, key: int, tokens: Sequence[int]) -> None:
+        self.heard.append(("extend", key, list(tokens)))
+
+    def end(self, key: int) -> None:
+        self.heard.append(("end", key))
+
+    def draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        return {key: self.drafts[key][:n] for key, n in wanted.items() if key in self.drafts}
+
+    def observe(
+        self, committed: Mapping[int, Sequence[int]], verified: Mapping[int, int], seconds: float, drafting: float
+    ) -> None:
+        tokens = {key: list(tokens) for key, tokens in committed.items()}
+        self.heard.append(("observe", tokens, dict(verified), seconds, drafting))
+
+
+def row(number: int, tokens: list[int]) -> Row:
+    request = SequenceRequest(
+        id=str(number), group="g", prompt=tokens, sampling=Sampling(), stop=StopRule(max_tokens=50), cache_salt="key"
+    )
+    return Row(number, request, 0.0)
+
+
+def decoding(fed: dict[int, tuple[int, ...]]) -> Step:
+    valid = tuple(map(len, fed.values()))
+    forward = Forward(0, 0, tuple(fed), tuple(fed.values()), valid, sample=True)
+    return Step(id=1, commits=(), ops=(), forwards=(forward,), digest=0)
+
+
+def speculator(drafts: Mapping[int, list[int]]) -> tuple[Speculator, Recorder]:
+    recorder = Recorder(drafts)
+    return Speculator(recorder, recorder, SpecMeter("test"), VOCAB), recorder
+
+
+def test_a_sequence_from_its_first_draft_to_its_end():
+    spec, recorder = speculator({0: [7, 8]})
+    assert spec.draft({row(0, [1, 2]): 10}) == {0: [7, 8]}
+    commit = Commit(seq=0, tokens=(7, 9), computed=4, kv_len=3)
+    spec.observe(decoding({0: (2, 7, 8)}), {0: [7, 9]}, [commit], 0.5, 0.1)
+    spec.keep({0})
+    spec.keep(set())
+    assert recorder.heard == [
+        ("begin", 0, [1, 2], "key"), ("extend", 0, [7, 9]), ("observe", {0: [7, 9]}, {0: 2}, 0.5, 0.1),
+        ("end", 0), ("end", 0),
+    ]  # fmt: skip
+    stats = spec.meter.stats()
+    assert (stats.drafts, stats.drafted, stats.accepted, stats.accepted_at) == (1, 2, 1, [1, 0])
+
+
+def test_a_draft_ends_before_a_token_that_the_target_does_not_have():
+    spec, _ = speculator({0: [7, VOCAB, 8], 1: [-1, 4], 2: [5]})
+    assert spec.draft({row(n, [1]): 10 for n in range(4)}) == {0: [7], 2: [5]}
+
+
+def test_rows_without_room_are_followed_but_not_drafted_for():
+    spec, recorder = speculator({0: [7]})
+    assert spec.draft({row(0, [1]): 0}) == {}
+    assert recorder.heard == [("begin", 0, [1], "key")]
+
+
+def test_what_was_committed_is_the_history_not_what_was_verified():
+    """A stop id clips accepted drafts away: they count as accepted, and nobody learns from them."""
+    spec, recorder = speculator({0: [7, 8]})
+    spec.draft({row(0, [1, 2]): 10})
+    commit = Commit(seq=0, tokens=(7,), computed=4, kv_len=2, finish="stop", stop_id=7)
+    spec.observe(decoding({0: (2, 7, 8)}), {0: [7, 8, 9]}, [commit], 0.5, 0.1)
+    assert recorder.heard[1] == ("extend", 0, [7])
+    assert spec.meter.stats().accepted == 2
+
+
+def test_a_step_that_only_prefills_is_not_observed():
+    spec, recorder = speculator({})
+    step = Step(id=1, commits=(), ops=(), forwards=(Forward(0, 0, (3,), ((1, 2),), (2,), sample=False),), digest=0)
+    spec.observe(step, {}, [Commit(seq=3, tokens=(), computed=2, kv_len=2)], 0.5, 0.1)
+    assert recorder.heard == []
+    assert spec.meter.stats().steps == 0
