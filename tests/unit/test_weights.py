@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +16,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from phalanx.errors import WeightsError
-from phalanx.model import weights
-from phalanx.model.weights import Cut, Reader, fingerprint, read_headers
+from phalanx.model import reading
+from phalanx.model.reading import Reader
+from phalanx.model.weights import Cut, fingerprint, read_headers
 
 RNG = np.random.default_rng(0)
 TENSORS = {
@@ -23,6 +27,9 @@ TENSORS = {
     "experts": RNG.integers(0, 1 << 32, (3, 10, 7), np.uint32),
     "nothing": np.zeros((0, 4), np.float32),
 }
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere everything is read through the cache")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +44,7 @@ def read(model: Path, name: str, cut: Cut | None) -> np.ndarray:
     info = read_headers(model)[name]
     whole = TENSORS[name]
     out = np.empty(whole.shape if cut is None else cut.shape(whole.shape), whole.dtype)
-    with Reader([(info, cut)]) as reader:
+    with Reader() as reader:
         reader.begin(info, cut, out.reshape(-1).view(np.uint8)).wait()
         assert reader.copied == out.nbytes
     return out
@@ -52,35 +59,85 @@ def cuts(draw: st.DrawFn) -> tuple[str, Cut]:
     return name, Cut(axis, tuple((start, draw(st.integers(start + 1, rows))) for start in starts))
 
 
-@pytest.mark.parametrize(("chunk", "direct"), [(64, 16), (1 << 20, 1 << 16), (1 << 20, 1)])
+@pytest.mark.parametrize(("chunk", "narrow"), [(64, 16), (1 << 20, 1 << 16), (1 << 20, 1)])
+@pytest.mark.parametrize("cached", [False, True])
 @settings(deadline=None)
 @given(cuts())
-def test_any_rows_along_any_axis(chunk: int, direct: int, model: Path, chosen: tuple[str, Cut]) -> None:
+def test_any_rows_along_any_axis(cached: bool, chunk: int, narrow: int, model: Path, chosen: tuple[str, Cut]) -> None:
     name, cut = chosen
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "CHUNK", chunk)
-        patch.setattr(weights, "DIRECT", direct)
+        patch.setattr(reading._Cache, "holds", lambda *_: cached)
+        patch.setattr(reading, "CHUNK", chunk)
+        patch.setattr(reading, "NARROW", narrow)
         indices = np.concatenate([np.arange(*run) for run in cut.runs])
         assert np.array_equal(read(model, name, cut), np.take(TENSORS[name], indices, axis=cut.axis))
 
 
+@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("name", ["vector", "matrix", "experts"])
-def test_whole_tensors(name: str, model: Path) -> None:
+def test_whole_tensors(name: str, cached: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading._Cache, "holds", lambda *_: cached)
     assert np.array_equal(read(model, name, None), TENSORS[name])
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_named(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_file_that_shrinks_while_it_is_read_is_named(
+    cached: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading._Cache, "holds", lambda *_: cached)
     path = Path(shutil.copytree(model, tmp_path / "m"))
     info = read_headers(path)["matrix"]
     with (path / "model.safetensors").open("rb+") as file:
         file.truncate(info.start + 10)
-    with Reader([]) as reader:
+    with Reader() as reader:
         copying = reader.begin(info, None, np.empty(info.nbytes, np.uint8))
         with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read: it ended"):
             copying.wait()
     (path / "model.safetensors").unlink()
-    with Reader([]) as reader, pytest.raises(WeightsError, match="cannot be read"):
+    with Reader() as reader, pytest.raises(WeightsError, match="cannot be read"):
         reader.begin(info, None, np.empty(info.nbytes, np.uint8))
+
+
+@LINUX
+def test_what_the_kernel_has_in_its_cache_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb+") as file:
+        file.write(bytes(1 << 20))
+        file.truncate(2 << 20)  # nobody has read or written the second half
+        file.flush()
+        cache = reading._Cache(file.fileno(), 2 << 20)
+        assert cache.holds(5000, 100_000) and cache.holds(0, 1 << 20)
+        assert not cache.holds((1 << 20) - 1, 2) and not cache.holds(1 << 20, 1 << 20)
+        cache.close()
+
+
+@LINUX
+def test_a_slow_disk_is_read_through_the_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    past: list[int] = []
+    monkeypatch.setattr(reading._Cache, "holds", lambda *_: False)
+    real = reading._File._read_past
+    monkeypatch.setattr(reading._File, "_read_past", lambda *args: past.append(args[1]) or real(*args))
+    info = read_headers(model)["matrix"]
+    with Reader() as reader:
+        for seconds_per_gb, count in ((1.0, 1), (0.1, 2), (1e3, 2)):
+            reader._disk.tell(reading.JUDGED, seconds_per_gb * reading.JUDGED / 1e9)
+            out = np.empty(info.nbytes, np.uint8)
+            reader.begin(info, None, out).wait()
+            assert bytes(out) == TENSORS["matrix"].tobytes()
+            assert len(past) == count
+
+
+@LINUX
+def test_a_file_system_without_reads_past_the_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags)
+
+    monkeypatch.setattr(reading.os, "open", refuse)
+    assert np.array_equal(read(model, "matrix", None), TENSORS["matrix"])
 
 
 def test_a_fingerprint_is_of_the_model_and_not_of_its_files(model: Path, tmp_path: Path) -> None:

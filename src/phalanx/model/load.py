@@ -30,9 +30,10 @@ from phalanx.kernels import install
 from phalanx.model.narrow import keep_narrow
 from phalanx.model.origin import Built, build, check_config
 from phalanx.model.parallel import take_over
+from phalanx.model.reading import Copying, Reader
 from phalanx.model.resolve import resolve
 from phalanx.model.shard import Paper, Split, split
-from phalanx.model.weights import Copying, Cut, Reader, TensorInfo, read_headers, some
+from phalanx.model.weights import Cut, TensorInfo, read_headers, some
 
 __all__ = ["Loaded", "Prepared", "Progress", "load", "prepare", "resolve"]
 
@@ -236,7 +237,7 @@ class Prepared:
     def _read(self, total: int, guard: int, on_progress: Progress, ranks_here: int) -> int:
         """Read, cast and keep one tensor after the other; the file's version of each is gone before the next."""
         done = checked = 0
-        with Reader([(entry.source, entry.cut) for entry in self.plan if entry.source is not None]) as reader:
+        with Reader() as reader:
             for entry, array in self._arrays(reader):
                 if entry.source is None or array.dtype != entry.dtype:
                     array = array.astype(entry.dtype)
