@@ -59,8 +59,8 @@ check: $(READY)
 	$(BIN)/pytest -q tests/test_architecture.py tests/unit
 
 test: check
-	$(BIN)/pytest -q tests/native
-	KERN_ISA=scalar $(BIN)/pytest -q tests/native
+	isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
+	for isa in $$isas; do echo "kernels: $$isa"; KERN_ISA=$$isa $(BIN)/pytest -q tests/native || exit 1; done
 	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/test_architecture.py --ignore=tests/native
 
 # The kernels under sanitizers, through ctypes: memory and undefined behaviour, then threads. Needs cmake.

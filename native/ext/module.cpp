@@ -27,6 +27,7 @@ NB_MODULE(_ext, m) {
   m.attr("MLX_VERSION") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                           std::to_string(MLX_VERSION_PATCH);
   m.def("isa", [] { return std::string(kern_isa()); });
+  m.def("isas", [] { return std::string(kern_isas()); });
   m.def("set_threads", &kern_set_threads, "threads"_a);
   m.def("threads", &kern_threads);
   m.def("matmul", &matmul, "a"_a, "b"_a, "bias"_a.none() = nb::none(), "stream"_a = nb::none());

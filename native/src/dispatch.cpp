@@ -4,15 +4,50 @@
 
 #include "table.h"
 
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace kern {
 namespace {
 
-struct Candidate {
-  const Table* table;
-  bool runs;
+#if defined(__x86_64__)
+// Tile registers are large, so Linux gives them only to processes that ask.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kRequest = 0x1023, kTileData = 18;
+  return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+         syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+Table named(const char* name, Table table) {
+  table.name = name;
+  return table;
+}
+
+const Table table_amx = named("amx", table_avx512);  // differs in what `has_tiles` says
+#endif
+
+// What runs on this processor, the widest first.
+struct Candidates {
+  const Table* tables[4];
+  int count = 0;
+  char names[64] = "";
+
+  void add(const Table* table, bool runs) {
+    if (!runs) return;
+    tables[count++] = table;
+    if (names[0] != 0) strcat(names, " ");
+    strcat(names, table->name);
+  }
 };
 
-const Table* choose() {
+Candidates find() {
+  Candidates found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") &&
@@ -20,28 +55,35 @@ const Table* choose() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
-  // AVX-512 comes last: it has been compiled, but its tests have not run on such a processor yet. KERN_ISA asks for it.
-  const Candidate candidates[] = {{&table_avx2, avx2}, {&table_scalar, true}, {&table_avx512, avx512}};
+  found.add(&table_amx, avx512 && may_use_tiles());
+  found.add(&table_avx512, avx512);
+  found.add(&table_avx2, avx2);
 #elif defined(__aarch64__)
-  const Candidate candidates[] = {{&table_neon, true}, {&table_scalar, true}};
-#else
-  const Candidate candidates[] = {{&table_scalar, true}};
+  found.add(&table_neon, true);
 #endif
+  found.add(&table_scalar, true);
+  return found;
+}
+
+const Candidates candidates = find();
+
+const Table* choose() {
   const char* wanted = getenv("KERN_ISA");
-  for (const Candidate& c : candidates)
-    if (c.runs && (wanted == nullptr || strcmp(wanted, c.table->name) == 0)) return c.table;
-  for (const Candidate& c : candidates)  // what was asked for does not run here: `kern_isa` says what does
-    if (c.runs) return c.table;
-  return &table_scalar;
+  for (int i = 0; wanted != nullptr && i < candidates.count; i++)
+    if (strcmp(wanted, candidates.tables[i]->name) == 0) return candidates.tables[i];
+  return candidates.tables[0];  // where what was asked for does not run here, `kern_isa` says what does
 }
 
 }  // namespace
 
 const Table* const table = choose();
+extern const bool has_tiles;
+const bool has_tiles = strcmp(table->name, "amx") == 0;
 
 }  // namespace kern
 
 extern "C" const char* kern_isa(void) { return kern::table->name; }
+extern "C" const char* kern_isas(void) { return kern::candidates.names; }
 extern "C" int kern_gemm(const kern_gemm_args* args) { return kern::table->gemm(args); }
 extern "C" int kern_gather_gemm(const kern_gather_gemm_args* args) { return kern::table->gather_gemm(args); }
 extern "C" int kern_attention(const kern_attention_args* args) { return kern::table->attention(args); }

@@ -3,6 +3,7 @@
 // sums fit int16: int16 activations against wider codes were measured no faster than float32. Elsewhere the exact
 // kernels do it.
 #pragma once
+#include "quant_amx.h"
 #include "quant_exact.h"
 
 namespace kern::KERN_NS {
@@ -10,7 +11,7 @@ namespace kern::KERN_NS {
 #if defined(KERN_AVX512) || defined(KERN_AVX2)
 
 // Sums of products of 4 unsigned and 4 signed bytes per lane. `sum` is what add() returns, 0 at first; total() makes of
-// it one number per lane. No more than `F::most_adds` add() in between: without VNNI the sums are pairs of int16.
+// it one number per lane. Without VNNI the sums are pairs of int16: no more than `F::most_adds` add() in between.
 #if defined(KERN_AVX512)
 KERN_INLINE vi add_products(vi sum, vi codes, vi x) {
   return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
@@ -31,7 +32,7 @@ template <int BITS>
 struct Quads<Affine<BITS>> {
   using F = Affine<BITS>;
   static constexpr int count = F::per_lane / 4;
-  static constexpr int most_adds = 8;     // 8 * 2 * 15 * 127 < 2**15
+  static constexpr int most_adds = 8;  // 8 * 2 * 15 * 127 < 2**15
   static constexpr float zero = 0.0f;
   static KERN_INLINE vi quad(Words w, int q) {
     if constexpr (BITS == 8) return w.low;
@@ -128,7 +129,7 @@ __attribute__((noinline)) void quad_tile(const int8_t* x, int64_t ld_x, const fl
                                          int64_t ld_steps, int64_t ld_sums, const uint8_t* panel, const float* scales,
                                          const float* biases, int64_t groups, int quads, float* c, int64_t ld_c) {
   using Q = Quads<F>;
-  const int run = static_cast<int>(least(quads, Q::most_adds));
+  const int run = W == 16 ? quads : static_cast<int>(least(quads, Q::most_adds));
   for (int64_t g = 0; g < groups; g++) {
     vi whole[M][2] = {};
     for (int first = 0; first < quads; first += run) {
@@ -339,6 +340,13 @@ struct Fast {
                  c + m * kColumns + p * kPanel, kColumns);
       };
       int64_t m = 0;
+#if defined(KERN_AVX512)
+      if (has_tiles && s.count >= kAmxRows && w.group % 32 == 0) {
+        const Tiles tiles(w.group / 4);
+        for (; m + kAmxRows <= s.count; m += kAmxRows) run(amx_tile, m);
+      }
+#endif
+      for (; W == 16 && m + 8 <= s.count; m += 8) run(quad_tile<F, 8>, m);  // 16 of 32 registers accumulate
       for (; m + 4 <= s.count; m += 4) run(quad_tile<F, 4>, m);
       for (; m < s.count; m++) run(quad_tile<F, 1>, m);
     }

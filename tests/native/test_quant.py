@@ -27,7 +27,7 @@ seeds = st.integers(0, 1000)
 offsets = st.integers(0, 3)
 ROWS = [1, 2, 3, 5, 8, 9, 17, 40]
 """Rows of x: each way that the kernels group them."""
-INTEGER_PRODUCTS = {b"avx2": 4, b"avx512": 8}.get(library.kern_isa(), 0)
+INTEGER_PRODUCTS = {b"avx2": 4, b"avx512": 8, b"amx": 8}.get(library.kern_isa(), 0)
 """Codes of up to so many bits are multiplied as integers where precision is fast."""
 
 

@@ -17,9 +17,11 @@ extern "C" {
 typedef enum { KERN_OK = 0, KERN_UNSUPPORTED = 1 } kern_status;
 typedef enum { KERN_F32 = 0, KERN_F16 = 1, KERN_BF16 = 2 } kern_type;
 
-// The instruction set in use: "avx512", "avx2", "neon" or "scalar". Chosen at load: the widest this processor has and
-// that is proven (not avx512 yet), or what the environment variable KERN_ISA names.
+// The instruction set in use: "amx" (AVX-512 and tiles), "avx512", "avx2", "neon" or "scalar". Chosen at load: the widest this processor has, or
+// what the environment variable KERN_ISA names.
 KERN_API const char* kern_isa(void);
+// All that this processor has, the widest first, with spaces between.
+KERN_API const char* kern_isas(void);
 
 // Threads that kernels use, the caller included. 0 asks for as many as this process may run on.
 KERN_API void kern_set_threads(int threads);
