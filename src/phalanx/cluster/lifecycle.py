@@ -109,7 +109,7 @@ def specs(plan: Plan, secret: str) -> list[Spec]:
 
 
 async def start_all(plan: Plan) -> dict[str, Started]:
-    """Start the supervisors: agents first, then the server. All or none.
+    """Start the supervisors, on all hosts at once: a server waits for its agents. All or none.
 
     Raises:
         ClusterError: a host could not start its part; the others have stopped again.
@@ -118,23 +118,20 @@ async def start_all(plan: Plan) -> dict[str, Started]:
 
 
 async def _start(todo: Sequence[tuple[Remote, Spec]]) -> dict[str, Started]:
-    started: dict[str, Started] = {}
-    begun: list[Remote] = []
+    tasks = {
+        remote: asyncio.create_task(remote.call("start", spec, Started, timeout_s=SSH_MARGIN_S + KILL_HOLD_S))
+        for remote, spec in todo
+    }
     try:
-        for part in (todo[1:], todo[:1]):
-            found = await asyncio.gather(
-                *(remote.call("start", spec, Started, timeout_s=SSH_MARGIN_S + KILL_HOLD_S) for remote, spec in part),
-                return_exceptions=True,
-            )
-            begun += [remote for (remote, _), one in zip(part, found, strict=True) if isinstance(one, Started)]
-            for (remote, _), one in zip(part, found, strict=True):
-                if isinstance(one, BaseException):
-                    raise one
-                started[remote.name] = one
+        await asyncio.wait(tasks.values())
+        return {remote.name: task.result() for remote, task in tasks.items()}
     except (ClusterError, asyncio.CancelledError):
+        for task in tasks.values():
+            task.cancel()
+        found = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        begun = [remote for remote, one in zip(tasks, found, strict=True) if isinstance(one, Started)]
         await on_all(begun, "stop", StopRequest(), Stopped)
         raise
-    return started
 
 
 class Cluster:

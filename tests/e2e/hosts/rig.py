@@ -3,7 +3,7 @@ directory and a real sshd; one switch between them. Links can be cut, hosts kill
 
     desk, a, b, c, d     10.77.0.10, .1, .2, .3, .4 on a bridge that lives in a namespace of its own
 
-Everything is a child of the test process: when it goes, the namespaces go, and with them links and mounts. Needs root
+Everything ends with the test process, however that ends: the namespaces go, and with them links and mounts. Needs root
 and Linux. Does not know phalanx.
 """
 
@@ -23,7 +23,8 @@ from pathlib import Path
 
 SUBNET = "10.77.0"
 NUMBERS = {"desk": 10, "a": 1, "b": 2, "c": 3, "d": 4}
-UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+WITH_US = ["setpriv", "--pdeathsig", "KILL", "--"]
+UNSHARE = [*WITH_US, "unshare", "--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WAIT_S = 10.0
 HOME = Path(pwd.getpwuid(os.geteuid()).pw_dir)  # what ssh takes for it, whatever the variable says
@@ -226,7 +227,7 @@ class Switch:
 
     def __init__(self) -> None:
         self._init = subprocess.Popen(
-            ["unshare", "--net", "--", "sleep", "infinity"], start_new_session=True, env={"PATH": SYSTEM_PATH}
+            [*WITH_US, "unshare", "--net", "--", "sleep", "infinity"], start_new_session=True, env={"PATH": SYSTEM_PATH}
         )
         deadline = time.monotonic() + WAIT_S
         while Path(f"/proc/{self._init.pid}/comm").read_text() != "sleep\n":

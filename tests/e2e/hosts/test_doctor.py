@@ -448,10 +448,17 @@ FAULTS = {
     "[jaccl] The device file should start with an array": "rdma-device-file",
     "[jaccl] Recv failed with errno=2": "coordinator-port",
 }
+ALWAYS = ("rdma-bridge-up", "coordinator-port")  # each is a whole start; `make soak` plays the others
 DYING_RANK = "import sys, os\nif 'rank' in sys.orig_argv:\n    sys.stderr.write({line!r} + '\\n')\n    os._exit(64)\n"
 
 
-@pytest.mark.parametrize(("line", "name"), FAULTS.items(), ids=FAULTS.values())
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        pytest.param(line, name, id=name, marks=() if name in ALWAYS else pytest.mark.soak)
+        for line, name in FAULTS.items()
+    ],
+)
 def test_up_names_the_fault_in_a_ranks_log(scene: Scene, line: str, name: str):
     """What MLX's RDMA backend says where it fails; a rank that says it stands for the Mac we have not."""
     scene.library_says(scene.b, DYING_RANK.format(line=line))
