@@ -187,13 +187,20 @@ async def wait_healthy(plan: Plan, cluster: Cluster, show: Callable[[Cluster], N
         if server is not None and server.health is not None and server.health.ok:
             return
         if time.monotonic() > deadline:
-            health = server.health if server is not None else None
-            why = cluster.problems.get(first) or (health.reason if health is not None else "no status came")
             raise ClusterError(
-                f"Not healthy after {plan.timeout_s:g} s: {why}",
+                f"Not healthy after {plan.timeout_s:g} s: {_why_late(first, cluster)}",
                 remedy="It goes on starting: `phalanx status` shows how far it is. Give a larger --timeout.",
             )
         await asyncio.sleep(0.2)
+
+
+def _why_late(first: str, cluster: Cluster) -> str:
+    """What the server waits for, and which hosts do not answer this machine."""
+    server = cluster.statuses[first]
+    health = None if server is None or first in cluster.problems else server.health
+    said = ["no status came"] if health is None and not cluster.problems else []
+    said += [health.reason] if health is not None and health.reason else []
+    return " ".join([*said, *cluster.problems.values()])
 
 
 def final_cause(name: str, status: HostStatus) -> StartFailed | None:

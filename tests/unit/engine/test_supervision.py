@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,7 @@ def test_a_host_that_is_away_is_waited_for_and_named(monkeypatch, tmp_path):
         raise HostUnreachable("The agent of b at 10.0.0.2 port 32330 cannot be used: no answer.", remedy="Is b on?")
 
     async def main() -> None:
+        begun = time.time()
         process = engine(ended())
         monkeypatch.setattr(process, "_start_ranks", away)
         supervision = asyncio.create_task(process._supervise(tmp_path))
@@ -127,6 +129,7 @@ def test_a_host_that_is_away_is_waited_for_and_named(monkeypatch, tmp_path):
             await asyncio.sleep(0.01)
             assert not supervision.done()
         assert process.state.phase == "starting" and process.state.restarts == 0
+        assert begun - 1 <= process.state.down_since <= begun + 60
         assert "The agent of b at 10.0.0.2" in process.state.reason and "Is b on?" in process.state.reason
         supervision.cancel()
         await asyncio.gather(supervision, return_exceptions=True)
