@@ -136,3 +136,45 @@ def test_a_host_that_is_away_is_waited_for_and_named(monkeypatch, tmp_path):
 
     monkeypatch.setattr("phalanx.engine.process.HOST_RETRY_S", 0.01)
     asyncio.run(main())
+
+
+class Group(RankProcesses):
+    """A group without processes, whose end is given; without one it never ends."""
+
+    def __init__(self, end: End | None) -> None:
+        super().__init__({}, [])
+        self._end = end
+
+    async def first_end(self) -> End:
+        if self._end is None:
+            await asyncio.Event().wait()
+        assert self._end is not None
+        return self._end
+
+
+def test_a_host_that_is_back_is_not_blamed_while_its_rank_loads(monkeypatch, tmp_path):
+    away = HostUnreachable("The agent of b cannot be used: no answer.")
+    starts: list[RankProcesses | HostUnreachable] = [Group(End("rank 1", -9)), away, away, Group(None)]
+    seen: list[str] = []
+
+    async def main() -> None:
+        process = engine(ended())
+
+        async def start(*_: object) -> RankProcesses:
+            seen.append(process.state.reason)
+            if isinstance(found := starts.pop(0), HostUnreachable):
+                raise found
+            return found
+
+        monkeypatch.setattr(process, "_start_ranks", start)
+        supervision = asyncio.create_task(process._supervise(tmp_path))
+        while starts:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert process.state.phase == "restarting" and process.state.reason.startswith("rank 1 was ended by SIGKILL")
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
+
+    monkeypatch.setattr("phalanx.engine.process.HOST_RETRY_S", 0.01)
+    asyncio.run(main())
+    assert seen[3].startswith("The agent of b cannot be used")
