@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from huggingface_hub import errors as hub
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model
 from models import make_model
 
+from phalanx.cluster.library import NEEDED
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import MemoryShortage, ModelNotFound, ModelUnsupported, WeightsError
 from phalanx.model import load as loading
@@ -360,6 +361,10 @@ def test_demo_and_directories_are_found(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert resolve("owner/name") == Path("owner/name")
+
+
+def test_what_is_fetched_is_what_is_copied_between_hosts():
+    assert set(DEFAULT_ALLOW_PATTERNS) <= set(NEEDED)
 
 
 @pytest.mark.parametrize("name", ["/no/such", "./no", "../no", "~/no-such-model", "a/b/c", ""])

@@ -105,7 +105,8 @@ def says(status: HostStatus) -> str:
     if status.child is not None and status.supervisor is None:
         parts.append("its supervisor is gone: it runs on, but nobody would start it again (`phalanx restart`)")
     if status.health is not None and status.health.reason:
-        parts.append(status.health.reason)
+        since = status.health.since
+        parts.append(status.health.reason + (f" (not ready since {since})" if since else ""))
     healthy = status.health is not None and status.health.ok
     if status.fault and not healthy:
         parts.append(f"{status.fault} {status.remedy}")

@@ -22,14 +22,18 @@ def command(
     model: Annotated[str, typer.Argument(help="A directory of this machine, or a hub id.")],
     hostfile: HostfileOption = None,
     hosts: Hosts = None,
+    needed: Annotated[
+        bool,
+        typer.Option("--needed", help="Only files that serving reads, not the same weights in other formats."),
+    ] = False,
     python: Python = PYTHON,
 ) -> int:
     """pull: download on the first host, copy to the others. push: copy from this machine. verify: compare checksums."""
     remotes = [Remote(host.ssh, python=python) for host in chosen(None, hostfile, hosts).hosts]
     if action == "pull":
-        asyncio.run(pull(model, remotes[0], [remote.name for remote in remotes[1:]], print))
+        asyncio.run(pull(model, remotes[0], [remote.name for remote in remotes[1:]], print, needed=needed))
         return ExitCode.OK
-    wanted = prepare(model)
+    wanted = prepare(model, needed=needed)
     if action == "push":
         return _push(model, wanted, remotes)
     return _verify(wanted, remotes)

@@ -25,8 +25,8 @@ Progress = Callable[[str, int], None]
 """Hears of a host and of bytes that it has more."""
 
 
-def prepare(model: str, progress: Callable[[int], None] = lambda _: None) -> Manifest:
-    """What is to be on every host.
+def prepare(model: str, progress: Callable[[int], None] = lambda _: None, *, needed: bool = False) -> Manifest:
+    """What is to be on every host: all files of the model, or only those that serving reads.
 
     Raises:
         ModelNotFound: the model is not on this machine, or not whole.
@@ -36,7 +36,7 @@ def prepare(model: str, progress: Callable[[int], None] = lambda _: None) -> Man
         raise ModelNotFound(
             f"{model} is not on this machine.", remedy=f"Run `phalanx model pull {model}`, or push from where it is."
         )
-    found = manifest(path, place_of(path), progress)
+    found = manifest(path, place_of(path), progress, needed=needed)
     if lacking := missing_shards(path, [parcel.path for parcel in found.parcels]):
         raise ModelNotFound(
             f"{path} is not whole: {lacking[0]} is missing"
@@ -131,7 +131,9 @@ async def _send(file: Path, place: str, parcel: Parcel, have: int, remote: Remot
         await end(process)
 
 
-async def pull(model: str, first: Remote, others: Sequence[str], show: Callable[[str], None]) -> None:
+async def pull(
+    model: str, first: Remote, others: Sequence[str], show: Callable[[str], None], *, needed: bool = False
+) -> None:
     """Download on the first host, then push from there to the others.
 
     Raises:
@@ -139,7 +141,7 @@ async def pull(model: str, first: Remote, others: Sequence[str], show: Callable[
     """
     commands: list[tuple[str, ...]] = [("fetch", model)]
     if others:
-        commands.append(("model", "push", model, "--hosts", ",".join(others)))
+        commands.append(("model", "push", model, "--hosts", ",".join(others), *(["--needed"] if needed else [])))
     for words in commands:
         show(f"{first.name}$ phalanx {' '.join(words)}")
         code, out, err = await run(first.command(*words), b"", VERIFY_S, first.name)

@@ -88,6 +88,7 @@ class Health(Struct, frozen=True, kw_only=True):
     ok: bool
     phase: str
     reason: str = ""
+    since: str = ""  # when it ceased to be ready, ISO 8601
     done: int = 0
     total: int = 0
     step: str = ""  # of loading
@@ -197,6 +198,7 @@ def health(spec: Spec) -> Health:
         ok=body.get("status") == "ok",
         phase=str(body.get("status", "")),
         reason=str(body.get("reason", "")),
+        since=str(body.get("since", "")),
         done=int(progress.get("done", 0)),
         total=int(progress.get("total", 0)),
         step=str(progress.get("phase", "")),

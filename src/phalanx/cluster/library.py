@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 
 from phalanx.cluster.findings import ModelFacts
 from phalanx.config import hub_cache
@@ -11,6 +12,13 @@ from phalanx.demo import MODEL_DIR
 
 DIGESTED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 """Small files whose contents tell one model from another; weights are told by name and size here."""
+NEEDED = (
+    "model*.safetensors", "model*.safetensors.index.json", "*.json", "*.jsonl", "*.txt", "*.jinja", "*.py",
+    "tokenizer.model", "tiktoken.model", "*.tiktoken",
+)  # fmt: skip
+"""What serving reads of a model's directory: what mlx-lm fetches of a repository."""
+NEEDED_BELOW = ("*.py", "additional_chat_templates/*.jinja")
+"""... and of directories in it."""
 
 
 def model_path(model: str) -> Path | None:
@@ -36,13 +44,31 @@ def files_of(path: Path) -> list[Path]:
     )
 
 
+def is_needed(name: str) -> bool:
+    """Whether serving reads a file of a model: its weights, configuration, tokenizer, templates and Python code, not
+    the same weights in other formats, nor what is for people. Pure.
+
+    Args:
+        name: relative to the model's directory, with /.
+    """
+    inside = len(PurePosixPath(name).parts) > 1
+    if name.endswith(".index.json") and not fnmatchcase(name, "model*.safetensors.index.json"):
+        return False  # of another format
+    return any(fnmatchcase(name, pattern) for pattern in (NEEDED_BELOW if inside else NEEDED))
+
+
+def needed_files(path: Path) -> list[Path]:
+    """A model's files that serving reads, in order of name."""
+    return [file for file in files_of(path) if is_needed(file.relative_to(path).as_posix())]
+
+
 def find_model(model: str) -> ModelFacts | None:
     """What to compare between hosts."""
     path = model_path(model)
     if path is None:
         return None
     digest, weights = hashlib.sha256(), 0
-    for file in files_of(path):
+    for file in needed_files(path):
         size = file.stat().st_size
         digest.update(f"{file.relative_to(path)} {size}\n".encode())
         if file.suffix in DIGESTED:

@@ -109,7 +109,7 @@ def specs(plan: Plan, secret: str) -> list[Spec]:
 
 
 async def start_all(plan: Plan) -> dict[str, Started]:
-    """Start the supervisors: agents first, then the server. All or none.
+    """Start the supervisors, on all hosts at once: a server waits for its agents. All or none.
 
     Raises:
         ClusterError: a host could not start its part; the others have stopped again.
@@ -118,23 +118,20 @@ async def start_all(plan: Plan) -> dict[str, Started]:
 
 
 async def _start(todo: Sequence[tuple[Remote, Spec]]) -> dict[str, Started]:
-    started: dict[str, Started] = {}
-    begun: list[Remote] = []
+    tasks = {
+        remote: asyncio.create_task(remote.call("start", spec, Started, timeout_s=SSH_MARGIN_S + KILL_HOLD_S))
+        for remote, spec in todo
+    }
     try:
-        for part in (todo[1:], todo[:1]):
-            found = await asyncio.gather(
-                *(remote.call("start", spec, Started, timeout_s=SSH_MARGIN_S + KILL_HOLD_S) for remote, spec in part),
-                return_exceptions=True,
-            )
-            begun += [remote for (remote, _), one in zip(part, found, strict=True) if isinstance(one, Started)]
-            for (remote, _), one in zip(part, found, strict=True):
-                if isinstance(one, BaseException):
-                    raise one
-                started[remote.name] = one
+        await asyncio.wait(tasks.values())
+        return {remote.name: task.result() for remote, task in tasks.items()}
     except (ClusterError, asyncio.CancelledError):
+        for task in tasks.values():
+            task.cancel()
+        found = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        begun = [remote for remote, one in zip(tasks, found, strict=True) if isinstance(one, Started)]
         await on_all(begun, "stop", StopRequest(), Stopped)
         raise
-    return started
 
 
 class Cluster:
@@ -190,13 +187,20 @@ async def wait_healthy(plan: Plan, cluster: Cluster, show: Callable[[Cluster], N
         if server is not None and server.health is not None and server.health.ok:
             return
         if time.monotonic() > deadline:
-            health = server.health if server is not None else None
-            why = cluster.problems.get(first) or (health.reason if health is not None else "no status came")
             raise ClusterError(
-                f"Not healthy after {plan.timeout_s:g} s: {why}",
+                f"Not healthy after {plan.timeout_s:g} s: {_why_late(first, cluster)}",
                 remedy="It goes on starting: `phalanx status` shows how far it is. Give a larger --timeout.",
             )
         await asyncio.sleep(0.2)
+
+
+def _why_late(first: str, cluster: Cluster) -> str:
+    """What the server waits for, and which hosts do not answer this machine."""
+    server = cluster.statuses[first]
+    health = None if server is None or first in cluster.problems else server.health
+    said = ["no status came"] if health is None and not cluster.problems else []
+    said += [health.reason] if health is not None and health.reason else []
+    return " ".join([*said, *cluster.problems.values()])
 
 
 def final_cause(name: str, status: HostStatus) -> StartFailed | None:

@@ -15,7 +15,7 @@ from typing import BinaryIO, Protocol
 
 from msgspec import Struct
 
-from phalanx.cluster.library import files_of
+from phalanx.cluster.library import files_of, needed_files
 from phalanx.config import hub_cache
 from phalanx.errors import ClusterError, ConfigError
 
@@ -65,15 +65,17 @@ class Reader(Protocol):
     def read(self, count: int, /) -> bytes: ...
 
 
-def manifest(path: Path, place: str, progress: Callable[[int], None] = lambda _: None) -> Manifest:
-    """Everything a directory holds. `progress` hears of bytes read."""
+def manifest(
+    path: Path, place: str, progress: Callable[[int], None] = lambda _: None, *, needed: bool = False
+) -> Manifest:
+    """Everything a directory holds, or only what serving reads of it. `progress` hears of bytes read."""
     parcels = [
         Parcel(path=file.relative_to(path).as_posix(), bytes=file.stat().st_size, sha256=digest(file, progress))
-        for file in files_of(path)
+        for file in (needed_files(path) if needed else files_of(path))
         if not file.name.endswith(".part")
     ]
     if not parcels:
-        raise ClusterError(f"{path} has no files.")
+        raise ClusterError(f"{path} has no files" + (" that serving reads." if needed else "."))
     return Manifest(place=place, parcels=parcels)
 
 

@@ -52,6 +52,7 @@ class EngineState(Struct, frozen=True, kw_only=True):
 
     phase: Phase = "starting"
     reason: str = ""  # why it is not ready; empty when it is
+    down_since: float | None = None  # seconds since the epoch, while it is not ready
     restarts: int = 0
     progress: Progress | None = None  # while starting, loading or restarting
     last_pong_age_s: float | None = None  # since the engine's own loop last answered; None before the first answer
@@ -280,10 +281,14 @@ class FakeEngine(EngineClient):
 
     def become_ready(self) -> None:
         """Loading is over."""
-        self._state = replace(self._state, phase="ready", reason="", progress=None)
+        self._state = replace(self._state, phase="ready", reason="", down_since=None, progress=None)
         self._ready_once = True
         self._pong_at = self._clock()
         self.emit_ready(self._info)
+
+    def down_since(self, at: float) -> None:
+        """Be down since a time."""
+        self._state = replace(self._state, down_since=at)
 
     def loading(self, done: int, total: int) -> None:
         """Report progress."""

@@ -35,7 +35,7 @@ class EngineConnection(EngineClient):
         super().__init__()
         self._stall_s = stall_s
         self._codec = server_codec()
-        self._state = EngineState()
+        self._state = EngineState(down_since=time.time())
         self._info: ModelInfo | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._pings: dict[int, asyncio.Future[EngineStats]] = {}
@@ -95,7 +95,7 @@ class EngineConnection(EngineClient):
                 self._state = replace(self._state, phase=phase, reason=reason, progress=progress)
             case Ready():
                 self._info = message.info
-                self._state = replace(self._state, phase="ready", reason="", progress=None)
+                self._state = replace(self._state, phase="ready", reason="", down_since=None, progress=None)
                 self.emit_ready(message.info)
             case Failed():
                 self._failure = message
@@ -123,9 +123,12 @@ class EngineConnection(EngineClient):
 
     def _down(self, phase: str, reason: str, code: ExitCode | None) -> None:
         """Tell everybody that the engine is gone."""
-        restarts = self._state.restarts + (phase == "restarting")
         self._state = EngineState(
-            phase="restarting" if phase == "restarting" else "failed", reason=reason, restarts=restarts, exit_code=code
+            phase="restarting" if phase == "restarting" else "failed",
+            reason=reason,
+            down_since=self._state.down_since or time.time(),
+            restarts=self._state.restarts + (phase == "restarting"),
+            exit_code=code,
         )
         self._fail_pings(reason)
         self.emit_down(reason, will_restart=phase == "restarting")

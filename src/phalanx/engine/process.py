@@ -60,6 +60,7 @@ class EngineProcess(EngineConnection):
         self._choice: Choice | None = None
         self._generation = 0
         self._stall_reason = ""
+        self._why_down = "the engine is starting"  # once every host is there
         self._last_words: deque[str] = deque(maxlen=STDERR_LINES)
         self._crashes: deque[float] = deque()
         self._supervisor: asyncio.Task[None] | None = None
@@ -135,6 +136,7 @@ class EngineProcess(EngineConnection):
                     reason = f"{len(self._crashes)} crashes in {RESTART_WINDOW_S:g} s, the last: {reason}"
                 self._down("failed", reason, exit_code)
                 return
+            self._why_down = reason
             self._down("restarting", reason, None)
             await asyncio.sleep(self._back_off())
             self._config = replace(self._config, inject=None)  # a drill happens once
@@ -168,8 +170,7 @@ class EngineProcess(EngineConnection):
             path.unlink(missing_ok=True)
             raise
         self._last_sign = time.monotonic()
-        if self._state.phase == "starting":
-            self._state = replace(self._state, reason="the engine is starting")
+        self._state = replace(self._state, reason=self._why_down)
         logs = [asyncio.create_task(self._forward_log(process)) for process in ranks.processes.values()]
         connection = asyncio.create_task(self._serve(connected), name="engine connection")
         watch = asyncio.create_task(self._watch(ranks), name="engine watch")

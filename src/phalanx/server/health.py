@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 from phalanx.engine.client import EngineClient
@@ -46,6 +47,8 @@ class Health:
         body: dict[str, Any] = {"status": "ok", "restarts": state.restarts}
         if state.phase != "ready":
             body |= {"status": state.phase, "reason": state.reason or f"the engine is {state.phase}"}
+            if state.down_since is not None:
+                body["since"] = datetime.fromtimestamp(state.down_since, UTC).isoformat(timespec="seconds")
             if state.progress is not None:
                 progress = state.progress
                 body["progress"] = {"phase": progress.phase, "done": progress.done, "total": progress.total}

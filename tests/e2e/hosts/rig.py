@@ -1,9 +1,9 @@
 """Machines on one machine: each a set of namespaces with its own name, network, processes, /tmp, shared memory, home
-directory and a real sshd; one switch between them. Links can be cut, hosts killed and started again.
+directory and a real sshd; one switch between them. Links can be cut and delayed, hosts killed and started again.
 
     desk, a, b, c, d     10.77.0.10, .1, .2, .3, .4 on a bridge that lives in a namespace of its own
 
-Everything is a child of the test process: when it goes, the namespaces go, and with them links and mounts. Needs root
+Everything ends with the test process, however that ends: the namespaces go, and with them links and mounts. Needs root
 and Linux. Does not know phalanx.
 """
 
@@ -23,7 +23,8 @@ from pathlib import Path
 
 SUBNET = "10.77.0"
 NUMBERS = {"desk": 10, "a": 1, "b": 2, "c": 3, "d": 4}
-UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+WITH_US = ["setpriv", "--pdeathsig", "KILL", "--"]
+UNSHARE = [*WITH_US, "unshare", "--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WAIT_S = 10.0
 HOME = Path(pwd.getpwuid(os.geteuid()).pw_dir)  # what ssh takes for it, whatever the variable says
@@ -156,6 +157,12 @@ class Host:
     def mend(self) -> None:
         self._switch.set_port(self.name, "up")
 
+    @contextmanager
+    def delayed(self, milliseconds: float) -> Iterator[None]:
+        """Meanwhile everything takes so long to this host, and as long from it."""
+        with self._switch.delayed(self.name, milliseconds):
+            yield
+
     # -- what runs there -------------------------------------------------------------------------------------------
 
     def run(
@@ -226,7 +233,7 @@ class Switch:
 
     def __init__(self) -> None:
         self._init = subprocess.Popen(
-            ["unshare", "--net", "--", "sleep", "infinity"], start_new_session=True, env={"PATH": SYSTEM_PATH}
+            [*WITH_US, "unshare", "--net", "--", "sleep", "infinity"], start_new_session=True, env={"PATH": SYSTEM_PATH}
         )
         deadline = time.monotonic() + WAIT_S
         while Path(f"/proc/{self._init.pid}/comm").read_text() != "sleep\n":
@@ -250,6 +257,26 @@ class Switch:
 
     def set_port(self, name: str, state: str) -> None:
         self._ip("link", "set", "dev", port(name), state)
+
+    @contextmanager
+    def delayed(self, name: str, milliseconds: float) -> Iterator[None]:
+        """A relay (`relay.py`) between a host's port and the switch."""
+        self._ip("link", "add", "name", "wire", "type", "veth", "peer", "name", "relay")
+        for end in ("wire", "relay"):
+            self._ip("link", "set", "dev", end, "up")
+        self._ip("link", "set", "dev", port(name), "nomaster")
+        self._ip("link", "set", "dev", "wire", "master", "switch")
+        script = [sys.executable, str(Path(__file__).with_name("relay.py"))]
+        command = ["nsenter", "--target", str(self._init.pid), "--net", "--", *WITH_US, *script, port(name), "relay"]
+        process = subprocess.Popen([*command, str(milliseconds)], stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield
+        finally:
+            process.kill()
+            process.communicate()
+            self._ip("link", "del", "dev", "wire")
+            self._ip("link", "set", "dev", port(name), "master", "switch", check=False)
 
     def _ip(self, *words: str, check: bool = True) -> int:
         command = ["nsenter", "--target", str(self._init.pid), "--net", "ip", *words]

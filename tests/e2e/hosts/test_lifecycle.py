@@ -93,6 +93,14 @@ def test_a_model_that_is_not_there_is_the_first_cause(hosts):
     assert_nothing_left(hosts)
 
 
+def test_a_host_that_is_off_is_named_and_nothing_stays_on_the_others(hosts):
+    hosts["b"].cut()
+    done = phalanx(hosts["desk"], "up", "2.json", "--skip-checks", "--", *SERVE, check=False)
+    assert done.returncode != 0 and "b:" in done.stderr and "host-unreachable" in done.stderr
+    hosts["b"].mend()
+    assert_nothing_left(hosts)
+
+
 def test_a_stopped_process_is_killed_only_after_the_time_out(hosts):
     up(hosts, 2, "ring")
     (pid,) = hosts["b"].processes("phalanx agent")

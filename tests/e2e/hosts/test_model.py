@@ -68,10 +68,18 @@ def test_a_gigabyte_that_was_interrupted_goes_on(hosts):
 
 
 def test_a_pushed_model_is_served(hosts):
+    """Only what serving reads of it was pushed; for the checks of `up` that is the same model."""
     copied = hosts["a"].home / "models" / "tiny"
     copied.mkdir(parents=True)
     hosts["a"].run(["sh", "-c", "cp $(phalanx fetch demo)/* models/tiny/"])
-    phalanx(hosts["a"], "model", "push", "models/tiny", "--hosts", "b")
+    (copied / "pytorch_model.bin").write_bytes(bytes(MB))
+    phalanx(hosts["a"], "model", "push", "models/tiny", "--hosts", "b", "--needed")
+    assert (hosts["b"].home / "models/tiny/config.json").exists()
+    assert not (hosts["b"].home / "models/tiny/pytorch_model.bin").exists()
+    assert "are the same" in phalanx(hosts["a"], "model", "verify", "models/tiny", "--hosts", "b", "--needed").stdout
+    whole = phalanx(hosts["a"], "model", "verify", "models/tiny", "--hosts", "b", check=False)
+    assert whole.returncode != 0
+    assert "2 of 7 files are missing or differ: MODEL_CARD.md, pytorch_model.bin" in whole.stdout
     serve = ("models/tiny", "--served-model-name", "demo", "--host", "0.0.0.0", "--memory-guard-gb", "1")
     with cluster(hosts, 2, "ring", serve=serve) as url:
         assert ask(hosts["desk"], url)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 
 import pytest
-from clusters import assert_nothing_left, phalanx
+from clusters import ask, assert_nothing_left, cluster, health, phalanx
 from mac import Mac
 from rig import Host, Rig
 
+DELAY_MS = 5.0
+TOKENS = 12
 NODES = ["--node", "a:en5:10.90.0.1", "--node", "b:en3:10.90.0.2"]
 
 
@@ -115,6 +118,22 @@ def test_a_slow_link_is_seen(hosts):
     finally:
         hosts["a"].run("tc qdisc del dev eth0 root".split())
     assert after[2] < 0.25 < before[2]
+
+
+def test_a_link_that_takes_its_time_is_seen_and_changes_no_token(hosts):
+    """Every frame to b and from b is late, under way as well: of ring, control, agent and ssh alike."""
+    with cluster(hosts, 2, "ring") as url:
+        text = ask(hosts["desk"], url, tokens=TOKENS)
+        with hosts["b"].delayed(DELAY_MS):
+            begun = time.monotonic()
+            assert ask(hosts["desk"], url, tokens=TOKENS) == text
+            assert time.monotonic() - begun > TOKENS * DELAY_MS / 1000
+            there_and_back_us = figures(hosts)[0]
+            assert 2 < there_and_back_us / 1000 / DELAY_MS < 4
+            said = health(hosts)
+            assert said["status"] == "ok" and said["restarts"] == 0
+            assert all(rank["mismatches"] == 0 for rank in said["ranks"])
+        assert ask(hosts["desk"], url, tokens=TOKENS) == text
 
 
 def figures(hosts: Rig) -> list[float]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime
 
 import pytest
-from clusters import Stream, ask, cluster, health, phalanx, up, wait_for
+from clusters import SERVE, Stream, ask, assert_nothing_left, cluster, health, phalanx, up, wait_for
 
 PROMPT = "What is phalanx?"
 TOKENS = 300
@@ -79,12 +80,39 @@ def test_a_host_that_is_killed_is_named_and_restart_brings_it_back(hosts):
     up(hosts, 2, "ring")
     hosts["b"].kill()
     assert wait_for(lambda: down_because(hosts, "b"), "/health names the host") < 5.0
+    begun = time.monotonic()
     status = phalanx(hosts["desk"], "status", "2.json", check=False)
+    assert time.monotonic() - begun < 5.0 + 4.0  # and the time to begin, where many processes share two processors
     assert status.returncode != 0 and "b" in status.stdout and "host-unreachable" in status.stdout
+    assert f"(not ready since {health(hosts)['since']})" in status.stdout
     hosts["b"].boot()
     phalanx(hosts["desk"], "restart", "2.json")
     assert ask(hosts["desk"], f"http://{hosts['a'].address}:8000/v1")
     phalanx(hosts["desk"], "down", "2.json")
+
+
+def test_a_host_that_does_not_come_is_waited_for_and_named_by_all(hosts):
+    """`up` ends in time and says who is missing; `/health` and `status` go on saying so, and since when."""
+    words = ("up", "2.json", "--backend", "ring", "--timeout", "8", "--skip-checks", "--", *SERVE)
+    hosts["a"].run(["ip", "route", "add", "unreachable", hosts["b"].address])
+    try:
+        begun = time.time()
+        late = phalanx(hosts["desk"], *words, check=False)
+        assert late.returncode != 0 and time.time() - begun < 30
+        said = " ".join(late.stderr.split())
+        assert "Not healthy after 8 s: The agent of b at 10.77.0.2" in said and "It goes on starting" in said
+        found = health(hosts)
+        assert found["status"] == "starting" and "The agent of b" in found["reason"] and found["restarts"] == 0
+        assert int(begun) <= datetime.fromisoformat(found["since"]).timestamp() < begun + 30
+        status = phalanx(hosts["desk"], "status", "2.json", check=False)
+        assert status.returncode != 0
+        assert "The agent of b" in status.stdout and f"(not ready since {found['since']})" in status.stdout
+    finally:
+        hosts["a"].run(["ip", "route", "del", "unreachable", hosts["b"].address])
+    wait_for(lambda: ready(hosts), "it serves once the host is there")
+    assert "since" not in health(hosts) and ask(hosts["desk"], f"http://{hosts['a'].address}:8000/v1")
+    phalanx(hosts["desk"], "down", "2.json")
+    assert_nothing_left(hosts)
 
 
 def test_serving_does_not_need_the_machine_it_was_started_from(hosts):

@@ -98,6 +98,8 @@ def test_what_a_host_says():
     assert "its supervisor is gone" in says(replace(UP, supervisor=None))
     ill = replace(UP, health=Health(ok=False, phase="restarting", reason="b is away"), fault="x: y.", remedy="Do z.")
     assert says(ill) == "b is away; x: y. Do z."
+    away = Health(ok=False, phase="restarting", reason="b is away", since="2026-01-02T03:04:05+00:00")
+    assert says(replace(UP, health=away)) == "b is away (not ready since 2026-01-02T03:04:05+00:00)"
     assert says(replace(UP, fault="old: fault.")) == "", "a fault of the past is not said of a healthy server"
     assert says(replace(UP, health=None, role="agent", last_line="rank 1: joined")) == "rank 1: joined"
 

@@ -11,8 +11,19 @@ from msgspec.structs import replace
 
 from phalanx.cluster.host import Health, HostStatus, flag, last_words, serve_address
 from phalanx.cluster.hostfile import Host, Hostfile
-from phalanx.cluster.lifecycle import Plan, backend_of, check, final_cause, model_of, specs
+from phalanx.cluster.lifecycle import (
+    Cluster,
+    Plan,
+    backend_of,
+    check,
+    final_cause,
+    model_of,
+    specs,
+    start_all,
+    wait_healthy,
+)
 from phalanx.cluster.ssh import ANSWER, Remote, failure, run
+from phalanx.cluster.supervisor import Started, Stopped
 from phalanx.config import ClusterConfig
 from phalanx.errors import ClusterError, ConfigError
 
@@ -126,6 +137,50 @@ def test_an_ended_process_is_final():
 )
 def test_last_words(lines, words):
     assert last_words(lines) == words
+
+
+# starting ---------------------------------------------------------------------------------------------------------
+
+
+def test_hosts_start_at_once_and_all_or_none(monkeypatch):
+    calls: list[tuple[str, str]] = []
+    both = asyncio.Event()
+
+    async def call(remote: Remote, verb: str, *_: object, **__: object) -> Started | Stopped:
+        calls.append((remote.name, verb))
+        if verb == "stop":
+            return Stopped()
+        if len(calls) == 2:
+            both.set()
+        await both.wait()  # in turn, this would wait for ever
+        if remote.name == "b":
+            raise ClusterError("b: Something is running here already")
+        return Started(pid=7, waited_s=0.0)
+
+    monkeypatch.setattr(Remote, "call", call)
+    with pytest.raises(ClusterError, match="b: Something"):
+        asyncio.run(asyncio.wait_for(start_all(PLAN), 5.0))
+    assert sorted(calls[:2]) == [("a", "start"), ("b", "start")]
+    assert calls[2:] == [("a", "stop")], "what did not start is not ours to stop"
+
+
+@pytest.mark.parametrize(
+    ("health", "problems", "said"),
+    [
+        ("The agent of b at 10.0.0.2 cannot be used: no answer.", {}, "0.1 s: The agent of b at 10.0.0.2"),
+        ("joining", {"b": "b: The host is off"}, "0.1 s: joining b: The host is off"),
+        ("joining", {"a": "a: The host is off"}, "0.1 s: a: The host is off"),
+        (None, {}, "0.1 s: no status came"),
+    ],
+)
+def test_up_that_is_late_says_what_it_waits_for(health, problems, said):
+    cluster = Cluster(PLAN.remotes())
+    if health is not None:
+        cluster.statuses["a"] = replace(STATUS, health=Health(ok=False, phase="starting", reason=health))
+    cluster.problems |= problems
+    with pytest.raises(ClusterError) as late:
+        asyncio.run(wait_healthy(replace(PLAN, timeout_s=0.1), cluster, lambda _: None))
+    assert f"Not healthy after {said}" in late.value.message
 
 
 # ssh --------------------------------------------------------------------------------------------------------------

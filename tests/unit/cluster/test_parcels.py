@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx.cluster import distribution
-from phalanx.cluster.library import find_model, model_path
+from phalanx.cluster.library import NEEDED, find_model, is_needed, model_path
 from phalanx.cluster.parcels import Manifest, directory_of, finish, inventory, manifest, missing_shards, take
 from phalanx.errors import ClusterError, ConfigError, ModelNotFound
+from phalanx.model.weights import INDEX, PATTERN
 
 BODY = bytes(range(256)) * 9000  # more than two blocks
 
@@ -95,15 +96,63 @@ def test_a_hub_model_lands_in_the_hub_cache_under_its_name(wanted, home):
         directory_of("hub:owner/name@../x")
 
 
-def test_models_with_the_same_files_are_the_same(wanted, home, tmp_path):
-    for parcel, body in zip(wanted.parcels, (b"{}", BODY), strict=True):
-        take(wanted.place, parcel, 0, io.BytesIO(body))
-    one, other = find_model(str(tmp_path / "source")), find_model(str(home / "models/m"))
-    assert one is not None and other is not None
-    assert one.digest == other.digest and one.bytes == len(BODY)
-    (home / "models/m/config.json").write_text('{"x": 1}')
-    assert find_model(str(home / "models/m")).digest != one.digest
+def test_models_with_the_same_files_are_the_same(home, tmp_path):
+    """As far as serving reads them."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(BODY)
+    (other / "consolidated.safetensors").write_bytes(BODY)
+    (other / "README.md").write_text("x")
+    first, second = find_model(str(one)), find_model(str(other))
+    assert first is not None and second is not None
+    assert first.digest == second.digest and first.bytes == second.bytes == len(BODY)
+    (other / "config.json").write_text('{"x": 1}')
+    assert find_model(str(other)).digest != first.digest
     assert find_model("owner/nowhere") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors", "model-00001-of-00002.safetensors", INDEX, "config.json", "generation_config.json",
+        "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "qwen.tiktoken", "tiktoken.model", "vocab.json",
+        "merges.txt", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "modeling_kimi.py",
+        "code/tokenization.py",
+    ],
+)  # fmt: skip
+def test_what_serving_reads_is_needed(name):
+    assert is_needed(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "consolidated.safetensors",
+        "consolidated.safetensors.index.json", "consolidated.00.pth", "original/params.json",
+        "original/tokenizer.model",
+        "onnx/model.onnx", "onnx/config.json", "model-q4_k_m.gguf", "tf_model.h5", "flax_model.msgpack", "README.md",
+        "LICENSE", "figures/speed.png", "metal/model.safetensors", "adapter_model.safetensors",
+        "model.safetensors.part",
+    ],
+)  # fmt: skip
+def test_other_formats_and_what_is_for_people_are_not_needed(name):
+    assert not is_needed(name)
+
+
+def test_the_weights_that_are_loaded_are_needed():
+    assert PATTERN in NEEDED and is_needed(INDEX)
+
+
+def test_only_what_serving_reads_is_sent_when_asked(tmp_path):
+    for name in ("config.json", "model.safetensors", "consolidated.safetensors", "README.md"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "params.json").write_text("{}")
+    names = [parcel.path for parcel in distribution.prepare(str(tmp_path), needed=True).parcels]
+    assert names == ["config.json", "model.safetensors"]
+    assert len(distribution.prepare(str(tmp_path)).parcels) == 5
 
 
 def test_a_model_that_is_not_whole_is_not_sent(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,7 @@ def test_a_host_that_is_away_is_waited_for_and_named(monkeypatch, tmp_path):
         raise HostUnreachable("The agent of b at 10.0.0.2 port 32330 cannot be used: no answer.", remedy="Is b on?")
 
     async def main() -> None:
+        begun = time.time()
         process = engine(ended())
         monkeypatch.setattr(process, "_start_ranks", away)
         supervision = asyncio.create_task(process._supervise(tmp_path))
@@ -127,9 +129,52 @@ def test_a_host_that_is_away_is_waited_for_and_named(monkeypatch, tmp_path):
             await asyncio.sleep(0.01)
             assert not supervision.done()
         assert process.state.phase == "starting" and process.state.restarts == 0
+        assert begun - 1 <= process.state.down_since <= begun + 60
         assert "The agent of b at 10.0.0.2" in process.state.reason and "Is b on?" in process.state.reason
         supervision.cancel()
         await asyncio.gather(supervision, return_exceptions=True)
 
     monkeypatch.setattr("phalanx.engine.process.HOST_RETRY_S", 0.01)
     asyncio.run(main())
+
+
+class Group(RankProcesses):
+    """A group without processes, whose end is given; without one it never ends."""
+
+    def __init__(self, end: End | None) -> None:
+        super().__init__({}, [])
+        self._end = end
+
+    async def first_end(self) -> End:
+        if self._end is None:
+            await asyncio.Event().wait()
+        assert self._end is not None
+        return self._end
+
+
+def test_a_host_that_is_back_is_not_blamed_while_its_rank_loads(monkeypatch, tmp_path):
+    away = HostUnreachable("The agent of b cannot be used: no answer.")
+    starts: list[RankProcesses | HostUnreachable] = [Group(End("rank 1", -9)), away, away, Group(None)]
+    seen: list[str] = []
+
+    async def main() -> None:
+        process = engine(ended())
+
+        async def start(*_: object) -> RankProcesses:
+            seen.append(process.state.reason)
+            if isinstance(found := starts.pop(0), HostUnreachable):
+                raise found
+            return found
+
+        monkeypatch.setattr(process, "_start_ranks", start)
+        supervision = asyncio.create_task(process._supervise(tmp_path))
+        while starts:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert process.state.phase == "restarting" and process.state.reason.startswith("rank 1 was ended by SIGKILL")
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
+
+    monkeypatch.setattr("phalanx.engine.process.HOST_RETRY_S", 0.01)
+    asyncio.run(main())
+    assert seen[3].startswith("The agent of b cannot be used")

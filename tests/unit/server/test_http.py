@@ -375,6 +375,8 @@ def test_health_says_what_is_wrong(tokenizer):
         refused = await client.post(URL["chat"], json=CHAT)
         assert refused.status_code == 503 and "loading" in refused.json()["error"]["message"]
         assert "retry-after" in refused.headers
+        engine.down_since(1_000_000_000)
+        assert (await health())[1]["since"] == "2001-09-09T01:46:40+00:00"
         engine.become_ready()
         assert (await health()) == (200, {"status": "ok", "restarts": 0})
         engine.crash("killed by signal 9")
