@@ -2,13 +2,13 @@
 
 Its cache follows the target's in the same way: what was guessed wrong is cut off by setting a length. It draws with
 the target's own noise, parameters and histories, so that a draft model which agrees about the distribution also
-agrees about the token, at any temperature. A row that is far behind (a new prompt) catches up in chunks, one per
-step, and is drafted for when it has. Does not know who verifies, or whether it pays.
+agrees about the token, at any temperature. A row that is far behind (a new prompt) is read in chunks, as many tokens
+as it is told, and drafted for when it has been. Does not know who verifies, or whether it pays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -19,12 +19,11 @@ from phalanx.model.runner import Runner
 from phalanx.model.sampler import sample
 from phalanx.sched.admission import round_up
 from phalanx.sched.plan import Admit, Forward, Free, Move, Resize
+from phalanx.spec.drafters import Drafter
 
 ARENA = 0
 AT_ONCE = 8
 """Known tokens that a first drafting forward may feed: as many as a row usually gains in a step."""
-CHUNK = 128
-"""Tokens of rows further behind, per step."""
 
 Place = Callable[[int, Sequence[int]], Position]
 """Where a sequence draws its next token after some more drafts."""
@@ -48,8 +47,8 @@ class _Row:
         return self.tokens[self.computed :]
 
 
-class DraftModel:
-    """A `Drafter`.
+class DraftModel(Drafter):
+    """A `Drafter` that reads.
 
     Args:
         runner: the draft model; one whose rows roll back.
@@ -83,15 +82,35 @@ class DraftModel:
         """The last row moves into the hole; without rows there are no buffers."""
         self._remove(self._rows.pop(key))
 
+    def behind(self, keys: Iterable[int]) -> dict[int, int]:
+        """All but what a first drafting forward may feed; rows that will never have memory are not read."""
+        rows = ((key, self._rows[key]) for key in keys)
+        return {
+            key: len(row.tokens) - row.computed - 1
+            for key, row in rows
+            if len(row.tokens) - row.computed > AT_ONCE and not self._never_fits(len(row.tokens) + 1)
+        }
+
+    def read(self, tokens: Mapping[int, int]) -> int:
+        """One forward per row."""
+        done = 0
+        for key, n in tokens.items():
+            row = self._rows[key]
+            row.guessed.clear()
+            if self._enters(row, 1):
+                chunk = row.pending[:-1][:n]
+                self._runner.forward(_forward(row.slot, [chunk], sample=False), [row.computed])
+                row.computed += len(chunk)
+                done += len(chunk)
+        return done
+
     def draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """Drafts of the lengths wanted for all rows that are computed far enough; the others catch up meanwhile."""
+        """Drafts of the lengths wanted for all rows that were read far enough."""
         rows = {key: self._rows[key] for key, n in wanted.items() if self._enters(self._rows[key], n)}
         rows = {key: row for key, row in rows.items() if row.slot >= 0}  # one may have given way to another
-        left = CHUNK
         for row in rows.values():
             row.guessed.clear()
             row.computed = min(row.computed, len(row.tokens) - 1)
-            left -= self._catch_up(row, left)
         drafts: dict[int, list[int]] = {key: [] for key, row in rows.items() if len(row.pending) <= AT_ONCE}
         fed = {key: rows[key].pending for key in drafts}
         while fed:
@@ -101,15 +120,6 @@ class DraftModel:
         return drafts
 
     # -- computing -------------------------------------------------------------------------------------------------
-
-    def _catch_up(self, row: _Row, most: int) -> int:
-        """Feed known tokens of a row that is far behind; how many."""
-        chunk = row.pending[:-1][: max(0, most)]
-        if len(row.pending) <= AT_ONCE or not chunk:
-            return 0
-        self._runner.forward(_forward(row.slot, [chunk], sample=False), [row.computed])
-        row.computed += len(chunk)
-        return len(chunk)
 
     def _draw(self, fed: Mapping[int, list[int]], drafts: Mapping[int, list[int]]) -> dict[int, int]:
         """Feed tokens to some rows and draw one for each.

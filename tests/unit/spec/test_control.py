@@ -10,7 +10,19 @@ from hypothesis import strategies as st
 from machine import CURVES, World, compute_bound, few_cores, memory_bound, predictable, stairs
 
 from phalanx.config import DraftModelSpeculation, NgramSpeculation
-from phalanx.spec.control import ASKING, PURSE, REST, SHARE, Always, CostControl, FloorControl, UpToBatch, build
+from phalanx.spec.control import (
+    ASKING,
+    PURSE,
+    READ_AT_ONCE,
+    REST,
+    SAVED,
+    SHARE,
+    Always,
+    CostControl,
+    FloorControl,
+    UpToBatch,
+    build,
+)
 
 ROWS = (1, 6)
 
@@ -129,21 +141,108 @@ PHASES = st.lists(st.builds(Phase, st.integers(1, 60), st.integers(1, 6), st.int
 COSTS = st.lists(st.floats(0, 1.5), min_size=16, max_size=16)
 
 
-@given(PHASES, COSTS, st.booleans(), st.floats(0, 0.3))
-@settings(max_examples=50, deadline=None)
-def test_losses_are_bounded(phases, costs, cheap, drafting_s):
-    """Whatever the texts, the rows and the machine: the purses, the share, and the one step that emptied them."""
+PROMPTS = st.dictionaries(st.integers(0, 5), st.integers(0, 3000), max_size=6)
+
+
+@given(PHASES, COSTS, st.booleans(), st.floats(0, 0.3), PROMPTS, st.floats(0.001, 0.2))
+@settings(max_examples=100, deadline=None)
+def test_losses_are_bounded(phases, costs, cheap, drafting_s, prompts, reading_s):
+    """Whatever the texts, the prompts, the rows and the machine: the purses, the share, and the one step that emptied
+    them."""
 
     def curve(rows: int, width: int) -> float:
         return rows * (1.0 + sum(costs[: width - 1]))
 
     world = World(CostControl(8, cheap=cheap), curve, lambda row, place: 0, drafting_s=0.0 if cheap else drafting_s)
+    world.reading_s, world.prompts = 0.0 if cheap else reading_s, prompts
     for phase in phases:
         world.right = lambda row, place, phase=phase: phase.right
         for _ in range(phase.steps):
             world.step(phase.rows)
-    worst = sum(costs[:8]) + 8 * drafting_s
-    assert world.lost <= PURSE + ASKING + SHARE * world.paid + worst + 1e-6
+    worst = sum(costs[:8]) + 8 * drafting_s + 16 * world.reading_s
+    assert world.lost <= PURSE + ASKING + SAVED + SHARE * world.paid + worst + 1e-6
+
+
+class TestReading:
+    """A draft model reads a prompt before it drafts; that is work like any other."""
+
+    def world(self, rate: float, reading_s: float = 1 / 40) -> World:
+        return World(draft_model(), memory_bound, predictable(rate), drafting_s=0.02, reading_s=reading_s)
+
+    @pytest.mark.parametrize("prompt", [20, 60, 200, 1000, 8000])
+    def test_hopeless_texts_behind_prompts(self, prompt):
+        """Never below 0.98, from the first answer on, however long the prompts are."""
+        world = self.world(0.0)
+        for n in range(1, 9):
+            world.answer(0, prompt, 256)
+            assert world.lost < 0.02 * 256 * n
+
+    def test_short_answers_to_long_prompts_are_not_drafted_for(self):
+        """However good the drafter is known to be."""
+        world = self.world(0.95)
+        world.answer(0, 8, 2000)
+        before = world.read
+        for _ in range(5):
+            world.answer(0, 2000, 20)
+        assert world.read == before
+        world.answer(0, 200, 200)
+        assert world.read >= before + 199
+
+    def test_a_good_drafter_earns_long_prompts(self):
+        """From short ones alone on; what is spent on them comes back."""
+        world = self.world(0.9)
+        for prompt in (8, 100, 300, 1000, 2000):
+            read, seconds = world.read, world.seconds
+            world.answer(0, prompt, 800)
+            assert world.read - read >= prompt - 8
+            assert 800 * memory_bound(1, 1) / (world.seconds - seconds) > 1.5
+
+    def test_long_prompts_alone_are_read_in_the_end(self):
+        """What the share saves pays for a first one; from then on the drafter is known."""
+        world = self.world(0.9)
+        answers = 0
+        while world.read < 600:
+            world.answer(0, 600, 500)
+            answers += 1
+        assert answers < 12
+        read, seconds = world.read, world.seconds
+        world.answer(0, 600, 500)
+        assert world.read - read >= 592
+        assert 500 / (world.seconds - seconds) > 1.3
+
+    @pytest.mark.parametrize("reading_s", [1 / 200, 1 / 40, 1 / 10])
+    def test_a_step_reads_for_no_longer_than_a_plain_step(self, reading_s):
+        world = self.world(1.0, reading_s)
+        for prompt in (8, 100, 300, 600):
+            world.answer(0, prompt, 1000)
+        assert world.read > 100
+        assert world.longest_reading_s <= READ_AT_ONCE * memory_bound(1, 1) + 1e-9
+
+    def test_a_drafter_that_stopped_helping_reads_no_more(self):
+        world = self.world(0.95)
+        world.answer(0, 8, 2000)
+        world.right = lambda row, place: 0
+        lost = world.lost
+        for _ in range(4):
+            world.answer(0, 400, 256)
+        assert world.lost - lost < 0.02 * 4 * 256
+        before = world.read
+        world.answer(0, 400, 256)
+        assert world.read - before < 400
+        lost = world.lost
+        for _ in range(20):
+            world.answer(0, 400, 256)
+        assert world.lost - lost < SHARE * 20 * 256 * 1.1
+
+    def test_where_nobody_counts_everything_is_read(self):
+        assert Always(8).read({0: 9, 1: 9, 2: 9}, {0: 100, 1: 100, 2: 5}) == {0: 100, 1: 28}
+        resting = FloorControl(8, floor=1.0, window=1)
+        resting.choose({0: [5]})
+        resting.observe({0: [6]}, {0: 1}, 1.0, 0.0)
+        assert resting.read({0: 9}, {0: 100}) == {}
+        small = UpToBatch(Always(8), 1)
+        assert small.read({0: 9}, {0: 100}) == {0: 100}
+        assert small.read({0: 9, 1: 9}, {0: 100}) == {}
 
 
 def test_the_same_steps_give_the_same_answers():
