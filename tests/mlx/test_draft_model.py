@@ -135,6 +135,32 @@ def test_what_was_not_asked_for_is_read_again_from_where_it_was(runner):
     assert drafter.draft({0: 4})[0] == said[30:34]
 
 
+@pytest.mark.parametrize("most", [1, 12, 100])
+def test_logits_of_a_drafting_forward_are_bounded(runner, monkeypatch, most):
+    """Rows with more known tokens than that are read first, where there are no logits."""
+    prompts = [[3 + i, *range(10, 16)] for i in range(4)]
+    wanted = stock_greedy(runner.model, prompts, 3)
+    areas = []
+    forward = type(runner).forward
+
+    def spy(self, fwd, kv_len):
+        areas.append(len(fwd.tokens) * len(fwd.tokens[0]) if fwd.sample else 0)
+        return forward(self, fwd, kv_len)
+
+    monkeypatch.setattr(type(runner), "forward", spy)
+    drafter = DraftModel(runner, VOCAB, 1 << 26, greedy, most)
+    for key, prompt in enumerate(prompts):
+        drafter.begin(key, prompt)
+    keys = dict.fromkeys(range(4), 3)
+    for _ in range(3):
+        read_all(drafter, range(4))
+        drafts = drafter.draft(keys)
+    assert drafts == dict(enumerate(wanted))
+    assert max(areas) <= max(4, most)
+    for key in range(4):
+        drafter.end(key)
+
+
 def test_a_row_beyond_the_budget_or_the_context_is_not_drafted_for(runner):
     per_row = 256 * runner.facts.bytes_per_token
     drafter = drafter_on(runner, kv_budget=per_row)

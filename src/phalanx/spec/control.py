@@ -297,6 +297,8 @@ class CostControl:
 
     def want(self, room: Mapping[int, int]) -> dict[int, int]:
         self._n_rows = len(room)
+        for key in room:
+            self._lengths.setdefault(key, 0)
         able = {key: min(n, self._most) for key, n in room.items() if n > 0}
         may_ask = self._asking > 0 or self._purse > PURSE
         if self._cheap:
@@ -316,7 +318,8 @@ class CostControl:
 
     def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
         for key, tokens in committed.items():
-            self._lengths[key] = self._lengths.get(key, 0) + len(tokens)
+            if key in self._lengths:  # not in its first step, of which nobody hears the end
+                self._lengths[key] += len(tokens)
             self._judge(key, tokens)
         if committed:
             width = 1 + max(verified.values(), default=0)

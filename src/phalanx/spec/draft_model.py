@@ -23,7 +23,7 @@ from phalanx.spec.drafters import Drafter
 
 ARENA = 0
 AT_ONCE = 8
-"""Known tokens that a first drafting forward may feed: as many as a row usually gains in a step."""
+"""Known tokens that a first drafting forward may feed at most: as many as a row usually gains in a step."""
 
 Place = Callable[[int, Sequence[int]], Position]
 """Where a sequence draws its next token after some more drafts."""
@@ -55,13 +55,17 @@ class DraftModel(Drafter):
         vocab_size: of the target; no other token is drawn.
         kv_budget: bytes for its rows; a sequence that would need more is not drafted for.
         place: the target's own sampling position.
+        largest_logits: tokens x vocabulary of one forward, with one token per row at least.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, kv_budget: int, place: Place) -> None:
+    def __init__(
+        self, runner: Runner, vocab_size: int, kv_budget: int, place: Place, largest_logits: int = 256
+    ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
         self._kv_budget = kv_budget
         self._place = place
+        self._largest_logits = largest_logits
         self._rows: dict[int, _Row] = {}
         self._slots: list[_Row] = []
         self._allocated = (0, 0)  # rows, tokens
@@ -85,10 +89,11 @@ class DraftModel(Drafter):
     def behind(self, keys: Iterable[int]) -> dict[int, int]:
         """All but what a first drafting forward may feed; rows that will never have memory are not read."""
         rows = ((key, self._rows[key]) for key in keys)
+        at_once = self._at_once
         return {
             key: len(row.tokens) - row.computed - 1
             for key, row in rows
-            if len(row.tokens) - row.computed > AT_ONCE and not self._never_fits(len(row.tokens) + 1)
+            if len(row.tokens) - row.computed > at_once and not self._never_fits(len(row.tokens) + 1)
         }
 
     def read(self, tokens: Mapping[int, int]) -> int:
@@ -111,13 +116,19 @@ class DraftModel(Drafter):
         for row in rows.values():
             row.guessed.clear()
             row.computed = min(row.computed, len(row.tokens) - 1)
-        drafts: dict[int, list[int]] = {key: [] for key, row in rows.items() if len(row.pending) <= AT_ONCE}
+        at_once = self._at_once
+        drafts: dict[int, list[int]] = {key: [] for key, row in rows.items() if len(row.pending) <= at_once}
         fed = {key: rows[key].pending for key in drafts}
         while fed:
             for key, token in self._draw(fed, drafts).items():
                 drafts[key].append(token)
             fed = {key: draft[-1:] for key, draft in drafts.items() if len(draft) < wanted[key]}
         return drafts
+
+    @property
+    def _at_once(self) -> int:
+        """Tokens of each row that a drafting forward may feed: each has logits, though only a row's last are of use."""
+        return max(1, min(AT_ONCE, self._largest_logits // max(1, len(self._slots))))
 
     # -- computing -------------------------------------------------------------------------------------------------
 
