@@ -131,13 +131,16 @@ class World:
         self.longest_reading_s = max(self.longest_reading_s, seconds)
         return seconds
 
-    def answer(self, row: int, prompt: int, tokens: int) -> None:
-        """The row begins anew, with another prompt and so many tokens to say; alone, until it has."""
+    def begin(self, row: int, prompt: int) -> None:
+        """Another sequence in the row's place."""
         self.control.end(row)
         self.computed.pop(row, None)
-        self.prompts[row] = prompt
+        self.prompts[row] = prompt - self.places.get(row, 0)
+
+    def answer(self, row: int, prompt: int, tokens: int) -> None:
+        """The row begins anew, with so many tokens to say; alone, until it has."""
+        self.begin(row, prompt)
         start = self.places.get(row, 0)
-        self.prompts[row] -= start
         self.left = lambda row: max(0, start + tokens - self.places.get(row, 0) - 1)
         while self.places.get(row, 0) < start + tokens:
             self.step(1)
