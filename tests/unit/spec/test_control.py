@@ -181,6 +181,19 @@ class TestReading:
             world.answer(0, prompt, 256)
             assert world.lost < 0.02 * 256 * n
 
+    @pytest.mark.parametrize("prompt", [12, 18, 38])
+    @pytest.mark.parametrize("steps", [2, 5, 20])
+    @pytest.mark.parametrize("silent", [True, False])
+    def test_sequences_that_leave_when_they_have_been_read(self, prompt, steps, silent):
+        """Little is learned from them but that answers are short; what was read is paid all the same."""
+        world = self.world(0.0)
+        world.offers = lambda row, place: not silent
+        for _ in range(100):
+            world.begin(0, prompt)
+            for _ in range(steps):
+                world.step(1)
+        assert world.lost <= PURSE + ASKING + SAVED + SHARE * world.paid + 0.5
+
     def test_short_answers_to_long_prompts_are_not_drafted_for(self):
         """However good the drafter is known to be."""
         world = self.world(0.95)
@@ -200,6 +213,18 @@ class TestReading:
             world.answer(0, prompt, 800)
             assert world.read - read >= prompt - 8
             assert 800 * memory_bound(1, 1) / (world.seconds - seconds) > 1.5
+
+    def test_newcomers_are_weighed_together(self):
+        """One of six rows alone would not pay for wider steps; all of them do. The others decode meanwhile."""
+        world = self.world(0.9, 1 / 200)
+        world.answer(0, 8, 1000)
+        world.left = lambda row: 1000
+        for row in range(6):
+            world.begin(row, 100)
+        for _ in range(60):
+            world.step(6)
+        assert world.behind(6) == {}
+        assert min(world.widths[-10:]) > 3
 
     def test_long_prompts_alone_are_read_in_the_end(self):
         """What the share saves pays for a first one; from then on the drafter is known."""
