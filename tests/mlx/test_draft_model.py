@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError, ModelNotFound
 from phalanx.model import registry
 from phalanx.model.load import prepare
 from phalanx.model.position import Position, TokenCounts
-from phalanx.spec.draft_model import AT_ONCE, DraftModel
+from phalanx.spec.draft_model import AT_ONCE, LONGEST, DraftModel
 from phalanx.types import Sampling
 
 VOCAB = 512
@@ -171,10 +171,27 @@ def test_a_row_beyond_the_budget_or_the_context_is_not_drafted_for(runner):
     assert drafter.draft({0: 2, 1: 2, 2: 2}).keys() == {1}
     drafter.end(1)
     assert drafter.draft({0: 2, 2: 2}).keys() == {2}
+    drafter.begin(3, [7] * 100)
+    assert drafter.behind([3]) == {}  # no memory now
+    drafter.end(2)
+    assert drafter.behind([3]) == {3: 99}
     limit = runner.facts.max_len
     far = drafter_on(runner)
     far.begin(0, [7] * (limit - 1))
     assert far.draft({0: 2}) == {}
+
+
+@pytest.mark.parametrize("length", range(220, 262, 3))
+def test_what_is_read_stays_for_the_longest_draft(runner, length):
+    """At the end of its memory a row is not read again and again to give way to its own drafts."""
+    drafter = drafter_on(runner, kv_budget=256 * runner.facts.bytes_per_token)
+    drafter.begin(0, [7] * length)
+    n_read = 0
+    for _ in range(40):
+        n_read += drafter.read(drafter.behind([0]))
+        drafter.draft({0: LONGEST})
+        drafter.extend(0, [8])
+    assert n_read <= length
 
 
 # At start -----------------------------------------------------------------------------------------------------------

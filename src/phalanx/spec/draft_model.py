@@ -25,6 +25,9 @@ ARENA = 0
 AT_ONCE = 8
 """Known tokens that a first drafting forward may feed at most: as many as a row usually gains in a step."""
 
+LONGEST = 16
+"""Tokens of a draft that can be asked for."""
+
 Place = Callable[[int, Sequence[int]], Position]
 """Where a sequence draws its next token after some more drafts."""
 
@@ -87,13 +90,13 @@ class DraftModel(Drafter):
         self._remove(self._rows.pop(key))
 
     def behind(self, keys: Iterable[int]) -> dict[int, int]:
-        """All but what a first drafting forward may feed; rows that will never have memory are not read."""
+        """All but what a first drafting forward may feed; rows for which there is no memory now are not read."""
         rows = ((key, self._rows[key]) for key in keys)
         at_once = self._at_once
         return {
             key: len(row.tokens) - row.computed - 1
             for key, row in rows
-            if len(row.tokens) - row.computed > at_once and not self._never_fits(len(row.tokens) + 1)
+            if len(row.tokens) - row.computed > at_once and self._has_room(row)
         }
 
     def read(self, tokens: Mapping[int, int]) -> int:
@@ -157,6 +160,12 @@ class DraftModel(Drafter):
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
+    def _has_room(self, row: _Row) -> bool:
+        """Whether it would get in now, and stay for the longest draft: else it would be read in vain."""
+        need = len(row.tokens) + LONGEST
+        size = self._tight(len(self._slots) + (row.slot < 0), need + AT_ONCE)
+        return not self._never_fits(need) and self._bytes(*size) <= self._kv_budget
+
     def _enters(self, row: _Row, drafts: int) -> bool:
         """Whether the row is in the buffers, with room for its tokens and that many drafts; makes room if it can."""
         need = len(row.tokens) + drafts
@@ -179,13 +188,16 @@ class DraftModel(Drafter):
         had_rows, had_tokens = self._allocated
         if rows <= had_rows and tokens <= had_tokens:
             return True
-        tight = (rows, max(round_up(tokens), had_tokens))
         roomy = (max(had_rows, 1 << (rows - 1).bit_length()), max(round_up(tokens * 9 // 8), had_tokens))
-        for size in (roomy, tight):
+        for size in (roomy, self._tight(rows, tokens)):
             if self._bytes(*size) <= self._kv_budget:
                 self._resize(*size)
                 return True
         return False
+
+    def _tight(self, rows: int, tokens: int) -> tuple[int, int]:
+        """The smallest size that holds as much, and no less per row than now."""
+        return rows, max(round_up(tokens), self._allocated[1])
 
     def _bytes(self, rows: int, tokens: int) -> int:
         return rows * round_up(tokens) * self._runner.facts.bytes_per_token
