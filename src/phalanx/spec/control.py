@@ -289,8 +289,10 @@ class CostControl:
         return self._share_out(behind, self._affordable(prices, self._worth(room, behind)), at_once)
 
     def has_read(self, tokens: int, seconds: float) -> None:
+        """No more is paid than twice what so many tokens usually take: one disturbed step means nothing."""
         self._reading.observe(tokens, seconds)
-        price = seconds / max(self._costs.plain(self._n_rows) or seconds, 1e-9)
+        usual = self._reading.seconds(tokens, tokens) if self._reading.known else seconds
+        price = min(seconds, 2 * usual) / max(self._costs.plain(self._n_rows) or seconds, 1e-9)
         self._savings -= price * self._saved_for
         if self._saved_for < 1.0:
             self._pay_asking(price * (1.0 - self._saved_for))

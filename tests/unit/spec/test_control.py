@@ -214,6 +214,20 @@ class TestReading:
             assert world.read - read >= prompt - 8
             assert 800 * memory_bound(1, 1) / (world.seconds - seconds) > 1.5
 
+    def test_one_disturbed_reading_means_nothing(self):
+        """The machine stood still for a thousand steps; the prompts after it are read as those before."""
+        world = self.world(0.9)
+        world.answer(0, 8, 1000)
+        world.answer(0, 300, 400)
+        plain, world.reading_s, world.left = world.reading_s, 40.0, lambda row: 1000
+        world.begin(0, 300)
+        read = world.read
+        while world.read == read:
+            world.step(1)
+        world.reading_s, read = plain, world.read
+        world.answer(0, 300, 400)
+        assert world.read - read >= 292
+
     def test_newcomers_are_weighed_together(self):
         """One of six rows alone would not pay for wider steps; all of them do. The others decode meanwhile."""
         world = self.world(0.9, 1 / 200)
