@@ -187,7 +187,7 @@ SAMPLINGS = [
 """Everything that makes a token depend on more than its logits."""
 
 
-class Oracle:
+class Oracle(Drafter):
     """Knows the answers, and errs at a given rate."""
 
     def __init__(self, answers: Sequence[Sequence[int]], errors: float = 0.0, vocab: int = 512) -> None:

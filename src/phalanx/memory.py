@@ -19,6 +19,12 @@ from msgspec import Struct
 from phalanx.errors import ConfigError, MemoryShortage
 
 GB = 1 << 30
+LOGITS_SHARE = 0.05
+"""Of what is free above the guard: a quarter of what the default split leaves for computing."""
+MOST_LOGITS = 1 * GB
+"""More is of no use: 16 rows with 16 drafts each at a vocabulary of 256 k."""
+LOGIT_BYTES = 16
+"""A float32, and three more while a token is drawn from it (scaled, as noise, as mass)."""
 
 
 class MachineMemory(Struct, frozen=True):
@@ -53,6 +59,12 @@ class Budget(Struct, frozen=True):
 
     kv: int
     prefix: int
+    logits: int
+    """Of one step, with what sampling makes of them; from what the other two leave."""
+
+    def largest_logits(self, vocab_size: int) -> int:
+        """Tokens of one step that may have logits at once, at least one."""
+        return max(1, self.logits // (LOGIT_BYTES * max(1, vocab_size)))
 
 
 def read_machine(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> MachineMemory:
@@ -215,7 +227,7 @@ def serving_budget(
             f"The KV budget of {kv / GB:.3f} GB is smaller than one short row needs ({minimum_kv / GB:.3f} GB).",
             remedy="Raise --kv-cache-gb, or lower --prefix-cache-gb.",
         )
-    return Budget(kv=kv, prefix=prefix)
+    return Budget(kv=kv, prefix=prefix, logits=min(int(free * LOGITS_SHARE), MOST_LOGITS))
 
 
 def _bytes(flag: str, gb: float) -> int:

@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError, ModelNotFound
 from phalanx.model import registry
 from phalanx.model.load import prepare
 from phalanx.model.position import Position, TokenCounts
-from phalanx.spec.draft_model import AT_ONCE, CHUNK, DraftModel
+from phalanx.spec.draft_model import AT_ONCE, LONGEST, DraftModel
 from phalanx.types import Sampling
 
 VOCAB = 512
@@ -48,6 +48,10 @@ def drafter_on(runner, kv_budget: int = 1 << 26) -> DraftModel:
     return DraftModel(runner, VOCAB, kv_budget, greedy)
 
 
+def read_all(drafter: DraftModel, keys: Sequence[int]) -> None:
+    drafter.read(drafter.behind(keys))
+
+
 def test_drafts_are_the_models_own_continuation(runner):
     """Three rows of different lengths, drafts of different lengths, accepted in part, in whole and not at all."""
     prompts = random_prompts(3, VOCAB)
@@ -57,6 +61,7 @@ def test_drafts_are_the_models_own_continuation(runner):
     for key, prompt in enumerate(prompts):
         drafter.begin(key, prompt)
     done = [0, 0, 0]
+    read_all(drafter, range(3))
     for step, gains in enumerate([(1, 3, 5), (4, 1, 2), (6, 2, 1), (1, 5, 3), (2, 7, 7)]):
         drafts = drafter.draft({key: 1 + (key + step) % 6 for key in range(3)})
         for key, gain in enumerate(gains):
@@ -75,6 +80,7 @@ def test_a_wrong_draft_is_cut_off(runner):
     prompt = [*prompt, 9, 8, 7]
     drafter = drafter_on(runner)
     drafter.begin(0, prompt)
+    read_all(drafter, [0])
     drafts = drafter.draft({0: 5})[0]
     other = [*drafts[:2], (drafts[2] + 1) % VOCAB]  # the target says something else in the third place
     drafter.extend(0, other)
@@ -88,6 +94,7 @@ def test_rows_come_and_go_between_others(runner):
     drafter = drafter_on(runner)
     for key, prompt in enumerate(prompts):
         drafter.begin(key, prompt)
+    read_all(drafter, range(4))
     drafter.draft(dict.fromkeys(range(4), 3))
     drafter.end(1)
     assert drafter.draft({0: 4, 3: 4}) == {0: wanted[0][:4], 3: wanted[3][:4]}
@@ -96,32 +103,95 @@ def test_rows_come_and_go_between_others(runner):
     assert drafter.draft({2: 4, 3: 1}) == {2: wanted[2][9:13], 3: wanted[3][:1]}
 
 
-def test_a_long_prompt_is_caught_up_with_in_chunks(runner):
-    prompt = [(5 * i) % 500 + 3 for i in range(2 * CHUNK + AT_ONCE + 40)]
+def test_a_long_prompt_is_read_in_chunks(runner):
+    """As it is told, token by token; a row that was not read is not drafted for, the others are."""
+    prompt = [(5 * i) % 500 + 3 for i in range(300)]
     short = [4, 5, 6]
     wanted = stock_greedy(runner.model, [prompt, short], 3)
     drafter = drafter_on(runner)
     drafter.begin(0, prompt)
     drafter.begin(1, short)
-    calls = [drafter.draft({0: 3, 1: 3}) for _ in range(4)]
-    assert all(call[1] == wanted[1] for call in calls)
-    assert [0 in call for call in calls] == [False, False, True, True]
-    assert calls[3][0] == wanted[0]
+    fed = []
+    for chunk, left in ((128, 171), (100, 71), (64, 0)):
+        assert drafter.draft({0: 3, 1: 3}) == {1: wanted[1]}
+        fed.append(drafter.read({0: chunk}))
+        assert drafter.behind([0, 1]) == ({0: left} if left else {})
+    assert fed == [128, 100, 64]
+    assert drafter.draft({0: 3, 1: 3}) == {0: wanted[0], 1: wanted[1]}
+
+
+def test_what_was_not_asked_for_is_read_again_from_where_it_was(runner):
+    (prompt,) = random_prompts(1, VOCAB)
+    said = stock_greedy(runner.model, [prompt], 40)[0]
+    drafter = drafter_on(runner)
+    drafter.begin(0, prompt)
+    read_all(drafter, [0])
+    drafter.draft({0: 4})
+    drafter.extend(0, said[: AT_ONCE - 1])
+    assert drafter.behind([0]) == {}
+    drafter.extend(0, said[AT_ONCE - 1 : 30])
+    assert drafter.behind([0]) == {0: 30 - 3 - 1}  # of four drafts three were fed
+    read_all(drafter, [0])
+    assert drafter.draft({0: 4})[0] == said[30:34]
+
+
+@pytest.mark.parametrize("most", [1, 12, 100])
+def test_logits_of_a_drafting_forward_are_bounded(runner, monkeypatch, most):
+    """Rows with more known tokens than that are read first, where there are no logits."""
+    prompts = [[3 + i, *range(10, 16)] for i in range(4)]
+    wanted = stock_greedy(runner.model, prompts, 3)
+    areas = []
+    forward = type(runner).forward
+
+    def spy(self, fwd, kv_len):
+        areas.append(len(fwd.tokens) * len(fwd.tokens[0]) if fwd.sample else 0)
+        return forward(self, fwd, kv_len)
+
+    monkeypatch.setattr(type(runner), "forward", spy)
+    drafter = DraftModel(runner, VOCAB, 1 << 26, greedy, most)
+    for key, prompt in enumerate(prompts):
+        drafter.begin(key, prompt)
+    keys = dict.fromkeys(range(4), 3)
+    for _ in range(3):
+        read_all(drafter, range(4))
+        drafts = drafter.draft(keys)
+    assert drafts == dict(enumerate(wanted))
+    assert max(areas) <= max(4, most)
+    for key in range(4):
+        drafter.end(key)
 
 
 def test_a_row_beyond_the_budget_or_the_context_is_not_drafted_for(runner):
     per_row = 256 * runner.facts.bytes_per_token
     drafter = drafter_on(runner, kv_budget=per_row)
     drafter.begin(0, [7] * 300)
+    assert drafter.behind([0]) == {}
     drafter.begin(1, [7, 8])
     drafter.begin(2, [9, 8])
     assert drafter.draft({0: 2, 1: 2, 2: 2}).keys() == {1}
     drafter.end(1)
     assert drafter.draft({0: 2, 2: 2}).keys() == {2}
+    drafter.begin(3, [7] * 100)
+    assert drafter.behind([3]) == {}  # no memory now
+    drafter.end(2)
+    assert drafter.behind([3]) == {3: 99}
     limit = runner.facts.max_len
     far = drafter_on(runner)
     far.begin(0, [7] * (limit - 1))
     assert far.draft({0: 2}) == {}
+
+
+@pytest.mark.parametrize("length", range(220, 262, 3))
+def test_what_is_read_stays_for_the_longest_draft(runner, length):
+    """At the end of its memory a row is not read again and again to give way to its own drafts."""
+    drafter = drafter_on(runner, kv_budget=256 * runner.facts.bytes_per_token)
+    drafter.begin(0, [7] * length)
+    n_read = 0
+    for _ in range(40):
+        n_read += drafter.read(drafter.behind([0]))
+        drafter.draft({0: LONGEST})
+        drafter.extend(0, [8])
+    assert n_read <= length
 
 
 # At start -----------------------------------------------------------------------------------------------------------

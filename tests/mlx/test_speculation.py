@@ -37,6 +37,7 @@ from phalanx.model.runner import Runner
 from phalanx.sched.commit import accept
 from phalanx.sched.sequence import Sequence
 from phalanx.spec import positions, verify
+from phalanx.spec.control import Always, CostControl
 from phalanx.spec.draft_model import DraftModel
 from phalanx.spec.drafters import Drafter, RandomDrafter
 from phalanx.spec.ngram import NgramDrafter
@@ -216,6 +217,34 @@ def test_a_draft_model_without_memory_for_all_drafts_for_some(bench):
     assert engine.stats.accepted > 0
     assert 0 < peak <= budget
     assert runner.kv_bytes == 0
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_long_prompts_of_short_answers_are_not_read(bench, counted):
+    """What a draft model computes is bounded by what is known to pay: at first nothing (A8)."""
+
+    class Watched(DraftModel):
+        n_read = 0
+
+        def read(self, tokens):
+            done = super().read(tokens)
+            self.n_read += done
+            return done
+
+    def jobs() -> list[Job]:
+        stop = StopRule(max_tokens=12)
+        prompts = [[(7 * i + j) % 500 for j in range(400)] for i in range(5)]
+        return [
+            Job(SequenceRequest(id=f"{i}", group=f"{i}", prompt=prompt, sampling=GREEDY, stop=stop))
+            for i, prompt in enumerate(prompts)
+        ]
+
+    plain = bench.engine("llama", 1).run(jobs())
+    engine = bench.engine("llama", 1)
+    model = Watched(load(bench.path("llama"))[0], engine.vocab, KV, engine.place)
+    control = CostControl(4, cheap=False) if counted else Always(4)
+    assert differences(engine.speculate(model, 4, control).run(jobs()), plain) == []
+    assert model.n_read < 100 if counted else model.n_read >= 5 * 390
 
 
 def test_a_restarted_stream_is_drafted_for_from_where_it_was(bench):

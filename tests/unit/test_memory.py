@@ -137,6 +137,18 @@ def test_the_default_split_is_60_and_20_percent_and_yields_to_a_choice() -> None
     assert serving_budget(MACHINE, 5 * GB, None, 0.0, minimum_kv=1).prefix == 0
 
 
+def test_logits_get_a_twentieth_and_always_enough_for_one_token() -> None:
+    """A verification has rows x (k + 1) of them, each a vocabulary wide (A7, B2)."""
+    budget = serving_budget(MACHINE, MACHINE.available - 4 * GB, None, None, minimum_kv=1)
+    assert budget.logits == int(4 * GB * 0.05)
+    assert budget.kv + budget.prefix + budget.logits <= 4 * GB
+    tokens = budget.largest_logits(151_936)
+    assert 16 * tokens * 151_936 <= budget.logits < 16 * (tokens + 1) * 151_936
+    assert serving_budget(MACHINE, 0, None, None, minimum_kv=1).logits == GB
+    assert serving_budget(MACHINE, MACHINE.available, 0.0, 0.0, minimum_kv=0).largest_logits(151_936) == 1
+    assert budget.largest_logits(0) > 0
+
+
 def test_a_budget_below_one_row_says_which_flag() -> None:
     with pytest.raises(MemoryShortage, match="--kv-cache-gb"):
         serving_budget(MACHINE, 5 * GB, 1.0, None, minimum_kv=2 * GB)

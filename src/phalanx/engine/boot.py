@@ -206,6 +206,7 @@ def _boot(
             target_step_s=config.target_step_ms / 1000,
             prefix_budget=budget.prefix,
             recurrent=runner.facts.recurrent,
+            largest_logits=budget.largest_logits(info.vocab_size),
         )
     )
     trace = Trace(config.trace) if config.trace else None

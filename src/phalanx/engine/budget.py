@@ -72,7 +72,9 @@ def find_limits(
     if drafting:
         own = replace(own, kv=own.kv * facts.bytes_per_token // (facts.bytes_per_token + drafting))
     budgets = link.share(own)
-    budget = memory.Budget(kv=min(b.kv for b in budgets), prefix=min(b.prefix for b in budgets))
+    budget = memory.Budget(
+        kv=min(b.kv for b in budgets), prefix=min(b.prefix for b in budgets), logits=min(b.logits for b in budgets)
+    )
     fits = largest_row(budget.kv, facts.bytes_per_token, facts.bytes_per_row)
     if config.max_model_len is not None and config.max_model_len > fits:
         raise MemoryShortage(

@@ -127,7 +127,7 @@ def make_speculator(
         return positions.after(scheduler.by_number[number], drafts)
 
     if draft is not None:
-        drafter: Drafter = DraftModel(draft, vocab_size, draft_kv, place)
+        drafter: Drafter = DraftModel(draft, vocab_size, draft_kv, place, scheduler.config.largest_logits)
     else:
         drafter = _drafter(config, vocab_size)
     meter = SpecMeter(str(type(config).__struct_config__.tag), config.window)

@@ -27,7 +27,7 @@ def fit_drafts(layout: Layout, admission: Admission, drafts: Drafts, most_tokens
     """The drafts of decoding rows, cut to what this step can feed; grows arenas where memory is free.
 
     Args:
-        most_tokens: of all rectangles together.
+        most_tokens: of all rectangles together, what pads them included: each has logits (a vocabulary wide).
 
     Returns:
         Sequence number -> at least one token.

@@ -38,7 +38,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     prefix_budget: int  # bytes
     recurrent: bool = False  # rows hold recurrent state: no padding, a fresh row alone, prefixes whole
     first_chunk: int = SMALLEST_CHUNK  # until the machine's speed is known; doubled from step to step at most
-    largest_score: int = 128  # tokens of a chunk whose logits are all wanted (a chunk x vocabulary array)
+    largest_logits: int = 256  # tokens x vocabulary: of a chunk that is scored, of all rows with their drafts
 
 
 class Counters(Struct):
@@ -180,7 +180,8 @@ class Scheduler:
         self._grow()
         self._admit(now)
         self.layout.free_empty()
-        fitted = fit_drafts(self.layout, self.admission, drafts, self.config.max_num_batched_tokens)
+        most = min(self.config.max_num_batched_tokens, self.config.largest_logits)
+        fitted = fit_drafts(self.layout, self.admission, drafts, most)
         chunks = self._plan_chunks(fitted)
         forwards = [*self._prefill_forwards(chunks), *self._decode_forwards(fitted)]
         if not forwards and not self.layout.ops and not self._commits:
@@ -388,7 +389,7 @@ class Scheduler:
             share = -(-left // (len(rows) - i))
             count = min(row.to_prefill, share)
             if row.wants_scores:
-                count = min(count, self.config.largest_score)
+                count = min(count, self.config.largest_logits)
             if count > 0:
                 chunks[row.number] = count
                 left -= count

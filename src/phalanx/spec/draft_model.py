@@ -2,13 +2,13 @@
 
 Its cache follows the target's in the same way: what was guessed wrong is cut off by setting a length. It draws with
 the target's own noise, parameters and histories, so that a draft model which agrees about the distribution also
-agrees about the token, at any temperature. A row that is far behind (a new prompt) catches up in chunks, one per
-step, and is drafted for when it has. Does not know who verifies, or whether it pays.
+agrees about the token, at any temperature. A row that is far behind (a new prompt) is read in chunks, as many tokens
+as it is told, and drafted for when it has been. Does not know who verifies, or whether it pays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -19,12 +19,14 @@ from phalanx.model.runner import Runner
 from phalanx.model.sampler import sample
 from phalanx.sched.admission import round_up
 from phalanx.sched.plan import Admit, Forward, Free, Move, Resize
+from phalanx.spec.drafters import Drafter
 
 ARENA = 0
 AT_ONCE = 8
-"""Known tokens that a first drafting forward may feed: as many as a row usually gains in a step."""
-CHUNK = 128
-"""Tokens of rows further behind, per step."""
+"""Known tokens that a first drafting forward may feed at most: as many as a row usually gains in a step."""
+
+LONGEST = 16
+"""Tokens of a draft that can be asked for."""
 
 Place = Callable[[int, Sequence[int]], Position]
 """Where a sequence draws its next token after some more drafts."""
@@ -48,21 +50,25 @@ class _Row:
         return self.tokens[self.computed :]
 
 
-class DraftModel:
-    """A `Drafter`.
+class DraftModel(Drafter):
+    """A `Drafter` that reads.
 
     Args:
         runner: the draft model; one whose rows roll back.
         vocab_size: of the target; no other token is drawn.
         kv_budget: bytes for its rows; a sequence that would need more is not drafted for.
         place: the target's own sampling position.
+        largest_logits: tokens x vocabulary of one forward, with one token per row at least.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, kv_budget: int, place: Place) -> None:
+    def __init__(
+        self, runner: Runner, vocab_size: int, kv_budget: int, place: Place, largest_logits: int = 256
+    ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
         self._kv_budget = kv_budget
         self._place = place
+        self._largest_logits = largest_logits
         self._rows: dict[int, _Row] = {}
         self._slots: list[_Row] = []
         self._allocated = (0, 0)  # rows, tokens
@@ -83,16 +89,38 @@ class DraftModel:
         """The last row moves into the hole; without rows there are no buffers."""
         self._remove(self._rows.pop(key))
 
+    def behind(self, keys: Iterable[int]) -> dict[int, int]:
+        """All but what a first drafting forward may feed; rows for which there is no memory now are not read."""
+        rows = ((key, self._rows[key]) for key in keys)
+        at_once = self._at_once
+        return {
+            key: len(row.tokens) - row.computed - 1
+            for key, row in rows
+            if len(row.tokens) - row.computed > at_once and self._has_room(row)
+        }
+
+    def read(self, tokens: Mapping[int, int]) -> int:
+        """One forward per row."""
+        done = 0
+        for key, n in tokens.items():
+            row = self._rows[key]
+            row.guessed.clear()
+            if self._enters(row, 1):
+                chunk = row.pending[:-1][:n]
+                self._runner.forward(_forward(row.slot, [chunk], sample=False), [row.computed])
+                row.computed += len(chunk)
+                done += len(chunk)
+        return done
+
     def draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """Drafts of the lengths wanted for all rows that are computed far enough; the others catch up meanwhile."""
+        """Drafts of the lengths wanted for all rows that were read far enough."""
         rows = {key: self._rows[key] for key, n in wanted.items() if self._enters(self._rows[key], n)}
         rows = {key: row for key, row in rows.items() if row.slot >= 0}  # one may have given way to another
-        left = CHUNK
         for row in rows.values():
             row.guessed.clear()
             row.computed = min(row.computed, len(row.tokens) - 1)
-            left -= self._catch_up(row, left)
-        drafts: dict[int, list[int]] = {key: [] for key, row in rows.items() if len(row.pending) <= AT_ONCE}
+        at_once = self._at_once
+        drafts: dict[int, list[int]] = {key: [] for key, row in rows.items() if len(row.pending) <= at_once}
         fed = {key: rows[key].pending for key in drafts}
         while fed:
             for key, token in self._draw(fed, drafts).items():
@@ -100,16 +128,12 @@ class DraftModel:
             fed = {key: draft[-1:] for key, draft in drafts.items() if len(draft) < wanted[key]}
         return drafts
 
-    # -- computing -------------------------------------------------------------------------------------------------
+    @property
+    def _at_once(self) -> int:
+        """Tokens of each row that a drafting forward may feed: each has logits, though only a row's last are of use."""
+        return max(1, min(AT_ONCE, self._largest_logits // max(1, len(self._slots))))
 
-    def _catch_up(self, row: _Row, most: int) -> int:
-        """Feed known tokens of a row that is far behind; how many."""
-        chunk = row.pending[:-1][: max(0, most)]
-        if len(row.pending) <= AT_ONCE or not chunk:
-            return 0
-        self._runner.forward(_forward(row.slot, [chunk], sample=False), [row.computed])
-        row.computed += len(chunk)
-        return len(chunk)
+    # -- computing -------------------------------------------------------------------------------------------------
 
     def _draw(self, fed: Mapping[int, list[int]], drafts: Mapping[int, list[int]]) -> dict[int, int]:
         """Feed tokens to some rows and draw one for each.
@@ -136,6 +160,12 @@ class DraftModel:
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
+    def _has_room(self, row: _Row) -> bool:
+        """Whether it would get in now, and stay for the longest draft: else it would be read in vain."""
+        need = len(row.tokens) + LONGEST
+        size = self._tight(len(self._slots) + (row.slot < 0), need + AT_ONCE)
+        return not self._never_fits(need) and self._bytes(*size) <= self._kv_budget
+
     def _enters(self, row: _Row, drafts: int) -> bool:
         """Whether the row is in the buffers, with room for its tokens and that many drafts; makes room if it can."""
         need = len(row.tokens) + drafts
@@ -158,13 +188,16 @@ class DraftModel:
         had_rows, had_tokens = self._allocated
         if rows <= had_rows and tokens <= had_tokens:
             return True
-        tight = (rows, max(round_up(tokens), had_tokens))
         roomy = (max(had_rows, 1 << (rows - 1).bit_length()), max(round_up(tokens * 9 // 8), had_tokens))
-        for size in (roomy, tight):
+        for size in (roomy, self._tight(rows, tokens)):
             if self._bytes(*size) <= self._kv_budget:
                 self._resize(*size)
                 return True
         return False
+
+    def _tight(self, rows: int, tokens: int) -> tuple[int, int]:
+        """The smallest size that holds as much, and no less per row than now."""
+        return rows, max(round_up(tokens), self._allocated[1])
 
     def _bytes(self, rows: int, tokens: int) -> int:
         return rows * round_up(tokens) * self._runner.facts.bytes_per_token

@@ -7,7 +7,7 @@ a drafter can cost time but never change a token. Only the leader has one. Does 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 
@@ -37,8 +37,16 @@ class Drafter(Protocol):
         """
         ...
 
+    def behind(self, keys: Iterable[int]) -> dict[int, int]:
+        """Sequence -> tokens, >= 1, that must be read before it can be drafted for; the others are absent."""
+        return {}
 
-class RandomDrafter:
+    def read(self, tokens: Mapping[int, int]) -> int:
+        """Read so many tokens (>= 1) of each sequence; how many it were, fewer for want of memory. Changes state."""
+        return 0
+
+
+class RandomDrafter(Drafter):
     """Noise, for drills: what a drafter costs that never helps. A function of (sequence, length, position) only."""
 
     def __init__(self, vocab_size: int) -> None:

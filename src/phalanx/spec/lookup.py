@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
+from phalanx.spec.drafters import Drafter
+
 INDEXED_PER_STEP = 4096
 """Tokens that enter or leave the indexes before a step's drafts, at most: 2 to 8 ms when so many are waiting."""
 
@@ -130,7 +132,7 @@ class Shelf:
         return not self._texts
 
 
-class LookupDrafter(ABC):
+class LookupDrafter(Drafter, ABC):
     """A drafter over running sequences and the latest ended ones, which only those of one salt may learn from.
 
     The ended ones are the tokens that the prefix cache holds, as far as `requests` and `KEPT_TOKENS` allow.

@@ -6,6 +6,7 @@ verified.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 
@@ -29,6 +30,7 @@ class Speculator:
         self._control = control
         self._vocab_size = vocab_size
         self._followed: set[int] = set()
+        self._reading_s = 0.0  # of the last `draft`
 
     def draft(self, draftable: Mapping[Sequence, int]) -> dict[int, list[int]]:
         """Drafts for decoding rows.
@@ -43,7 +45,9 @@ class Speculator:
             if seq.number not in self._followed:
                 self._followed.add(seq.number)
                 self._drafter.begin(seq.number, seq.tokens, seq.request.cache_salt)
-        wanted = self._control.want({seq.number: room for seq, room in draftable.items()})
+        room = {seq.number: useful for seq, useful in draftable.items()}
+        unread = self._read(room)
+        wanted = self._control.want({number: 0 if number in unread else n for number, n in room.items()})
         drafts = self._drafter.draft(wanted) if wanted else {}
         known = {number: cut for number, draft in drafts.items() if (cut := self._known(draft))}
         return {number: known[number][:k] for number, k in self._control.choose(known).items()}
@@ -56,7 +60,7 @@ class Speculator:
         Args:
             verified: sequence number -> accepted drafts and the token after them.
             seconds: what it took, without prefill.
-            drafting: of those, `draft`.
+            drafting: of those, `draft`; what it read is accounted for already.
         """
         if not verified:
             return
@@ -67,7 +71,7 @@ class Speculator:
         for number, tokens in committed.items():
             if number in self._followed:
                 self._drafter.extend(number, tokens)
-        self._control.observe(committed, drafted, seconds, drafting)
+        self._control.observe(committed, drafted, seconds - self._reading_s, drafting - self._reading_s)
 
     def keep(self, alive: Collection[int]) -> None:
         """All other sequences are over."""
@@ -75,6 +79,20 @@ class Speculator:
             self._followed.remove(number)
             self._drafter.end(number)
             self._control.end(number)
+
+    def _read(self, room: Mapping[int, int]) -> Collection[int]:
+        """Let the drafter read what is worth it; the sequences that it cannot draft for after that."""
+        self._reading_s = 0.0
+        useful = [number for number, n in room.items() if n > 0]
+        behind = self._drafter.behind(useful)
+        reads = self._control.read(room, behind) if behind else {}
+        if not reads:
+            return behind
+        before = time.perf_counter()
+        n_read = self._drafter.read(reads)
+        self._reading_s = time.perf_counter() - before
+        self._control.has_read(n_read, self._reading_s)
+        return self._drafter.behind(useful)
 
     def _known(self, draft: Seq[int]) -> list[int]:
         end = next((i for i, token in enumerate(draft) if not 0 <= token < self._vocab_size), len(draft))

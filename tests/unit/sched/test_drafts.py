@@ -96,6 +96,26 @@ def test_drafts_end_where_the_context_does():
     assert all(sim.outputs[r.id] == reference(r)[: 256 - len(r.prompt)] for r in requests)
 
 
+def test_drafts_end_one_before_the_context():
+    """The token drawn after them is the last one that the context holds."""
+    sim = Simulation(make_config(max_model_len=256), draft=oracle(8))
+    sim.submit(make_request("a", [1] * 250, 40))
+    sim.run()
+    assert [f.valid for f in sampling(sim)] == [(1,), (5,)]
+
+
+@pytest.mark.parametrize("most", [1, 8, 12, 20, 36])
+def test_logits_of_a_step_are_bounded(most):
+    """Rows x (k + 1) tokens, what pads the rows included; one per row is always allowed."""
+    config = {"max_num_seqs": 4, "largest_logits": most}
+    sim = run(half_right(1), **config)
+    areas = [sum(len(f.tokens) * len(f.tokens[0]) for f in step.forwards if f.sample) for step in sim.steps]
+    assert max(areas) <= max(4, most)
+    widest = max(max(f.valid) for f in sampling(run(oracle(8), **config)))
+    assert widest >= min(9, most // 4)
+    assert bool(sim.drafted) is (most > 4)
+
+
 def test_no_row_gives_way_to_a_draft():
     """Memory for two rows of 256 tokens: drafts that would need more are cut, nobody is preempted for them."""
     counts = []

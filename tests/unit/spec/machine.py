@@ -54,6 +54,15 @@ class World:
     """Somebody else takes half of the machine, twenty steps in forty."""
     offers: Callable[[int, int], bool] = lambda row, place: True
     """Whether the drafter has an idea there."""
+    prompts: dict[int, int] = field(default_factory=dict)
+    """Tokens before place 0 that the drafter reads before it drafts for the row."""
+    reading_s: float = 0.0
+    """Seconds per token of the drafter's reading."""
+    left: Callable[[int], int] = lambda row: 1000
+    """Tokens that may be drafted for it."""
+    computed: dict[int, int] = field(default_factory=dict)
+    read: int = 0
+    longest_reading_s: float = 0.0
     places: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
     paid: float = 0.0
@@ -66,8 +75,12 @@ class World:
 
     def step(self, rows: int) -> int:
         """One step of rows 0 .. rows - 1; returns the widest k."""
-        room = dict.fromkeys(range(rows), 1000)
-        wanted = self.control.want(room)
+        room = {row: self.left(row) for row in range(rows)}
+        reading_s = self._read(room)
+        unread = self.behind(rows)
+        wanted = self.control.want({row: 0 if row in unread else n for row, n in room.items()})
+        for row in wanted:
+            self.computed[row] = self.prompts.get(row, 0) + self.places.get(row, 0)
         drafts = {}
         for row, n in wanted.items():
             at = self.places.get(row, 0)
@@ -92,10 +105,45 @@ class World:
         if self.neighbour and self.steps // 20 % 2:
             seconds *= 2
         self.control.observe(committed, chosen, seconds, drafting)
-        self._account(rows, self.curve(rows, width) + drafting, sum(map(len, committed.values())))
+        self._account(rows, self.curve(rows, width) + drafting + reading_s, sum(map(len, committed.values())))
         self.steps += 1
         self.widths.append(width)
         return width - 1
+
+    def behind(self, rows: int) -> dict[int, int]:
+        """What a draft model would say."""
+        known = {row: self.prompts.get(row, 0) + self.places.get(row, 0) for row in range(rows)}
+        lacks = {row: n - self.computed.get(row, 0) for row, n in known.items()}
+        return {row: n for row, n in lacks.items() if n > 8} if self.reading_s else {}
+
+    def _read(self, room: dict[int, int]) -> float:
+        behind = {row: n for row, n in self.behind(len(room)).items() if room[row]}
+        reads = self.control.read(room, behind) if behind else {}
+        if not reads:
+            return 0.0
+        assert all(1 <= n <= behind[row] for row, n in reads.items())
+        for row, n in reads.items():
+            self.computed[row] = self.computed.get(row, 0) + n
+        n_read = sum(reads.values())
+        seconds = n_read * self.reading_s
+        self.control.has_read(n_read, seconds)
+        self.read += n_read
+        self.longest_reading_s = max(self.longest_reading_s, seconds)
+        return seconds
+
+    def begin(self, row: int, prompt: int) -> None:
+        """Another sequence in the row's place."""
+        self.control.end(row)
+        self.computed.pop(row, None)
+        self.prompts[row] = prompt - self.places.get(row, 0)
+
+    def answer(self, row: int, prompt: int, tokens: int) -> None:
+        """The row begins anew, with so many tokens to say; alone, until it has."""
+        self.begin(row, prompt)
+        start = self.places.get(row, 0)
+        self.left = lambda row: max(0, start + tokens - self.places.get(row, 0) - 1)
+        while self.places.get(row, 0) < start + tokens:
+            self.step(1)
 
     def _account(self, rows: int, seconds: float, tokens: int) -> None:
         self.seconds += seconds

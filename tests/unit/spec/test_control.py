@@ -10,7 +10,19 @@ from hypothesis import strategies as st
 from machine import CURVES, World, compute_bound, few_cores, memory_bound, predictable, stairs
 
 from phalanx.config import DraftModelSpeculation, NgramSpeculation
-from phalanx.spec.control import ASKING, PURSE, REST, SHARE, Always, CostControl, FloorControl, UpToBatch, build
+from phalanx.spec.control import (
+    ASKING,
+    PURSE,
+    READ_AT_ONCE,
+    REST,
+    SAVED,
+    SHARE,
+    Always,
+    CostControl,
+    FloorControl,
+    UpToBatch,
+    build,
+)
 
 ROWS = (1, 6)
 
@@ -118,32 +130,162 @@ def test_rows_without_hope_are_not_sampled():
 
 @dataclass(frozen=True)
 class Phase:
-    """Some steps of one kind."""
+    """Some steps of one kind, with new sequences behind a prompt of this length, or with those that were."""
 
     steps: int
     rows: int
     right: int
+    prompt: int | None
 
 
-PHASES = st.lists(st.builds(Phase, st.integers(1, 60), st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=12)
+PHASES = st.lists(
+    st.builds(Phase, st.integers(1, 200), st.integers(1, 6), st.integers(0, 8), st.none() | st.integers(0, 3000)),
+    min_size=1,
+    max_size=12,
+)
 COSTS = st.lists(st.floats(0, 1.5), min_size=16, max_size=16)
 
 
-@given(PHASES, COSTS, st.booleans(), st.floats(0, 0.3))
-@settings(max_examples=50, deadline=None)
-def test_losses_are_bounded(phases, costs, cheap, drafting_s):
-    """Whatever the texts, the rows and the machine: the purses, the share, and the one step that emptied them."""
+@given(PHASES, COSTS, st.booleans(), st.floats(0, 0.3), st.floats(0.001, 0.2))
+@settings(max_examples=100, deadline=None)
+def test_losses_are_bounded(phases, costs, cheap, drafting_s, reading_s):
+    """Whatever the texts, the prompts, the rows and the machine: the purses, the share, and the one step that emptied
+    them."""
 
     def curve(rows: int, width: int) -> float:
         return rows * (1.0 + sum(costs[: width - 1]))
 
     world = World(CostControl(8, cheap=cheap), curve, lambda row, place: 0, drafting_s=0.0 if cheap else drafting_s)
+    world.reading_s = 0.0 if cheap else reading_s
     for phase in phases:
         world.right = lambda row, place, phase=phase: phase.right
+        for row in range(phase.rows if phase.prompt is not None else 0):
+            world.begin(row, phase.prompt)
         for _ in range(phase.steps):
             world.step(phase.rows)
-    worst = sum(costs[:8]) + 8 * drafting_s
-    assert world.lost <= PURSE + ASKING + SHARE * world.paid + worst + 1e-6
+    worst = sum(costs[:8]) + 8 * drafting_s + 16 * world.reading_s
+    assert world.lost <= PURSE + ASKING + SAVED + SHARE * world.paid + worst + 1e-6
+
+
+class TestReading:
+    """A draft model reads a prompt before it drafts; that is work like any other."""
+
+    def world(self, rate: float, reading_s: float = 1 / 40) -> World:
+        return World(draft_model(), memory_bound, predictable(rate), drafting_s=0.02, reading_s=reading_s)
+
+    @pytest.mark.parametrize("prompt", [20, 60, 200, 1000, 8000])
+    def test_hopeless_texts_behind_prompts(self, prompt):
+        """Never below 0.98, from the first answer on, however long the prompts are."""
+        world = self.world(0.0)
+        for n in range(1, 9):
+            world.answer(0, prompt, 256)
+            assert world.lost < 0.02 * 256 * n
+
+    @pytest.mark.parametrize("prompt", [12, 18, 38])
+    @pytest.mark.parametrize("steps", [2, 5, 20])
+    @pytest.mark.parametrize("silent", [True, False])
+    def test_sequences_that_leave_when_they_have_been_read(self, prompt, steps, silent):
+        """Little is learned from them but that answers are short; what was read is paid all the same."""
+        world = self.world(0.0)
+        world.offers = lambda row, place: not silent
+        for _ in range(100):
+            world.begin(0, prompt)
+            for _ in range(steps):
+                world.step(1)
+        assert world.lost <= PURSE + ASKING + SAVED + SHARE * world.paid + 0.5
+
+    def test_short_answers_to_long_prompts_are_not_drafted_for(self):
+        """However good the drafter is known to be."""
+        world = self.world(0.95)
+        world.answer(0, 8, 2000)
+        before = world.read
+        for _ in range(5):
+            world.answer(0, 2000, 20)
+        assert world.read == before
+        world.answer(0, 200, 200)
+        assert world.read >= before + 199
+
+    def test_a_good_drafter_earns_long_prompts(self):
+        """From short ones alone on; what is spent on them comes back."""
+        world = self.world(0.9)
+        for prompt in (8, 100, 300, 1000, 2000):
+            read, seconds = world.read, world.seconds
+            world.answer(0, prompt, 800)
+            assert world.read - read >= prompt - 8
+            assert 800 * memory_bound(1, 1) / (world.seconds - seconds) > 1.5
+
+    def test_one_disturbed_reading_means_nothing(self):
+        """The machine stood still for a thousand steps; the prompts after it are read as those before."""
+        world = self.world(0.9)
+        world.answer(0, 8, 1000)
+        world.answer(0, 300, 400)
+        plain, world.reading_s, world.left = world.reading_s, 40.0, lambda row: 1000
+        world.begin(0, 300)
+        read = world.read
+        while world.read == read:
+            world.step(1)
+        world.reading_s, read = plain, world.read
+        world.answer(0, 300, 400)
+        assert world.read - read >= 292
+
+    def test_newcomers_are_weighed_together(self):
+        """One of six rows alone would not pay for wider steps; all of them do. The others decode meanwhile."""
+        world = self.world(0.9, 1 / 200)
+        world.answer(0, 8, 1000)
+        world.left = lambda row: 1000
+        for row in range(6):
+            world.begin(row, 100)
+        for _ in range(60):
+            world.step(6)
+        assert world.behind(6) == {}
+        assert min(world.widths[-10:]) > 3
+
+    def test_long_prompts_alone_are_read_in_the_end(self):
+        """What the share saves pays for a first one; from then on the drafter is known."""
+        world = self.world(0.9)
+        answers = 0
+        while world.read < 600:
+            world.answer(0, 600, 500)
+            answers += 1
+        assert answers < 12
+        read, seconds = world.read, world.seconds
+        world.answer(0, 600, 500)
+        assert world.read - read >= 592
+        assert 500 / (world.seconds - seconds) > 1.3
+
+    @pytest.mark.parametrize("reading_s", [1 / 200, 1 / 40, 1 / 10])
+    def test_a_step_reads_for_no_longer_than_a_plain_step(self, reading_s):
+        world = self.world(1.0, reading_s)
+        for prompt in (8, 100, 300, 600):
+            world.answer(0, prompt, 1000)
+        assert world.read > 100
+        assert world.longest_reading_s <= READ_AT_ONCE * memory_bound(1, 1) + 1e-9
+
+    def test_a_drafter_that_stopped_helping_reads_no_more(self):
+        world = self.world(0.95)
+        world.answer(0, 8, 2000)
+        world.right = lambda row, place: 0
+        lost = world.lost
+        for _ in range(4):
+            world.answer(0, 400, 256)
+        assert world.lost - lost < 0.02 * 4 * 256
+        before = world.read
+        world.answer(0, 400, 256)
+        assert world.read - before < 400
+        lost = world.lost
+        for _ in range(20):
+            world.answer(0, 400, 256)
+        assert world.lost - lost < SHARE * 20 * 256 * 1.1
+
+    def test_where_nobody_counts_everything_is_read(self):
+        assert Always(8).read({0: 9, 1: 9, 2: 9}, {0: 100, 1: 100, 2: 5}) == {0: 100, 1: 28}
+        resting = FloorControl(8, floor=1.0, window=1)
+        resting.choose({0: [5]})
+        resting.observe({0: [6]}, {0: 1}, 1.0, 0.0)
+        assert resting.read({0: 9}, {0: 100}) == {}
+        small = UpToBatch(Always(8), 1)
+        assert small.read({0: 9}, {0: 100}) == {0: 100}
+        assert small.read({0: 9, 1: 9}, {0: 100}) == {}
 
 
 def test_the_same_steps_give_the_same_answers():
@@ -189,7 +331,8 @@ def test_sequences_that_ended_leave_nothing():
     for key in range(3):
         control.end(key)
     control.end(99)
-    assert (control._rows, control._pending) == ({}, {})
+    control.observe({7: [1]}, {}, 1.0, 0.0)  # its first token was its last: it was never asked about
+    assert (control._rows, control._pending, control._lengths) == ({}, {}, {})
 
 
 class TestFloor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from phalanx.sched.plan import Commit, Forward, Step
 from phalanx.sched.sequence import Sequence as Row
 from phalanx.spec.control import Always
+from phalanx.spec.drafters import Drafter, RandomDrafter
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter
 from phalanx.types import Sampling, SequenceRequest, StopRule
@@ -14,7 +15,7 @@ from phalanx.types import Sampling, SequenceRequest, StopRule
 VOCAB = 100
 
 
-class Recorder(Always):
+class Recorder(Always, Drafter):
     """A drafter and a controller that write down what they hear."""
 
     def __init__(self, drafts: Mapping[int, list[int]], most: int = 4) -> None:
@@ -93,6 +94,42 @@ def test_what_was_committed_is_the_history_not_what_was_verified():
     spec.observe(decoding({0: (2, 7, 8)}), {0: [7, 8, 9]}, [commit], 0.5, 0.1)
     assert recorder.heard[1] == ("extend", 0, [7])
     assert spec.meter.stats().accepted == 2
+
+
+def test_what_is_unread_is_read_first_and_not_drafted_for():
+    """Ten tokens a step; a sequence of which no draft is of use is not read."""
+
+    class Reader(RandomDrafter):
+        unread = {0: 15, 1: 30}
+
+        def behind(self, keys):
+            return {key: self.unread[key] for key in keys if self.unread.get(key)}
+
+        def read(self, tokens):
+            heard.append(("read", dict(tokens)))
+            for key, n in tokens.items():
+                self.unread[key] -= n
+            return sum(tokens.values())
+
+    class Slow(Always):
+        read_at_once = 10
+
+        def has_read(self, tokens, seconds):
+            heard.append(("has read", tokens, seconds > 0))
+
+    heard: list[object] = []
+    spec = Speculator(Reader(VOCAB), Slow(1), SpecMeter("test"), VOCAB)
+    rows = {row(0, [1]): 5, row(1, [1]): 0, row(2, [1]): 5}
+    assert [spec.draft(rows).keys() for _ in range(3)] == [{2}, {0, 2}, {0, 2}]
+    assert heard == [("read", {0: 10}), ("has read", 10, True), ("read", {0: 5}), ("has read", 5, True)]
+
+
+def test_reading_is_not_counted_as_drafting():
+    spec, recorder = speculator({0: [7, 8]})
+    spec.draft({row(0, [1, 2]): 10})
+    spec._reading_s = 0.0625
+    spec.observe(decoding({0: (2,)}), {0: [7]}, [Commit(seq=0, tokens=(7,), computed=3, kv_len=3)], 0.5, 0.125)
+    assert recorder.heard[-1][3:] == (0.4375, 0.0625)
 
 
 def test_a_step_that_only_prefills_is_not_observed():
