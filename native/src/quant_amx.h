@@ -1,4 +1,4 @@
-// Integer products of 16 rows of x at once in the tile registers of processors that have AMX.
+// Integer products of up to 16 rows of x at once in the tile registers of processors that have AMX.
 #pragma once
 #include "quant_format.h"
 
@@ -12,19 +12,19 @@ extern const bool has_tiles;  // the processor and its system let this process u
 
 namespace kern::KERN_NS {
 
-constexpr int kAmxRows = 16;
+constexpr int kAmxRows = 16;  // of a tile: rows of x, or quads of w
 
 // The layout of the thread's tile registers: sums, x and codes. They are this thread's while it lives.
 class Tiles {
  public:
-  explicit Tiles(int quads) {
+  Tiles(int64_t rows, int quads) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, unused[14] = {};
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } layout;
     const int depth = quads < kAmxRows ? quads : kAmxRows;
-    layout.rows[0] = layout.rows[1] = kAmxRows;
+    layout.rows[0] = layout.rows[1] = static_cast<uint8_t>(rows);
     layout.row_bytes[0] = layout.row_bytes[2] = 64;
     layout.row_bytes[1] = static_cast<uint16_t>(4 * depth);
     layout.rows[2] = static_cast<uint8_t>(depth);
@@ -34,12 +34,12 @@ class Tiles {
   Tiles(const Tiles&) = delete;
 };
 
-// As quad_tile(), in the same order of sums, for kAmxRows rows.
-__attribute__((noinline)) inline void amx_tile(const int8_t* x, int64_t ld_x, const float* steps, const float* sums,
-                                               int64_t ld_steps, int64_t ld_sums, const uint8_t* panel,
-                                               const float* scales, const float* biases, int64_t groups, int quads,
-                                               float* c, int64_t ld_c) {
-  alignas(64) int32_t products[2][kAmxRows][W];
+// As quad_tile(), in the same order of sums, for as many rows as the tiles have.
+template <int M>
+__attribute__((noinline)) void amx_tile(const int8_t* x, int64_t ld_x, const float* steps, const float* sums,
+                                        int64_t ld_steps, int64_t ld_sums, const uint8_t* panel, const float* scales,
+                                        const float* biases, int64_t groups, int quads, float* c, int64_t ld_c) {
+  alignas(64) int32_t products[2][M][W];
   for (int n = 0; n < 2; n++) {
     auto multiply = [&](int64_t g) {
       _tile_zero(0);
@@ -50,15 +50,15 @@ __attribute__((noinline)) inline void amx_tile(const int8_t* x, int64_t ld_x, co
       }
       _tile_stored(0, products[g % 2], sizeof products[0][0]);
     };
-    vf total[kAmxRows];
+    vf total[M];
 #pragma GCC unroll 16
-    for (int m = 0; m < kAmxRows; m++) total[m] = load(c + m * ld_c + n * W);
+    for (int m = 0; m < M; m++) total[m] = load(c + m * ld_c + n * W);
     multiply(0);
     for (int64_t g = 0; g < groups; g++) {
       if (g + 1 < groups) multiply(g + 1);  // while this group's sums meet their scales
       const vf scale = load(scales + (g * 2 + n) * W), bias = load(biases + (g * 2 + n) * W);
 #pragma GCC unroll 16
-      for (int m = 0; m < kAmxRows; m++) {
+      for (int m = 0; m < M; m++) {
         vi whole;
         memcpy(&whole, products[g % 2][m], sizeof whole);
         const vf product = to_floats(whole) * (scale * steps[m * ld_steps + g]);
@@ -66,7 +66,7 @@ __attribute__((noinline)) inline void amx_tile(const int8_t* x, int64_t ld_x, co
       }
     }
 #pragma GCC unroll 16
-    for (int m = 0; m < kAmxRows; m++) store(c + m * ld_c + n * W, total[m]);
+    for (int m = 0; m < M; m++) store(c + m * ld_c + n * W, total[m]);
   }
 }
 

@@ -227,6 +227,8 @@ struct Exact {
       int64_t m = 0;
       for (; m + kTileM <= s.count; m += kTileM)
         dot_tiles<kTileM>(rows + m * ld, ld, panel, kDepth, depth, columns, c + m * kPanelN, kPanelN);
+      for (; m + kTileM / 2 <= s.count; m += kTileM / 2)
+        dot_tiles<kTileM / 2>(rows + m * ld, ld, panel, kDepth, depth, columns, c + m * kPanelN, kPanelN);
       for (; m < s.count; m++)
         dot_tiles<1>(rows + m * ld, ld, panel, kDepth, depth, columns, c + m * kPanelN, kPanelN);
     }

@@ -201,7 +201,7 @@ KERN_INLINE void transpose(vi* v) {
 template <class F>
 struct Fast {
   using Q = Quads<F>;
-  static constexpr int64_t kFew = 16;
+  static constexpr int64_t kFew = 16, kFewBesideTiles = 12;
   static constexpr int64_t kPanel = 2 * W;         // rows of w in a panel
   static constexpr int64_t kColumns = 3 * kPanel;  // and in panels that a piece of x meets one after the other
   static constexpr int64_t kDepth = 512;
@@ -218,7 +218,12 @@ struct Fast {
   float* steps = nullptr;   // [slots of the block, lanes]: of groups, or of lanes where rows are few
   float* sums = nullptr;    // [slots of the block, room]
 
-  static bool is_few(const Segment& s) { return s.count <= kFew; }
+  bool is_few(const Segment& s) const {
+#if defined(KERN_AVX512)
+    if (has_tiles && w.group % 32 == 0) return s.count <= kFewBesideTiles;
+#endif
+    return s.count <= kFew;
+  }
 
   // Few rows meet whole blocks: byte t of quad q of lane i lies at [q][i][t]. Many meet panels: [i][q][t].
   void place(const int32_t* q, bool few, int8_t* out) const {
@@ -341,9 +346,15 @@ struct Fast {
       };
       int64_t m = 0;
 #if defined(KERN_AVX512)
-      if (has_tiles && s.count >= kAmxRows && w.group % 32 == 0) {
-        const Tiles tiles(w.group / 4);
-        for (; m + kAmxRows <= s.count; m += kAmxRows) run(amx_tile, m);
+      if (has_tiles && w.group % 32 == 0) {
+        auto tile = [&](auto kernel, int64_t rows) {
+          if (m + rows > s.count) return;
+          const Tiles tiles(rows, w.group / 4);
+          for (; m + rows <= s.count; m += rows) run(kernel, m);
+        };
+        tile(amx_tile<16>, 16);
+        tile(amx_tile<8>, 8);
+        tile(amx_tile<4>, 4);
       }
 #endif
       for (; W == 16 && m + 8 <= s.count; m += 8) run(quad_tile<F, 8>, m);  // 16 of 32 registers accumulate

@@ -25,7 +25,7 @@ KINDS = [F32, F16, BF16]
 few = settings(max_examples=4, deadline=None)
 seeds = st.integers(0, 1000)
 offsets = st.integers(0, 3)
-ROWS = [1, 2, 3, 5, 8, 9, 17, 40]
+ROWS = [1, 2, 3, 5, 8, 9, 17, 31, 40]
 """Rows of x: each way that the kernels group them."""
 INTEGER_PRODUCTS = {b"avx2": 4, b"avx512": 8, b"amx": 8}.get(library.kern_isa(), 0)
 """Codes of up to so many bits are multiplied as integers where precision is fast."""
@@ -101,6 +101,21 @@ def test_product_without_transposition(format, kind, rows, inner, groups, offset
     wanted = exact @ w.values
     out = matmul(w, x, kind, F32, transpose=False)
     assert (np.abs(out - wanted) <= exact_bound(w, exact, wanted, F32, transpose=False)).all()
+
+
+@pytest.mark.parametrize("precision", [EXACT, FAST])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_does_not_depend_on_its_neighbours(format, precision):
+    """Nor on which size of tile it falls into."""
+    random = np.random.default_rng(0)
+    mode, bits, group = format
+    width = 1216 // group * group
+    w = random_matrices(random, mode, bits, group, 1, 70, width, F32)
+    x = random.normal(size=(1, 31, width)).astype(np.float32)
+    found = matmul(w, x, F32, F32, precision=precision)
+    for shift in (1, 5, 16):
+        turned = matmul(w, np.roll(x, shift, 1), F32, F32, precision=precision)
+        assert np.array_equal(np.roll(turned, -shift, 1), found)
 
 
 @pytest.mark.parametrize("transpose", [True, False])

@@ -25,11 +25,16 @@ HEADERS = [
 ]
 
 _encoder = msgspec.json.Encoder()
+_LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
+"""Which JSON may hold, but at which many clients end a line (httpx does, as `str.splitlines`)."""
 
 
 def event(payload: object) -> bytes:
     """One `data:` event."""
-    return b"data: " + _encoder.encode(payload) + b"\n\n"
+    data = _encoder.encode(payload)
+    for char, escaped in _LINE_ENDS.items():
+        data = data.replace(char, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 async def disconnected(receive: Receive) -> None:

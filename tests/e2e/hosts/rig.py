@@ -334,6 +334,13 @@ class Rig:
         subprocess.run([*inside[0], *add], check=True)
         for base, name in zip(inside, (here, there), strict=True):
             subprocess.run([*base, "set", "dev", name, "up"], check=True)
+        deadline = time.monotonic() + WAIT_S
+        for base, name in zip(inside, (here, there), strict=True):  # the kernel says so a little later
+            while (
+                " state UP " not in subprocess.run([*base, "show", "dev", name], capture_output=True, text=True).stdout
+            ):
+                assert time.monotonic() < deadline, f"{name} does not come up"
+                time.sleep(0.02)
         try:
             yield
         finally:
