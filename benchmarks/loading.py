@@ -163,8 +163,8 @@ def disk_bytes() -> int:
     return int(counters["read_bytes"])
 
 
-def run_rank(method: str, path: Path, number: int) -> dict[str, Any]:
-    """Load one rank's part; what it took."""
+def run_rank(method: str, path: Path, number: int, together: int) -> dict[str, Any]:
+    """Load one rank's part while so many ranks load; what it took."""
     mx.set_default_device(mx.cpu)
     mx.eval(mx.zeros(1))
     copied = None
@@ -177,7 +177,7 @@ def run_rank(method: str, path: Path, number: int) -> dict[str, Any]:
     if method == "phalanx":
         reducer: Any = Rank(number)
         prepared = prepare(path, dtype="float16", trust_remote_code=False, reducer=reducer)
-        loaded = prepared.materialise(0, lambda *_: None)
+        loaded = prepared.materialise(0, lambda *_: None, ranks_here=together)
         model, copied = loaded.model, loaded.copied_bytes
     else:
         model, _ = load_model(path, lazy=True, strict=False)
@@ -211,7 +211,7 @@ def run_ranks(method: str, path: Path, ranks: int, cold: bool) -> list[dict[str,
     """The first `ranks` ranks at once."""
     if cold:
         drop_cache(path)
-    command = [sys.executable, str(Path(__file__).resolve()), "--rank", method, str(path)]
+    command = [sys.executable, str(Path(__file__).resolve()), "--rank", method, str(path), str(ranks)]
     children = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in range(ranks)]
     answers = [child.communicate()[0] for child in children]
     return [json.loads(answer.splitlines()[-1]) for answer in answers]
@@ -267,11 +267,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="where the models are written (and removed)")
-    parser.add_argument("--rank", nargs=3, metavar=("METHOD", "MODEL", "NUMBER"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=4, metavar=("METHOD", "MODEL", "RANKS", "NUMBER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        method, path, number = args.rank
-        print(json.dumps(run_rank(method, Path(path), int(number))))
+        method, path, ranks, number = args.rank
+        print(json.dumps(run_rank(method, Path(path), int(number), int(ranks))))
         return
     logging.disable(logging.INFO)
     results = {}

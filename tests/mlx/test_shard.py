@@ -273,6 +273,11 @@ def test_classes_of_a_split_model_keep_their_model_file(tmp_path: Path) -> None:
 # -- tracing ---------------------------------------------------------------------------------------------------------
 
 
+def runs_of(left: mx.array, given: tuple[int, ...], axis: int) -> tuple[tuple[int, int], ...] | None:
+    rows = shard._rows(left, given, axis)
+    return None if rows is None else shard._runs(rows, given[axis])
+
+
 @pytest.mark.parametrize(
     ("change", "runs"),
     [
@@ -293,12 +298,12 @@ def test_classes_of_a_split_model_keep_their_model_file(tmp_path: Path) -> None:
 )
 def test_only_a_choice_of_rows_is_taken_for_one(change: Any, runs: Any) -> None:
     rows = mx.arange(shard.FIRST_ROW, shard.FIRST_ROW + 8, dtype=mx.float32).reshape(8, 1)
-    assert shard._runs(change(rows), (8, 1), 0) == runs
+    assert runs_of(change(rows), (8, 1), 0) == runs
 
 
 def test_what_differs_between_columns_is_no_choice_of_rows() -> None:
     rows = mx.arange(shard.FIRST_ROW, shard.FIRST_ROW + 8, dtype=mx.float32).reshape(8, 1)
-    assert shard._runs(mx.concatenate([rows[:4], rows[4:]], axis=1), (8, 2), 0) is None
+    assert runs_of(mx.concatenate([rows[:4], rows[4:]], axis=1), (8, 2), 0) is None
 
 
 def test_a_copy_shares_weights_but_not_changes(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ log = logging.getLogger("phalanx.load")
 Progress = Callable[[str, int, int], None]
 """Called with a phase, bytes done and bytes in all."""
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+AHEAD = 32 << 20  # bytes of tensors that are on their way at once, or two tensors: so the disk has always work
 CHECK_EVERY = memory.GB // 4  # bytes between two looks at the machine's memory while loading
 COMPUTED_WORTH_A_LINE = 1 << 20  # bytes
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
@@ -170,9 +171,11 @@ class Prepared:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes in memory for a moment besides those kept: a tensor being cast, and the next one on its way."""
+        """Bytes in memory for a moment besides those kept: a tensor being cast, and the next on their way."""
         pairs = zip(self.plan, [*self.plan[1:], None], strict=True)
-        return max((one.stored + one.nbytes + (next_.stored if next_ else 0) for one, next_ in pairs), default=0)
+        return max(
+            (one.stored + one.nbytes + max(AHEAD, next_.stored if next_ else 0) for one, next_ in pairs), default=0
+        )
 
     @property
     def quantization(self) -> str:
@@ -237,7 +240,7 @@ class Prepared:
     def _read(self, total: int, guard: int, on_progress: Progress, ranks_here: int) -> int:
         """Read, cast and keep one tensor after the other; the file's version of each is gone before the next."""
         done = checked = 0
-        with Reader() as reader:
+        with Reader(shared=ranks_here > 1) as reader:
             for entry, array in self._arrays(reader):
                 if entry.source is None or array.dtype != entry.dtype:
                     array = array.astype(entry.dtype)
@@ -255,12 +258,15 @@ class Prepared:
         return reader.copied
 
     def _arrays(self, reader: Reader) -> Iterator[tuple[_Entry, mx.array]]:
-        """Every tensor as stored; while one is cast and kept, the next one is being copied."""
+        """Every tensor as stored; while one is cast and kept, the next ones are being copied."""
         lazy = dict(tree_flatten(self.model.parameters()))
         coming: deque[_Coming] = deque()
+        ahead = 0
         for entry in self.plan:
             coming.append(_Coming.begin(reader, entry, lazy.pop(entry.name)))
-            if len(coming) > 1:
+            ahead += entry.stored
+            while len(coming) > 1 and ahead > AHEAD:
+                ahead -= coming[0].entry.stored
                 yield coming.popleft().arrived()
         while coming:
             yield coming.popleft().arrived()

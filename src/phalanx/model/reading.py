@@ -37,10 +37,16 @@ JUDGED = 64 << 20  # bytes after which it is
 
 
 class Reader:
-    """Keeps the files open while it is entered. Counts what it copies."""
+    """Keeps the files open while it is entered. Counts what it copies.
 
-    def __init__(self) -> None:
+    Args:
+        shared: other ranks of this machine read the same files now. What all of them need, be it for a part of every
+            page, is then read through the cache, so that the disk reads it once.
+    """
+
+    def __init__(self, *, shared: bool = False) -> None:
         self.copied = 0
+        self._shared = shared
         self._pool = ThreadPoolExecutor(THREADS, "read")
         self._disk = _Disk()
         self._files: dict[Path, _File] = {}
@@ -67,7 +73,8 @@ class Reader:
                 raise _unreadable(info, error) from error
         done, jobs = 0, []
         for piece in _pieces(info, cut):
-            jobs.append(self._pool.submit(piece.copy, file, out[done : done + piece.size * piece.count]))
+            common = self._shared and (cut is None or piece.count > 1)
+            jobs.append(self._pool.submit(piece.copy, file, out[done : done + piece.size * piece.count], common))
             done += piece.size * piece.count
         self.copied += done
         return Copying(info, jobs)
@@ -109,12 +116,12 @@ class _Piece:
     count: int
     stride: int
 
-    def copy(self, file: _File, out: Bytes) -> None:
-        """Copy from a file to `out`, which has just the size."""
+    def copy(self, file: _File, out: Bytes, common: bool) -> None:
+        """Copy from a file to `out`, which has just the size. `common`: others read the same pages now."""
         if self.count == 1:
-            file.read(self.start, out)
+            file.read(self.start, out, common=common)
             return
-        around = file.view(self.start, (self.count - 1) * self.stride + self.size)
+        around = file.view(self.start, (self.count - 1) * self.stride + self.size, common=common)
         rows = np.lib.stride_tricks.as_strided(around, (self.count, self.size), (self.stride, 1), writeable=False)
         out.reshape(self.count, self.size)[:] = rows
 
@@ -186,16 +193,16 @@ class _File:
             os.close(self._direct)
             self._cache.close()
 
-    def read(self, start: int, out: Bytes) -> None:
-        """Fill `out` with the bytes from `start` on."""
-        if self._past_cache(start, len(out)):
+    def read(self, start: int, out: Bytes, *, common: bool) -> None:
+        """Fill `out` with the bytes from `start` on; through the cache in any case where they are common."""
+        if not common and self._past_cache(start, len(out)):
             out[:] = self._read_past(start, len(out))
         else:
             _fill(self._cached, start, out)
 
-    def view(self, start: int, size: int) -> Bytes:
+    def view(self, start: int, size: int, *, common: bool) -> Bytes:
         """So many bytes from `start` on, in memory that the calling thread's next call overwrites."""
-        if self._past_cache(start, size):
+        if not common and self._past_cache(start, size):
             return self._read_past(start, size)
         around = _scratch(size)
         _fill(self._cached, start, around)

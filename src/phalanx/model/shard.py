@@ -332,20 +332,27 @@ def _trace(recipe: Recipe, spare: Module, axes: dict[str, int], group: Group) ->
     spare.update(tree_unflatten(list(numbers.items())))
     _apply(recipe, spare, group)
     arrays = _arrays(spare)
-    found = {name: _runs(arrays[name], given[name], axis) for name, axis in axes.items()}
+    left = {name: _rows(arrays[name], given[name], axis) for name, axis in axes.items()}
+    mx.eval([rows for rows in left.values() if rows is not None])
+    found = {name: _runs(rows, given[name][axes[name]]) for name, rows in left.items() if rows is not None}
     return {name: Cut(axes[name], runs) for name, runs in found.items() if runs is not None}
 
 
-def _runs(left: mx.array, given: tuple[int, ...], axis: int) -> tuple[tuple[int, int], ...] | None:
-    """The rows that are left, as runs; None if this is not a choice of rows along the axis."""
+def _rows(left: mx.array, given: tuple[int, ...], axis: int) -> mx.array | None:
+    """What is left as `[rows, width]`; None where more than the axis has changed."""
     if left.dtype != mx.float32 or [*left.shape[:axis], given[axis], *left.shape[axis + 1 :]] != list(given):
         return None
-    rows = mx.moveaxis(left, axis, 0).reshape(left.shape[axis], -1)
-    exact = np.array(rows[:, 0])
+    return mx.moveaxis(left, axis, 0).reshape(left.shape[axis], -1)
+
+
+def _runs(left: mx.array, given: int) -> tuple[tuple[int, int], ...] | None:
+    """The rows that are left of `given`, as runs; None if this is not a choice of rows."""
+    rows = np.array(left)
+    exact = rows[:, 0]
     numbers = exact.astype(np.int64) - FIRST_ROW
-    if not (mx.all(rows == rows[:, :1]).item() and np.all(exact == numbers + FIRST_ROW)):
+    if not (np.all(rows == rows[:, :1]) and np.all(exact == numbers + FIRST_ROW)):
         return None
-    if numbers.min() < 0 or numbers.max() >= given[axis]:
+    if numbers.min() < 0 or numbers.max() >= given:
         return None
     starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist()]
     stops = [*starts[1:], len(numbers)]
