@@ -73,7 +73,10 @@ class Llama:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"llama.cpp ended with status {self.process.wait()}")
+            raise RuntimeError(
+                f"llama.cpp ended with status {self.process.wait()}. (0.3.36 crashes in AMX products: build it with "
+                "CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON' where the processor has them.)"
+            )
         return dict(json.loads(line))
 
     def run(self, context: int, tokens: int, rows: int) -> dict[str, float]:

@@ -24,9 +24,10 @@ from phalanx.model import registry
 from phalanx.model.runner import Runner
 from phalanx.sched.admission import Limits
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
-from phalanx.spec.control import Always, Control
+from phalanx.spec.control import Control
 from phalanx.spec.drafters import Drafter
 from phalanx.spec.positions import Positions
+from phalanx.spec.rules import Always
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter
 from phalanx.types import (

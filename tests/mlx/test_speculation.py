@@ -37,10 +37,11 @@ from phalanx.model.runner import Runner
 from phalanx.sched.commit import accept
 from phalanx.sched.sequence import Sequence
 from phalanx.spec import positions, verify
-from phalanx.spec.control import Always, CostControl
+from phalanx.spec.balance import CostControl
 from phalanx.spec.draft_model import DraftModel
 from phalanx.spec.drafters import Drafter, RandomDrafter
 from phalanx.spec.ngram import NgramDrafter
+from phalanx.spec.rules import Always
 from phalanx.spec.suffix import SuffixDrafter
 from phalanx.types import Sampling, SequenceRequest, StopRule, Submit
 

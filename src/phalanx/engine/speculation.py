@@ -29,7 +29,7 @@ from phalanx.model.resolve import resolve
 from phalanx.model.runner import Runner
 from phalanx.model.tokenizer import Tokenizer
 from phalanx.sched.scheduler import Scheduler
-from phalanx.spec import control
+from phalanx.spec import rules
 from phalanx.spec.draft_model import DraftModel
 from phalanx.spec.drafters import Drafter, RandomDrafter
 from phalanx.spec.ngram import NgramDrafter
@@ -131,7 +131,7 @@ def make_speculator(
     else:
         drafter = _drafter(config, vocab_size)
     meter = SpecMeter(str(type(config).__struct_config__.tag), config.window)
-    return Speculator(drafter, control.build(config), meter, vocab_size)
+    return Speculator(drafter, rules.build(config), meter, vocab_size)
 
 
 def _drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:

@@ -10,19 +10,8 @@ from hypothesis import strategies as st
 from machine import CURVES, World, compute_bound, few_cores, memory_bound, predictable, stairs
 
 from phalanx.config import DraftModelSpeculation, NgramSpeculation
-from phalanx.spec.control import (
-    ASKING,
-    PURSE,
-    READ_AT_ONCE,
-    REST,
-    SAVED,
-    SHARE,
-    Always,
-    CostControl,
-    FloorControl,
-    UpToBatch,
-    build,
-)
+from phalanx.spec.balance import ASKING, PURSE, READ_AT_ONCE, SAVED, SHARE, CostControl
+from phalanx.spec.rules import REST, Always, FloorControl, UpToBatch, build
 
 ROWS = (1, 6)
 

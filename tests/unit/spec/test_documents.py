@@ -11,9 +11,9 @@ import pytest
 from machine import CURVES, few_cores, memory_bound, recite, stairs
 
 from phalanx.config import NgramSpeculation, RandomSpeculation, SuffixSpeculation
-from phalanx.spec.control import build
 from phalanx.spec.drafters import RandomDrafter
 from phalanx.spec.ngram import NgramDrafter
+from phalanx.spec.rules import build
 from phalanx.spec.suffix import SuffixDrafter
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.sched.plan import Commit, Forward, Step
 from phalanx.sched.sequence import Sequence as Row
-from phalanx.spec.control import Always
 from phalanx.spec.drafters import Drafter, RandomDrafter
+from phalanx.spec.rules import Always
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter
 from phalanx.types import Sampling, SequenceRequest, StopRule

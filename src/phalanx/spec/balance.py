@@ -1,0 +1,260 @@
+"""The control that weighs what drafts are expected to bring against what a step costs, and keeps accounts.
+
+Pure, as all controls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from phalanx.spec.acceptance import POOL_FADES, ROW_FADES, Acceptance
+from phalanx.spec.control import Committed, in_turn
+from phalanx.spec.cost import CostCurve
+from phalanx.spec.reading import Reading
+
+SHARE = 0.01
+"""Of the time, for tries that bring no gain: half for forwards, half for asking the drafter."""
+PURSE = 1.0
+"""Plain steps for such forwards at first: what a text on which drafts never helped may lose beyond the share."""
+WINNINGS = 8.0
+"""Plain steps that the purse holds at most: bad luck must not end what pays, nor past gains pay for a hopeless text."""
+ASKING = 0.5
+"""Plain steps for asking in vain, at first and at most; and owed at most."""
+SAVED = 1.0
+"""Plain steps for reading prompts at first; what the other two purses cannot hold goes there."""
+SAVINGS = 128.0
+"""Plain steps that may be saved for reading at most: the most that one long prompt may take."""
+READ_AT_ONCE = 1.0
+"""Plain steps that reading takes in one step at most: others decode at half speed meanwhile, as beside a prefill."""
+PROMISE = 2.0
+"""Times its price that reading must promise: answers end early, and texts differ."""
+LENGTH = 256.0
+"""Tokens of an answer before one has ended."""
+LENGTH_FADES = 1 / 8
+"""What the latest answer counts in how long answers are."""
+MARGIN = 1.02
+"""Gain below which it is not worth the noise of what was measured."""
+WORTH = 0.1
+"""Probability below which a position of a draft is not worth sampling, even where the forward has room for it."""
+
+
+class _Pending:
+    """A draft, verified or not, that is being compared with what is committed."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.at = 0
+
+
+class CostControl:
+    """Weighs what drafts are expected to bring against what a step costs, both as measured, and keeps accounts.
+
+    A step in which row r verifies k_r tokens commits `1 + P(1) + .. + P(k_r)` tokens for it on average, P(j) being the
+    probability that its first j are right, and takes `t(rows, 1 + max k)`. The width with the most tokens per second
+    is chosen if it beats the plain step's.
+
+    Tokens do not depend on speculation (DESIGN section 4), so a draft that was not verified is judged all the same, by
+    comparing it with what is committed: to learn that drafts became good costs drafting, and no forward.
+
+    All is paid from purses, counted in plain steps. That for forwards gets half a share of every step and what
+    speculation gained, and pays what it lost; that for asking gets the other half and pays what was drafted in vain.
+    While they are empty nothing is tried, so on a text where drafts never help no more is lost than the share and what
+    the purses can hold. What they cannot hold is saved for reading prompts, which a draft model must do before it can
+    draft. A prompt is read if the savings pay for all of it and if, by what is known of the drafter and of how long
+    answers are, it brings more than it takes; so short answers to long prompts are not drafted for.
+    """
+
+    def __init__(self, most: int, *, cheap: bool, share: float = SHARE) -> None:
+        """
+        Args:
+            most: largest number of drafted tokens per sequence and step.
+            cheap: drafting takes next to nothing (a lookup), so every sequence may as well be drafted for.
+            share: of the time, for what brings no gain.
+        """
+        self._most = most
+        self._cheap = cheap
+        self._share = share
+        self._purse = PURSE
+        self._asking = ASKING
+        self._savings = SAVED
+        self._saved_for = 0.0  # share of what is being read that the savings pay for
+        self._costs = CostCurve()
+        self._reading = Reading()
+        self._unjudged = 0
+        self._length = LENGTH
+        self._lengths: dict[int, int] = {}
+        self._pool = Acceptance(most, POOL_FADES)
+        self._rows: dict[int, Acceptance] = {}
+        self._pending: dict[int, _Pending] = {}
+        self._n_rows = 0
+
+    def read(self, room: Mapping[int, int], behind: Mapping[int, int]) -> dict[int, int]:
+        self._n_rows = len(room)
+        self._unjudged += 1
+        plain = self._costs.plain(len(room))
+        if plain is None:
+            return {}
+        at_once = self._reading.within(READ_AT_ONCE * plain)
+        if not self._reading.known:
+            return self._share_out(behind, dict.fromkeys([*behind][: int(self._asking > 0)], False), at_once)
+        prices = {key: self._reading.seconds(n, at_once) / plain for key, n in behind.items()}
+        self._forget(max((price for price in prices.values() if price <= self._savings), default=0.0))
+        return self._share_out(behind, self._affordable(prices, self._worth(room, behind)), at_once)
+
+    def has_read(self, tokens: int, seconds: float) -> None:
+        """No more is paid than twice what so many tokens usually take: one disturbed step means nothing."""
+        self._reading.observe(tokens, seconds)
+        usual = self._reading.seconds(tokens, tokens) if self._reading.known else seconds
+        price = min(seconds, 2 * usual) / max(self._costs.plain(self._n_rows) or seconds, 1e-9)
+        self._savings -= price * self._saved_for
+        if self._saved_for < 1.0:
+            self._pay_asking(price * (1.0 - self._saved_for))
+
+    def want(self, room: Mapping[int, int]) -> dict[int, int]:
+        self._n_rows = len(room)
+        for key in room:
+            self._lengths.setdefault(key, 0)
+        able = {key: min(n, self._most) for key, n in room.items() if n > 0}
+        may_ask = self._asking > 0 or self._purse > PURSE
+        if self._cheap:
+            k = self._most if may_ask else 0
+        else:
+            k = self._best(list(self._chances(able).values())) or int(may_ask)
+        return {key: min(n, k) for key, n in able.items() if k}
+
+    def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        chances = self._chances({key: min(len(draft), self._most) for key, draft in drafts.items()})
+        k = self._best(list(chances.values()))
+        chosen = {key: min(k, len(row)) for key, row in chances.items() if k and row}
+        for key, draft in drafts.items():
+            if draft and (key in chosen or key not in self._pending):
+                self._pending[key] = _Pending(list(draft[: self._most]))
+        return chosen
+
+    def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
+        for key, tokens in committed.items():
+            if key in self._lengths:  # not in its first step, of which nobody hears the end
+                self._lengths[key] += len(tokens)
+            self._judge(key, tokens)
+        if committed:
+            width = 1 + max(verified.values(), default=0)
+            gained = sum(map(len, committed.values())) / len(committed) - 1.0
+            self._settle(len(committed), width, gained, seconds, drafting)
+
+    def end(self, key: int) -> None:
+        self._rows.pop(key, None)
+        self._pending.pop(key, None)
+        self._length += LENGTH_FADES * (self._lengths.pop(key, self._length) - self._length)
+
+    def _chances(self, lengths: Mapping[int, int]) -> dict[int, list[float]]:
+        """Sequence -> the probability that its first j tokens are right, j = 1 .. its length, as far as worth it."""
+        pool = self._pool.rates()
+        chances: dict[int, list[float]] = {}
+        for key, length in lengths.items():
+            row = self._rows.setdefault(key, Acceptance(self._most, ROW_FADES))
+            chances[key], chance = [], 1.0
+            for rate in row.rates(pool)[:length]:
+                chance *= rate
+                if chance < WORTH:
+                    break
+                chances[key].append(chance)
+        return chances
+
+    def _forget(self, price: float) -> None:
+        """A drafter that was of no use for so long that the share pays for reading again is thought of as new."""
+        if price and self._share / 2 * self._unjudged >= price:
+            self._pool, self._unjudged = Acceptance(self._most, POOL_FADES), 0
+
+    def _worth(self, room: Mapping[int, int], behind: Mapping[int, int]) -> dict[int, float]:
+        """Plain steps that drafting for those that the drafter is behind with would save, all of them alike."""
+        chances = self._chances({key: min(n, self._most) for key, n in room.items() if n > 0})
+        hopeful = [key for key in behind if chances.get(key)]
+        _, now = self._fastest([row for key, row in chances.items() if key not in behind])
+        _, then = self._fastest(list(chances.values()))
+        each = (1.0 / now - 1.0 / then) / max(1, len(hopeful))
+        return {key: each * min(room[key] + 1.0, self._length) for key in hopeful}
+
+    def _affordable(self, prices: Mapping[int, float], worth: Mapping[int, float]) -> dict[int, bool]:
+        """Sequences to read now, the cheapest first -> whether the savings pay; else it is a part of asking."""
+        savings, asking = self._savings, self._asking
+        paid: dict[int, bool] = {}
+        for key, price in sorted(prices.items(), key=lambda item: item[1]):
+            if price <= savings and PROMISE * price <= worth.get(key, 0.0):
+                paid[key] = True
+                savings -= price
+            elif price <= asking:
+                paid[key] = False
+                asking -= price
+        return paid
+
+    def _share_out(self, behind: Mapping[int, int], paid: Mapping[int, bool], most: int) -> dict[int, int]:
+        """The tokens of this step, and who pays for them. Changes state."""
+        reads = in_turn({key: behind[key] for key in paid}, most)
+        saved_for = sum(tokens for key, tokens in reads.items() if paid[key])
+        self._saved_for = saved_for / max(1, sum(reads.values()))
+        return reads
+
+    def _best(self, chances: Sequence[Sequence[float]]) -> int:
+        """The k with the most tokens per second; 0 where the plain step has, or is not known, or the purse is empty."""
+        return self._fastest(chances)[0]
+
+    def _fastest(self, chances: Sequence[Sequence[float]]) -> tuple[int, float]:
+        """That k, and how many times as fast as plain steps it is; (0, 1.0) for those."""
+        rows = self._n_rows
+        if self._purse <= 0 or not any(chances) or self._costs.plain(rows) is None:
+            return 0, 1.0
+        widest = min(1 + max(map(len, chances)), self._costs.reach(rows))
+        best, best_speed, tokens = 0, MARGIN, float(rows)
+        for k, cost in enumerate(self._costs.ratios(rows, widest)[1:], 1):
+            tokens += sum(row[k - 1] for row in chances if len(row) >= k)
+            speed = tokens / rows / cost
+            if speed > best_speed:
+                best, best_speed = k, speed
+        return best, best_speed if best else 1.0
+
+    def _judge(self, key: int, tokens: Sequence[int]) -> None:
+        """Compare what is pending with what was committed, up to the first difference."""
+        pending = self._pending.get(key)
+        if pending is None:
+            return
+        self._unjudged = 0
+        for token in tokens:
+            right = token == pending.tokens[pending.at]
+            for known in (self._pool, self._rows[key]):
+                known.judge(pending.at, right)
+            pending.at += 1
+            if not right or pending.at == len(pending.tokens):
+                del self._pending[key]
+                return
+
+    def _settle(self, rows: int, width: int, gained: float, seconds: float, drafting: float) -> None:
+        """Measure the step and pay for it.
+
+        Args:
+            gained: plain steps that its tokens would have taken beyond one.
+        """
+        if width == 1:
+            self._costs.observe(rows, 1, seconds - drafting)
+        else:
+            self._costs.observe(rows, width, seconds)
+        cost = self._cost(rows, width, seconds)
+        asking = self._asking + self._share / 2 * cost
+        purse = self._purse + self._share / 2 * cost + gained - (cost - 1.0)
+        self._asking, self._purse = min(asking, ASKING), min(purse, WINNINGS)
+        self._savings = min(self._savings + asking - self._asking + purse - self._purse, SAVINGS)
+        if width == 1 and drafting:
+            self._pay_asking(drafting / max(seconds - drafting, 1e-9))
+
+    def _cost(self, rows: int, width: int, seconds: float) -> float:
+        """Of the step that was, in plain steps: as measured, but no more than twice what such steps usually cost."""
+        usual, plain = self._costs.ratios(rows, width)[-1], self._costs.plain(rows)
+        if width == 1 or plain is None:
+            return usual
+        return max(1.0, min(seconds / max(plain, 1e-9), 2 * usual))
+
+    def _pay_asking(self, price: float) -> None:
+        """From its own purse, and from winnings beyond that; no more is owed than what the purse holds when full."""
+        if self._asking > 0 or self._purse <= PURSE:
+            self._asking = max(self._asking - price, -ASKING)
+        else:
+            self._purse -= price
