@@ -191,6 +191,19 @@ def breaks(failure: PeerFailure) -> None:
     raise ZeroDivisionError(str(failure))
 
 
+def stop_in_turn(channel: Any) -> None:
+    """The process stops when its watchdog, which has looked at the clock, is about to read."""
+    watchdog = channel._watchdog
+    read = watchdog._read
+
+    def stop_first(peer: Any) -> None:
+        watchdog._read = read
+        os.kill(os.getpid(), signal.SIGSTOP)
+        read(peer)
+
+    watchdog._read = stop_first
+
+
 def rank_main(
     rank: int, size: int, listener: int, port: int, limits: dict[str, float], on_failure: OnFailure | None = None
 ) -> None:
@@ -216,6 +229,7 @@ def rank_main(
         "turns": lambda: channel.turns,
         "receive": lambda: channel.receive(),
         "broadcast": lambda text: channel.broadcast(text.encode()),
+        "stop_in_turn": lambda: stop_in_turn(channel),
     }
     print("ready", flush=True)
     for line in sys.stdin:

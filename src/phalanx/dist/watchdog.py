@@ -284,7 +284,6 @@ class Watchdog:
                 self.turns += 1
                 slept_s = self._clock.turn()
                 self._now = self._clock.now()
-                self._admit()
                 for key, _ in events:
                     self._read(key.data)
                     if key.data.connection.ended:
@@ -345,7 +344,8 @@ class Watchdog:
                 )
 
     def _beat(self) -> None:
-        self._beaten = _with_sleep()  # before: a stop in between is silence as well
+        self._admit()
+        self._beaten = _with_sleep()
         position = self._position
         beat = encode(Beat(position.step, position.since is not None, position.inside_s(self._now)))
         for peer in self._open():
@@ -353,10 +353,13 @@ class Watchdog:
         self._beat_at = self._now + self._limits.beat_s
 
     def _admit(self) -> None:
-        """Take note of it when this rank was silent for so long that the others may have given it up."""
+        """Take note of it when this rank was silent for so long that the others may have given it up.
+
+        They count from when they took the last beat, and may be serving before this rank knows that all are.
+        """
         silent_s = _with_sleep() - self._beaten
-        if silent_s > 0.75 * self.silence_s:  # counted by the others from when they took the last beat
-            self._silent_s, self._silent_until = silent_s, self._clock.now() + 2 * self.silence_s
+        if silent_s > 0.75 * self._limits.silence_s:
+            self._silent_s, self._silent_until = silent_s, self._clock.now() + 2 * self._limits.silence_s
 
     def _judge(self) -> None:
         """Who is silent, and is the own engine thread stuck?"""
@@ -397,8 +400,8 @@ class Watchdog:
 
     def _own_up(self, failure: PeerFailure) -> PeerFailure:
         """A rank that was suspended is why the others left, or seem silent."""
-        self._admit()  # it may have been suspended since this turn began
-        gone = failure.code in (ExitCode.PEER_LOST, ExitCode.PEER_SILENT)
+        self._admit()  # it may have been suspended in this very turn
+        gone = failure.code in (ExitCode.PEER_LOST, ExitCode.PEER_SILENT) and self._silent_s > 0.75 * self.silence_s
         if self._clock.now() > self._silent_until or not (gone or failure.rank == self._me.rank):
             return failure
         cause = f"was suspended for {self._silent_s:.1f} s (stopped, asleep, or its interpreter held); then: {failure}"

@@ -61,10 +61,15 @@ def test_a_killed_rank(start: Start, victim: int):
         assert "connection" in ended(ranks, rank, ExitCode.PEER_LOST, victim)
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_is_silent_to_the_others_and_blames_itself(start: Start, victim: int):
+def test_a_stopped_rank_is_silent_to_the_others_and_blames_itself(start: Start, victim: int, in_turn: bool):
+    """Wherever it stops: anywhere, or between looking at the clock and reading."""
     ranks = start(3, STRICT)
-    ranks.send_signal(victim, signal.SIGSTOP)
+    if in_turn:
+        ranks.tell(victim, "stop_in_turn")
+    else:
+        ranks.send_signal(victim, signal.SIGSTOP)
     for rank in {0, 1, 2} - {victim}:
         assert "has given no sign of life" in ended(ranks, rank, ExitCode.PEER_SILENT, victim)
     ranks.send_signal(victim, signal.SIGCONT)
