@@ -116,7 +116,7 @@ class Leader:
             self._model_s += model_s
             self._link.leave(step.id)
             self._clock.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
-            self.scheduler.observe(execution.prefill_tokens, execution.prefill_s, decode_s)
+            self.scheduler.pace.observe(execution.prefill_tokens, execution.prefill_s, decode_s)
             commits = self._commits(step, verified.tokens)
             self.scheduler.apply(commits, time.monotonic(), verified.logprobs)
             if self._speculator is not None:

@@ -20,13 +20,11 @@ from phalanx.sched.admission import Admission, Limits
 from phalanx.sched.arena import Layout
 from phalanx.sched.drafts import Drafts, fit_drafts, useful_drafts
 from phalanx.sched.forwards import decode_forwards, prefill_forwards
+from phalanx.sched.pace import SMALLEST_CHUNK, Pace
 from phalanx.sched.plan import Commit, Evict, Forward, Restore, Share, Step, Store
 from phalanx.sched.prefix import BLOCK, PrefixIndex, common_prefix
 from phalanx.sched.sequence import Sequence, extend_crc
 from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs, Tokens
-
-SMALLEST_CHUNK = 16  # tokens a step gives to prefill at least, however slow the machine
-ALONE = 4  # times longer than `target_step_s` a step may take in which nobody decodes: wide products are faster ones
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -78,6 +76,7 @@ class Scheduler:
             config.limits.bytes_per_row,
             exact_only=config.recurrent,
         )
+        self.pace = Pace(config.first_chunk, config.max_num_batched_tokens, config.target_step_s)
         self.counters = Counters()
         self.waiting: deque[Sequence] = deque()
         self.by_id: dict[str, Sequence] = {}
@@ -86,8 +85,6 @@ class Scheduler:
         self._numbers = 0
         self._commits: list[Commit] = []  # of the last step, carried by the next
         self._events: list[Tokens | Finished] = []
-        self._chunk_limit = min(config.first_chunk, config.max_num_batched_tokens)  # beside rows that decode
-        self._alone_limit = self._chunk_limit
 
     # -- the outside world -------------------------------------------------------------------------------------
 
@@ -127,23 +124,6 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Drop every kept prefix."""
         self.layout.ops.extend(Evict(number) for number in self.prefix.clear())
-
-    def observe(self, prefill_tokens: int, prefill_s: float, decode_s: float) -> None:
-        """Adapt the chunk size to the machine, from the measured times of a step.
-
-        The prefill part of a step aims at `target_step_s`, or at the time of its decoding part where that is longer:
-        on a slow machine decoding then takes turns with prefill instead of starving it. While nobody decodes only a
-        newcomer waits for its end, and it may take longer.
-        """
-        if prefill_s <= 0 or prefill_tokens < min(SMALLEST_CHUNK, self._chunk_limit):
-            return
-        speed, target = prefill_tokens / prefill_s, self.config.target_step_s
-        self._chunk_limit = self._limit(speed * max(target, decode_s), self._chunk_limit)
-        self._alone_limit = self._limit(speed * max(ALONE * target, decode_s), self._alone_limit)
-
-    def _limit(self, wanted: float, before: int) -> int:
-        """A chunk limit that has grown twofold at most."""
-        return max(SMALLEST_CHUNK, min(int(wanted), 2 * before, self.config.max_num_batched_tokens))
 
     @property
     def idle(self) -> bool:
@@ -380,9 +360,7 @@ class Scheduler:
         """
         rows = [row for row in self.layout.rows() if not row.decoding]
         decoding = self.n_running - len(rows) + sum(map(len, drafts.values()))
-        limit = self._chunk_limit if decoding else self._alone_limit
-        left = min(self.config.max_num_batched_tokens - decoding, limit)
-        left = max(left, SMALLEST_CHUNK)
+        left = self.pace.tokens(decoding)
         chunks: dict[int, int] = {}
         rows.sort(key=lambda row: (row.to_prefill, row.number))
         for i, row in enumerate(rows):
