@@ -44,26 +44,26 @@ __attribute__((noinline)) void dot_row(const uint8_t* codes, int64_t bytes, int6
                                        const float* scales, const float* x, int64_t ld, vf* totals) {
   const Spread<F> spread(group);
   vf total[M];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int m = 0; m < M; m++) total[m] = totals[m];
   each_block<F>(codes, bytes, blocks, [&](const uint8_t* p, int64_t b) __attribute__((always_inline)) {
     const auto w = F::load(p);
     __builtin_prefetch(p + ahead);
     const float* at[M];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++) at[m] = base(x + m * ld + b * F::block);
     vf part[M][2] = {};  // two chains: each step waits for the one before
 #pragma GCC unroll 32
     for (int j = 0; j < F::per_lane; j++) {
       const vf code = F::in_place(w, j);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int m = 0; m < M; m++) part[m][j & 1] = code * load(at[m] + j * W) + part[m][j & 1];
     }
     const vf scale = spread(scales, b);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++) total[m] = (part[m][0] + part[m][1]) * scale + total[m];
   });
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int m = 0; m < M; m++) totals[m] = total[m];
 }
 
@@ -190,20 +190,24 @@ struct Exact {
       const int64_t b = k / F::block, at = b * F::block_bytes, g = k / w.group;
       const int64_t piece_blocks = least(kPiece / F::block, blocks - b);
       const int64_t piece_groups = least(kPiece / w.group, group_count - g);
-      for (int64_t m = 0; m < s.count; m += 4)
+      for (int64_t m = 0, step; m < s.count; m += step) {
+        step = KERN_W == 16 && s.count - m >= 8 ? 8 : 4;  // 24 of 32 registers add up
         for (int64_t i = 0; i < columns; i++) {
           read_scales(w, first_group(s, n + i) + g, piece_groups, F::unit, scales, nullptr);
           auto run = [&](auto kernel, int64_t row) {
             kernel(row_codes(w, s.matrix, n + i) + at, row_bytes(w) - at, piece_blocks, 4 * row_bytes(w), w.group,
                    scales, x + (slot + row) * ld + k, ld, totals + i * kFew + row);
           };
-          const int64_t rows = least(4, s.count - m);
-          if (rows == 4)
+          const int64_t rows = least(step, s.count - m);
+          if (rows == 8)
+            run(dot_row<F, 8>, m);
+          else if (rows == 4)
             run(dot_row<F, 4>, m);
           else if (rows >= 2)
             run(dot_row<F, 2>, m);
           if (rows % 2 == 1) run(dot_row<F, 1>, m + rows - 1);
         }
+      }
     }
     for (int64_t i = 0; i < columns; i++) {
       if (biases != nullptr) read_scales(w, first_group(s, n + i), group_count, F::unit, nullptr, biases);
