@@ -172,9 +172,10 @@ class Prepared:
     @property
     def working_bytes(self) -> int:
         """Bytes in memory for a moment besides those kept: a tensor being cast, and the next on their way."""
+        ahead = min(AHEAD, sum(entry.stored for entry in self.plan))
         pairs = zip(self.plan, [*self.plan[1:], None], strict=True)
         return max(
-            (one.stored + one.nbytes + max(AHEAD, next_.stored if next_ else 0) for one, next_ in pairs), default=0
+            (one.stored + one.nbytes + max(ahead, next_.stored if next_ else 0) for one, next_ in pairs), default=0
         )
 
     @property
