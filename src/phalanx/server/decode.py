@@ -80,7 +80,9 @@ class ChoiceDecoder:
         stopped = self.stopped_at is not None or finished.reason == "stop"
         tpot = None
         if stamps.first_token is not None and stamps.last_token is not None and finished.n_tokens > 1:
-            tpot = (stamps.last_token - stamps.first_token) / (finished.n_tokens - 1)
+            # Tokens may come in a burst where this process had to wait; the engine's clock begins anew on a restart.
+            decode_s = max(stamps.last_token - stamps.first_token, finished.timing.decode_s)
+            tpot = decode_s / (finished.n_tokens - 1)
         return Ending(
             reason="stop" if stopped and self._limit != 0 else "length",
             detail=detail,

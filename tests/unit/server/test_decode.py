@@ -13,7 +13,7 @@ from phalanx.server.generation import join
 from phalanx.server.parsed import GenerationDefaults, Served
 from phalanx.server.schema import CompletionBody
 from phalanx.server.validate import parse_completion, plan_sequences
-from phalanx.types import Finished, FinishReason, PromptScored, TokenLogprobs, Tokens
+from phalanx.types import Finished, FinishReason, PromptScored, Timing, TokenLogprobs, Tokens
 
 EOS_ID = 0
 SERVED = Served(
@@ -153,6 +153,13 @@ def test_time_per_token(tokenizer):
     ending = play(decoder_for(tokenizer), tokenizer.encode("hello world")).ending
     assert ending.ttft_s == 1.0
     assert ending.tpot_s == pytest.approx(2.0 / (ending.n_tokens - 1))
+
+
+@pytest.mark.parametrize(("engine_s", "wanted_s"), [(6.0, 6.0), (0.5, 2.0)])
+def test_time_per_token_of_a_burst_and_of_a_stream_that_was_resumed(tokenizer, engine_s, wanted_s):
+    finished = Finished("g/0", "stop", 5, timing=Timing(decode_s=engine_s))
+    ending = decoder_for(tokenizer).ending(Ended(finished, Stamps(0.0, 1.0, 3.0)))
+    assert ending.tpot_s == pytest.approx(wanted_s / 4)
 
 
 def test_figures_of_speculation_reach_the_ending(tokenizer):
