@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,7 +118,13 @@ def test_a_slow_disk_is_read_through_the_cache(model: Path, monkeypatch: pytest.
     past: list[int] = []
     monkeypatch.setattr(reading._Cache, "holds", lambda *_: False)
     real = reading._File._read_past
-    monkeypatch.setattr(reading._File, "_read_past", lambda *args: past.append(args[1]) or real(*args))
+
+    def counted(*args: Any) -> Any:
+        found = real(*args)
+        past.extend([args[1]] if found is not None else [])
+        return found
+
+    monkeypatch.setattr(reading._File, "_read_past", counted)
     info = read_headers(model)["matrix"]
     with Reader() as reader:
         for seconds_per_gb, count in ((1.0, 1), (0.1, 2), (1e3, 2)):
@@ -125,6 +133,22 @@ def test_a_slow_disk_is_read_through_the_cache(model: Path, monkeypatch: pytest.
             reader.begin(info, None, out).wait()
             assert bytes(out) == TENSORS["matrix"].tobytes()
             assert len(past) == count
+
+
+@LINUX
+def test_a_file_system_that_refuses_when_it_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks may be larger than ours: no reason to say that the model is damaged."""
+    real, refused = os.preadv, []
+    monkeypatch.setattr(reading._Cache, "holds", lambda *_: False)
+
+    def refuse(file: int, *rest: Any) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(file)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(file, *rest)
+
+    monkeypatch.setattr(reading.os, "preadv", refuse)
+    assert np.array_equal(read(model, "matrix", None), TENSORS["matrix"]) and len(refused) == 1
 
 
 @LINUX

@@ -182,50 +182,55 @@ class _File:
         self._cache: _Cache | None = None
         if sys.platform == "linux" and self._size:
             try:
+                self._cache = _Cache(self._cached, self._size)
                 self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            except OSError:  # not every file system can
-                return
-            self._cache = _Cache(self._cached, self._size)
+            except OSError:  # not every file system can do both
+                pass
 
     def close(self) -> None:
         os.close(self._cached)
-        if self._cache is not None:
+        if self._direct >= 0:
             os.close(self._direct)
+        if self._cache is not None:
             self._cache.close()
 
     def read(self, start: int, out: Bytes, *, common: bool) -> None:
         """Fill `out` with the bytes from `start` on; through the cache in any case where they are common."""
-        if not common and self._past_cache(start, len(out)):
-            out[:] = self._read_past(start, len(out))
-        else:
+        past = None if common else self._read_past(start, len(out))
+        if past is None:
             _fill(self._cached, start, out)
+        else:
+            out[:] = past
 
     def view(self, start: int, size: int, *, common: bool) -> Bytes:
         """So many bytes from `start` on, in memory that the calling thread's next call overwrites."""
-        if not common and self._past_cache(start, size):
-            return self._read_past(start, size)
-        around = _scratch(size)
-        _fill(self._cached, start, around)
-        return around
+        past = None if common else self._read_past(start, size)
+        if past is None:
+            past = _scratch(size)
+            _fill(self._cached, start, past)
+        return past
 
-    def _past_cache(self, start: int, size: int) -> bool:
-        return self._cache is not None and self._disk.worth_it and not self._cache.holds(start, size)
-
-    def _read_past(self, start: int, size: int) -> Bytes:
+    def _read_past(self, start: int, size: int) -> Bytes | None:
+        """Past the cache; None where that is not worth it or does not work, and reading through it will say why."""
+        if self._direct < 0 or self._cache is None or not self._disk.worth_it or self._cache.holds(start, size):
+            return None
         first = start - start % BLOCK
-        stop = max(first, min(start + size, self._size))
+        stop = start + size
         buffer = _scratch(-(-(stop - first) // BLOCK) * BLOCK)
         began = time.perf_counter()
         done = 0
-        while first + done < stop:
-            count = os.preadv(self._direct, [buffer[done:].data], first + done)
-            done += count
-            if not count or (done % BLOCK and first + done < stop):
-                break
+        try:
+            while (
+                first + done < stop
+                and done % BLOCK == 0
+                and (n := os.preadv(self._direct, [buffer[done:].data], first + done))
+            ):
+                done += n
+        except OSError:
+            self._disk.worth_it = False
+            return None
         self._disk.tell(done, time.perf_counter() - began)
-        if first + done < start + size:
-            raise OSError(f"it ended {start + size - first - done} bytes early")
-        return buffer[start - first : start - first + size]
+        return buffer[start - first : stop - first] if first + done >= stop else None
 
 
 class _Cache:
