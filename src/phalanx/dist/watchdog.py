@@ -15,13 +15,14 @@ import queue
 import select
 import selectors
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
+from phalanx.dist.awake import AwakeClock, with_sleep
 from phalanx.dist.handshake import Member
 from phalanx.dist.peers import Beat, Goodbye, Identity, Limits, Message, Payload, PeerFailure, encode
+from phalanx.dist.stall import Position, stalled
 from phalanx.errors import ExitCode, FrameError, PeerLost
 
 SYMPTOMS = {ExitCode.CRASH: 0, ExitCode.PEER_LOST: 1}
@@ -37,54 +38,6 @@ CLOSE_S = 1.0  # for the others to take the last words and leave
 REPORT_S = 5.0  # that the engine thread leaves the watchdog to judge; it needs a fraction
 
 
-class AwakeClock:
-    """Seconds that do not pass while this process is stopped or the machine sleeps.
-
-    After waking, everybody else seems to have been silent, and the own engine thread slow; on this clock they were not.
-
-    Args:
-        pause_s: `turn` is called at least this often by a process that is awake.
-        clock: seconds that include sleep.
-    """
-
-    def __init__(self, pause_s: float, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock or _with_sleep
-        self._pause_s = pause_s
-        self._asleep_s = 0.0
-        self._last = self._clock()
-
-    def now(self) -> float:
-        """Of use between `turn`s only for differences; any thread may ask."""
-        return self._clock() - self._asleep_s
-
-    def turn(self) -> float:
-        """A turn of the loop has come: the seconds that were slept through since the last, nearly always 0."""
-        now = self._clock()
-        gap, self._last = now - self._last, now
-        if gap <= self._pause_s:
-            return 0.0
-        self._asleep_s += gap - self._pause_s
-        return gap
-
-
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux, macOS: those that count a sleeping machine
-
-
-def _with_sleep() -> float:
-    return time.clock_gettime(_CLOCK)
-
-
-class Position(NamedTuple):
-    """Where the own engine thread stands. Replaced as a whole, so that the watchdog reads it without a lock."""
-
-    step: int = -1
-    since: float | None = None  # awake seconds at which it entered; None is outside
-    limit_s: float = 0.0
-
-    def inside_s(self, now: float) -> float:
-        return 0.0 if self.since is None else now - self.since
-
-
 class Peer:
     """Another rank, as the watchdog sees it."""
 
@@ -96,41 +49,6 @@ class Peer:
         self.beat = Beat()
         self.inbox: queue.SimpleQueue[bytes | PeerFailure | None] = queue.SimpleQueue()
         """Payloads; None after an orderly goodbye; the failure after any other end."""
-
-
-def stalled(
-    me: Identity, position: Position, others: Sequence[tuple[Identity, Beat]], now: float, *, grace_s: float = 0.0
-) -> PeerFailure | None:
-    """Whether the own engine thread is in its step for too long, and who keeps it there.
-
-    That is the ranks that have not come to the step, where heartbeats show any; else all that are in it.
-    """
-    seconds = position.inside_s(now)
-    if position.since is None or seconds <= position.limit_s + grace_s:
-        return None
-    step = position.step
-    behind = [(who, beat) for who, beat in others if beat.step < step]
-    if behind:
-        return _blame(
-            [(who, f"stands {_place(beat)}") for who, beat in behind],
-            f"while the others are in step {step} (limit {position.limit_s:.3g} s)",
-        )
-    inside = [(me, seconds), *((who, beat.inside_s) for who, beat in others if beat.inside and beat.step == step)]
-    return _blame(
-        [(who, f"is inside step {step} for {s:.1f} s") for who, s in inside], f"(limit {position.limit_s:.3g} s)"
-    )
-
-
-def _place(beat: Beat) -> str:
-    if beat.step < 0:
-        return "before its first step"
-    return f"at step {beat.step} " + (f"(inside for {beat.inside_s:.1f} s)" if beat.inside else "(which it has left)")
-
-
-def _blame(what: Sequence[tuple[Identity, str]], tail: str) -> PeerFailure:
-    if len(what) == 1:
-        return PeerFailure.of(what[0][0], ExitCode.STALLED, f"{what[0][1]} {tail}")
-    return PeerFailure(code=ExitCode.STALLED, cause=", ".join(f"{who} {text}" for who, text in what) + f" {tail}")
 
 
 def last_words(line: str) -> None:
@@ -190,7 +108,7 @@ class Watchdog:
         self._suspect: PeerFailure | None = None
         self._weight = 0  # of the suspicion
         self._verdict_at = 0.0
-        self._beaten = _with_sleep()  # when the last beat was sent, in seconds that include sleep
+        self._beaten = with_sleep()  # when the last beat was sent, in seconds that include sleep
         self._silent_s = 0.0
         self._silent_until = 0.0  # awake seconds up to which that explains what is found
         self._over = threading.Event()
@@ -201,7 +119,7 @@ class Watchdog:
     def start(self, members: Iterable[Member]) -> None:
         """Watch over the connections to `members`: all other ranks for the leader, the leader for a worker."""
         self._clock.turn()
-        self._beaten = _with_sleep()
+        self._beaten = with_sleep()
         self.peers = tuple(Peer(member, self._clock.now()) for member in members)
         self._thread.start()
 
@@ -345,7 +263,7 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._admit()
-        self._beaten = _with_sleep()
+        self._beaten = with_sleep()
         position = self._position
         beat = encode(Beat(position.step, position.since is not None, position.inside_s(self._now)))
         for peer in self._open():
@@ -357,7 +275,7 @@ class Watchdog:
 
         They count from when they took the last beat, and may be serving before this rank knows that all are.
         """
-        silent_s = _with_sleep() - self._beaten
+        silent_s = with_sleep() - self._beaten
         if silent_s > 0.75 * self._limits.silence_s:
             self._silent_s, self._silent_until = silent_s, self._clock.now() + 2 * self._limits.silence_s
 
