@@ -18,7 +18,7 @@ bool may_use_tiles() {
 #if defined(__linux__)
   constexpr long kRequest = 0x1023, kTileData = 18;
   return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
-         syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+         __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 #else
   return false;
 #endif

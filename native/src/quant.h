@@ -2,6 +2,7 @@
 #pragma once
 #include "quant_fast.h"
 #include "quant_plain.h"
+#include "quant_tiles.h"
 
 namespace kern::KERN_NS {
 
@@ -29,7 +30,7 @@ inline int quant_matmul(const kern_quant_matmul_args* args) {
     if (!a.transpose)
       Plain<F>{a}.run(slots);
     else if (!run_fast<F>(a, slots))
-      Exact<F>{a}.run(slots);
+      run_exact<F>(a, slots);
     return KERN_OK;
   });
 }

@@ -1,38 +1,13 @@
 // Integer products of up to 16 rows of x at once in the tile registers of processors that have AMX.
 #pragma once
+#include "amx.h"
 #include "quant_format.h"
 
 #if defined(KERN_AVX512)
 
-namespace kern {
-
-extern const bool has_tiles;  // the processor and its system let this process use them, and nobody asked for less
-
-}  // namespace kern
-
 namespace kern::KERN_NS {
 
 constexpr int kAmxRows = 16;  // of a tile: rows of x, or quads of w
-
-// The layout of the thread's tile registers: sums, x and codes. They are this thread's while it lives.
-class Tiles {
- public:
-  Tiles(int64_t rows, int quads) {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, unused[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } layout;
-    const int depth = quads < kAmxRows ? quads : kAmxRows;
-    layout.rows[0] = layout.rows[1] = static_cast<uint8_t>(rows);
-    layout.row_bytes[0] = layout.row_bytes[2] = 64;
-    layout.row_bytes[1] = static_cast<uint16_t>(4 * depth);
-    layout.rows[2] = static_cast<uint8_t>(depth);
-    _tile_loadconfig(&layout);
-  }
-  ~Tiles() { _tile_release(); }
-  Tiles(const Tiles&) = delete;
-};
 
 // As quad_tile(), in the same order of sums, for as many rows as the tiles have.
 template <int M>

@@ -5,6 +5,7 @@
 #pragma once
 #include "quant_amx.h"
 #include "quant_exact.h"
+#include "transpose.h"
 
 namespace kern::KERN_NS {
 
@@ -167,35 +168,6 @@ __attribute__((noinline)) void quad_tile(const int8_t* x, int64_t ld_x, const fl
   }
 }
 
-// Which lanes of two vectors have a number without STEP, and which one with it.
-template <int STEP>
-struct Halves {
-  int32_t low[W], high[W];
-  constexpr Halves() : low{}, high{} {
-    for (int lane = 0; lane < W; lane++) {
-      low[lane] = (lane & STEP) == 0 ? lane : lane - STEP + W;
-      high[lane] = (lane & STEP) == 0 ? lane + STEP : lane + W;
-    }
-  }
-};
-
-// Turns W vectors: lane n of v[i] is then lane i of what v[n] was. Swaps halves, then quarters, and so on.
-template <int STEP = W / 2>
-KERN_INLINE void transpose(vi* v) {
-  static constexpr Halves<STEP> halves;
-  vi low, high;
-  memcpy(&low, halves.low, sizeof low);
-  memcpy(&high, halves.high, sizeof high);
-#pragma GCC unroll 16
-  for (int i = 0; i < W; i++) {
-    if ((i & STEP) != 0) continue;
-    const vi first = v[i], second = v[i + STEP];
-    v[i] = __builtin_shuffle(first, second, low);
-    v[i + STEP] = __builtin_shuffle(first, second, high);
-  }
-  if constexpr (STEP > 1) transpose<STEP / 2>(v);
-}
-
 // -- the product -----------------------------------------------------------------------------------------------------
 
 template <class F>
@@ -349,7 +321,8 @@ struct Fast {
       if (has_tiles && w.group % 32 == 0) {
         auto tile = [&](auto kernel, int64_t rows) {
           if (m + rows > s.count) return;
-          const Tiles tiles(rows, w.group / 4);
+          const int64_t depth = least(kAmxRows, w.group / 4);
+          const Tiles tiles({{rows, 64}, {rows, 4 * depth}, {depth, 64}});
           for (; m + rows <= s.count; m += rows) run(kernel, m);
         };
         tile(amx_tile<16>, 16);

@@ -16,6 +16,17 @@ struct Slots {
   int64_t* out;       // [count] row of out
   int32_t* of;        // [count] segment
   Segment* segments;  // none crosses a multiple of kBlockRows
+
+  int64_t largest() const {
+    int64_t rows = 0;
+    for (int64_t i = 0; i < segment_count; i++) rows = most(rows, segments[i].count);
+    return rows;
+  }
+  int64_t smallest() const {
+    int64_t rows = count;
+    for (int64_t i = 0; i < segment_count; i++) rows = least(rows, segments[i].count);
+    return rows;
+  }
 };
 
 // Calls body(pair) for the pairs in order of their matrices. `next` has room for matrices + 1.

@@ -158,12 +158,45 @@ def test_large_products_do_not_depend_on_threads(precision, rows):
 
 @pytest.mark.parametrize("precision", [EXACT, FAST])
 def test_a_row_does_not_depend_on_its_batch(precision):
+    """Tiles take five rows and more, and add up in an order of their own."""
     random = np.random.default_rng(0)
     w = random_matrices(random, AFFINE, 4, 64, 1, 60, 2176)
-    x = random.normal(size=(1, 8, 2176)).astype(np.float32)
-    alone = matmul(w, x[:, :1].copy(), F32, F32, precision=precision)
-    for rows in range(2, 9):
-        assert (matmul(w, x[:, :rows].copy(), F32, F32, precision=precision)[:, :1] == alone).all()
+    x = random.normal(size=(1, 40, 2176)).astype(np.float32)
+
+    def first(rows):
+        return matmul(w, x[:, :rows].copy(), F32, F32, precision=precision)[:, :1]
+
+    in_tiles = precision == EXACT and library.kern_isa() == b"amx"
+    for alike in [(1, 2, 3, 4), (5, 6, 8, 15, 16, 17, 33, 40)] if in_tiles else [range(1, 9)]:
+        wanted = first(alike[0])
+        assert all((first(rows) == wanted).all() for rows in alike)
+
+
+@pytest.mark.parametrize("precision", [EXACT, FAST])
+def test_matrices_that_many_rows_meet_and_few(precision):
+    """As experts do: each with its own number of rows, in one call."""
+    random = np.random.default_rng(0)
+    counts = [1, 40, 0, 4, 5, 16, 3, 17]
+    w = random_matrices(random, AFFINE, 4, 64, len(counts), 70, 256)
+    rhs = random.permutation(np.repeat(np.arange(len(counts), dtype=np.uint32), counts))
+    lhs = np.arange(len(rhs), dtype=np.uint32)
+    x = random.normal(size=(len(rhs), 1, 256)).astype(np.float32)
+    out = matmul(w, x, F32, F32, precision=precision, lhs=lhs, rhs=rhs)
+    wanted = x.astype(np.float64) @ np.swapaxes(w.values, -1, -2)[rhs]
+    assert np.abs(out - wanted).max() <= (1e-4 if precision == EXACT else 2e-2) * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("size", [2.0**-90, 2.0**100])
+@pytest.mark.parametrize("rows", [1, 7, 20])
+def test_no_bit_of_an_activation_is_lost(rows, size):
+    """Sums of one product each are exact up to one rounding: with three parts of bfloat16 for x as with x itself."""
+    random = np.random.default_rng(0)
+    w = random_matrices(random, AFFINE, 4, 32, 1, 20, 64)
+    w.codes[...] = 0
+    w.codes.view(np.uint8).reshape(20, 32)[:, 0] = 1  # the first element is 1, all others 0
+    w.scales[...], w.biases[...] = 1.0, 0.0
+    x = (random.normal(size=(1, rows, 64)) * size).astype(np.float32)
+    assert (matmul(w, x, F32, F32)[0] == x[0, :, :1].astype(np.float64)).all()
 
 
 @pytest.mark.parametrize("precision", [EXACT, FAST])
