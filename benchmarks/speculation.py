@@ -26,6 +26,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -148,20 +149,24 @@ async def compare(
     rounds: int,
     console: Console,
 ) -> dict[str, Any]:
-    """All variants on so many ranks, each server started for its turn: two groups would take each other's cores."""
+    """All variants on so many ranks. Their servers wait side by side, which costs nothing, so that measurements that are
+    compared are seconds apart; each has answered every work once before, so what a wide step costs is known."""
     figures = {point: {name: Figures() for name in configs} for point in chosen}
-    answers: dict[str, str] = {}
     group = ("--tp", str(ranks)) if ranks > 1 else ()
-    for turn in range(rounds):
-        for name in turned(list(configs), turn):
-            with phalanx(model, *group, *flags(configs[name])) as url:
-                async with open_client(url) as client:
-                    if not answers:
-                        answers = await reference(client, chosen)
-                    for point in chosen:
-                        await measure(client, point, answers, figures[point][name], counted=turn == 0)
-            now = ", ".join(f"{figures[point][name].tokens_per_s[-1]:.1f}" for point in chosen)
-            progress(f"{ranks} rank(s), round {turn + 1}, {name}: {now}")
+    with ExitStack() as servers:
+        urls = {name: servers.enter_context(phalanx(model, *group, *flags(configs[name]))) for name in configs}
+        async with AsyncExitStack() as connections:
+            clients = {name: await connections.enter_async_context(open_client(url)) for name, url in urls.items()}
+            answers = await reference(clients[OFF], chosen)
+            for point in chosen:
+                for client in clients.values():
+                    check(await closed_loop(client, point.bodies(), point.concurrency), point.bodies(), answers)
+                for turn in range(rounds):
+                    for name in turned(list(configs), turn):
+                        await measure(clients[name], point, answers, figures[point][name], counted=turn == 0)
+                medians = {name: statistics.median(f.tokens_per_s) for name, f in figures[point].items()}
+                now = ", ".join(f"{name} {speed:.1f}" for name, speed in medians.items())
+                progress(f"{ranks} rank(s), {point.name}, {point.concurrency} at once: {now}")
     show(figures, ranks, console)
     return {
         f"{point.name}, {point.concurrency} at once": {name: f.json(by_name[OFF]) for name, f in by_name.items()}
@@ -183,8 +188,7 @@ async def reference(client: httpx.AsyncClient, chosen: Sequence[Point]) -> dict[
 async def measure(
     client: httpx.AsyncClient, point: Point, answers: Mapping[str, str], figures: Figures, *, counted: bool
 ) -> None:
-    """One load on one server, which has met the prompts (and learned what a plain step takes) in a short one."""
-    await closed_loop(client, [{**sent, "max_tokens": 8} for sent in point.bodies()], point.concurrency)
+    """One load on one server."""
     before = await counters(client) if counted else {}
     bodies = point.bodies()
     load = await closed_loop(client, bodies, point.concurrency, ramp_s=RAMP_S)

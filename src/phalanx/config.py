@@ -42,7 +42,7 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="method"):
     """What all methods of `--speculative-config` have in common; the names are vLLM's where it has the field."""
 
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=16)] = 8
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=16)] = 15
     """Largest number of drafted tokens per sequence and step; the control chooses up to it."""
     disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
     """Nothing is drafted while more than so many rows decode; None leaves it to the control."""

@@ -20,8 +20,6 @@ WINNINGS = 8.0
 """Plain steps that the purse holds at most: bad luck must not end what pays, nor past gains pay for a hopeless text."""
 ASKING = 0.5
 """Plain steps for asking in vain, at first and at most; and owed at most."""
-SAVED = 1.0
-"""Plain steps for reading prompts at first; what the other two purses cannot hold goes there."""
 SAVINGS = 128.0
 """Plain steps that may be saved for reading at most: the most that one long prompt may take."""
 READ_AT_ONCE = 1.0
@@ -30,6 +28,8 @@ PROMISE = 2.0
 """Times its price that reading must promise: answers end early, and texts differ."""
 LENGTH = 256.0
 """Tokens of an answer before one has ended."""
+SAVED = SHARE * LENGTH
+"""Plain steps for reading prompts at first: the share of one answer. What the other two purses cannot hold goes there."""
 LENGTH_FADES = 1 / 8
 """What the latest answer counts in how long answers are."""
 MARGIN = 1.02
@@ -58,8 +58,8 @@ class CostControl:
 
     All is paid from purses, counted in plain steps. That for forwards gets half a share of every step and what
     speculation gained, and pays what it lost; that for asking gets the other half and pays what was drafted in vain.
-    While they are empty nothing is tried, so on a text where drafts never help no more is lost than the share and what
-    the purses can hold. What they cannot hold is saved for reading prompts, which a draft model must do before it can
+    No step is taken that would cost more than its purse holds, so on a text where drafts never help no more is lost than
+    the share and what the purses can hold. What they cannot hold is saved for reading prompts, which a draft model must do before it can
     draft. A prompt is read if the savings pay for all of it and if, by what is known of the drafter and of how long
     answers are, it brings more than it takes; so short answers to long prompts are not drafted for.
     """
@@ -124,7 +124,7 @@ class CostControl:
 
     def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         chances = self._chances({key: min(len(draft), self._most) for key, draft in drafts.items()})
-        k = self._best(list(chances.values()))
+        k = self._tried(list(chances.values()), self._best(list(chances.values())))
         chosen = {key: min(k, len(row)) for key, row in chances.items() if k and row}
         for key, draft in drafts.items():
             if draft and (key in chosen or key not in self._pending):
@@ -198,17 +198,26 @@ class CostControl:
         """The k with the most tokens per second; 0 where the plain step has, or is not known, or the purse is empty."""
         return self._fastest(chances)[0]
 
-    def _fastest(self, chances: Sequence[Sequence[float]]) -> tuple[int, float]:
+    def _tried(self, chances: Sequence[Sequence[float]], k: int) -> int:
+        """Drafts help, and what other widths cost is a guess. If one may be as cheap as a narrower one it is tried,
+        where half of what may be won is left when it has been paid; else `k`."""
+        if not k or self._purse <= WINNINGS / 2:
+            return k
+        hope, _ = self._fastest(chances, hopeful=True)
+        price = self._costs.ratios(self._n_rows, 1 + hope)[-1] - 1.0
+        return hope if self._purse - WINNINGS / 2 >= price else k
+
+    def _fastest(self, chances: Sequence[Sequence[float]], *, hopeful: bool = False) -> tuple[int, float]:
         """That k, and how many times as fast as plain steps it is; (0, 1.0) for those."""
         rows = self._n_rows
         if self._purse <= 0 or not any(chances) or self._costs.plain(rows) is None:
             return 0, 1.0
         widest = min(1 + max(map(len, chances)), self._costs.reach(rows))
         best, best_speed, tokens = 0, MARGIN, float(rows)
-        for k, cost in enumerate(self._costs.ratios(rows, widest)[1:], 1):
+        for k, cost in enumerate(self._costs.ratios(rows, widest, hopeful=hopeful)[1:], 1):
             tokens += sum(row[k - 1] for row in chances if len(row) >= k)
             speed = tokens / rows / cost
-            if speed > best_speed:
+            if speed > best_speed and cost - 1.0 <= self._purse:  # should all be wrong
                 best, best_speed = k, speed
         return best, best_speed if best else 1.0
 
@@ -247,8 +256,10 @@ class CostControl:
 
     def _cost(self, rows: int, width: int, seconds: float) -> float:
         """Of the step that was, in plain steps: as measured, but no more than twice what such steps usually cost."""
+        if width == 1:
+            return 1.0
         usual, plain = self._costs.ratios(rows, width)[-1], self._costs.plain(rows)
-        if width == 1 or plain is None:
+        if plain is None:
             return usual
         return max(1.0, min(seconds / max(plain, 1e-9), 2 * usual))
 

@@ -69,29 +69,34 @@ class CostCurve:
         return samples.value
 
     def reach(self, rows: int) -> int:
-        """The widest step whose cost may be guessed: 1 + k for twice the largest k measured with so many rows, so that
-        a first try is a small one."""
-        widest = max(self._ratios.get(rows, ()), default=1)
-        return 1 + max(1, 2 * (widest - 1))
+        """The widest step whose cost may be guessed: twice the widest measured with so many rows, so that a first try
+        is a small one, and powers of two are tried, where stairs often end."""
+        return 2 * max(self._ratios.get(rows, ()), default=1)
 
-    def ratios(self, rows: int, widest: int) -> list[float]:
+    def ratios(self, rows: int, widest: int, *, hopeful: bool = False) -> list[float]:
         """Cost of a step in plain steps, >= 1, by width: entry w - 1 is that of w tokens per row.
 
-        Between measured widths it is hardly more than at the one below, until it is measured: kernels work on so many
-        rows at once, so costs go up in stairs, and the last width before a stair is the one to find. Fewer rows stand
-        in for a number of rows that was never measured: they cost less, and so lead to a try.
+        What was not measured lies on a straight line: between two widths that were, or beyond the widest, from the
+        plain step on. Fewer rows stand in for a number of rows that was never measured: they cost less, and so lead to
+        a try.
+
+        Args:
+            hopeful: the widest ends no line but stands on a stair, for kernels work on so many rows at once: a further
+                token costs hardly anything.
         """
-        known = self._measured(rows)
-        beyond = self._slope(known)
-        ratios = [1.0]
-        for width in range(2, widest + 1):
-            above = min((known[w] for w in known if w > width), default=None)
+        known = {1: 1.0, **self._measured(rows)}
+        widest_known = max(known)
+        slope = (known[widest_known] - 1.0) / (widest_known - 1) if widest_known > 1 and not hopeful else 0.0
+        ratios: list[float] = []
+        for width in range(1, widest + 1):
             if width in known:
                 ratios.append(max(1.0, known[width]))
-            elif above is None:
-                ratios.append(ratios[-1] + beyond)
+            elif width > widest_known:
+                ratios.append(ratios[-1] + max(PER_TOKEN, slope))
             else:
-                ratios.append(max(ratios[-1], min(above, ratios[-1] + PER_TOKEN)))
+                above = min(w for w in known if w > width)
+                on_line = ratios[-1] + (known[above] - ratios[-1]) / (above - width + 1)
+                ratios.append(max(1.0, on_line))
         return ratios
 
     def _measured(self, rows: int) -> dict[int, float]:
@@ -101,10 +106,3 @@ class CostCurve:
             if held:
                 return held
         return {}
-
-    def _slope(self, known: dict[int, float]) -> float:
-        """Cost of a further token beyond what was measured: what the widest step's tokens cost on average."""
-        if not known:
-            return PER_TOKEN
-        widest = max(known)
-        return max(PER_TOKEN, (known[widest] - 1.0) / (widest - 1))

@@ -70,7 +70,7 @@ def test_nearly_the_best_fixed_k(curve, rows, rate):
     best = max(World(Fixed(k), curve, predictable(rate)).run(rows, 200 * rows) for k in range(9))
     world = World(lookup(), curve, predictable(rate))
     world.run(rows, 200 * rows)
-    assert world.run(rows, 200 * rows) > 1 + 0.75 * (best - 1) - 0.02
+    assert world.run(rows, 200 * rows) > 1 + 0.75 * (best - 1) - 0.025
 
 
 @pytest.mark.parametrize("make", [lookup, draft_model])
@@ -361,10 +361,10 @@ class TestBuild:
     def test_values_arrive(self):
         world = World(build(NgramSpeculation(control="floor", floor=0.0)), memory_bound, lambda row, place: 0)
         world.run(1, 200)
-        assert set(world.widths) == {9}
+        assert set(world.widths) == {16}
         world = World(build(NgramSpeculation(control="floor", window=5)), memory_bound, lambda row, place: 0)
         world.run(1, 50)
-        assert world.widths.count(9) == 5
+        assert world.widths.count(16) == 5
         patient = build(DraftModelSpeculation(model="demo", probe_share=0.0))
         world = World(patient, memory_bound, lambda row, place: 0, drafting_s=0.3)
         world.run(1, 1000)
@@ -374,14 +374,31 @@ class TestBuild:
         control = build(NgramSpeculation(control="always", disable_by_batch_size=2))
         assert isinstance(control, UpToBatch)
         world = World(control, memory_bound, lambda row, place: 16)
-        assert [world.step(rows) for rows in (1, 2, 3, 2)] == [8, 8, 0, 8]
+        assert [world.step(rows) for rows in (1, 2, 3, 2)] == [15, 15, 0, 15]
         control.end(0)
 
 
 def test_the_last_width_before_a_stair_is_found():
+    """Eight tokens in 1.8 plain steps; four in one come first, and from there nothing looks better but by trying."""
     world = World(lookup(), stairs, lambda row, place: 16)
     world.run(1, 300)
-    assert set(world.widths[-20:]) == {4}
+    assert set(world.widths[-20:]) == {8}
+
+
+def test_a_high_first_stair_is_climbed():
+    """A fifth token costs as much as a fourteenth: from what narrow steps cost, wide ones look hopeless."""
+    costs = [1.0, 1.35, 1.7, 2.0]
+    world = World(lookup(16), lambda rows, width: costs[width - 1] if width <= 4 else 2.0, predictable(0.8))
+    assert world.run(1, 400) > 1.8
+    assert max(world.widths[:60]) > 8
+
+
+def test_what_is_tried_wide_is_paid_from_winnings():
+    """A machine on which every token costs, and that little is gained on: tries must not eat it up."""
+    best = max(World(Fixed(k), few_cores, predictable(0.8)).run(3, 600) for k in range(9))
+    world = World(lookup(16), few_cores, predictable(0.8))
+    world.run(3, 600)
+    assert world.run(3, 600) > 1 + 0.75 * (best - 1) - 0.02
 
 
 def test_compute_bound_machines_do_not_speculate():

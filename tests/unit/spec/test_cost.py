@@ -51,12 +51,17 @@ class TestRatios:
         assert curve().ratios(1, 4) == pytest.approx([1.0, 1 + PER_TOKEN, 1 + 2 * PER_TOKEN, 1 + 3 * PER_TOKEN])
 
     def test_between_and_beyond_what_was_measured(self):
-        between = (1 + PER_TOKEN, 2 + PER_TOKEN)
         known = curve((1, 3, 4.0), (1, 5, 8.0))
-        assert known.ratios(1, 7) == pytest.approx([1, between[0], 2, between[1], 4, 4.75, 5.5])
+        assert known.ratios(1, 7) == pytest.approx([1, 1.5, 2, 3, 4, 4.75, 5.5])
 
-    def test_a_wider_step_that_cost_less_bounds_what_lies_between(self):
-        assert curve((1, 2, 6.0), (1, 4, 4.0)).ratios(1, 4) == pytest.approx([1.0, 3.0, 3.0, 2.0])
+    def test_a_stair_that_may_be_hoped_for(self):
+        known = curve((1, 3, 4.0), (1, 5, 8.0))
+        step = PER_TOKEN
+        wanted = [1, 1.5, 2, 3, 4, 4 + step, 4 + 2 * step]
+        assert known.ratios(1, 7, hopeful=True) == pytest.approx(wanted)
+
+    def test_a_wider_step_that_cost_less(self):
+        assert curve((1, 2, 6.0), (1, 4, 4.0)).ratios(1, 4) == pytest.approx([1.0, 3.0, 2.5, 2.0])
 
     def test_never_less_than_a_plain_step(self):
         assert curve((1, 2, 1.0)).ratios(1, 2) == [1.0, 1.0]
@@ -90,9 +95,9 @@ class TestRatios:
 
     def test_first_tries_are_small_and_double(self):
         assert curve().reach(1) == 2
-        assert curve((1, 2, 3.0)).reach(1) == 3
-        assert curve((1, 3, 3.0)).reach(1) == 5
-        assert curve((1, 5, 3.0)).reach(1) == 9
+        assert curve((1, 2, 3.0)).reach(1) == 4
+        assert curve((1, 3, 3.0)).reach(1) == 6
+        assert curve((1, 5, 3.0)).reach(1) == 10
 
     @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9), st.floats(0.01, 10)), max_size=60))
     def test_there_is_always_an_answer(self, measured):
