@@ -149,8 +149,8 @@ async def compare(
     rounds: int,
     console: Console,
 ) -> dict[str, Any]:
-    """All variants on so many ranks. Their servers wait side by side, which costs nothing, so that measurements that are
-    compared are seconds apart; each has answered every work once before, so what a wide step costs is known."""
+    """All variants on so many ranks. Their servers wait side by side, which costs nothing, so that what is compared is
+    seconds apart; each has answered every work once before, so what a wide step costs is known."""
     figures = {point: {name: Figures() for name in configs} for point in chosen}
     group = ("--tp", str(ranks)) if ranks > 1 else ()
     with ExitStack() as servers:

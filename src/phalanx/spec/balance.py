@@ -29,7 +29,7 @@ PROMISE = 2.0
 LENGTH = 256.0
 """Tokens of an answer before one has ended."""
 SAVED = SHARE * LENGTH
-"""Plain steps for reading prompts at first: the share of one answer. What the other two purses cannot hold goes there."""
+"""Plain steps for reading prompts at first, the share of one answer; what the other purses cannot hold goes there."""
 LENGTH_FADES = 1 / 8
 """What the latest answer counts in how long answers are."""
 MARGIN = 1.02
@@ -58,10 +58,11 @@ class CostControl:
 
     All is paid from purses, counted in plain steps. That for forwards gets half a share of every step and what
     speculation gained, and pays what it lost; that for asking gets the other half and pays what was drafted in vain.
-    No step is taken that would cost more than its purse holds, so on a text where drafts never help no more is lost than
-    the share and what the purses can hold. What they cannot hold is saved for reading prompts, which a draft model must do before it can
-    draft. A prompt is read if the savings pay for all of it and if, by what is known of the drafter and of how long
-    answers are, it brings more than it takes; so short answers to long prompts are not drafted for.
+    No step is taken that would cost more than its purse holds, so on a text where drafts never help no more is lost
+    than the share and what the purses can hold. What they cannot hold is saved for reading prompts, which a draft
+    model must do before it can draft. A prompt is read if the savings pay for all of it and if, by what is known of
+    the drafter and of how long answers are, it brings more than it takes; so short answers to long prompts are not
+    drafted for.
     """
 
     def __init__(self, most: int, *, cheap: bool, share: float = SHARE) -> None:
