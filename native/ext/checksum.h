@@ -31,8 +31,8 @@ inline std::pair<mx::array, mx::array> checksum_load(const mx::array& y, const m
   return {made[0], made[1]};
 }
 
-// wire [rows, width + 2 or 3] -> figures [rows, 2]: residual of the checksum, tag.
-inline mx::array checksum_read(const mx::array& wire, const mx::array& weights, mx::StreamOrDevice s) {
+// wire [rows, width + 2 or 3] -> its first [rows, width], figures [rows, 2]: residual of the checksum, tag.
+inline std::pair<mx::array, mx::array> checksum_read(const mx::array& wire, const mx::array& weights, mx::StreamOrDevice s) {
   mx::Stream stream = mx::to_stream(s);
   if (wire.ndim() != 2 || static_cast<size_t>(wire.shape(1)) != weights.size() + (wire.dtype() == mx::float32 ? 2 : 3))
     throw std::invalid_argument("checksum_read: the wire is not one of vectors as long as the weights");
@@ -45,11 +45,40 @@ inline mx::array checksum_read(const mx::array& wire, const mx::array& weights, 
     a.wire = wire.data;
     a.wire_stride = wire.stride;
     a.weights = in[1].data<float>();
-    a.figures = out[0].data<float>();
+    a.sums = data(out[0]);
+    a.figures = out[1].data<float>();
   };
-  return make<kern_checksum_read_args>({wire.shape(0), 2}, mx::float32, stream, "KernChecksumRead", args, fill,
-                                       kern_checksum_read,
-                                       {wire, packed(mx::astype(weights, mx::float32, stream), stream)});
+  const int width = static_cast<int>(weights.size());
+  Arrays made = make_many<kern_checksum_read_args>(
+      {{wire.shape(0), width}, {wire.shape(0), 2}}, {wire.dtype(), mx::float32}, stream, "KernChecksumRead", args, fill,
+      kern_checksum_read, {wire, packed(mx::astype(weights, mx::float32, stream), stream)});
+  return {made[0], made[1]};
+}
+
+// figures [sites * rows, 2], magnitudes [sites * rows], limits [sites, 2] -> flags [sites]: 0 or `flag`.
+inline mx::array checksum_judge(const mx::array& figures, const mx::array& magnitudes, const mx::array& limits,
+                                float tag, float flag, mx::StreamOrDevice s) {
+  mx::Stream stream = mx::to_stream(s);
+  const int64_t sites = limits.ndim() == 2 && limits.shape(1) == 2 ? limits.shape(0) : 0;
+  const auto rows = static_cast<int64_t>(magnitudes.size());
+  if (sites == 0 || rows % sites != 0 || figures.size() != 2 * magnitudes.size())
+    throw std::invalid_argument("checksum_judge: figures, magnitudes and limits are not of the same sites");
+  for (const mx::array* a : {&figures, &magnitudes, &limits})
+    if (a->dtype() != mx::float32) throw std::invalid_argument("checksum_judge: figures are float32");
+  kern_checksum_judge_args args{};
+  args.sites = sites;
+  args.rows = rows / sites;
+  args.tag = tag;
+  args.flag = flag;
+  auto fill = [](kern_checksum_judge_args& a, const Arrays& in, Arrays& out) {
+    a.figures = in[0].data<float>();
+    a.magnitudes = in[1].data<float>();
+    a.limits = in[2].data<float>();
+    a.flags = out[0].data<float>();
+  };
+  return make<kern_checksum_judge_args>({limits.shape(0)}, mx::float32, stream, "KernChecksumJudge", args, fill,
+                                        kern_checksum_judge,
+                                        {packed(figures, stream), packed(magnitudes, stream), packed(limits, stream)});
 }
 
 }  // namespace phalanx_cpu

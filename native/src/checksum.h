@@ -43,6 +43,7 @@ KERN_INLINE void checksum_read_row(const kern_checksum_read_args* a, int64_t r) 
   float seen = sum(products), checksum = to_float(wire[a->width]);
   if (kChecksums<T> == 2) checksum += to_float(wire[a->width + 1]);
   float residual = seen - checksum;
+  memcpy(static_cast<T*>(a->sums) + r * a->width, wire, static_cast<size_t>(a->width) * sizeof(T));
   a->figures[2 * r] = residual;
   a->figures[2 * r + 1] = to_float(wire[a->width + kChecksums<T>]) + 0.0f * residual;
 }
@@ -52,6 +53,18 @@ inline int checksum_read(const kern_checksum_read_args* a) {
     each_row(a->rows, a->width, [&](int64_t r) { checksum_read_row<typename decltype(of)::type>(a, r); });
     return KERN_OK;
   });
+}
+
+inline int checksum_judge(const kern_checksum_judge_args* a) {
+  for (int64_t s = 0; s < a->sites; s++) {
+    bool right = true;
+    for (int64_t i = s * a->rows; i < (s + 1) * a->rows; i++) {
+      const float limit = a->limits[2 * s] * a->magnitudes[i] + a->limits[2 * s + 1];
+      right = right && fabsf(a->figures[2 * i]) <= limit && a->figures[2 * i + 1] == a->tag;
+    }
+    a->flags[s] = right ? 0.0f : a->flag;
+  }
+  return KERN_OK;
 }
 
 }  // namespace kern::KERN_NS

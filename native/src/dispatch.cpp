@@ -92,6 +92,7 @@ extern "C" int kern_dequantize(const kern_dequantize_args* args) { return kern::
 extern "C" int kern_read_pass(kern_read_pass_args* args) { return kern::table->read_pass(args); }
 extern "C" int kern_checksum_load(const kern_checksum_load_args* args) { return kern::table->checksum_load(args); }
 extern "C" int kern_checksum_read(const kern_checksum_read_args* args) { return kern::table->checksum_read(args); }
+extern "C" int kern_checksum_judge(const kern_checksum_judge_args* args) { return kern::table->checksum_judge(args); }
 extern "C" int kern_gate(const kern_gate_args* args) { return kern::table->gate(args); }
 extern "C" int kern_layer_norm(const kern_layer_norm_args* args) { return kern::table->layer_norm(args); }
 extern "C" int kern_rms_norm(const kern_rms_norm_args* args) { return kern::table->rms_norm(args); }

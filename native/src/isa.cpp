@@ -26,6 +26,7 @@ const Table KERN_CAT(table_, KERN_NS) = {
     .read_pass = KERN_NS::read_pass,
     .checksum_load = KERN_NS::checksum_load,
     .checksum_read = KERN_NS::checksum_read,
+    .checksum_judge = KERN_NS::checksum_judge,
     .gate = KERN_NS::gate,
     .layer_norm = KERN_NS::layer_norm,
     .rms_norm = KERN_NS::rms_norm,

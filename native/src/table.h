@@ -21,6 +21,7 @@ struct Table {
   int (*read_pass)(kern_read_pass_args*);
   int (*checksum_load)(const kern_checksum_load_args*);
   int (*checksum_read)(const kern_checksum_read_args*);
+  int (*checksum_judge)(const kern_checksum_judge_args*);
   int (*gate)(const kern_gate_args*);
   int (*layer_norm)(const kern_layer_norm_args*);
   int (*rms_norm)(const kern_rms_norm_args*);

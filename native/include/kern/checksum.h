@@ -20,17 +20,30 @@ typedef struct {
 } kern_checksum_load_args;
 KERN_API int kern_checksum_load(const kern_checksum_load_args* args);
 
-// figures[r] = (sum(wire[r][0, width) * weights) minus the checksum, the tag). The tag is NaN if any element is not
-// finite: a residual that is infinite must not pass beside a limit that is, too.
+// sums[r] = wire[r][0, width); figures[r] = (sum(sums[r] * weights) minus the checksum, the tag). The tag is NaN if any
+// element is not finite: a residual that is infinite must not pass beside a limit that is, too.
 typedef struct {
   const void* wire;  // as above
   const float* weights;
+  void* sums;      // [rows, width], of the wire's type
   float* figures;  // [rows, 2]
   int64_t rows, width;
   int64_t wire_stride;
   int type;
 } kern_checksum_read_args;
 KERN_API int kern_checksum_read(const kern_checksum_read_args* args);
+
+// flags[s] = 0 if each of the site's rows is right, which is |residual| <= relative * magnitude + least and the tag as
+// expected; else `flag`. What is not a number is wrong.
+typedef struct {
+  const float* figures;     // [sites, rows, 2], as above
+  const float* magnitudes;  // [sites, rows]: of the summed vectors, added up
+  const float* limits;      // [sites, 2]: relative, least
+  float* flags;             // [sites]
+  int64_t sites, rows;
+  float tag, flag;
+} kern_checksum_judge_args;
+KERN_API int kern_checksum_judge(const kern_checksum_judge_args* args);
 
 #ifdef __cplusplus
 }

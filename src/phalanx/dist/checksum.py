@@ -21,8 +21,18 @@ class Checksum(Protocol):
             signs: [width], +-1 / sqrt(width), so that a checksum is as large as an element.
         """
 
-    def read(self, wire: mx.array, signs: mx.array) -> mx.array:
-        """[rows, 2]: by how much the checksum of a sum differs from the sum's, and its tag."""
+    def read(self, wire: mx.array, signs: mx.array) -> tuple[mx.array, mx.array]:
+        """The sum [rows, width], and [rows, 2]: by how much its checksum differs from what came, and the tag."""
+
+    def judge(self, figures: mx.array, magnitudes: mx.array, limits: mx.array, tag: int, flag: int) -> mx.array:
+        """[sites]: 0.0 for each place where all sums are right, else `flag`.
+
+        Args:
+            figures: [sites * rows, 2], as read.
+            magnitudes: [sites * rows], of the vectors that were summed, added up.
+            limits: [sites, 2]: what rounding may leave relative to those, and at least.
+            tag: of the sum.
+        """
 
 
 class ComposedChecksum:
@@ -42,9 +52,16 @@ class ComposedChecksum:
         low = (checksum - high).astype(y.dtype)
         return mx.concatenate([y, high, low, tags], axis=-1), squares
 
-    def read(self, wire: mx.array, signs: mx.array) -> mx.array:
+    def read(self, wire: mx.array, signs: mx.array) -> tuple[mx.array, mx.array]:
         seen = wire if wire.dtype == mx.float32 else wire.astype(mx.float32)
-        return seen @ self._readout(signs, wire.dtype)
+        return wire[:, : signs.shape[0]], seen @ self._readout(signs, wire.dtype)
+
+    def judge(self, figures: mx.array, magnitudes: mx.array, limits: mx.array, tag: int, flag: int) -> mx.array:
+        sites = limits.shape[0]
+        limit = limits[:, :1] * magnitudes.reshape(sites, -1) + limits[:, 1:]
+        residuals, tags = figures.reshape(sites, -1, 2)[..., 0], figures.reshape(sites, -1, 2)[..., 1]
+        right = mx.logical_and(mx.abs(residuals) <= limit, tags == float(tag))
+        return mx.where(mx.all(right, axis=1), 0.0, float(flag))
 
     def _readout(self, signs: mx.array, dtype: mx.Dtype) -> mx.array:
         """The matrix that reads residual and tag off a row in one product."""

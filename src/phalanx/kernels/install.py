@@ -142,8 +142,12 @@ class NativeChecksum:
         wire, squares = self._ops.checksum_load(y, signs, float(tag))
         return wire, squares
 
-    def read(self, wire: mx.array, signs: mx.array) -> mx.array:
-        return self._ops.checksum_read(wire, signs)
+    def read(self, wire: mx.array, signs: mx.array) -> tuple[mx.array, mx.array]:
+        total, figures = self._ops.checksum_read(wire, signs)
+        return total, figures
+
+    def judge(self, figures: mx.array, magnitudes: mx.array, limits: mx.array, tag: int, flag: int) -> mx.array:
+        return self._ops.checksum_judge(figures, magnitudes, limits, float(tag), float(flag))
 
 
 def disagreements(ops: Ops, precision: str) -> list[str]:
