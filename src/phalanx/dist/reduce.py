@@ -162,8 +162,7 @@ class Reducer:
         raise CollectiveFault(
             f"step {step}: the sum over ranks is wrong at {where or 'the verdict itself'} "
             f"(checksum or tag) on {self._seen_by([flags for _, flags in spoiled])}.",
-            remedy="The fabric delivered a wrong buffer. If it happens again, check cables and run "
-            "`phalanx selftest`.",
+            remedy="The fabric delivered a wrong buffer. If it happens again, check cables and run `phalanx selftest`.",
         )
 
     def _seen_by(self, flags: list[float]) -> str:
