@@ -135,6 +135,7 @@ template <class F>
 struct Decoder {
   static constexpr int64_t kRowBytes = round_up(kBandSteps * F::bits * 4, 64);
   static constexpr int64_t kFetched = kBand * kRowBytes;
+
   // Rows [first, first + 4). `out` is [64][kRowBytes].
   static KERN_INLINE void fetch(const Band& band, int64_t first, uint8_t* out) {
     const int64_t words = band.steps * F::bits, last = least(first + 4, band.rows);
@@ -147,6 +148,7 @@ struct Decoder {
       }
   }
   static KERN_INLINE void prefetch(const Band& band, int64_t first) {
+    if (band.rows == 0) return;
     const uint8_t* from = band.codes + first * band.row_bytes;
 #pragma GCC unroll 4
     for (int64_t r = 0; r < 4; r++, from += band.row_bytes)

@@ -26,6 +26,8 @@ READ_AT_ONCE = 1.0
 """Plain steps that reading takes in one step at most: others decode at half speed meanwhile, as beside a prefill."""
 PROMISE = 2.0
 """Times its price that reading must promise: answers end early, and texts differ."""
+PATIENCE = 8
+"""Steps after which it is asked again whether the same sequences are worth reading: asking takes time as well."""
 LENGTH = 256.0
 """Tokens of an answer before one has ended."""
 SAVED = SHARE * LENGTH
@@ -82,6 +84,7 @@ class CostControl:
         self._costs = CostCurve()
         self._reading = Reading()
         self._unjudged = 0
+        self._left_unread: set[int] = set()
         self._length = LENGTH
         self._lengths: dict[int, int] = {}
         self._pool = Acceptance(most, POOL_FADES)
@@ -92,6 +95,13 @@ class CostControl:
     def read(self, room: Mapping[int, int], behind: Mapping[int, int]) -> dict[int, int]:
         self._n_rows = len(room)
         self._unjudged += 1
+        if self._unjudged % PATIENCE and behind.keys() == self._left_unread:
+            return {}
+        reads = self._read_now(room, behind)
+        self._left_unread = set() if reads else set(behind)
+        return reads
+
+    def _read_now(self, room: Mapping[int, int], behind: Mapping[int, int]) -> dict[int, int]:
         plain = self._costs.plain(len(room))
         if plain is None:
             return {}
