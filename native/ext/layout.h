@@ -29,6 +29,11 @@ inline mx::array copied(const mx::array& a, const mx::array& out) {
   return copy;
 }
 
+// In row-major order without gaps, whatever the array was.
+inline const void* row_major(const mx::array& a, const mx::array& out) {
+  return data(a.flags().row_contiguous ? a : copied(a, out));
+}
+
 inline bool last_axis_dense(const mx::array& a) { return a.shape(-1) <= 1 || a.strides(-1) == 1; }
 
 // The array, or a copy where the elements of its last axis are not neighbours. Other axes may have any stride.

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "kern/quant.h"
-#include "op.h"
+#include "layout.h"
 
 namespace phalanx_cpu {
 
@@ -110,7 +110,7 @@ inline mx::array quantized_pairs(const mx::array& x, const Quantized& q, const O
   if (args.x_type < 0) throw std::invalid_argument("quantised products take floating activations");
   mx::Dtype dtype = q.w.mode == KERN_AFFINE ? mx::promote_types(x.dtype(), q.arrays[1].dtype()) : x.dtype();
   args.out_type = type_of(dtype);
-  Arrays inputs{packed(x, stream)};
+  Arrays inputs{x};
   inputs.insert(inputs.end(), q.arrays.begin(), q.arrays.end());
   if (lhs) {
     inputs.push_back(*lhs);
@@ -118,7 +118,7 @@ inline mx::array quantized_pairs(const mx::array& x, const Quantized& q, const O
   }
   auto fill = [](kern_quant_matmul_args& a, const Arrays& in, Arrays& out) {
     const size_t indices = 1 + Quantized::count(a.w);
-    a.x = data(in[0]);
+    a.x = row_major(in[0], out[0]);
     Quantized::bind(a.w, &in[1]);
     if (in.size() > indices) {
       a.lhs = static_cast<const uint32_t*>(data(in[indices]));
