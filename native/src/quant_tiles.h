@@ -179,6 +179,7 @@ struct InTiles {
     const int64_t ld = w.width + W;
     float* rows = static_cast<float*>(scratch(SLOT_CHUNK, static_cast<size_t>(count * ld + room) * sizeof(float)));
     float* of_row = rows + count * ld;
+    memset(of_groups, 0, static_cast<size_t>(group_count * W) * sizeof(float));  // arithmetic with leftovers is slow
     for (int64_t m = 0; m < count; m++) {
       read_row(args.x, args.x_type, slots.in[slot + m] * w.width, w.width, rows + m * ld);
       if (!biased) continue;
@@ -209,8 +210,7 @@ struct InTiles {
 
   void prepare(const Slots& slots, int64_t first, int64_t count) {
     const int64_t bytes = count * slot_bytes;
-    x = static_cast<uint8_t*>(
-        scratch(SLOT_SHARED, static_cast<size_t>(bytes + count * group_count * W * 4)));
+    x = static_cast<uint8_t*>(scratch(SLOT_SHARED, static_cast<size_t>(bytes + count * group_count * W * 4)));
     sums = reinterpret_cast<float*>(x + bytes);
     chunks(count, most(W, 16384 / w.width), [&](int64_t from, int64_t to) {
       for (int64_t i = from; i < to; i++) {
@@ -260,9 +260,9 @@ struct InTiles {
   void multiply(const Segment& s, int64_t slot, int64_t n, int64_t columns, float* totals) const {
     const int64_t bands = (columns + kBand - 1) / kBand, of_scales = group_count * kBand, tiles = (s.count + W - 1) / W;
     const int64_t decoded_bytes = (tiles == 1 ? 1 : bands) * kDecoded;
-    uint8_t* decoded = static_cast<uint8_t*>(scratch(
-        SLOT_CHUNK,
-        static_cast<size_t>(decoded_bytes + 2 * kFetched + (kBand * W + bands * 2 * of_scales) * 4)));
+    const int64_t floats = kBand * W + bands * 2 * of_scales;
+    uint8_t* decoded =
+        static_cast<uint8_t*>(scratch(SLOT_CHUNK, static_cast<size_t>(decoded_bytes + 2 * kFetched + floats * 4)));
     uint8_t* fetched = decoded + decoded_bytes;
     float* of_group = reinterpret_cast<float*>(fetched + 2 * kFetched);
     float *scales = of_group + kBand * W, *biases = scales + bands * of_scales;

@@ -241,5 +241,5 @@ def test_the_start_up_line_says_who_drafts_or_why_nobody_does(runner):
     _, spec = speculating("some/model")
     recurrent = SimpleNamespace(rolls_back=False)
     assert describe(None, runner.facts) == "off"
-    assert describe(spec, runner.facts) == "draft_model some/model, up to 8 tokens a step, control cost"
+    assert describe(spec, runner.facts) == "draft_model some/model, up to 15 tokens a step, control cost"
     assert describe(spec, recurrent).startswith("off: the model keeps recurrent state")
