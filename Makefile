@@ -58,23 +58,31 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_architecture.py tests/unit
 
+# $(call each_isa,COMMAND): COMMAND with the kernels for each instruction set that runs here.
+each_isa = isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
+	for isa in $$isas; do echo "kernels: $$isa"; KERN_ISA=$$isa $(1) || exit 1; done
+
 test: check
-	isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
-	for isa in $$isas; do echo "kernels: $$isa"; KERN_ISA=$$isa $(BIN)/pytest -q tests/native || exit 1; done
+	$(call each_isa,$(BIN)/pytest -q tests/native)
 	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/test_architecture.py --ignore=tests/native
 
-# The kernels under sanitizers, through ctypes: memory and undefined behaviour, then threads. Needs cmake.
-NATIVE_TESTS := $(filter-out %_ops.py %test_install.py,$(wildcard tests/native/test_*.py))
+# The kernels under sanitizers: memory and undefined behaviour, then threads, where MLX must not be, which is built
+# without. Needs cmake.
+NATIVE_TESTS := $(filter-out %test_install.py,$(wildcard tests/native/test_*.py))
+CHECK_MEMORY = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	KERN_LIBRARY=$(CURDIR)/native/build/asan/libkern.so $(BIN)/pytest -q -p no:cacheprovider $(NATIVE_TESTS)
+CHECK_THREADS = LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 \
+	OPENBLAS_NUM_THREADS=1 \
+	KERN_LIBRARY=$(CURDIR)/native/build/tsan/libkern.so $(BIN)/pytest -q -p no:cacheprovider \
+	$(filter-out %_ops.py,$(NATIVE_TESTS))
 check-native: $(READY)
 	cmake -S native -B native/build/asan -DKERN_EXTENSION=OFF -DKERN_SANITIZE=address,undefined
 	cmake --build native/build/asan --parallel
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		KERN_LIBRARY=$(CURDIR)/native/build/asan/libkern.so $(BIN)/pytest -q -p no:cacheprovider $(NATIVE_TESTS)
+	$(call each_isa,$(CHECK_MEMORY))
 	cmake -S native -B native/build/tsan -DKERN_EXTENSION=OFF -DKERN_SANITIZE=thread
 	cmake --build native/build/tsan --parallel
-	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 OPENBLAS_NUM_THREADS=1 \
-		KERN_LIBRARY=$(CURDIR)/native/build/tsan/libkern.so $(BIN)/pytest -q -p no:cacheprovider $(NATIVE_TESTS)
+	$(call each_isa,$(CHECK_THREADS))
 
 soak: $(READY)
 	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/native -m soak

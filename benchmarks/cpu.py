@@ -8,9 +8,11 @@ client's clock; its engine's own rate comes from its step counters.
     decode x8   tokens/s of eight streams together
     prompt C    tokens/s while reading C tokens
     busy        decode beside one foreign process that keeps a processor busy, relative to without
+    read limit  decode 128, relative to how often the processor could read all weights, keys and values per second, at
+                the bandwidth that `kernels.py` measures in the same round
+    http        decode 128 through HTTP, relative to the rate of the engine's own steps in the same answer
 
-The read limit is how often the machine could read the weights and the keys and values of one step per second, at the
-bandwidth that `kernels.py` measures. Ratios are taken within a round, then their median; the last line is JSON.
+Ratios are taken within a round, then their median; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import platform
 import random
 import statistics
@@ -37,6 +40,7 @@ from cpu_models import SHAPES, Shape, write_gguf, write_mlx
 from random_model import BYTES, VOCAB
 from rich.console import Console
 from rich.table import Table
+from safetensors import safe_open
 from servers import MODEL_NAME, phalanx
 from serving import own_counters, progress, spread
 
@@ -55,6 +59,8 @@ CASES = {
     "busy": (128, 1),
 }
 """Tokens of context, and rows."""
+OWN = ("read limit", "http")
+"""What is measured of phalanx alone."""
 
 
 class Llama:
@@ -113,7 +119,7 @@ async def ours(client: httpx.AsyncClient, context: int, tokens: int, rows: int, 
     start = max(answer.arrivals[0] for answer in answers)
     end = min(answer.arrivals[-1] for answer in answers)
     arrived = sum(sum(start < at <= end for at in answer.arrivals) for answer in answers)
-    return {"prompt_s": answers[0].arrivals[0] - sent, "decode": arrived / (end - start)}
+    return {"prompt_s": answers[0].arrivals[0] - sent, "decode": arrived / (end - start) if arrived else math.nan}
 
 
 @contextmanager
@@ -133,6 +139,7 @@ async def compare(
     """All figures of one model with so many threads."""
     figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     mlx_model, gguf = write_mlx(shape, folder), write_gguf(shape, folder)
+    per_token = bytes_per_token(mlx_model, 128 + TOKENS // 2)
     server = ("--threads", str(threads), "--no-prefix-caching", "--max-model-len", str(MAX_CONTEXT), *flags)
     with phalanx(mlx_model, *server) as url:
         theirs = Llama(gguf, threads)
@@ -144,7 +151,10 @@ async def compare(
                     progress(f"{shape.name}, {threads} threads, round {turn + 1} of {rounds}")
                     for who in ("phalanx", "llama.cpp") if turn % 2 == 0 else ("llama.cpp", "phalanx"):
                         await _measure(who, client, theirs, turn, cases, figures[who])
-                figures["engine"]["decode 128"] = [await _engine_rate(client)]
+                    if "decode 128" in cases:
+                        rate = figures["phalanx"]["decode 128"][-1]
+                        figures["phalanx"]["read limit"].append(rate * per_token / bandwidth(threads))
+                        figures["phalanx"]["http"].append(await _http_ratio(client, turn))
         finally:
             theirs.end()
     return {who: dict(values) for who, values in figures.items()}
@@ -171,13 +181,40 @@ async def _measure(
             figures[case].append(prompt if case.startswith("prompt") else decode)
 
 
-async def _engine_rate(client: httpx.AsyncClient) -> float:
-    """Tokens/s of the engine's own steps, while one stream decodes after a context of 128."""
-    await ours(client, 128, 4, 1, 1001)
-    before = await own_counters(client)
-    await ours(client, 128, 4 * TOKENS, 1, 1002)
-    after = await own_counters(client)
-    return (after["steps_total"] - before["steps_total"]) / (after["step_seconds_total"] - before["step_seconds_total"])
+async def _http_ratio(client: httpx.AsyncClient, turn: int) -> float:
+    """Tokens/s of one stream after a context of 128, by the client's clock to the engine's. What the engine's steps
+    take is that of a long answer less that of an answer of one token."""
+    steps, seconds, rate = 0.0, 0.0, 0.0
+    for tokens, sign in ((1, -1), (1 + TOKENS, 1)):
+        before = await own_counters(client)
+        found = await ours(client, 128, tokens, 1, 1000 + turn)
+        after = await own_counters(client)
+        steps += sign * (after["steps_total"] - before["steps_total"])
+        seconds += sign * (after["step_seconds_total"] - before["step_seconds_total"])
+        rate = found["decode"]
+    return rate * seconds / steps
+
+
+def bandwidth(threads: int) -> float:
+    """Bytes per second that so many threads read, from `kernels.py`."""
+    command = [sys.executable, str(Path(__file__).with_name("kernels.py")), "--threads", str(threads), "--only", "-"]
+    output = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+    return float(json.loads(output.splitlines()[-1])["read_limit"])
+
+
+def bytes_per_token(model: Path, context: int) -> int:
+    """What one row's step has to read: of the embeddings one row, of a layer's experts those of one token, keys and
+    values in float32, and everything else."""
+    config = json.loads((model / "config.json").read_text())
+    kv = 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * context
+    share = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
+    total = float(kv)
+    with safe_open(model / "model.safetensors", "numpy") as file:
+        for name in file.keys():  # noqa: SIM118  (it is no dict)
+            part = file.get_slice(name)
+            size = math.prod(part.get_shape()) * {"U32": 4, "F16": 2, "F32": 4}[part.get_dtype()]
+            total += 0 if "embed_tokens" in name else size * share if ".switch_mlp." in name else size
+    return int(total)
 
 
 def ratio(found: dict[str, Any], key: str) -> float:
@@ -191,11 +228,13 @@ def show(console: Console, title: str, found: dict[str, Any]) -> None:
     table = Table(title=title)
     for column in ("", "phalanx", "llama.cpp", "ratio"):
         table.add_column(column, justify="right" if column else "left")
-    for key in found["phalanx"]:
+    for key in found["llama.cpp"]:
         digits = {who: spread(found[who][key]) for who in ("phalanx", "llama.cpp")}
         if key == "busy":
             digits = {who: f"{statistics.median(found[who][key]):.2f}" for who in digits}
         table.add_row(key, digits["phalanx"], digits["llama.cpp"], f"{ratio(found, key):.2f}")
+    for key in found["phalanx"].keys() & set(OWN):
+        table.add_row(key, f"{statistics.median(found['phalanx'][key]):.2f}", "", "")
     console.print(table)
 
 
@@ -218,7 +257,7 @@ def main() -> int:
                     flags = ["--cpu-precision", precision]
                     found = asyncio.run(compare(SHAPES[name], folder, threads, flags, options.rounds, options.cases))
                     show(console, f"{name}, {threads} threads, {precision}", found)
-                    ratios = {key: ratio(found, key) for key in found["phalanx"]}
+                    ratios = {key: ratio(found, key) for key in found["llama.cpp"]}
                     results.append(
                         {"model": name, "threads": threads, "precision": precision, "ratios": ratios, "values": found}
                     )

@@ -10,7 +10,9 @@ the same run), and there are two per layer. A ring spins a core while it waits. 
     own          everything else: scheduling, bookkeeping, messages to the server
 
 Servers take turns, each started for its turn: an idle mlx_lm group keeps spinning, and would slow the others down.
-Ratios are taken within a round, then their median. The last line is one JSON object.
+`--model llama-1b` takes a model of that shape instead (`cpu_models.py`), whose weights no cache holds, and leaves
+mlx_lm.server out, which would take minutes for a token. One rank has two threads, each of two ranks one. Ratios are
+taken within a round, then their median. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from random_model import CONFIG, random_model
+from cpu_models import SHAPES, write_mlx
+from random_model import random_model
 from rich.console import Console
 from rich.table import Table
 from servers import mlx_lm, phalanx
@@ -44,34 +48,40 @@ BASE = "phalanx, 1 rank"
 THEIRS = "mlx_lm.server, 2 ranks (ring)"
 
 
-def subjects(model: Path, folder: Path) -> dict[str, Callable[[], AbstractContextManager[str]]]:
-    """Every server, by name."""
+def subjects(model: Path, theirs: Path | None) -> dict[str, Callable[[], AbstractContextManager[str]]]:
+    """Every server, by name; mlx_lm's only where it may write a log."""
     two = ("--tp", "2", "--backend")
-    return {
+    servers: dict[str, Callable[[], AbstractContextManager[str]]] = {
         BASE: lambda: phalanx(model),
         "phalanx, 2 ranks (mpi)": lambda: phalanx(model, *two, "mpi"),
         "phalanx, 2 ranks (mpi), unchecked": lambda: phalanx(model, *two, "mpi", "--no-check-collectives"),
         "phalanx, 2 ranks (ring)": lambda: phalanx(model, *two, "ring"),
-        THEIRS: lambda: mlx_lm(model, folder / "mlx_lm.log", ranks=2),
     }
+    if theirs is not None:
+        servers[THEIRS] = lambda: mlx_lm(model, theirs, ranks=2)
+    return servers
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--model", choices=["random", *SHAPES], default="random")
     options = parser.parse_args()
     speeds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     splits: dict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as directory:
-        model = random_model(Path(directory))
-        latency = {backend: sum_latency_us(model, backend) for backend in ("mpi", "ring")}
-        servers = list(subjects(model, Path(directory)).items())
+        usual = options.model == "random"
+        model = random_model(Path(directory)) if usual else write_mlx(SHAPES[options.model], Path(directory))
+        config = json.loads((model / "config.json").read_text())
+        latency = {backend: sum_latency_us(model, config, backend) for backend in ("mpi", "ring")}
+        servers = list(subjects(model, Path(directory) / "mlx_lm.log" if usual else None).items())
         for turn in range(options.rounds):
             for name, start in servers if turn % 2 == 0 else servers[::-1]:
                 progress(f"round {turn + 1}: {name}")
                 with start() as url:
                     asyncio.run(measure(name, url, turn, speeds[name], splits[name]))
-    show(speeds, splits, latency)
+    steps = {name: split(found, latency_for(name, latency), config) for name, found in splits.items() if found}
+    show(speeds, steps, latency)
     about = {
         "machine": f"{platform.system()} {platform.machine()}",
         "versions": {name: version(name) for name in ("phalanx", "mlx", "mlx-lm")},
@@ -80,7 +90,7 @@ def main() -> int:
         name: {
             "decode_tokens_per_s": dict(speeds[name]),
             "ratio_to_one_rank": {c: ratio(speeds, name, c) for c in TOKENS},
-            "step": split(splits[name], latency_for(name, latency)) if splits[name] else None,
+            "step": steps.get(name),
         }
         for name in speeds
     }
@@ -106,14 +116,14 @@ async def measure(
                 splits.append({key: after[key] - before[key] for key in after})
 
 
-def split(counters: list[dict[str, float]], sum_us: float) -> dict[str, float]:
+def split(counters: list[dict[str, float]], sum_us: float, config: dict[str, Any]) -> dict[str, float]:
     """Milliseconds per step of one row: medians over rounds."""
 
     def per_step(key: str) -> float:
         return statistics.median(1000 * c[f"{key}_seconds_total"] / c["steps_total"] for c in counters)
 
     step, model, control = per_step("step"), per_step("model"), per_step("control")
-    collectives = 2 * int(CONFIG["num_hidden_layers"]) * sum_us / 1000  # type: ignore[call-overload]
+    collectives = 2 * config["num_hidden_layers"] * sum_us / 1000
     return {
         "step_ms": step,
         "compute_ms": model - collectives,
@@ -124,11 +134,11 @@ def split(counters: list[dict[str, float]], sum_us: float) -> dict[str, float]:
     }
 
 
-def sum_latency_us(model: Path, backend: str) -> float:
+def sum_latency_us(model: Path, config: dict[str, Any], backend: str) -> float:
     """Of one row's sum, as the self-test of a group measures it."""
     command = [sys.executable, "-m", "phalanx", "selftest", str(model), "--tp", "2", "--backend", backend, "--json"]
     answer = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    wanted = 4 * int(CONFIG["hidden_size"])  # type: ignore[call-overload]
+    wanted = 4 * config["hidden_size"]
     figures = answer["info"]["self_test"]["fabric"]
     return float(min(figures, key=lambda figure: abs(figure["bytes"] - wanted))["median_us"])
 
@@ -144,15 +154,14 @@ def ratio(speeds: dict[str, dict[int, list[float]]], name: str, concurrency: int
 
 
 def show(
-    speeds: dict[str, dict[int, list[float]]], splits: dict[str, list[dict[str, float]]], latency: dict[str, float]
+    speeds: dict[str, dict[int, list[float]]], steps: dict[str, dict[str, float]], latency: dict[str, float]
 ) -> None:
     table = Table("", *(f"tokens/s at {c}" for c in TOKENS), "to 1 rank", "step, ms: compute + sums + control + own")
     for name, values in speeds.items():
         row = [spread(values[c]) for c in TOKENS]
         ratios = " / ".join(f"{ratio(speeds, name, c):.2f}x" for c in TOKENS)
         parts = ""
-        if splits[name]:
-            s = split(splits[name], latency_for(name, latency))
+        if (s := steps.get(name)) is not None:
             parts = (
                 f"{s['step_ms']:.1f}: {s['compute_ms']:.1f} + {s['collectives_ms']:.2f} + {s['control_ms']:.2f} + "
                 f"{s['own_ms']:.2f}"

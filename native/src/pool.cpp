@@ -22,6 +22,9 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 constexpr auto kSpin = std::chrono::microseconds(100);
+// A worker that has run for so long offers its processor between two jobs: who else waits for it takes it now, and not
+// in the middle of a chunk that everybody would then wait for.
+constexpr auto kTurn = std::chrono::milliseconds(1);
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -143,7 +146,7 @@ class Pool {
 
   void serve(int id) {
     uint32_t seen = 0;
-    auto idle_since = std::chrono::steady_clock::now();
+    auto idle_since = std::chrono::steady_clock::now(), turn_since = idle_since;
     for (int spins = 0;;) {
       uint64_t state = state_.load(std::memory_order_acquire);
       if (may_enter(state, seen, id)) {
@@ -153,6 +156,10 @@ class Pool {
         state_.fetch_sub(1, std::memory_order_release);
         idle_since = std::chrono::steady_clock::now();
         spins = 0;
+        if (idle_since - turn_since > kTurn) {
+          std::this_thread::yield();
+          turn_since = idle_since = std::chrono::steady_clock::now();
+        }
         continue;
       }
       relax();

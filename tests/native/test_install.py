@@ -69,7 +69,8 @@ def test_kernels_that_compute_something_else_end_the_start(broken):
     script = (
         "import phalanx.kernels.preload as preload, sys\n"
         "from phalanx.errors import ConfigError\n"
-        "from phalanx.kernels.install import active, disagreements, install\n"
+        "from phalanx.kernels.agreement import disagreements\n"
+        "from phalanx.kernels.install import active, install\n"
         "assert disagreements(preload.OPS, 'exact') == disagreements(preload.OPS, 'fast') == []\n"
         "good = preload.OPS\n"
         "class Broken:\n"

@@ -20,7 +20,7 @@ from phalanx.dist.inject import BUFFER_FAULTS, Injection
 from phalanx.dist.reduce import Reducer
 from phalanx.dist.spoil import SpoiledBuffer
 from phalanx.errors import CollectiveFault
-from phalanx.kernels.install import NativeChecksum
+from phalanx.kernels.checksum import NativeChecksum
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 SITES = 3

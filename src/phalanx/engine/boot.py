@@ -51,6 +51,7 @@ from phalanx.engine.trace import Trace
 from phalanx.engine.worker import Worker
 from phalanx.errors import ConfigError, ExitCode, PhalanxError, exit_code_of
 from phalanx.kernels import install, preload
+from phalanx.kernels.checksum import NativeChecksum
 from phalanx.model import load, registry
 from phalanx.model.absorbed import absorb_short_queries
 from phalanx.model.layout import CacheFacts
@@ -252,7 +253,7 @@ def _reducer(
         fabric = join(group.backend, rank, group.size, group.nonce, where=where, deadline_s=config.join_s)
     spoiled = injection is not None and injection.kind in inject.BUFFER_FAULTS
     fault = SpoiledBuffer(injection) if injection is not None and spoiled else None
-    checksum = install.NativeChecksum() if install.active() else None
+    checksum = NativeChecksum() if install.active() else None
     return Reducer(fabric, checked=config.check_collectives, fault=fault, checksum=checksum)
 
 

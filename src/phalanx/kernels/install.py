@@ -12,9 +12,9 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers import activations as nn_activations
@@ -23,24 +23,15 @@ from mlx_lm.models import activations as lm_activations
 from phalanx.config import CpuPrecision
 from phalanx.errors import ConfigError
 from phalanx.kernels import preload
+from phalanx.kernels.agreement import disagreements
+from phalanx.kernels.ops import Function, Ops
 
-Function = Callable[..., mx.array]
 Replacements = dict[str, Function]
 """Attribute of an object -> what stands there from now on."""
 
-
-class Ops(Protocol):
-    """The native operations: functions of arrays by name."""
-
-    def __getattr__(self, name: str) -> Function: ...
-
-
-SMALL = (mx.float16, mx.bfloat16)
-FLOATS = (mx.float32, *SMALL)
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 FAST_COST = "8-bit activations; on the demo model at 4 bits perplexity +0.03 %, 99.5 % of greedy tokens as exact"
 """Measured by `benchmarks/precision.py`."""
-EXACT_LIMIT, FAST_LIMIT = 1e-4, 3e-2
-"""By how much a native result may differ from MLX's, relative to its norm (measured: up to 5e-7, and 7e-3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,73 +121,6 @@ def install(precision: CpuPrecision, threads: int) -> Installed | None:
 
 
 _replaced: dict[tuple[Any, str], Function] = {}
-
-
-class NativeChecksum:
-    """A checksum (`dist/checksum.py`) in one pass over the vector where it is sent, and one where it arrives."""
-
-    def __init__(self) -> None:
-        self._ops: Ops = preload.OPS
-
-    def load(self, y: mx.array, signs: mx.array, tag: int) -> tuple[mx.array, mx.array]:
-        wire, squares = self._ops.checksum_load(y, signs, float(tag))
-        return wire, squares
-
-    def read(self, wire: mx.array, signs: mx.array) -> tuple[mx.array, mx.array]:
-        total, figures = self._ops.checksum_read(wire, signs)
-        return total, figures
-
-    def judge(self, figures: mx.array, magnitudes: mx.array, limits: mx.array, tag: int, flag: int) -> mx.array:
-        return self._ops.checksum_judge(figures, magnitudes, limits, float(tag), float(flag))
-
-
-def disagreements(ops: Ops, precision: str) -> list[str]:
-    """Native operations whose results are not MLX's, by name; a few small calls of each kind on this processor.
-
-    A processor that the project has not met, or a fault of a compiler, must show before a model does. What products are
-    compared with is made of multiplications and sums, since MLX's own product is one of those in question.
-    """
-
-    def product(x: mx.array, w: mx.array) -> mx.array:
-        return mx.sum(x[:, None].astype(mx.float32) * w.astype(mx.float32), axis=-1)
-
-    key = iter(mx.random.split(mx.random.key(7), 16))
-    few, many, w = (mx.random.normal(shape, key=next(key)) for shape in ((1, 256), (40, 256), (48, 256)))
-    gate, queries = mx.random.normal((3, 70), key=next(key)), mx.random.normal((1, 4, 9, 64), key=next(key))
-    keys = mx.random.normal((1, 2, 9, 64), key=next(key))
-    pairs = {
-        "attention": (
-            ops.attention(queries, keys, keys, scale=0.125, mask="causal"),
-            mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=0.125, mask="causal"),
-        ),
-        "rms_norm": (ops.rms_norm(many, w[0], 1e-5), mx.fast.rms_norm(many, w[0], 1e-5)),
-        "rope": (
-            ops.rope(queries, 64, traditional=False, base=1e4, scale=1.0, offset=3),
-            mx.fast.rope(queries, 64, traditional=False, base=1e4, scale=1.0, offset=3),
-        ),
-        "silu": (ops.silu(gate), gate * mx.sigmoid(gate)),
-        "logsumexp": (ops.logsumexp(many), mx.logsumexp(many, axis=-1)),
-    }
-    for x in (few, many):
-        narrow = w.astype(mx.bfloat16)
-        pairs[f"BLAS of {len(x)}"] = (x @ w.T, product(x, w))
-        pairs[f"matmul of {len(x)}"] = (ops.matmul(x, narrow.T), product(x, narrow))
-        for mode, bits, group in (("affine", 4, 64), ("affine", 8, 64), ("affine", 3, 64), ("mxfp4", 4, 32)):
-            parts = mx.quantize(w, group, bits, mode=mode)
-            biases = parts[2] if len(parts) > 2 else None
-            pairs[f"{mode} {bits} bits of {len(x)}"] = (
-                ops.quantized_matmul(x, parts[0], parts[1], biases, True, group, bits, mode, precision=precision),
-                product(x, mx.dequantize(*parts, group_size=group, bits=bits, mode=mode)),
-            )
-    return [
-        name
-        for name, (ours, theirs) in pairs.items()
-        if not _distance(ours, theirs) <= (FAST_LIMIT if precision == "fast" and "bits" in name else EXACT_LIMIT)
-    ]
-
-
-def _distance(ours: mx.array, theirs: mx.array) -> float:
-    return float((mx.linalg.norm(ours - theirs) / mx.linalg.norm(theirs)).item())  # type: ignore[arg-type]
 
 
 def _replace_everywhere(stock: Function, native: Function) -> None:

@@ -1,0 +1,59 @@
+"""Whether the native kernels compute what MLX does, on this processor, before a model depends on it."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from phalanx.kernels.ops import Ops
+
+EXACT_LIMIT, FAST_LIMIT = 1e-4, 3e-2
+"""By how much a native result may differ from MLX's, relative to its norm (measured: up to 5e-7, and 7e-3)."""
+
+
+def disagreements(ops: Ops, precision: str) -> list[str]:
+    """Native operations whose results are not MLX's, by name; a few small calls of each kind on this processor.
+
+    A processor that the project has not met, or a fault of a compiler, must show before a model does. What products are
+    compared with is made of multiplications and sums, since MLX's own product is one of those in question.
+    """
+
+    def product(x: mx.array, w: mx.array) -> mx.array:
+        return mx.sum(x[:, None].astype(mx.float32) * w.astype(mx.float32), axis=-1)
+
+    key = iter(mx.random.split(mx.random.key(7), 16))
+    few, many, w = (mx.random.normal(shape, key=next(key)) for shape in ((1, 256), (40, 256), (48, 256)))
+    gate, queries = mx.random.normal((3, 70), key=next(key)), mx.random.normal((1, 4, 9, 64), key=next(key))
+    keys = mx.random.normal((1, 2, 9, 64), key=next(key))
+    pairs = {
+        "attention": (
+            ops.attention(queries, keys, keys, scale=0.125, mask="causal"),
+            mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=0.125, mask="causal"),
+        ),
+        "rms_norm": (ops.rms_norm(many, w[0], 1e-5), mx.fast.rms_norm(many, w[0], 1e-5)),
+        "rope": (
+            ops.rope(queries, 64, traditional=False, base=1e4, scale=1.0, offset=3),
+            mx.fast.rope(queries, 64, traditional=False, base=1e4, scale=1.0, offset=3),
+        ),
+        "silu": (ops.silu(gate), gate * mx.sigmoid(gate)),
+        "logsumexp": (ops.logsumexp(many), mx.logsumexp(many, axis=-1)),
+    }
+    for x in (few, many):
+        narrow = w.astype(mx.bfloat16)
+        pairs[f"BLAS of {len(x)}"] = (x @ w.T, product(x, w))
+        pairs[f"matmul of {len(x)}"] = (ops.matmul(x, narrow.T), product(x, narrow))
+        for mode, bits, group in (("affine", 4, 64), ("affine", 8, 64), ("affine", 3, 64), ("mxfp4", 4, 32)):
+            parts = mx.quantize(w, group, bits, mode=mode)
+            biases = parts[2] if len(parts) > 2 else None
+            pairs[f"{mode} {bits} bits of {len(x)}"] = (
+                ops.quantized_matmul(x, parts[0], parts[1], biases, True, group, bits, mode, precision=precision),
+                product(x, mx.dequantize(*parts, group_size=group, bits=bits, mode=mode)),
+            )
+    return [
+        name
+        for name, (ours, theirs) in pairs.items()
+        if not _distance(ours, theirs) <= (FAST_LIMIT if precision == "fast" and "bits" in name else EXACT_LIMIT)
+    ]
+
+
+def _distance(ours: mx.array, theirs: mx.array) -> float:
+    return float((mx.linalg.norm(ours - theirs) / mx.linalg.norm(theirs)).item())  # type: ignore[arg-type]

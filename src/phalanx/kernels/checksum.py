@@ -1,0 +1,26 @@
+"""Checksums of collectives (`dist/checksum.py`) by native operations."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from phalanx.kernels import preload
+from phalanx.kernels.ops import Ops
+
+
+class NativeChecksum:
+    """A checksum (`dist/checksum.py`) in one pass over the vector where it is sent, and one where it arrives."""
+
+    def __init__(self) -> None:
+        self._ops: Ops = preload.OPS
+
+    def load(self, y: mx.array, signs: mx.array, tag: int) -> tuple[mx.array, mx.array]:
+        wire, squares = self._ops.checksum_load(y, signs, float(tag))
+        return wire, squares
+
+    def read(self, wire: mx.array, signs: mx.array) -> tuple[mx.array, mx.array]:
+        total, figures = self._ops.checksum_read(wire, signs)
+        return total, figures
+
+    def judge(self, figures: mx.array, magnitudes: mx.array, limits: mx.array, tag: int, flag: int) -> mx.array:
+        return self._ops.checksum_judge(figures, magnitudes, limits, float(tag), float(flag))

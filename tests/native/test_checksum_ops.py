@@ -1,0 +1,71 @@
+"""MLX operations on kern/checksum.h against what the reducer computes without them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from phalanx_cpu import ops
+from test_checksum import signs
+
+from phalanx.dist.checksum import ComposedChecksum
+
+TYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("width", [64, 1000])
+def test_operations_give_what_the_reducer_computes(dtype, rows, width):
+    y = mx.random.normal((rows, width), key=mx.random.key(1)).astype(dtype)
+    weights = mx.array(signs(width))[:, None]
+    wire, squares = ops.checksum_load(y, weights, 5.0)
+    checksum = y.astype(mx.float32) @ weights
+    high = checksum.astype(dtype)
+    parts = [y, high] + ([] if dtype == mx.float32 else [(checksum - high).astype(dtype)])
+    expected = mx.concatenate([*parts, mx.full((rows, 1), 5.0, dtype)], axis=-1)
+    assert wire.shape == expected.shape
+    assert wire.dtype == dtype
+    assert (wire[:, :width] == y).all()
+    assert (wire[:, -1] == 5.0).all()
+    sums = [mx.sum(w[:, width:-1].astype(mx.float32), axis=-1) for w in (wire, expected)]
+    assert mx.allclose(*sums, rtol=1e-3 if dtype == mx.bfloat16 else 1e-5, atol=1e-5)
+    assert mx.allclose(squares, mx.sum(mx.square(y.astype(mx.float32)), axis=-1), rtol=1e-5)
+    total, figures = ops.checksum_read(wire + wire, weights)
+    assert total.dtype == dtype
+    assert (total == y + y).all()
+    assert figures.shape == (rows, 2)
+    assert figures.dtype == mx.float32
+    assert mx.abs(figures[:, 0]).max() < (1e-5 if dtype == mx.float32 else 1e-2)
+    assert (figures[:, 1] == 10.0).all()
+
+
+@pytest.mark.parametrize("sites", [1, 5])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_verdicts(sites, rows):
+    """Native and composed ones, on sums that are right and on each kind that is not."""
+    random = np.random.default_rng(0)
+    limits = np.stack([random.uniform(1e-6, 1e-3, sites), random.uniform(0, 1e-6, sites)], -1)
+    magnitudes = random.uniform(0.1, 10, (sites, rows))
+    allowed = limits[:, :1] * magnitudes + limits[:, 1:]
+    figures = np.stack([allowed * random.uniform(-0.99, 0.99, (sites, rows)), np.full((sites, rows), 6.0)], -1)
+    spoiled = [figures.copy() for _ in range(4)]
+    spoiled[0][-1, -1, 0] = -1.01 * allowed[-1, -1]
+    spoiled[1][-1, -1, 0] = np.nan
+    spoiled[2][-1, -1, 1] = 5.0
+    spoiled[3][-1, -1, 1] = np.nan
+    for judge in (ops.checksum_judge, ComposedChecksum().judge):
+        for case in (figures, *spoiled):
+            arrays = (mx.array(a.astype(np.float32)) for a in (case.reshape(-1, 2), magnitudes.reshape(-1), limits))
+            assert judge(*arrays, 6, 4).tolist() == [0.0] * (sites - 1) + [0.0 if case is figures else 4.0]
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="checksum_judge"):
+        ops.checksum_judge(mx.zeros((4, 2)), mx.zeros(4), mx.zeros((3, 2)), 1.0, 1.0)
+    with pytest.raises(ValueError, match="checksum_judge"):
+        ops.checksum_judge(mx.zeros((4, 2)), mx.zeros(4).astype(mx.float16), mx.zeros((2, 2)), 1.0, 1.0)
+    with pytest.raises(ValueError, match="checksum"):
+        ops.checksum_load(mx.zeros((2, 5)), mx.zeros(4), 1.0)
+    with pytest.raises(ValueError, match="checksum"):
+        ops.checksum_read(mx.zeros((2, 5)), mx.zeros(4))

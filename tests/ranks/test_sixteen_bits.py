@@ -1,0 +1,58 @@
+"""Models in 16 bits, with the kernels where they are: tokens are float32's but for near ties (DESIGN section 10)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from driver import ask, running
+from models import make_model
+from near_ties import FLIPS, Verdict, force, judge
+from test_lockstep import SIZES, demo_prompts
+
+from phalanx.config import EngineConfig
+from phalanx.demo import MODEL_DIR
+
+MOE = ["qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe"]
+"""Only at 4 bits: MLX itself cannot multiply experts' matrices of 16 bits on a CPU."""
+DENSE = ["llama", "qwen3", "gemma2"]
+MODELS = [*((family, form) for form in ("plain", "4-bit") for family in DENSE), *((family, "4-bit") for family in MOE)]
+CASES = [(*model, ("float16", "bfloat16")[i // 2 % 2], 1 + i % 2) for i, model in enumerate(MODELS)]
+PROMPTS, TOKENS = 6, 64
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def verdict_on(path: Path, dtype: str, ranks: int, prompts: list[list[int]]) -> Verdict:
+    """On what a group says in so many bits."""
+    config = EngineConfig(
+        model=str(path), dtype=dtype, kv_cache_gb=0.05, prefix_cache_gb=0.0, max_num_batched_tokens=48,
+        tensor_parallel_size=ranks,
+    )  # fmt: skip
+
+    async def main() -> list[list[int]]:
+        async with running(config) as driver:
+            return await driver.generate(*(ask(str(i), prompt, TOKENS) for i, prompt in enumerate(prompts)))
+
+    said = asyncio.run(main())
+    assert sum(len(set(tokens)) >= 8 for tokens in said) >= len(prompts) - 1, "the model only repeats itself"
+    return judge(force(path, dtype, list(zip(prompts, said, strict=True))))
+
+
+@pytest.mark.parametrize(("family", "form", "dtype", "ranks"), CASES, ids=str)
+def test_tokens_are_float32s_but_for_near_ties(tmp_path, family, form, dtype, ranks):
+    quantize = {"bits": 4, "group_size": 32} if form == "4-bit" else None
+    path = make_model(family, tmp_path / family, quantize=quantize, dtype=getattr(mx, dtype), **SIZES)
+    rnd = random.Random(family)
+    prompts = [[rnd.randrange(3, 512) for _ in range(1 + i * 23 % 150)] for i in range(PROMPTS)]
+    verdict = verdict_on(path, dtype, ranks, prompts)
+    assert verdict.right, verdict
+
+
+def test_a_trained_model_hardly_ever_flips():
+    verdict = verdict_on(MODEL_DIR, "float16", 2, demo_prompts()[:PROMPTS])
+    assert not verdict.unexplained, verdict
+    assert verdict.flips <= FLIPS * verdict.tokens, verdict
