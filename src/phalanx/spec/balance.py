@@ -142,7 +142,9 @@ class CostControl:
                 self._pending[key] = _Pending(list(draft[: self._most]))
         return chosen
 
-    def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
+    def observe(
+        self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
+    ) -> None:
         for key, tokens in committed.items():
             if key in self._lengths:  # not in its first step, of which nobody hears the end
                 self._lengths[key] += len(tokens)
@@ -247,30 +249,29 @@ class CostControl:
                 del self._pending[key]
                 return
 
-    def _settle(self, rows: int, width: int, gained: float, seconds: float, drafting: float) -> None:
+    def _settle(self, rows: int, width: int, gained: float, seconds: float | None, drafting: float) -> None:
         """Measure the step and pay for it.
 
         Args:
             gained: plain steps that its tokens would have taken beyond one.
         """
-        if width == 1:
-            self._costs.observe(rows, 1, seconds - drafting)
-        else:
-            self._costs.observe(rows, width, seconds)
+        if seconds is not None:
+            self._costs.observe(rows, width, seconds - drafting if width == 1 else seconds)
         cost = self._cost(rows, width, seconds)
         asking = self._asking + self._share / 2 * cost
         purse = self._purse + self._share / 2 * cost + gained - (cost - 1.0)
         self._asking, self._purse = min(asking, ASKING), min(purse, WINNINGS)
         self._savings = min(self._savings + asking - self._asking + purse - self._purse, SAVINGS)
-        if width == 1 and drafting:
-            self._pay_asking(drafting / max(seconds - drafting, 1e-9))
+        plain = self._costs.plain(rows) if seconds is None else seconds - drafting
+        if width == 1 and drafting and plain is not None:
+            self._pay_asking(drafting / max(plain, 1e-9))
 
-    def _cost(self, rows: int, width: int, seconds: float) -> float:
+    def _cost(self, rows: int, width: int, seconds: float | None) -> float:
         """Of the step that was, in plain steps: as measured, but no more than twice what such steps usually cost."""
         if width == 1:
             return 1.0
         usual, plain = self._costs.ratios(rows, width)[-1], self._costs.plain(rows)
-        if plain is None:
+        if plain is None or seconds is None:
             return usual
         return max(1.0, min(seconds / max(plain, 1e-9), 2 * usual))
 

@@ -49,13 +49,16 @@ class Control(Protocol):
         """How many of the drafted tokens to verify in this step, k >= 1; sequences with k = 0 are absent."""
         ...
 
-    def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
+    def observe(
+        self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
+    ) -> None:
         """What the step came to.
 
         Args:
             committed: every decoding sequence of the step -> the tokens committed for it, clipped as the commit was.
             verified: sequence -> drafted tokens that were fed: as many as chosen, or fewer for want of memory.
             seconds: what drafting, the decoding forwards, sampling and verification took; without prefill and reading.
+                None where rows were moved or buffers resized as well, so that it says nothing about such steps.
             drafting: of those, the drafter's.
         """
         ...

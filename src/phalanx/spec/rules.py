@@ -53,7 +53,9 @@ class Always:
     def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         return {key: len(draft) for key, draft in drafts.items() if draft}
 
-    def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
+    def observe(
+        self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
+    ) -> None:
         pass
 
     def end(self, key: int) -> None:
@@ -79,7 +81,9 @@ class UpToBatch:
     def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         return self._control.choose(drafts)
 
-    def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
+    def observe(
+        self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
+    ) -> None:
         self._control.observe(committed, verified, seconds, drafting)
 
     def end(self, key: int) -> None:
@@ -110,7 +114,9 @@ class FloorControl(Always):
         self._chosen = {key: list(draft) for key, draft in drafts.items() if draft}
         return super().choose(drafts)
 
-    def observe(self, committed: Committed, verified: Mapping[int, int], seconds: float, drafting: float) -> None:
+    def observe(
+        self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
+    ) -> None:
         self._rest = max(0, self._rest - 1)
         for key, k in verified.items():
             self._recent.append((k, _right(self._chosen[key][:k], committed.get(key, ()))))

@@ -71,7 +71,8 @@ class Speculator:
         for number, tokens in committed.items():
             if number in self._followed:
                 self._drafter.extend(number, tokens)
-        self._control.observe(committed, drafted, seconds - self._reading_s, drafting - self._reading_s)
+        took = None if step.ops else seconds - self._reading_s
+        self._control.observe(committed, drafted, took, drafting - self._reading_s)
 
     def keep(self, alive: Collection[int]) -> None:
         """All other sequences are over."""

@@ -64,6 +64,11 @@ class World:
     read: int = 0
     longest_reading_s: float = 0.0
     places: dict[int, int] = field(default_factory=dict)
+    moving: float = 1.0
+    """How many times as long a step takes where the number of rows is another one than before."""
+    told: bool = True
+    """Whether the control hears that rows were moved."""
+    rows: int = 0
     seconds: float = 0.0
     paid: float = 0.0
     """What the steps cost, each in plain steps of as many rows."""
@@ -104,7 +109,9 @@ class World:
             seconds *= 3
         if self.neighbour and self.steps // 20 % 2:
             seconds *= 2
-        self.control.observe(committed, chosen, seconds, drafting)
+        moved, self.rows = self.moving > 1.0 and rows != self.rows, rows
+        seconds *= self.moving if moved else 1.0
+        self.control.observe(committed, chosen, None if moved and self.told else seconds, drafting)
         self._account(rows, self.curve(rows, width) + drafting + reading_s, sum(map(len, committed.values())))
         self.steps += 1
         self.widths.append(width)

@@ -99,6 +99,21 @@ def test_a_neighbour_that_takes_half_of_the_machine(make):
     assert World(make(), stairs, predictable(0.0), noise=0.1, neighbour=True).run(1, 300) > 0.98
 
 
+def test_steps_that_move_rows_as_well_teach_nothing():
+    """Rows come and go, and the step in which they do takes eight times as long."""
+
+    def speed(**told):
+        world = World(lookup(), memory_bound, predictable(0.8), **told)
+        for rows in [16, 11, 7, 3] * 10:
+            for _ in range(12):
+                world.step(rows)
+        return sum(world.widths[-240:])
+
+    undisturbed = speed()
+    assert speed(moving=8.0) >= 0.9 * undisturbed
+    assert speed(moving=8.0, told=False) < 0.9 * undisturbed  # the test can fail
+
+
 def test_one_row_of_many():
     """Fifteen free rows pay for the one that repeats itself, where rows cost: not worth it; alone it is."""
     world = World(lookup(), few_cores, lambda row, place: 16 if row == 0 else 0)

@@ -36,7 +36,11 @@ class Recorder(Always, Drafter):
         return {key: self.drafts[key][:n] for key, n in wanted.items() if key in self.drafts}
 
     def observe(
-        self, committed: Mapping[int, Sequence[int]], verified: Mapping[int, int], seconds: float, drafting: float
+        self,
+        committed: Mapping[int, Sequence[int]],
+        verified: Mapping[int, int],
+        seconds: float | None,
+        drafting: float,
     ) -> None:
         tokens = {key: list(tokens) for key, tokens in committed.items()}
         self.heard.append(("observe", tokens, dict(verified), seconds, drafting))
