@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from phalanx.sched.plan import Commit, Forward, Step
+from msgspec import structs
+
+from phalanx.sched.plan import Commit, Forward, Free, Step
 from phalanx.sched.sequence import Sequence as Row
 from phalanx.spec.drafters import Drafter, RandomDrafter
 from phalanx.spec.rules import Always
@@ -134,6 +136,14 @@ def test_reading_is_not_counted_as_drafting():
     spec._reading_s = 0.0625
     spec.observe(decoding({0: (2,)}), {0: [7]}, [Commit(seq=0, tokens=(7,), computed=3, kv_len=3)], 0.5, 0.125)
     assert recorder.heard[-1][3:] == (0.4375, 0.0625)
+
+
+def test_what_a_step_took_is_not_handed_on_where_rows_were_moved_as_well():
+    spec, recorder = speculator({0: [7, 8]})
+    spec.draft({row(0, [1, 2]): 10})
+    step = structs.replace(decoding({0: (2, 7, 8)}), ops=(Free(0, 3),))
+    spec.observe(step, {0: [7, 9]}, [Commit(seq=0, tokens=(7, 9), computed=4, kv_len=3)], 0.5, 0.1)
+    assert recorder.heard[-1] == ("observe", {0: [7, 9]}, {0: 2}, None, 0.1)
 
 
 def test_a_step_that_only_prefills_is_not_observed():
