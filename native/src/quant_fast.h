@@ -1,95 +1,20 @@
 // x @ w.T with integer products: each group of activations is rounded to int8, and the products of a group are summed
-// exactly before they meet the scales. With AVX-512 for all integer codes; with AVX2 for those of up to 4 bits, whose
-// sums fit int16: int16 activations against wider codes were measured no faster than float32. Elsewhere the exact
-// kernels do it.
+// exactly before they meet the scales. With AVX-512 for all integer codes, few rows as one digit (`quant_digits.h`);
+// with AVX2 for those of up to 4 bits, whose sums fit int16: int16 activations against wider codes were measured no
+// faster than float32. Elsewhere the exact kernels do it.
 #pragma once
 #include "quant_amx.h"
-#include "quant_exact.h"
+#include "quant_digits.h"
 #include "transpose.h"
 
 namespace kern::KERN_NS {
 
 #if defined(KERN_AVX512) || defined(KERN_AVX2)
 
-// Sums of products of 4 unsigned and 4 signed bytes per lane. `sum` is what add() returns, 0 at first; total() makes of
-// it one number per lane. Without VNNI the sums are pairs of int16: no more than `F::most_adds` add() in between.
-#if defined(KERN_AVX512)
-KERN_INLINE vi add_products(vi sum, vi codes, vi x) {
-  return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
-}
-KERN_INLINE vi total_products(vi sum) { return sum; }
-#else
-KERN_INLINE vi add_products(vi sum, vi codes, vi x) {
-  return (vi)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
-}
-KERN_INLINE vi total_products(vi sum) { return (vi)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
-#endif
-
-// A block as unsigned bytes: `quads` vectors, each lane 4 codes. value = code * unit + zero.
-template <class F>
-struct Quads;
-
-template <int BITS>
-struct Quads<Affine<BITS>> {
-  using F = Affine<BITS>;
-  static constexpr int count = F::per_lane / 4;
-  static constexpr int most_adds = 8;  // 8 * 2 * 15 * 127 < 2**15
-  static constexpr float zero = 0.0f;
-  static KERN_INLINE vi quad(Words w, int q) {
-    if constexpr (BITS == 8) return w.low;
-    if constexpr (BITS == 4) return (vi)((vu)w.low >> (4 * q)) & 0x0f0f0f0f;
-    return F::code(w, 4 * q) | F::code(w, 4 * q + 1) << 8 | F::code(w, 4 * q + 2) << 16 | F::code(w, 4 * q + 3) << 24;
-  }
-  static KERN_INLINE Words load(const uint8_t* p) { return F::load(p); }
-  // Which element of a lane is byte t of its quad q.
-  static constexpr int element(int q, int t) { return BITS == 4 ? 2 * t + q : 4 * q + t; }
-};
-
-template <>
-struct Quads<Fp4> {
-  static constexpr int count = 2;
-  static constexpr int most_adds = 4;  // 4 * 2 * 24 * 127 < 2**15
-  static constexpr float zero = -12.0f;
-  static KERN_INLINE Words load(const uint8_t* p) { return Affine<4>::load(p); }
-  static KERN_INLINE vi quad(Words w, int q) {
-    const __m128i values = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-    return look_up_bytes(values, (vi)((vu)w.low >> (4 * q)) & 0x0f0f0f0f);
-  }
-  static constexpr int element(int q, int t) { return 2 * t + q; }
-};
-
-template <class F>
-constexpr bool has_quads = F::bits <= 4 || W == 16;
-template <>
-constexpr bool has_quads<Fp8> = false;
-
-// -- activations -----------------------------------------------------------------------------------------------------
-
-// Rounds a group to whole numbers of at most 127. Returns the step; NaN where an element is not finite.
-inline float round_group(const float* x, int count, int32_t* out, float* total) {
-  constexpr float limit = 127.0f;
-  vf high{}, poison{};
-  for (int k = 0; k < count; k += W) {
-    const vf v = load(x + k);
-    high = vmax(vabs(v), high);
-    poison = poison + v * 0.0f;
-  }
-  const float peak = largest(high), bad = sum(poison);
-  const float inverse = peak > 1e-30f ? limit / peak : 0.0f;
-  vi sums{};
-  for (int k = 0; k < count; k += W) {
-    const vi q = (vi)(load(x + k) * inverse + 12582912.0f) - 0x4b400000;
-    memcpy(out + k, &q, sizeof q);
-    sums = sums + q;
-  }
-  const float step = (peak > 1e-30f ? peak / limit : 0.0f) + bad;
-  *total = step * sum(to_floats(sums));
-  return step;
-}
-
 // -- few rows --------------------------------------------------------------------------------------------------------
 
-// As dot_row() of the exact kernels; x are bytes, `ld` apart, and steps those of each lane of each block.
+// As dot_row() of the exact kernels, where there are no digits; x are bytes, `ld` apart, and steps those of each lane
+// of each block.
 template <class F, int M>
 __attribute__((noinline)) void dot_row_fast(const uint8_t* codes, int64_t bytes, int64_t blocks, int group,
                                             const float* scales, const int8_t* x, int64_t ld, const float* steps,
@@ -173,7 +98,7 @@ __attribute__((noinline)) void quad_tile(const int8_t* x, int64_t ld_x, const fl
 template <class F>
 struct Fast {
   using Q = Quads<F>;
-  static constexpr int64_t kFew = 16, kFewBesideTiles = 12;
+  static constexpr int64_t kFew = 16, kFewBesideTiles = 12;  // up to so many rows of x stream w
   static constexpr int64_t kPanel = 2 * W;         // rows of w in a panel
   static constexpr int64_t kColumns = 3 * kPanel;  // and in panels that a piece of x meets one after the other
   static constexpr int64_t kDepth = 512;
@@ -190,12 +115,14 @@ struct Fast {
   float* steps = nullptr;   // [slots of the block, lanes]: of groups, or of lanes where rows are few
   float* sums = nullptr;    // [slots of the block, room]
 
-  bool is_few(const Segment& s) const {
+  static int64_t few_rows(const kern_quant& w) {
 #if defined(KERN_AVX512)
-    if (has_tiles && w.group % 32 == 0) return s.count <= kFewBesideTiles;
+    if (has_tiles && w.group % 32 == 0) return kFewBesideTiles;
 #endif
-    return s.count <= kFew;
+    (void)w;
+    return kFew;
   }
+  bool is_few(const Segment& s) const { return s.count <= few_rows(w); }
 
   // Few rows meet whole blocks: byte t of quad q of lane i lies at [q][i][t]. Many meet panels: [i][q][t].
   void place(const int32_t* q, bool few, int8_t* out) const {
@@ -219,6 +146,7 @@ struct Fast {
       memset(rounded, 0, static_cast<size_t>(width) * sizeof(int32_t));
       for (int64_t i = begin; i < end; i++) {
         const bool few = is_few(slots.segments[slots.of[first + i]]);
+        if (few && has_digits<F>) continue;
         read_row(args.x, args.x_type, slots.in[first + i] * w.width, w.width, row);
         float *step = steps + i * lanes, *sum = sums + i * room;
         for (int64_t g = 0; g < group_count; g++) {
@@ -237,7 +165,7 @@ struct Fast {
   // Scales and biases of `count` groups of a row of w as the integer products need them.
   void read(const Segment& s, int64_t n, int64_t first, int64_t count, float* scales, float* biases) const {
     read_scales(w, (s.matrix * w.rows + n) * group_count + first, count, F::unit, scales, biases);
-    for (int64_t g = 0; Q::zero != 0.0f && g < scale_room(count); g++) biases[g] = Q::zero * scales[g];
+    for (int64_t g = 0; Q::offset != 0 && g < scale_room(count); g++) biases[g] = -Q::offset * scales[g];
   }
 
   // c[m][n], kColumns apart, for rows [n, n + columns) of the segment's matrix.
@@ -343,13 +271,13 @@ struct Fast {
       chunks((end - begin) * panels, panel_step(w, kColumns, count), [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; i++) {
           const Segment& s = slots.segments[begin + i / panels];
+          if (is_few(s) && has_digits<F>) continue;
           const int64_t n = i % panels * kColumns, columns = least(kColumns, w.rows - n);
           float* c =
               static_cast<float*>(scratch(SLOT_CHUNK_2, static_cast<size_t>(s.count * kColumns) * sizeof(float)));
-          if (is_few(s))
-            few(s, s.first - first, n, columns, c);
-          else
-            many(s, s.first - first, n, columns, c);
+          if (!is_few(s)) many(s, s.first - first, n, columns, c);
+          if constexpr (!has_digits<F>)
+            if (is_few(s)) few(s, s.first - first, n, columns, c);
           for (int64_t m = 0; m < s.count; m++)
             write_row(c + m * kColumns, columns, args.out, args.out_type, slots.out[s.first + m] * w.rows + n);
         }
@@ -366,6 +294,12 @@ KERN_INLINE bool run_fast(const kern_quant_matmul_args& args, const Slots& slots
 #if defined(KERN_AVX512) || defined(KERN_AVX2)
   if constexpr (has_quads<F>)
     if (args.precision == KERN_FAST) {
+      const int64_t few = Fast<F>::few_rows(args.w);
+#if defined(KERN_AVX512)
+      if (slots.smallest() <= few) InDigits<F, 1>{args, few}.run(slots);
+      if (slots.largest() <= few) return true;
+#endif
+      (void)few;
       Fast<F>{args}.run(slots);
       return true;
     }

@@ -9,7 +9,7 @@
 // worth the decoding of w; quant_exact.h takes them.
 #pragma once
 #include "amx.h"
-#include "quant_exact.h"
+#include "quant_digits.h"
 #include "quant_steps.h"
 #include "transpose.h"
 
@@ -362,19 +362,29 @@ struct InTiles {
 
 namespace kern::KERN_NS {
 
-// Where there are tiles, they take the segments that have enough rows. No format has groups that end within a step but
-// that of 16.
+// Who takes segments of how many rows: few are digits, and more go to tiles, where there are any, or floats. No format
+// has groups that end within a step of tiles but that of 16.
 template <class F>
 KERN_INLINE void run_exact(const kern_quant_matmul_args& args, const Slots& slots) {
-  int64_t few = slots.count;
+  int64_t less = 0, most_rows = slots.count;
 #if defined(KERN_AVX512)
-  if (has_tiles && args.w.group % kStep == 0) {
-    few = InTiles<F>::fewer;
-    if (slots.largest() > few) InTiles<F>{args}.run(slots);
-    if (slots.smallest() > few) return;
+  const bool tiles = has_tiles && args.w.group % kStep == 0;
+  if constexpr (has_digits<F>) {
+    less = tiles ? InTiles<F>::fewer : kFewDigits;
+    if (slots.smallest() <= less) {
+      if (args.x_type == KERN_F32)
+        InDigits<F, 4>{args, less}.run(slots);
+      else
+        InDigits<F, 3>{args, less}.run(slots);
+    }
   }
+  if (tiles) {
+    most_rows = InTiles<F>::fewer;
+    if (slots.largest() > most_rows) InTiles<F>{args}.run(slots);
+  }
+  if (slots.smallest() > most_rows || slots.largest() <= less || less == most_rows) return;
 #endif
-  Exact<F>{args, few}.run(slots);
+  Exact<F>{args, less, most_rows}.run(slots);
 }
 
 }  // namespace kern::KERN_NS

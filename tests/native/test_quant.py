@@ -199,6 +199,37 @@ def test_no_bit_of_an_activation_is_lost(rows, size):
     assert (matmul(w, x, F32, F32)[0] == x[0, :, :1].astype(np.float64)).all()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@few
+@given(x_type=st.sampled_from(KINDS), rows=st.integers(1, 12), groups=st.integers(1, 12), seed=seeds)
+def test_small_beside_large_activations(format, x_type, rows, groups, seed):
+    """Activations may be counted in steps of their group's largest power of two times 2**-29, with 16 bits 2**-21."""
+    random = np.random.default_rng(seed)
+    mode, bits, group = format
+    width = group * groups if group >= 32 else 32 * groups
+    w = random_matrices(random, mode, bits, group, 1, 20, width, F32)
+    x = encode(random.normal(size=(1, rows, width)) * 10.0 ** random.uniform(-6, 1, (1, rows, width)), x_type)
+    exact = decode(x, x_type)
+    wanted = exact @ np.swapaxes(w.values, -1, -2)
+    step = 2.0 ** (-29 if x_type == F32 else -21)
+    peaks = np.abs(exact.reshape(1, rows, -1, group)).max(-1)
+    bound = step / 2 * np.repeat(peaks, group, -1) @ np.swapaxes(np.abs(w.values), -1, -2)
+    assert (np.abs(matmul(w, x, x_type, F32) - wanted) <= bound + exact_bound(w, exact, wanted, F32)).all()
+
+
+@pytest.mark.parametrize("precision", [EXACT, FAST])
+def test_a_row_does_not_depend_on_how_large_its_neighbours_are(precision):
+    random = np.random.default_rng(0)
+    w = random_matrices(random, AFFINE, 4, 64, 1, 50, 256)
+    x = random.normal(size=(1, 4, 256)).astype(np.float32)
+    x[0, 1] *= 1e-25
+    x[0, 2, 64:128] *= 1e25
+    x[0, 3, :64] = 0.0
+    found = matmul(w, x, F32, F32, precision=precision)
+    for row in range(4):
+        assert (matmul(w, x[:, row : row + 1].copy(), F32, F32, precision=precision)[0, 0] == found[0, row]).all()
+
+
 @pytest.mark.parametrize("precision", [EXACT, FAST])
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

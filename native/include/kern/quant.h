@@ -15,7 +15,7 @@ typedef enum {
 } kern_quant_mode;
 
 typedef enum {
-  KERN_EXACT = 0,  // float32 throughout
+  KERN_EXACT = 0,  // as float32, or closer
   KERN_FAST = 1,   // rounds each group of activations to int8 where that is faster: x86, integer codes and FP4
 } kern_precision;
 
