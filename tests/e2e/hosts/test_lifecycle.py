@@ -118,7 +118,8 @@ def test_a_stopped_process_is_killed_only_after_the_time_out(hosts):
 def test_a_process_that_is_not_ours_is_never_ended(hosts):
     up(hosts, 2, "ring")
     stranger = hosts["b"].popen(["sleep", "1000"])
-    pid = next(iter(hosts["b"].processes("sleep 1000")))
+    wait_for(lambda: "sleep 1000" in hosts["b"].processes("sleep 1000").values(), "the stranger runs")
+    (pid,) = hosts["b"].processes("sleep 1000")
     run = hosts["b"].home / ".phalanx/run"
     for name in ("supervisor.pid", "child.pid"):
         known = json.loads((run / name).read_text())
