@@ -20,8 +20,9 @@ constexpr bool has_digits = has_quads<F>;
 
 // `groups` groups of x in steps of 2**(3 - 8 D) of their largest power of two: words of D signed bytes, lowest first.
 // No bit is lost of a float32 with four bytes down to 2**-6 of its group's largest, with three of a float16 down to
-// 2**-11 and of a bfloat16 down to 2**-14; what is smaller rounds to a step. `factors` are what a step is worth. False
-// where a group is not finite or far from 1: floats have to do it.
+// 2**-11 and of a bfloat16 down to 2**-14; what is smaller rounds to a step. `factors` are what a step is worth, far
+// enough from the end of float32 that scales down to 2**-33 lose nothing by them. False where a group is not finite or
+// far from 1: floats have to do it.
 template <int D>
 inline bool count_steps(const float* x, int64_t groups, int group, int32_t* words, float* factors) {
   constexpr int kFar = 64, kBits = 8 * D - 3;
@@ -251,7 +252,8 @@ constexpr int64_t kFewDigits = 12;  // up to so many rows are faster than as flo
 template <class F, int D>
 struct InDigits {
   using Layout = Digits<F, D>;
-  static constexpr int64_t kMost = 16;
+  static constexpr int64_t kMost = 16;  // that `most_rows` may be
+  static_assert(kFewDigits <= kMost);
 
   const kern_quant_matmul_args& args;
   const int64_t most_rows;

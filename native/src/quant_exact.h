@@ -1,7 +1,8 @@
 // x @ w.T in float32.
 //
-// Few rows of x (decode): each row of w streams through registers once, its codes meet activations that were permuted
-// into the order of the decoded blocks. A group's bias meets the sum of the group's activations.
+// Few rows of x (decode; with AVX-512 only those that `quant_digits.h` does not take): each row of w streams through
+// registers once, its codes meet activations that were permuted into the order of the decoded blocks. A group's bias
+// meets the sum of the group's activations.
 // Many rows (prefill): a panel of w is decoded to floats, in the same order, and tiles of dot products run over it.
 // Either way a result depends on one row of x and one of w only, and on how K is cut, not on threads or other rows.
 #pragma once
