@@ -94,16 +94,34 @@ inline mx::array broadcast_numbers(const mx::Shape& shape, const mx::Shape& full
   return packed(mx::broadcast_to(numbers, full, stream), stream);
 }
 
-// out = x[lhs] @ w[rhs].T (or without .T) for index arrays of one shape; without them x and w pair up as they lie.
-inline mx::array quantized_pairs(const mx::array& x, const Quantized& q, const OptionalArray& lhs,
-                                 const OptionalArray& rhs, bool transpose, int precision, mx::Shape shape,
-                                 int64_t rows, mx::Stream stream) {
+// How often each element of `shape` comes in a row when it is broadcast to `full`; 0 where they do not just repeat.
+inline int64_t repeats(const mx::Shape& shape, const mx::Shape& full) {
+  if (shape.size() > full.size()) return 0;
+  int64_t repeat = 1;
+  size_t axis = full.size(), own = shape.size();
+  for (; axis > 0 && (own == 0 || shape[own - 1] == 1); axis--, own -= own > 0) repeat *= full[axis - 1];
+  for (; axis > 0; axis--, own--)
+    if (own == 0 || shape[own - 1] != full[axis - 1]) return 0;
+  return repeat;
+}
+
+// Which matrix of x meets which one of w: the numbers of both, in arrays of one shape. Without `lhs` each matrix of x
+// meets `repeat` in a row; without either they pair up as they lie.
+struct Pairing {
+  OptionalArray lhs, rhs;
+  int64_t repeat = 1;
+};
+
+// out = x[lhs] @ w[rhs].T (or without .T).
+inline mx::array quantized_pairs(const mx::array& x, const Quantized& q, const Pairing& pairing, bool transpose,
+                                 int precision, mx::Shape shape, int64_t rows, mx::Stream stream) {
   kern_quant_matmul_args args{};
   args.w = q.w;
   args.rows = rows;
   const int64_t inner = transpose ? q.w.width : q.w.rows;
   args.blocks = rows * inner == 0 ? 0 : static_cast<int64_t>(x.size()) / (rows * inner);
-  args.pairs = lhs ? static_cast<int64_t>(lhs->size()) : args.blocks;
+  args.pairs = pairing.rhs ? static_cast<int64_t>(pairing.rhs->size()) : args.blocks;
+  args.repeat = pairing.repeat;
   args.transpose = transpose;
   args.precision = precision;
   args.x_type = type_of(x.dtype());
@@ -112,18 +130,17 @@ inline mx::array quantized_pairs(const mx::array& x, const Quantized& q, const O
   args.out_type = type_of(dtype);
   Arrays inputs{x};
   inputs.insert(inputs.end(), q.arrays.begin(), q.arrays.end());
-  if (lhs) {
-    inputs.push_back(*lhs);
-    inputs.push_back(*rhs);
-  }
+  if (pairing.rhs) inputs.push_back(*pairing.rhs);
+  if (pairing.lhs) inputs.push_back(*pairing.lhs);
   auto fill = [](kern_quant_matmul_args& a, const Arrays& in, Arrays& out) {
     const size_t indices = 1 + Quantized::count(a.w);
     a.x = row_major(in[0], out[0]);
     Quantized::bind(a.w, &in[1]);
-    if (in.size() > indices) {
-      a.lhs = static_cast<const uint32_t*>(data(in[indices]));
-      a.rhs = static_cast<const uint32_t*>(data(in[indices + 1]));
-    }
+    auto numbers = [&](size_t i) {
+      return i < in.size() ? static_cast<const uint32_t*>(row_major(in[i], out[0])) : nullptr;
+    };
+    a.rhs = numbers(indices);
+    a.lhs = numbers(indices + 1);
     a.out = data(out[0]);
   };
   return make<kern_quant_matmul_args>(std::move(shape), dtype, stream, "KernQuantizedMatmul", args, fill,
@@ -148,19 +165,17 @@ inline mx::array quantized_matmul(const mx::array& x, const mx::array& w, const 
     mx::Shape shape = x.shape();
     shape.back() = outer;
     const int64_t rows = x.shape(-1) == 0 ? 0 : static_cast<int64_t>(x.size()) / x.shape(-1);
-    return quantized_pairs(x, q, std::nullopt, std::nullopt, transpose, exact_or_fast, std::move(shape), rows, stream);
+    return quantized_pairs(x, q, {}, transpose, exact_or_fast, std::move(shape), rows, stream);
   }
   if (x.ndim() < 2) throw std::invalid_argument("a batch of quantised weights needs x with at least two axes");
   mx::Shape x_batch = shape_before(x, 2), full = mx::broadcast_shapes(x_batch, q.batch);
   mx::Shape shape = full;
   shape.push_back(x.shape(-2));
   shape.push_back(outer);
-  OptionalArray lhs, rhs;
-  if (x_batch != full || q.batch != full) {
-    lhs = broadcast_numbers(x_batch, full, stream);
-    rhs = broadcast_numbers(q.batch, full, stream);
-  }
-  return quantized_pairs(x, q, lhs, rhs, transpose, exact_or_fast, std::move(shape), x.shape(-2), stream);
+  Pairing pairing;
+  if (x_batch != full || q.batch != full)
+    pairing = {broadcast_numbers(x_batch, full, stream), broadcast_numbers(q.batch, full, stream)};
+  return quantized_pairs(x, q, pairing, transpose, exact_or_fast, std::move(shape), x.shape(-2), stream);
 }
 
 // Pairs are put in order of their matrices in any case: `sorted_indices` is accepted and makes no difference.
@@ -175,16 +190,24 @@ inline mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::ar
   Quantized q(format_of(mode, group_size, bits), w, scales, biases, stream);
   check_inner(x, q, transpose);
   if (x.ndim() < 2) throw std::invalid_argument("gather_qmm: x needs at least two axes");
-  auto numbers = [&](const OptionalArray& indices, const mx::Shape& batch) {
-    return indices ? mx::astype(*indices, mx::uint32, stream) : broadcast_numbers(batch, batch, stream);
-  };
-  Arrays indices =
-      mx::broadcast_arrays({numbers(lhs_indices, shape_before(x, 2)), numbers(rhs_indices, q.batch)}, stream);
-  mx::Shape shape = indices[0].shape();
+  const mx::Shape x_batch = shape_before(x, 2);
+  const int64_t repeat = lhs_indices ? 0 : repeats(x_batch, rhs_indices->shape());
+  mx::Shape shape;
+  Pairing pairing;
+  if (repeat > 0) {  // the experts of each token
+    shape = rhs_indices->shape();
+    pairing = {std::nullopt, mx::astype(*rhs_indices, mx::uint32, stream), repeat};
+  } else {
+    auto numbers = [&](const OptionalArray& indices, const mx::Shape& batch) {
+      return indices ? mx::astype(*indices, mx::uint32, stream) : broadcast_numbers(batch, batch, stream);
+    };
+    Arrays both = mx::broadcast_arrays({numbers(lhs_indices, x_batch), numbers(rhs_indices, q.batch)}, stream);
+    shape = both[0].shape();
+    pairing = {both[0], both[1]};
+  }
   shape.push_back(x.shape(-2));
   shape.push_back(static_cast<int>(transpose ? q.w.rows : q.w.width));
-  return quantized_pairs(x, q, packed(indices[0], stream), packed(indices[1], stream), transpose,
-                         precision_of(precision), std::move(shape), x.shape(-2), stream);
+  return quantized_pairs(x, q, pairing, transpose, precision_of(precision), std::move(shape), x.shape(-2), stream);
 }
 
 // Rows of a quantised matrix, decoded: mx.dequantize(w[indices], scales[indices], biases[indices]) without the gathered

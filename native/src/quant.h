@@ -6,8 +6,9 @@
 
 namespace kern::KERN_NS {
 
-inline bool within(const uint32_t* indices, int64_t count, int64_t limit) {
-  if (indices == nullptr) return count <= limit;
+// Without indices: numbers of their own, `repeat` times each.
+inline bool within(const uint32_t* indices, int64_t count, int64_t limit, int64_t repeat) {
+  if (indices == nullptr) return repeat > 0 && count <= limit * repeat;
   uint32_t largest_index = 0;
   for (int64_t i = 0; i < count; i++) largest_index = indices[i] > largest_index ? indices[i] : largest_index;
   return count == 0 || largest_index < limit;
@@ -19,7 +20,7 @@ inline int quant_matmul(const kern_quant_matmul_args* args) {
   const kern_quant_matmul_args& a = *args;
   if (!known(a.x_type) || !known(a.out_type) || (a.w.mode == KERN_AFFINE && !known(a.w.scale_type)))
     return KERN_UNSUPPORTED;
-  if (!within(a.lhs, a.pairs, a.blocks) || !within(a.rhs, a.pairs, a.w.matrices)) return KERN_UNSUPPORTED;
+  if (!within(a.lhs, a.pairs, a.blocks, a.repeat) || !within(a.rhs, a.pairs, a.w.matrices, 1)) return KERN_UNSUPPORTED;
   return with_format(a.w, [&]<class F>(Of<F>) -> int {
     if (a.pairs == 0 || a.rows == 0 || a.w.rows == 0 || a.w.width == 0) {
       const int64_t bytes = a.pairs * a.rows * (a.transpose ? a.w.rows : a.w.width) * element_bytes(a.out_type);
@@ -39,7 +40,7 @@ inline int dequantize(const kern_dequantize_args* args) {
   const kern_dequantize_args& a = *args;
   const kern_quant& w = a.w;
   if (!known(a.out_type) || (w.mode == KERN_AFFINE && !known(w.scale_type))) return KERN_UNSUPPORTED;
-  if (w.matrices != 1 || !within(a.indices, a.count, w.rows)) return KERN_UNSUPPORTED;
+  if (w.matrices != 1 || !within(a.indices, a.count, w.rows, 1)) return KERN_UNSUPPORTED;
   return with_format(w, [&]<class F>(Of<F>) -> int {
     if (w.width == 0) return KERN_OK;
     const int64_t blocks = (w.width + F::block - 1) / F::block, room = scale_room(groups(w));

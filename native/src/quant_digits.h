@@ -263,11 +263,15 @@ struct InDigits {
   int64_t ld = most(blocks * Layout::words, width) + 16;  // of a prepared row: never a power of two
   int64_t group_count = groups(w);
   int64_t room = scale_room(group_count);
-  int32_t* x = nullptr;      // [slots of the block, ld]: digits, or floats
-  float* factors = nullptr;  // [slots of the block, room]; the first is Inf where there are floats
-  float* sums = nullptr;     // [slots of the block, room]
+  int32_t* x = nullptr;      // [prepared, ld]: digits, or floats
+  float* factors = nullptr;  // [prepared, room]; the first is Inf where there are floats
+  float* sums = nullptr;     // [prepared, room]
+  // Prepared are the slots of a block or, where that is less, the rows of x: here those that slots take, then.
+  const int64_t* row_of = nullptr;
 
-  void prepare(const Slots& slots, int64_t first, int64_t count) {
+  void prepare(const Slots& slots, int64_t first, int64_t slot_count) {
+    const int64_t rows = args.blocks * args.rows, count = least(rows, slot_count);
+    row_of = rows < slot_count ? slots.in + first : nullptr;
     x = static_cast<int32_t*>(scratch(SLOT_SHARED, static_cast<size_t>(count * (ld + 2 * room)) * sizeof(float)));
     factors = reinterpret_cast<float*>(x + count * ld);
     sums = factors + count * room;
@@ -277,8 +281,8 @@ struct InDigits {
       memset(row + w.width, 0, static_cast<size_t>(width - w.width) * sizeof *row);
       memset(numbers + w.width, 0, static_cast<size_t>(width - w.width) * sizeof *numbers);
       for (int64_t i = begin; i < end; i++) {
-        if (slots.segments[slots.of[first + i]].count > most_rows) continue;
-        read_row(args.x, args.x_type, slots.in[first + i] * w.width, w.width, row);
+        if (row_of == nullptr && slots.segments[slots.of[first + i]].count > most_rows) continue;
+        read_row(args.x, args.x_type, (row_of != nullptr ? i : slots.in[first + i]) * w.width, w.width, row);
         float *factor = factors + i * room, *total = sums + i * room;
         bool counted = true;
         if constexpr (D == 1) {
@@ -305,12 +309,13 @@ struct InDigits {
   void multiply(const Segment& s, int64_t slot, int64_t n, int64_t columns, float* c) const {
     DigitRow rows[kMost];
     int64_t count = 0;
-    for (int64_t m = 0; m < s.count; m++, slot++) {
-      const float *factor = factors + slot * room, *total = sums + slot * room;
+    for (int64_t m = 0; m < s.count; m++) {
+      const int64_t at = row_of != nullptr ? row_of[slot + m] : slot + m;
+      const float *factor = factors + at * room, *total = sums + at * room;
       if (factor[0] == INFINITY)
-        multiply_floats(s, reinterpret_cast<const float*>(x + slot * ld), total, n, columns, c + m * kPanelN);
+        multiply_floats(s, reinterpret_cast<const float*>(x + at * ld), total, n, columns, c + m * kPanelN);
       else
-        rows[count++] = {x + slot * ld, factor, total, c + m * kPanelN};
+        rows[count++] = {x + at * ld, factor, total, c + m * kPanelN};
     }
     dot_rows<F, D>(w, s.matrix * w.rows + n, columns, rows, count);
   }

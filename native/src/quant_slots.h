@@ -55,7 +55,7 @@ inline Slots find_slots(const kern_quant_matmul_args& a) {
   s.of = reinterpret_cast<int32_t*>(order + a.pairs);
   int64_t slot = 0;
   each_pair(a, next, order, [&](int64_t p) {
-    const int64_t matrix = a.rhs != nullptr ? a.rhs[p] : p, block = a.lhs != nullptr ? a.lhs[p] : p;
+    const int64_t matrix = a.rhs != nullptr ? a.rhs[p] : p, block = a.lhs != nullptr ? a.lhs[p] : p / a.repeat;
     for (int64_t row = 0; row < a.rows; row++, slot++) {
       s.in[slot] = block * a.rows + row;
       s.out[slot] = p * a.rows + row;

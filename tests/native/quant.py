@@ -40,6 +40,7 @@ class Matmul(ctypes.Structure):
         ("pairs", Int64),
         ("blocks", Int64),
         ("rows", Int64),
+        ("repeat", Int64),
         ("transpose", Int),
         ("x_type", Int),
         ("out_type", Int),
@@ -120,18 +121,20 @@ def random_matrices(random, mode, bits, group, matrices, rows, width, scale_type
     )
 
 
-def matmul(w: Matrices, x: Array, x_type: int, out_type: int, *, transpose=True, precision=EXACT, lhs=None, rhs=None):
+def matmul(
+    w: Matrices, x: Array, x_type: int, out_type: int, *, transpose=True, precision=EXACT, lhs=None, rhs=None, repeat=1
+):
     """x is [blocks, rows, inner], as the kernel reads it; the result is decoded."""
     blocks, rows, inner = x.shape
     _, outer, width = w.values.shape
     if not transpose:
         outer, width = width, outer
     assert inner == width
-    pairs = blocks if lhs is None else len(lhs)
+    pairs = blocks * repeat if lhs is None else len(lhs)
     out = encode(np.full((pairs, rows, outer), 7.0), out_type)
     args = Matmul(
         *(w.struct(), pointer(x), pointer(out), pointer(lhs), pointer(rhs)),
-        *(pairs, blocks, rows, int(transpose), x_type, out_type, precision),
+        *(pairs, blocks, rows, repeat, int(transpose), x_type, out_type, precision),
     )
     assert call("kern_quant_matmul", args) == 0
     return decode(out, out_type)

@@ -138,6 +138,17 @@ def test_gather(transpose, precision, pairs, rows, matrices, seed):
         assert np.allclose(alone[0], out[i], atol=1e-4)
 
 
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("blocks, rows, repeat", [(1, 1, 8), (5, 2, 3), (300, 1, 4), (3, 2, 1), (0, 1, 2)])
+def test_blocks_that_meet_several_matrices_in_a_row(transpose, blocks, rows, repeat):
+    random = np.random.default_rng(0)
+    w = random_matrices(random, AFFINE, 4, 32, 6, 64, 64)
+    x = random.normal(size=(blocks, rows, 64)).astype(np.float32)
+    lhs, rhs = np.repeat(np.arange(blocks, dtype=np.uint32), repeat), random.integers(0, 6, blocks * repeat, np.uint32)
+    named = matmul(w, x, F32, F32, transpose=transpose, lhs=lhs, rhs=rhs)
+    assert np.array_equal(matmul(w, x, F32, F32, transpose=transpose, rhs=rhs, repeat=repeat), named)
+
+
 @pytest.mark.parametrize("rows", [100, 1100])
 @pytest.mark.parametrize("precision", [EXACT, FAST])
 def test_large_products_do_not_depend_on_threads(precision, rows):
@@ -299,8 +310,8 @@ def test_refusals():
     x, out = np.zeros((3, 1, 64), np.float32), np.zeros((3, 1, 4), np.float32)
     inside, outside = np.array([0, 1, 1], np.uint32), np.array([0, 1, 3], np.uint32)
 
-    def status(quant, lhs, rhs, x_type=F32):
-        args = (quant, pointer(x), pointer(out), pointer(lhs), pointer(rhs), 3, 3, 1, 1, x_type, F32, EXACT)
+    def status(quant, lhs, rhs, x_type=F32, repeat=1):
+        args = (quant, pointer(x), pointer(out), pointer(lhs), pointer(rhs), 3, 3, 1, repeat, 1, x_type, F32, EXACT)
         return call("kern_quant_matmul", Matmul(*args))
 
     def changed(**fields):
@@ -313,6 +324,8 @@ def test_refusals():
     assert status(w.struct(), outside, inside) == 1
     assert status(w.struct(), inside, outside) == 1
     assert status(w.struct(), None, None) == 1  # three pairs, two matrices
+    assert status(w.struct(), None, inside, repeat=0) == 1
+    assert status(w.struct(), inside, None, repeat=2) == 1  # repeats blocks of x, not matrices
     assert status(w.struct(), inside, inside, x_type=9) == 1
     assert status(changed(bits=7), inside, inside) == 1
     assert status(changed(group=16), inside, inside) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import phalanx_cpu  # before mlx.core
 
 # isort: split
@@ -84,6 +86,17 @@ def test_gather_without_some_indices():
     some = mx.array([[5], [0]], mx.uint32)
     for lhs, rhs in ((some, None), (None, some), (None, None)):
         close(ops.gather_qmm(x, *w, lhs, rhs), mx.gather_qmm(x, *w, lhs, rhs))
+
+
+@pytest.mark.parametrize(
+    "batch, chosen",
+    [((2, 3, 1), (2, 3, 4)), ((6,), (6,)), ((1, 1), (3, 4)), ((), (5,)), ((2, 1), (2, 5)), ((1, 3), (2, 3))],
+)
+def test_experts_of_tokens(batch, chosen):
+    x, w = mx.random.normal((*batch, 2, 128)), quantised((5, 16, 128))
+    rhs = mx.random.randint(0, 5, (*chosen[:-1], chosen[-1] + 3)).astype(mx.uint32)[..., 2:-1]  # as of a partition
+    lhs = mx.arange(math.prod(batch), dtype=mx.uint32).reshape(batch)
+    close(ops.gather_qmm(x, *w, None, rhs), mx.gather_qmm(x, *w, lhs, rhs))
 
 
 @pytest.mark.parametrize("form", MODES)

@@ -30,13 +30,15 @@ typedef struct {
 } kern_quant;
 
 // For each pair p: out[p] = x[lhs[p]] @ w[rhs[p]].T, or without .T. An index outside its array is refused.
+// Without `lhs`, `repeat` pairs in a row take the same block of x: the experts of one token.
 typedef struct {
   kern_quant w;
   const void* x;        // [blocks, rows, w.width]; not transposed: [blocks, rows, w.rows]
   void* out;            // [pairs, rows, w.rows]; not transposed: [pairs, rows, w.width]
-  const uint32_t* lhs;  // [pairs], or NULL: the pair's own number
+  const uint32_t* lhs;  // [pairs], or NULL: the pair's own number, divided by `repeat`
   const uint32_t* rhs;  // [pairs], or NULL: the pair's own number
   int64_t pairs, blocks, rows;
+  int64_t repeat;  // at least 1
   int transpose;
   int x_type, out_type;
   int precision;
