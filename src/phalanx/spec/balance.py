@@ -15,9 +15,9 @@ from phalanx.spec.reading import Reading
 SHARE = 0.01
 """Of the time, for tries that bring no gain: half for forwards, half for asking the drafter."""
 PURSE = 1.0
-"""Plain steps for such forwards at first: what a text on which drafts never helped may lose beyond the share."""
+"""Plain steps for such forwards when a text begins: what one on which drafts never help may lose beyond the share."""
 WINNINGS = 8.0
-"""Plain steps that the purse holds at most: bad luck must not end what pays, nor past gains pay for a hopeless text."""
+"""Plain steps that the purse holds at most: bad luck must not end what pays, nor gains pay for what became hopeless."""
 ASKING = 0.5
 """Plain steps for asking in vain, at first and at most; and owed at most."""
 SAVINGS = 128.0
@@ -61,10 +61,10 @@ class CostControl:
     All is paid from purses, counted in plain steps. That for forwards gets half a share of every step and what
     speculation gained, and pays what it lost; that for asking gets the other half and pays what was drafted in vain.
     No step is taken that would cost more than its purse holds, so on a text where drafts never help no more is lost
-    than the share and what the purses can hold. What they cannot hold is saved for reading prompts, which a draft
-    model must do before it can draft. A prompt is read if the savings pay for all of it and if, by what is known of
-    the drafter and of how long answers are, it brings more than it takes; so short answers to long prompts are not
-    drafted for.
+    than the share and what the purses can hold. What they cannot hold is saved, and what a text that ended has won: for
+    the first tries on other texts, and for reading prompts, which a draft model must do before it can draft. A prompt
+    is read if the savings pay for all of it and if, by what is known of the drafter and of how long answers are, it
+    brings more than it takes; so short answers to long prompts are not drafted for.
     """
 
     def __init__(self, most: int, *, cheap: bool, share: float = SHARE) -> None:
@@ -157,7 +157,16 @@ class CostControl:
     def end(self, key: int) -> None:
         self._rows.pop(key, None)
         self._pending.pop(key, None)
+        if key in self._lengths:
+            self._leave_savings(1.0 / len(self._lengths))
         self._length += LENGTH_FADES * (self._lengths.pop(key, self._length) - self._length)
+
+    def _leave_savings(self, share: float) -> None:
+        """A text ended that had this share of the purse: what it has won is not lost on the next one, which begins with
+        as much as the first did, as far as there are savings."""
+        won = max(share * (self._purse - PURSE), -max(self._savings, 0.0))
+        self._purse -= won
+        self._savings = min(self._savings + won, SAVINGS)
 
     def _chances(self, lengths: Mapping[int, int]) -> dict[int, list[float]]:
         """Sequence -> the probability that its first j tokens are right, j = 1 .. its length, as far as worth it."""

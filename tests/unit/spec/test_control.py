@@ -99,6 +99,37 @@ def test_a_neighbour_that_takes_half_of_the_machine(make):
     assert World(make(), stairs, predictable(0.0), noise=0.1, neighbour=True).run(1, 300) > 0.98
 
 
+@pytest.mark.parametrize("curve", CURVES)
+def test_what_a_text_has_won_is_not_lost_on_the_next(curve):
+    """Free texts that take turns with one that repeats itself, on one server."""
+    control = lookup(15)
+    world = World(control, curve, lambda row, place: 16 if place % 516 < 260 else 0)
+    for _ in range(6):
+        world.run(1, 260)  # and what a draft brings beyond
+        control.end(0)
+        world.places[0] += -world.places[0] % 516 - 256
+        assert world.run(1, 256) > 0.98
+        control.end(0)
+        world.places[0] += -world.places[0] % 516
+
+
+@pytest.mark.parametrize("right", [3, 16])
+@pytest.mark.parametrize("curve", [memory_bound, stairs])
+def test_short_texts_that_repeat_themselves_gain_each_time(curve, right):
+    """Each starts with the small purse again; and free ones lie in between."""
+    control = lookup(15)
+    world = World(control, curve, lambda row, place: 0 if place >= 10_000 else right)
+    speeds = []
+    for text in range(8):
+        world.places[0] = 200 * text
+        speeds.append(world.run(1, 100))
+        control.end(0)
+        world.places[0] = 10_000
+        world.run(1, 60)
+        control.end(0)
+    assert min(speeds[1:]) > 0.75 * max(speeds) > 1.2
+
+
 def test_steps_that_move_rows_as_well_teach_nothing():
     """Rows come and go, and the step in which they do takes eight times as long."""
 
