@@ -15,7 +15,10 @@ from phalanx.spec.reading import Reading
 SHARE = 0.01
 """Of the time, for tries that bring no gain: half for forwards, half for asking the drafter."""
 PURSE = 1.0
-"""Plain steps for such forwards when a text begins: what one on which drafts never help may lose beyond the share."""
+"""Plain steps for such forwards at first: what a text on which drafts never helped may lose beyond the share."""
+INHERITED = 2.0
+"""The same for the texts after it, as far as there are savings: a first draft that is wrong must not end what others
+show to pay."""
 WINNINGS = 8.0
 """Plain steps that the purse holds at most: bad luck must not end what pays, nor gains pay for what became hopeless."""
 ASKING = 0.5
@@ -162,9 +165,9 @@ class CostControl:
         self._length += LENGTH_FADES * (self._lengths.pop(key, self._length) - self._length)
 
     def _leave_savings(self, share: float) -> None:
-        """A text ended that had this share of the purse: what it has won is not lost on the next one, which begins with
-        as much as the first did, as far as there are savings."""
-        won = max(share * (self._purse - PURSE), -max(self._savings, 0.0))
+        """A text ended that had this share of the purse. Most of what it has won is not lost on the next one, and what
+        it has lost is made good, as far as there are savings."""
+        won = max(share * (self._purse - INHERITED), -max(self._savings, 0.0))
         self._purse -= won
         self._savings = min(self._savings + won, SAVINGS)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from clusters import assert_nothing_left, phalanx
+from clusters import assert_nothing_left, phalanx, wait_for
 from mac import Mac
 from rig import Host, Rig
 
@@ -297,6 +297,12 @@ def unplugged(scene: Scene) -> None:
 
 def plugged(scene: Scene) -> None:
     scene.b.run(["ip", "link", "set", "en3", "up"])
+    for host, port in ((scene.a, "en5"), (scene.b, "en3")):  # the system says so a moment later
+        link = ["ip", "-json", "link", "show", "dev", port]
+        wait_for(
+            lambda host=host, link=link: json.loads(host.run(link).stdout)[0]["operstate"] == "UP",
+            f"{port} of {host.name} is up",
+        )
 
 
 def wifi_addresses(scene: Scene) -> None:
