@@ -266,7 +266,7 @@ struct InDigits {
   int32_t* x = nullptr;      // [prepared, ld]: digits, or floats
   float* factors = nullptr;  // [prepared, room]; the first is Inf where there are floats
   float* sums = nullptr;     // [prepared, room]
-  // Prepared are the slots of a block or, where that is less, the rows of x: here those that slots take, then.
+  // Prepared are a block's slots. Where x has fewer rows, each of those once: then this is the row of each slot.
   const int64_t* row_of = nullptr;
 
   void prepare(const Slots& slots, int64_t first, int64_t slot_count) {

@@ -116,7 +116,7 @@ def test_what_a_text_has_won_is_not_lost_on_the_next(curve):
 @pytest.mark.parametrize("right", [3, 16])
 @pytest.mark.parametrize("curve", [memory_bound, stairs])
 def test_short_texts_that_repeat_themselves_gain_each_time(curve, right):
-    """Each starts with the small purse again; and free ones lie in between."""
+    """Each begins with what is inherited, and free ones in between lose theirs."""
     control = lookup(15)
     world = World(control, curve, lambda row, place: 0 if place >= 10_000 else right)
     speeds = []
