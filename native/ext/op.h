@@ -14,6 +14,7 @@
 #include "mlx/primitives.h"
 #include "mlx/utils.h"
 
+#include "ahead.h"
 #include "kern/base.h"
 
 namespace phalanx_cpu {
@@ -54,11 +55,18 @@ class Op : public mx::Primitive {
       : mx::Primitive(stream), name_(name), args_(args), fill_(fill), run_(run) {}
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
-    for (mx::array& o : out) o.set_data(mx::allocator::malloc(o.nbytes()));
+    size_t bytes = 0;
+    for (mx::array& o : out) {
+      o.set_data(mx::allocator::malloc(o.nbytes()));
+      bytes += o.nbytes();
+    }
     Args args = args_;
     fill_(args, in, out);
-    mx::cpu::get_command_encoder(stream()).dispatch([args, run = run_, name = name_] {
-      if (run(&args) != KERN_OK) throw std::runtime_error(std::string(name) + ": the kernel refused its arguments");
+    Ahead::get().enter(bytes, stream());
+    mx::cpu::get_command_encoder(stream()).dispatch([args, run = run_, name = name_, bytes, stream = stream()] {
+      const int status = run(&args);
+      Ahead::get().leave(bytes, stream);
+      if (status != KERN_OK) throw std::runtime_error(std::string(name) + ": the kernel refused its arguments");
     });
   }
   void eval_gpu(const Arrays&, Arrays&) override { throw std::runtime_error("phalanx_cpu runs on the CPU only"); }

@@ -47,18 +47,38 @@ int allowed_cpus() {
 constexpr uint64_t kOpen = 1u << 31;
 constexpr uint64_t kCount = kOpen - 1;
 
+// The indices of a job, in a part for each thread that may come.
 struct Job {
+  struct alignas(64) Part {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
   ChunkFn fn = nullptr;
   void* context = nullptr;
-  int64_t count = 0;
   int64_t step = 1;
-  std::atomic<int64_t> next{0};
+  int64_t count = 0;  // parts
+  Part parts[kMaxThreads];
 
-  void work() {
-    for (;;) {
-      int64_t first = next.fetch_add(step, std::memory_order_relaxed);
-      if (first >= count) return;
-      fn(context, first, first + step < count ? first + step : count);
+  void divide(int64_t indices, int64_t chunk, int threads) {
+    step = chunk;
+    const int64_t steps = (indices + step - 1) / step;
+    count = threads < steps ? threads : steps;
+    for (int64_t i = 0, begin = 0; i < count; i++) {
+      const int64_t end = i + 1 < count ? steps * (i + 1) / count * step : indices;
+      parts[i].next.store(begin, std::memory_order_relaxed);
+      parts[i].end = end;
+      begin = end;
+    }
+  }
+
+  void work(int thread) {
+    for (int64_t i = 0; i < count; i++) {
+      Part& part = parts[(thread + i) % count];
+      while (part.next.load(std::memory_order_relaxed) < part.end) {
+        const int64_t first = part.next.fetch_add(step, std::memory_order_relaxed);
+        if (first < part.end) fn(context, first, first + step < part.end ? first + step : part.end);
+      }
     }
   }
 };
@@ -89,16 +109,14 @@ class Pool {
     start_missing();
     job_.fn = fn;
     job_.context = context;
-    job_.count = count;
-    job_.step = step;
-    job_.next.store(0, std::memory_order_relaxed);
+    job_.divide(count, step, size());
     ++number_;
     state_.store(static_cast<uint64_t>(number_) << 32 | kOpen, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) > 0) {
       wake_.fetch_add(1, std::memory_order_seq_cst);
       wake_.notify_all();
     }
-    job_.work();
+    job_.work(0);
     state_.fetch_and(~kOpen, std::memory_order_acq_rel);
     for (int spins = 0; (state_.load(std::memory_order_acquire) & kCount) != 0;) {
       relax();
@@ -152,7 +170,7 @@ class Pool {
       if (may_enter(state, seen, id)) {
         if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
         seen = static_cast<uint32_t>(state >> 32);
-        job_.work();
+        job_.work(id);
         state_.fetch_sub(1, std::memory_order_release);
         idle_since = std::chrono::steady_clock::now();
         spins = 0;

@@ -1,0 +1,55 @@
+// How far the building of a graph may run ahead of its computing.
+//
+// MLX lets the thread that hands over a graph's nodes wait as soon as ten of them are waiting to be computed. While a
+// token is decoded, whose nodes take microseconds, that thread wakes after each of them, on a processor that a kernel
+// is computing on, and the thread that computes has nothing left to do meanwhile. What those ten bound is memory, so
+// memory is what is counted here: as long as little of it waits, MLX is told that more of its tasks have ended than have.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <mutex>
+
+#include "mlx/scheduler.h"
+
+namespace phalanx_cpu {
+
+namespace mx = mlx::core;
+
+class Ahead {
+ public:
+  // One for all operations of the process. Leaked on purpose: MLX's threads may outlive the destructors of statics.
+  static Ahead& get() {
+    static Ahead* ahead = new Ahead();
+    return *ahead;
+  }
+
+  // An operation whose results take so many bytes waits from now on.
+  void enter(size_t bytes, const mx::Stream& stream) {
+    const size_t now = waiting_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+    if (now > kMost) set(false, stream);
+    if (now < kMost / 2) set(true, stream);
+  }
+  // It has been computed.
+  void leave(size_t bytes, const mx::Stream& stream) {
+    if (waiting_.fetch_sub(bytes, std::memory_order_relaxed) - bytes < kMost / 2) set(true, stream);
+  }
+
+ private:
+  static constexpr size_t kMost = size_t{64} << 20;  // a prompt's ten nodes are several times as much
+  static constexpr int kNodes = 1024;                // more than a token has, of most models
+
+  void set(bool far, const mx::Stream& stream) {
+    if (is_far_.load(std::memory_order_relaxed) == far) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (is_far_.load(std::memory_order_relaxed) == far) return;
+    for (int i = 0; i < kNodes; i++)
+      far ? mx::scheduler::notify_task_completion(stream) : mx::scheduler::notify_new_task(stream);
+    is_far_.store(far, std::memory_order_relaxed);
+  }
+
+  std::mutex mutex_;
+  std::atomic<size_t> waiting_{0};
+  std::atomic<bool> is_far_{false};
+};
+
+}  // namespace phalanx_cpu

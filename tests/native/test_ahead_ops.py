@@ -1,0 +1,58 @@
+"""How far MLX hands over operations before they are computed (`native/ext/ahead.h`)."""
+
+from __future__ import annotations
+
+import phalanx_cpu  # before mlx.core
+
+# isort: split
+import mlx.core as mx
+
+ops = phalanx_cpu.ops
+NODES = 120
+MB = 1 << 20
+
+
+def chain(x: mx.array) -> mx.array:
+    """A result of `NODES` products, none of which can take the memory of the one before."""
+    w = mx.eye(x.shape[-1])
+    mx.eval(w)
+    for _ in range(NODES):
+        x = ops.matmul(x, w)
+    return x
+
+
+def small_ones_run_ahead() -> None:
+    square = mx.random.normal((2048, 2048))
+    mx.eval(square)
+    before = mx.get_active_memory()
+    slow = [square]
+    for _ in range(3):  # kept, 16 MiB each
+        slow.append(ops.matmul(slow[-1], square))
+    last = chain(slow[-1][:64, :64])
+    mx.async_eval(last)
+    held = mx.get_active_memory() - before - 48 * MB
+    mx.eval(last)
+    assert held > NODES // 2 * 64 * 64 * 4, "most had their memory before the large products were computed"
+
+
+def large_ones_wait() -> None:
+    x = mx.ones((1 << 15, 64))
+    mx.eval(x)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(chain(x))
+    assert mx.get_peak_memory() - before < 40 * x.nbytes  # as many as MLX lets wait, and 64 MiB
+
+
+def test_small_operations_are_handed_over_while_those_before_them_are_computed():
+    small_ones_run_ahead()
+
+
+def test_large_operations_wait_so_that_their_memory_is_bounded():
+    large_ones_wait()
+
+
+def test_what_has_been_computed_does_not_count_any_more():
+    for _ in range(2):
+        large_ones_wait()
+        small_ones_run_ahead()
