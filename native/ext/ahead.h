@@ -9,7 +9,9 @@
 #include <cstddef>
 #include <mutex>
 
+#include "mlx/device.h"
 #include "mlx/scheduler.h"
+#include "mlx/stream.h"
 
 namespace phalanx_cpu {
 
@@ -21,6 +23,12 @@ class Ahead {
   static Ahead& get() {
     static Ahead* ahead = new Ahead();
     return *ahead;
+  }
+
+  // Where it must not run ahead nothing is told to MLX.
+  void allow(bool allowed) {
+    is_allowed_.store(allowed, std::memory_order_relaxed);
+    if (!allowed) set(false, mx::default_stream(mx::Device::cpu));
   }
 
   // An operation whose results take so many bytes waits from now on.
@@ -39,6 +47,7 @@ class Ahead {
   static constexpr int kNodes = 1024;                // more than a token has, of most models
 
   void set(bool far, const mx::Stream& stream) {
+    far = far && is_allowed_.load(std::memory_order_relaxed);
     if (is_far_.load(std::memory_order_relaxed) == far) return;
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_far_.load(std::memory_order_relaxed) == far) return;
@@ -49,7 +58,7 @@ class Ahead {
 
   std::mutex mutex_;
   std::atomic<size_t> waiting_{0};
-  std::atomic<bool> is_far_{false};
+  std::atomic<bool> is_allowed_{true}, is_far_{false};
 };
 
 }  // namespace phalanx_cpu

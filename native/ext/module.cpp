@@ -30,6 +30,7 @@ NB_MODULE(_ext, m) {
   m.def("isas", [] { return std::string(kern_isas()); });
   m.def("set_threads", &kern_set_threads, "threads"_a);
   m.def("threads", &kern_threads);
+  m.def("run_ahead", [](bool allowed) { Ahead::get().allow(allowed); }, "allowed"_a);
   m.def("matmul", &matmul, "a"_a, "b"_a, "bias"_a.none() = nb::none(), "stream"_a = nb::none());
   m.def("gather_mm", &gather_mm, "a"_a, "b"_a, "lhs_indices"_a, "rhs_indices"_a, "stream"_a = nb::none());
   m.def("quantized_matmul", &quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a = nb::none(), "transpose"_a = true,

@@ -1,9 +1,10 @@
 // One pool of threads for all kernels of a process.
 //
 // A job is a range of indices handed out in chunks. A thread takes them from a part of its own, one behind the other, so
-// that it reads memory as it lies, and then from what others have left. Any subset of the workers may take part: the caller works too, and
-// waits only for workers that have entered the job, so a worker that the system has descheduled does not hold it up.
-// Workers spin for a moment after a job, then sleep. A second caller, a nested call and a forked child compute alone.
+// that it reads memory as it lies, and then from what others have left. Any subset of the workers may take part: the
+// caller works too, and waits only for workers that have entered the job, so a worker that the system has descheduled
+// does not hold it up. Workers spin for a moment after a job, then sleep. A second caller, a nested call and a forked
+// child compute alone.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

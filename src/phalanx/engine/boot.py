@@ -227,7 +227,8 @@ def _kernels(config: EngineConfig, ranks_here: int) -> str:
         log.warning("the native kernels cannot be used: %s", preload.PROBLEM)
     installed = None
     if config.cpu_kernels:
-        installed = install.install(config.cpu_precision, config.threads or install.threads_for(ranks_here))
+        threads = config.threads or install.threads_for(ranks_here)
+        installed = install.install(config.cpu_precision, threads, run_ahead=ranks_here == 1)
     if installed is not None:
         return f"native: {installed}"
     on_cpu = mx.default_device() == mx.Device(mx.cpu)

@@ -79,12 +79,15 @@ def buffer(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
     return zeros
 
 
-def install(precision: CpuPrecision, threads: int) -> Installed | None:
+def install(precision: CpuPrecision, threads: int, *, run_ahead: bool = True) -> Installed | None:
     """Replace MLX's entry points; None where MLX does not compute on the CPU or the kernels are not there.
 
     Args:
         precision: of quantised products; `auto` is exact: with 8-bit activations a resumed stream, whose tokens are
             read again as a prompt, must have been computed that way in the first place, so it is all or nothing.
+        threads: of each operation.
+        run_ahead: hand over a step's whole graph at once. A rank that shares its processors with others does better
+            to hand over a little at a time, while it waits for their sums.
 
     Raises:
         ConfigError: they compute something else than MLX on this processor. There is no going back to MLX's own in
@@ -97,6 +100,7 @@ def install(precision: CpuPrecision, threads: int) -> Installed | None:
         raise RuntimeError("the native kernels are installed already")
     ops: Ops = preload.OPS
     preload.OPS.set_threads(threads)
+    preload.OPS.run_ahead(run_ahead)
     chosen = "fast" if precision == "fast" else "exact"
     if wrong := disagreements(ops, chosen):
         raise ConfigError(
