@@ -3,10 +3,11 @@
 // MLX lets the thread that hands over a graph's nodes wait as soon as ten of them are waiting to be computed. While a
 // token is decoded, whose nodes take microseconds, that thread wakes after each of them, on a processor that a kernel
 // is computing on, and the thread that computes has nothing left to do meanwhile. What those ten bound is memory, so
-// memory is what is counted here: as long as little of it waits, MLX is told that more of its tasks have ended than have.
+// memory is what is counted here: as long as little of it waits, MLX is told that more tasks have ended than have.
 #pragma once
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <mutex>
 
 #include "mlx/device.h"
@@ -27,30 +28,39 @@ class Ahead {
 
   // Where it must not run ahead nothing is told to MLX.
   void allow(bool allowed) {
-    is_allowed_.store(allowed, std::memory_order_relaxed);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      is_allowed_.store(allowed, std::memory_order_relaxed);
+    }
     if (!allowed) set(false, mx::default_stream(mx::Device::cpu));
   }
 
-  // An operation whose results take so many bytes waits from now on.
-  void enter(size_t bytes, const mx::Stream& stream) {
+  // An operation whose results take so many bytes waits as long as what is returned lives: until it has been computed,
+  // has failed, or was given up.
+  std::shared_ptr<void> enter(size_t bytes, const mx::Stream& stream) {
     const size_t now = waiting_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
     if (now > kMost) set(false, stream);
     if (now < kMost / 2) set(true, stream);
-  }
-  // It has been computed.
-  void leave(size_t bytes, const mx::Stream& stream) {
-    if (waiting_.fetch_sub(bytes, std::memory_order_relaxed) - bytes < kMost / 2) set(true, stream);
+    return {this, [bytes, stream](Ahead* ahead) { ahead->leave(bytes, stream); }};
   }
 
  private:
   static constexpr size_t kMost = size_t{64} << 20;  // a prompt's ten nodes are several times as much
   static constexpr int kNodes = 1024;                // more than a token has, of most models
 
+  void leave(size_t bytes, const mx::Stream& stream) {
+    if (waiting_.fetch_sub(bytes, std::memory_order_relaxed) - bytes < kMost / 2) set(true, stream);
+  }
+
+  bool is_due(bool far) const {
+    const bool allowed = !far || is_allowed_.load(std::memory_order_relaxed);
+    return allowed && is_far_.load(std::memory_order_relaxed) != far;
+  }
+
   void set(bool far, const mx::Stream& stream) {
-    far = far && is_allowed_.load(std::memory_order_relaxed);
-    if (is_far_.load(std::memory_order_relaxed) == far) return;
+    if (!is_due(far)) return;
     std::lock_guard<std::mutex> lock(mutex_);
-    if (is_far_.load(std::memory_order_relaxed) == far) return;
+    if (!is_due(far)) return;
     for (int i = 0; i < kNodes; i++)
       far ? mx::scheduler::notify_task_completion(stream) : mx::scheduler::notify_new_task(stream);
     is_far_.store(far, std::memory_order_relaxed);

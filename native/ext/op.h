@@ -62,11 +62,9 @@ class Op : public mx::Primitive {
     }
     Args args = args_;
     fill_(args, in, out);
-    Ahead::get().enter(bytes, stream());
-    mx::cpu::get_command_encoder(stream()).dispatch([args, run = run_, name = name_, bytes, stream = stream()] {
-      const int status = run(&args);
-      Ahead::get().leave(bytes, stream);
-      if (status != KERN_OK) throw std::runtime_error(std::string(name) + ": the kernel refused its arguments");
+    auto waits = Ahead::get().enter(bytes, stream());
+    mx::cpu::get_command_encoder(stream()).dispatch([args, run = run_, name = name_, waits = std::move(waits)] {
+      if (run(&args) != KERN_OK) throw std::runtime_error(std::string(name) + ": the kernel refused its arguments");
     });
   }
   void eval_gpu(const Arrays&, Arrays&) override { throw std::runtime_error("phalanx_cpu runs on the CPU only"); }

@@ -6,6 +6,7 @@ import phalanx_cpu  # before mlx.core
 
 # isort: split
 import mlx.core as mx
+import pytest
 
 ops = phalanx_cpu.ops
 NODES = 120
@@ -36,6 +37,11 @@ def held_by_small_ones() -> float:
     return float(held / (NODES * 64 * 64 * 4))
 
 
+def runs_ahead() -> None:
+    """A thread that the system does not let run says nothing, hence three tries."""
+    assert any(held_by_small_ones() > 0.5 for _ in range(3))
+
+
 def large_ones_wait() -> None:
     x = mx.ones((1 << 15, 64))
     mx.eval(x)
@@ -46,7 +52,7 @@ def large_ones_wait() -> None:
 
 
 def test_small_operations_are_handed_over_while_those_before_them_are_computed():
-    assert held_by_small_ones() > 0.5
+    runs_ahead()
 
 
 def test_they_are_not_where_it_is_not_allowed():
@@ -56,7 +62,7 @@ def test_they_are_not_where_it_is_not_allowed():
         large_ones_wait()
     finally:
         ops.run_ahead(True)
-    assert held_by_small_ones() > 0.5
+    runs_ahead()
 
 
 def test_large_operations_wait_so_that_their_memory_is_bounded():
@@ -66,4 +72,13 @@ def test_large_operations_wait_so_that_their_memory_is_bounded():
 def test_what_has_been_computed_does_not_count_any_more():
     for _ in range(2):
         large_ones_wait()
-        assert held_by_small_ones() > 0.5
+        runs_ahead()
+
+
+def test_what_failed_does_not_count_any_more():
+    x, w = mx.ones((1 << 15, 64)), mx.eye(64)
+    numbers = mx.array([7], mx.uint32)  # of matrices that are not there
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="KernGatherMM: the kernel refused its arguments"):
+            mx.eval(chain(ops.gather_mm(x[None], w[None], numbers, numbers)))
+    runs_ahead()
