@@ -3,12 +3,29 @@
 #include <optional>
 
 #include "kern/dense.h"
+#include "layout.h"
 #include "op.h"
 
 namespace phalanx_cpu {
 
-// a [..., k] times b [k, n], plus bias [n]; the type MLX's own product would have. A transposed view as b, which is how
-// layers multiply by their weights, is read as it lies.
+// The weight w [n, k] where b [k, n] is a view w.T that nobody has computed yet, as layers write their products: read as
+// it lies, the view is never an operation. (MLX does not export the type of Transpose, hence the name.)
+inline std::optional<mx::array> turned_weight(const mx::array& b) {
+  if (b.is_available() || !b.has_primitive() || b.inputs().size() != 1) return std::nullopt;
+  const mx::array& w = b.inputs()[0];
+  if (std::strcmp(b.primitive().name(), "Transpose") != 0 || w.ndim() != 2) return std::nullopt;
+  const bool turned = static_cast<const mx::Transpose&>(b.primitive()).state() == std::vector<int>{1, 0};
+  if (!turned || !w.is_available() || !w.flags().row_contiguous) return std::nullopt;
+  return w;
+}
+
+// Row by row or column by column, but without gaps.
+inline mx::array without_gaps(const mx::array& b, mx::Stream stream) {
+  if (b.is_available() && (b.flags().row_contiguous || b.flags().col_contiguous)) return b;
+  return mx::contiguous(b, true, stream);
+}
+
+// a [..., k] times b [k, n], plus bias [n]; the type MLX's own product would have.
 inline mx::array matmul(const mx::array& a, const mx::array& b, const std::optional<mx::array>& bias,
                         mx::StreamOrDevice s) {
   if (b.ndim() != 2 || a.ndim() < 1 || a.shape(-1) != b.shape(0))
@@ -20,12 +37,14 @@ inline mx::array matmul(const mx::array& a, const mx::array& b, const std::optio
   args.k = b.shape(0);
   args.n = b.shape(1);
   args.m = args.k == 0 ? 0 : static_cast<int64_t>(a.size()) / args.k;
-  args.a_stride = args.k;
   args.out_stride = args.n;
   args.alpha = 1.0f;
   args.type = type_of(dtype);
   args.b_type = type_of(b.dtype());
-  Arrays inputs{packed(mx::astype(a, dtype, stream), stream), mx::contiguous(b, true, stream)};
+  const std::optional<mx::array> weight = turned_weight(b);
+  args.b_transposed = weight.has_value();
+  args.b_stride = weight ? args.k : args.n;
+  Arrays inputs{mx::astype(a, dtype, stream), weight ? *weight : without_gaps(b, stream)};
   if (bias) {
     inputs.push_back(packed(*bias, stream));
     args.bias_type = type_of(bias->dtype());
@@ -33,11 +52,14 @@ inline mx::array matmul(const mx::array& a, const mx::array& b, const std::optio
   mx::Shape shape = a.shape();
   shape.back() = b.shape(1);
   auto fill = [](kern_gemm_args& g, const Arrays& in, Arrays& out) {
-    const bool rows = in[1].flags().row_contiguous;
-    g.a = data(in[0]);
+    const Rows a = rows_of(in[0], out[0]);
+    g.a = a.data;
+    g.a_stride = a.stride;
     g.b = data(in[1]);
-    g.b_transposed = !rows;
-    g.b_stride = rows ? g.n : g.k;
+    if (!in[1].flags().row_contiguous) {  // column by column
+      g.b_transposed = 1;
+      g.b_stride = g.k;
+    }
     g.bias = in.size() > 2 ? data(in[2]) : nullptr;
     g.out = data(out[0]);
   };

@@ -121,6 +121,9 @@ def install(precision: CpuPrecision, threads: int, *, run_ahead: bool = True) ->
     for stock, native in _activations(ops):
         _replace_everywhere(stock, functools.wraps(stock)(native))
         names.append(stock.__name__)
+    # Nothing is differentiated here, and each would be a node of the graph: two per layer of experts.
+    _replaced[mx, "stop_gradient"] = mx.stop_gradient
+    mx.stop_gradient = functools.wraps(mx.stop_gradient)(lambda a, /, *, stream=None: a)
     return Installed(preload.OPS.isa(), preload.OPS.threads(), chosen, tuple(dict.fromkeys(names)))
 
 
