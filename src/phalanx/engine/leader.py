@@ -80,6 +80,7 @@ class Leader:
         self._speculator = speculator
         self._scores: dict[int, list[TokenLogprobs | None]] = {}
         self._scored: list[PromptScored] = []
+        self._unsent: list[Batch] = []
         self._pings: list[int] = []
         self._reset = False  # the prefix cache was dropped: do not wait with giving memory back
         self._kept_memory = True
@@ -96,11 +97,14 @@ class Leader:
                 self._take(message)
             self.step()
             self._answer_pings()
+        self._send_events()
         self._link.send(Order(Stop()))
 
     def step(self) -> None:
         """One step of the state machine: draft, plan, execute, verify, commit, answer."""
         started = time.perf_counter()
+        if self._speculator is not None and self._speculator.computes:
+            self._send_events()
         drafts = self._speculator.draft(self.scheduler.draftable()) if self._speculator is not None else {}
         draft_s = time.perf_counter() - started
         step = self.scheduler.schedule(time.monotonic(), drafts)
@@ -109,7 +113,10 @@ class Leader:
                 self._trace.plan(step)
             self._begin(step)
             before = time.perf_counter()
+            if not self.runner.returns_early(step.forwards):
+                self._send_events()
             execution = execute(step, self.mirror, self.runner)
+            self._send_events()
             verified = self._sample(execution.outputs)
             model_s = time.perf_counter() - before
             decode_s = model_s - execution.prefill_s
@@ -122,7 +129,9 @@ class Leader:
             if self._speculator is not None:
                 seconds = time.perf_counter() - started - execution.prefill_s
                 self._speculator.observe(step, verified.tokens, commits, seconds, draft_s)
-        self._send_events(step)
+        self._collect_events(step)
+        if step is None or self.scheduler.idle:
+            self._send_events()
         if step is not None:
             self._kept_memory = True
             self._last_work = time.monotonic()
@@ -167,6 +176,7 @@ class Leader:
         if self.scheduler.idle and (self._reset or time.monotonic() - self._last_work > REST_AFTER_S):
             self._rest()
         if self._pings:
+            self._send_events()
             stats = self.stats()
             for nonce in self._pings:
                 self._mailbox.send(Pong(nonce, stats))
@@ -183,17 +193,24 @@ class Leader:
             if self._speculator is not None:
                 log.info("%s", line(self._speculator.meter.stats()))
 
-    def _send_events(self, step: Step | None) -> None:
+    def _collect_events(self, step: Step | None) -> None:
+        """Note what the server has to know, and forget sequences that are over."""
         events = [*self._scored, *self.scheduler.take_events()]
         self._scored.clear()
         if events:
-            self._mailbox.send(Batch(step.id if step is not None else self.scheduler.step_id, events))
+            self._unsent.append(Batch(step.id if step is not None else self.scheduler.step_id, events))
         alive = self.scheduler.by_number.keys()
         self._positions.keep(alive)
         if self._speculator is not None:
             self._speculator.keep(alive)
         if self._scores.keys() - alive:
             self._scores = {n: s for n, s in self._scores.items() if n in alive}
+
+    def _send_events(self) -> None:
+        """Tell the server: where a device computes meanwhile, since the server, once woken, takes a processor."""
+        for batch in self._unsent:
+            self._mailbox.send(batch)
+        self._unsent.clear()
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 

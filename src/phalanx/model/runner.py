@@ -93,6 +93,12 @@ class Runner:
         mx.eval(arena.touched())
         return None
 
+    def returns_early(self, forwards: Sequence[Forward]) -> bool:
+        """Whether these forwards are handed to the device without waiting for any of it: a single sampling one, of a
+        rank that is alone."""
+        alone = self.reducer.size == 1 and not self.facts.one_row
+        return alone and len(forwards) == 1 and forwards[0].sample
+
     def settle(self) -> list[mx.array]:
         """Cache arrays the last forward wrote, to be evaluated together with its logits."""
         return self._touched.touched() if self._touched is not None else []

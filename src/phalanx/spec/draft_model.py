@@ -73,6 +73,11 @@ class DraftModel(Drafter):
         self._slots: list[_Row] = []
         self._allocated = (0, 0)  # rows, tokens
 
+    @property
+    def computes(self) -> bool:
+        """It does."""
+        return True
+
     def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
         """A sequence starts; nothing is computed yet."""
         self._rows[key] = _Row(list(tokens))

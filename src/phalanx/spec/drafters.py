@@ -17,6 +17,11 @@ class Drafter(Protocol):
     `key` is the scheduler's number of the sequence. What a drafter knows of a sequence is what was committed.
     """
 
+    @property
+    def computes(self) -> bool:
+        """Whether it is a model, which takes its time."""
+        return False
+
     def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
         """A sequence starts: its prompt (and, after a restart, its output). Only sequences of one `salt` (the prefix
         cache's, derived from the API key) may learn from each other. Changes state; `key` must be new."""

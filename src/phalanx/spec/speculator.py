@@ -32,6 +32,11 @@ class Speculator:
         self._followed: set[int] = set()
         self._reading_s = 0.0  # of the last `draft`
 
+    @property
+    def computes(self) -> bool:
+        """Whether drafting takes as long as a model does."""
+        return self._drafter.computes
+
     def draft(self, draftable: Mapping[Sequence, int]) -> dict[int, list[int]]:
         """Drafts for decoding rows.
 

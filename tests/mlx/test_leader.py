@@ -1,0 +1,124 @@
+"""When a leader tells the server what a step brought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from models import make_model
+from speculation import Engine, Post, load, random_prompts
+
+from phalanx.spec.drafters import RandomDrafter
+from phalanx.types import Batch, Finished, Ping, Pong, Sampling, SequenceRequest, StopRule, Submit, Tokens
+
+
+class Journal(Post):
+    """What the leader did, in order: forwards, waits for the device, and tokens, ends and pongs sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def send(self, message) -> None:
+        super().send(message)
+        if isinstance(message, Pong):
+            self.lines.append("pong")
+        if isinstance(message, Batch):
+            self.lines += [f"{len(e.tokens)} sent" for e in message.events if isinstance(e, Tokens)]
+            self.lines += ["end sent" for e in message.events if isinstance(e, Finished)]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory):
+    return load(make_model("llama", tmp_path_factory.mktemp("leader") / "llama"))
+
+
+@pytest.fixture
+def engine(loaded, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    runner, vocab = loaded
+    made = Engine(runner, vocab, batched=16)
+    made.post = made.leader._mailbox = journal = Journal()
+    forward, settle = runner.forward, runner.settle
+
+    def noted(fwd, kv_len):
+        journal.lines.append(f"forward {len(fwd.seqs)}x{len(fwd.tokens[0])}")
+        return forward(fwd, kv_len)
+
+    def waits():
+        journal.lines.append("wait")
+        return settle()
+
+    monkeypatch.setattr(runner, "forward", noted)
+    monkeypatch.setattr(runner, "settle", waits)
+    return made
+
+
+def submit(engine: Engine, name: str, prompt: Sequence[int], n: int) -> None:
+    sampling, stop = Sampling(temperature=0.0), StopRule(max_tokens=n)
+    engine.take(Submit(SequenceRequest(id=name, group=name, prompt=list(prompt), sampling=sampling, stop=stop)))
+
+
+def steps(engine: Engine, n: int) -> list[str]:
+    engine.post.lines.clear()
+    for _ in range(n):
+        engine.step()
+    return engine.post.lines
+
+
+def test_tokens_are_sent_while_the_next_step_computes_and_an_end_at_once(engine):
+    submit(engine, "one", [5, 6, 7], 4)
+    step = ["forward 1x1", "1 sent", "wait"]
+    assert steps(engine, 1)[-2:] == ["forward 1x1", "wait"]
+    assert steps(engine, 3) == [*step, *step, *step]
+    assert steps(engine, 1)[:2] == ["1 sent", "end sent"]
+    assert len(engine.post.answers["one"].tokens) == 4
+    assert steps(engine, 2) == []
+
+
+def test_tokens_do_not_wait_for_a_prompt(engine):
+    submit(engine, "one", [5, 6, 7], 40)
+    steps(engine, 2)
+    submit(engine, "two", list(range(10, 50)), 4)
+    first, second, *_ = steps(engine, 1)
+    assert (first, second[:7]) == ("1 sent", "forward")
+
+
+@pytest.mark.parametrize("why", ["other ranks", "rows in turn"])
+def test_tokens_do_not_wait_where_a_forward_is_waited_for(engine, monkeypatch, why):
+    submit(engine, "one", [5, 6, 7], 40)
+    steps(engine, 1)
+    runner = engine.leader.runner
+    if why == "other ranks":
+        monkeypatch.setattr(runner, "reducer", SimpleNamespace(size=2, begin=lambda step: None))
+        monkeypatch.setattr(runner, "_agree", lambda arena, logits: None)
+    else:
+        monkeypatch.setattr(runner, "facts", replace(runner.facts, one_row="a reason"))
+    assert steps(engine, 1)[:2] == ["1 sent", "forward 1x1"]
+
+
+def test_tokens_do_not_wait_for_a_draft_model(engine, loaded):
+    class Slow(RandomDrafter):
+        computes = True
+
+        def draft(self, wanted):
+            engine.post.lines.append("draft")
+            return super().draft(wanted)
+
+    journal = engine.post
+    engine.speculate(Slow(loaded[1]), 2).leader._mailbox = journal
+    submit(engine, "one", random_prompts(1, 300)[0][:8], 40)
+    steps(engine, 2)
+    lines = steps(engine, 1)
+    assert lines[1:] == ["draft", "forward 1x3", "wait"] and lines[0].endswith("sent")
+
+
+def test_an_answered_ping_says_that_all_before_it_was_said(engine):
+    submit(engine, "one", [5, 6, 7], 40)
+    steps(engine, 2)
+    engine.post.lines.clear()
+    engine.take(Ping(3))
+    engine.step()
+    engine.leader._answer_pings()
+    assert engine.post.lines[-2:] == ["1 sent", "pong"]
