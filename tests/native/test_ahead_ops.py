@@ -14,11 +14,14 @@ MB = 1 << 20
 
 
 def chain(x: mx.array) -> mx.array:
-    """A result of `NODES` products, none of which can take the memory of the one before."""
+    """A result of `NODES` products, none of which can take the memory of the one before.
+
+    MLX lets a hundred pieces of work wait: a product is two, and what makes its result contiguous is one.
+    """
     w = mx.eye(x.shape[-1])
     mx.eval(w)
     for _ in range(NODES):
-        x = ops.matmul(x, w)
+        x = mx.contiguous(ops.matmul(x, w))
     return x
 
 
