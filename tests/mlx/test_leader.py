@@ -85,6 +85,15 @@ def test_tokens_do_not_wait_for_a_prompt(engine):
     assert (first, second[:7]) == ("1 sent", "forward")
 
 
+def test_tokens_do_not_wait_for_rows_that_are_moved(engine):
+    submit(engine, "one", [5, 6, 7], 6)
+    submit(engine, "two", [8, 9, 10], 40)
+    while engine.scheduler.by_id.keys() != {"two"}:
+        steps(engine, 1)
+    assert steps(engine, 1)[:3] == ["1 sent", "1 sent", "end sent"]
+    assert engine.post.lines[3].startswith("forward")
+
+
 @pytest.mark.parametrize("why", ["other ranks", "rows in turn"])
 def test_tokens_do_not_wait_where_a_forward_is_waited_for(engine, monkeypatch, why):
     submit(engine, "one", [5, 6, 7], 40)

@@ -113,7 +113,7 @@ class Leader:
                 self._trace.plan(step)
             self._begin(step)
             before = time.perf_counter()
-            if not self.runner.returns_early(step.forwards):
+            if step.ops or not self.runner.returns_early(step.forwards):
                 self._send_events()
             execution = execute(step, self.mirror, self.runner)
             self._send_events()
