@@ -16,6 +16,7 @@
 #include "mlx/version.h"
 #include "norms.h"
 #include "quant.h"
+#include "replay.h"
 #include "rope.h"
 #include "vocabulary.h"
 
@@ -58,6 +59,16 @@ NB_MODULE(_ext, m) {
   m.def("gumbel_argmax", &gumbel_argmax, "z"_a, "keys"_a, "floors"_a, "stream"_a = nb::none());
   m.def("layer_norm", &layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, "stream"_a = nb::none());
   m.def("logsumexp", &phalanx_cpu::logsumexp, "x"_a, "keepdims"_a = false, "stream"_a = nb::none());
+  m.def("placeholder", [](const std::vector<int>& shape, mx::Dtype dtype) {
+    return placeholder(mx::Shape(shape.begin(), shape.end()), dtype);
+  }, "shape"_a, "dtype"_a);
+  nb::class_<Replay::Call>(m, "Call").def(nb::init<mx::array, Arrays, int>(), "tokens"_a, "outputs"_a, "position"_a);
+  nb::class_<Replay>(m, "Replay")
+      .def(nb::init<const Replay::Call&, const Replay::Call&, Arrays>(), "low"_a, "high"_a, "buffers"_a)
+      .def("run", &Replay::run, "tokens"_a, "buffers"_a, "position"_a)
+      .def("__len__", &Replay::size)
+      .def_prop_ro("low", &Replay::low)
+      .def_prop_ro("high", &Replay::high);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, "stream"_a = nb::none());
   m.def("rope", &rope, "x"_a, "dims"_a, nb::kw_only(), "traditional"_a, "base"_a.none(), "scale"_a, "offset"_a,
         "freqs"_a.none() = nb::none(), "stream"_a = nb::none());

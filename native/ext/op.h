@@ -1,8 +1,10 @@
 // A kernel of libkern as a lazy MLX primitive. Runs on the CPU stream like MLX's own operations.
 #pragma once
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -47,12 +49,18 @@ inline void* data(mx::array& a) { return a.data<char>(); }
 // be computed was refused before the operation was made.
 template <class Args>
 class Op : public mx::Primitive {
+  static_assert(std::is_trivially_copyable_v<Args>);
+
  public:
   using Fill = void (*)(Args&, const Arrays& in, Arrays& out);
   using Run = int (*)(const Args*);
 
   Op(mx::Stream stream, const char* name, Args args, Fill fill, Run run)
-      : mx::Primitive(stream), name_(name), args_(args), fill_(fill), run_(run) {}
+      : mx::Primitive(stream), name_(name), args_(args), fill_(fill), run_(run) {
+#if __has_builtin(__builtin_clear_padding)  // for `is_equivalent`
+    __builtin_clear_padding(&args_);
+#endif
+  }
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     size_t bytes = 0;
@@ -66,6 +74,10 @@ class Op : public mx::Primitive {
     mx::cpu::get_command_encoder(stream()).dispatch([args, run = run_, name = name_, waits = std::move(waits)] {
       if (run(&args) != KERN_OK) throw std::runtime_error(std::string(name) + ": the kernel refused its arguments");
     });
+  }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& op = static_cast<const Op&>(other);
+    return fill_ == op.fill_ && run_ == op.run_ && std::memcmp(&args_, &op.args_, sizeof args_) == 0;
   }
   void eval_gpu(const Arrays&, Arrays&) override { throw std::runtime_error("phalanx_cpu runs on the CPU only"); }
   const char* name() const override { return name_; }

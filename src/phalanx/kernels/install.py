@@ -25,6 +25,7 @@ from phalanx.errors import ConfigError
 from phalanx.kernels import preload
 from phalanx.kernels.agreement import disagreements
 from phalanx.kernels.ops import Function, Ops
+from phalanx.kernels.traced import Traced
 
 Replacements = dict[str, Function]
 """Attribute of an object -> what stands there from now on."""
@@ -268,6 +269,8 @@ def _fast(ops: Ops) -> Replacements:
         a: mx.array, dims: int, *, traditional: bool, base: float | None, scale: float, offset: Any,
         freqs: mx.array | None = None, stream: Any = None,
     ) -> mx.array:  # fmt: skip
+        if type(offset) is Traced:
+            offset = offset.plain
         if stream is None and a.dtype in FLOATS and a.ndim >= 3:
             return ops.rope(a, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs)
         return stock_rope(

@@ -140,6 +140,10 @@ class Arena:
             self._check_live(slot)
             self._extent[slot] = max(self._extent[slot], view.need)
             self._length[slot] = length
+        self.resume(view)
+
+    def resume(self, view: RowView) -> None:
+        """All layers are at this view, whatever view they were opened for meanwhile."""
         for leaf in self.leaves:
             leaf.open(view)
 

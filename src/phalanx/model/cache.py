@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from phalanx.errors import EngineError
+from phalanx.kernels.traced import Traced
 from phalanx.model.layout import GroupLayout, Heads, KvLayout, Layout, StateLayout
 
 Mask = mx.array | str | None
@@ -53,12 +54,23 @@ class RowView:
         self.after: int | mx.array = self.need
         self._mask_dims = mask_dims
         self._writes = 0
+        self._early = True
         self._masks: dict[tuple[int | None, bool], Mask] = {}
         if not self.uniform:
             self.offset = mx.array(list(kv_len), dtype=mx.int32)  # [rows]
             self.after = self.offset + length
             self._slots = mx.arange(start, self.stop, dtype=mx.int32)[:, None]  # [rows, 1]
             self._positions = self.offset[:, None] + mx.arange(length, dtype=mx.int32)  # [rows, L]
+
+    def trace(self) -> tuple[Traced, Traced]:
+        """For a call that is only built: what tells whether the model computes with the position; nothing is started.
+
+        Rows of one length only.
+        """
+        traces = Traced(self.shortest), Traced(self.need)
+        self.offset, self.after = traces
+        self._early = False
+        return traces
 
     def write(self, buffer: mx.array, new: mx.array) -> None:
         """Put `new` [rows, heads, L, dim] at each row's length; in place when nobody else holds the buffer."""
@@ -74,7 +86,7 @@ class RowView:
         device would wait for the last layer before it began with the first.
         """
         self._writes += 1
-        if self._writes % EARLY_EVERY == EARLY_FIRST:
+        if self._early and self._writes % EARLY_EVERY == EARLY_FIRST:
             mx.async_eval(buffer)  # type: ignore[no-untyped-call]
 
     def read(self, buffer: mx.array) -> mx.array:

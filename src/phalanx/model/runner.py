@@ -16,6 +16,7 @@ from phalanx.errors import EngineError
 from phalanx.model.arena import Arena, Snapshot
 from phalanx.model.cache import RowView
 from phalanx.model.layout import CacheFacts
+from phalanx.model.replay import Replays
 from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, RowOp, Share, Store, Swap
 
 
@@ -34,6 +35,7 @@ class Runner:
         self.facts = facts
         self.dtype = dtype
         self.reducer = reducer or Reducer(None)
+        self._replays = Replays(model, facts.mask_dims)
         self._step = 0
         self._arenas: dict[int, Arena] = {}
         self._entries: dict[int, Snapshot] = {}
@@ -121,8 +123,10 @@ class Runner:
     ) -> mx.array:
         """One model call over rows of one arena; logits [rows, L, V]."""
         arena.open(view, [length + n for length, n in zip(kv_len, valid, strict=True)])
-        caches: list[Any] = list(arena.caches)  # a copy: models may extend the list
-        logits: mx.array = self.model(mx.array([list(row) for row in tokens], dtype=mx.int32), cache=caches)
+        logits = self._replays.logits(arena, view, tokens) if self.reducer.size == 1 else None
+        if logits is None:
+            caches: list[Any] = list(arena.caches)  # a copy: models may extend the list
+            logits = self.model(mx.array([list(row) for row in tokens], dtype=mx.int32), cache=caches)
         arena.close()
         if self.reducer.size > 1:
             self._agree(arena, logits)

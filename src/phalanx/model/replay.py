@@ -1,0 +1,133 @@
+"""Decoding steps replayed: a model call that comes again and again is built twice and then never again.
+
+Building a step's graph takes Python, and finding its order takes MLX, up to half of the time of a small model's token;
+and they take it from the processors that compute. The native kernels can keep a call instead and do it again for other
+tokens at other positions (`native/ext/replay.h`), with the same operations, so the same bits.
+
+That a call is the same at every position is not assumed: it is built at the lowest and at the highest one, for tokens
+that are not known and with a position that notices whether the model computes with it. What differs and is not
+understood is refused, and that call goes on being built each time: sliding windows, masks, recurrent state.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from phalanx.errors import EngineError
+from phalanx.kernels import install
+from phalanx.model.arena import Arena
+from phalanx.model.cache import RaggedKV, RowView
+from phalanx.model.layout import KvLayout
+
+log = logging.getLogger("phalanx.model")
+
+LOWEST = 1
+"""A row without tokens is a prompt's."""
+WORTH = 6
+"""Calls of one kind before it is built for replaying, which takes as long as two of them."""
+MOST_TOKENS = 32
+"""Of a call: with more, building is a small part, and what is computed stays in memory until the end of the call."""
+MOST_KINDS = 64
+
+
+class Kind(NamedTuple):
+    """What must be alike for a call to be the same but for its position and tokens."""
+
+    slots: int
+    capacity: int
+    start: int
+    rows: int
+    length: int
+
+
+class Replays:
+    """The calls of one model that are replayed.
+
+    Args:
+        model: an mlx-lm model, its weights in memory.
+        mask_dims: as of `RowView`.
+    """
+
+    def __init__(self, model: Module, mask_dims: int) -> None:
+        self._model = model
+        self._mask_dims = mask_dims
+        self._seen: Counter[Kind] = Counter()
+        self._kept: dict[Kind, Any] = {}  # None: refused
+        self.done = 0
+        """Calls that were replayed."""
+        self.refusals: list[str] = []
+        """Why calls are built each time; each reason once."""
+
+    def logits(self, arena: Arena, view: RowView, tokens: Sequence[Sequence[int]]) -> mx.array | None:
+        """What the model would return for an opened arena, its caches written; None where it has to be called."""
+        ops = install.operations()
+        if ops is None or not view.uniform or view.prefill or view.shortest < LOWEST:
+            return None
+        kind = Kind(arena.rows, arena.capacity, view.start, view.stop - view.start, view.length)
+        if kind.rows * kind.length > MOST_TOKENS:
+            return None
+        if kind not in self._kept:
+            self._seen[kind] += 1
+            if self._seen[kind] < WORTH:
+                return None
+            self._make_room()
+            self._kept[kind] = self._capture(ops, arena, kind)
+            arena.resume(view)
+        replay = self._kept[kind]
+        if replay is None or not replay.low <= view.shortest <= replay.high:
+            return None
+        ids = mx.array([list(row) for row in tokens], dtype=mx.int32)
+        (logits,) = replay.run(ids, arena.arrays(), view.shortest)
+        self.done += 1
+        return logits  # type: ignore[no-any-return]
+
+    def _make_room(self) -> None:
+        if len(self._kept) >= MOST_KINDS:
+            self._kept.clear()
+            self._seen.clear()
+
+    def _capture(self, ops: Any, arena: Arena, kind: Kind) -> Any:
+        layouts = [leaf.layout for leaf in arena.leaves]
+        windows = [layout.window for layout in layouts if isinstance(layout, KvLayout) and layout.window]
+        highest = min([kind.capacity - 1, *windows]) - kind.length  # of a full buffer no part is read, but all
+        try:
+            if arena.recurrent:
+                raise ValueError("it keeps recurrent state")
+            low, high = (self._built(ops, arena, kind, position) for position in (LOWEST, highest))
+            return ops.Replay(low, high, arena.arrays())
+        except TypeError:  # what MLX says to a position that is traced
+            return self._refuse(kind, "the model computes with the position")
+        except (ValueError, RuntimeError, LookupError, EngineError) as error:
+            return self._refuse(kind, str(error).partition("\n")[0])
+
+    def _refuse(self, kind: Kind, why: str) -> None:
+        if why not in self.refusals:
+            self.refusals.append(why)
+            log.info("Decoding %d x %d tokens is built anew in each step: %s.", kind.rows, kind.length, why)
+
+    def _built(self, ops: Any, arena: Arena, kind: Kind, position: int) -> Any:
+        """The call at a position, not computed; the buffers stay as they are."""
+        view = RowView(kind.start, [position] * kind.rows, kind.length, mask_dims=self._mask_dims)
+        traces = view.trace()
+        leaves = [leaf for leaf in arena.leaves if isinstance(leaf, RaggedKV)]
+        buffers = [(leaf.keys, leaf.values) for leaf in leaves]
+        tokens = ops.placeholder([kind.rows, kind.length], mx.int32)
+        try:
+            for leaf, (keys, values) in zip(leaves, buffers, strict=True):
+                leaf.keys, leaf.values = copy.copy(keys), copy.copy(values)  # to be written by the graph, not by us
+                leaf.open(view)
+            logits = self._model(tokens, cache=list(arena.caches))
+            after = arena.arrays()
+        finally:
+            for leaf, (keys, values) in zip(leaves, buffers, strict=True):
+                leaf.keys, leaf.values = keys, values
+        if any(trace.used for trace in traces):
+            raise ValueError("the model computes with the position")
+        return ops.Call(tokens, [logits, *after], position)

@@ -1,0 +1,114 @@
+"""Decodes with replayed calls and with calls that are built each time; prints in what they differ, as JSON.
+
+python tests/native/replayed.py FAMILY[+WINDOW][/BITS] ...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import phalanx.kernels.preload  # noqa: F401  (before MLX)
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from families import WEIGHTS, Weights
+from mlx_lm.utils import quantize_model
+from models import build, make_config
+
+from phalanx.kernels.install import install
+from phalanx.model import registry
+from phalanx.model.absorbed import absorb_short_queries
+from phalanx.model.runner import Runner
+from phalanx.sched.plan import Admit, Forward, Resize, RowOp
+
+PROMPT = (7, 11, 30, 5, 80, 41, 9, 100, 23)
+
+
+class Twins:
+    """Two runners over one model, of which one replays; everything is done with both."""
+
+    def __init__(self, name: str) -> None:
+        name, _, bits = name.partition("/")
+        family, _, window = name.partition("+")
+        config = make_config(family, **({"sliding_window": int(window)} if window else {}))
+        model = build(config, WEIGHTS.get(family, Weights()))
+        if bits:
+            model, config = quantize_model(model, config, group_size=32, bits=int(bits))
+        absorb_short_queries(model)
+        facts = registry.inspect(model, config)
+        self.recurrent = facts.recurrent
+        self.replaying, self.plain = Runner(model, facts, mx.float32), Runner(model, facts, mx.float32)
+        self.plain._replays.logits = lambda *_: None  # type: ignore[method-assign]
+        self.wrong: list[str] = []
+
+    def apply(self, *ops: RowOp) -> None:
+        for runner in (self.replaying, self.plain):
+            runner.apply(ops)
+
+    def feed(self, start: int, rows: list[tuple[int, ...]], kv_len: list[int], *, sample: bool = True) -> list[int]:
+        """The greedy token behind each row."""
+        valid = tuple(len(row) for row in rows)
+        forward = Forward(0, start, tuple(range(len(rows))), tuple(rows), valid, sample)
+        found = [self._logits(runner, forward, kv_len) for runner in (self.replaying, self.plain)]
+        if not np.array_equal(found[0], found[1], equal_nan=True):
+            self.wrong.append(f"logits of {len(rows)} x {valid[0]} at {kv_len}")
+        return [int(row[-1].argmax()) if sample else 0 for row in found[1]]
+
+    def _logits(self, runner: Runner, forward: Forward, kv_len: list[int]) -> Any:
+        logits = runner.forward(forward, kv_len)
+        if logits is None:
+            return np.zeros((len(kv_len), 1))
+        mx.eval(logits, runner.settle())
+        return np.array(logits)
+
+    def compare_buffers(self) -> None:
+        arenas = zip(self.replaying._arenas[0].arrays(), self.plain._arenas[0].arrays(), strict=True)
+        if not all(np.array_equal(np.array(a), np.array(b), equal_nan=True) for a, b in arenas):
+            self.wrong.append("keys or values")
+
+
+def decode(twins: Twins) -> None:
+    """Rows alone and together, one token and several, back to where a row was, and in longer buffers."""
+    twins.apply(Resize(0, 2, 40), Admit(0, 0, 0), Admit(0, 1, 1))
+    for row in range(2):
+        twins.feed(row, [PROMPT[row:]], [0], sample=False)
+    at = len(PROMPT)
+    (token,) = twins.feed(0, [(3,)], [at])
+    for n in range(1, 20):
+        (token,) = twins.feed(0, [(token,)], [at + n])
+    twins.compare_buffers()
+    if twins.recurrent:
+        return
+    for n in range(10):  # from the beginning again, three tokens at once
+        twins.feed(0, [(token, n + 5, 60)], [at + 2 * n])
+    tokens = [5, 6]
+    for n in range(10):
+        tokens = twins.feed(0, [(token,) for token in tokens], [at + n, at + n])
+    twins.apply(Resize(0, 2, 72))
+    for n in range(60):  # up to the last place
+        (token,) = twins.feed(1, [(token,)], [12 + n])
+    for n in range(10):  # rows of two lengths
+        tokens = twins.feed(0, [(token,) for token in tokens], [at + 10 + n, 20 + n])
+    twins.compare_buffers()
+
+
+def main() -> None:
+    mx.disable_compile()  # as the engine does
+    assert install("exact", 2) is not None
+    found = {}
+    for name in sys.argv[1:]:
+        twins = Twins(name)
+        decode(twins)
+        replays = twins.replaying._replays
+        found[name] = {"replayed": replays.done, "refusals": replays.refusals, "wrong": twins.wrong}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Calls that are kept and done again (`native/ext/replay.h`): the same bits at every position, or a refusal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import phalanx_cpu  # before mlx.core
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+
+ops = phalanx_cpu.ops
+CAPACITY, LENGTH, DIM = 24, 2, 8
+LOW, HIGH = 1, CAPACITY - LENGTH - 1
+WEIGHTS = mx.random.normal((DIM, DIM), key=mx.random.key(1))
+mx.eval(WEIGHTS)
+
+Twist = Callable[[mx.array, mx.array, int], mx.array]
+"""Result, keys read, position -> another result."""
+
+
+def model(tokens: mx.array, keys: mx.array, at: int, twist: Twist = lambda y, seen, at: y) -> list[mx.array]:
+    """One layer of attention over what it writes into `keys`, and those."""
+    x = tokens.astype(mx.float32)[:, None, :, None] * WEIGHTS[0]
+    x = ops.rope(x, DIM, traditional=False, base=100.0, scale=1.0, offset=at)
+    keys[:, :, at : at + LENGTH] = x
+    seen = keys[:, :, : at + LENGTH]
+    y = ops.attention(x, seen, seen, scale=0.5, mask="causal") @ WEIGHTS.T
+    return [twist(ops.silu(y + x), seen, at), keys]
+
+
+def buffer() -> mx.array:
+    keys = mx.random.normal((1, 1, CAPACITY, DIM), key=mx.random.key(2))
+    mx.eval(keys)
+    return keys
+
+
+def captured(keys: mx.array, build: Callable[..., list[mx.array]] = model, **arguments: Any) -> Any:
+    def call(at: int) -> Any:
+        tokens = ops.placeholder([1, LENGTH], mx.int32)
+        return ops.Call(tokens, build(tokens, copy.copy(keys), at, **arguments), at)
+
+    return ops.Replay(call(LOW), call(HIGH), [keys])
+
+
+def test_a_replayed_call_gives_the_same_bits_at_every_position():
+    keys = buffer()
+    expected = mx.array(np.array(keys))
+    replay = captured(keys)
+    assert (replay.low, replay.high) == (LOW, HIGH) and len(replay) > 8
+    for at in [*range(LOW, HIGH + 1), 5, 5, 1]:
+        tokens = mx.array([[at % 5, 3]], dtype=mx.int32)
+        (result,) = replay.run(tokens, [keys], at)
+        built, expected = model(tokens, expected, at)
+        mx.eval(result, built, expected)
+        assert np.array_equal(np.array(result), np.array(built))
+        assert np.array_equal(np.array(keys), np.array(expected))
+
+
+def test_results_can_be_read_without_evaluating_them_first_and_are_not_overwritten():
+    keys = buffer()
+    replay = captured(keys)
+    results = [replay.run(mx.array([[n, n]], dtype=mx.int32), [keys], 3 + n)[0] for n in range(4)]
+    read = [np.array(result) for result in results]
+    assert all(np.array_equal(a, np.array(b)) for a, b in zip(read, results, strict=True))
+    assert not any(np.array_equal(read[0], other) for other in read[1:])
+
+
+def test_calls_are_kept_without_what_they_were_built_from():
+    keys = mx.zeros((1, 1, 1 << 20, DIM))
+    mx.eval(keys)
+    before = mx.get_active_memory()
+    replay = captured(keys)
+    replay.run(mx.array([[1, 2]], dtype=mx.int32), [keys], 7)
+    mx.synchronize()
+    assert mx.get_active_memory() - before < keys.nbytes // 16
+    keys = mx.array(0)
+    assert mx.get_active_memory() < before
+
+
+@pytest.mark.parametrize(
+    ("twist", "why"),
+    [
+        (lambda y, seen, at: y * float(at), "constant changes"),
+        (lambda y, seen, at: y * mx.array([at, at + 1] * 4), "constant changes"),
+        (lambda y, seen, at: y + mx.arange(at, at + DIM), "Arange changes"),
+        (lambda y, seen, at: y + 1 if seen.shape[2] > 10 else y, "stand for the same|graphs differ"),
+        (lambda y, seen, at: y + 1 if seen.shape[2] > 10 else y + 2, "constant changes"),
+        (lambda y, seen, at: y + seen.sum(), "keys are read by"),
+        (lambda y, seen, at: seen, "not computed"),
+    ],
+)
+def test_what_depends_on_the_position_otherwise_is_refused(twist: Twist, why: str):
+    with pytest.raises(ValueError, match=why):
+        captured(buffer(), twist=twist)
+
+
+def test_tokens_cannot_be_looked_at_while_a_call_is_built():
+    with pytest.raises((ValueError, RuntimeError), match="without a primitive"):
+        captured(buffer(), twist=lambda y, seen, at: y + 1 if y.sum().item() > 0 else y)
+
+
+def writes_elsewhere(tokens: mx.array, keys: mx.array, at: int) -> list[mx.array]:
+    result, keys = model(tokens, keys, at)
+    keys[:, :, 4:5] = mx.zeros((1, 1, 1, DIM))
+    return [result, keys]
+
+
+def reads_what_it_writes(tokens: mx.array, keys: mx.array, at: int) -> list[mx.array]:
+    old = copy.copy(keys)
+    result, keys = model(tokens, keys, at)
+    seen = old[:, :, : at + LENGTH]
+    return [result + ops.attention(result, seen, seen, scale=1.0), keys]
+
+
+def leaves_another(tokens: mx.array, keys: mx.array, at: int) -> list[mx.array]:
+    result, keys = model(tokens, keys, at)
+    return [result, keys * 2]
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (writes_elsewhere, "at a fixed place"),
+        (reads_what_it_writes, "read while they are written"),
+        (leaves_another, "used as a whole"),
+    ],
+)
+def test_buffers_that_are_used_otherwise_are_refused(build: Callable[..., list[mx.array]], why: str):
+    with pytest.raises(ValueError, match=why):
+        captured(buffer(), build)
+
+
+def test_other_tokens_buffers_and_positions_are_refused():
+    keys = buffer()
+    replay = captured(keys)
+    tokens = mx.array([[1, 2]], dtype=mx.int32)
+    for position in (LOW - 1, HIGH + 1):
+        with pytest.raises(ValueError, match=f"position {position} is not one of {LOW} to {HIGH}"):
+            replay.run(tokens, [keys], position)
+    for others in (tokens[:, :1], tokens.astype(mx.float32), tokens + 1):
+        with pytest.raises(ValueError, match="not the tokens"):
+            replay.run(others, [keys], LOW)
+    for buffers in ([], [keys, keys], [keys[:, :, 1:]], [keys.astype(mx.float16)], [keys + 1]):
+        with pytest.raises(ValueError, match="not the buffers"):
+            replay.run(tokens, buffers, LOW)
+    before = np.array(keys)
+    assert np.array_equal(before, np.array(keys))
