@@ -5,29 +5,36 @@
 
 namespace phalanx_cpu {
 
+// The tag is read when an operation is handed over, so nothing may have to be computed for it.
+inline void check_tag(const mx::array& tag) {
+  if (tag.size() != 1 || tag.dtype() != mx::float32 || tag.has_primitive())
+    throw std::invalid_argument("checksum: the tag is one float32 that is known");
+}
+
 // y [rows, width], weights [width] or [width, 1] -> wire [rows, width + 2 or 3], squares [rows].
-inline std::pair<mx::array, mx::array> checksum_load(const mx::array& y, const mx::array& weights, float tag,
+inline std::pair<mx::array, mx::array> checksum_load(const mx::array& y, const mx::array& weights, const mx::array& tag,
                                                      mx::StreamOrDevice s) {
   mx::Stream stream = mx::to_stream(s);
   if (y.ndim() != 2 || weights.size() != static_cast<size_t>(y.shape(1)))
     throw std::invalid_argument("checksum_load: y must be [rows, width], weights [width]");
+  check_tag(tag);
   kern_checksum_load_args args{};
   args.rows = y.shape(0);
   args.width = y.shape(1);
-  args.tag = tag;
   args.type = float_type(y.dtype(), "checksum_load");
   auto fill = [](kern_checksum_load_args& a, const Arrays& in, Arrays& out) {
     Rows y = rows_of(in[0], out[0]);
     a.y = y.data;
     a.y_stride = y.stride;
     a.weights = in[1].data<float>();
+    a.tag = in[2].data<float>()[0];
     a.wire = data(out[0]);
     a.squares = out[1].data<float>();
   };
   int wide = y.shape(1) + (y.dtype() == mx::float32 ? 2 : 3);
   Arrays made = make_many<kern_checksum_load_args>(
       {{y.shape(0), wide}, {y.shape(0)}}, {y.dtype(), mx::float32}, stream, "KernChecksumLoad", args, fill,
-      kern_checksum_load, {y, packed(mx::astype(weights, mx::float32, stream), stream)});
+      kern_checksum_load, {y, packed(mx::astype(weights, mx::float32, stream), stream), tag});
   return {made[0], made[1]};
 }
 
@@ -57,7 +64,7 @@ inline std::pair<mx::array, mx::array> checksum_read(const mx::array& wire, cons
 
 // figures [sites * rows, 2], magnitudes [sites * rows], limits [sites, 2] -> flags [sites]: 0 or `flag`.
 inline mx::array checksum_judge(const mx::array& figures, const mx::array& magnitudes, const mx::array& limits,
-                                float tag, float flag, mx::StreamOrDevice s) {
+                                const mx::array& tag, float flag, mx::StreamOrDevice s) {
   mx::Stream stream = mx::to_stream(s);
   const int64_t sites = limits.ndim() == 2 && limits.shape(1) == 2 ? limits.shape(0) : 0;
   const auto rows = static_cast<int64_t>(magnitudes.size());
@@ -65,20 +72,21 @@ inline mx::array checksum_judge(const mx::array& figures, const mx::array& magni
     throw std::invalid_argument("checksum_judge: figures, magnitudes and limits are not of the same sites");
   for (const mx::array* a : {&figures, &magnitudes, &limits})
     if (a->dtype() != mx::float32) throw std::invalid_argument("checksum_judge: figures are float32");
+  check_tag(tag);
   kern_checksum_judge_args args{};
   args.sites = sites;
   args.rows = rows / sites;
-  args.tag = tag;
   args.flag = flag;
   auto fill = [](kern_checksum_judge_args& a, const Arrays& in, Arrays& out) {
     a.figures = in[0].data<float>();
     a.magnitudes = in[1].data<float>();
     a.limits = in[2].data<float>();
+    a.tag = in[3].data<float>()[0];
     a.flags = out[0].data<float>();
   };
   return make<kern_checksum_judge_args>({limits.shape(0)}, mx::float32, stream, "KernChecksumJudge", args, fill,
                                         kern_checksum_judge,
-                                        {packed(figures, stream), packed(magnitudes, stream), packed(limits, stream)});
+                                        {packed(figures, stream), packed(magnitudes, stream), packed(limits, stream), tag});
 }
 
 }  // namespace phalanx_cpu

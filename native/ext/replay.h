@@ -8,6 +8,7 @@
 //
 // Keys and values are written in place: who replays sees to it that nothing lazy still reads what is overwritten.
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "layout.h"
+#include "mlx/distributed/primitives.h"
 
 namespace phalanx_cpu {
 
@@ -29,7 +31,7 @@ class Replay {
  public:
   // One way the call was built: results, then the buffers as it leaves them.
   struct Call {
-    mx::array tokens;
+    Arrays inputs;
     Arrays outputs;
     int position;
   };
@@ -41,7 +43,7 @@ class Replay {
       if (!is_known(buffer) || !buffer.flags().row_contiguous) refuse("a buffer is not there yet");
     Comparison compared{*this, low, high, buffers};
     compared.run();
-    for (const mx::array& buffer : buffers) buffers_.push_back({buffer.shape(), buffer.dtype()});
+    for (const mx::array& buffer : buffers) buffers_.emplace_back(buffer.shape(), buffer.dtype());
   }
 
   int low() const { return low_; }
@@ -50,10 +52,11 @@ class Replay {
 
   // The call at `position`: its results, which the stream is still computing. The buffers have been written when the
   // stream comes to whatever is evaluated next.
-  Arrays run(const mx::array& tokens, const Arrays& buffers, int position) const {
-    check(tokens, buffers, position);
-    Arrays values{tokens};
+  Arrays run(const Arrays& inputs, const Arrays& buffers, int position) const {
+    check(inputs, buffers, position);
+    Arrays values;
     values.reserve(values_);
+    values.insert(values.end(), inputs.begin(), inputs.end());
     values.insert(values.end(), buffers.begin(), buffers.end());
     for (const Counter& counter : counters_) values.push_back(counter.at(position));
     for (const Node& node : nodes_) node.dispatch(values, position - low_);
@@ -162,17 +165,22 @@ class Replay {
 
   static bool is_known(const mx::array& a) { return !a.has_primitive() && a.status() != mx::array::Status::unscheduled; }
 
-  void check(const mx::array& tokens, const Arrays& buffers, int position) const {
+  using Like = std::vector<std::pair<mx::Shape, mx::Dtype>>;
+
+  static bool fit(const Arrays& arrays, const Like& like) {
+    bool fit = arrays.size() == like.size();
+    for (size_t i = 0; fit && i < arrays.size(); i++)
+      fit = is_known(arrays[i]) && arrays[i].flags().row_contiguous && arrays[i].shape() == like[i].first &&
+            arrays[i].dtype() == like[i].second;
+    return fit;
+  }
+
+  void check(const Arrays& inputs, const Arrays& buffers, int position) const {
     if (position < low_ || position > high_)
       refuse("replay: position " + std::to_string(position) + " is not one of " + std::to_string(low_) + " to " +
              std::to_string(high_));
-    if (!is_known(tokens) || tokens.shape() != tokens_.first || tokens.dtype() != tokens_.second)
-      refuse("replay: these are not the tokens of the call");
-    bool fit = buffers.size() == buffers_.size();
-    for (size_t i = 0; fit && i < buffers.size(); i++)
-      fit = is_known(buffers[i]) && buffers[i].flags().row_contiguous && buffers[i].shape() == buffers_[i].first &&
-            buffers[i].dtype() == buffers_[i].second;
-    if (!fit) refuse("replay: these are not the buffers of the call");
+    if (!fit(inputs, inputs_)) refuse("replay: these are not the inputs of the call");
+    if (!fit(buffers, buffers_)) refuse("replay: these are not the buffers of the call");
   }
 
   // Walks both graphs at once, and fills the replay.
@@ -182,18 +190,22 @@ class Replay {
         : replay_(replay), low_(low), high_(high), buffers_(buffers), by_(high.position - low.position) {}
 
     void run() {
-      if (low_.tokens.shape() != high_.tokens.shape() || low_.tokens.dtype() != high_.tokens.dtype())
-        refuse("the calls are not of the same tokens");
-      replay_.tokens_ = {low_.tokens.shape(), low_.tokens.dtype()};
+      if (low_.inputs.size() != high_.inputs.size()) refuse("the calls do not have the same inputs");
+      for (size_t i = 0; i < low_.inputs.size(); i++) {
+        const mx::array &a = low_.inputs[i], &b = high_.inputs[i];
+        if (a.shape() != b.shape() || a.dtype() != b.dtype()) refuse("the calls do not have the same inputs");
+        replay_.inputs_.push_back({a.shape(), a.dtype()});
+        name(a, b, static_cast<int>(i));
+      }
+      const int inputs = static_cast<int>(low_.inputs.size());
       if (low_.outputs.size() != high_.outputs.size() || low_.outputs.size() < buffers_.size())
         refuse("the calls do not have the same results");
-      name(low_.tokens, high_.tokens, 0);
       for (size_t i = 0; i < buffers_.size(); i++) {
-        name(buffers_[i], buffers_[i], static_cast<int>(i + 1));
-        version_of_[static_cast<int>(i + 1)] = i;
+        name(buffers_[i], buffers_[i], inputs + static_cast<int>(i));
+        version_of_[inputs + static_cast<int>(i)] = i;
       }
       for (size_t i = 0; i < low_.outputs.size(); i++) find_counters(low_.outputs[i], high_.outputs[i]);
-      next_ = static_cast<int>(1 + buffers_.size() + replay_.counters_.size());
+      next_ = given();
       for (size_t i = 0; i < low_.outputs.size(); i++) visit(low_.outputs[i], high_.outputs[i]);
       replay_.values_ = next_;
       finish();
@@ -201,6 +213,9 @@ class Replay {
 
    private:
     using Pair = std::pair<mx::array, mx::array>;
+
+    // Values that are there before anything is computed.
+    int given() const { return static_cast<int>(low_.inputs.size() + buffers_.size() + replay_.counters_.size()); }
 
     void name(const mx::array& low, const mx::array& high, int value) {
       number_[low.id()] = value;
@@ -257,7 +272,7 @@ class Replay {
       if (a.id() != b.id()) {
         if (a.shape() != b.shape() || a.dtype() != b.dtype()) refuse("a constant changes its shape with the position");
         if (const auto more = counts(a, b)) {
-          name(a, b, static_cast<int>(1 + buffers_.size() + replay_.counters_.size()));
+          name(a, b, given());
           replay_.counters_.push_back({*more, a.dtype()});
           return;
         }
@@ -314,14 +329,34 @@ class Replay {
         name(outputs[i], others[i], next_ + static_cast<int>(i));
       }
       if (!understand(node, a, b)) {
-        if (!a.primitive().is_equivalent(b.primitive()))
+        if (!is_alike(a.primitive(), b.primitive()))
           refuse(std::string(a.primitive().name()) + " changes with the position");
         for (size_t i = 0; i < outputs.size(); i++)
           if (outputs[i].shape() != others[i].shape())
             refuse(std::string(a.primitive().name()) + " has another shape at another position");
       }
+      order_sums(node);
       next_ += static_cast<int>(outputs.size());
       replay_.nodes_.push_back(std::move(node));
+    }
+
+    // Whether both operations do the same. Some cannot say so themselves.
+    bool is_alike(const mx::Primitive& a, const mx::Primitive& b) {
+      const std::string name = a.name();
+      if (name == "Expm1") return true;
+      if (name.size() < 9 || name.compare(name.size() - 9, 9, "AllReduce") != 0) return a.is_equivalent(b);
+      using Sum = mx::distributed::DistPrimitive;
+      return static_cast<const Sum&>(a).group().raw_group() == static_cast<const Sum&>(b).group().raw_group();
+    }
+
+    // How many sums over ranks lie on the longest way to a node, itself included. All ranks have to sum in one order,
+    // and only those that depend on each other have one.
+    void order_sums(const Node& node) {
+      int sums = 0;
+      for (auto [input, value] : node.varying) sums = std::max(sums, sums_to_[value]);
+      const std::string name = node.primitive->name();
+      if (name.find("All") != std::string::npos && ++sums != ++sums_) refuse("sums over ranks have no order");
+      for (size_t i = 0; i < node.outputs.size(); i++) sums_to_[next_ + static_cast<int>(i)] = sums;
     }
 
     // Writing new keys and values behind the old ones, and reading all of them.
@@ -381,7 +416,7 @@ class Replay {
       for (size_t i = 0; i < low_.outputs.size(); i++) {
         const int value = number_.at(low_.outputs[i].id());
         if (i < results) {
-          if (value < static_cast<int>(1 + buffers_.size() + replay_.counters_.size()) || reads(value) ||
+          if (value < given() || reads(value) ||
               version_of_.count(value) != 0)
             refuse("a result is not computed");
           replay_.results_.push_back(value);
@@ -393,8 +428,7 @@ class Replay {
     }
 
     bool reads(int value) const {
-      const int first = static_cast<int>(1 + buffers_.size() + replay_.counters_.size());
-      int next = first;
+      int next = given();
       for (const Node& node : replay_.nodes_) {
         if (value < next + static_cast<int>(node.outputs.size()))
           return value >= next && node.kind == Kind::kRead;
@@ -414,6 +448,8 @@ class Replay {
     std::map<std::uintptr_t, int> number_;  // of the first call's arrays
     std::map<std::uintptr_t, std::uintptr_t> other_;
     std::set<std::uintptr_t> seen_;
+    std::map<int, int> sums_to_;
+    int sums_ = 0;
     std::map<int, size_t> version_of_;  // value -> the buffer that it is
     std::map<int, std::vector<std::pair<int, int>>> users_;  // value -> nodes and their inputs
   };
@@ -421,8 +457,7 @@ class Replay {
   const int low_, high_;
   int values_ = 0;
   mx::Stream stream_ = mx::default_stream(mx::Device::cpu);
-  std::pair<mx::Shape, mx::Dtype> tokens_{mx::Shape{}, mx::int32};
-  std::vector<std::pair<mx::Shape, mx::Dtype>> buffers_;
+  Like inputs_, buffers_;
   std::vector<Counter> counters_;
   std::vector<Node> nodes_;
   std::vector<int> results_;

@@ -19,7 +19,7 @@ TYPES = [mx.float32, mx.float16, mx.bfloat16]
 def test_operations_give_what_the_reducer_computes(dtype, rows, width):
     y = mx.random.normal((rows, width), key=mx.random.key(1)).astype(dtype)
     weights = mx.array(signs(width))[:, None]
-    wire, squares = ops.checksum_load(y, weights, 5.0)
+    wire, squares = ops.checksum_load(y, weights, mx.array(5.0))
     checksum = y.astype(mx.float32) @ weights
     high = checksum.astype(dtype)
     parts = [y, high] + ([] if dtype == mx.float32 else [(checksum - high).astype(dtype)])
@@ -57,15 +57,20 @@ def test_verdicts(sites, rows):
     for judge in (ops.checksum_judge, ComposedChecksum().judge):
         for case in (figures, *spoiled):
             arrays = (mx.array(a.astype(np.float32)) for a in (case.reshape(-1, 2), magnitudes.reshape(-1), limits))
-            assert judge(*arrays, 6, 4).tolist() == [0.0] * (sites - 1) + [0.0 if case is figures else 4.0]
+            assert judge(*arrays, mx.array(6.0), 4).tolist() == [0.0] * (sites - 1) + [0.0 if case is figures else 4.0]
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="checksum_judge"):
-        ops.checksum_judge(mx.zeros((4, 2)), mx.zeros(4), mx.zeros((3, 2)), 1.0, 1.0)
+        ops.checksum_judge(mx.zeros((4, 2)), mx.zeros(4), mx.zeros((3, 2)), mx.array(1.0), 1.0)
     with pytest.raises(ValueError, match="checksum_judge"):
-        ops.checksum_judge(mx.zeros((4, 2)), mx.zeros(4).astype(mx.float16), mx.zeros((2, 2)), 1.0, 1.0)
+        ops.checksum_judge(mx.zeros((4, 2)), mx.zeros(4).astype(mx.float16), mx.zeros((2, 2)), mx.array(1.0), 1.0)
     with pytest.raises(ValueError, match="checksum"):
-        ops.checksum_load(mx.zeros((2, 5)), mx.zeros(4), 1.0)
+        ops.checksum_load(mx.zeros((2, 5)), mx.zeros(4), mx.array(1.0))
+    for tag in (mx.array(1), mx.array([1.0, 2.0]), mx.array(1.0) + 1.0):
+        with pytest.raises(ValueError, match="the tag"):
+            ops.checksum_load(mx.zeros((2, 4)), mx.zeros(4), tag)
+        with pytest.raises(ValueError, match="the tag"):
+            ops.checksum_judge(mx.zeros((4, 2)), mx.zeros(4), mx.zeros((2, 2)), tag, 1.0)
     with pytest.raises(ValueError, match="checksum"):
         ops.checksum_read(mx.zeros((2, 5)), mx.zeros(4))

@@ -42,7 +42,7 @@ def buffer() -> mx.array:
 def captured(keys: mx.array, build: Callable[..., list[mx.array]] = model, **arguments: Any) -> Any:
     def call(at: int) -> Any:
         tokens = ops.placeholder([1, LENGTH], mx.int32)
-        return ops.Call(tokens, build(tokens, copy.copy(keys), at, **arguments), at)
+        return ops.Call([tokens], build(tokens, copy.copy(keys), at, **arguments), at)
 
     return ops.Replay(call(LOW), call(HIGH), [keys])
 
@@ -54,7 +54,7 @@ def test_a_replayed_call_gives_the_same_bits_at_every_position():
     assert (replay.low, replay.high) == (LOW, HIGH) and len(replay) > 8
     for at in [*range(LOW, HIGH + 1), 5, 5, 1]:
         tokens = mx.array([[at % 5, 3]], dtype=mx.int32)
-        (result,) = replay.run(tokens, [keys], at)
+        (result,) = replay.run([tokens], [keys], at)
         built, expected = model(tokens, expected, at)
         mx.eval(result, built, expected)
         assert np.array_equal(np.array(result), np.array(built))
@@ -64,7 +64,7 @@ def test_a_replayed_call_gives_the_same_bits_at_every_position():
 def test_results_can_be_read_without_evaluating_them_first_and_are_not_overwritten():
     keys = buffer()
     replay = captured(keys)
-    results = [replay.run(mx.array([[n, n]], dtype=mx.int32), [keys], 3 + n)[0] for n in range(4)]
+    results = [replay.run([mx.array([[n, n]], dtype=mx.int32)], [keys], 3 + n)[0] for n in range(4)]
     read = [np.array(result) for result in results]
     assert all(np.array_equal(a, np.array(b)) for a, b in zip(read, results, strict=True))
     assert not any(np.array_equal(read[0], other) for other in read[1:])
@@ -75,7 +75,7 @@ def test_calls_are_kept_without_what_they_were_built_from():
     mx.eval(keys)
     before = mx.get_active_memory()
     replay = captured(keys)
-    replay.run(mx.array([[1, 2]], dtype=mx.int32), [keys], 7)
+    replay.run([mx.array([[1, 2]], dtype=mx.int32)], [keys], 7)
     mx.synchronize()
     assert mx.get_active_memory() - before < keys.nbytes // 16
     keys = mx.array(0)
@@ -135,18 +135,18 @@ def test_buffers_that_are_used_otherwise_are_refused(build: Callable[..., list[m
         captured(buffer(), build)
 
 
-def test_other_tokens_buffers_and_positions_are_refused():
+def test_other_inputs_buffers_and_positions_are_refused():
     keys = buffer()
     replay = captured(keys)
     tokens = mx.array([[1, 2]], dtype=mx.int32)
     for position in (LOW - 1, HIGH + 1):
         with pytest.raises(ValueError, match=f"position {position} is not one of {LOW} to {HIGH}"):
-            replay.run(tokens, [keys], position)
+            replay.run([tokens], [keys], position)
     for others in (tokens[:, :1], tokens.astype(mx.float32), tokens + 1):
-        with pytest.raises(ValueError, match="not the tokens"):
-            replay.run(others, [keys], LOW)
+        with pytest.raises(ValueError, match="not the inputs"):
+            replay.run([others], [keys], LOW)
     for buffers in ([], [keys, keys], [keys[:, :, 1:]], [keys.astype(mx.float16)], [keys + 1]):
         with pytest.raises(ValueError, match="not the buffers"):
-            replay.run(tokens, buffers, LOW)
+            replay.run([tokens], buffers, LOW)
     before = np.array(keys)
     assert np.array_equal(before, np.array(keys))

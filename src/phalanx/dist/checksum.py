@@ -14,17 +14,18 @@ import mlx.core as mx
 class Checksum(Protocol):
     """A way to compute both; all give the same numbers up to rounding."""
 
-    def load(self, y: mx.array, signs: mx.array, tag: int) -> tuple[mx.array, mx.array]:
+    def load(self, y: mx.array, signs: mx.array, tag: mx.array) -> tuple[mx.array, mx.array]:
         """What to sum instead of y [rows, width], and the squared magnitude of each row.
 
         Args:
             signs: [width], +-1 / sqrt(width), so that a checksum is as large as an element.
+            tag: a float32 that is known.
         """
 
     def read(self, wire: mx.array, signs: mx.array) -> tuple[mx.array, mx.array]:
         """The sum [rows, width], and [rows, 2]: by how much its checksum differs from what came, and the tag."""
 
-    def judge(self, figures: mx.array, magnitudes: mx.array, limits: mx.array, tag: int, flag: int) -> mx.array:
+    def judge(self, figures: mx.array, magnitudes: mx.array, limits: mx.array, tag: mx.array, flag: int) -> mx.array:
         """[sites]: 0.0 for each place where all sums are right, else `flag`.
 
         Args:
@@ -41,10 +42,10 @@ class ComposedChecksum:
     def __init__(self) -> None:
         self._readouts: dict[tuple[int, mx.Dtype], tuple[mx.array, mx.array]] = {}
 
-    def load(self, y: mx.array, signs: mx.array, tag: int) -> tuple[mx.array, mx.array]:
+    def load(self, y: mx.array, signs: mx.array, tag: mx.array) -> tuple[mx.array, mx.array]:
         wide = y if y.dtype == mx.float32 else y.astype(mx.float32)
         checksum = (wide @ signs)[:, None]
-        tags = mx.full((y.shape[0], 1), tag, dtype=y.dtype)
+        tags = mx.broadcast_to(tag.astype(y.dtype), (y.shape[0], 1))
         squares = mx.sum(mx.square(wide), axis=-1)
         if y.dtype == mx.float32:
             return mx.concatenate([y, checksum, tags], axis=-1), squares
@@ -56,11 +57,11 @@ class ComposedChecksum:
         seen = wire if wire.dtype == mx.float32 else wire.astype(mx.float32)
         return wire[:, : signs.shape[0]], seen @ self._readout(signs, wire.dtype)
 
-    def judge(self, figures: mx.array, magnitudes: mx.array, limits: mx.array, tag: int, flag: int) -> mx.array:
+    def judge(self, figures: mx.array, magnitudes: mx.array, limits: mx.array, tag: mx.array, flag: int) -> mx.array:
         sites = limits.shape[0]
         limit = limits[:, :1] * magnitudes.reshape(sites, -1) + limits[:, 1:]
         residuals, tags = figures.reshape(sites, -1, 2)[..., 0], figures.reshape(sites, -1, 2)[..., 1]
-        right = mx.logical_and(mx.abs(residuals) <= limit, tags == float(tag))
+        right = mx.logical_and(mx.abs(residuals) <= limit, tags == tag)
         return mx.where(mx.all(right, axis=1), 0.0, float(flag))
 
     def _readout(self, signs: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -12,6 +12,8 @@ sampling.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
@@ -42,13 +44,20 @@ class Site(NamedTuple):
     width: int
 
 
+class Summed(NamedTuple):
+    """One reduction of a forward."""
+
+    site: int
+    rows: int
+    dtype: mx.Dtype
+
+
 class _Result(NamedTuple):
     """What one reduction left for the verdict."""
 
-    site: int
+    summed: Summed
     figures: mx.array  # [rows, 2]: residual of the checksum, tag
     squares: mx.array  # [rows]: squared magnitude of this rank's part
-    dtype: mx.Dtype
 
 
 @dataclass(slots=True)
@@ -90,7 +99,10 @@ class Reducer:
         self._checksum = checksum or ComposedChecksum()
         self._signs: dict[int, mx.array] = {}
         self._limits: dict[tuple[tuple[int, mx.Dtype], ...], mx.array] = {}
+        self._tags: dict[int, list[mx.array]] = {}
+        self._traced_tags: list[mx.array] | None = None
         self._results: list[_Result] = []
+        self._summed: list[Summed] = []  # to be judged
         self._outstanding: list[mx.array] = []
 
     def begin(self, step: int) -> None:
@@ -116,12 +128,12 @@ class Reducer:
             return total
         width = y.shape[-1]
         signs = self._signs_of(site)
-        loaded, squares = self._checksum.load(y.reshape(-1, width), signs, self._tag())
+        loaded, squares = self._checksum.load(y.reshape(-1, width), signs, self.tags()[0])
         wire = mx.distributed.all_sum(loaded, group=self.group)
         if self._fault is not None:
             wire = self._fault(wire, self.tally.forwards, site)
         total, figures = self._checksum.read(wire, signs)
-        self._results.append(_Result(site, figures, squares, y.dtype))
+        self._results.append(_Result(Summed(site, squares.shape[0], y.dtype), figures, squares))
         self._keep(wire)
         return total.reshape(y.shape)
 
@@ -132,14 +144,58 @@ class Reducer:
         where sums are checked.
         """
         outstanding, self._outstanding = self._outstanding, []
+        self._summed = [result.summed for result in self._results]
         if not self._results:
             self.tally.forwards += self.size > 1
             return outstanding
-        return [*outstanding, self._verdict()]
+        verdict, self._results = self._verdict(), []
+        return [*outstanding, verdict]
 
     def discard(self) -> None:
         """Forget reductions that were built but never evaluated, on any rank."""
-        self._results, self._outstanding = [], []
+        self._results, self._outstanding, self._summed = [], [], []
+
+    # -- forwards that are replayed ----------------------------------------------------------------------------------
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a forward's sums are the same operations each time."""
+        return self._fault is None and not self.foreign
+
+    def tags(self) -> list[mx.array]:
+        """What differs between the sums of two forwards: the tag of what this rank sends, and that of the sum."""
+        if self._traced_tags is not None:
+            return self._traced_tags
+        if not self.checked:
+            return []
+        tag = self._tag()
+        if tag not in self._tags:
+            self._tags[tag] = [mx.array(float(tag)), mx.array(float(tag * self.size))]
+        return self._tags[tag]
+
+    @contextmanager
+    def tracing(self, tags: list[mx.array]) -> Iterator[None]:
+        """Forwards are only built, with these for tags; nothing of them is left."""
+        reductions, forwards = self.tally.reductions, self.tally.forwards
+        self._traced_tags = tags if self.checked else None
+        try:
+            yield
+        finally:
+            self._traced_tags = None
+            self.tally.reductions, self.tally.forwards = reductions, forwards
+            self.discard()
+
+    def summed(self) -> list[Summed]:
+        """The reductions of the forward that `finish` has finished."""
+        return list(self._summed)
+
+    def replayed(self, summed: list[Summed]) -> None:
+        """A forward with these reductions was replayed, up to what `finish` would have returned."""
+        self._summed = list(summed)
+        self.tally.reductions += len(summed)
+        self.tally.forwards += self.size > 1 and not summed
+
+    # -- the verdict -------------------------------------------------------------------------------------------------
 
     def judge(self, step: int, evaluated: list[mx.array]) -> None:
         """Read the verdict of what `finish` returned.
@@ -147,16 +203,16 @@ class Reducer:
         Raises:
             CollectiveFault: some rank received a wrong sum; names the step and the layers.
         """
-        results, self._results = self._results, []
-        if not results:
+        summed, self._summed = self._summed, []
+        if not summed:
             return
         *bad, tags = [float(v) for v in cast("list[float]", evaluated[-1].tolist())]
         expected = float(self._tag() * self.size)
         self.tally.forwards += 1
         if tags == expected and not any(bad):
             return
-        judged = [result for alike in _alike(results) for result in alike]
-        spoiled = [(self.sites[result.site].name, flags) for result, flags in zip(judged, bad, strict=True) if flags]
+        judged = [summed[i] for alike in _alike(summed) for i in alike]
+        spoiled = [(self.sites[place.site].name, flags) for place, flags in zip(judged, bad, strict=True) if flags]
         sites = [name for name, _ in spoiled]
         where = ", ".join(sites[:4]) + (f" and {len(sites) - 4} more" if len(sites) > 4 else "")
         raise CollectiveFault(
@@ -197,18 +253,19 @@ class Reducer:
         paid for as often as the model has layers.
         """
         flags = []
-        for alike in _alike(self._results):
-            figures = mx.concatenate([result.figures for result in alike])
-            squares = mx.concatenate([result.squares for result in alike])
+        tag, sum_of_tags = self.tags()
+        for alike in _alike(self._summed):
+            results = [self._results[i] for i in alike]
+            figures = mx.concatenate([result.figures for result in results])
+            squares = mx.concatenate([result.squares for result in results])
             magnitudes = mx.distributed.all_sum(mx.sqrt(squares), group=self.group)
-            tag = self._tag() * self.size
-            flags.append(self._checksum.judge(figures, magnitudes, self._limits_of(alike), tag, 1 << self.rank))
-        own = mx.concatenate([*flags, mx.array([float(self._tag())])])
-        return mx.distributed.all_sum(own, group=self.group)
+            limits = self._limits_of([result.summed for result in results])
+            flags.append(self._checksum.judge(figures, magnitudes, limits, sum_of_tags, 1 << self.rank))
+        return mx.distributed.all_sum(mx.concatenate([*flags, tag.reshape(1)]), group=self.group)
 
-    def _limits_of(self, results: list[_Result]) -> mx.array:
+    def _limits_of(self, summed: list[Summed]) -> mx.array:
         """What rounding may leave of each reduction, [k, 2]: relative to its magnitude, and at least."""
-        key = tuple((result.site, result.dtype) for result in results)
+        key = tuple((place.site, place.dtype) for place in summed)
         if (limits := self._limits.get(key)) is None:
             rows = [[tolerance(self.sites[site].width, dtype), FLOOR.get(dtype, 0.0)] for site, dtype in key]
             limits = self._limits[key] = mx.array(rows)
@@ -219,11 +276,11 @@ class Reducer:
         self._outstanding = [*self._outstanding[1 - OUTSTANDING :], wire]
 
 
-def _alike(results: list[_Result]) -> list[list[_Result]]:
-    """Results of equal shape together, in their order."""
-    groups: dict[int, list[_Result]] = {}
-    for result in results:
-        groups.setdefault(result.squares.shape[0], []).append(result)
+def _alike(summed: list[Summed]) -> list[list[int]]:
+    """Numbers of reductions of equal shape together, in their order."""
+    groups: dict[int, list[int]] = {}
+    for i, place in enumerate(summed):
+        groups.setdefault(place.rows, []).append(i)
     return list(groups.values())
 
 

@@ -28,6 +28,7 @@ class Worker:
 
     def run(self) -> None:
         """Obey until told to stop."""
+        self.runner.samples = False
         while (order := self._link.receive()) is not None:
             match order.plan:
                 case Step():

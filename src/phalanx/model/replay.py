@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from phalanx.dist.reduce import Reducer, Summed
 from phalanx.errors import EngineError
 from phalanx.kernels import install
 from phalanx.model.arena import Arena
@@ -45,6 +46,21 @@ class Kind(NamedTuple):
     start: int
     rows: int
     length: int
+    samples: bool
+
+
+class Kept(NamedTuple):
+    """A call to be replayed."""
+
+    replay: Any
+    summed: list[Summed]  # over ranks
+
+
+class Answer(NamedTuple):
+    """What a replayed call gave, not evaluated."""
+
+    logits: mx.array | None  # None: not asked for
+    sums: list[mx.array]  # as from `Reducer.finish`
 
 
 class Replays:
@@ -53,24 +69,32 @@ class Replays:
     Args:
         model: an mlx-lm model, its weights in memory.
         mask_dims: as of `RowView`.
+        reducer: what its layers sum over ranks with.
     """
 
-    def __init__(self, model: Module, mask_dims: int) -> None:
+    def __init__(self, model: Module, mask_dims: int, reducer: Reducer) -> None:
         self._model = model
+        self._reducer = reducer
         self._mask_dims = mask_dims
         self._seen: Counter[Kind] = Counter()
-        self._kept: dict[Kind, Any] = {}  # None: refused
+        self._kept: dict[Kind, Kept | None] = {}  # None: refused
         self.done = 0
         """Calls that were replayed."""
         self.refusals: list[str] = []
         """Why calls are built each time; each reason once."""
 
-    def logits(self, arena: Arena, view: RowView, tokens: Sequence[Sequence[int]]) -> mx.array | None:
-        """What the model would return for an opened arena, its caches written; None where it has to be called."""
+    def call(
+        self, arena: Arena, view: RowView, tokens: Sequence[Sequence[int]], *, samples: bool = True
+    ) -> Answer | None:
+        """What the model would give for an opened arena, its caches written; None where it has to be called.
+
+        Args:
+            samples: whether logits are asked for.
+        """
         ops = install.operations()
         if ops is None or not view.uniform or view.prefill or view.shortest < LOWEST:
             return None
-        kind = Kind(arena.rows, arena.capacity, view.start, view.stop - view.start, view.length)
+        kind = Kind(arena.rows, arena.capacity, view.start, view.stop - view.start, view.length, samples)
         if kind.rows * kind.length > MOST_TOKENS:
             return None
         if kind not in self._kept:
@@ -80,54 +104,62 @@ class Replays:
             self._make_room()
             self._kept[kind] = self._capture(ops, arena, kind)
             arena.resume(view)
-        replay = self._kept[kind]
-        if replay is None or not replay.low <= view.shortest <= replay.high:
+        kept = self._kept[kind]
+        if kept is None or not kept.replay.low <= view.shortest <= kept.replay.high:
             return None
         ids = mx.array([list(row) for row in tokens], dtype=mx.int32)
-        (logits,) = replay.run(ids, arena.arrays(), view.shortest)
+        results = kept.replay.run([ids, *self._reducer.tags()], arena.arrays(), view.shortest)
+        self._reducer.replayed(kept.summed)
         self.done += 1
-        return logits  # type: ignore[no-any-return]
+        return Answer(results.pop() if samples else None, results)
 
     def _make_room(self) -> None:
         if len(self._kept) >= MOST_KINDS:
             self._kept.clear()
             self._seen.clear()
 
-    def _capture(self, ops: Any, arena: Arena, kind: Kind) -> Any:
+    def _capture(self, ops: Any, arena: Arena, kind: Kind) -> Kept | None:
         layouts = [leaf.layout for leaf in arena.leaves]
         windows = [layout.window for layout in layouts if isinstance(layout, KvLayout) and layout.window]
         highest = min([kind.capacity - 1, *windows]) - kind.length  # of a full buffer no part is read, but all
         try:
             if arena.recurrent:
                 raise ValueError("it keeps recurrent state")
-            low, high = (self._built(ops, arena, kind, position) for position in (LOWEST, highest))
-            return ops.Replay(low, high, arena.arrays())
+            if not self._reducer.repeats:
+                raise ValueError("its sums over ranks are not alike")
+            (low, summed), (high, _) = (self._built(ops, arena, kind, position) for position in (LOWEST, highest))
+            return Kept(ops.Replay(low, high, arena.arrays()), summed)
         except TypeError:  # what MLX says to a position that is traced
-            return self._refuse(kind, "the model computes with the position")
+            self._refuse(kind, "the model computes with the position")
         except (ValueError, RuntimeError, LookupError, EngineError) as error:
-            return self._refuse(kind, str(error).partition("\n")[0])
+            self._refuse(kind, str(error).partition("\n")[0])
+        return None
 
     def _refuse(self, kind: Kind, why: str) -> None:
         if why not in self.refusals:
             self.refusals.append(why)
             log.info("Decoding %d x %d tokens is built anew in each step: %s.", kind.rows, kind.length, why)
 
-    def _built(self, ops: Any, arena: Arena, kind: Kind, position: int) -> Any:
-        """The call at a position, not computed; the buffers stay as they are."""
+    def _built(self, ops: Any, arena: Arena, kind: Kind, position: int) -> tuple[Any, list[Summed]]:
+        """The call at a position, not computed, and its sums over ranks; the buffers stay as they are."""
         view = RowView(kind.start, [position] * kind.rows, kind.length, mask_dims=self._mask_dims)
         traces = view.trace()
         leaves = [leaf for leaf in arena.leaves if isinstance(leaf, RaggedKV)]
         buffers = [(leaf.keys, leaf.values) for leaf in leaves]
         tokens = ops.placeholder([kind.rows, kind.length], mx.int32)
+        tags = [ops.placeholder([], mx.float32) for _ in self._reducer.tags()]
         try:
             for leaf, (keys, values) in zip(leaves, buffers, strict=True):
                 leaf.keys, leaf.values = copy.copy(keys), copy.copy(values)  # to be written by the graph, not by us
                 leaf.open(view)
-            logits = self._model(tokens, cache=list(arena.caches))
-            after = arena.arrays()
+            with self._reducer.tracing(tags):
+                logits = self._model(tokens, cache=list(arena.caches))
+                results = [*self._reducer.finish(), *([logits] if kind.samples else [])]
+                summed = self._reducer.summed()
+            results += arena.arrays()
         finally:
             for leaf, (keys, values) in zip(leaves, buffers, strict=True):
                 leaf.keys, leaf.values = keys, values
         if any(trace.used for trace in traces):
             raise ValueError("the model computes with the position")
-        return ops.Call(tokens, [logits, *after], position)
+        return ops.Call([tokens, *tags], results, position), summed

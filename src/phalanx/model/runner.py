@@ -35,7 +35,9 @@ class Runner:
         self.facts = facts
         self.dtype = dtype
         self.reducer = reducer or Reducer(None)
-        self._replays = Replays(model, facts.mask_dims)
+        self.samples = True
+        """Whether logits are asked for at all; a rank that only obeys need not compute them."""
+        self._replays = Replays(model, facts.mask_dims, self.reducer)
         self._step = 0
         self._arenas: dict[int, Arena] = {}
         self._entries: dict[int, Snapshot] = {}
@@ -71,8 +73,8 @@ class Runner:
         """Feed tokens; `kv_len[i]` is the valid length of row `start + i` before.
 
         Returns:
-            Logits `[rows, L, V]`, not evaluated, when the plan samples or scores: evaluate them together with
-            `settle()`. Otherwise None, with the caches evaluated.
+            Logits `[rows, L, V]`, not evaluated, when the plan samples or scores and this rank does: evaluate them
+            together with `settle()`. Otherwise None, with the caches evaluated.
 
         Raises:
             EngineError: the buffers are too short, or a recurrent row would be padded or rolled back.
@@ -89,7 +91,7 @@ class Runner:
             view = self._view(fwd.start, kv_len, len(fwd.tokens[0]), fwd.sample)
             logits = self._call(arena, view, fwd.tokens, kv_len, fwd.valid)
         self._touched = arena
-        if fwd.sample or fwd.score:
+        if self.samples and (fwd.sample or fwd.score):
             self._logits = logits
             return logits
         mx.eval(arena.touched())
@@ -120,37 +122,39 @@ class Runner:
         tokens: Sequence[Sequence[int]],
         kv_len: Sequence[int],
         valid: Sequence[int],
-    ) -> mx.array:
-        """One model call over rows of one arena; logits [rows, L, V]."""
+    ) -> mx.array | None:
+        """One model call over rows of one arena; logits [rows, L, V] where they are asked for."""
         arena.open(view, [length + n for length, n in zip(kv_len, valid, strict=True)])
-        logits = self._replays.logits(arena, view, tokens) if self.reducer.size == 1 else None
-        if logits is None:
+        if (answer := self._replays.call(arena, view, tokens, samples=self.samples)) is not None:
+            logits, sums = answer
+        else:
             caches: list[Any] = list(arena.caches)  # a copy: models may extend the list
             logits = self.model(mx.array([list(row) for row in tokens], dtype=mx.int32), cache=caches)
+            sums = self.reducer.finish()
         arena.close()
         if self.reducer.size > 1:
-            self._agree(arena, logits)
-        return logits
+            self._agree(arena, sums, logits)
+        return logits if self.samples else None
 
-    def _agree(self, arena: Arena, logits: mx.array) -> None:
+    def _agree(self, arena: Arena, sums: list[mx.array], logits: mx.array | None) -> None:
         """Evaluate all collectives of a call, the same arrays in the same order on every rank, and judge them.
 
         The logits come after them, on the rank that samples; unless mlx-lm has collectives of its own there.
         """
-        roots = self.reducer.finish()
-        mx.eval(*roots, *arena.touched(), *([logits] if self.reducer.foreign else []))
-        self.reducer.judge(self._step, roots)
+        mx.eval(*sums, *arena.touched(), *([logits] if self.reducer.foreign else []))
+        self.reducer.judge(self._step, sums)
 
-    def _rows_in_turn(self, arena: Arena, fwd: Forward, kv_len: Sequence[int]) -> mx.array:
+    def _rows_in_turn(self, arena: Arena, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
         """For models that take one position for all rows: a call per row, without padding; logits padded with 0."""
         width = len(fwd.tokens[0])
         parts = []
         for i, (row, n) in enumerate(zip(fwd.tokens, fwd.valid, strict=True)):
             view = self._view(fwd.start + i, kv_len[i : i + 1], n, fwd.sample)
             part = self._call(arena, view, [row[:n]], kv_len[i : i + 1], [n])
-            mx.eval(part, arena.touched())  # before the next row writes (`arena.py` says why)
-            parts.append(mx.pad(part, [(0, 0), (0, width - n), (0, 0)]) if n < width else part)
-        return mx.concatenate(parts)
+            mx.eval([] if part is None else part, arena.touched())  # before the next row writes (`arena.py` says why)
+            if part is not None:
+                parts.append(mx.pad(part, [(0, 0), (0, width - n), (0, 0)]) if n < width else part)
+        return mx.concatenate(parts) if parts else None
 
     def _flush(self) -> None:
         """Evaluate what an earlier forward of the step left lazy (`arena.py` says why)."""
