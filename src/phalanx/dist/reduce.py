@@ -252,13 +252,14 @@ class Reducer:
         All reductions of a forward are judged in one piece, a model call at a time: what is done per reduction is
         paid for as often as the model has layers.
         """
-        flags = []
+        flags: list[mx.array] = []
         tag, sum_of_tags = self.tags()
         for alike in _alike(self._summed):
             results = [self._results[i] for i in alike]
             figures = mx.concatenate([result.figures for result in results])
             squares = mx.concatenate([result.squares for result in results])
-            magnitudes = mx.distributed.all_sum(mx.sqrt(squares), group=self.group)
+            known = mx.depends(mx.sqrt(squares), [figures, *flags])  # summed after all before, on every rank
+            magnitudes = mx.distributed.all_sum(known, group=self.group)
             limits = self._limits_of([result.summed for result in results])
             flags.append(self._checksum.judge(figures, magnitudes, limits, sum_of_tags, 1 << self.rank))
         return mx.distributed.all_sum(mx.concatenate([*flags, tag.reshape(1)]), group=self.group)
