@@ -17,6 +17,8 @@ namespace detail {
 struct AttentionArgs {
   kern_attention_args kernel;
   bool sinks, lengths;
+
+  void grow(int by) { kernel.keys += by; }
 };
 
 inline void fill_attention(AttentionArgs& args, const Arrays& in, Arrays& out) {

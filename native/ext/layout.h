@@ -6,26 +6,55 @@
 
 namespace phalanx_cpu {
 
+// While an operation is prepared (`replay.h`): what has to be done before it, and what has to live as long.
+struct Preparation {
+  std::vector<Task> tasks;
+  Arrays kept;
+
+  Preparation() { current() = this; }
+  ~Preparation() { current() = nullptr; }
+  Preparation(const Preparation&) = delete;
+  Preparation& operator=(const Preparation&) = delete;
+
+  static Preparation*& current() {
+    static thread_local Preparation* preparation = nullptr;
+    return preparation;
+  }
+};
+
+// Elements of a view to others, both `strides` apart and in the order of `shape`.
+inline void copy_elements(char* to, const char* from, const mx::Shape& shape, const mx::Strides& places,
+                          const mx::Strides& strides, size_t size, size_t axis = 0) {
+  if (axis == shape.size()) {
+    std::memcpy(to, from, size);
+    return;
+  }
+  const auto count = static_cast<size_t>(shape[axis]);
+  if (axis + 1 == shape.size() && strides[axis] == 1 && places[axis] == 1) {
+    std::memcpy(to, from, count * size);
+    return;
+  }
+  const auto step = static_cast<int64_t>(size);
+  for (size_t i = 0; i < count; i++, to += step * places[axis], from += step * strides[axis])
+    copy_elements(to, from, shape, places, strides, size, axis + 1);
+}
+
 // A row-major copy of a view, made on the stream just before the kernel that writes `out`.
 inline mx::array copied(const mx::array& a, const mx::array& out) {
-  auto& encoder = mx::cpu::get_command_encoder(out.primitive().stream());
   mx::array copy(a.shape(), a.dtype(), nullptr, {});
   copy.set_data(mx::allocator::malloc(copy.nbytes()));
-  encoder.dispatch([from = static_cast<const char*>(data(a)), to = static_cast<char*>(data(copy)), shape = a.shape(),
-                    strides = a.strides(), count = a.size(), size = a.itemsize()] {
-    std::vector<int64_t> place(shape.size());
-    int64_t offset = 0;
-    for (size_t i = 0; i < count; i++) {
-      std::memcpy(to + i * size, from + offset * static_cast<int64_t>(size), size);
-      for (size_t axis = shape.size(); axis-- > 0;) {  // the next element in row-major order
-        offset += strides[axis];
-        if (++place[axis] < shape[axis]) break;
-        offset -= place[axis] * strides[axis];
-        place[axis] = 0;
-      }
-    }
-  });
-  encoder.add_temporary(copy);
+  auto work = [from = static_cast<const char*>(data(a)), to = static_cast<char*>(data(copy)), shape = a.shape(),
+               places = copy.strides(), strides = a.strides(), size = a.itemsize()] {
+    copy_elements(to, from, shape, places, strides, size);
+  };
+  if (Preparation* preparation = Preparation::current()) {
+    preparation->tasks.push_back([work](int) { work(); });
+    preparation->kept.push_back(copy);
+  } else {
+    auto& encoder = mx::cpu::get_command_encoder(out.primitive().stream());
+    encoder.dispatch(std::move(work));
+    encoder.add_temporary(copy);
+  }
   return copy;
 }
 

@@ -62,9 +62,9 @@ NB_MODULE(_ext, m) {
   m.def("placeholder", [](const std::vector<int>& shape, mx::Dtype dtype) {
     return placeholder(mx::Shape(shape.begin(), shape.end()), dtype);
   }, "shape"_a, "dtype"_a);
-  nb::class_<Replay::Call>(m, "Call").def(nb::init<Arrays, Arrays, int>(), "inputs"_a, "outputs"_a, "position"_a);
+  nb::class_<Call>(m, "Call").def(nb::init<Arrays, Arrays, int>(), "inputs"_a, "outputs"_a, "position"_a);
   nb::class_<Replay>(m, "Replay")
-      .def(nb::init<const Replay::Call&, const Replay::Call&, Arrays>(), "low"_a, "high"_a, "buffers"_a)
+      .def(nb::init<const Call&, const Call&, Arrays>(), "low"_a, "high"_a, "buffers"_a)
       .def("run", &Replay::run, "inputs"_a, "buffers"_a, "position"_a)
       .def("__len__", &Replay::size)
       .def_prop_ro("low", &Replay::low)

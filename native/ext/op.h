@@ -1,6 +1,7 @@
 // A kernel of libkern as a lazy MLX primitive. Runs on the CPU stream like MLX's own operations.
 #pragma once
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -45,10 +46,20 @@ inline int64_t row_count(const mx::array& a) {
 inline const void* data(const mx::array& a) { return a.data<char>(); }
 inline void* data(mx::array& a) { return a.data<char>(); }
 
+// What computes an operation in its place; `by`: how far behind the position for which it was prepared.
+using Task = std::function<void(int by)>;
+
+// An operation that can be prepared once and computed often, with the same inputs and outputs.
+class Native {
+ public:
+  virtual ~Native() = default;
+  virtual Task prepare(const Arrays& in, Arrays& out) const = 0;
+};
+
 // Args: the kernel's argument struct. `fill` completes it when the buffers are known, and returns nothing: what cannot
 // be computed was refused before the operation was made.
 template <class Args>
-class Op : public mx::Primitive {
+class Op : public mx::Primitive, public Native {
   static_assert(std::is_trivially_copyable_v<Args>);
 
  public:
@@ -74,6 +85,15 @@ class Op : public mx::Primitive {
     mx::cpu::get_command_encoder(stream()).dispatch([args, run = run_, name = name_, waits = std::move(waits)] {
       if (run(&args) != KERN_OK) throw std::runtime_error(std::string(name) + ": the kernel refused its arguments");
     });
+  }
+  Task prepare(const Arrays& in, Arrays& out) const override {
+    Args args = args_;
+    fill_(args, in, out);
+    return [args, run = run_, name = name_](int by) {
+      Args now = args;
+      if constexpr (requires { now.grow(by); }) now.grow(by);
+      if (run(&now) != KERN_OK) throw std::runtime_error(std::string(name) + ": the kernel refused its arguments");
+    };
   }
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& op = static_cast<const Op&>(other);

@@ -1,72 +1,350 @@
 // A model call that is kept and done again, at other positions and for other tokens, without building its graph.
 //
-// Where a token takes milliseconds, Python that writes down the same few hundred operations again, and MLX, which looks
-// for an order to do them in, take a good part of them. What such a call depends on is little: its tokens, the keys and
-// values before them, and how many those are. So it is built twice without being computed, at the least and the greatest
-// position, and compared operation by operation. Either all that differs is understood - keys and values are written
-// and read up to the position, and numbers count it - or the call is refused, with the reason.
+// Where a token takes milliseconds, Python that writes down the same few hundred operations again, and MLX, which
+// looks for an order to do them in, gives memory to each and hands it over, take a good part of them. What such a call
+// depends on is little: its inputs, the keys and values before them, and how many those are (`recording.h`). So memory
+// is given once, our own kernels are prepared once, and from one of MLX's operations to the next they are handed over
+// together.
 //
 // Keys and values are written in place: who replays sees to it that nothing lazy still reads what is overwritten.
 #pragma once
-#include <algorithm>
-#include <cstring>
-#include <map>
 #include <memory>
 #include <optional>
-#include <set>
-#include <string>
-#include <typeinfo>
 #include <utility>
 #include <vector>
 
-#include "layout.h"
-#include "mlx/distributed/primitives.h"
+#include "recording.h"
 
 namespace phalanx_cpu {
 
-// What is not known while a call is built. Whoever tries to compute it is told off by MLX.
-inline mx::array placeholder(const mx::Shape& shape, mx::Dtype dtype) { return mx::array(shape, dtype, nullptr, {}); }
+// A recording prepared for buffers that lie where they lie.
+//
+// A value is fixed, in memory that it always has, or fresh, made by MLX each time. What our kernels read of the latter
+// is copied to a fixed place.
+class Plan : public std::enable_shared_from_this<Plan> {
+ public:
+  Plan(std::shared_ptr<const Recording> recording, const Arrays& buffers)
+      : owner_(std::move(recording)), recording_(*owner_) {
+    for (const mx::array& buffer : buffers) places_.push_back(data(buffer));
+    classify();
+    build(buffers);
+  }
+
+  bool is_for(const Arrays& buffers) const {
+    for (size_t i = 0; i < buffers.size(); i++)
+      if (data(buffers[i]) != places_[i]) return false;
+    return true;
+  }
+
+  Arrays run(const Arrays& inputs, int position) {
+    auto& encoder = mx::cpu::get_command_encoder(recording_.stream);
+    const int by = position - recording_.low;
+    Arrays fresh = inputs;
+    fresh.reserve(fresh_count_);
+    encoder.dispatch([self = shared_from_this(), position] {
+      for (size_t i = 0; i < self->counters_.size(); i++)
+        self->counters_[i].data<int32_t>()[0] = position + self->recording_.counters[i].more;
+    });
+    for (const Step& step : steps_) {
+      if (!step.tasks.empty())
+        encoder.dispatch([&step, self = shared_from_this(), by] {
+          for (const Task& task : step.tasks) task(by);
+        });
+      if (step.node != nullptr) evaluate(step, fresh);
+    }
+    Arrays results;
+    for (int result : recording_.results) results.push_back(fresh[slot_[result]]);
+    encoder.dispatch([fresh = std::move(fresh), temporaries = std::exchange(encoder.temporaries(), {})] {});
+    return results;
+  }
+
+ private:
+  using Kind = Recording::Kind;
+  using Node = Recording::Node;
+
+  // Kernels of ours, then an operation of MLX's, then copies of its results.
+  struct Step {
+    std::vector<Task> tasks;
+    const Node* node = nullptr;
+    Arrays in;                                // those that are not fresh
+    std::vector<std::pair<int, int>> fresh;   // input, its slot
+    std::vector<std::pair<int, mx::array>> landings;  // output, its fixed place
+  };
+
+  static bool is_view(const mx::Primitive& primitive) {
+    static const std::set<std::string> views{"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice",
+                                             "Squeeze",   "Transpose",  "Unflatten"};
+    return views.count(primitive.name()) != 0;
+  }
+
+  // Where a sum or product of two arrays is as simple as it looks.
+  bool is_elementwise(const Node& node) const {
+    const std::string name = node.primitive->name();
+    if ((name != "Add" && name != "Multiply") || node.varying.size() != 2 || node.constants.size() != 2) return false;
+    const auto& [shape, dtype] = node.outputs[0];
+    for (auto [input, value] : node.varying)
+      if (!is_dense_[value] || shapes_[value].first != shape || shapes_[value].second != mx::float32) return false;
+    return dtype == mx::float32;
+  }
+
+  // Which values are fixed, and which fresh ones are needed in a fixed place as well.
+  void classify() {
+    const Recording& r = recording_;
+    is_fixed_.assign(r.values, false);
+    is_dense_.assign(r.values, false);
+    lands_.assign(r.values, false);
+    last_use_.assign(r.values, -1);
+    slot_.assign(r.values, -1);
+    shapes_.assign(r.values, {mx::Shape{}, mx::float32});
+    std::vector<bool> is_result(r.values, false);
+    for (int result : r.results) is_result[result] = true;
+    for (int value = r.values, i = static_cast<int>(r.nodes.size()); i-- > 0;) {
+      const Node& node = r.nodes[i];
+      value -= static_cast<int>(node.outputs.size());
+      bool result = false;
+      for (size_t o = 0; o < node.outputs.size(); o++) result = result || is_result[value + static_cast<int>(o)];
+      // What MLX makes of an array may be another view of it.
+      if (result && dynamic_cast<const Native*>(node.primitive.get()) == nullptr)
+        for (auto [input, from] : node.varying) is_result[from] = true;
+    }
+    const int inputs = static_cast<int>(r.inputs.size());
+    for (int value = inputs; value < r.given(); value++) is_fixed_[value] = true;
+    int next = r.given();
+    for (const Node& node : r.nodes) {
+      bool direct = false, fixed = true, result = false;
+      for (auto [input, value] : node.varying) {
+        direct = direct || value < inputs;
+        fixed = fixed && is_fixed_[value];
+      }
+      for (size_t i = 0; i < node.outputs.size(); i++) result = result || is_result[next + static_cast<int>(i)];
+      const bool view = is_view(*node.primitive) && node.kind == Kind::kOperation;
+      const bool ours = dynamic_cast<const Native*>(node.primitive.get()) != nullptr || is_elementwise(node);
+      const bool moves = node.kind != Kind::kOperation;
+      is_ours_.push_back(moves || (!direct && !result && (view ? fixed : ours)));
+      if (moves && direct) refuse("inputs are written as they are");
+      for (auto [input, value] : node.varying)
+        if (!is_ours_.back() && is_read(value)) refuse("what attends to keys is a result");
+      for (auto [input, value] : node.varying) {
+        last_use_[value] = static_cast<int>(is_ours_.size()) - 1;
+        if (is_ours_.back() && !is_fixed_[value]) lands_[value] = true;
+      }
+      for (size_t i = 0; i < node.outputs.size(); i++, next++) {
+        is_fixed_[next] = is_ours_.back();
+        is_dense_[next] = !view && !moves;
+        shapes_[next] = node.outputs[i];
+      }
+    }
+  }
+
+  void build(const Arrays& buffers) {
+    const Recording& r = recording_;
+    const int inputs = static_cast<int>(r.inputs.size());
+    fresh_count_ = inputs;
+    for (int value = 0; value < inputs; value++) slot_[value] = value;
+    std::vector<std::optional<mx::array>> fixed(r.values);
+    for (size_t i = 0; i < buffers.size(); i++) fixed[inputs + i] = buffers[i];
+    for (const Recording::Counter& counter : r.counters) {
+      counters_.push_back(mx::array(r.low + counter.more, counter.dtype));
+      fixed[inputs + buffers.size() + counters_.size() - 1] = counters_.back();
+    }
+    int value = r.given();
+    for (size_t i = 0; i < r.nodes.size(); i++) {
+      const Node& node = r.nodes[i];
+      Arrays in = node.constants;
+      for (auto [input, from] : node.varying)
+        if (fixed[from]) in[input] = *fixed[from];
+      if (is_ours_[i]) {
+        Arrays out = prepare(node, in);
+        for (size_t o = 0; o < out.size(); o++) fixed[value + o] = out[o];
+      } else {
+        Step step;
+        step.tasks = std::exchange(pending_, {});
+        step.node = &node;
+        for (auto [input, from] : node.varying)
+          if (!is_fixed_[from]) step.fresh.push_back({input, slot_[from]});
+        step.in = std::move(in);
+        for (size_t o = 0; o < node.outputs.size(); o++) {
+          const int out = value + static_cast<int>(o);
+          slot_[out] = fresh_count_++;
+          if (lands_[out]) {
+            fixed[out] = place(node, o);
+            step.landings.push_back({static_cast<int>(o), *fixed[out]});
+          }
+        }
+        steps_.push_back(std::move(step));
+      }
+      value += static_cast<int>(node.outputs.size());
+      for (auto [input, from] : node.varying)
+        if (last_use_[from] == static_cast<int>(i)) fixed[from].reset();
+    }
+    if (!pending_.empty()) {
+      steps_.emplace_back();
+      steps_.back().tasks = std::exchange(pending_, {});
+    }
+  }
+
+  // Memory for an output, until nothing refers to it.
+  mx::array place(const Node& node, size_t output) {
+    const auto& [shape, dtype] = node.outputs[output];
+    mx::array out(shape, dtype, node.primitive, Arrays{});
+    const size_t bytes = std::max<size_t>(out.nbytes(), 64);
+    const mx::array* block = nullptr;
+    for (const mx::array& free : blocks_) {
+      const bool fits = free.nbytes() >= bytes && free.nbytes() <= 4 * bytes;
+      if (fits && free.data_shared_ptr().use_count() == 1 && (block == nullptr || free.nbytes() < block->nbytes()))
+        block = &free;
+    }
+    if (block == nullptr) {
+      blocks_.emplace_back(mx::allocator::malloc(bytes), mx::Shape{static_cast<int>(bytes)}, mx::uint8);
+      block = &blocks_.back();
+    }
+    int long_axes = 0;
+    for (int n : shape) long_axes += n > 1;
+    out.copy_shared_buffer(*block, out.strides(), {true, true, long_axes <= 1}, out.size());
+    return out;
+  }
+
+  Arrays prepare(const Node& node, const Arrays& in) {
+    if (node.kind == Kind::kWrite) {
+      write(node, in);
+      return {in[0]};
+    }
+    if (node.kind == Kind::kRead) return {read(node, in[0])};
+    if (is_view(*node.primitive)) {
+      Arrays out{mx::array(node.outputs[0].first, node.outputs[0].second, node.primitive, Arrays{})};
+      node.primitive->eval_cpu(in, out);
+      if (out[0].data_shared_ptr() == in[0].data_shared_ptr()) return out;
+      mx::array packed = place(node, 0);  // its elements do not lie so that a view could have that shape
+      pending_.push_back([to = static_cast<char*>(data(packed)), from = static_cast<const char*>(data(in[0])),
+                          shape = in[0].shape(), places = row_major_strides(in[0].shape()), strides = in[0].strides(),
+                          size = in[0].itemsize()](int) { copy_elements(to, from, shape, places, strides, size); });
+      return {packed};
+    }
+    Arrays out;
+    for (size_t o = 0; o < node.outputs.size(); o++) out.push_back(place(node, o));
+    const auto* native = dynamic_cast<const Native*>(node.primitive.get());
+    if (native == nullptr) {
+      add_or_multiply(node, in, out[0]);
+      return out;
+    }
+    Preparation preparation;
+    Task task = native->prepare(in, out);
+    for (Task& before : preparation.tasks) pending_.push_back(std::move(before));
+    kept_.insert(kept_.end(), preparation.kept.begin(), preparation.kept.end());
+    bool grows = false;  // what attends to keys that are read up to the position
+    for (auto [input, value] : node.varying) grows = grows || is_read(value);
+    if (grows)
+      pending_.push_back(std::move(task));
+    else
+      pending_.push_back([task = std::move(task)](int) { task(0); });
+    return out;
+  }
+
+  bool is_read(int value) const {
+    int next = recording_.given();
+    for (const Node& node : recording_.nodes) {
+      if (value == next) return node.kind == Kind::kRead;
+      next += static_cast<int>(node.outputs.size());
+    }
+    return false;
+  }
+
+  static mx::Strides row_major_strides(const mx::Shape& shape) {
+    mx::Strides strides(shape.size(), 1);
+    for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
+    return strides;
+  }
+
+  void add_or_multiply(const Node& node, const Arrays& in, mx::array& out) {
+    auto task = [a = in[0].data<float>(), b = in[1].data<float>(), to = out.data<float>(),
+                 count = out.size()](auto of) {
+      return [=](int) {
+        for (size_t i = 0; i < count; i++) to[i] = of(a[i], b[i]);
+      };
+    };
+    if (std::strcmp(node.primitive->name(), "Add") == 0)
+      pending_.push_back(task([](float a, float b) { return a + b; }));
+    else
+      pending_.push_back(task([](float a, float b) { return a * b; }));
+  }
+
+  static int64_t first(const mx::array& buffer, const mx::Shape& from) {
+    int64_t offset = 0;
+    for (size_t i = 0; i < from.size(); i++) offset += from[i] * buffer.strides(static_cast<int>(i));
+    return offset;
+  }
+
+  void write(const Node& node, const Arrays& in) {
+    const mx::array &buffer = in[0], &update = in[1];
+    const auto size = static_cast<int64_t>(buffer.itemsize());
+    const int64_t step = buffer.strides(node.axis) * size;
+    auto* start = static_cast<char*>(const_cast<void*>(data(buffer))) + first(buffer, node.start) * size;
+    pending_.push_back([to = start, step, from = static_cast<const char*>(data(update)), shape = update.shape(),
+                        places = buffer.strides(), strides = update.strides(), size](int by) {
+      copy_elements(to + by * step, from, shape, places, strides, static_cast<size_t>(size));
+    });
+  }
+
+  // A view, as long as at the least position; that nothing is said to be contiguous is never wrong.
+  static mx::array read(const Node& node, const mx::array& buffer) {
+    mx::array out(node.outputs[0].first, node.outputs[0].second, node.primitive, Arrays{});
+    int64_t last = 0;
+    for (int i = 0; i < static_cast<int>(out.ndim()); i++) last += (out.shape(i) - 1) * buffer.strides(i);
+    out.copy_shared_buffer(buffer, buffer.strides(), {false, false, false}, last + 1, first(buffer, node.start));
+    return out;
+  }
+
+  static void evaluate(const Step& step, Arrays& fresh) {
+    Arrays in = step.in, out;
+    for (auto [input, slot] : step.fresh) in[input] = fresh[slot];
+    out.reserve(step.node->outputs.size());
+    for (const auto& [shape, dtype] : step.node->outputs)
+      out.emplace_back(shape, dtype, step.node->primitive, Arrays{});
+    step.node->primitive->eval_cpu(in, out);
+    auto& encoder = mx::cpu::get_command_encoder(step.node->primitive->stream());
+    for (const auto& [output, place] : step.landings) {
+      const mx::array& from = out[output];
+      encoder.dispatch([to = static_cast<char*>(const_cast<void*>(data(place))),
+                        from = static_cast<const char*>(data(from)), shape = from.shape(), places = place.strides(), strides = from.strides(),
+                        size = from.itemsize()] { copy_elements(to, from, shape, places, strides, size); });
+    }
+    for (mx::array& o : out) fresh.push_back(std::move(o));
+  }
+
+  const std::shared_ptr<const Recording> owner_;
+  const Recording& recording_;
+  std::vector<const void*> places_;  // of the buffers
+  std::vector<bool> is_ours_;        // nodes
+  std::vector<bool> is_fixed_, is_dense_, lands_;
+  std::vector<int> last_use_, slot_;
+  Recording::Like shapes_;
+  int fresh_count_ = 0;
+  Arrays counters_, blocks_, kept_;
+  std::vector<Task> pending_;
+  std::vector<Step> steps_;
+};
 
 class Replay {
  public:
-  // One way the call was built: results, then the buffers as it leaves them.
-  struct Call {
-    Arrays inputs;
-    Arrays outputs;
-    int position;
-  };
-
   // Throws std::invalid_argument, saying what cannot be replayed.
-  Replay(const Call& low, const Call& high, Arrays buffers) : low_(low.position), high_(high.position) {
-    if (low_ >= high_) refuse("there are no two positions to compare");
-    for (const mx::array& buffer : buffers)
-      if (!is_known(buffer) || !buffer.flags().row_contiguous) refuse("a buffer is not there yet");
-    Comparison compared{*this, low, high, buffers};
-    compared.run();
-    for (const mx::array& buffer : buffers) buffers_.emplace_back(buffer.shape(), buffer.dtype());
+  Replay(const Call& low, const Call& high, Arrays buffers)
+      : recording_(std::make_shared<Recording>(Comparison::record(low, high, buffers))) {
+    plan_ = plan(buffers);
   }
 
-  int low() const { return low_; }
-  int high() const { return high_; }
-  size_t size() const { return nodes_.size(); }
+  int low() const { return recording_->low; }
+  int high() const { return recording_->high; }
+  size_t size() const { return recording_->nodes.size(); }
 
   // The call at `position`: its results, which the stream is still computing. The buffers have been written when the
   // stream comes to whatever is evaluated next.
-  Arrays run(const Arrays& inputs, const Arrays& buffers, int position) const {
+  Arrays run(const Arrays& inputs, const Arrays& buffers, int position) {
     check(inputs, buffers, position);
-    Arrays values;
-    values.reserve(values_);
-    values.insert(values.end(), inputs.begin(), inputs.end());
-    values.insert(values.end(), buffers.begin(), buffers.end());
-    for (const Counter& counter : counters_) values.push_back(counter.at(position));
-    for (const Node& node : nodes_) node.dispatch(values, position - low_);
+    if (!plan_->is_for(buffers)) plan_ = plan(buffers);
     Arrays results;
-    for (int result : results_) {
-      const mx::array& coming = values[result];
-      results.emplace_back(coming.shape(), coming.dtype(), std::make_shared<Coming>(stream_, coming), Arrays{});
-    }
-    auto& encoder = mx::cpu::get_command_encoder(stream_);
-    encoder.dispatch([values = std::move(values), temporaries = std::exchange(encoder.temporaries(), {})] {});
+    for (const mx::array& coming : plan_->run(inputs, position))
+      results.emplace_back(coming.shape(), coming.dtype(), std::make_shared<Coming>(recording_->stream, coming),
+                           Arrays{});
     return results;
   }
 
@@ -83,91 +361,11 @@ class Replay {
     mx::array result_;
   };
 
-  enum class Kind { kOperation, kWrite, kRead };
+  std::shared_ptr<Plan> plan(const Arrays& buffers) const {
+    return std::make_shared<Plan>(recording_, buffers);
+  }
 
-  struct Node {
-    Kind kind;
-    std::shared_ptr<mx::Primitive> primitive;
-    Arrays constants;                         // inputs, those that are not constant being anything
-    std::vector<std::pair<int, int>> varying;  // input, number of the value
-    std::vector<std::pair<mx::Shape, mx::Dtype>> outputs;
-    mx::Shape start, end;  // of what is written or read, at the least position
-    int axis = 0;          // that grows with the position
-
-    void dispatch(Arrays& values, int by) const {
-      Arrays in = constants;
-      for (auto [input, value] : varying) in[input] = values[value];
-      if (kind == Kind::kWrite) return write(in, values, by);
-      Arrays out;
-      out.reserve(outputs.size());
-      for (const auto& [shape, dtype] : outputs) out.emplace_back(shape, dtype, primitive, Arrays{});
-      if (kind == Kind::kRead) {
-        mx::Shape longer = outputs[0].first;
-        longer[axis] += by;
-        out[0] = mx::array(longer, outputs[0].second, primitive, Arrays{});
-        read(in[0], out[0]);
-      } else {
-        primitive->eval_cpu(in, out);
-      }
-      for (mx::array& o : out) values.push_back(std::move(o));
-    }
-
-    static int64_t first(const mx::array& buffer, const mx::Shape& from) {
-      int64_t offset = 0;
-      for (size_t i = 0; i < from.size(); i++) offset += from[i] * buffer.strides(static_cast<int>(i));
-      return offset;
-    }
-
-    void write(Arrays& in, Arrays& values, int by) const {
-      mx::array &buffer = in[0], &update = in[1];
-      mx::Shape from = start;
-      from[axis] += by;
-      auto* to = static_cast<char*>(data(buffer)) + first(buffer, from) * static_cast<int64_t>(buffer.itemsize());
-      mx::cpu::get_command_encoder(primitive->stream())
-          .dispatch([to, source = static_cast<const char*>(data(update)), shape = update.shape(),
-                     strides = update.strides(), places = buffer.strides(), size = update.itemsize()] {
-            copy(to, source, shape, strides, places, size, 0);
-          });
-      values.push_back(buffer);
-    }
-
-    static void copy(char* to, const char* from, const mx::Shape& shape, const mx::Strides& strides,
-                     const mx::Strides& places, size_t size, size_t axis) {
-      const auto count = static_cast<size_t>(shape[axis]);
-      if (axis + 1 == shape.size() && strides[axis] == 1 && places[axis] == 1) {
-        std::memcpy(to, from, count * size);
-        return;
-      }
-      for (size_t i = 0; i < count; i++) {
-        char* there = to + static_cast<int64_t>(i * size) * places[axis];
-        const char* here = from + static_cast<int64_t>(i * size) * strides[axis];
-        axis + 1 == shape.size() ? void(std::memcpy(there, here, size))
-                                 : copy(there, here, shape, strides, places, size, axis + 1);
-      }
-    }
-
-    // A view; that nothing is said to be contiguous is never wrong.
-    void read(const mx::array& buffer, mx::array& out) const {
-      int64_t last = 0;
-      for (int i = 0; i < static_cast<int>(out.ndim()); i++) last += (out.shape(i) - 1) * buffer.strides(i);
-      out.copy_shared_buffer(buffer, buffer.strides(), {false, false, false}, last + 1, first(buffer, start));
-    }
-  };
-
-  // A number that counts the position.
-  struct Counter {
-    int more;
-    mx::Dtype dtype;
-    mx::array at(int position) const { return mx::array(position + more, dtype); }
-  };
-
-  [[noreturn]] static void refuse(const std::string& why) { throw std::invalid_argument(why); }
-
-  static bool is_known(const mx::array& a) { return !a.has_primitive() && a.status() != mx::array::Status::unscheduled; }
-
-  using Like = std::vector<std::pair<mx::Shape, mx::Dtype>>;
-
-  static bool fit(const Arrays& arrays, const Like& like) {
+  static bool fit(const Arrays& arrays, const Recording::Like& like) {
     bool fit = arrays.size() == like.size();
     for (size_t i = 0; fit && i < arrays.size(); i++)
       fit = is_known(arrays[i]) && arrays[i].flags().row_contiguous && arrays[i].shape() == like[i].first &&
@@ -176,291 +374,15 @@ class Replay {
   }
 
   void check(const Arrays& inputs, const Arrays& buffers, int position) const {
-    if (position < low_ || position > high_)
-      refuse("replay: position " + std::to_string(position) + " is not one of " + std::to_string(low_) + " to " +
-             std::to_string(high_));
-    if (!fit(inputs, inputs_)) refuse("replay: these are not the inputs of the call");
-    if (!fit(buffers, buffers_)) refuse("replay: these are not the buffers of the call");
+    if (position < low() || position > high())
+      refuse("replay: position " + std::to_string(position) + " is not one of " + std::to_string(low()) + " to " +
+             std::to_string(high()));
+    if (!fit(inputs, recording_->inputs)) refuse("replay: these are not the inputs of the call");
+    if (!fit(buffers, recording_->buffers)) refuse("replay: these are not the buffers of the call");
   }
 
-  // Walks both graphs at once, and fills the replay.
-  class Comparison {
-   public:
-    Comparison(Replay& replay, const Call& low, const Call& high, const Arrays& buffers)
-        : replay_(replay), low_(low), high_(high), buffers_(buffers), by_(high.position - low.position) {}
-
-    void run() {
-      if (low_.inputs.size() != high_.inputs.size()) refuse("the calls do not have the same inputs");
-      for (size_t i = 0; i < low_.inputs.size(); i++) {
-        const mx::array &a = low_.inputs[i], &b = high_.inputs[i];
-        if (a.shape() != b.shape() || a.dtype() != b.dtype()) refuse("the calls do not have the same inputs");
-        replay_.inputs_.push_back({a.shape(), a.dtype()});
-        name(a, b, static_cast<int>(i));
-      }
-      const int inputs = static_cast<int>(low_.inputs.size());
-      if (low_.outputs.size() != high_.outputs.size() || low_.outputs.size() < buffers_.size())
-        refuse("the calls do not have the same results");
-      for (size_t i = 0; i < buffers_.size(); i++) {
-        name(buffers_[i], buffers_[i], inputs + static_cast<int>(i));
-        version_of_[inputs + static_cast<int>(i)] = i;
-      }
-      for (size_t i = 0; i < low_.outputs.size(); i++) find_counters(low_.outputs[i], high_.outputs[i]);
-      next_ = given();
-      for (size_t i = 0; i < low_.outputs.size(); i++) visit(low_.outputs[i], high_.outputs[i]);
-      replay_.values_ = next_;
-      finish();
-    }
-
-   private:
-    using Pair = std::pair<mx::array, mx::array>;
-
-    // Values that are there before anything is computed.
-    int given() const { return static_cast<int>(low_.inputs.size() + buffers_.size() + replay_.counters_.size()); }
-
-    void name(const mx::array& low, const mx::array& high, int value) {
-      number_[low.id()] = value;
-      other_[low.id()] = high.id();
-    }
-
-    // Whether a pair has been met; the same one of the first call must always go with the same one of the second.
-    bool is_named(const mx::array& low, const mx::array& high) const {
-      auto found = other_.find(low.id());
-      if (found == other_.end()) return false;
-      if (found->second != high.id()) refuse("what is used twice at one position is not at another");
-      return true;
-    }
-
-    // Calls `visit` with every pair of arrays below this one, inputs first.
-    template <class Enter, class Leave>
-    void walk(const mx::array& low, const mx::array& high, Enter enter, Leave leave) {
-      std::vector<std::pair<Pair, size_t>> path;
-      if (enter(low, high)) path.push_back({{low, high}, 0});
-      while (!path.empty()) {
-        auto& [pair, next] = path.back();
-        if (next == pair.first.inputs().size()) {
-          Pair done = pair;
-          path.pop_back();
-          leave(done.first, done.second);
-          continue;
-        }
-        const mx::array a = pair.first.inputs()[next], b = pair.second.inputs()[next];
-        next++;
-        if (enter(a, b)) path.push_back({{a, b}, 0});
-      }
-    }
-
-    // Values are numbered in the order in which they come, counters before all that is computed.
-    void find_counters(const mx::array& low, const mx::array& high) {
-      walk(
-          low, high,
-          [this](const mx::array& a, const mx::array& b) {
-            if (is_named(a, b) || seen_.count(a.id()) != 0) return false;
-            if (a.has_primitive() != b.has_primitive()) refuse("the graphs differ");
-            if (!a.has_primitive()) {
-              leaf(a, b);
-              return false;
-            }
-            compare(a, b);
-            seen_.insert(a.id());
-            return true;
-          },
-          [](const mx::array&, const mx::array&) {});
-    }
-
-    void leaf(const mx::array& a, const mx::array& b) {
-      if (!is_known(a) || !is_known(b)) refuse("it reads what is not known");
-      if (a.id() != b.id()) {
-        if (a.shape() != b.shape() || a.dtype() != b.dtype()) refuse("a constant changes its shape with the position");
-        if (const auto more = counts(a, b)) {
-          name(a, b, given());
-          replay_.counters_.push_back({*more, a.dtype()});
-          return;
-        }
-        if (!is_same(a, b)) refuse("a constant changes with the position");
-      }
-      name(a, b, kConstant);
-    }
-
-    std::optional<int> counts(const mx::array& a, const mx::array& b) const {
-      if (a.dtype() != mx::int32 || a.ndim() != 0 || !a.is_available() || !b.is_available()) return std::nullopt;
-      const int low = a.data<int32_t>()[0], high = b.data<int32_t>()[0];
-      return high - low == by_ ? std::optional<int>(low - low_.position) : std::nullopt;
-    }
-
-    static bool is_same(const mx::array& a, const mx::array& b) {
-      constexpr size_t kSmall = size_t{1} << 20;
-      if (!a.is_available() || !b.is_available() || a.nbytes() > kSmall) return false;
-      const bool dense = a.flags().row_contiguous && b.flags().row_contiguous;
-      return dense && std::memcmp(data(a), data(b), a.nbytes()) == 0;
-    }
-
-    // Both were made by the same operation, but for what `plan` understands.
-    static void compare(const mx::array& a, const mx::array& b) {
-      mx::Primitive &p = a.primitive(), &q = b.primitive();
-      if (typeid(p) != typeid(q) || std::strcmp(p.name(), q.name()) != 0 || a.inputs().size() != b.inputs().size() ||
-          a.siblings().size() != b.siblings().size() || a.sibling_position() != b.sibling_position() ||
-          a.dtype() != b.dtype())
-        refuse(std::string(p.name()) + " and " + q.name() + " stand for the same");
-      if (p.stream() != q.stream() || p.device() != mx::Device::cpu) refuse("it computes elsewhere as well");
-    }
-
-    void visit(const mx::array& low, const mx::array& high) {
-      walk(
-          low, high, [this](const mx::array& a, const mx::array& b) { return !is_named(a, b); },
-          [this](const mx::array& a, const mx::array& b) {
-            if (!is_named(a, b)) plan(a, b);  // a sibling may have come first
-          });
-    }
-
-    void plan(const mx::array& a, const mx::array& b) {
-      if (replay_.nodes_.empty()) replay_.stream_ = a.primitive().stream();
-      if (a.primitive().stream() != replay_.stream_) refuse("it computes on several streams");
-      Node node{Kind::kOperation, a.primitive_ptr(), a.inputs(), {}, {}, {}, {}, 0};
-      for (size_t i = 0; i < a.inputs().size(); i++) {
-        const int value = number_.at(a.inputs()[i].id());
-        if (value == kConstant) continue;
-        node.varying.push_back({static_cast<int>(i), value});
-        node.constants[i] = nothing_;  // and not the graph, nor buffers
-        users_[value].push_back({static_cast<int>(replay_.nodes_.size()), static_cast<int>(i)});
-      }
-      const Arrays outputs = a.outputs(), others = b.outputs();
-      for (size_t i = 0; i < outputs.size(); i++) {
-        node.outputs.push_back({outputs[i].shape(), outputs[i].dtype()});
-        name(outputs[i], others[i], next_ + static_cast<int>(i));
-      }
-      if (!understand(node, a, b)) {
-        if (!is_alike(a.primitive(), b.primitive()))
-          refuse(std::string(a.primitive().name()) + " changes with the position");
-        for (size_t i = 0; i < outputs.size(); i++)
-          if (outputs[i].shape() != others[i].shape())
-            refuse(std::string(a.primitive().name()) + " has another shape at another position");
-      }
-      order_sums(node);
-      next_ += static_cast<int>(outputs.size());
-      replay_.nodes_.push_back(std::move(node));
-    }
-
-    // Whether both operations do the same. Some cannot say so themselves.
-    bool is_alike(const mx::Primitive& a, const mx::Primitive& b) {
-      const std::string name = a.name();
-      if (name == "Depends" || name == "Expm1") return true;
-      if (name.size() < 9 || name.compare(name.size() - 9, 9, "AllReduce") != 0) return a.is_equivalent(b);
-      using Sum = mx::distributed::DistPrimitive;
-      return static_cast<const Sum&>(a).group().raw_group() == static_cast<const Sum&>(b).group().raw_group();
-    }
-
-    // How many sums over ranks lie on the longest way to a node, itself included. All ranks have to sum in one order,
-    // and only those that depend on each other have one.
-    void order_sums(const Node& node) {
-      int sums = 0;
-      for (auto [input, value] : node.varying) sums = std::max(sums, sums_to_[value]);
-      const std::string name = node.primitive->name();
-      if (name.find("All") != std::string::npos && ++sums != ++sums_) refuse("sums over ranks have no order");
-      for (size_t i = 0; i < node.outputs.size(); i++) sums_to_[next_ + static_cast<int>(i)] = sums;
-    }
-
-    // Writing new keys and values behind the old ones, and reading all of them.
-    bool understand(Node& node, const mx::array& a, const mx::array& b) {
-      if (node.varying.empty() || node.varying[0].first != 0) return false;
-      const auto version = version_of_.find(node.varying[0].second);
-      if (version == version_of_.end()) return false;
-      const std::string name = a.primitive().name();
-      mx::Shape start, end, strides, other_start, other_end, other_strides;
-      if (name == "SliceUpdate") {
-        std::tie(std::ignore, start, end, strides) = static_cast<const mx::SliceUpdate&>(a.primitive()).state();
-        std::tie(std::ignore, other_start, other_end, other_strides) =
-            static_cast<const mx::SliceUpdate&>(b.primitive()).state();
-        node.kind = Kind::kWrite;
-        if (a.inputs()[1].dtype() != a.dtype() || node.outputs.size() != 1) refuse("keys are converted as they are written");
-        version_of_[next_] = version->second;
-      } else if (name == "Slice") {
-        std::tie(start, end, strides) = static_cast<const mx::Slice&>(a.primitive()).state();
-        std::tie(other_start, other_end, other_strides) = static_cast<const mx::Slice&>(b.primitive()).state();
-        node.kind = Kind::kRead;
-      } else {
-        return false;
-      }
-      const bool writes = node.kind == Kind::kWrite;
-      node.axis = -1;
-      for (size_t i = 0; i < start.size(); i++) {
-        if (strides[i] != 1 || other_strides[i] != 1 || start[i] < 0) refuse("keys are not neighbours");
-        const int more = other_end[i] - end[i], later = other_start[i] - start[i];
-        if (more == 0 && later == 0) continue;
-        if (more != by_ || later != (writes ? by_ : 0) || node.axis >= 0)
-          refuse("keys are not written and read up to the position");
-        node.axis = static_cast<int>(i);
-      }
-      if (node.axis < 0) refuse("keys are written or read at a fixed place");
-      node.start = std::move(start);
-      node.end = std::move(end);
-      mx::Shape expected = a.shape();
-      if (!writes) expected[node.axis] += by_;
-      if (b.shape() != expected) refuse("keys are not as long as the position says");
-      if (writes)
-        for (size_t i = 0; i < node.start.size(); i++)
-          if (a.inputs()[1].shape(static_cast<int>(i)) != node.end[i] - node.start[i]) refuse("keys are repeated");
-      return true;
-    }
-
-    // Who uses what, and what the results are.
-    void finish() {
-      for (const auto& [value, users] : users_)
-        for (auto [user, input] : users) {
-          const Node& node = replay_.nodes_[user];
-          if (node.kind == Kind::kWrite && input == 0 && users.size() > 1) refuse("keys are read while they are written");
-          if (node.kind == Kind::kOperation && version_of_.count(value) != 0) refuse("a buffer is used as a whole");
-          if (reads(value) && std::strcmp(node.primitive->name(), "KernAttention") != 0)
-            refuse(std::string("keys are read by ") + node.primitive->name());
-        }
-      const size_t results = low_.outputs.size() - buffers_.size();
-      for (size_t i = 0; i < low_.outputs.size(); i++) {
-        const int value = number_.at(low_.outputs[i].id());
-        if (i < results) {
-          if (value < given() || reads(value) ||
-              version_of_.count(value) != 0)
-            refuse("a result is not computed");
-          replay_.results_.push_back(value);
-        } else {
-          const auto version = version_of_.find(value);
-          if (version == version_of_.end() || version->second != i - results) refuse("a buffer is not left in its place");
-        }
-      }
-    }
-
-    bool reads(int value) const {
-      int next = given();
-      for (const Node& node : replay_.nodes_) {
-        if (value < next + static_cast<int>(node.outputs.size()))
-          return value >= next && node.kind == Kind::kRead;
-        next += static_cast<int>(node.outputs.size());
-      }
-      return false;
-    }
-
-    static constexpr int kConstant = -1;
-
-    Replay& replay_;
-    const Call &low_, &high_;
-    const Arrays& buffers_;
-    const int by_;
-    const mx::array nothing_ = mx::array(0);
-    int next_ = 0;
-    std::map<std::uintptr_t, int> number_;  // of the first call's arrays
-    std::map<std::uintptr_t, std::uintptr_t> other_;
-    std::set<std::uintptr_t> seen_;
-    std::map<int, int> sums_to_;
-    int sums_ = 0;
-    std::map<int, size_t> version_of_;  // value -> the buffer that it is
-    std::map<int, std::vector<std::pair<int, int>>> users_;  // value -> nodes and their inputs
-  };
-
-  const int low_, high_;
-  int values_ = 0;
-  mx::Stream stream_ = mx::default_stream(mx::Device::cpu);
-  Like inputs_, buffers_;
-  std::vector<Counter> counters_;
-  std::vector<Node> nodes_;
-  std::vector<int> results_;
+  std::shared_ptr<Recording> recording_;
+  std::shared_ptr<Plan> plan_;
 };
 
 }  // namespace phalanx_cpu

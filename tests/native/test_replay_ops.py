@@ -82,6 +82,30 @@ def test_calls_are_kept_without_what_they_were_built_from():
     assert mx.get_active_memory() < before
 
 
+def test_buffers_may_lie_elsewhere_each_time():
+    keys, others = buffer(), buffer()
+    replay = captured(keys)
+    for at, place in ((3, keys), (3, others), (5, others), (5, keys), (7, keys), (7, others)):
+        replay.run([mx.array([[at, 2]], dtype=mx.int32)], [place], at)
+    mx.synchronize()
+    assert np.array_equal(np.array(keys), np.array(others))
+    assert not np.array_equal(np.array(keys), np.array(buffer()))
+
+
+def test_a_result_that_is_a_view_is_not_overwritten():
+    keys = buffer()
+    replay = captured(keys, twist=lambda y, seen, at: y.reshape(1, -1)[:, ::2].T)
+    first, second = (replay.run([mx.array([[n, n]], dtype=mx.int32)], [keys], 3 + n)[0] for n in range(2))
+    before = np.array(first)
+    assert not np.array_equal(before, np.array(second))
+    assert np.array_equal(before, np.array(first))
+
+
+def test_what_attends_to_keys_is_no_result():
+    with pytest.raises(ValueError, match="attends to keys is a result"):
+        captured(buffer(), twist=lambda y, seen, at: ops.attention(y, seen, seen, scale=1.0))
+
+
 @pytest.mark.parametrize(
     ("twist", "why"),
     [
