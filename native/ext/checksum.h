@@ -39,7 +39,8 @@ inline std::pair<mx::array, mx::array> checksum_load(const mx::array& y, const m
 }
 
 // wire [rows, width + 2 or 3] -> its first [rows, width], figures [rows, 2]: residual of the checksum, tag.
-inline std::pair<mx::array, mx::array> checksum_read(const mx::array& wire, const mx::array& weights, mx::StreamOrDevice s) {
+inline std::pair<mx::array, mx::array> checksum_read(const mx::array& wire, const mx::array& weights,
+                                                     mx::StreamOrDevice s) {
   mx::Stream stream = mx::to_stream(s);
   if (wire.ndim() != 2 || static_cast<size_t>(wire.shape(1)) != weights.size() + (wire.dtype() == mx::float32 ? 2 : 3))
     throw std::invalid_argument("checksum_read: the wire is not one of vectors as long as the weights");
@@ -86,7 +87,8 @@ inline mx::array checksum_judge(const mx::array& figures, const mx::array& magni
   };
   return make<kern_checksum_judge_args>({limits.shape(0)}, mx::float32, stream, "KernChecksumJudge", args, fill,
                                         kern_checksum_judge,
-                                        {packed(figures, stream), packed(magnitudes, stream), packed(limits, stream), tag});
+                                        {packed(figures, stream), packed(magnitudes, stream), packed(limits, stream),
+                                         tag});
 }
 
 }  // namespace phalanx_cpu

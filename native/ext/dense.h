@@ -8,8 +8,8 @@
 
 namespace phalanx_cpu {
 
-// The weight w [n, k] where b [k, n] is a view w.T that nobody has computed yet, as layers write their products: read as
-// it lies, the view is never an operation. (MLX does not export the type of Transpose, hence the name.)
+// The weight w [n, k] where b [k, n] is a view w.T that nobody has computed yet, as layers write their products: read
+// as it lies, the view is never an operation. (MLX does not export the type of Transpose, hence the name.)
 inline std::optional<mx::array> turned_weight(const mx::array& b) {
   if (b.is_available() || !b.has_primitive() || b.inputs().size() != 1) return std::nullopt;
   const mx::array& w = b.inputs()[0];
@@ -91,7 +91,8 @@ inline mx::array gather_mm(const mx::array& a, const mx::array& b, const mx::arr
   args.out_matrix = args.one.m * args.one.n;
   // Weights usually come as the transposed view of [experts, n, k]: turned back, that is packed and is not copied.
   Arrays inputs{packed(mx::astype(a, dtype, stream), stream), packed(mx::swapaxes(b, -1, -2, stream), stream),
-                packed(mx::astype(lhs, mx::uint32, stream), stream), packed(mx::astype(rhs, mx::uint32, stream), stream)};
+                packed(mx::astype(lhs, mx::uint32, stream), stream),
+                packed(mx::astype(rhs, mx::uint32, stream), stream)};
   args.one.b_transposed = 1;
   args.one.b_stride = args.one.k;
   mx::Shape shape = lhs.shape();

@@ -305,8 +305,10 @@ class Plan : public std::enable_shared_from_this<Plan> {
     for (const auto& [output, place] : step.landings) {
       const mx::array& from = out[output];
       encoder.dispatch([to = static_cast<char*>(const_cast<void*>(data(place))),
-                        from = static_cast<const char*>(data(from)), shape = from.shape(), places = place.strides(), strides = from.strides(),
-                        size = from.itemsize()] { copy_elements(to, from, shape, places, strides, size); });
+                        from = static_cast<const char*>(data(from)), shape = from.shape(), places = place.strides(),
+                        strides = from.strides(), size = from.itemsize()] {
+        copy_elements(to, from, shape, places, strides, size);
+      });
     }
     for (mx::array& o : out) fresh.push_back(std::move(o));
   }
