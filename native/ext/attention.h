@@ -19,6 +19,11 @@ struct AttentionArgs {
   bool sinks, lengths;
 
   void grow(int by) { kernel.keys += by; }
+  void slide(int by) {
+    const int64_t size = kernel.type == KERN_F32 ? 4 : 2;
+    kernel.k = static_cast<const char*>(kernel.k) + by * kernel.k_strides[2] * size;
+    kernel.v = static_cast<const char*>(kernel.v) + by * kernel.v_strides[2] * size;
+  }
 };
 
 inline void fill_attention(AttentionArgs& args, const Arrays& in, Arrays& out) {

@@ -53,7 +53,8 @@ using Task = std::function<void(int by)>;
 class Native {
  public:
   virtual ~Native() = default;
-  virtual Task prepare(const Arrays& in, Arrays& out) const = 0;
+  // `slides`: of the keys it reads there are not more at another position, but others.
+  virtual Task prepare(const Arrays& in, Arrays& out, bool slides) const = 0;
 };
 
 // Args: the kernel's argument struct. `fill` completes it when the buffers are known, and returns nothing: what cannot
@@ -86,12 +87,12 @@ class Op : public mx::Primitive, public Native {
       if (run(&args) != KERN_OK) throw std::runtime_error(std::string(name) + ": the kernel refused its arguments");
     });
   }
-  Task prepare(const Arrays& in, Arrays& out) const override {
+  Task prepare(const Arrays& in, Arrays& out, bool slides) const override {
     Args args = args_;
     fill_(args, in, out);
-    return [args, run = run_, name = name_](int by) {
+    return [args, run = run_, name = name_, slides](int by) {
       Args now = args;
-      if constexpr (requires { now.grow(by); }) now.grow(by);
+      if constexpr (requires { now.grow(by), now.slide(by); }) slides ? now.slide(by) : now.grow(by);
       if (run(&now) != KERN_OK) throw std::runtime_error(std::string(name) + ": the kernel refused its arguments");
     };
   }

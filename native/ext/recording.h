@@ -46,7 +46,8 @@ struct Recording {
     std::vector<std::pair<int, int>> varying;  // input, number of the value
     std::vector<std::pair<mx::Shape, mx::Dtype>> outputs;
     mx::Shape start, end;  // of what is written or read, at the least position
-    int axis = 0;          // that grows with the position
+    int axis = 0;          // that follows the position
+    bool slides = false;   // what is read: its beginning follows, too
   };
 
   // A number that counts the position.
@@ -285,15 +286,16 @@ class Comparison {
       if (strides[i] != 1 || other_strides[i] != 1 || start[i] < 0) refuse("keys are not neighbours");
       const int more = other_end[i] - end[i], later = other_start[i] - start[i];
       if (more == 0 && later == 0) continue;
-      if (more != by_ || later != (writes ? by_ : 0) || node.axis >= 0)
+      if (more != by_ || (later != by_ && (writes || later != 0)) || node.axis >= 0)
         refuse("keys are not written and read up to the position");
       node.axis = static_cast<int>(i);
+      node.slides = !writes && later == by_;
     }
     if (node.axis < 0) refuse("keys are written or read at a fixed place");
     node.start = std::move(start);
     node.end = std::move(end);
     mx::Shape expected = a.shape();
-    if (!writes) expected[node.axis] += by_;
+    if (!writes && !node.slides) expected[node.axis] += by_;
     if (b.shape() != expected) refuse("keys are not as long as the position says");
     if (writes)
       for (size_t i = 0; i < node.start.size(); i++)

@@ -123,7 +123,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
       is_ours_.push_back(moves || (!direct && !result && (view ? fixed : ours)));
       if (moves && direct) refuse("inputs are written as they are");
       for (auto [input, value] : node.varying)
-        if (!is_ours_.back() && is_read(value)) refuse("what attends to keys is a result");
+        if (!is_ours_.back() && read_by(value) != nullptr) refuse("what attends to keys is a result");
       for (auto [input, value] : node.varying) {
         last_use_[value] = static_cast<int>(is_ours_.size()) - 1;
         if (is_ours_.back() && !is_fixed_[value]) lands_[value] = true;
@@ -228,25 +228,28 @@ class Plan : public std::enable_shared_from_this<Plan> {
       return out;
     }
     Preparation preparation;
-    Task task = native->prepare(in, out);
+    int grow = 0, slide = 0;  // keys and values that are read up to the position
+    for (auto [input, value] : node.varying)
+      if (const Node* read = read_by(value)) ++(read->slides ? slide : grow);
+    if (grow != 0 && slide != 0) refuse("keys and values are not read alike");
+    Task task = native->prepare(in, out, slide != 0);
     for (Task& before : preparation.tasks) pending_.push_back(std::move(before));
     kept_.insert(kept_.end(), preparation.kept.begin(), preparation.kept.end());
-    bool grows = false;  // what attends to keys that are read up to the position
-    for (auto [input, value] : node.varying) grows = grows || is_read(value);
-    if (grows)
+    if (grow + slide != 0)
       pending_.push_back(std::move(task));
     else
       pending_.push_back([task = std::move(task)](int) { task(0); });
     return out;
   }
 
-  bool is_read(int value) const {
+  // The operation that reads these keys or values, if that is what the value is.
+  const Node* read_by(int value) const {
     int next = recording_.given();
     for (const Node& node : recording_.nodes) {
-      if (value == next) return node.kind == Kind::kRead;
+      if (value == next) return node.kind == Kind::kRead ? &node : nullptr;
       next += static_cast<int>(node.outputs.size());
     }
-    return false;
+    return nullptr;
   }
 
   static mx::Strides row_major_strides(const mx::Shape& shape) {

@@ -100,8 +100,8 @@ def test_tokens_do_not_wait_where_a_forward_is_waited_for(engine, monkeypatch, w
     steps(engine, 1)
     runner = engine.leader.runner
     if why == "other ranks":
-        monkeypatch.setattr(runner, "reducer", SimpleNamespace(size=2, begin=lambda step: None))
-        monkeypatch.setattr(runner, "_agree", lambda arena, logits: None)
+        monkeypatch.setattr(runner, "reducer", SimpleNamespace(size=2, begin=lambda step: None, finish=list))
+        monkeypatch.setattr(runner, "_agree", lambda arena, sums, logits: None)
     else:
         monkeypatch.setattr(runner, "facts", replace(runner.facts, one_row="a reason"))
     assert steps(engine, 1)[:2] == ["1 sent", "forward 1x1"]

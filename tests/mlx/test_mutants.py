@@ -42,16 +42,19 @@ class ValuesZero(Runner):
 
 
 class _OpenMask(RowView):
-    def mask(self, window: int | None, as_array: bool) -> Mask:
-        mask = super().mask(window, as_array)
+    def mask(self, window: int | None, as_array: bool, first: int) -> Mask:
+        mask = super().mask(window, as_array, first)
         return mx.ones_like(mask) if isinstance(mask, mx.array) else None
 
 
 class _Wider(RowView):
     delta = 1
 
-    def mask(self, window: int | None, as_array: bool) -> Mask:
-        return super().mask(None if window is None else window + self.delta, as_array)
+    def first(self, window: int | None) -> int:
+        return super().first(None if window is None else window + self.delta)
+
+    def mask(self, window: int | None, as_array: bool, first: int) -> Mask:
+        return super().mask(None if window is None else window + self.delta, as_array, first)
 
 
 class _Narrower(_Wider):

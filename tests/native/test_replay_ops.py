@@ -61,6 +61,30 @@ def test_a_replayed_call_gives_the_same_bits_at_every_position():
         assert np.array_equal(np.array(keys), np.array(expected))
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_windows_move_with_the_position(dtype: mx.Dtype):
+    def moving(tokens: mx.array, keys: mx.array, at: int) -> list[mx.array]:
+        x = (tokens.astype(mx.float32)[:, None, :, None] * WEIGHTS[0]).astype(dtype)
+        keys[:, :, at : at + LENGTH] = x
+        seen = keys[:, :, at + LENGTH - 6 : at + LENGTH]
+        return [ops.silu(ops.attention(x, seen, seen, scale=0.5, mask="causal")), keys]
+
+    keys = buffer().astype(dtype)
+    mx.eval(keys)
+    expected = mx.array(np.array(keys.astype(mx.float32))).astype(dtype)
+
+    def call(at: int) -> Any:
+        tokens = ops.placeholder([1, LENGTH], mx.int32)
+        return ops.Call([tokens], moving(tokens, copy.copy(keys), at), at)
+
+    replay = ops.Replay(call(4), call(HIGH), [keys])
+    for at in (4, 5, 11, HIGH, 7):
+        tokens = mx.array([[at, 3]], dtype=mx.int32)
+        (result,) = replay.run([tokens], [keys], at)
+        built, expected = moving(tokens, expected, at)
+        assert mx.array_equal(result, built) and mx.array_equal(keys, expected)
+
+
 def test_results_can_be_read_without_evaluating_them_first_and_are_not_overwritten():
     keys = buffer()
     replay = captured(keys)

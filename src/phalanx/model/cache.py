@@ -55,7 +55,7 @@ class RowView:
         self._mask_dims = mask_dims
         self._writes = 0
         self._early = True
-        self._masks: dict[tuple[int | None, bool], Mask] = {}
+        self._masks: dict[tuple[int | None, bool, int], Mask] = {}
         if not self.uniform:
             self.offset = mx.array(list(kv_len), dtype=mx.int32)  # [rows]
             self.after = self.offset + length
@@ -89,25 +89,31 @@ class RowView:
         if self._early and self._writes % EARLY_EVERY == EARLY_FIRST:
             mx.async_eval(buffer)  # type: ignore[no-untyped-call]
 
-    def read(self, buffer: mx.array) -> mx.array:
-        """A view of the rows up to the longest one: `[rows, heads, S, dim]`."""
-        return buffer[self.start : self.stop, :, : self.need]
+    def first(self, window: int | None) -> int:
+        """The first key that is read: a single token that is decoded sees what mlx-lm's rotating cache would hold."""
+        single = self.uniform and self.length == 1 and not self.prefill
+        return max(0, self.need - window) if window is not None and single else 0
 
-    def mask(self, window: int | None, as_array: bool) -> Mask:
-        """Which of the S keys each of the L queries sees; made once per forward, window and form."""
-        key = (window, as_array)
+    def read(self, buffer: mx.array, window: int | None) -> mx.array:
+        """A view of the rows up to the longest one: `[rows, heads, S, dim]`."""
+        return buffer[self.start : self.stop, :, self.first(window) : self.need]
+
+    def mask(self, window: int | None, as_array: bool, first: int) -> Mask:
+        """Which of the S keys from `first` on each of the L queries sees; made once per forward and arguments."""
+        key = (window, as_array, first)
         if key not in self._masks:
-            self._masks[key] = self._uniform_mask(window, as_array) if self.uniform else self._ragged_mask(window)
+            uniform = self.uniform
+            self._masks[key] = self._uniform_mask(window, as_array, first) if uniform else self._ragged_mask(window)
         return self._masks[key]
 
-    def _uniform_mask(self, window: int | None, as_array: bool) -> Mask:
-        if window is None or self.need <= window:
+    def _uniform_mask(self, window: int | None, as_array: bool, first: int) -> Mask:
+        if window is None or self.need - first <= window:
             if self.length == 1:
                 return None
             if not as_array:
                 return "causal"
         queries = mx.arange(self.shortest, self.need)[:, None]
-        return _visible(queries, mx.arange(self.need), window)  # [L, S]
+        return _visible(queries, mx.arange(first, self.need), window)  # [L, S]
 
     def _ragged_mask(self, window: int | None) -> mx.array:
         seen = _visible(self._positions[:, :, None], mx.arange(self.need, dtype=mx.int32), window)  # [rows, L, S]
@@ -151,9 +157,10 @@ class RaggedKV:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Views of what has been written, `[rows, heads, S, dim]`; for layers that share another one's keys."""
+        """Views of what is seen of what has been written, `[rows, heads, S, dim]`; also for layers that share it."""
         view = self._current()
-        return view.read(self._allocated(self.keys)), view.read(self._allocated(self.values))
+        window = self.layout.window
+        return view.read(self._allocated(self.keys), window), view.read(self._allocated(self.values), window)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """mlx-lm's signature. The model's window counts; while decoding, mlx-lm's cache holds no more than its own.
@@ -166,7 +173,7 @@ class RaggedKV:
         window = window_size or self.layout.window
         if window is not None and self.layout.window is not None and not view.prefill:
             window = min(window, self.layout.window)
-        return view.mask(window, return_array)
+        return view.mask(window, return_array, view.first(self.layout.window))
 
     def maybe_trim_front(self) -> None:
         """ChunkedKVCache's; nothing is trimmed, so that rows can roll back."""

@@ -6,7 +6,8 @@ tokens at other positions (`native/ext/replay.h`), with the same operations, so 
 
 That a call is the same at every position is not assumed: it is built at the lowest and at the highest one, for tokens
 that are not known and with a position that notices whether the model computes with it. What differs and is not
-understood is refused, and that call goes on being built each time: sliding windows, masks, recurrent state.
+understood is refused, and that call goes on being built each time: masks, recurrent state. A window that is full is
+another call than one that is not.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Kind(NamedTuple):
     rows: int
     length: int
     samples: bool
+    filled: int  # windows that are smaller than the rows
 
 
 class Kept(NamedTuple):
@@ -94,7 +96,9 @@ class Replays:
         ops = install.operations()
         if ops is None or not view.uniform or view.prefill or view.shortest < LOWEST:
             return None
-        kind = Kind(arena.rows, arena.capacity, view.start, view.stop - view.start, view.length, samples)
+        windows = _windows(arena)
+        filled = sum(view.need > window for window in windows)
+        kind = Kind(arena.rows, arena.capacity, view.start, view.stop - view.start, view.length, samples, filled)
         if kind.rows * kind.length > MOST_TOKENS:
             return None
         if kind not in self._kept:
@@ -119,15 +123,18 @@ class Replays:
             self._seen.clear()
 
     def _capture(self, ops: Any, arena: Arena, kind: Kind) -> Kept | None:
-        layouts = [leaf.layout for leaf in arena.leaves]
-        windows = [layout.window for layout in layouts if isinstance(layout, KvLayout) and layout.window]
-        highest = min([kind.capacity - 1, *windows]) - kind.length  # of a full buffer no part is read, but all
+        # Tokens of a row after the call. Of a full buffer no part is read, but all.
+        limits = [LOWEST + kind.length - 1, *_windows(arena)]
+        least = limits[kind.filled] + 1
+        most = min([kind.capacity - 1, *limits[kind.filled + 1 :]])
         try:
             if arena.recurrent:
                 raise ValueError("it keeps recurrent state")
             if not self._reducer.repeats:
                 raise ValueError("its sums over ranks are not alike")
-            (low, summed), (high, _) = (self._built(ops, arena, kind, position) for position in (LOWEST, highest))
+            (low, summed), (high, _) = (
+                self._built(ops, arena, kind, position) for position in (least - kind.length, most - kind.length)
+            )
             return Kept(ops.Replay(low, high, arena.arrays()), summed)
         except TypeError:  # what MLX says to a position that is traced
             self._refuse(kind, "the model computes with the position")
@@ -163,3 +170,9 @@ class Replays:
         if any(trace.used for trace in traces):
             raise ValueError("the model computes with the position")
         return ops.Call([tokens, *tags], results, position), summed
+
+
+def _windows(arena: Arena) -> list[int]:
+    """How many tokens the layers of a model see, in order, without those that see all."""
+    layouts = [leaf.layout for leaf in arena.leaves]
+    return sorted({layout.window for layout in layouts if isinstance(layout, KvLayout) and layout.window})
