@@ -62,6 +62,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
   using Kind = Recording::Kind;
   using Node = Recording::Node;
 
+  static constexpr size_t kMost = size_t{64} << 20;  // of fresh values, which live until the end of a call
+
   // Kernels of ours, then an operation of MLX's, then copies of its results.
   struct Step {
     std::vector<Task> tasks;
@@ -71,10 +73,15 @@ class Plan : public std::enable_shared_from_this<Plan> {
     std::vector<std::pair<int, mx::array>> landings;  // output, its fixed place
   };
 
+  // Views, of which those that change the shape may have to copy.
+  static bool is_reshape(const mx::Primitive& primitive) {
+    const std::string name = primitive.name();
+    return name == "Flatten" || name == "Reshape" || name == "Unflatten";
+  }
   static bool is_view(const mx::Primitive& primitive) {
-    static const std::set<std::string> views{"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice",
-                                             "Squeeze",   "Transpose",  "Unflatten"};
-    return views.count(primitive.name()) != 0;
+    const std::string name = primitive.name();
+    return is_reshape(primitive) || name == "Broadcast" || name == "ExpandDims" || name == "Slice" ||
+           name == "Squeeze" || name == "Transpose";
   }
 
   // Where a sum or product of two arrays is as simple as it looks.
@@ -110,6 +117,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
     const int inputs = static_cast<int>(r.inputs.size());
     for (int value = inputs; value < r.given(); value++) is_fixed_[value] = true;
     int next = r.given();
+    size_t fresh = 0;  // bytes
     for (const Node& node : r.nodes) {
       bool direct = false, fixed = true, result = false;
       for (auto [input, value] : node.varying) {
@@ -129,6 +137,11 @@ class Plan : public std::enable_shared_from_this<Plan> {
         if (is_ours_.back() && !is_fixed_[value]) lands_[value] = true;
       }
       for (size_t i = 0; i < node.outputs.size(); i++, next++) {
+        const auto& [shape, dtype] = node.outputs[i];
+        size_t bytes = mx::size_of(dtype);
+        for (int n : shape) bytes *= static_cast<size_t>(n);
+        const bool takes = !is_ours_.back() && (!view || is_reshape(*node.primitive));
+        if (takes && (fresh += bytes) > kMost) refuse("its results take too much memory at once");
         is_fixed_[next] = is_ours_.back();
         is_dense_[next] = !view && !moves;
         shapes_[next] = node.outputs[i];

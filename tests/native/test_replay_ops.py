@@ -140,6 +140,7 @@ def test_what_attends_to_keys_is_no_result():
         (lambda y, seen, at: y + 1 if seen.shape[2] > 10 else y + 2, "constant changes"),
         (lambda y, seen, at: y + seen.sum(), "keys are read by"),
         (lambda y, seen, at: seen, "not computed"),
+        (lambda y, seen, at: mx.repeat(y.reshape(-1)[:1], 1 << 24).sum(), "too much memory"),
     ],
 )
 def test_what_depends_on_the_position_otherwise_is_refused(twist: Twist, why: str):

@@ -35,7 +35,7 @@ LOWEST = 1
 WORTH = 6
 """Calls of one kind before it is built for replaying, which takes as long as two of them."""
 MOST_TOKENS = 32
-"""Of a call: with more, building is a small part, and what is computed stays in memory until the end of the call."""
+"""Of a call: with more, building is a small part."""
 MOST_KINDS = 64
 
 
