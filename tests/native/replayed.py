@@ -1,6 +1,6 @@
 """Decodes with replayed calls and with calls that are built each time; prints in what they differ, as JSON.
 
-python tests/native/replayed.py FAMILY[+WINDOW][/BITS] ...
+python tests/native/replayed.py FAMILY[+WINDOW][/BITS][@DTYPE] ...
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ class Twins:
     """Two runners over one model, of which one replays; everything is done with both."""
 
     def __init__(self, name: str) -> None:
+        name, _, dtype_name = name.partition("@")
+        dtype: mx.Dtype = getattr(mx, dtype_name or "float32")
         name, _, bits = name.partition("/")
         family, _, window = name.partition("+")
         config = make_config(family, **({"sliding_window": int(window)} if window else {}))
-        model = build(config, WEIGHTS.get(family, Weights()))
+        model = build(config, WEIGHTS.get(family, Weights()), dtype)
         if bits:
             model, config = quantize_model(model, config, group_size=32, bits=int(bits))
         absorb_short_queries(model)
         facts = registry.inspect(model, config)
         self.recurrent = facts.recurrent
-        self.replaying, self.plain = Runner(model, facts, mx.float32), Runner(model, facts, mx.float32)
+        self.replaying, self.plain = Runner(model, facts, dtype), Runner(model, facts, dtype)
         self.plain._replays.call = lambda *_, **__: None  # type: ignore[method-assign]
         self.wrong: list[str] = []
 
@@ -65,11 +67,11 @@ class Twins:
         if logits is None:
             return np.zeros((len(kv_len), 1))
         mx.eval(logits, runner.settle())
-        return np.array(logits)
+        return np.array(logits.astype(mx.float32))
 
     def compare_buffers(self) -> None:
         arenas = zip(self.replaying._arenas[0].arrays(), self.plain._arenas[0].arrays(), strict=True)
-        if not all(np.array_equal(np.array(a), np.array(b), equal_nan=True) for a, b in arenas):
+        if not all(mx.array_equal(a, b, equal_nan=True) for a, b in arenas):
             self.wrong.append("keys or values")
 
 

@@ -13,7 +13,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("replayed.py")
 REPLAYED = [
     "llama", "llama/4", "llama:llama3", "qwen3", "qwen3_moe/4", "mixtral/4", "glm4_moe/8", "gpt2", "phi3:longrope",
-    "minicpm3", "cohere", "gemma", "nemotron-nas", "qwen3:yarn",
+    "minicpm3", "cohere", "gemma", "nemotron-nas", "qwen3:yarn", "llama/4@bfloat16", "qwen3@float16",
 ]  # fmt: skip
 BUILT = {
     "llama:dynamic": "computes with the position",
