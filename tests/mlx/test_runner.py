@@ -310,3 +310,17 @@ def test_a_snapshot_of_facts_is_immutable(tmp_path: Path) -> None:
     facts = make_runner().facts
     with pytest.raises(dataclasses.FrozenInstanceError):
         facts.rolls_back = False  # type: ignore[misc]
+
+
+def test_a_rank_that_only_obeys_computes_no_logits() -> None:
+    """Its caches are written all the same, prompts and tokens."""
+    obeying, sampling = make_runner(), make_runner()
+    obeying.samples = False
+    for runner in (obeying, sampling):
+        admitted(runner, 1, 32)
+        feed(runner, 0, [PROMPT], [0], sample=False)
+    forward = Forward(arena=0, start=0, seqs=(0,), tokens=((5,),), valid=(1,), sample=True)
+    assert obeying.forward(forward, [len(PROMPT)]) is None
+    feed(sampling, 0, [[5]], [len(PROMPT)])
+    for mine, theirs in zip(obeying._arenas[0].arrays(), sampling._arenas[0].arrays(), strict=True):
+        assert mx.array_equal(mine, theirs)
