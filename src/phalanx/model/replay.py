@@ -145,7 +145,7 @@ class Replays:
     def _refuse(self, kind: Kind, why: str) -> None:
         if why not in self.refusals:
             self.refusals.append(why)
-            log.info("Decoding %d x %d tokens is built anew in each step: %s.", kind.rows, kind.length, why)
+            log.debug("decoding %d x %d tokens is built anew in each step: %s", kind.rows, kind.length, why)
 
     def _built(self, ops: Any, arena: Arena, kind: Kind, position: int) -> tuple[Any, list[Summed]]:
         """The call at a position, not computed, and its sums over ranks; the buffers stay as they are."""
