@@ -112,7 +112,7 @@ class Leader:
             if self._trace is not None:
                 self._trace.plan(step)
             self._begin(step)
-            before = time.perf_counter()
+            before, prepared = time.perf_counter(), self.runner.prepared
             if step.ops or not self.runner.returns_early(step.forwards):
                 self._send_events()
             execution = execute(step, self.mirror, self.runner)
@@ -128,7 +128,8 @@ class Leader:
             self.scheduler.apply(commits, time.monotonic(), verified.logprobs)
             if self._speculator is not None:
                 seconds = time.perf_counter() - started - execution.prefill_s
-                self._speculator.observe(step, verified.tokens, commits, seconds, draft_s)
+                took = seconds if self.runner.prepared == prepared else None
+                self._speculator.observe(step, verified.tokens, commits, took, draft_s)
         self._collect_events(step)
         if step is None or self.scheduler.idle:
             self._send_events()

@@ -33,10 +33,12 @@ log = logging.getLogger("phalanx.model")
 LOWEST = 1
 """A row without tokens is a prompt's."""
 WORTH = 6
-"""Calls of one kind before it is built for replaying, which takes as long as two of them."""
+"""Calls with one token per row before they are kept, which takes as long as building two. With more tokens they are
+kept from the first one on, once those are: what drafts cost must not look like what building costs."""
 MOST_TOKENS = 32
 """Of a call: with more, building is a small part."""
-MOST_KINDS = 64
+MOST_KINDS = 16
+"""Each keeps the memory of its results, some hundred kilobytes a token."""
 
 
 class Kind(NamedTuple):
@@ -82,6 +84,8 @@ class Replays:
         self._kept: dict[Kind, Kept | None] = {}  # None: refused
         self.done = 0
         """Calls that were replayed."""
+        self.tried = 0
+        """Calls that were built in order to be kept."""
         self.refusals: list[str] = []
         """Why calls are built each time; each reason once."""
 
@@ -103,9 +107,10 @@ class Replays:
             return None
         if kind not in self._kept:
             self._seen[kind] += 1
-            if self._seen[kind] < WORTH:
+            if self._seen[kind] < WORTH and self._kept.get(kind._replace(length=1)) is None:
                 return None
             self._make_room()
+            self.tried += 1
             self._kept[kind] = self._capture(ops, arena, kind)
             arena.resume(view)
         kept = self._kept[kind]

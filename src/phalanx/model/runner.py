@@ -97,6 +97,11 @@ class Runner:
         mx.eval(arena.touched())
         return None
 
+    @property
+    def prepared(self) -> int:
+        """Forwards so far that took longer than their like, because they were also prepared to be replayed."""
+        return self._replays.tried
+
     def returns_early(self, forwards: Sequence[Forward]) -> bool:
         """Whether these forwards are handed to the device without waiting for any of it: a single sampling one, of a
         rank that is alone."""

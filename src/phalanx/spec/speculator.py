@@ -58,13 +58,18 @@ class Speculator:
         return {number: known[number][:k] for number, k in self._control.choose(known).items()}
 
     def observe(
-        self, step: Step, verified: Mapping[int, Seq[int]], commits: Seq[Commit], seconds: float, drafting: float
+        self,
+        step: Step,
+        verified: Mapping[int, Seq[int]],
+        commits: Seq[Commit],
+        seconds: float | None,
+        drafting: float,
     ) -> None:
         """A step is over.
 
         Args:
             verified: sequence number -> accepted drafts and the token after them.
-            seconds: what it took, without prefill.
+            seconds: what it took, without prefill; None where that says nothing about its like.
             drafting: of those, `draft`; what it read is accounted for already.
         """
         if not verified:
@@ -76,7 +81,7 @@ class Speculator:
         for number, tokens in committed.items():
             if number in self._followed:
                 self._drafter.extend(number, tokens)
-        took = None if step.ops else seconds - self._reading_s
+        took = None if step.ops or seconds is None else seconds - self._reading_s
         self._control.observe(committed, drafted, took, drafting - self._reading_s)
 
     def keep(self, alive: Collection[int]) -> None:

@@ -146,6 +146,14 @@ def test_what_a_step_took_is_not_handed_on_where_rows_were_moved_as_well():
     assert recorder.heard[-1] == ("observe", {0: [7, 9]}, {0: 2}, None, 0.1)
 
 
+def test_what_a_step_took_is_not_handed_on_where_it_says_nothing_about_others():
+    spec, recorder = speculator({0: [7, 8]})
+    spec.draft({row(0, [1, 2]): 10})
+    commit = Commit(seq=0, tokens=(7, 9), computed=4, kv_len=3)
+    spec.observe(decoding({0: (2, 7, 8)}), {0: [7, 9]}, [commit], None, 0.1)
+    assert recorder.heard[-1] == ("observe", {0: [7, 9]}, {0: 2}, None, 0.1)
+
+
 def test_a_step_that_only_prefills_is_not_observed():
     spec, recorder = speculator({})
     step = Step(id=1, commits=(), ops=(), forwards=(Forward(0, 0, (3,), ((1, 2),), (2,), sample=False),), digest=0)
