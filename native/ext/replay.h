@@ -54,7 +54,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
     }
     Arrays results;
     for (int result : recording_.results) results.push_back(fresh[slot_[result]]);
-    encoder.dispatch([fresh = std::move(fresh), temporaries = std::exchange(encoder.temporaries(), {})] {});
+    encoder.dispatch([self = shared_from_this(), fresh = std::move(fresh),
+                      temporaries = std::exchange(encoder.temporaries(), {})] {});
     return results;
   }
 
@@ -131,7 +132,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
       is_ours_.push_back(moves || (!direct && !result && (view ? fixed : ours)));
       if (moves && direct) refuse("inputs are written as they are");
       for (auto [input, value] : node.varying)
-        if (!is_ours_.back() && read_by(value) != nullptr) refuse("what attends to keys is a result");
+        if (!is_ours_.back() && r.reads.count(value) != 0) refuse("what attends to keys is a result");
       for (auto [input, value] : node.varying) {
         last_use_[value] = static_cast<int>(is_ours_.size()) - 1;
         if (is_ours_.back() && !is_fixed_[value]) lands_[value] = true;
@@ -243,8 +244,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
     Preparation preparation;
     int grow = 0, slide = 0;  // keys and values that are read up to the position
     for (auto [input, value] : node.varying)
-      if (const Node* read = read_by(value)) ++(read->slides ? slide : grow);
-    if (grow != 0 && slide != 0) refuse("keys and values are not read alike");
+      if (auto read = recording_.reads.find(value); read != recording_.reads.end())
+        ++(recording_.nodes[read->second].slides ? slide : grow);
+    if (grow % 2 != 0 || slide % 2 != 0 || grow + slide > 2) refuse("keys and values are not read alike");
     Task task = native->prepare(in, out, slide != 0);
     for (Task& before : preparation.tasks) pending_.push_back(std::move(before));
     kept_.insert(kept_.end(), preparation.kept.begin(), preparation.kept.end());
@@ -253,16 +255,6 @@ class Plan : public std::enable_shared_from_this<Plan> {
     else
       pending_.push_back([task = std::move(task)](int) { task(0); });
     return out;
-  }
-
-  // The operation that reads these keys or values, if that is what the value is.
-  const Node* read_by(int value) const {
-    int next = recording_.given();
-    for (const Node& node : recording_.nodes) {
-      if (value == next) return node.kind == Kind::kRead ? &node : nullptr;
-      next += static_cast<int>(node.outputs.size());
-    }
-    return nullptr;
   }
 
   static mx::Strides row_major_strides(const mx::Shape& shape) {

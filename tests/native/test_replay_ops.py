@@ -159,6 +159,18 @@ def writes_elsewhere(tokens: mx.array, keys: mx.array, at: int) -> list[mx.array
     return [result, keys]
 
 
+def asks_with_keys(tokens: mx.array, keys: mx.array, at: int) -> list[mx.array]:
+    result, keys = model(tokens, keys, at)
+    asked = keys[:, :, at : at + LENGTH]
+    return [ops.silu(result + ops.attention(asked, result, result, scale=1.0)), keys]
+
+
+def reads_unalike(tokens: mx.array, keys: mx.array, at: int) -> list[mx.array]:
+    result, keys = model(tokens, keys, at)
+    recent = keys[:, :, at : at + LENGTH]
+    return [ops.silu(result + ops.attention(result, recent, result, scale=1.0)), keys]
+
+
 def reads_what_it_writes(tokens: mx.array, keys: mx.array, at: int) -> list[mx.array]:
     old = copy.copy(keys)
     result, keys = model(tokens, keys, at)
@@ -175,6 +187,8 @@ def leaves_another(tokens: mx.array, keys: mx.array, at: int) -> list[mx.array]:
     ("build", "why"),
     [
         (writes_elsewhere, "at a fixed place"),
+        (asks_with_keys, "keys are read by KernAttention"),
+        (reads_unalike, "not read alike"),
         (reads_what_it_writes, "read while they are written"),
         (leaves_another, "used as a whole"),
     ],

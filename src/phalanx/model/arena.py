@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from phalanx.errors import EngineError
 from phalanx.model.cache import Leaf, RowView, StateRows, build
-from phalanx.model.layout import Layout
+from phalanx.model.layout import KvLayout, Layout
 
 BATCH = 64 << 20
 """Bytes of row copies evaluated at once: few enough to fit, many enough to wait rarely."""
@@ -37,6 +37,8 @@ class Arena:
         self.leaves: list[Leaf]
         self.caches, self.leaves = build(layouts)
         self.recurrent = any(isinstance(leaf, StateRows) for leaf in self.leaves)
+        kv = [leaf.layout for leaf in self.leaves if isinstance(leaf.layout, KvLayout)]
+        self.windows = sorted({layout.window for layout in kv if layout.window is not None})  # tokens
         self.rows = 0
         self.capacity = 0
         self._live: list[bool] = []

@@ -26,7 +26,6 @@ from phalanx.errors import EngineError
 from phalanx.kernels import install
 from phalanx.model.arena import Arena
 from phalanx.model.cache import RaggedKV, RowView
-from phalanx.model.layout import KvLayout
 
 log = logging.getLogger("phalanx.model")
 
@@ -100,8 +99,7 @@ class Replays:
         ops = install.operations()
         if ops is None or not view.uniform or view.prefill or view.shortest < LOWEST:
             return None
-        windows = _windows(arena)
-        filled = sum(view.need > window for window in windows)
+        filled = sum(view.need > window for window in arena.windows)
         kind = Kind(arena.rows, arena.capacity, view.start, view.stop - view.start, view.length, samples, filled)
         if kind.rows * kind.length > MOST_TOKENS:
             return None
@@ -128,18 +126,18 @@ class Replays:
             self._seen.clear()
 
     def _capture(self, ops: Any, arena: Arena, kind: Kind) -> Kept | None:
-        # Tokens of a row after the call. Of a full buffer no part is read, but all.
-        limits = [LOWEST + kind.length - 1, *_windows(arena)]
-        least = limits[kind.filled] + 1
-        most = min([kind.capacity - 1, *limits[kind.filled + 1 :]])
+        # Tokens of a row before the call. Of a full buffer no part is read, but all.
+        full = [window - kind.length for window in arena.windows]
+        lowest = max([LOWEST, *(last + 1 for last in full[: kind.filled])])
+        highest = min([kind.capacity - 1 - kind.length, *full[kind.filled :]])
         try:
             if arena.recurrent:
                 raise ValueError("it keeps recurrent state")
+            if lowest >= highest:
+                raise ValueError("there are no two positions to compare")
             if not self._reducer.repeats:
                 raise ValueError("its sums over ranks are not alike")
-            (low, summed), (high, _) = (
-                self._built(ops, arena, kind, position) for position in (least - kind.length, most - kind.length)
-            )
+            (low, summed), (high, _) = (self._built(ops, arena, kind, position) for position in (lowest, highest))
             return Kept(ops.Replay(low, high, arena.arrays()), summed)
         except TypeError:  # what MLX says to a position that is traced
             self._refuse(kind, "the model computes with the position")
@@ -175,9 +173,3 @@ class Replays:
         if any(trace.used for trace in traces):
             raise ValueError("the model computes with the position")
         return ops.Call([tokens, *tags], results, position), summed
-
-
-def _windows(arena: Arena) -> list[int]:
-    """How many tokens the layers of a model see, in order, without those that see all."""
-    layouts = [leaf.layout for leaf in arena.leaves]
-    return sorted({layout.window for layout in layouts if isinstance(layout, KvLayout) and layout.window})
