@@ -59,6 +59,12 @@ CASES = {
     "busy": (128, 1),
 }
 """Tokens of context, and rows."""
+PRECISIONS = {
+    "exact": ["--cpu-precision", "exact"],
+    "fast": ["--cpu-precision", "fast"],
+    "bfloat16": ["--cpu-precision", "exact", "--dtype", "bfloat16"],
+}
+"""Options of `phalanx serve`: activations are float32, but in the last bfloat16, as on a GPU."""
 OWN = ("read limit", "http")
 """What is measured of phalanx alone."""
 
@@ -139,7 +145,7 @@ async def compare(
     """All figures of one model with so many threads."""
     figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     mlx_model, gguf = write_mlx(shape, folder), write_gguf(shape, folder)
-    per_token = bytes_per_token(mlx_model, 128 + TOKENS // 2)
+    per_token = bytes_per_token(mlx_model, 128 + TOKENS // 2, 2 if "bfloat16" in flags else 4)
     server = ("--threads", str(threads), "--no-prefix-caching", "--max-model-len", str(MAX_CONTEXT), *flags)
     with phalanx(mlx_model, *server) as url:
         theirs = Llama(gguf, threads)
@@ -202,17 +208,17 @@ def bandwidth(threads: int) -> float:
     return float(json.loads(output.splitlines()[-1])["read_limit"])
 
 
-def bytes_per_token(model: Path, context: int) -> int:
+def bytes_per_token(model: Path, context: int, kv_bytes: int) -> int:
     """What one row's step has to read: of the embeddings one row, of a layer's experts those of one token, keys and
-    values in float32, and everything else."""
+    values of so many bytes each, and everything else."""
     config = json.loads((model / "config.json").read_text())
-    kv = 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * context
+    kv = 2 * kv_bytes * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * context
     share = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
     total = float(kv)
     with safe_open(model / "model.safetensors", "numpy") as file:
         for name in file.keys():  # noqa: SIM118  (it is no dict)
             part = file.get_slice(name)
-            size = math.prod(part.get_shape()) * {"U32": 4, "F16": 2, "F32": 4}[part.get_dtype()]
+            size = math.prod(part.get_shape()) * {"U32": 4, "BF16": 2, "F32": 4}[part.get_dtype()]
             total += 0 if "embed_tokens" in name else size * share if ".switch_mlp." in name else size
     return int(total)
 
@@ -243,7 +249,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--models", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--threads", nargs="*", type=int, default=[2, 1])
-    parser.add_argument("--precisions", nargs="*", choices=("exact", "fast"), default=["exact", "fast"])
+    parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--folder", type=Path, help="Where models are kept; else they are written anew.")
     options = parser.parse_args()
@@ -254,7 +260,7 @@ def main() -> int:
         for name in options.models:
             for threads in options.threads:
                 for precision in options.precisions:
-                    flags = ["--cpu-precision", precision]
+                    flags = PRECISIONS[precision]
                     found = asyncio.run(compare(SHAPES[name], folder, threads, flags, options.rounds, options.cases))
                     show(console, f"{name}, {threads} threads, {precision}", found)
                     ratios = {key: ratio(found, key) for key in found["llama.cpp"]}

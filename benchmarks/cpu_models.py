@@ -1,7 +1,8 @@
 """Models of real shapes with random 4-bit weights, for measuring speed: as mlx-lm reads them, and as llama.cpp does.
 
 Both hold the same number of bits per weight: MLX's affine 4 bit in groups of 64 with 16-bit scale and offset is 4.5,
-and so is Q4_0 (32 weights share a 16-bit scale). Neither file needs training, a download or a quantiser.
+and so is Q4_0 (32 weights share a 16-bit scale). MLX's 16 bits are bfloat16, as in what is published of such shapes.
+Neither file needs training, a download or a quantiser.
 """
 
 from __future__ import annotations
@@ -115,12 +116,12 @@ def _random(name: str, array: mx.array, draw: np.random.Generator) -> mx.array:
     if array.dtype == mx.uint32:
         return mx.array(draw.integers(0, 1 << 32, array.shape, np.uint32))
     if name.endswith(".scales"):
-        return mx.full(array.shape, SCALE, mx.float16)
+        return mx.full(array.shape, SCALE, mx.bfloat16)
     if name.endswith(".biases"):
-        return mx.full(array.shape, -7.5 * SCALE, mx.float16)
+        return mx.full(array.shape, -7.5 * SCALE, mx.bfloat16)
     if array.ndim == 1:
-        return mx.ones(array.shape, mx.float16)
-    return (mx.random.normal(array.shape) * 0.02).astype(mx.float16)
+        return mx.ones(array.shape, mx.bfloat16)
+    return (mx.random.normal(array.shape) * 0.02).astype(mx.bfloat16)
 
 
 def write_gguf(shape: Shape, folder: Path) -> Path:

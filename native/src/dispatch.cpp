@@ -29,12 +29,14 @@ Table named(const char* name, Table table) {
   return table;
 }
 
-const Table table_amx = named("amx", table_avx512);  // differs in what `has_tiles` says
+// These differ in what `has_tiles` and `has_pairs` say.
+const Table table_amx = named("amx", table_avx512);
+const Table table_avx512bf16 = named("avx512bf16", table_avx512);
 #endif
 
 // What runs on this processor, the widest first.
 struct Candidates {
-  const Table* tables[4];
+  const Table* tables[5];
   int count = 0;
   char names[64] = "";
 
@@ -56,6 +58,7 @@ Candidates find() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
   found.add(&table_amx, avx512 && may_use_tiles());
+  found.add(&table_avx512bf16, avx512 && __builtin_cpu_supports("avx512bf16"));
   found.add(&table_avx512, avx512);
   found.add(&table_avx2, avx2);
 #elif defined(__aarch64__)
@@ -77,8 +80,9 @@ const Table* choose() {
 }  // namespace
 
 const Table* const table = choose();
-extern const bool has_tiles;
+extern const bool has_tiles, has_pairs;
 const bool has_tiles = strcmp(table->name, "amx") == 0;
+const bool has_pairs = strcmp(table->name, "avx512bf16") == 0;  // tiles do more
 
 }  // namespace kern
 

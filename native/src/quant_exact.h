@@ -1,6 +1,6 @@
 // x @ w.T in float32.
 //
-// Few rows of x (decode; with AVX-512 only those that `quant_digits.h` does not take): each row of w streams through
+// Few rows of x (decode; with AVX-512 only those that `quant_stream.h` does not take): each row of w streams through
 // registers once, its codes meet activations that were permuted into the order of the decoded blocks. A group's bias
 // meets the sum of the group's activations.
 // Many rows (prefill): a panel of w is decoded to floats, in the same order, and tiles of dot products run over it.

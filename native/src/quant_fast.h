@@ -296,7 +296,7 @@ KERN_INLINE bool run_fast(const kern_quant_matmul_args& args, const Slots& slots
     if (args.precision == KERN_FAST) {
       const int64_t few = Fast<F>::few_rows(args.w);
 #if defined(KERN_AVX512)
-      if (slots.smallest() <= few) InDigits<F, 1>{args, few}.run(slots);
+      if (slots.smallest() <= few) Streamed<Digits<F, 1>>{args, few}.run(slots);
       if (slots.largest() <= few) return true;
 #endif
       (void)few;

@@ -27,7 +27,7 @@ seeds = st.integers(0, 1000)
 offsets = st.integers(0, 3)
 ROWS = [1, 2, 3, 5, 8, 9, 17, 31, 40]
 """Rows of x: each way that the kernels group them."""
-INTEGER_PRODUCTS = {b"avx2": 4, b"avx512": 8, b"amx": 8}.get(library.kern_isa(), 0)
+INTEGER_PRODUCTS = {b"avx2": 4, b"avx512": 8, b"avx512bf16": 8, b"amx": 8}.get(library.kern_isa(), 0)
 """Codes of up to so many bits are multiplied as integers where precision is fast."""
 
 
@@ -103,18 +103,19 @@ def test_product_without_transposition(format, kind, rows, inner, groups, offset
     assert (np.abs(out - wanted) <= exact_bound(w, exact, wanted, F32, transpose=False)).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", [EXACT, FAST])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_row_does_not_depend_on_its_neighbours(format, precision):
+def test_a_row_does_not_depend_on_its_neighbours(format, precision, kind):
     """Nor on which size of tile it falls into."""
     random = np.random.default_rng(0)
     mode, bits, group = format
     width = 1216 // group * group
     w = random_matrices(random, mode, bits, group, 1, 70, width, F32)
-    x = random.normal(size=(1, 31, width)).astype(np.float32)
-    found = matmul(w, x, F32, F32, precision=precision)
+    x = encode(random.normal(size=(1, 31, width)), kind)
+    found = matmul(w, x, kind, F32, precision=precision)
     for shift in (1, 5, 16):
-        turned = matmul(w, np.roll(x, shift, 1), F32, F32, precision=precision)
+        turned = matmul(w, np.roll(x, shift, 1), kind, F32, precision=precision)
         assert np.array_equal(np.roll(turned, -shift, 1), found)
 
 
@@ -149,65 +150,72 @@ def test_blocks_that_meet_several_matrices_in_a_row(transpose, blocks, rows, rep
     assert np.array_equal(matmul(w, x, F32, F32, transpose=transpose, rhs=rhs, repeat=repeat), named)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [100, 1100])
 @pytest.mark.parametrize("precision", [EXACT, FAST])
-def test_large_products_do_not_depend_on_threads(precision, rows):
+def test_large_products_do_not_depend_on_threads(precision, rows, kind):
     random = np.random.default_rng(0)
     w = random_matrices(random, AFFINE, 4, 64, 1, 200, 1216)
-    x = random.normal(size=(1, rows, 1216)).astype(np.float32)
+    x = encode(random.normal(size=(1, rows, 1216)), kind)
     threads = library.kern_threads()
     out = []
     for count in (1, 2, 3):
         library.kern_set_threads(count)
-        out.append(matmul(w, x, F32, F32, precision=precision))
+        out.append(matmul(w, x, kind, F32, precision=precision))
     library.kern_set_threads(threads)
     assert (out[0] == out[1]).all()
     assert (out[0] == out[2]).all()
-    wanted = x.astype(np.float64) @ np.swapaxes(w.values, -1, -2)
+    wanted = decode(x, kind) @ np.swapaxes(w.values, -1, -2)
     assert np.abs(out[0] - wanted).max() <= (1e-4 if precision == EXACT else 2e-2) * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", [EXACT, FAST])
-def test_a_row_does_not_depend_on_its_batch(precision):
+def test_a_row_does_not_depend_on_its_batch(precision, kind):
     """Tiles take five rows and more, and add up in an order of their own."""
     random = np.random.default_rng(0)
     w = random_matrices(random, AFFINE, 4, 64, 1, 60, 2176)
-    x = random.normal(size=(1, 40, 2176)).astype(np.float32)
+    x = encode(random.normal(size=(1, 40, 2176)), kind)
 
     def first(rows):
-        return matmul(w, x[:, :rows].copy(), F32, F32, precision=precision)[:, :1]
+        return matmul(w, x[:, :rows].copy(), kind, F32, precision=precision)[:, :1]
 
     in_tiles = precision == EXACT and library.kern_isa() == b"amx"
-    for alike in [(1, 2, 3, 4), (5, 6, 8, 15, 16, 17, 33, 40)] if in_tiles else [range(1, 9)]:
+    in_pairs = precision == EXACT and library.kern_isa() == b"avx512bf16" and kind == BF16
+    few = range(1, 13) if in_pairs else range(1, 9)
+    many = (13, 16, 17, 33, 40) if in_pairs else (20,)
+    for alike in [(1, 2, 3, 4), (5, 6, 8, 15, 16, 17, 33, 40)] if in_tiles else [few, many]:
         wanted = first(alike[0])
         assert all((first(rows) == wanted).all() for rows in alike)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", [EXACT, FAST])
-def test_matrices_that_many_rows_meet_and_few(precision):
+def test_matrices_that_many_rows_meet_and_few(precision, kind):
     """As experts do: each with its own number of rows, in one call."""
     random = np.random.default_rng(0)
     counts = [1, 40, 0, 4, 5, 16, 3, 17]
     w = random_matrices(random, AFFINE, 4, 64, len(counts), 70, 256)
     rhs = random.permutation(np.repeat(np.arange(len(counts), dtype=np.uint32), counts))
     lhs = np.arange(len(rhs), dtype=np.uint32)
-    x = random.normal(size=(len(rhs), 1, 256)).astype(np.float32)
-    out = matmul(w, x, F32, F32, precision=precision, lhs=lhs, rhs=rhs)
-    wanted = x.astype(np.float64) @ np.swapaxes(w.values, -1, -2)[rhs]
+    x = encode(random.normal(size=(len(rhs), 1, 256)), kind)
+    out = matmul(w, x, kind, F32, precision=precision, lhs=lhs, rhs=rhs)
+    wanted = decode(x, kind) @ np.swapaxes(w.values, -1, -2)[rhs]
     assert np.abs(out - wanted).max() <= (1e-4 if precision == EXACT else 2e-2) * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("kind", [F32, BF16])
 @pytest.mark.parametrize("size", [2.0**-90, 2.0**100])
 @pytest.mark.parametrize("rows", [1, 7, 20])
-def test_no_bit_of_an_activation_is_lost(rows, size):
+def test_no_bit_of_an_activation_is_lost(rows, size, kind):
     """Sums of one product each are exact up to one rounding: with three parts of bfloat16 for x as with x itself."""
     random = np.random.default_rng(0)
     w = random_matrices(random, AFFINE, 4, 32, 1, 20, 64)
     w.codes[...] = 0
     w.codes.view(np.uint8).reshape(20, 32)[:, 0] = 1  # the first element is 1, all others 0
     w.scales[...], w.biases[...] = 1.0, 0.0
-    x = (random.normal(size=(1, rows, 64)) * size).astype(np.float32)
-    assert (matmul(w, x, F32, F32)[0] == x[0, :, :1].astype(np.float64)).all()
+    x = encode(random.normal(size=(1, rows, 64)) * size, kind)
+    assert (matmul(w, x, kind, F32)[0] == decode(x, kind)[0, :, :1]).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -246,12 +254,13 @@ def test_a_row_does_not_depend_on_how_large_its_neighbours_are(precision):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("rows", [3, 30])
 @pytest.mark.parametrize("bits", [4, 5])
-def test_what_is_no_number_stays_in_its_row(precision, transpose, bad, rows, bits):
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_number_stays_in_its_row(precision, transpose, bad, rows, bits, kind):
     random = np.random.default_rng(0)
     w = random_matrices(random, AFFINE, bits, 32, 1, 96, 96)
-    x = random.normal(size=(1, rows, 96)).astype(np.float32)
+    x = random.normal(size=(1, rows, 96))
     x[0, 1, 70] = bad
-    out = matmul(w, x, F32, F32, transpose=transpose, precision=precision)[0]
+    out = matmul(w, encode(x, kind), kind, F32, transpose=transpose, precision=precision)[0]
     assert not np.isfinite(out[1]).any()
     assert np.isfinite(np.delete(out, 1, 0)).all()
 
@@ -266,15 +275,16 @@ def test_fp8_that_is_no_number(bad):
         assert np.isfinite(out[:, [0, 2]]).all()
 
 
+@pytest.mark.parametrize("kind", [F32, BF16])
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 @pytest.mark.parametrize("precision", [EXACT, FAST])
-def test_extreme_activations(scale, precision):
+def test_extreme_activations(scale, precision, kind):
     random = np.random.default_rng(0)
     w = random_matrices(random, AFFINE, 4, 32, 1, 20, 128)
     for rows in (1, 30):
-        x = (random.normal(size=(1, rows, 128)) * scale).astype(np.float32)
-        wanted = x.astype(np.float64) @ np.swapaxes(w.values, -1, -2)
-        out = matmul(w, x, F32, F32, precision=precision)
+        x = encode(random.normal(size=(1, rows, 128)) * scale, kind)
+        wanted = decode(x, kind) @ np.swapaxes(w.values, -1, -2)
+        out = matmul(w, x, kind, F32, precision=precision)
         assert np.abs(out - wanted).max() <= (1e-5 if precision == EXACT else 3e-2) * np.abs(wanted).max() + 1e-35
 
 

@@ -1,0 +1,244 @@
+// x @ w.T for few rows of x, by which the rows of w stream.
+//
+// How activations and codes are multiplied is a layout's business: `Digits` (quant_digits.h) in integers, `Pairs`
+// (quant_pairs.h) in bfloat16. It has
+//   Format       of the codes
+//   words        what a block of a row of x takes, in int32
+//   together     rows of x at once, at most
+//   alone        rows of w at once for one row of x; two for more, so that what is loaded of x serves both
+//   counted      whether groups of x have factors of their own
+//   Code, load() a block of a row of w
+//   multiply()   blocks of R rows of w with one of x, lane by lane
+//   take()       a row of x; false where floats have to do it
+// A result depends on one row of x and one of w only, not on threads or other rows.
+#pragma once
+#include "quant_exact.h"
+
+namespace kern::KERN_NS {
+
+#if defined(KERN_AVX512)
+
+KERN_INLINE vi load_words(const int32_t* p) { return load_lanes<4>(reinterpret_cast<const uint8_t*>(p)); }
+
+// -- scales ----------------------------------------------------------------------------------------------------------
+
+enum { kE8M0 = KERN_BF16 + 1, kE4M3 };  // types of scales that no activation has
+
+// The next W of `left` scales from number `at` on; 0 where there are no more.
+KERN_INLINE vf scales_at(const void* scales, int type, int64_t at, int64_t left) {
+  const auto some = static_cast<__mmask16>(_bzhi_u32(0xffff, static_cast<uint32_t>(left)));
+  const auto halves = [&] { return _mm256_maskz_loadu_epi16(some, static_cast<const uint16_t*>(scales) + at); };
+  const auto bytes = [&] { return _mm_maskz_loadu_epi8(some, static_cast<const uint8_t*>(scales) + at); };
+  switch (type) {
+    case KERN_F32: return (vf)_mm512_maskz_loadu_ps(some, static_cast<const float*>(scales) + at);
+    case KERN_F16: return (vf)_mm512_cvtph_ps(halves());
+    case KERN_BF16: return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves()), 16);
+    case kE8M0: {
+      const vi codes = (vi)_mm512_cvtepu8_epi32(bytes());
+      return (vf)(codes == 0 ? splat_int(0x00400000) : codes << 23);
+    }
+    default: {
+      alignas(16) uint8_t codes[W];
+      _mm_store_si128(reinterpret_cast<__m128i*>(codes), bytes());
+      return Fp8::value({codes}, 0) * Fp8::unit;
+    }
+  }
+}
+
+// -- rows of w -------------------------------------------------------------------------------------------------------
+
+// A row of x as its layout has it, and where its products go: out[n] belongs to row n of w. `factors` and `sums` belong
+// to groups.
+struct StreamRow {
+  const int32_t* x;
+  const float *factors, *sums;
+  float* out;
+};
+
+// Codes that come soon are fetched in the order in which they lie, whatever the order of reading, and into the second
+// level: the first can wait for few lines at a time. Two rows of w a kilobyte apart, each fetched for itself, came at
+// half the speed.
+constexpr int64_t kAhead = 6144;
+
+// out[n] = x @ w[row + n] for M rows of x and so many rows of w, counted over all matrices; R of them at a time.
+template <class Layout, int M, int R>
+__attribute__((noinline)) void dot_rows(const kern_quant& w, int64_t row, int64_t rows, const StreamRow* x) {
+  using F = typename Layout::Format;
+  constexpr int kTail = 2 * F::block_bytes;
+  const int64_t bytes = row_bytes(w), blocks = (w.width + F::block - 1) / F::block, count = groups(w);
+  const int64_t whole = least(blocks, most(0, (bytes - F::over) / F::block_bytes));
+  const int64_t span = W * w.group / F::block;  // blocks that W scales are for
+  const int type = w.mode == KERN_AFFINE ? w.scale_type : w.mode == KERN_NVFP4 ? kE4M3 : kE8M0;
+  const int64_t scale_bytes = type == KERN_F32 ? 4 : type == KERN_F16 || type == KERN_BF16 ? 2 : 1;
+  const int shift = __builtin_ctz(static_cast<unsigned>(w.group));
+  vi lanes;
+  for (int i = 0; i < W; i++) lanes[i] = i * F::per_lane;
+  alignas(64) uint8_t tail[R][kTail + F::over];
+  memset(tail, 0, sizeof tail);
+  for (int64_t n = 0; n < rows; n += R) {
+    const uint8_t* codes[R];
+    int64_t first[R];  // group
+    for (int r = 0; r < R; r++) {
+      const int64_t at = row + least(n + r, rows - 1);
+      codes[r] = static_cast<const uint8_t*>(w.codes) + at * bytes;
+      first[r] = at * count;
+      if (whole < blocks)
+        memcpy(tail[r], codes[r] + whole * F::block_bytes,
+               static_cast<size_t>(least(kTail, bytes - whole * F::block_bytes)));
+    }
+    vf total[M][R] = {};
+    for (int64_t g = 0, b = 0; g < count; g += W) {
+      vf scales[Layout::counted ? M : 1][R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const vf scale = scales_at(w.scales, type, first[r] + g, count - g);
+        const int64_t ahead = (first[r] + g + 8 * count) * scale_bytes;
+        __builtin_prefetch(static_cast<const uint8_t*>(w.scales) + ahead);
+        if constexpr (Layout::counted) {
+#pragma GCC unroll 8
+          for (int m = 0; m < M; m++) scales[m][r] = scale * load(x[m].factors + g);
+        } else {
+          scales[0][r] = F::unit != 1.0f ? scale * F::unit : scale;
+        }
+        if (w.biases == nullptr) continue;
+        const vf bias = scales_at(w.biases, type, first[r] + g, count - g);
+        __builtin_prefetch(static_cast<const uint8_t*>(w.biases) + ahead);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) total[m][r] = bias * load(x[m].sums + g) + total[m][r];
+      }
+      vi at = lanes;
+      for (const int64_t end = least(blocks, b + span); b < end; b++, at = at + F::block) {
+        const vi lane = at >> shift;
+        typename Layout::Code code[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+          const uint8_t* p = b < whole ? codes[r] + b * F::block_bytes : tail[r] + (b - whole) * F::block_bytes;
+          code[r] = Layout::load(base(p));
+          __builtin_prefetch(codes[0] + (b * R + r) * F::block_bytes + kAhead, 0, 2);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+          vf product[R];
+          Layout::template multiply<R>(code, base(x[m].x + b * Layout::words), product);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++)
+            total[m][r] = product[r] * __builtin_shuffle(scales[Layout::counted ? m : 0][r], lane) + total[m][r];
+        }
+      }
+    }
+    for (int r = 0; r < R && n + r < rows; r++)
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) x[m].out[n + r] = sum(total[m][r]);
+  }
+}
+
+// The same for any number of rows of x.
+template <class Layout>
+KERN_INLINE void stream_rows(const kern_quant& w, int64_t row, int64_t rows, const StreamRow* x, int64_t count) {
+  if constexpr (Layout::together >= 8)
+    for (; count >= 8; count -= 8, x += 8) dot_rows<Layout, 8, 2>(w, row, rows, x);
+  for (; count >= 4; count -= 4, x += 4) dot_rows<Layout, 4, 2>(w, row, rows, x);
+  if (count == 3) dot_rows<Layout, 3, 2>(w, row, rows, x);
+  if (count == 2) dot_rows<Layout, 2, 2>(w, row, rows, x);
+  if (count == 1) dot_rows<Layout, 1, Layout::alone>(w, row, rows, x);
+}
+
+// -- the product -----------------------------------------------------------------------------------------------------
+
+constexpr int64_t kFewStreamed = 12;  // up to so many rows are faster than as tiles or floats
+
+// Segments of up to `most_rows` rows; what has more is left to others.
+template <class Layout>
+struct Streamed {
+  using F = typename Layout::Format;
+  static constexpr int64_t kMost = 16;  // that `most_rows` may be
+  static_assert(kFewStreamed <= kMost);
+
+  const kern_quant_matmul_args& args;
+  const int64_t most_rows;
+  const kern_quant& w = args.w;
+  int64_t blocks = (w.width + F::block - 1) / F::block;
+  int64_t width = blocks * F::block;
+  int64_t ld = most(blocks * Layout::words, Layout::counted ? width : 0) + 16;  // never a power of two
+  int64_t group_count = groups(w);
+  int64_t room = scale_room(group_count);
+  int32_t* x = nullptr;      // [prepared, ld]: what the layout has, or floats
+  float* factors = nullptr;  // [prepared, room]; the first is Inf where there are floats
+  float* sums = nullptr;     // [prepared, room]
+  // Prepared are a block's slots. Where x has fewer rows, each of those once: then this is the row of each slot.
+  const int64_t* row_of = nullptr;
+
+  void prepare(const Slots& slots, int64_t first, int64_t slot_count) {
+    const int64_t rows = args.blocks * args.rows, count = least(rows, slot_count);
+    row_of = rows < slot_count ? slots.in + first : nullptr;
+    x = static_cast<int32_t*>(scratch(SLOT_SHARED, static_cast<size_t>(count * (ld + 2 * room)) * sizeof(float)));
+    factors = reinterpret_cast<float*>(x + count * ld);
+    sums = factors + count * room;
+    chunks(count, most(1, 16384 / width), [&](int64_t begin, int64_t end) {
+      float* row = static_cast<float*>(scratch(SLOT_CHUNK, static_cast<size_t>(2 * width) * sizeof(float)));
+      int32_t* numbers = reinterpret_cast<int32_t*>(row + width);
+      memset(row + w.width, 0, static_cast<size_t>(width - w.width) * sizeof *row);
+      memset(numbers + w.width, 0, static_cast<size_t>(width - w.width) * sizeof *numbers);
+      for (int64_t i = begin; i < end; i++) {
+        if (row_of == nullptr && slots.segments[slots.of[first + i]].count > most_rows) continue;
+        read_row(args.x, args.x_type, (row_of != nullptr ? i : slots.in[first + i]) * w.width, w.width, row);
+        float *factor = factors + i * room, *total = sums + i * room;
+        memset(factor + group_count, 0, static_cast<size_t>(room - group_count) * sizeof(float));
+        memset(total + group_count, 0, static_cast<size_t>(room - group_count) * sizeof(float));
+        if (Layout::take(w, row, group_count, blocks, numbers, x + i * ld, factor, total)) continue;
+        factor[0] = INFINITY;
+        group_sums(row, group_count, w.group, room, total);
+        permute<F>(row, blocks, true, reinterpret_cast<float*>(x + i * ld));
+      }
+    });
+  }
+
+  // c[m][n], kPanelN apart, for rows [n, n + columns) of the segment's matrix.
+  void multiply(const Segment& s, int64_t slot, int64_t n, int64_t columns, float* c) const {
+    StreamRow rows[kMost];
+    int64_t count = 0;
+    for (int64_t m = 0; m < s.count; m++) {
+      const int64_t at = row_of != nullptr ? row_of[slot + m] : slot + m;
+      const float *factor = factors + at * room, *total = sums + at * room;
+      if (Layout::counted && factor[0] == INFINITY)
+        multiply_floats(s, reinterpret_cast<const float*>(x + at * ld), total, n, columns, c + m * kPanelN);
+      else
+        rows[count++] = {x + at * ld, factor, total, c + m * kPanelN};
+    }
+    stream_rows<Layout>(w, s.matrix * w.rows + n, columns, rows, count);
+  }
+
+  void multiply_floats(const Segment& s, const float* row, const float* total, int64_t n, int64_t columns,
+                       float* out) const {
+    float* scales = static_cast<float*>(scratch(SLOT_CHUNK, static_cast<size_t>(2 * room) * sizeof(float)));
+    float* biases = w.mode == KERN_AFFINE ? scales + room : nullptr;
+    for (int64_t i = 0; i < columns; i++) {
+      read_scales(w, (s.matrix * w.rows + n + i) * group_count, group_count, F::unit, scales, biases);
+      vf products{};
+      dot_row<F, 1>(row_codes(w, s.matrix, n + i), row_bytes(w), blocks, 4096, w.group, scales, row, 0, &products);
+      out[i] = finish(products, biases, total, group_count);
+    }
+  }
+
+  void run(const Slots& slots) {
+    const int64_t panels = (w.rows + kPanelN - 1) / kPanelN;
+    each_slot_block(slots, [&](int64_t begin, int64_t end, int64_t first, int64_t count) {
+      prepare(slots, first, count);
+      chunks((end - begin) * panels, panel_step(w, kPanelN, 1), [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++) {
+          const Segment& s = slots.segments[begin + i / panels];
+          if (s.count > most_rows) continue;
+          const int64_t n = i % panels * kPanelN, columns = least(kPanelN, w.rows - n);
+          float c[kMost * kPanelN];
+          multiply(s, s.first - first, n, columns, c);
+          for (int64_t m = 0; m < s.count; m++)
+            write_row(c + m * kPanelN, columns, args.out, args.out_type, slots.out[s.first + m] * w.rows + n);
+        }
+      });
+    });
+  }
+};
+
+#endif
+
+}  // namespace kern::KERN_NS
