@@ -4,6 +4,7 @@
 // (quant_pairs.h) in bfloat16. It has
 //   Format       of the codes
 //   words        what a block of a row of x takes, in int32
+//   few          up to so many rows of x are faster than as tiles or floats
 //   together     rows of x at once, at most
 //   alone        rows of w at once for one row of x; two for more, so that what is loaded of x serves both
 //   counted      whether groups of x have factors of their own
@@ -145,14 +146,12 @@ KERN_INLINE void stream_rows(const kern_quant& w, int64_t row, int64_t rows, con
 
 // -- the product -----------------------------------------------------------------------------------------------------
 
-constexpr int64_t kFewStreamed = 12;  // up to so many rows are faster than as tiles or floats
-
 // Segments of up to `most_rows` rows; what has more is left to others.
 template <class Layout>
 struct Streamed {
   using F = typename Layout::Format;
-  static constexpr int64_t kMost = 16;  // that `most_rows` may be
-  static_assert(kFewStreamed <= kMost);
+  static constexpr int64_t kMost = 24;  // that `most_rows` may be
+  static_assert(Layout::few <= kMost);
 
   const kern_quant_matmul_args& args;
   const int64_t most_rows;

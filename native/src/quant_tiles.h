@@ -6,7 +6,7 @@
 // are a product in float32, and a group's sums meet its scale and bias as everywhere. What this cannot do is numbers
 // below 2**-103, whose last parts the tiles take for zero.
 //
-// Five rows of x and more are multiplied alike in tiles, thirteen and more in vectors: each gives the same result among
+// Five rows of x and more are multiplied alike in tiles, twenty-five and more in vectors: each gives the same result among
 // so many and among hundreds. Fewer are not worth the decoding of w; quant_stream.h takes them.
 #pragma once
 #include "amx.h"
@@ -140,7 +140,7 @@ __attribute__((noinline)) void multiply_and_decode(const TileX& x, uint8_t* deco
 template <class F, int PARTS, bool VECTORS>
 struct InTiles {
   static_assert(VECTORS || PARTS == kTileParts);
-  static constexpr int64_t fewer = VECTORS ? kFewStreamed : 4;
+  static constexpr int64_t fewer = VECTORS ? Pairs<F>::few : 4;
   static constexpr int64_t kBands = 4;  // that a piece of x meets one after the other
   static constexpr int64_t kFetched = Decoder<F>::kFetched;
   static constexpr int64_t kLater = 8;  // depths of a band: memory is not further away
@@ -379,12 +379,12 @@ KERN_INLINE void run_exact(const kern_quant_matmul_args& args, const Slots& slot
     if (slots.largest() > most_rows) Tiled{args}.run(slots);
   };
   if (pairs) {
-    less = kFewStreamed;
+    less = Pairs<F>::few;
     if (slots.smallest() <= less) Streamed<Pairs<F>>{args, less}.run(slots);
     if (whole_steps) in_tiles(Of<InTiles<F, 1, true>>());
   } else {
     if constexpr (has_digits<F>) {
-      less = tiles ? InTiles<F, kTileParts, false>::fewer : kFewStreamed;
+      less = tiles ? InTiles<F, kTileParts, false>::fewer : Digits<F, 4>::few;
       if (slots.smallest() <= less) {
         if (args.x_type == KERN_F32)
           Streamed<Digits<F, 4>>{args, less}.run(slots);

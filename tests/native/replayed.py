@@ -100,6 +100,23 @@ def decode(twins: Twins) -> None:
     twins.compare_buffers()
 
 
+def rest(twins: Twins) -> tuple[int, int]:
+    """After a rest: of ten calls that had been kept those that are replayed; bytes more than before, though calls of
+    another kind were kept in between."""
+
+    def active(width: int) -> int:
+        for n in range(10):
+            twins.feed(1, [(n,) * width], [12 + n])
+        for runner in (twins.replaying, twins.plain):
+            runner.reset()
+        return mx.get_active_memory()
+
+    before, done = active(1), twins.replaying._replays.done
+    active(4)
+    more = active(1) - before
+    return twins.replaying._replays.done - done, more
+
+
 def main() -> None:
     mx.disable_compile()  # as the engine does
     assert install("exact", 2) is not None
@@ -108,7 +125,11 @@ def main() -> None:
         twins = Twins(name)
         decode(twins)
         replays = twins.replaying._replays
-        found[name] = {"replayed": replays.done, "refusals": replays.refusals, "wrong": twins.wrong}
+        replayed = replays.done
+        again, more = (0, 0) if twins.recurrent else rest(twins)
+        found[name] = {
+            "replayed": replayed, "again": again, "more": more, "refusals": replays.refusals, "wrong": twins.wrong
+        }  # fmt: skip
     print(json.dumps(found))
 
 

@@ -39,6 +39,7 @@ def test_replayed_calls_give_the_same_bits(names: list[str]):
     for name, found in decode(*names).items():
         assert found["wrong"] == [], name
         assert found["replayed"] > 60 and found["refusals"] == [], name
+        assert (found["again"], found["more"]) == (15, 0), name
 
 
 def test_what_cannot_be_replayed_is_built_each_time_and_says_why():

@@ -120,6 +120,10 @@ class Replays:
         self.done += 1
         return Answer(results.pop() if samples else None, results)
 
+    def rest(self) -> None:
+        """Keep no calls and so no memory, but know which are worth it: they are kept again when they come again."""
+        self._kept = {kind: None for kind, kept in self._kept.items() if kept is None}
+
     def _make_room(self) -> None:
         if len(self._kept) >= MOST_KINDS:
             self._kept.clear()

@@ -113,8 +113,9 @@ class Runner:
         return self._touched.touched() if self._touched is not None else []
 
     def reset(self) -> None:
-        """Forget results nobody evaluated; give MLX's cached buffers back to the system."""
+        """Forget results nobody evaluated and calls that are replayed; give MLX's cached buffers back to the system."""
         self._logits = self._touched = None
+        self._replays.rest()
         mx.clear_cache()
 
     def _view(self, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
