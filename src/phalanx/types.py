@@ -267,10 +267,12 @@ class Pong(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """Start-up or the engine itself failed; the process ends after this. `kind` is the error's class name."""
+    """Start-up or the engine itself failed; the process ends after this, with `code`, an `ExitCode`. `kind` is the
+    error's class name."""
 
     kind: str
     message: str
+    code: int
 
 
 class Batch(Struct, frozen=True, tag=True):

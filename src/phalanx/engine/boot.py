@@ -135,27 +135,30 @@ def _run(
         link.close()
     except PhalanxError as error:
         log.error("%s: %s", type(error).__name__, error)
-        _tell(mailbox, type(error).__name__, str(error))
+        _tell(mailbox, Failed(type(error).__name__, str(error), exit_code_of(error)))
         link.fail(exit_code_of(error), f"{type(error).__name__}: {error}")
         return exit_code_of(error)
     except (RuntimeError, OSError, ValueError, KeyError) as error:  # MLX: out of memory, a collective without its peer
         log.exception("the engine crashed")
-        _tell(mailbox, type(error).__name__, f"the engine crashed: {type(error).__name__}: {error}")
+        _tell(
+            mailbox,
+            Failed(type(error).__name__, f"the engine crashed: {type(error).__name__}: {error}", ExitCode.CRASH),
+        )
         link.fail(ExitCode.CRASH, f"crashed: {type(error).__name__}: {error}")
         return ExitCode.CRASH
     return ExitCode.OK
 
 
-def _tell(mailbox: Mailbox | None, kind: str, message: str) -> None:
+def _tell(mailbox: Mailbox | None, failed: Failed) -> None:
     """Let the server know why this rank ends; only rank 0 can."""
     if mailbox is not None:
-        mailbox.send(Failed(kind=kind, message=message))
+        mailbox.send(failed)
 
 
 def _last_word(mailbox: Mailbox | None, lost: PeerFailure) -> None:
     """The same from the watchdog's thread, when the engine thread may be anywhere."""
     if mailbox is not None:
-        mailbox.last_word(Failed(kind="PeerFailure", message=str(lost)))
+        mailbox.last_word(Failed("PeerFailure", str(lost), lost.code))
 
 
 def _boot(

@@ -130,7 +130,7 @@ class EngineProcess(EngineConnection):
             self._crashes.append(now)
             while self._crashes and now - self._crashes[0] > RESTART_WINDOW_S:
                 self._crashes.popleft()
-            exit_code = _as_exit_code(end.status)
+            exit_code = self._exit_code(end)
             if not exit_code.restart_helps or len(self._crashes) > RESTARTS:
                 if exit_code.restart_helps:
                     reason = f"{len(self._crashes)} crashes in {RESTART_WINDOW_S:g} s, the last: {reason}"
@@ -225,6 +225,11 @@ class EngineProcess(EngineConnection):
             return self._failure.message
         words = next((line for line in reversed(self._last_words) if line.strip(" -")), "")
         return f"{who} ended with status {end.status}" + (f": {words}" if words else "")
+
+    def _exit_code(self, end: End) -> ExitCode:
+        """That of the cause: a launcher's own status may be that of a rank it ended on the way."""
+        said = None if self._failure is None else _as_exit_code(self._failure.code)
+        return said if said is not None and not said.restart_helps else _as_exit_code(end.status)
 
     def _join_address(self, name: str) -> str:
         """Where a rank tried to join, from its log."""

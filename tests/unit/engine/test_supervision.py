@@ -15,7 +15,7 @@ from phalanx.config import EngineConfig
 from phalanx.dist.backend import Choice
 from phalanx.engine.launch import End, RankProcesses, free_ports
 from phalanx.engine.process import RDMA_COOL_DOWN_S, RESTARTS, EngineProcess
-from phalanx.errors import ConfigError, HostUnreachable
+from phalanx.errors import ConfigError, ExitCode, HostUnreachable
 from phalanx.types import Failed
 
 
@@ -27,12 +27,14 @@ def ended(**statuses: int) -> RankProcesses:
     return RankProcesses(processes, [])
 
 
-def engine(ranks: RankProcesses, *words: str, failure: str = "", backend: str = "ring") -> EngineProcess:
+def engine(
+    ranks: RankProcesses, *words: str, failure: str = "", code: ExitCode = ExitCode.PEER_LOST, backend: str = "ring"
+) -> EngineProcess:
     process = EngineProcess(EngineConfig(model="demo", tensor_parallel_size=2, join_s=7.0))
     process._ranks = ranks
     process._choice = Choice(backend, "asked for")
     process._last_words = deque(words, maxlen=20)
-    process._failure = Failed("PeerFailure", failure) if failure else None
+    process._failure = Failed("PeerFailure", failure, code) if failure else None
     return process
 
 
@@ -50,6 +52,18 @@ def test_mpirun_says_which_rank_a_signal_ended():
 def test_the_leaders_verdict_is_the_cause_otherwise():
     process = engine(ended(rank_0=72, rank_1=72), failure="rank 1 (here, pid 5) Desync: step 4")
     assert process._describe_end(End("rank 0", 72)) == "rank 1 (here, pid 5) Desync: step 4"
+
+
+@pytest.mark.parametrize("status", [1, 64, 143])
+def test_what_a_restart_cannot_help_is_not_tried_again_whatever_a_launcher_ends_with(status):
+    process = engine(ended(mpirun=status), failure="rank 0 ModelUnsupported: no", code=ExitCode.CONFIG)
+    assert process._exit_code(End("mpirun", status)) == ExitCode.CONFIG
+
+
+@pytest.mark.parametrize("status, code", [(72, ExitCode.DESYNC), (1, ExitCode.CRASH), (-9, ExitCode.CRASH)])
+def test_otherwise_the_process_says_how_it_ended(status, code):
+    assert engine(ended(rank_0=status), failure="rank 1 left")._exit_code(End("rank 0", status)) == code
+    assert engine(ended(rank_0=status))._exit_code(End("rank 0", status)) == code
 
 
 @pytest.mark.parametrize("statuses", [{"rank_0": -14, "rank_1": -14}, {"rank_0": -14, "rank_1": 75}])
