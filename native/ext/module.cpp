@@ -18,6 +18,7 @@
 #include "quant.h"
 #include "replay.h"
 #include "rope.h"
+#include "rows.h"
 #include "vocabulary.h"
 
 namespace nb = nanobind;
@@ -76,4 +77,5 @@ NB_MODULE(_ext, m) {
   m.def("softmax", &phalanx_cpu::softmax, "x"_a, "stream"_a = nb::none());
   m.def("swiglu_oai", &swiglu_oai, "gate"_a, "up"_a, "alpha"_a = 1.702f, "limit"_a = 7.0f, "stream"_a = nb::none());
   m.def("top_k", &top_k, "x"_a, "k"_a, "stream"_a = nb::none());
+  m.def("write_rows", &write_rows, "buffer"_a, "news"_a, "starts"_a, "first"_a, "stream"_a = nb::none());
 }

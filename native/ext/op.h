@@ -127,9 +127,10 @@ Arrays make_many(std::vector<mx::Shape> shapes, const std::vector<mx::Dtype>& dt
 }
 
 // The same values in row-major order without gaps; a copy only where they are not so already. What has been computed,
-// as weights have, is known to be so now and costs no operation.
+// as weights have, is known to be so now and costs no operation; what is to be given later (`replay.h`) will be so.
 inline mx::array packed(const mx::array& a, mx::Stream stream) {
-  if (a.is_available() && a.flags().row_contiguous) return a;
+  const bool given = !a.has_primitive() && a.status() == mx::array::Status::unscheduled;
+  if (given || (a.is_available() && a.flags().row_contiguous)) return a;
   return mx::contiguous(a, false, stream);
 }
 

@@ -48,6 +48,7 @@ struct Recording {
     mx::Shape start, end;  // of what is written or read, at the least position
     int axis = 0;          // that follows the position
     bool slides = false;   // what is read: its beginning follows, too
+    bool scatters = false;  // what is written: each row has a place of its own, which is an input
   };
 
   // A number that counts the position.
@@ -267,6 +268,14 @@ class Comparison {
     if (version == version_of_.end()) return false;
     const std::string name = a.primitive().name();
     mx::Shape start, end, strides, other_start, other_end, other_strides;
+    if (name == "KernWriteRows") {
+      node.kind = Kind::kWrite;
+      node.scatters = true;
+      version_of_[next_] = version->second;
+      if (!a.primitive().is_equivalent(b.primitive()) || a.inputs()[1].shape() != b.inputs()[1].shape())
+        refuse("keys are not written alike");
+      return true;
+    }
     if (name == "SliceUpdate") {
       std::tie(std::ignore, start, end, strides) = static_cast<const mx::SliceUpdate&>(a.primitive()).state();
       std::tie(std::ignore, other_start, other_end, other_strides) =

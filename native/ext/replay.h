@@ -41,6 +41,10 @@ class Plan : public std::enable_shared_from_this<Plan> {
     const int by = position - recording_.low;
     Arrays fresh = inputs;
     fresh.reserve(fresh_count_);
+    for (const auto& [input, place] : given_)
+      encoder.dispatch([to = const_cast<void*>(data(place)), from = data(inputs[input]), bytes = place.nbytes()] {
+        std::memcpy(to, from, bytes);
+      });
     encoder.dispatch([self = shared_from_this(), position] {
       for (size_t i = 0; i < self->counters_.size(); i++)
         self->counters_[i].data<int32_t>()[0] = position + self->recording_.counters[i].more;
@@ -120,17 +124,13 @@ class Plan : public std::enable_shared_from_this<Plan> {
     int next = r.given();
     size_t fresh = 0;  // bytes
     for (const Node& node : r.nodes) {
-      bool direct = false, fixed = true, result = false;
-      for (auto [input, value] : node.varying) {
-        direct = direct || value < inputs;
-        fixed = fixed && is_fixed_[value];
-      }
+      bool fixed = true, result = false;
+      for (auto [input, value] : node.varying) fixed = fixed && is_fixed_[value];
       for (size_t i = 0; i < node.outputs.size(); i++) result = result || is_result[next + static_cast<int>(i)];
       const bool view = is_view(*node.primitive) && node.kind == Kind::kOperation;
       const bool ours = dynamic_cast<const Native*>(node.primitive.get()) != nullptr || is_elementwise(node);
       const bool moves = node.kind != Kind::kOperation;
-      is_ours_.push_back(moves || (!direct && !result && (view ? fixed : ours)));
-      if (moves && direct) refuse("inputs are written as they are");
+      is_ours_.push_back(moves || (!result && (view ? fixed : ours)));
       for (auto [input, value] : node.varying)
         if (!is_ours_.back() && r.reads.count(value) != 0) refuse("what attends to keys is a result");
       for (auto [input, value] : node.varying) {
@@ -156,6 +156,12 @@ class Plan : public std::enable_shared_from_this<Plan> {
     fresh_count_ = inputs;
     for (int value = 0; value < inputs; value++) slot_[value] = value;
     std::vector<std::optional<mx::array>> fixed(r.values);
+    for (int value = 0; value < inputs; value++) {
+      if (!lands_[value]) continue;
+      fixed[value] = mx::zeros(r.inputs[value].first, r.inputs[value].second, r.stream);
+      fixed[value]->eval();
+      given_.push_back({value, *fixed[value]});
+    }
     for (size_t i = 0; i < buffers.size(); i++) fixed[inputs + i] = buffers[i];
     for (const Recording::Counter& counter : r.counters) {
       counters_.push_back(mx::array(r.low + counter.more, counter.dtype));
@@ -284,6 +290,11 @@ class Plan : public std::enable_shared_from_this<Plan> {
 
   void write(const Node& node, const Arrays& in) {
     const mx::array &buffer = in[0], &update = in[1];
+    if (node.scatters) {
+      Arrays out{buffer};
+      pending_.push_back(dynamic_cast<const Native&>(*node.primitive).prepare(in, out, false));
+      return;
+    }
     const auto size = static_cast<int64_t>(buffer.itemsize());
     const int64_t step = buffer.strides(node.axis) * size;
     auto* start = static_cast<char*>(const_cast<void*>(data(buffer))) + first(buffer, node.start) * size;
@@ -330,6 +341,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   Recording::Like shapes_;
   int fresh_count_ = 0;
   Arrays counters_, blocks_, kept_;
+  std::vector<std::pair<int, mx::array>> given_;  // inputs, and the fixed places of those that our kernels read
   std::vector<Task> pending_;
   std::vector<Step> steps_;
 };

@@ -95,8 +95,10 @@ def decode(twins: Twins) -> None:
     twins.apply(Resize(0, 2, 72))
     for n in range(60):  # up to the last place
         (token,) = twins.feed(1, [(token,)], [12 + n])
-    for n in range(10):  # rows of two lengths
+    for n in range(10):  # rows of two lengths, one of them going back
         tokens = twins.feed(0, [(token,) for token in tokens], [at + 10 + n, 20 + n])
+    for n in range(10):
+        twins.feed(0, [(token, n, 7) for token in tokens], [at + 10 - n, 30 + 2 * n])
     twins.compare_buffers()
 
 

@@ -25,6 +25,7 @@ from phalanx.errors import ConfigError
 from phalanx.kernels import preload
 from phalanx.kernels.agreement import disagreements
 from phalanx.kernels.ops import Function, Ops
+from phalanx.kernels.ragged import RaggedMask
 from phalanx.kernels.traced import Traced
 
 Replacements = dict[str, Function]
@@ -282,6 +283,8 @@ def _fast(ops: Ops) -> Replacements:
         force_fused: bool = False, stream: Any = None,
     ) -> mx.array:  # fmt: skip
         if stream is None and q.dtype in FLOATS and q.dtype == k.dtype == v.dtype:
+            if type(mask) is RaggedMask and mask.shape[2:] == (q.shape[2], k.shape[2]):
+                return ops.attention(q, k, v, scale=scale, sinks=sinks, lengths=mask.lengths, window=mask.window)
             return ops.attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
         return stock_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, force_fused=force_fused, stream=stream)
 

@@ -19,6 +19,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from phalanx.errors import EngineError
+from phalanx.kernels import install
+from phalanx.kernels.ragged import RaggedMask
 from phalanx.kernels.traced import Traced
 from phalanx.model.layout import GroupLayout, Heads, KvLayout, Layout, StateLayout
 
@@ -38,10 +40,18 @@ class RowView:
         length: tokens fed per row (L).
         mask_dims: 4 for masks `[rows, 1, L, S]`; 5 for models that split heads into groups themselves.
         prefill: the tokens are a prompt's (`RaggedKV.make_mask` says what that changes).
+        ragged: treat rows of one length as if they had several.
     """
 
     def __init__(
-        self, start: int, kv_len: Sequence[int], length: int, *, mask_dims: int = 4, prefill: bool = False
+        self,
+        start: int,
+        kv_len: Sequence[int],
+        length: int,
+        *,
+        mask_dims: int = 4,
+        prefill: bool = False,
+        ragged: bool = False,
     ) -> None:
         self.prefill = prefill
         self.start = start
@@ -49,35 +59,47 @@ class RowView:
         self.length = length
         self.shortest = min(kv_len)
         self.need = max(kv_len) + length  # S: keys a query may see
-        self.uniform = self.need == self.shortest + length
+        self.uniform = self.need == self.shortest + length and not ragged
         self.offset: int | mx.array = self.shortest
         self.after: int | mx.array = self.need
+        self.lengths: tuple[mx.array, ...] = ()
+        """Of rows of several lengths, before and after the forward: int32 `[rows]` each."""
         self._mask_dims = mask_dims
         self._writes = 0
         self._early = True
         self._masks: dict[tuple[int | None, bool, int], Mask] = {}
         if not self.uniform:
-            self.offset = mx.array(list(kv_len), dtype=mx.int32)  # [rows]
-            self.after = self.offset + length
-            self._slots = mx.arange(start, self.stop, dtype=mx.int32)[:, None]  # [rows, 1]
-            self._positions = self.offset[:, None] + mx.arange(length, dtype=mx.int32)  # [rows, L]
+            before, after = list(kv_len), [n + length for n in kv_len]
+            self.give(mx.array(before, dtype=mx.int32), mx.array(after, dtype=mx.int32))
 
-    def trace(self) -> tuple[Traced, Traced]:
-        """For a call that is only built: what tells whether the model computes with the position; nothing is started.
+    def give(self, before: mx.array, after: mx.array) -> None:
+        """The lengths of rows that have several."""
+        self.offset, self.after = self.lengths = before, after
 
-        Rows of one length only.
-        """
+    def trace(self) -> tuple[Traced, ...]:
+        """For a call that is only built: what tells whether the model computes with the position, where that is a
+        number; nothing is started."""
+        self._early = False
+        if not self.uniform:
+            return ()
         traces = Traced(self.shortest), Traced(self.need)
         self.offset, self.after = traces
-        self._early = False
         return traces
 
-    def write(self, buffer: mx.array, new: mx.array) -> None:
-        """Put `new` [rows, heads, L, dim] at each row's length; in place when nobody else holds the buffer."""
+    def write(self, buffer: mx.array, new: mx.array) -> mx.array:
+        """The buffer with `new` [rows, heads, L, dim] at each row's length; in place when nobody else holds it."""
         if self.uniform:
             buffer[self.start : self.stop, :, self.shortest : self.need] = new
-        else:
-            buffer[self._slots, :, self._positions] = new.swapaxes(1, 2)
+            return buffer
+        if (ops := install.operations()) is not None:
+            return ops.write_rows(buffer, new, self.lengths[0], self.start)
+        slots = mx.arange(self.start, self.stop, dtype=mx.int32)[:, None]  # [rows, 1]
+        buffer[slots, :, self._positions()] = new.swapaxes(1, 2)
+        return buffer
+
+    def _positions(self) -> mx.array:
+        """Of each token, [rows, L]."""
+        return self.lengths[0][:, None] + mx.arange(self.length, dtype=mx.int32)
 
     def start_early(self, buffer: mx.array) -> None:
         """Let the device begin on what the model has built so far, now and then while it builds the rest.
@@ -116,8 +138,9 @@ class RowView:
         return _visible(queries, mx.arange(first, self.need), window)  # [L, S]
 
     def _ragged_mask(self, window: int | None) -> mx.array:
-        seen = _visible(self._positions[:, :, None], mx.arange(self.need, dtype=mx.int32), window)  # [rows, L, S]
-        return mx.expand_dims(seen, tuple(range(1, self._mask_dims - 2)))
+        seen = _visible(self._positions()[:, :, None], mx.arange(self.need, dtype=mx.int32), window)  # [rows, L, S]
+        mask = mx.expand_dims(seen, tuple(range(1, self._mask_dims - 2)))
+        return RaggedMask.of(mask, self.lengths[1], window) if self._mask_dims == 4 else mask
 
 
 def _visible(queries: mx.array, keys: mx.array, window: int | None) -> mx.array:
@@ -149,9 +172,9 @@ class RaggedKV:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append `keys`, `values` [rows, heads, L, dim]; returns views up to the longest row."""
         view = self._current()
-        view.write(self._allocated(self.keys), keys)
+        self.keys = view.write(self._allocated(self.keys), keys)
         if values.shape[-1]:
-            view.write(self._allocated(self.values), values)
+            self.values = view.write(self._allocated(self.values), values)
         self.offset = view.after
         view.start_early(self._allocated(self.keys))
         return self.keys_and_values()

@@ -6,7 +6,8 @@ tokens at other positions (`native/ext/replay.h`), with the same operations, so 
 
 That a call is the same at every position is not assumed: it is built at the lowest and at the highest one, for tokens
 that are not known and with a position that notices whether the model computes with it. What differs and is not
-understood is refused, and that call goes on being built each time: masks, recurrent state. A window that is full is
+understood is refused, and that call goes on being built each time: recurrent state, attention by hand. Rows of different
+lengths say theirs in arrays, which are inputs like tokens (`cache.py`, `kernels/ragged.py`). A window that is full is
 another call than one that is not.
 """
 
@@ -49,6 +50,7 @@ class Kind(NamedTuple):
     rows: int
     length: int
     samples: bool
+    ragged: bool  # rows may have different lengths
     filled: int  # windows that are smaller than the rows
 
 
@@ -97,10 +99,11 @@ class Replays:
             samples: whether logits are asked for.
         """
         ops = install.operations()
-        if ops is None or not view.uniform or view.prefill or view.shortest < LOWEST:
+        if ops is None or view.prefill or view.shortest < LOWEST:
             return None
-        filled = sum(view.need > window for window in arena.windows)
-        kind = Kind(arena.rows, arena.capacity, view.start, view.stop - view.start, view.length, samples, filled)
+        filled = sum(view.need > window for window in arena.windows) if view.uniform else 0
+        rows = view.stop - view.start
+        kind = Kind(arena.rows, arena.capacity, view.start, rows, view.length, samples, not view.uniform, filled)
         if kind.rows * kind.length > MOST_TOKENS:
             return None
         if kind not in self._kept:
@@ -111,11 +114,11 @@ class Replays:
             self.tried += 1
             self._kept[kind] = self._capture(ops, arena, kind)
             arena.resume(view)
-        kept = self._kept[kind]
-        if kept is None or not kept.replay.low <= view.shortest <= kept.replay.high:
+        kept, position = self._kept[kind], view.need - view.length
+        if kept is None or not kept.replay.low <= position <= kept.replay.high:
             return None
         ids = mx.array([list(row) for row in tokens], dtype=mx.int32)
-        results = kept.replay.run([ids, *self._reducer.tags()], arena.arrays(), view.shortest)
+        results = kept.replay.run([ids, *view.lengths, *self._reducer.tags()], arena.arrays(), position)
         self._reducer.replayed(kept.summed)
         self.done += 1
         return Answer(results.pop() if samples else None, results)
@@ -131,7 +134,7 @@ class Replays:
 
     def _capture(self, ops: Any, arena: Arena, kind: Kind) -> Kept | None:
         # Tokens of a row before the call. Of a full buffer no part is read, but all.
-        full = [window - kind.length for window in arena.windows]
+        full = [] if kind.ragged else [window - kind.length for window in arena.windows]
         lowest = max([LOWEST, *(last + 1 for last in full[: kind.filled])])
         highest = min([kind.capacity - 1 - kind.length, *full[kind.filled :]])
         try:
@@ -156,7 +159,9 @@ class Replays:
 
     def _built(self, ops: Any, arena: Arena, kind: Kind, position: int) -> tuple[Any, list[Summed]]:
         """The call at a position, not computed, and its sums over ranks; the buffers stay as they are."""
-        view = RowView(kind.start, [position] * kind.rows, kind.length, mask_dims=self._mask_dims)
+        view = RowView(kind.start, [position] * kind.rows, kind.length, mask_dims=self._mask_dims, ragged=kind.ragged)
+        if kind.ragged:
+            view.give(*(ops.placeholder([kind.rows], mx.int32) for _ in view.lengths))
         traces = view.trace()
         leaves = [leaf for leaf in arena.leaves if isinstance(leaf, RaggedKV)]
         buffers = [(leaf.keys, leaf.values) for leaf in leaves]
@@ -176,4 +181,4 @@ class Replays:
                 leaf.keys, leaf.values = keys, values
         if any(trace.used for trace in traces):
             raise ValueError("the model computes with the position")
-        return ops.Call([tokens, *tags], results, position), summed
+        return ops.Call([tokens, *view.lengths, *tags], results, position), summed

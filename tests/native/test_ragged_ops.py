@@ -1,0 +1,103 @@
+"""Rows of different lengths: what is written behind each, and attention that knows the lengths."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import phalanx_cpu
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.kernels.ragged import RaggedMask
+from phalanx.model.cache import RowView
+
+ops = phalanx_cpu.ops
+TYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
+def values(*shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    rows=st.integers(1, 4),
+    heads=st.integers(1, 3),
+    length=st.integers(1, 4),
+    dim=st.integers(1, 5),
+    dtype=st.sampled_from(TYPES),
+    turned=st.booleans(),
+)
+def test_rows_are_written_behind_their_own_ends(data, rows, heads, length, dim, dtype, turned):
+    first, capacity = data.draw(st.integers(0, 2)), 9
+    starts = data.draw(st.lists(st.integers(0, capacity - length), min_size=rows, max_size=rows))
+    buffer = values(first + rows + 1, heads, capacity, dim).astype(dtype)
+    news = values(rows, length, heads, dim).swapaxes(1, 2) if turned else values(rows, heads, length, dim)
+    wanted = np.array(buffer.astype(mx.float32))
+    for row, start in enumerate(starts):
+        wanted[first + row, :, start : start + length] = np.array(news[row].astype(dtype).astype(mx.float32))
+    found = ops.write_rows(buffer, news, mx.array(starts, dtype=mx.int32), first)
+    assert found.dtype == dtype
+    assert np.array_equal(np.array(found.astype(mx.float32)), wanted)
+
+
+def test_a_buffer_that_is_held_elsewhere_stays_as_it_is_and_another_takes_no_memory():
+    buffer = mx.zeros((2, 1, 1 << 16, 8))
+    news, starts = values(2, 1, 3, 8), mx.array([0, 5], dtype=mx.int32)
+    mx.eval(buffer, news, starts)
+    written = ops.write_rows(buffer, news, starts, 0)
+    mx.eval(written)
+    assert float(buffer.abs().max().item()) == 0.0
+    del buffer
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    written = ops.write_rows(written, news, starts, 0)
+    mx.eval(written)
+    assert mx.get_active_memory() == before and mx.get_peak_memory() - before < 1 << 16
+
+
+@pytest.mark.parametrize(
+    "news, starts, first, why",
+    [
+        ((2, 1, 3, 4), [0, 0], 0, "heads and sizes"),
+        ((2, 2, 3, 5), [0, 0], 0, "heads and sizes"),
+        ((2, 2, 9, 4), [0, 0], 0, "room"),
+        ((2, 2, 3, 4), [0, 0], 2, "these rows"),
+        ((2, 2, 3, 4), [0, 0, 0], 0, "one int32 per row"),
+        ((2, 2, 4), [0, 0], 0, "4 dimensions"),
+    ],
+)
+def test_what_does_not_fit_is_refused(news, starts, first, why):
+    with pytest.raises(ValueError, match=why):
+        ops.write_rows(mx.zeros((3, 2, 8, 4)), mx.zeros(news), mx.array(starts, dtype=mx.int32), first)
+
+
+@pytest.mark.parametrize("start", [-1, 6, 1 << 20])
+def test_nothing_is_written_behind_a_row(start):
+    written = ops.write_rows(mx.zeros((2, 2, 8, 4)), mx.ones((2, 2, 3, 4)), mx.array([0, start], dtype=mx.int32), 0)
+    with pytest.raises(RuntimeError, match="longer than its place"):
+        mx.eval(written)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(mx.float32, 2e-6), (mx.float16, 2e-3), (mx.bfloat16, 2e-2)])
+@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+def test_attention_by_lengths_is_attention_under_the_mask(heads, length, window, dtype, tolerance):
+    kv_len = [5, 40, 0, 17]
+    view = RowView(0, kv_len, length)
+    mask = view.mask(window, False, 0)
+    assert isinstance(mask, RaggedMask) and mask.shape == (4, 1, length, view.need)
+    queries = values(4, heads[0], length, 32).astype(dtype)
+    keys, others = (values(4, heads[1], view.need, n)[..., :32].astype(dtype) for n in (32, 33))
+    found = ops.attention(queries, keys, others, scale=0.2, lengths=mask.lengths, window=mask.window)
+    wanted = ops.attention(queries, keys, others, scale=0.2, mask=mx.array(mask))
+    assert mx.allclose(found, wanted, rtol=tolerance, atol=tolerance)
+    for row, known in enumerate(kv_len):  # alone: the same bits
+        alone = ops.attention(
+            queries[row : row + 1], *(a[row : row + 1, :, : known + length] for a in (keys, others)), scale=0.2,
+            lengths=mask.lengths[row : row + 1], window=mask.window,
+        )  # fmt: skip
+        assert mx.array_equal(alone[0], found[row])
