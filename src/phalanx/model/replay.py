@@ -6,9 +6,9 @@ tokens at other positions (`native/ext/replay.h`), with the same operations, so 
 
 That a call is the same at every position is not assumed: it is built at the lowest and at the highest one, for tokens
 that are not known and with a position that notices whether the model computes with it. What differs and is not
-understood is refused, and that call goes on being built each time: recurrent state, attention by hand. Rows of different
-lengths say theirs in arrays, which are inputs like tokens (`cache.py`, `kernels/ragged.py`). A window that is full is
-another call than one that is not.
+understood is refused, and that call goes on being built each time: recurrent state, attention by hand. Rows of
+different lengths say theirs in arrays, which are inputs like tokens (`cache.py`, `kernels/ragged.py`). A window that is
+full is another call than one that is not.
 """
 
 from __future__ import annotations
