@@ -58,7 +58,7 @@ struct Digits {
   using Format = F;
   using Code = Words;
   static constexpr bool counted = true;
-  static constexpr int few = D == 1 ? 16 : 12, together = 4;
+  static constexpr int few = D == 4 ? 20 : D == 3 ? 24 : 16, together = 4;
   // One digit is so little to do that memory is all that counts: a row of w at a time is what it gives fastest.
   static constexpr int alone = D == 1 ? 1 : 2;
   static KERN_INLINE Words load(const uint8_t* p) { return Q::load(p); }

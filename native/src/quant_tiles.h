@@ -384,9 +384,10 @@ KERN_INLINE void run_exact(const kern_quant_matmul_args& args, const Slots& slot
     if (whole_steps) in_tiles(Of<InTiles<F, 1, true>>());
   } else {
     if constexpr (has_digits<F>) {
-      less = tiles ? InTiles<F, kTileParts, false>::fewer : Digits<F, 4>::few;
+      const bool wide = args.x_type == KERN_F32;
+      less = tiles ? InTiles<F, kTileParts, false>::fewer : wide ? Digits<F, 4>::few : Digits<F, 3>::few;
       if (slots.smallest() <= less) {
-        if (args.x_type == KERN_F32)
+        if (wide)
           Streamed<Digits<F, 4>>{args, less}.run(slots);
         else
           Streamed<Digits<F, 3>>{args, less}.run(slots);

@@ -181,9 +181,9 @@ def test_a_row_does_not_depend_on_its_batch(precision, kind):
         return matmul(w, x[:, :rows].copy(), kind, F32, precision=precision)[:, :1]
 
     in_tiles = precision == EXACT and library.kern_isa() == b"amx"
-    in_pairs = precision == EXACT and library.kern_isa() == b"avx512bf16" and kind == BF16
-    few = range(1, 25) if in_pairs else range(1, 9)
-    many = (25, 31, 32, 33, 40) if in_pairs else (20,)
+    wide = library.kern_isa() in (b"avx512", b"avx512bf16") and precision == EXACT
+    few = range(1, (21 if kind == F32 else 25) if wide else 9)
+    many = (25, 31, 32, 33, 40) if wide else (20,)
     for alike in [(1, 2, 3, 4), (5, 6, 8, 15, 16, 17, 33, 40)] if in_tiles else [few, many]:
         wanted = first(alike[0])
         assert all((first(rows) == wanted).all() for rows in alike)
