@@ -1,8 +1,9 @@
-"""What `--cpu-precision` costs: held-out loss and greedy agreement of the demo model, requantised to 4 bits.
+"""What `--cpu-precision` and `--dtype bfloat16` cost: held-out loss and greedy agreement of the demo model, at 4 bits.
 
 The bundled weights have 8 bits, for which `fast` is not faster on every processor; 4-bit ones are what people serve.
 Each way computes in a process of its own over the same held-out text (`tools/demo_model`): MLX's own kernels, exact,
-fast. Agreement: at how many positions the likeliest next token is the one MLX finds. The last line is JSON.
+bfloat16 (scales and all), fast. Agreement: at how many positions the likeliest next token is the one MLX finds. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from phalanx.demo import MODEL_DIR  # noqa: E402
 from phalanx.kernels.install import install  # noqa: E402
 from tools.demo_model import corpus, rows  # noqa: E402
 
-WAYS = ("MLX", "exact", "fast")
+WAYS = ("MLX", "exact", "bfloat16", "fast")
 DOCUMENTS = 150
 LENGTH, BATCH = 256, 8
 
@@ -58,6 +59,8 @@ def model(bits: int) -> Any:
 def compute(way: str, bits: int, out: Path) -> None:
     """Loss in nats per token, and the likeliest token after every position."""
     network = model(bits)
+    if way == "bfloat16":
+        network.set_dtype(mx.bfloat16)
     mx.eval(network.parameters())
     if way != "MLX" and install("fast" if way == "fast" else "exact", 2) is None:
         raise SystemExit("the native kernels are not installed")
@@ -65,7 +68,7 @@ def compute(way: str, bits: int, out: Path) -> None:
     ids = text()
     for start in range(0, len(ids), BATCH):
         batch = mx.array(ids[start : start + BATCH])
-        scores = network(batch[:, :-1])
+        scores = network(batch[:, :-1]).astype(mx.float32)
         chosen = mx.take_along_axis(scores, batch[:, 1:, None], axis=-1)[..., 0]
         loss += float(mx.sum(mx.logsumexp(scores, axis=-1) - chosen).item())
         best.append(np.array(mx.argmax(scores, axis=-1)))
@@ -96,7 +99,7 @@ def main() -> int:
         agreement = float((values["best"] == found["MLX"]["best"]).mean())
         perplexity = float(np.exp(values["loss"]))
         results[way] = {"loss": values["loss"], "perplexity": perplexity, "agreement": agreement}
-        print(f"{way:6} loss {values['loss']:.5f}  perplexity {perplexity:.4f}  agreement {100 * agreement:.3f} %")
+        print(f"{way:8} loss {values['loss']:.5f}  perplexity {perplexity:.4f}  agreement {100 * agreement:.3f} %")
     positions = int(found["MLX"]["best"].size)
     print(json.dumps({"benchmark": "precision", "bits": options.bits, "positions": positions, "results": results}))
     return 0
