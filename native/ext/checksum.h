@@ -5,10 +5,8 @@
 
 namespace phalanx_cpu {
 
-// The tag is read when an operation is handed over, so nothing may have to be computed for it.
 inline void check_tag(const mx::array& tag) {
-  if (tag.size() != 1 || tag.dtype() != mx::float32 || tag.has_primitive())
-    throw std::invalid_argument("checksum: the tag is one float32 that is known");
+  if (tag.size() != 1 || tag.dtype() != mx::float32) throw std::invalid_argument("checksum: the tag is one float32");
 }
 
 // y [rows, width], weights [width] or [width, 1] -> wire [rows, width + 2 or 3], squares [rows].
@@ -27,7 +25,7 @@ inline std::pair<mx::array, mx::array> checksum_load(const mx::array& y, const m
     a.y = y.data;
     a.y_stride = y.stride;
     a.weights = in[1].data<float>();
-    a.tag = in[2].data<float>()[0];
+    a.tag = in[2].data<float>();
     a.wire = data(out[0]);
     a.squares = out[1].data<float>();
   };
@@ -82,7 +80,7 @@ inline mx::array checksum_judge(const mx::array& figures, const mx::array& magni
     a.figures = in[0].data<float>();
     a.magnitudes = in[1].data<float>();
     a.limits = in[2].data<float>();
-    a.tag = in[3].data<float>()[0];
+    a.tag = in[3].data<float>();
     a.flags = out[0].data<float>();
   };
   return make<kern_checksum_judge_args>({limits.shape(0)}, mx::float32, stream, "KernChecksumJudge", args, fill,

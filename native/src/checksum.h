@@ -24,7 +24,7 @@ KERN_INLINE void checksum_load_row(const kern_checksum_load_args* a, int64_t r) 
   T high = from_float<T>(checksum);
   wire[a->width] = high;
   if (kChecksums<T> == 2) wire[a->width + 1] = from_float<T>(checksum - to_float(high));
-  wire[a->width + kChecksums<T>] = from_float<T>(a->tag);
+  wire[a->width + kChecksums<T>] = from_float<T>(*a->tag);
   a->squares[r] = sum(squares);
 }
 
@@ -60,7 +60,7 @@ inline int checksum_judge(const kern_checksum_judge_args* a) {
     bool right = true;
     for (int64_t i = s * a->rows; i < (s + 1) * a->rows; i++) {
       const float limit = a->limits[2 * s] * a->magnitudes[i] + a->limits[2 * s + 1];
-      right = right && fabsf(a->figures[2 * i]) <= limit && a->figures[2 * i + 1] == a->tag;
+      right = right && fabsf(a->figures[2 * i]) <= limit && a->figures[2 * i + 1] == *a->tag;
     }
     a->flags[s] = right ? 0.0f : a->flag;
   }

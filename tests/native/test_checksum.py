@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kern import BF16, EPS, F16, F32, Float, Int, Int64, Pointer, call, decode, encode, pointer, smallest, unaligned
+from kern import BF16, EPS, F16, F32, Int, Int64, Pointer, call, decode, encode, pointer, smallest, unaligned
 
 KINDS = [F32, F16, BF16]
 
 
 class Load(ctypes.Structure):
     _fields_ = [
-        *((name, Pointer) for name in ("y", "weights", "wire", "squares")),
+        *((name, Pointer) for name in ("y", "weights", "tag", "wire", "squares")),
         *((name, Int64) for name in ("rows", "width", "y_stride")),
-        ("tag", Float),
         ("type", Int),
     ]
 
@@ -33,8 +32,9 @@ class Read(ctypes.Structure):
 def load(y, weights, tag, kind):
     rows, width = y.shape
     wire, squares = np.zeros((rows, width + (2 if kind == F32 else 3)), y.dtype), np.zeros(rows, np.float32)
-    buffers = (pointer(a) for a in (y, weights, wire, squares))
-    assert call("kern_checksum_load", Load(*buffers, rows, width, y.strides[0] // y.itemsize, tag, kind)) == 0
+    tags = np.array([tag], np.float32)
+    buffers = (pointer(a) for a in (y, weights, tags, wire, squares))
+    assert call("kern_checksum_load", Load(*buffers, rows, width, y.strides[0] // y.itemsize, kind)) == 0
     return wire, squares
 
 

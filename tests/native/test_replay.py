@@ -50,4 +50,4 @@ def test_what_cannot_be_replayed_is_built_each_time_and_says_why():
 
 def test_windows_are_replayed_before_and_when_they_are_full():
     for name, found in decode("gpt_oss", "gpt_oss+30", "gemma3_text", "cohere2", "llama:sliding").items():
-        assert found["wrong"] == [] and found["replayed"] > 60, name
+        assert found["wrong"] == [] and found["replayed"] > 90 and found["refusals"] == [], name

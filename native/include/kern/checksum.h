@@ -11,11 +11,11 @@ extern "C" {
 typedef struct {
   const void* y;
   const float* weights;  // [width]
+  const float* tag;      // one
   void* wire;
   float* squares;
   int64_t rows, width;
   int64_t y_stride;
-  float tag;
   int type;  // of y and wire
 } kern_checksum_load_args;
 KERN_API int kern_checksum_load(const kern_checksum_load_args* args);
@@ -39,9 +39,10 @@ typedef struct {
   const float* figures;     // [sites, rows, 2], as above
   const float* magnitudes;  // [sites, rows]: of the summed vectors, added up
   const float* limits;      // [sites, 2]: relative, least
+  const float* tag;         // one
   float* flags;             // [sites]
   int64_t sites, rows;
-  float tag, flag;
+  float flag;
 } kern_checksum_judge_args;
 KERN_API int kern_checksum_judge(const kern_checksum_judge_args* args);
 

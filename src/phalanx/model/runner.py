@@ -13,6 +13,7 @@ from mlx.nn.layers.base import Module
 
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import EngineError
+from phalanx.kernels import install
 from phalanx.model.arena import Arena, Snapshot
 from phalanx.model.cache import RowView
 from phalanx.model.layout import CacheFacts
@@ -88,7 +89,7 @@ class Runner:
         if self.facts.one_row and len(kv_len) > 1:
             logits = self._rows_in_turn(arena, fwd, kv_len)
         else:
-            view = self._view(fwd.start, kv_len, len(fwd.tokens[0]), fwd.sample)
+            view = self._view(arena, fwd.start, kv_len, len(fwd.tokens[0]), fwd.sample)
             logits = self._call(arena, view, fwd.tokens, kv_len, fwd.valid)
         self._touched = arena
         if self.samples and (fwd.sample or fwd.score):
@@ -118,8 +119,11 @@ class Runner:
         self._replays.rest()
         mx.clear_cache()
 
-    def _view(self, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
-        return RowView(start, kv_len, length, mask_dims=self.facts.mask_dims, prefill=not sample)
+    def _view(self, arena: Arena, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
+        # Drafts beyond a window are masked by arrays, which change with the position; native attention takes lengths.
+        beyond = sample and length > 1 and any(max(kv_len) + length > window for window in arena.windows)
+        ragged = beyond and not self.facts.one_row and install.active()
+        return RowView(start, kv_len, length, mask_dims=self.facts.mask_dims, prefill=not sample, ragged=ragged)
 
     def _call(
         self,
@@ -155,7 +159,7 @@ class Runner:
         width = len(fwd.tokens[0])
         parts = []
         for i, (row, n) in enumerate(zip(fwd.tokens, fwd.valid, strict=True)):
-            view = self._view(fwd.start + i, kv_len[i : i + 1], n, fwd.sample)
+            view = self._view(arena, fwd.start + i, kv_len[i : i + 1], n, fwd.sample)
             part = self._call(arena, view, [row[:n]], kv_len[i : i + 1], [n])
             mx.eval([] if part is None else part, arena.touched())  # before the next row writes (`arena.py` says why)
             if part is not None:
