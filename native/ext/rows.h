@@ -6,7 +6,7 @@
 
 namespace phalanx_cpu {
 
-// buffer [rows, heads, capacity, dim]; what is new of some rows, [n, heads, L, dim]; where it begins in each, int32 [n].
+// buffer [rows, heads, capacity, dim]; what is new of n rows, [n, heads, L, dim]; where it begins in each, int32 [n]
 class WriteRows : public mx::Primitive, public Native {
  public:
   WriteRows(mx::Stream stream, int first) : mx::Primitive(stream), first_(first) {}
@@ -32,7 +32,8 @@ class WriteRows : public mx::Primitive, public Native {
             from = static_cast<const char*>(data(news)), next = news.strides(0) * size, rows = news.shape(0),
             last = out[0].shape(2) - news.shape(2), starts = in[2].data<int32_t>(), shape, places, strides, size](int) {
       for (int r = 0; r < rows; r++) {
-        if (starts[r] < 0 || starts[r] > last) throw std::runtime_error("KernWriteRows: a row is longer than its place");
+        if (starts[r] < 0 || starts[r] > last)
+          throw std::runtime_error("KernWriteRows: a row is longer than its place");
         copy_elements(to + r * row + starts[r] * places[1] * size, from + r * next, shape, places, strides,
                       static_cast<size_t>(size));
       }

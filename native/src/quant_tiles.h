@@ -6,8 +6,8 @@
 // are a product in float32, and a group's sums meet its scale and bias as everywhere. What this cannot do is numbers
 // below 2**-103, whose last parts the tiles take for zero.
 //
-// Five rows of x and more are multiplied alike in tiles, twenty-five and more in vectors: each gives the same result among
-// so many and among hundreds. Fewer are not worth the decoding of w; quant_stream.h takes them.
+// Five rows of x and more are multiplied alike in tiles, twenty-five and more in vectors: each gives the same result
+// among so many and among hundreds. Fewer are not worth the decoding of w; quant_stream.h takes them.
 #pragma once
 #include "amx.h"
 #include "quant_digits.h"
