@@ -10,6 +10,7 @@ import pytest
 from conformance import conform
 from mutants import NoRollback
 
+from phalanx.model.arena import Arena
 from phalanx.model.cache import Mask, RaggedKV, RowView
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Forward
@@ -72,7 +73,7 @@ class _OffsetPlusOne(RowView):
 
 def _viewing(view: type[RowView]) -> type[Runner]:
     class Mutant(Runner):
-        def _view(self, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
+        def _view(self, arena: Arena, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
             return view(start, kv_len, length, mask_dims=self.facts.mask_dims, prefill=not sample)
 
     return Mutant
