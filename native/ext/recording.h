@@ -47,7 +47,7 @@ struct Recording {
     std::vector<std::pair<mx::Shape, mx::Dtype>> outputs;
     mx::Shape start, end;  // of what is written or read, at the least position
     int axis = 0;          // that follows the position
-    bool slides = false;   // what is read: its beginning follows, too
+    bool slides = false;    // what is read: its beginning follows, too
     bool scatters = false;  // what is written: each row has a place of its own, which is an input
   };
 

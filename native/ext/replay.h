@@ -41,11 +41,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
     const int by = position - recording_.low;
     Arrays fresh = inputs;
     fresh.reserve(fresh_count_);
-    for (const auto& [input, place] : given_)
-      encoder.dispatch([to = const_cast<void*>(data(place)), from = data(inputs[input]), bytes = place.nbytes()] {
-        std::memcpy(to, from, bytes);
-      });
-    encoder.dispatch([self = shared_from_this(), position] {
+    encoder.dispatch([self = shared_from_this(), inputs, position] {
+      for (const auto& [input, place] : self->given_)
+        std::memcpy(const_cast<void*>(data(place)), data(inputs[input]), place.nbytes());
       for (size_t i = 0; i < self->counters_.size(); i++)
         self->counters_[i].data<int32_t>()[0] = position + self->recording_.counters[i].more;
     });

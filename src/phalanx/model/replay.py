@@ -108,7 +108,7 @@ class Replays:
             return None
         if kind not in self._kept:
             self._seen[kind] += 1
-            if self._seen[kind] < WORTH and self._kept.get(kind._replace(length=1)) is None:
+            if self._seen[kind] < WORTH and not self._plain_is_kept(kind):
                 return None
             self._make_room()
             self.tried += 1
@@ -126,6 +126,10 @@ class Replays:
     def rest(self) -> None:
         """Keep no calls and so no memory, but know which are worth it: they are kept again when they come again."""
         self._kept = {kind: None for kind, kept in self._kept.items() if kept is None}
+
+    def _plain_is_kept(self, kind: Kind) -> bool:
+        """Whether these rows are replayed with one token each, however they say their lengths."""
+        return any(kept and other.length == 1 and other[:4] == kind[:4] for other, kept in self._kept.items())
 
     def _make_room(self) -> None:
         if len(self._kept) >= MOST_KINDS:
