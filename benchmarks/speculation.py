@@ -1,5 +1,5 @@
 """Speculation on against off: repetitive and free text, good drafters and hostile ones, one row to sixteen, one rank
-and two, in one run, taking turns.
+and two, in one run, taking turns in random order.
 
 What to expect. A step reads every weight once, whatever it computes, so k further tokens cost little where reading
 dominates and k times as much where computing does: two cores with native kernels lie between. A text that repeats
@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import platform
+import random
 import statistics
 import sys
 import tempfile
@@ -45,6 +47,7 @@ from phalanx.bench.load import Load, closed_loop
 ROUNDS = 3
 RAMP_S = 0.03
 OFF = "off"
+OFF_TOO = "off again"
 DRAFT_MODEL = "draft model"
 KNOWS = 0.85  # share of places at which the good draft model is right
 THEIR_TOKENS = 96  # mlx-lm's kernels need a while
@@ -86,10 +89,15 @@ class Figures:
         }
 
 
+Results = Mapping[Point, Mapping[str, Figures]]
+"""By load and variant."""
+
+
 def variants(friend: Path, enemy: Path) -> dict[str, dict[str, Any] | None]:
-    """Speculation by name; None is off."""
+    """Speculation by name; None is off. The second that is off says by how much two servers differ that are alike."""
     return {
         OFF: None,
+        OFF_TOO: None,
         "ngram": {"method": "ngram", "prompt_lookup_requests": 0},
         "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
         DRAFT_MODEL: {"method": "draft_model", "model": str(friend)},
@@ -112,6 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--precisions", nargs="+", default=["exact"], choices=["exact", "fast"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=ANSWER, help=f"of every answer, {ANSWER} at most")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="ngram, suffix, ... (and off)")
@@ -127,11 +136,13 @@ def main() -> int:
         configs = {
             name: config
             for name, config in variants(friend, enemy).items()
-            if name == OFF or options.only is None or name in options.only
+            if name in (OFF, OFF_TOO) or options.only is None or name in options.only
         }
-        for ranks in options.ranks:
-            compared = compare(model, configs, ranks, chosen, options.rounds, console)
-            results[f"{ranks} rank{'s' if ranks > 1 else ''}"] = asyncio.run(compared)
+        for ranks, precision in itertools.product(options.ranks, options.precisions):
+            title = f"{ranks} rank{'s' if ranks > 1 else ''}, {precision}"
+            group = (*(("--tp", str(ranks)) if ranks > 1 else ()), "--cpu-precision", precision)
+            compared = compare(model, configs, group, chosen, options.rounds, title)
+            results[title] = show(asyncio.run(compared), title, console)
         theirs = {} if options.without_mlx_lm else asyncio.run(against(model, friend, folder, options.rounds, console))
     about = {
         "machine": f"{platform.system()} {platform.machine()}",
@@ -144,15 +155,14 @@ def main() -> int:
 async def compare(
     model: Path,
     configs: Mapping[str, dict[str, Any] | None],
-    ranks: int,
+    group: Sequence[str],
     chosen: Sequence[Point],
     rounds: int,
-    console: Console,
-) -> dict[str, Any]:
-    """All variants on so many ranks. Their servers wait side by side, which costs nothing, so that what is compared is
+    title: str,
+) -> Results:
+    """All variants, as `group` says. Their servers wait side by side, which costs nothing, so that what is compared is
     seconds apart; each has answered every work once before, so what a wide step costs is known."""
     figures = {point: {name: Figures() for name in configs} for point in chosen}
-    group = ("--tp", str(ranks)) if ranks > 1 else ()
     with ExitStack() as servers:
         urls = {name: servers.enter_context(phalanx(model, *group, *flags(configs[name]))) for name in configs}
         async with AsyncExitStack() as connections:
@@ -162,16 +172,12 @@ async def compare(
                 for client in clients.values():
                     check(await closed_loop(client, point.bodies(), point.concurrency), point.bodies(), answers)
                 for turn in range(rounds):
-                    for name in turned(list(configs), turn):
+                    for name in shuffled(list(configs), turn):
                         await measure(clients[name], point, answers, figures[point][name], counted=turn == 0)
                 medians = {name: statistics.median(f.tokens_per_s) for name, f in figures[point].items()}
                 now = ", ".join(f"{name} {speed:.1f}" for name, speed in medians.items())
-                progress(f"{ranks} rank(s), {point.name}, {point.concurrency} at once: {now}")
-    show(figures, ranks, console)
-    return {
-        f"{point.name}, {point.concurrency} at once": {name: f.json(by_name[OFF]) for name, f in by_name.items()}
-        for point, by_name in figures.items()
-    }
+                progress(f"{title}, {point.name}, {point.concurrency} at once: {now}")
+    return figures
 
 
 async def reference(client: httpx.AsyncClient, chosen: Sequence[Point]) -> dict[str, str]:
@@ -240,7 +246,7 @@ async def against(model: Path, friend: Path, folder: Path, rounds: int, console:
         async with open_client(our_url) as ours, open_client(their_url) as theirs:
             clients = {"phalanx": ours, "mlx_lm": theirs}
             for turn in range(rounds):
-                for name in turned(list(clients), turn):
+                for name in shuffled(list(clients), turn):
                     load = await closed_loop(clients[name], [sent], 1)
                     if load.failures:
                         raise RuntimeError(f"{name}: {load.failures[0]}")
@@ -267,9 +273,9 @@ def body(work: Work, tokens: int) -> dict[str, Any]:
     }
 
 
-def turned(names: list[str], turn: int) -> list[str]:
-    """Forwards, backwards, forwards: slow drifts of the machine hit all."""
-    return names if turn % 2 == 0 else names[::-1]
+def shuffled(names: Sequence[str], turn: int) -> list[str]:
+    """An order of its own for each round, the same in each run."""
+    return random.Random(turn).sample(list(names), len(names))
 
 
 def ratio(figures: Figures, base: Figures) -> float:
@@ -277,10 +283,11 @@ def ratio(figures: Figures, base: Figures) -> float:
     return statistics.median(a / b for a, b in zip(figures.tokens_per_s, base.tokens_per_s, strict=True))
 
 
-def show(figures: Mapping[Point, Mapping[str, Figures]], ranks: int, console: Console) -> None:
+def show(figures: Results, title: str, console: Console) -> dict[str, Any]:
+    """Prints them; as JSON."""
     names = list(next(iter(figures.values())))
-    title = f"{ranks} rank(s): tokens/s without speculation; with it: how many times as fast (share accepted)"
-    table = Table("", "at once", *names, title=title)
+    about = "tokens/s without speculation; with it: how many times as fast (share accepted)"
+    table = Table("", "at once", *names, title=f"{title}: {about}")
     for point, by_name in figures.items():
         cells = [f"{statistics.median(by_name[OFF].tokens_per_s):.1f}"]
         for name in names[1:]:
@@ -289,6 +296,10 @@ def show(figures: Mapping[Point, Mapping[str, Figures]], ranks: int, console: Co
             cells.append(f"{ratio(f, by_name[OFF]):.2f}x{accepted}")
         table.add_row(point.name, str(point.concurrency), *cells)
     console.print(table)
+    return {
+        f"{point.name}, {point.concurrency} at once": {name: f.json(by_name[OFF]) for name, f in by_name.items()}
+        for point, by_name in figures.items()
+    }
 
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ inline mx::array gelu(const mx::array& g, const std::optional<mx::array>& up, mx
 inline mx::array gelu_approx(const mx::array& g, const std::optional<mx::array>& up, mx::StreamOrDevice s) {
   return gate("KernGELUApprox", KERN_GELU_TANH, g, up, 0.0f, 0.0f, s);
 }
+inline mx::array sigmoid(const mx::array& x, mx::StreamOrDevice s) {
+  return gate("KernSigmoid", KERN_SIGMOID, x, std::nullopt, 0.0f, 0.0f, s);
+}
 inline mx::array swiglu_oai(const mx::array& g, const mx::array& up, float alpha, float limit, mx::StreamOrDevice s) {
   return gate("KernSwiGLUOAI", KERN_SWIGLU_OAI, g, up, alpha, limit, s);
 }

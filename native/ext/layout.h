@@ -22,6 +22,12 @@ struct Preparation {
   }
 };
 
+inline mx::Strides row_major_strides(const mx::Shape& shape) {
+  mx::Strides strides(shape.size(), 1);
+  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
+  return strides;
+}
+
 // Elements of a view to others, both `strides` apart and in the order of `shape`.
 inline void copy_elements(char* to, const char* from, const mx::Shape& shape, const mx::Strides& places,
                           const mx::Strides& strides, size_t size, size_t axis = 0) {

@@ -69,13 +69,16 @@ NB_MODULE(_ext, m) {
       .def("run", &Replay::run, "inputs"_a, "buffers"_a, "position"_a)
       .def("__len__", &Replay::size)
       .def_prop_ro("low", &Replay::low)
-      .def_prop_ro("high", &Replay::high);
+      .def_prop_ro("high", &Replay::high)
+      .def_prop_ro("handed", &Replay::handed);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, "stream"_a = nb::none());
   m.def("rope", &rope, "x"_a, "dims"_a, nb::kw_only(), "traditional"_a, "base"_a.none(), "scale"_a, "offset"_a,
         "freqs"_a.none() = nb::none(), "stream"_a = nb::none());
+  m.def("sigmoid", &sigmoid, "x"_a, "stream"_a = nb::none());
   m.def("silu", &silu, "gate"_a, "up"_a.none() = nb::none(), "stream"_a = nb::none());
   m.def("softmax", &phalanx_cpu::softmax, "x"_a, "stream"_a = nb::none());
   m.def("swiglu_oai", &swiglu_oai, "gate"_a, "up"_a, "alpha"_a = 1.702f, "limit"_a = 7.0f, "stream"_a = nb::none());
+  m.def("arg_partition", &arg_partition, "x"_a, "kth"_a, "stream"_a = nb::none());
   m.def("top_k", &top_k, "x"_a, "k"_a, "stream"_a = nb::none());
   m.def("write_rows", &write_rows, "buffer"_a, "news"_a, "starts"_a, "first"_a, "stream"_a = nb::none());
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "recording.h"
+#include "simple.h"
 
 namespace phalanx_cpu {
 
@@ -34,6 +35,14 @@ class Plan : public std::enable_shared_from_this<Plan> {
     for (size_t i = 0; i < buffers.size(); i++)
       if (data(buffers[i]) != places_[i]) return false;
     return true;
+  }
+
+  // MLX's operations that are handed over one by one.
+  std::vector<std::string> handed() const {
+    std::vector<std::string> names;
+    for (const Step& step : steps_)
+      if (step.node != nullptr) names.push_back(step.node->primitive->name());
+    return names;
   }
 
   Arrays run(const Arrays& inputs, int position) {
@@ -66,6 +75,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   using Node = Recording::Node;
 
   static constexpr size_t kMost = size_t{64} << 20;  // of fresh values, which live until the end of a call
+  static constexpr size_t kSmall = size_t{1} << 20;
 
   // Kernels of ours, then an operation of MLX's, then copies of its results.
   struct Step {
@@ -76,36 +86,51 @@ class Plan : public std::enable_shared_from_this<Plan> {
     std::vector<std::pair<int, mx::array>> landings;  // output, its fixed place
   };
 
-  // Views, of which those that change the shape may have to copy.
-  static bool is_reshape(const mx::Primitive& primitive) {
+  // Views, of which some may have to copy.
+  static bool may_copy(const mx::Primitive& primitive) {
     const std::string name = primitive.name();
-    return name == "Flatten" || name == "Reshape" || name == "Unflatten";
+    return name == "Contiguous" || name == "Flatten" || name == "Reshape" || name == "Unflatten";
   }
   static bool is_view(const mx::Primitive& primitive) {
     const std::string name = primitive.name();
-    return is_reshape(primitive) || name == "Broadcast" || name == "ExpandDims" || name == "Slice" ||
+    return may_copy(primitive) || name == "Broadcast" || name == "ExpandDims" || name == "Slice" ||
            name == "Squeeze" || name == "Transpose";
   }
 
-  // Where a sum or product of two arrays is as simple as it looks.
-  bool is_elementwise(const Node& node) const {
-    const std::string name = node.primitive->name();
-    if ((name != "Add" && name != "Multiply") || node.varying.size() != 2 || node.constants.size() != 2) return false;
-    const auto& [shape, dtype] = node.outputs[0];
+  bool is_simple(const Node& node) const {
+    simple::Likes in;
+    for (const mx::array& constant : node.constants) in.push_back({constant.shape(), constant.dtype()});
+    for (auto [input, value] : node.varying) in[input] = likes_[value];
+    return node.outputs.size() == 1 && simple::knows(*node.primitive, in, node.outputs[0]);
+  }
+
+  // What is the same in every call, and small: computed once.
+  bool is_constant(const Node& node) const {
+    size_t bytes = 0;
+    for (const auto& [shape, dtype] : node.outputs) bytes += bytes_of(shape, dtype);
     for (auto [input, value] : node.varying)
-      if (!is_dense_[value] || shapes_[value].first != shape || shapes_[value].second != mx::float32) return false;
-    return dtype == mx::float32;
+      if (!is_constant_[value]) return false;
+    return node.kind == Kind::kOperation && bytes <= kSmall &&
+           dynamic_cast<const mx::distributed::DistPrimitive*>(node.primitive.get()) == nullptr;
+  }
+
+  static size_t bytes_of(const mx::Shape& shape, mx::Dtype dtype) {
+    size_t bytes = mx::size_of(dtype);
+    for (int n : shape) bytes *= static_cast<size_t>(n);
+    return bytes;
   }
 
   // Which values are fixed, and which fresh ones are needed in a fixed place as well.
   void classify() {
     const Recording& r = recording_;
     is_fixed_.assign(r.values, false);
-    is_dense_.assign(r.values, false);
+    is_constant_.assign(r.values, false);
     lands_.assign(r.values, false);
     last_use_.assign(r.values, -1);
     slot_.assign(r.values, -1);
-    shapes_.assign(r.values, {mx::Shape{}, mx::float32});
+    likes_ = r.inputs;
+    likes_.insert(likes_.end(), r.buffers.begin(), r.buffers.end());
+    for (const Recording::Counter& counter : r.counters) likes_.push_back({mx::Shape{}, counter.dtype});
     std::vector<bool> is_result(r.values, false);
     for (int result : r.results) is_result[result] = true;
     for (int value = r.values, i = static_cast<int>(r.nodes.size()); i-- > 0;) {
@@ -122,13 +147,14 @@ class Plan : public std::enable_shared_from_this<Plan> {
     int next = r.given();
     size_t fresh = 0;  // bytes
     for (const Node& node : r.nodes) {
-      bool fixed = true, result = false;
+      bool fixed = !may_copy(*node.primitive) || !node.varying.empty(), result = false;
       for (auto [input, value] : node.varying) fixed = fixed && is_fixed_[value];
       for (size_t i = 0; i < node.outputs.size(); i++) result = result || is_result[next + static_cast<int>(i)];
       const bool view = is_view(*node.primitive) && node.kind == Kind::kOperation;
-      const bool ours = dynamic_cast<const Native*>(node.primitive.get()) != nullptr || is_elementwise(node);
+      const bool ours = dynamic_cast<const Native*>(node.primitive.get()) != nullptr || is_simple(node);
       const bool moves = node.kind != Kind::kOperation;
-      is_ours_.push_back(moves || (!result && (view ? fixed : ours)));
+      const bool constant = !result && is_constant(node);
+      is_ours_.push_back(moves || constant || (!result && (view ? fixed : ours)));
       for (auto [input, value] : node.varying)
         if (!is_ours_.back() && r.reads.count(value) != 0) refuse("what attends to keys is a result");
       for (auto [input, value] : node.varying) {
@@ -137,13 +163,11 @@ class Plan : public std::enable_shared_from_this<Plan> {
       }
       for (size_t i = 0; i < node.outputs.size(); i++, next++) {
         const auto& [shape, dtype] = node.outputs[i];
-        size_t bytes = mx::size_of(dtype);
-        for (int n : shape) bytes *= static_cast<size_t>(n);
-        const bool takes = !is_ours_.back() && (!view || is_reshape(*node.primitive));
-        if (takes && (fresh += bytes) > kMost) refuse("its results take too much memory at once");
+        const bool takes = !is_ours_.back() && (!view || may_copy(*node.primitive));
+        if (takes && (fresh += bytes_of(shape, dtype)) > kMost) refuse("its results take too much memory at once");
         is_fixed_[next] = is_ours_.back();
-        is_dense_[next] = !view && !moves;
-        shapes_[next] = node.outputs[i];
+        is_constant_[next] = constant;
+        likes_.push_back(node.outputs[i]);
       }
     }
   }
@@ -172,7 +196,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
       for (auto [input, from] : node.varying)
         if (fixed[from]) in[input] = *fixed[from];
       if (is_ours_[i]) {
-        Arrays out = prepare(node, in);
+        Arrays out = is_constant_[value] ? compute(node, in) : prepare(node, in);
         for (size_t o = 0; o < out.size(); o++) fixed[value + o] = out[o];
       } else {
         Step step;
@@ -241,17 +265,13 @@ class Plan : public std::enable_shared_from_this<Plan> {
     Arrays out;
     for (size_t o = 0; o < node.outputs.size(); o++) out.push_back(place(node, o));
     const auto* native = dynamic_cast<const Native*>(node.primitive.get());
-    if (native == nullptr) {
-      add_or_multiply(node, in, out[0]);
-      return out;
-    }
     Preparation preparation;
     int grow = 0, slide = 0;  // keys and values that are read up to the position
     for (auto [input, value] : node.varying)
       if (auto read = recording_.reads.find(value); read != recording_.reads.end())
         ++(recording_.nodes[read->second].slides ? slide : grow);
     if (grow % 2 != 0 || slide % 2 != 0 || grow + slide > 2) refuse("keys and values are not read alike");
-    Task task = native->prepare(in, out, slide != 0);
+    Task task = native != nullptr ? native->prepare(in, out, slide != 0) : simple::prepare(*node.primitive, in, out[0]);
     for (Task& before : preparation.tasks) pending_.push_back(std::move(before));
     kept_.insert(kept_.end(), preparation.kept.begin(), preparation.kept.end());
     if (grow + slide != 0)
@@ -261,23 +281,13 @@ class Plan : public std::enable_shared_from_this<Plan> {
     return out;
   }
 
-  static mx::Strides row_major_strides(const mx::Shape& shape) {
-    mx::Strides strides(shape.size(), 1);
-    for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
-    return strides;
-  }
-
-  void add_or_multiply(const Node& node, const Arrays& in, mx::array& out) {
-    auto task = [a = in[0].data<float>(), b = in[1].data<float>(), to = out.data<float>(),
-                 count = out.size()](auto of) {
-      return [=](int) {
-        for (size_t i = 0; i < count; i++) to[i] = of(a[i], b[i]);
-      };
-    };
-    if (std::strcmp(node.primitive->name(), "Add") == 0)
-      pending_.push_back(task([](float a, float b) { return a + b; }));
-    else
-      pending_.push_back(task([](float a, float b) { return a * b; }));
+  Arrays compute(const Node& node, const Arrays& in) {
+    Arrays out;
+    for (const auto& [shape, dtype] : node.outputs) out.emplace_back(shape, dtype, node.primitive, Arrays{});
+    node.primitive->eval_cpu(in, out);
+    mx::synchronize(recording_.stream);
+    kept_.insert(kept_.end(), out.begin(), out.end());
+    return out;
   }
 
   static int64_t first(const mx::array& buffer, const mx::Shape& from) {
@@ -334,9 +344,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
   const Recording& recording_;
   std::vector<const void*> places_;  // of the buffers
   std::vector<bool> is_ours_;        // nodes
-  std::vector<bool> is_fixed_, is_dense_, lands_;
+  std::vector<bool> is_fixed_, is_constant_, lands_;
   std::vector<int> last_use_, slot_;
-  Recording::Like shapes_;
+  Recording::Like likes_;
   int fresh_count_ = 0;
   Arrays counters_, blocks_, kept_;
   std::vector<std::pair<int, mx::array>> given_;  // inputs, and the fixed places of those that our kernels read
@@ -355,6 +365,7 @@ class Replay {
   int low() const { return recording_->low; }
   int high() const { return recording_->high; }
   size_t size() const { return recording_->nodes.size(); }
+  std::vector<std::string> handed() const { return plan_->handed(); }
 
   // The call at `position`: its results, which the stream is still computing. The buffers have been written when the
   // stream comes to whatever is evaluated next.

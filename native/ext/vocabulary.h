@@ -100,4 +100,24 @@ inline std::pair<mx::array, mx::array> top_k(const mx::array& x, int k, mx::Stre
   return {made[0], made[1]};
 }
 
+// As mx.argpartition(x, kth, axis=-1).
+inline mx::array arg_partition(const mx::array& x, int kth, mx::StreamOrDevice s) {
+  kern_arg_partition_args args{};
+  args.type = float_type(x.dtype(), "arg_partition");
+  if (x.ndim() == 0 || x.size() == 0) throw std::invalid_argument("arg_partition: there is nothing in x");
+  args.rows = row_count(x);
+  args.width = x.shape(-1);
+  args.kth = kth < 0 ? kth + args.width : kth;
+  if (args.kth < 0 || args.kth >= args.width)
+    throw std::invalid_argument("arg_partition: kth is not within the last axis");
+  auto fill = [](kern_arg_partition_args& a, const Arrays& in, Arrays& out) {
+    Rows x = rows_of(in[0], out[0]);
+    a.x = x.data;
+    a.x_stride = x.stride;
+    a.out = out[0].data<uint32_t>();
+  };
+  return make<kern_arg_partition_args>(x.shape(), mx::uint32, mx::to_stream(s), "KernArgPartition", args, fill,
+                                       kern_arg_partition, {x});
+}
+
 }  // namespace phalanx_cpu

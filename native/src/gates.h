@@ -23,6 +23,7 @@ KERN_INLINE vf verfc(vf v) {
 template <int Activation>
 KERN_INLINE vf gated(vf g, vf u, const kern_gate_args* a) {
   if constexpr (Activation == KERN_SILU) return g / (vexp(-g) + 1.0f) * u;
+  if constexpr (Activation == KERN_SIGMOID) return u / (vexp(-g) + 1.0f);
   if constexpr (Activation == KERN_GELU) {
     vf tail = verfc(vabs(g) * 0.707106781186547524f) * 0.5f;
     return g * (g > 0.0f ? 1.0f - tail : tail) * u;
@@ -61,6 +62,7 @@ inline int gate(const kern_gate_args* a) {
     case KERN_GELU: return gate_of<KERN_GELU>(a);
     case KERN_GELU_TANH: return gate_of<KERN_GELU_TANH>(a);
     case KERN_SWIGLU_OAI: return gate_of<KERN_SWIGLU_OAI>(a);
+    case KERN_SIGMOID: return gate_of<KERN_SIGMOID>(a);
     default: return KERN_UNSUPPORTED;
   }
 }

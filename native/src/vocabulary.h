@@ -251,4 +251,31 @@ inline int top_k(const kern_top_k_args* a) {
   return KERN_OK;
 }
 
+// -- the smallest, in no order ----------------------------------------------------------------------------------------
+
+template <class T>
+KERN_INLINE void arg_partition_row(const kern_arg_partition_args* a, int64_t row) {
+  const T* x = static_cast<const T*>(a->x) + row * a->x_stride;
+  auto* keys = static_cast<uint64_t*>(scratch(SLOT_CHUNK, static_cast<size_t>(a->width) * sizeof(uint64_t)));
+  for (int64_t i = 0; i < a->width; i++) {
+    const float value = to_float(x[i]) + 0.0f;  // there is one zero
+    const auto bits = bit_cast<uint32_t>(value);
+    uint32_t rank = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    if (value != value) rank = UINT32_MAX;
+    keys[i] = static_cast<uint64_t>(rank) << 32 | static_cast<uint64_t>(i);
+  }
+  keep_smallest(keys, a->width, a->kth);
+  for (int64_t i = 0; i < a->width; i++) a->out[row * a->width + i] = static_cast<uint32_t>(keys[i]);
+}
+
+inline int arg_partition(const kern_arg_partition_args* a) {
+  if (a->kth < 0 || a->kth >= a->width || a->width > UINT32_MAX) return KERN_UNSUPPORTED;
+  return with_type(a->type, [&](auto of) {
+    chunks(a->rows, most(1, kRowWork / a->width), [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; row++) arg_partition_row<typename decltype(of)::type>(a, row);
+    });
+    return KERN_OK;
+  });
+}
+
 }  // namespace kern::KERN_NS

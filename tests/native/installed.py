@@ -141,6 +141,14 @@ def gates() -> Calls:
         for module, name in ((nn, "silu"), (nn, "gelu"), (nn, "gelu_approx"))
     }
     return calls | {
+        "sigmoid": lambda: mx.sigmoid(a),
+        "sigmoid of integers": lambda: mx.sigmoid(mx.arange(5)),
+        "sigmoid of a number": lambda: mx.sigmoid(mx.array(0.3)),
+        "sigmoid stream": lambda: mx.sigmoid(a, stream=mx.cpu),
+        "argpartition": lambda: mx.argpartition(a, -8),
+        "argpartition of columns": lambda: mx.argpartition(a, kth=1, axis=0),
+        "argpartition of integers": lambda: mx.argpartition(mx.array([3, 1, 2]), 1),
+        "argpartition flat": lambda: mx.argpartition(a, 7, axis=None),
         "swiglu": lambda: lm_activations.swiglu(a, b),
         "swiglu elsewhere": lambda: switch_layers.swiglu(a, b),
         "swiglu broadcast": lambda: lm_activations.swiglu(a, b[:1]),

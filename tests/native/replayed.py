@@ -128,9 +128,11 @@ def main() -> None:
         decode(twins)
         replays = twins.replaying._replays
         replayed = replays.done
+        handed = sorted({op for kept in replays._kept.values() if kept for op in kept.replay.handed})
         again, more = (0, 0) if twins.recurrent else rest(twins)
         found[name] = {
-            "replayed": replayed, "again": again, "more": more, "refusals": replays.refusals, "wrong": twins.wrong
+            "replayed": replayed, "again": again, "more": more, "handed": handed, "refusals": replays.refusals,
+            "wrong": twins.wrong,
         }  # fmt: skip
     print(json.dumps(found))
 

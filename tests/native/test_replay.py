@@ -12,8 +12,8 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("replayed.py")
 REPLAYED = [
-    "llama", "llama/4", "llama:llama3", "qwen3", "qwen3_moe/4", "mixtral/4", "glm4_moe/8", "gpt2", "phi3:longrope",
-    "minicpm3", "cohere", "gemma", "nemotron-nas", "qwen3:yarn", "llama/4@bfloat16", "qwen3@float16",
+    "llama", "llama/4", "llama:llama3", "qwen3", "qwen3_moe/4", "mixtral/4@bfloat16", "glm4_moe/8", "gpt2",
+    "phi3:longrope", "minicpm3", "cohere", "gemma", "nemotron-nas", "qwen3:yarn", "llama/4@bfloat16", "qwen3@float16",
 ]  # fmt: skip
 BUILT = {
     "llama:dynamic": "computes with the position",
@@ -40,6 +40,11 @@ def test_replayed_calls_give_the_same_bits(names: list[str]):
         assert found["wrong"] == [], name
         assert found["replayed"] > 90 and found["refusals"] == [], name
         assert (found["again"], found["more"]) == (15, 0), name
+
+
+def test_of_a_quantised_model_only_the_last_operation_is_handed_over():
+    for name, found in decode("llama/4", "qwen3_moe/4@bfloat16", "mixtral/4", "gpt_oss/4", "gemma3_text/4").items():
+        assert found["handed"] == ["KernQuantizedMatmul"], name
 
 
 def test_what_cannot_be_replayed_is_built_each_time_and_says_why():

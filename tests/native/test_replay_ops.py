@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,47 @@ def test_windows_move_with_the_position(dtype: mx.Dtype):
         (result,) = replay.run([tokens], [keys], at)
         built, expected = moving(tokens, expected, at)
         assert mx.array_equal(result, built) and mx.array_equal(keys, expected)
+
+
+ROW = mx.random.normal((1, 1, 1, DIM), key=mx.random.key(3))
+TABLE = mx.random.normal((DIM, DIM), key=mx.random.key(4))
+SIMPLE: dict[str, Callable[[mx.array], mx.array]] = {
+    "Add": lambda y: y + ROW,
+    "Subtract": lambda y: ROW - y,
+    "Multiply": lambda y: y * y[..., :1],
+    "Divide": lambda y: y / y[..., 1:2],
+    "Maximum": lambda y: mx.maximum(y, mx.where(y > 0, y, mx.nan)),
+    "Minimum": lambda y: mx.minimum(mx.array(mx.nan), y),
+    "Square": mx.square,
+    "Negative": lambda y: -y.swapaxes(2, 3),
+    "Sum": lambda y: y.sum(-1, keepdims=True) + y.sum(-2, keepdims=True) + y.swapaxes(2, 3).sum(3)[:, :, None],
+    "AsType": lambda y: y.astype(mx.bfloat16).astype(mx.float16).astype(mx.float32),
+    "Gather": lambda y: TABLE[ops.arg_partition(y, 3)],
+    "Gather from the end": lambda y: TABLE.T[ops.arg_partition(y, 3).astype(mx.int32) - DIM],
+    "GatherAxis": lambda y: mx.take_along_axis(y[..., ::2], ops.arg_partition(y[..., 4:], 1)[..., :3], axis=-1),
+    "Contiguous": lambda y: mx.contiguous(y.swapaxes(2, 3)),
+    "constants": lambda y: y * mx.sqrt(mx.arange(1.0, DIM + 1)).astype(mx.bfloat16).astype(mx.float32) + (1 + ROW),
+}
+HANDED = {"Maximum": {"Greater", "Select"}, "Gather from the end": {"AsType", "Subtract"}}
+"""What it takes to try an operation and is not simple."""
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_simple_operations_have_the_bits_of_mlx_and_are_not_handed_over(name: str, dtype: mx.Dtype):
+    def twist(y: mx.array, seen: mx.array, at: int) -> mx.array:
+        return ops.silu(SIMPLE[name](y.astype(dtype)).astype(mx.float32))
+
+    keys = buffer()
+    expected = mx.array(np.array(keys))
+    replay = captured(keys, twist=twist)
+    assert set(Counter(replay.handed) - Counter(captured(keys).handed)) == HANDED.get(name, set())
+    for at in (3, 4, 9, LOW, HIGH):
+        tokens = mx.array([[at % 5 - 1, 3]], dtype=mx.int32)
+        (result,) = replay.run([tokens], [keys], at)
+        built, expected = model(tokens, expected, at, twist)
+        assert result.shape == built.shape
+        assert np.array_equal(np.array(result), np.array(built), equal_nan=True)
 
 
 def test_results_can_be_read_without_evaluating_them_first_and_are_not_overwritten():

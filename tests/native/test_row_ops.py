@@ -118,6 +118,7 @@ def test_gates(dtype: mx.Dtype, shape: tuple[int, ...]) -> None:
         assert near(ours(gate, up), theirs(gate) * up, tolerance)
         assert near(ours(gate), theirs(gate), tolerance)
     assert near(ops.swiglu_oai(gate, up), swiglu_oai(gate, up), tolerance)
+    assert near(ops.sigmoid(gate), mx.sigmoid(gate), tolerance)
 
 
 def test_integers_are_refused() -> None:

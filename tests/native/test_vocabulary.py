@@ -14,6 +14,24 @@ KINDS = [F32, F16, BF16]
 WIDTHS = st.one_of(st.integers(1, 300), st.sampled_from([8191, 8192, 8193, 20_000]))
 
 
+class ArgPartition(ctypes.Structure):
+    _fields_ = [
+        ("x", Pointer),
+        ("out", Pointer),
+        ("rows", Int64),
+        ("width", Int64),
+        ("kth", Int64),
+        ("x_stride", Int64),
+        ("type", Int),
+    ]
+
+
+def arg_partition(x, kind, kth):
+    out = np.zeros(x.shape, np.uint32)
+    args = ArgPartition(pointer(x), pointer(out), *x.shape, kth, x.strides[0] // x.itemsize, kind)
+    return call("kern_arg_partition", args), out
+
+
 class LongRow(ctypes.Structure):
     _fields_ = [
         ("x", Pointer),
@@ -94,6 +112,28 @@ def test_exp_mass_is_an_exact_sum(rows, width, offset, scale, hidden, seed):
     assert (np.abs(out - exact.sum(-1)) <= exact.sum(-1) * 8 * EPS[F32] + width).all()
     backwards = long_row("kern_exp_mass", np.ascontiguousarray(x[:, ::-1]), F32, np.int64)[:, 0]
     assert (out == backwards).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25)
+@given(**rows_of_logits, kth=st.floats(0, 1, exclude_max=True), holes=st.booleans())
+def test_arg_partition_puts_the_smallest_first(kind, rows, width, offset, scale, hidden, seed, kth, holes):
+    x = values(seed, rows, width, kind, offset, scale, hidden)
+    x[:, : width // 3] = x[:, width // 3 : width // 3 * 2]  # equal ones
+    if holes:
+        x[:, 0] = encode(np.array([np.nan, -0.0, 0.0, -np.nan])[seed % 4 :][:1], kind)
+    at = int(kth * width)
+    status, out = arg_partition(x, kind, at)
+    assert status == 0
+    assert (np.sort(out, -1) == np.arange(width)).all()
+    for row, found in zip(decode(x, kind), out, strict=True):
+        order = np.lexsort((np.arange(width), row))  # NaN last
+        assert set(found[:at]) == set(order[:at]) and found[at] == order[at]
+
+
+@pytest.mark.parametrize("kth", [-1, 4])
+def test_arg_partition_outside_of_a_row_is_refused(kth):
+    assert arg_partition(np.zeros((1, 4), np.float32), F32, kth)[0] == 1
 
 
 def test_rows_are_the_same_bits_alone_and_together():

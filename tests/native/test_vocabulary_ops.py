@@ -82,3 +82,20 @@ def test_operations_are_those_of_mlx(dtype, shape):
         assert mx.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
     turned = mx.softmax(x.T, axis=-1, precise=True) if len(shape) == 2 else None
     assert turned is None or mx.allclose(ops.softmax(x.T), turned, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "kth"), [((1, 1, 64), -8), ((2, 3, 60), 5), ((3, 128), 0), ((5,), -1), ((1, 2000), 7)]
+)
+def test_arg_partition_is_that_of_mlx(dtype, shape, kth):
+    x = mx.round(mx.random.normal(shape, key=mx.random.key(1)) * 8).astype(dtype)
+    assert mx.array_equal(ops.arg_partition(x, kth), mx.argpartition(x, kth, axis=-1))
+    spread = mx.broadcast_to(x[..., :1], shape)[..., ::-1]
+    assert mx.array_equal(ops.arg_partition(spread, kth), mx.argpartition(spread, kth, axis=-1))
+
+
+@pytest.mark.parametrize(("x", "kth"), [(mx.zeros((0,)), 0), (mx.zeros((2, 4)), 4), (mx.zeros((2, 4)), -5)])
+def test_arg_partition_outside_of_a_row_is_refused(x, kth):
+    with pytest.raises(ValueError, match="arg_partition"):
+        ops.arg_partition(x, kth)

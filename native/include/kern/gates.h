@@ -11,6 +11,7 @@ typedef enum {
   KERN_GELU = 1,        // g * Phi(g)
   KERN_GELU_TANH = 2,   // g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))) / 2
   KERN_SWIGLU_OAI = 3,  // g' * sigmoid(alpha g') * (u' + 1) with g' = min(g, limit), u' = u within +-limit
+  KERN_SIGMOID = 4,
 } kern_activation;
 
 // out = activation(gate) * up. All [rows, width]; up may be NULL, and is then 1 (0 for KERN_SWIGLU_OAI);

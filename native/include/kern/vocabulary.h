@@ -43,6 +43,17 @@ typedef struct {
 } kern_top_k_args;
 KERN_API int kern_top_k(const kern_top_k_args* args);
 
+// out uint32 [rows, width]: the indices of each row of x, those of the `kth` smallest values first. Of equals the first is
+// the smallest; NaN is the largest.
+typedef struct {
+  const void* x;  // [rows, width] of `type`
+  uint32_t* out;
+  int64_t rows, width, kth;
+  int64_t x_stride;
+  int type;
+} kern_arg_partition_args;
+KERN_API int kern_arg_partition(const kern_arg_partition_args* args);
+
 #ifdef __cplusplus
 }
 #endif

@@ -112,7 +112,7 @@ def install(precision: CpuPrecision, threads: int, *, run_ahead: bool = True) ->
         )
     names = []
     for owner, functions in (
-        (mx, {**_products(ops), **_quantised(ops, chosen), **_sums_of_exponentials(ops)}),
+        (mx, {**_products(ops), **_quantised(ops, chosen), **_long_rows(ops), **_sigmoid(ops)}),
         (mx.array, _operators(ops)),
         (mx.fast, _fast(ops)),
     ):
@@ -224,8 +224,8 @@ def _quantised(ops: Ops, precision: str) -> Replacements:
     return {"quantized_matmul": quantized_matmul, "gather_qmm": gather_qmm, "dequantize": dequantize}
 
 
-def _sums_of_exponentials(ops: Ops) -> Replacements:
-    stock_softmax, stock_logsumexp = mx.softmax, mx.logsumexp
+def _long_rows(ops: Ops) -> Replacements:
+    stock_softmax, stock_logsumexp, stock_argpartition = mx.softmax, mx.logsumexp, mx.argpartition
 
     def last_axis(a: mx.array, axis: Any) -> bool:
         return a.dtype in FLOATS and a.size > 0 and a.ndim > 0 and axis in (-1, a.ndim - 1)
@@ -240,7 +240,22 @@ def _sums_of_exponentials(ops: Ops) -> Replacements:
             return ops.logsumexp(a, keepdims)
         return stock_logsumexp(a, axis, keepdims, stream=stream)
 
-    return {"softmax": softmax, "logsumexp": logsumexp}
+    def argpartition(a: mx.array, /, kth: int, axis: Any = -1, *, stream: Any = None) -> mx.array:
+        if stream is None and last_axis(a, axis) and -a.shape[-1] <= kth < a.shape[-1]:
+            return ops.arg_partition(a, kth)
+        return stock_argpartition(a, kth, axis, stream=stream)
+
+    return {"softmax": softmax, "logsumexp": logsumexp, "argpartition": argpartition}
+
+
+def _sigmoid(ops: Ops) -> Replacements:
+    stock = mx.sigmoid
+
+    def sigmoid(a: mx.array, /, *, stream: Any = None) -> mx.array:
+        floating = stream is None and a.dtype in FLOATS and a.size > 0 and a.ndim > 0
+        return ops.sigmoid(a) if floating else stock(a, stream=stream)
+
+    return {"sigmoid": sigmoid}
 
 
 MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
