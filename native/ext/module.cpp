@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
@@ -78,6 +79,7 @@ NB_MODULE(_ext, m) {
   m.def("silu", &silu, "gate"_a, "up"_a.none() = nb::none(), "stream"_a = nb::none());
   m.def("softmax", &phalanx_cpu::softmax, "x"_a, "stream"_a = nb::none());
   m.def("swiglu_oai", &swiglu_oai, "gate"_a, "up"_a, "alpha"_a = 1.702f, "limit"_a = 7.0f, "stream"_a = nb::none());
+  m.def("peaks", &peaks, "x"_a, "stream"_a = nb::none());
   m.def("arg_partition", &arg_partition, "x"_a, "kth"_a, "stream"_a = nb::none());
   m.def("top_k", &top_k, "x"_a, "k"_a, "stream"_a = nb::none());
   m.def("write_rows", &write_rows, "buffer"_a, "news"_a, "starts"_a, "first"_a, "stream"_a = nb::none());

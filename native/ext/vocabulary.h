@@ -1,5 +1,7 @@
 // Operations of kern/vocabulary.h.
 #pragma once
+#include <tuple>
+
 #include "kern/vocabulary.h"
 #include "layout.h"
 
@@ -98,6 +100,27 @@ inline std::pair<mx::array, mx::array> top_k(const mx::array& x, int k, mx::Stre
   Arrays made = make_many<kern_top_k_args>({shape, shape}, {mx::float32, mx::uint32}, mx::to_stream(s), "KernTopK",
                                            args, fill, kern_top_k, {x});
   return {made[0], made[1]};
+}
+
+// x [rows, width] float32 -> float32 sums and largest values, and uint32 where those are, all [rows].
+inline std::tuple<mx::array, mx::array, mx::array> peaks(const mx::array& x, mx::StreamOrDevice s) {
+  if (x.ndim() != 2 || x.shape(1) == 0 || x.dtype() != mx::float32)
+    throw std::invalid_argument("peaks: x must be float32 [rows, width]");
+  kern_peaks_args args{};
+  args.rows = x.shape(0);
+  args.width = x.shape(1);
+  auto fill = [](kern_peaks_args& a, const Arrays& in, Arrays& out) {
+    Rows x = rows_of(in[0], out[0]);
+    a.x = static_cast<const float*>(x.data);
+    a.x_stride = x.stride;
+    a.sums = out[0].data<float>();
+    a.values = out[1].data<float>();
+    a.indices = out[2].data<uint32_t>();
+  };
+  mx::Shape shape{x.shape(0)};
+  Arrays made = make_many<kern_peaks_args>({shape, shape, shape}, {mx::float32, mx::float32, mx::uint32},
+                                           mx::to_stream(s), "KernPeaks", args, fill, kern_peaks, {x});
+  return {made[0], made[1], made[2]};
 }
 
 // As mx.argpartition(x, kth, axis=-1).

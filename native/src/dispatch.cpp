@@ -107,5 +107,6 @@ extern "C" int kern_exp_mass(const kern_long_row_args* args) { return kern::tabl
 extern "C" int kern_gumbel_argmax(const kern_gumbel_argmax_args* args) {
   return kern::table->gumbel_argmax(args);
 }
+extern "C" int kern_peaks(const kern_peaks_args* args) { return kern::table->peaks(args); }
 extern "C" int kern_arg_partition(const kern_arg_partition_args* args) { return kern::table->arg_partition(args); }
 extern "C" int kern_top_k(const kern_top_k_args* args) { return kern::table->top_k(args); }

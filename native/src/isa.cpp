@@ -36,6 +36,7 @@ const Table KERN_CAT(table_, KERN_NS) = {
     .exp_mass = KERN_NS::exp_mass,
     .gumbel_argmax = KERN_NS::gumbel_argmax,
     .top_k = KERN_NS::top_k,
+    .peaks = KERN_NS::peaks,
     .arg_partition = KERN_NS::arg_partition,
 };
 

@@ -31,6 +31,7 @@ struct Table {
   int (*exp_mass)(const kern_long_row_args*);
   int (*gumbel_argmax)(const kern_gumbel_argmax_args*);
   int (*top_k)(const kern_top_k_args*);
+  int (*peaks)(const kern_peaks_args*);
   int (*arg_partition)(const kern_arg_partition_args*);
 };
 

@@ -170,6 +170,38 @@ KERN_INLINE uint32_t first_best(const Best* bests, int64_t count) {
   return b.index;
 }
 
+inline int peaks(const kern_peaks_args* a) {
+  struct Part {
+    Best best;
+    float sum;
+  };
+  if (a->width < 1) return KERN_UNSUPPORTED;
+  int64_t pieces;
+  Part* parts = piece_results<Part>(a->rows, a->width, &pieces);
+  each_piece(a->rows, a->width, [&](int64_t row, int64_t piece, int64_t from, int64_t to) {
+    const float* x = a->x + row * a->x_stride + from;
+    Search search;
+    vf total{};
+    vectors(to - from, [&](int64_t i, int n) {
+      search.see(get(x + i, n, -INFINITY), from + i);
+      total += get(x + i, n);
+    });
+    parts[row * pieces + piece] = {search.best(), sum(total)};
+  });
+  for (int64_t row = 0; row < a->rows; row++) {
+    Part whole = parts[row * pieces];
+    for (int64_t i = 1; i < pieces; i++) {
+      const Part& part = parts[row * pieces + i];
+      if (part.best.value > whole.best.value) whole.best = part.best;
+      whole.sum += part.sum;
+    }
+    a->sums[row] = whole.sum;
+    a->values[row] = whole.best.value;
+    a->indices[row] = whole.best.index;
+  }
+  return KERN_OK;
+}
+
 // -- Gumbel noise ----------------------------------------------------------------------------------------------------
 
 // The tokens [from, from + W) of the stream of a key; see noise.py for the reasons behind every step.

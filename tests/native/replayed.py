@@ -119,6 +119,41 @@ def rest(twins: Twins) -> tuple[int, int]:
     return twins.replaying._replays.done - done, more
 
 
+def ahead(twins: Twins) -> tuple[int, int]:
+    """Forwards that one runner hands over before their turn: of those that come, of those that are forgotten."""
+    runner = twins.replaying
+    came = forgotten = 0
+
+    def step(tokens: list[int], kv_len: list[int], *, right: bool = True) -> list[int]:
+        nonlocal came, forgotten
+        before, handed = runner._replays.done, runner.is_ahead
+        drawn = twins.feed(0, [(token,) for token in tokens], kv_len)
+        came += handed and runner._replays.done == before
+        forgotten += handed and runner._replays.done != before
+        runner.run_ahead(mx.array(drawn if right else [token + 1 for token in drawn], dtype=mx.uint32))
+        return drawn
+
+    twins.apply(Resize(0, 2, 40), Admit(0, 0, 2), Admit(0, 1, 3))
+    for row in range(2):
+        twins.feed(row, [PROMPT[row:]], [0], sample=False)
+    at = len(PROMPT)
+    tokens = [5]
+    for n in range(12):
+        tokens = step(tokens, [at + n])
+    for n in range(4):  # another token than expected, or a step back
+        tokens = step(tokens, [at + 12 + n], right=n % 2 == 0)
+    tokens = step(tokens, [at + 3])
+    for n in range(12):
+        tokens = step([*tokens, 8][:2], [at + 4 + n, at - 1 + n])
+    twins.apply(Resize(0, 2, 48))
+    for n in range(23):  # to the last place, in other buffers
+        tokens = step(tokens, [at + 16 + n, at + 11 + n])
+    assert not runner.is_ahead
+    twins.compare_buffers()
+    runner.reset()
+    return came, forgotten
+
+
 def main() -> None:
     mx.disable_compile()  # as the engine does
     assert install("exact", 2) is not None
@@ -130,9 +165,10 @@ def main() -> None:
         replayed = replays.done
         handed = sorted({op for kept in replays._kept.values() if kept for op in kept.replay.handed})
         again, more = (0, 0) if twins.recurrent else rest(twins)
+        came, forgotten = (0, 0) if twins.recurrent else ahead(twins)
         found[name] = {
             "replayed": replayed, "again": again, "more": more, "handed": handed, "refusals": replays.refusals,
-            "wrong": twins.wrong,
+            "wrong": twins.wrong, "came": came, "forgotten": forgotten,
         }  # fmt: skip
     print(json.dumps(found))
 

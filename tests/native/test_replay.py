@@ -40,6 +40,7 @@ def test_replayed_calls_give_the_same_bits(names: list[str]):
         assert found["wrong"] == [], name
         assert found["replayed"] > 90 and found["refusals"] == [], name
         assert (found["again"], found["more"]) == (15, 0), name
+        assert (found["came"], found["forgotten"]) == (37, 2), name
 
 
 def test_of_a_quantised_model_only_the_last_operation_is_handed_over():

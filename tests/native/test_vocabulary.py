@@ -14,6 +14,25 @@ KINDS = [F32, F16, BF16]
 WIDTHS = st.one_of(st.integers(1, 300), st.sampled_from([8191, 8192, 8193, 20_000]))
 
 
+class Peaks(ctypes.Structure):
+    _fields_ = [
+        ("x", Pointer),
+        ("sums", Pointer),
+        ("values", Pointer),
+        ("indices", Pointer),
+        ("rows", Int64),
+        ("width", Int64),
+        ("x_stride", Int64),
+    ]
+
+
+def peaks(x):
+    found = [np.zeros(len(x), dtype) for dtype in (np.float32, np.float32, np.uint32)]
+    args = Peaks(pointer(x), *map(pointer, found), *x.shape, x.strides[0] // x.itemsize)
+    assert call("kern_peaks", args) == 0
+    return found
+
+
 class ArgPartition(ctypes.Structure):
     _fields_ = [
         ("x", Pointer),
@@ -112,6 +131,33 @@ def test_exp_mass_is_an_exact_sum(rows, width, offset, scale, hidden, seed):
     assert (np.abs(out - exact.sum(-1)) <= exact.sum(-1) * 8 * EPS[F32] + width).all()
     backwards = long_row("kern_exp_mass", np.ascontiguousarray(x[:, ::-1]), F32, np.int64)[:, 0]
     assert (out == backwards).all()
+
+
+@settings(max_examples=25)
+@given(**rows_of_logits)
+def test_peaks(rows, width, offset, scale, hidden, seed):
+    x = values(seed, rows, width, F32, offset, scale, 0.0)
+    x[:, width // 3 :][:, : width // 3] = x[:, : len(x[0, width // 3 :][: width // 3])]  # equal ones
+    sums, tops, indices = peaks(x)
+    exact = x.astype(float)
+    assert (np.abs(sums - exact.sum(-1)) <= np.abs(exact).sum(-1) * (width / 8 + 16) * EPS[F32]).all()
+    assert (tops == x.max(-1)).all() and (indices == x.argmax(-1)).all()
+    x[np.random.default_rng(seed).random(x.shape) < hidden] = -np.inf
+    sums, tops, indices = peaks(x)
+    assert (tops == x.max(-1)).all() and (indices == x.argmax(-1)).all()
+    assert (np.isneginf(sums) == np.isneginf(x).any(-1)).all()
+
+
+@pytest.mark.parametrize("at", [0, 5, 8191, 8192, 19_999])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_no_sum_hides_what_is_no_number(at, wrong):
+    x = np.full((3, 20_000), -np.inf, np.float32)
+    x[0], x[1, 7], x[2] = 0.5, 1.0, 0.25
+    x[0, at] = x[2, at] = wrong
+    sums, tops, indices = peaks(x)
+    assert not np.isfinite(sums[[0, 2]]).any() and not np.isneginf(sums).all()
+    assert np.isneginf(sums[1]) and (tops[1], indices[1]) == (1.0, 7)
+    assert np.isneginf(peaks(np.full((1, 9), -np.inf, np.float32))[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -99,3 +99,18 @@ def test_arg_partition_is_that_of_mlx(dtype, shape, kth):
 def test_arg_partition_outside_of_a_row_is_refused(x, kth):
     with pytest.raises(ValueError, match="arg_partition"):
         ops.arg_partition(x, kth)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 32_000)])
+def test_peaks_are_those_of_mlx(shape):
+    x = mx.round(logits(*shape) * 4)
+    for rows in (x, mx.concatenate([x, x + 1], axis=1)[:, 1 : shape[1]], mx.broadcast_to(x[:1], shape)):
+        sums, values, indices = ops.peaks(rows)
+        assert mx.allclose(sums, rows.sum(-1), rtol=1e-4)
+        assert mx.array_equal(values, rows.max(-1)) and mx.array_equal(indices, mx.argmax(rows, axis=-1))
+
+
+@pytest.mark.parametrize("x", [mx.zeros((3,)), mx.zeros((3, 0)), mx.zeros((3, 4), mx.float16)])
+def test_peaks_of_something_else_are_refused(x):
+    with pytest.raises(ValueError, match="peaks"):
+        ops.peaks(x)

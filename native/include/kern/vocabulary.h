@@ -43,6 +43,16 @@ typedef struct {
 } kern_top_k_args;
 KERN_API int kern_top_k(const kern_top_k_args* args);
 
+// Of each row its sum, the largest value that is a number, and where that is; the first of equals.
+typedef struct {
+  const float* x;  // [rows, width], width >= 1
+  float *sums, *values;
+  uint32_t* indices;
+  int64_t rows, width;
+  int64_t x_stride;
+} kern_peaks_args;
+KERN_API int kern_peaks(const kern_peaks_args* args);
+
 // out uint32 [rows, width]: the indices of each row of x, those of the `kth` smallest values first. Of equals the first is
 // the smallest; NaN is the largest.
 typedef struct {

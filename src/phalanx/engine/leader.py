@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
@@ -25,6 +25,7 @@ from phalanx.memory import trim_heap
 from phalanx.model.runner import Runner
 from phalanx.model.sampler import score
 from phalanx.sched.commit import commit_chunk, commit_tokens
+from phalanx.sched.drafts import useful_drafts
 from phalanx.sched.plan import Commit, Forward, Order, Reset, Step, Stop
 from phalanx.sched.scheduler import Scheduler
 from phalanx.sched.sequence import Sequence
@@ -50,6 +51,9 @@ from phalanx.types import (
 log = logging.getLogger("phalanx.engine")
 
 REST_AFTER_S = 2.0  # seconds without work after which freed buffers are not kept for reuse any more
+ROWS_AHEAD = 4
+"""Rows of a forward that is handed over before its turn, at most. With more, somebody comes or goes more often, so that
+what was computed is of no use; and what it saves is a smaller part of a step."""
 
 
 class Leader:
@@ -105,7 +109,7 @@ class Leader:
         started = time.perf_counter()
         if self._speculator is not None and self._speculator.computes:
             self._send_events()
-        drafts = self._speculator.draft(self.scheduler.draftable()) if self._speculator is not None else {}
+        drafts = self._draft()
         draft_s = time.perf_counter() - started
         step = self.scheduler.schedule(time.monotonic(), drafts)
         if step is not None:
@@ -117,7 +121,7 @@ class Leader:
                 self._send_events()
             execution = execute(step, self.mirror, self.runner)
             self._send_events()
-            verified = self._sample(execution.outputs)
+            verified = self._sample(execution.outputs, self.runner.run_ahead if self._comes_again(step) else None)
             model_s = time.perf_counter() - before
             decode_s = model_s - execution.prefill_s
             self._model_s += model_s
@@ -215,13 +219,27 @@ class Leader:
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    def _sample(self, outputs: list[Output[mx.array]]) -> Verified:
+    def _draft(self) -> dict[int, list[int]]:
+        if self._speculator is None:
+            return {}
+        return self._speculator.draft(self.scheduler.draftable(), bound=self.runner.is_ahead)
+
+    def _comes_again(self, step: Step) -> bool:
+        """Whether the next step is probably the same rows again, each with the token that is drawn in this one."""
+        if self.scheduler.waiting or not self.runner.returns_early(step.forwards):
+            return False
+        numbers = step.forwards[0].seqs
+        if len(numbers) > ROWS_AHEAD or any(useful_drafts(self.scheduler.by_number[n]) == 0 for n in numbers):
+            return False
+        return self._speculator is None or self._speculator.rests(numbers)
+
+    def _sample(self, outputs: list[Output[mx.array]], meanwhile: Callable[[mx.array], None] | None) -> Verified:
         """Score prompts; sample and verify everything else at once."""
         for output in outputs:
             if output.forward.score:
                 self._score(output)
         sampling = [(output.forward, output.logits) for output in outputs if output.forward.sample]
-        return verify(sampling, self.scheduler.by_number, self._positions, self.runner.settle())
+        return verify(sampling, self.scheduler.by_number, self._positions, self.runner.settle(), meanwhile)
 
     def _score(self, output: Output[mx.array]) -> None:
         """Log-probabilities of the prompt tokens that follow the fed ones."""

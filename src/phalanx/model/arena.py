@@ -140,9 +140,14 @@ class Arena:
             raise EngineError(f"A forward needs {view.need} tokens per row; the buffers hold {self.capacity}.")
         for slot, length in zip(range(view.start, view.stop), lengths, strict=True):
             self._check_live(slot)
-            self._extent[slot] = max(self._extent[slot], view.need)
             self._length[slot] = length
+        self.reach(view)
         self.resume(view)
+
+    def reach(self, view: RowView) -> None:
+        """Rows of this view are written as far as it needs."""
+        for slot in range(view.start, view.stop):
+            self._extent[slot] = max(self._extent[slot], view.need)
 
     def resume(self, view: RowView) -> None:
         """All layers are at this view, whatever view they were opened for meanwhile."""

@@ -99,12 +99,7 @@ class Replays:
             samples: whether logits are asked for.
         """
         ops = install.operations()
-        if ops is None or view.prefill or view.shortest < LOWEST:
-            return None
-        filled = sum(view.need > window for window in arena.windows) if view.uniform else 0
-        rows = view.stop - view.start
-        kind = Kind(arena.rows, arena.capacity, view.start, rows, view.length, samples, not view.uniform, filled)
-        if kind.rows * kind.length > MOST_TOKENS:
+        if ops is None or (kind := self._kind(arena, view, samples)) is None:
             return None
         if kind not in self._kept:
             self._seen[kind] += 1
@@ -114,14 +109,33 @@ class Replays:
             self.tried += 1
             self._kept[kind] = self._capture(ops, arena, kind)
             arena.resume(view)
+        return self._run(arena, view, kind, mx.array([list(row) for row in tokens], dtype=mx.int32))
+
+    def call_ahead(self, arena: Arena, view: RowView, tokens: mx.array) -> mx.array | None:
+        """Logits [rows, L, V] for tokens [rows, L] that are still being computed; None where that is not kept."""
+        kind = self._kind(arena, view, True)
+        if kind is None or kind not in self._kept:
+            return None
+        mx.async_eval(ids := tokens.astype(mx.int32))  # type: ignore[no-untyped-call]
+        answer = self._run(arena, view, kind, ids)
+        return answer.logits if answer is not None else None
+
+    def _kind(self, arena: Arena, view: RowView, samples: bool) -> Kind | None:
+        if view.prefill or view.shortest < LOWEST:
+            return None
+        filled = sum(view.need > window for window in arena.windows) if view.uniform else 0
+        rows = view.stop - view.start
+        kind = Kind(arena.rows, arena.capacity, view.start, rows, view.length, samples, not view.uniform, filled)
+        return kind if kind.rows * kind.length <= MOST_TOKENS else None
+
+    def _run(self, arena: Arena, view: RowView, kind: Kind, tokens: mx.array) -> Answer | None:
         kept, position = self._kept[kind], view.need - view.length
         if kept is None or not kept.replay.low <= position <= kept.replay.high:
             return None
-        ids = mx.array([list(row) for row in tokens], dtype=mx.int32)
-        results = kept.replay.run([ids, *view.lengths, *self._reducer.tags()], arena.arrays(), position)
+        results = kept.replay.run([tokens, *view.lengths, *self._reducer.tags()], arena.arrays(), position)
         self._reducer.replayed(kept.summed)
         self.done += 1
-        return Answer(results.pop() if samples else None, results)
+        return Answer(results.pop() if kind.samples else None, results)
 
     def rest(self) -> None:
         """Keep no calls and so no memory, but know which are worth it: they are kept again when they come again."""

@@ -6,9 +6,10 @@ Knows arenas, slots and model calls. Does not know sequences, sampling, who comm
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 
 from phalanx.dist.reduce import Reducer
@@ -19,6 +20,22 @@ from phalanx.model.cache import RowView
 from phalanx.model.layout import CacheFacts
 from phalanx.model.replay import Replays
 from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, RowOp, Share, Store, Swap
+
+
+class _Ahead(NamedTuple):
+    """A forward that was handed over before its turn, for it is the one that probably comes next."""
+
+    arena: int
+    start: int
+    kv_len: list[int]
+    tokens: mx.array  # [rows], drawn by the step before
+    logits: mx.array  # [rows, 1, V]
+
+    def is_meant(self, fwd: Forward, kv_len: Sequence[int]) -> bool:
+        """Whether it is this forward."""
+        plain = fwd.sample and not fwd.score and len(fwd.tokens[0]) == 1
+        same = (fwd.arena, fwd.start, [*kv_len]) == (self.arena, self.start, self.kv_len)
+        return plain and same and [token for (token,) in fwd.tokens] == np.array(self.tokens).tolist()
 
 
 class Runner:
@@ -44,6 +61,8 @@ class Runner:
         self._entries: dict[int, Snapshot] = {}
         self._touched: Arena | None = None
         self._logits: mx.array | None = None
+        self._last: tuple[Forward, list[int]] | None = None  # that sampled one token per row, and lengths before it
+        self._ahead: _Ahead | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -67,6 +86,8 @@ class Runner:
             EngineError: a slot, entry or length that does not exist: the plan is not about this state.
         """
         self._flush()
+        if ops:
+            self._give_up_ahead()
         for op in ops:
             self._apply(op)
 
@@ -84,13 +105,21 @@ class Runner:
         self._flush()
         arena = self._arena(fwd.arena)
         arena.check_state(fwd.start, kv_len)
+        ahead, self._ahead, self._last = self._ahead, None, None
         if self.facts.recurrent and min(fwd.valid) < len(fwd.tokens[0]):
             raise EngineError("Rows with recurrent state cannot be padded.")
         if self.facts.one_row and len(kv_len) > 1:
             logits = self._rows_in_turn(arena, fwd, kv_len)
         else:
             view = self._view(arena, fwd.start, kv_len, len(fwd.tokens[0]), fwd.sample)
-            logits = self._call(arena, view, fwd.tokens, kv_len, fwd.valid)
+            if ahead is not None and ahead.is_meant(fwd, kv_len):
+                logits = ahead.logits
+                arena.open(view, [length + 1 for length in kv_len])
+                arena.close()
+            else:
+                logits = self._call(arena, view, fwd.tokens, kv_len, fwd.valid)
+            if fwd.sample and len(fwd.tokens[0]) == 1:
+                self._last = fwd, [*kv_len]
         self._touched = arena
         if self.samples and (fwd.sample or fwd.score):
             self._logits = logits
@@ -109,12 +138,45 @@ class Runner:
         alone = self.reducer.size == 1 and not self.facts.one_row
         return alone and len(forwards) == 1 and forwards[0].sample
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a forward has been handed over before its turn."""
+        return self._ahead is not None
+
+    def run_ahead(self, tokens: mx.array) -> None:
+        """Hand over the forward that comes next if nothing happens: the rows of the last one, a token later.
+
+        What the processor does with a token after it has been drawn takes as long as a few layers; the device computes
+        meanwhile. If something else comes, what was computed is forgotten: it lies behind all rows' lengths.
+
+        Args:
+            tokens: uint32 [rows], what the last forward's logits give, being computed.
+        """
+        if self._last is None or self.reducer.size > 1:
+            return
+        fwd, before = self._last
+        arena, kv_len = self._arena(fwd.arena), [length + 1 for length in before]
+        if max(kv_len) >= arena.capacity:
+            return
+        view = self._view(arena, fwd.start, kv_len, 1, True)
+        logits = self._replays.call_ahead(arena, view, tokens[:, None])
+        if logits is not None:
+            arena.reach(view)
+            self._ahead = _Ahead(fwd.arena, fwd.start, kv_len, tokens, logits)
+
+    def _give_up_ahead(self) -> None:
+        """Wait for it: what it reads and writes may be moved or given back."""
+        if self._ahead is not None:
+            mx.eval(self._ahead.logits)
+        self._ahead = self._last = None
+
     def settle(self) -> list[mx.array]:
         """Cache arrays the last forward wrote, to be evaluated together with its logits."""
         return self._touched.touched() if self._touched is not None else []
 
     def reset(self) -> None:
         """Forget results nobody evaluated and calls that are replayed; give MLX's cached buffers back to the system."""
+        self._give_up_ahead()
         self._logits = self._touched = None
         self._replays.rest()
         mx.clear_cache()

@@ -15,8 +15,9 @@ whose probability is at least min_p times the largest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -54,7 +55,12 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(logits: mx.array, positions: Sequence[Position], also_evaluate: Sequence[mx.array] = ()) -> Sampled:
+def sample(
+    logits: mx.array,
+    positions: Sequence[Position],
+    also_evaluate: Sequence[mx.array] = (),
+    meanwhile: Callable[[mx.array], None] | None = None,
+) -> Sampled:
     """Sample one token for every row.
 
     Waits for the device once, for everything together; again only for rows whose nucleus is wider than `NUCLEUS`.
@@ -63,11 +69,13 @@ def sample(logits: mx.array, positions: Sequence[Position], also_evaluate: Seque
         logits: [P, V], any floating dtype.
         positions: [P].
         also_evaluate: arrays to compute in the same wait (the caches the forward wrote).
+        meanwhile: called before waiting, with the tokens uint32 [P] that are being computed; not where rows need
+            different ways of drawing.
 
     Raises:
         NonFiniteLogits: a row holds NaN or +inf, or nothing but -inf; names the row.
     """
-    return _sample(logits, positions, also_evaluate, NUCLEUS)
+    return _sample(logits, positions, also_evaluate, NUCLEUS, meanwhile)
 
 
 def score(logits: mx.array, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
@@ -85,7 +93,7 @@ def score(logits: mx.array, targets: Sequence[int], top: int) -> list[TokenLogpr
     rows = list(range(len(targets)))
     for block in _blocks(rows, logits.shape[1]):
         raw = logits[block[0] : block[-1] + 1].astype(mx.float32)
-        check = _Finiteness(raw, block[0])
+        check = _Finiteness(_peaks(raw), block[0])
         scorer = Scorer(raw, mx.array([targets[row] for row in block]), [top] * len(block))
         mx.eval(check.arrays, scorer.arrays)
         check.raise_if_bad()
@@ -94,15 +102,25 @@ def score(logits: mx.array, targets: Sequence[int], top: int) -> list[TokenLogpr
 
 
 def _sample(
-    logits: mx.array, positions: Sequence[Position], also_evaluate: Sequence[mx.array], nucleus: int
+    logits: mx.array,
+    positions: Sequence[Position],
+    also_evaluate: Sequence[mx.array],
+    nucleus: int,
+    meanwhile: Callable[[mx.array], None] | None = None,
 ) -> Sampled:
     if len(positions) != logits.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(positions)} positions")
     raw = logits.astype(mx.float32)
-    check = _Finiteness(raw, 0)
-    draws = _draws(adjust(raw, positions), positions, nucleus)
+    peaks = _peaks(raw)
+    check = _Finiteness(peaks, 0)
+    adjusted = adjust(raw, positions)
+    draws = _draws(adjusted, peaks if adjusted is raw else _peaks(adjusted), positions, nucleus)
     wanting, scorers = _scorers(raw, draws, positions)
-    mx.eval(check.arrays, [draw.arrays for draw in draws], [scorer.arrays for scorer in scorers], *also_evaluate)
+    arrays = [check.arrays, [draw.arrays for draw in draws], [scorer.arrays for scorer in scorers], *also_evaluate]
+    if meanwhile is not None and len(draws) == 1:
+        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+        meanwhile(draws[0].tokens)
+    mx.eval(arrays)
     check.raise_if_bad()
     tokens = {row: token for draw in draws for row, token in draw.read()}
     scores = [entry for scorer in scorers for entry in scorer.read()]
@@ -116,11 +134,26 @@ def _sample(
     return Sampled([tokens[row] for row in rows], [logprobs.get(row) for row in rows])
 
 
+class _Peaks(NamedTuple):
+    """Of rows [P, V], not yet evaluated; each [P]."""
+
+    sums: mx.array
+    values: mx.array  # the largest
+    tokens: mx.array  # where those are, the first of equals
+
+
+def _peaks(rows: mx.array) -> _Peaks:
+    """In one pass natively: MLX's reductions take a thread as long as a layer of a small model."""
+    if (native := install.operations()) is not None:
+        return _Peaks(*native.peaks(rows))
+    return _Peaks(mx.sum(rows, axis=-1), mx.max(rows, axis=-1), mx.argmax(rows, axis=-1))
+
+
 class _Finiteness:
     """Whether rows are usable, by arithmetic that no backend shortens: NaN and +inf survive every sum."""
 
-    def __init__(self, raw: mx.array, first_row: int) -> None:
-        self.arrays = [mx.sum(raw, axis=-1), mx.max(raw, axis=-1)]
+    def __init__(self, peaks: _Peaks, first_row: int) -> None:
+        self.arrays = [peaks.sums, peaks.values]
         self._first_row = first_row
 
     def raise_if_bad(self) -> None:
@@ -159,13 +192,13 @@ class _Draw:
         return [] if self.wide is None else [self.rows[i] for i in np.flatnonzero(np.array(self.wide))]
 
 
-def _draws(x: mx.array, positions: Sequence[Position], nucleus: int) -> list[_Draw]:
-    """Rows grouped by what they need, in blocks; [P, V] processed logits."""
+def _draws(x: mx.array, peaks: _Peaks, positions: Sequence[Position], nucleus: int) -> list[_Draw]:
+    """Rows grouped by what they need, in blocks; [P, V] processed logits and their peaks."""
     vocabulary = x.shape[1]
     groups: dict[str, list[int]] = {"greedy": [], "free": [], "top_k": [], "nucleus": []}
     for row, position in enumerate(positions):
         groups[_group(position.sampling, vocabulary)].append(row)
-    draws = [_Draw(rows, mx.argmax(_take(x, rows), axis=-1)) for rows in [groups["greedy"]] if rows]
+    draws = [_Draw(rows, _take(peaks.tokens, rows)) for rows in [groups["greedy"]] if rows]
     padded = x
     if vocabulary % LANES and len(groups["greedy"]) < len(positions):
         padded = mx.pad(x, [(0, 0), (0, -vocabulary % LANES)], constant_values=-math.inf)

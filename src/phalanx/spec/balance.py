@@ -5,7 +5,7 @@ Pure, as all controls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from phalanx.spec.acceptance import POOL_FADES, ROW_FADES, Acceptance
 from phalanx.spec.control import Committed, in_turn
@@ -129,12 +129,15 @@ class CostControl:
         for key in room:
             self._lengths.setdefault(key, 0)
         able = {key: min(n, self._most) for key, n in room.items() if n > 0}
-        may_ask = self._asking > 0 or self._purse > PURSE
         if self._cheap:
-            k = self._most if may_ask else 0
+            k = self._most if self._may_ask else 0
         else:
-            k = self._best(list(self._chances(able).values())) or int(may_ask)
+            k = self._best(list(self._chances(able).values())) or int(self._may_ask)
         return {key: min(n, k) for key, n in able.items() if k}
+
+    @property
+    def _may_ask(self) -> bool:
+        return self._asking > 0 or self._purse > PURSE
 
     def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         chances = self._chances({key: min(len(draft), self._most) for key, draft in drafts.items()})
@@ -144,6 +147,12 @@ class CostControl:
             if draft and (key in chosen or key not in self._pending):
                 self._pending[key] = _Pending(list(draft[: self._most]))
         return chosen
+
+    def rests(self, keys: Collection[int]) -> bool:
+        if not self._cheap and self._may_ask:
+            return False
+        self._n_rows = len(keys)
+        return not self._best(list(self._chances(dict.fromkeys(keys, self._most)).values()))
 
     def observe(
         self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float

@@ -6,7 +6,7 @@ who drafts, or what tokens mean. `balance.py` weighs costs; `rules.py` has fixed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 Committed = Mapping[int, Sequence[int]]
@@ -47,6 +47,11 @@ class Control(Protocol):
 
     def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """How many of the drafted tokens to verify in this step, k >= 1; sequences with k = 0 are absent."""
+        ...
+
+    def rests(self, keys: Collection[int]) -> bool:
+        """Whether in the next step of these decoding sequences no draft would be verified, however good it looks, and
+        no drafter asked that computes. Asked before `observe`, so what the step comes to may change it."""
         ...
 
     def observe(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from phalanx.config import DraftModelSpeculation, SpeculativeConfig
 from phalanx.spec.balance import SHARE, CostControl
@@ -53,6 +53,9 @@ class Always:
     def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         return {key: len(draft) for key, draft in drafts.items() if draft}
 
+    def rests(self, keys: Collection[int]) -> bool:
+        return False
+
     def observe(
         self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
     ) -> None:
@@ -80,6 +83,9 @@ class UpToBatch:
 
     def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         return self._control.choose(drafts)
+
+    def rests(self, keys: Collection[int]) -> bool:
+        return len(keys) > self._rows or self._control.rests(keys)
 
     def observe(
         self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
@@ -113,6 +119,9 @@ class FloorControl(Always):
     def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         self._chosen = {key: list(draft) for key, draft in drafts.items() if draft}
         return super().choose(drafts)
+
+    def rests(self, keys: Collection[int]) -> bool:
+        return self._rest > 1
 
     def observe(
         self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float

@@ -37,15 +37,22 @@ class Speculator:
         """Whether drafting takes as long as a model does."""
         return self._drafter.computes
 
-    def draft(self, draftable: Mapping[Sequence, int]) -> dict[int, list[int]]:
+    def rests(self, numbers: Collection[int]) -> bool:
+        """Whether the next step of these sequences would hardly have drafts, nor wait for a drafter."""
+        return self._control.rests(numbers)
+
+    def draft(self, draftable: Mapping[Sequence, int], *, bound: bool = False) -> dict[int, list[int]]:
         """Drafts for decoding rows.
 
         Args:
             draftable: decoding row -> how many drafts are of use to it.
+            bound: the step takes none. What a lookup finds is judged by what comes all the same.
 
         Returns:
             Sequence number -> at least one token; rows without are absent.
         """
+        if bound and self.computes:
+            return {}
         for seq in draftable:
             if seq.number not in self._followed:
                 self._followed.add(seq.number)
@@ -55,7 +62,8 @@ class Speculator:
         wanted = self._control.want({number: 0 if number in unread else n for number, n in room.items()})
         drafts = self._drafter.draft(wanted) if wanted else {}
         known = {number: cut for number, draft in drafts.items() if (cut := self._known(draft))}
-        return {number: known[number][:k] for number, k in self._control.choose(known).items()}
+        chosen = self._control.choose(known)
+        return {} if bound else {number: known[number][:k] for number, k in chosen.items()}
 
     def observe(
         self,

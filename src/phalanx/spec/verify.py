@@ -8,7 +8,7 @@ whoever drafts. Does not know drafters or how tokens are committed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -34,12 +34,14 @@ def verify(
     sequences: Mapping[int, Sequence],
     positions: Positions,
     also_evaluate: Seq[mx.array] = (),
+    meanwhile: Callable[[mx.array], None] | None = None,
 ) -> Verified:
     """Draw behind every fed token of sampling forwards, and accept.
 
     Args:
         outputs: forwards with their logits [rows, L, V].
         also_evaluate: arrays to compute in the same wait (the caches the forwards wrote).
+        meanwhile: as of `sample`.
 
     Raises:
         NonFiniteLogits: a row of logits that is needed holds NaN or infinity.
@@ -54,7 +56,7 @@ def verify(
     ]
     places = [position for number, drafts in rows for position in positions.behind(sequences[number], drafts)]
     logits = [_needed(forward, logits) for forward, logits in outputs]
-    sampled = sample(logits[0] if len(logits) == 1 else mx.concatenate(logits), places, also_evaluate)
+    sampled = sample(logits[0] if len(logits) == 1 else mx.concatenate(logits), places, also_evaluate, meanwhile)
     start = 0
     for number, drafts in rows:
         tokens = list(accept(drafts, sampled.tokens[start : start + len(drafts) + 1]))

@@ -66,6 +66,12 @@ class World:
     places: dict[int, int] = field(default_factory=dict)
     moving: float = 1.0
     """How many times as long a step takes where the number of rows is another one than before."""
+    ahead: bool = False
+    """Whether a step that takes no drafts begins before the one before has ended, where the control rests."""
+    computes: bool = False
+    """Whether the drafter is a model, which then waits."""
+    bound: bool = False
+    """Whether the next step has begun."""
     told: bool = True
     """Whether the control hears that rows were moved."""
     rows: int = 0
@@ -81,9 +87,10 @@ class World:
     def step(self, rows: int) -> int:
         """One step of rows 0 .. rows - 1; returns the widest k."""
         room = {row: self.left(row) for row in range(rows)}
-        reading_s = self._read(room)
+        waits = self.bound and self.computes
+        reading_s = 0.0 if waits else self._read(room)
         unread = self.behind(rows)
-        wanted = self.control.want({row: 0 if row in unread else n for row, n in room.items()})
+        wanted = {} if waits else self.control.want({row: 0 if row in unread else n for row, n in room.items()})
         for row in wanted:
             self.computed[row] = self.prompts.get(row, 0) + self.places.get(row, 0)
         drafts = {}
@@ -92,8 +99,9 @@ class World:
             if self.offers(row, at):
                 right = self.right(row, at)
                 drafts[row] = [at + i if i < right else -1 for i in range(n)]
-        chosen = self.control.choose(drafts)
+        chosen = {} if waits else self.control.choose(drafts)
         assert all(1 <= k <= len(drafts[row]) for row, k in chosen.items())
+        chosen = {} if self.bound else chosen
         width = 1 + max(chosen.values(), default=0)
         committed = {}
         for row in range(rows):
@@ -111,6 +119,7 @@ class World:
             seconds *= 2
         moved, self.rows = self.moving > 1.0 and rows != self.rows, rows
         seconds *= self.moving if moved else 1.0
+        self.bound = self.ahead and self.control.rests(range(rows))
         self.control.observe(committed, chosen, None if moved and self.told else seconds, drafting)
         self._account(rows, self.curve(rows, width) + drafting + reading_s, sum(map(len, committed.values())))
         self.steps += 1

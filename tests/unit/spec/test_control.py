@@ -323,6 +323,52 @@ class TestReading:
         assert small.read({0: 9, 1: 9}, {0: 100}) == {}
 
 
+class TestAhead:
+    """Steps that begin before the one before has ended, where the control rests, take no drafts."""
+
+    @pytest.mark.parametrize("rows", ROWS)
+    @pytest.mark.parametrize("curve", CURVES)
+    @pytest.mark.parametrize("model", [False, True])
+    def test_hopeless_texts_are_left_alone(self, curve, rows, model):
+        control = draft_model() if model else lookup()
+        world = World(control, curve, predictable(0.0), drafting_s=0.1 if model else 0.0005, ahead=True, computes=model)
+        bound = 0
+        for _ in range(400):
+            world.step(rows)
+            bound += world.bound
+        assert bound > (60 if model else 320)  # a model that drafts for a thirtieth of a step is asked often
+        assert world.paid / world.steps < 1.02
+
+    @pytest.mark.parametrize("model", [False, True])
+    def test_what_pays_is_found_and_goes_on(self, model):
+        drafting_s = 0.1 if model else 0.0005
+        speeds = []
+        for ahead in (False, True):
+            control = draft_model() if model else lookup()
+            world = World(control, memory_bound, predictable(0.0), drafting_s=drafting_s, ahead=ahead, computes=model)
+            world.run(1, 300)
+            world.right = predictable(0.9)
+            world.run(1, 600)
+            speeds.append(world.run(1, 300))
+            assert not world.bound
+        assert speeds[1] > 0.97 * speeds[0] > 1.5
+
+    def test_fixed_rules(self):
+        assert not Always(4).rests([0])
+        crowd = UpToBatch(Always(4), 2)
+        assert crowd.rests([0, 1, 2]) and not crowd.rests([0, 1])
+        floor = FloorControl(4, floor=1.0, window=1)
+        assert not floor.rests([0])
+        floor.choose({0: [5]})
+        floor.observe({0: [6]}, {0: 1}, 1.0, 0.0)
+        steps = 0
+        while floor.rests([0]):
+            floor.observe({0: [6]}, {}, 1.0, 0.0)
+            steps += 1
+            assert floor.want({0: 4}) == {}
+        assert steps == REST - 1
+
+
 def test_the_same_steps_give_the_same_answers():
     runs = [World(draft_model(), few_cores, predictable(0.8), noise=0.1, drafting_s=0.1) for _ in range(2)]
     for world in runs:

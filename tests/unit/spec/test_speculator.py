@@ -160,3 +160,28 @@ def test_a_step_that_only_prefills_is_not_observed():
     spec.observe(step, {}, [Commit(seq=3, tokens=(), computed=2, kv_len=2)], 0.5, 0.1)
     assert recorder.heard == []
     assert spec.meter.stats().steps == 0
+
+
+def test_a_step_that_takes_no_drafts_still_judges_what_a_lookup_finds():
+    class Judge(Recorder):
+        def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+            self.heard.append(("choose", dict(drafts)))
+            return super().choose(drafts)
+
+    judge = Judge({0: [7, 8]})
+    spec = Speculator(judge, judge, SpecMeter("test"), VOCAB)
+    assert spec.draft({row(0, [1, 2]): 10}, bound=True) == {}
+    assert judge.heard == [("begin", 0, [1, 2], "key"), ("choose", {0: [7, 8]})]
+
+
+def test_a_model_is_not_asked_for_a_step_that_takes_no_drafts():
+    class Model(Recorder):
+        @property
+        def computes(self) -> bool:
+            return True
+
+    model = Model({0: [7, 8]})
+    spec = Speculator(model, model, SpecMeter("test"), VOCAB)
+    assert spec.draft({row(0, [1, 2]): 10}, bound=True) == {}
+    assert model.heard == []
+    assert spec.draft({row(0, [1, 2]): 10}) == {0: [7, 8]}
