@@ -37,6 +37,10 @@ SAVED = SHARE * LENGTH
 """Plain steps for reading prompts at first, the share of one answer; what the other purses cannot hold goes there."""
 LENGTH_FADES = 1 / 8
 """What the latest answer counts in how long answers are."""
+WAITING_FADES = 1 / 8
+"""What the latest step counts in what waiting for drafts costs, and promises."""
+GROWN = 1.25
+"""Times its size at which a purse that was too small is asked again."""
 MARGIN = 1.02
 """Gain below which it is not worth the noise of what was measured."""
 WORTH = 0.1
@@ -68,6 +72,10 @@ class CostControl:
     the first tries on other texts, and for reading prompts, which a draft model must do before it can draft. A prompt
     is read if the savings pay for all of it and if, by what is known of the drafter and of how long answers are, it
     brings more than it takes; so short answers to long prompts are not drafted for.
+
+    A plain step that waits for drafts takes longer than one that begins while the one before is looked at. Where there
+    are such, they are the measure of all others, and a step waits for a lookup only if the drafts of late, verified or
+    not, promised more than waiting in vain costs; for a drafter that computes, waiting is a part of asking.
     """
 
     def __init__(self, most: int, *, cheap: bool, share: float = SHARE) -> None:
@@ -94,6 +102,15 @@ class CostControl:
         self._rows: dict[int, Acceptance] = {}
         self._pending: dict[int, _Pending] = {}
         self._n_rows = 0
+        self._hurried: set[int] = set()  # numbers of rows whose plain steps have begun early
+        self._asks = False
+        self._hurries = False
+        self._waits = False
+        self._will_wait = False
+        self._waiting = 0.0  # what that costs, in plain steps
+        self._promise = 0.0  # plain steps that a step of late would have saved by its drafts
+        self._offered = 0.0  # share of the steps of late that had such drafts
+        self._resting: tuple[list[int], float] | None = None  # sequences, and the purse that was too small
 
     def read(self, room: Mapping[int, int], behind: Mapping[int, int]) -> dict[int, int]:
         self._n_rows = len(room)
@@ -133,6 +150,7 @@ class CostControl:
             k = self._most if self._may_ask else 0
         else:
             k = self._best(list(self._chances(able).values())) or int(self._may_ask)
+        self._asks = k > 0
         return {key: min(n, k) for key, n in able.items() if k}
 
     @property
@@ -141,7 +159,8 @@ class CostControl:
 
     def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         chances = self._chances({key: min(len(draft), self._most) for key, draft in drafts.items()})
-        k = self._tried(list(chances.values()), self._best(list(chances.values())))
+        best = self._note(list(chances.values()))
+        k = self._tried(list(chances.values()), best)
         chosen = {key: min(k, len(row)) for key, row in chances.items() if k and row}
         for key, draft in drafts.items():
             if draft and (key in chosen or key not in self._pending):
@@ -149,10 +168,42 @@ class CostControl:
         return chosen
 
     def rests(self, keys: Collection[int]) -> bool:
-        if not self._cheap and self._may_ask:
-            return False
+        if len(keys) not in self._hurried:
+            return True  # to see what it saves
+        if self._cheap:
+            pays = self._may_ask and self._promise > self._waiting * (1.0 - self._offered)
+            self._will_wait = pays and not self._is_hopeless(list(keys))
+        else:
+            self._will_wait = self._may_ask or not self._is_hopeless(list(keys))
+        return not self._will_wait
+
+    def forgo(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        self._hurries = True
+        self._note(list(self._chances({key: min(len(draft), self._most) for key, draft in drafts.items()}).values()))
+        for key, draft in drafts.items():
+            if draft and key not in self._pending:
+                self._pending[key] = _Pending(list(draft[: self._most]))
+
+    def _note(self, chances: Sequence[Sequence[float]]) -> int:
+        """The best k for these drafts, and what it promises."""
+        k, speed = self._fastest(chances)
+        if not self._asks:
+            return k
+        cost = self._costs.ratios(self._n_rows, 1 + k)[-1] if k else 1.0
+        self._promise += WAITING_FADES * ((speed - 1.0) * cost - self._promise)
+        self._offered += WAITING_FADES * ((k > 0) - self._offered)
+        return k
+
+    def _is_hopeless(self, keys: list[int]) -> bool:
+        """Whether no draft would be chosen. Remembered until a draft was judged or there is more to spend."""
+        if self._resting is not None:
+            known, purse = self._resting
+            if known == keys and self._purse <= max(0.0, purse * GROWN):
+                return True
         self._n_rows = len(keys)
-        return not self._best(list(self._chances(dict.fromkeys(keys, self._most)).values()))
+        k = self._best(list(self._chances(dict.fromkeys(keys, self._most)).values()))
+        self._resting = None if k else (keys, self._purse)
+        return not k
 
     def observe(
         self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
@@ -261,6 +312,7 @@ class CostControl:
         if pending is None:
             return
         self._unjudged = 0
+        self._resting = None
         for token in tokens:
             right = token == pending.tokens[pending.at]
             for known in (self._pool, self._rows[key]):
@@ -276,16 +328,30 @@ class CostControl:
         Args:
             gained: plain steps that its tokens would have taken beyond one.
         """
-        if seconds is not None:
+        hurries, waits = self._hurries, self._waits
+        self._hurries, self._waits, self._will_wait = False, self._will_wait, False
+        if hurries:
+            self._hurried.add(rows)
+        if seconds is not None and (width > 1 or hurries or rows not in self._hurried):
             self._costs.observe(rows, width, seconds - drafting if width == 1 else seconds)
         cost = self._cost(rows, width, seconds)
+        waited = self._waited(rows, seconds, drafting) if waits and width == 1 and rows in self._hurried else 0.0
+        cost += waited if not (drafting or self._cheap) else 0.0
         asking = self._asking + self._share / 2 * cost
         purse = self._purse + self._share / 2 * cost + gained - (cost - 1.0)
         self._asking, self._purse = min(asking, ASKING), min(purse, WINNINGS)
         self._savings = min(self._savings + asking - self._asking + purse - self._purse, SAVINGS)
         plain = self._costs.plain(rows) if seconds is None else seconds - drafting
         if width == 1 and drafting and plain is not None:
-            self._pay_asking(drafting / max(plain, 1e-9))
+            self._pay_asking(drafting / max(plain, 1e-9) + (0.0 if self._cheap else waited))
+
+    def _waited(self, rows: int, seconds: float | None, drafting: float) -> float:
+        """What it costs, in plain steps, that a step did not begin early, which came to nothing."""
+        plain = self._costs.plain(rows)
+        if plain is not None and seconds is not None:
+            lost = min(max(0.0, (seconds - drafting) / max(plain, 1e-9) - 1.0), 1.0)
+            self._waiting += (WAITING_FADES if self._waiting else 1.0) * (lost - self._waiting)
+        return self._waiting
 
     def _cost(self, rows: int, width: int, seconds: float | None) -> float:
         """Of the step that was, in plain steps: as measured, but no more than twice what such steps usually cost."""

@@ -17,6 +17,9 @@ class Control(Protocol):
 
     `read` -> (drafter) -> `has_read` -> `want` -> (drafter) -> `choose` -> (forward, verify, commit) -> `observe`;
     `end` when a sequence is over. The first two only where the drafter is behind.
+
+    Where a step without drafts can begin before the tokens of the one before are known, `rests` is asked before
+    `observe`; if it does, the next step has begun, and `forgo` takes the place of `choose`.
     """
 
     def read(self, room: Mapping[int, int], behind: Mapping[int, int]) -> dict[int, int]:
@@ -50,8 +53,12 @@ class Control(Protocol):
         ...
 
     def rests(self, keys: Collection[int]) -> bool:
-        """Whether in the next step of these decoding sequences no draft would be verified, however good it looks, and
-        no drafter asked that computes. Asked before `observe`, so what the step comes to may change it."""
+        """Whether no draft would be verified in the next step of these decoding sequences, however good it looks, and
+        no drafter asked that computes."""
+        ...
+
+    def forgo(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        """The step takes no drafts. These may be compared with what comes."""
         ...
 
     def observe(

@@ -56,6 +56,9 @@ class Always:
     def rests(self, keys: Collection[int]) -> bool:
         return False
 
+    def forgo(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        pass
+
     def observe(
         self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
     ) -> None:
@@ -86,6 +89,9 @@ class UpToBatch:
 
     def rests(self, keys: Collection[int]) -> bool:
         return len(keys) > self._rows or self._control.rests(keys)
+
+    def forgo(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        self._control.forgo(drafts)
 
     def observe(
         self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float

@@ -52,6 +52,7 @@ class Speculator:
             Sequence number -> at least one token; rows without are absent.
         """
         if bound and self.computes:
+            self._control.forgo({})
             return {}
         for seq in draftable:
             if seq.number not in self._followed:
@@ -62,8 +63,10 @@ class Speculator:
         wanted = self._control.want({number: 0 if number in unread else n for number, n in room.items()})
         drafts = self._drafter.draft(wanted) if wanted else {}
         known = {number: cut for number, draft in drafts.items() if (cut := self._known(draft))}
-        chosen = self._control.choose(known)
-        return {} if bound else {number: known[number][:k] for number, k in chosen.items()}
+        if bound:
+            self._control.forgo(known)
+            return {}
+        return {number: known[number][:k] for number, k in self._control.choose(known).items()}
 
     def observe(
         self,

@@ -72,6 +72,8 @@ class World:
     """Whether the drafter is a model, which then waits."""
     bound: bool = False
     """Whether the next step has begun."""
+    waiting: float = 0.25
+    """Plain steps that it costs if a step does not begin early."""
     told: bool = True
     """Whether the control hears that rows were moved."""
     rows: int = 0
@@ -99,9 +101,12 @@ class World:
             if self.offers(row, at):
                 right = self.right(row, at)
                 drafts[row] = [at + i if i < right else -1 for i in range(n)]
-        chosen = {} if waits else self.control.choose(drafts)
+        chosen = {}
+        if self.bound:
+            self.control.forgo(drafts)
+        else:
+            chosen = self.control.choose(drafts)
         assert all(1 <= k <= len(drafts[row]) for row, k in chosen.items())
-        chosen = {} if self.bound else chosen
         width = 1 + max(chosen.values(), default=0)
         committed = {}
         for row in range(rows):
@@ -112,7 +117,8 @@ class World:
             committed[row] = [at + i for i in range(accepted + 1)]
             self.places[row] = at + accepted + 1
         drafting = self.drafting_s * max(wanted.values(), default=0)
-        seconds = self.curve(rows, width) * (1 + self.noise * self.chance.uniform(-1, 1)) + drafting
+        late = self.waiting * self.curve(rows, 1) if self.ahead and not self.bound else 0.0
+        seconds = (self.curve(rows, width) + late) * (1 + self.noise * self.chance.uniform(-1, 1)) + drafting
         if self.noise and self.steps % 29 == 28:
             seconds *= 3
         if self.neighbour and self.steps // 20 % 2:
@@ -121,7 +127,7 @@ class World:
         seconds *= self.moving if moved else 1.0
         self.bound = self.ahead and self.control.rests(range(rows))
         self.control.observe(committed, chosen, None if moved and self.told else seconds, drafting)
-        self._account(rows, self.curve(rows, width) + drafting + reading_s, sum(map(len, committed.values())))
+        self._account(rows, self.curve(rows, width) + late + drafting + reading_s, sum(map(len, committed.values())))
         self.steps += 1
         self.widths.append(width)
         return width - 1

@@ -164,14 +164,13 @@ def test_a_step_that_only_prefills_is_not_observed():
 
 def test_a_step_that_takes_no_drafts_still_judges_what_a_lookup_finds():
     class Judge(Recorder):
-        def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-            self.heard.append(("choose", dict(drafts)))
-            return super().choose(drafts)
+        def forgo(self, drafts: Mapping[int, Sequence[int]]) -> None:
+            self.heard.append(("forgo", dict(drafts)))
 
     judge = Judge({0: [7, 8]})
     spec = Speculator(judge, judge, SpecMeter("test"), VOCAB)
     assert spec.draft({row(0, [1, 2]): 10}, bound=True) == {}
-    assert judge.heard == [("begin", 0, [1, 2], "key"), ("choose", {0: [7, 8]})]
+    assert judge.heard == [("begin", 0, [1, 2], "key"), ("forgo", {0: [7, 8]})]
 
 
 def test_a_model_is_not_asked_for_a_step_that_takes_no_drafts():
