@@ -11,6 +11,7 @@ from phalanx.spec.acceptance import POOL_FADES, ROW_FADES, Acceptance
 from phalanx.spec.control import Committed, in_turn
 from phalanx.spec.cost import CostCurve
 from phalanx.spec.reading import Reading
+from phalanx.spec.waiting import Waiting
 
 SHARE = 0.01
 """Of the time, for tries that bring no gain: half for forwards, half for asking the drafter."""
@@ -37,8 +38,6 @@ SAVED = SHARE * LENGTH
 """Plain steps for reading prompts at first, the share of one answer; what the other purses cannot hold goes there."""
 LENGTH_FADES = 1 / 8
 """What the latest answer counts in how long answers are."""
-WAITING_FADES = 1 / 8
-"""What the latest step counts in what waiting for drafts costs, and promises."""
 GROWN = 1.25
 """Times its size at which a purse that was too small is asked again."""
 MARGIN = 1.02
@@ -102,14 +101,8 @@ class CostControl:
         self._rows: dict[int, Acceptance] = {}
         self._pending: dict[int, _Pending] = {}
         self._n_rows = 0
-        self._hurried: set[int] = set()  # numbers of rows whose plain steps have begun early
         self._asks = False
-        self._hurries = False
-        self._waits = False
-        self._will_wait = False
-        self._waiting = 0.0  # what that costs, in plain steps
-        self._promise = 0.0  # plain steps that a step of late would have saved by its drafts
-        self._offered = 0.0  # share of the steps of late that had such drafts
+        self._waiting = Waiting()
         self._resting: tuple[list[int], float] | None = None  # sequences, and the purse that was too small
 
     def read(self, room: Mapping[int, int], behind: Mapping[int, int]) -> dict[int, int]:
@@ -168,17 +161,14 @@ class CostControl:
         return chosen
 
     def rests(self, keys: Collection[int]) -> bool:
-        if len(keys) not in self._hurried:
+        if not self._waiting.is_known(len(keys)):
             return True  # to see what it saves
         if self._cheap:
-            pays = self._may_ask and self._promise > self._waiting * (1.0 - self._offered)
-            self._will_wait = pays and not self._is_hopeless(list(keys))
-        else:
-            self._will_wait = self._may_ask or not self._is_hopeless(list(keys))
-        return not self._will_wait
+            return not self._waiting.decide(self._may_ask and self._waiting.pays and not self._is_hopeless(list(keys)))
+        return not self._waiting.decide(self._may_ask or not self._is_hopeless(list(keys)))
 
     def forgo(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        self._hurries = True
+        self._waiting.begin()
         self._note(list(self._chances({key: min(len(draft), self._most) for key, draft in drafts.items()}).values()))
         for key, draft in drafts.items():
             if draft and key not in self._pending:
@@ -187,11 +177,8 @@ class CostControl:
     def _note(self, chances: Sequence[Sequence[float]]) -> int:
         """The best k for these drafts, and what it promises."""
         k, speed = self._fastest(chances)
-        if not self._asks:
-            return k
-        cost = self._costs.ratios(self._n_rows, 1 + k)[-1] if k else 1.0
-        self._promise += WAITING_FADES * ((speed - 1.0) * cost - self._promise)
-        self._offered += WAITING_FADES * ((k > 0) - self._offered)
+        if self._asks:
+            self._waiting.note((speed - 1.0) * self._costs.ratios(self._n_rows, 1 + k)[-1])
         return k
 
     def _is_hopeless(self, keys: list[int]) -> bool:
@@ -328,30 +315,27 @@ class CostControl:
         Args:
             gained: plain steps that its tokens would have taken beyond one.
         """
-        hurries, waits = self._hurries, self._waits
-        self._hurries, self._waits, self._will_wait = False, self._will_wait, False
-        if hurries:
-            self._hurried.add(rows)
-        if seconds is not None and (width > 1 or hurries or rows not in self._hurried):
+        measures, waited = self._waiting.end(rows)
+        if seconds is not None and (width > 1 or measures):
             self._costs.observe(rows, width, seconds - drafting if width == 1 else seconds)
         cost = self._cost(rows, width, seconds)
-        waited = self._waited(rows, seconds, drafting) if waits and width == 1 and rows in self._hurried else 0.0
-        cost += waited if not (drafting or self._cheap) else 0.0
+        lost = self._lost(rows, seconds, drafting) if waited and width == 1 else 0.0
+        if not drafting and not self._cheap:
+            cost += lost
         asking = self._asking + self._share / 2 * cost
         purse = self._purse + self._share / 2 * cost + gained - (cost - 1.0)
         self._asking, self._purse = min(asking, ASKING), min(purse, WINNINGS)
         self._savings = min(self._savings + asking - self._asking + purse - self._purse, SAVINGS)
         plain = self._costs.plain(rows) if seconds is None else seconds - drafting
         if width == 1 and drafting and plain is not None:
-            self._pay_asking(drafting / max(plain, 1e-9) + (0.0 if self._cheap else waited))
+            self._pay_asking(drafting / max(plain, 1e-9) + (0.0 if self._cheap else lost))
 
-    def _waited(self, rows: int, seconds: float | None, drafting: float) -> float:
-        """What it costs, in plain steps, that a step did not begin early, which came to nothing."""
+    def _lost(self, rows: int, seconds: float | None, drafting: float) -> float:
+        """A step waited and had no drafts: what that costs, in plain steps."""
         plain = self._costs.plain(rows)
-        if plain is not None and seconds is not None:
-            lost = min(max(0.0, (seconds - drafting) / max(plain, 1e-9) - 1.0), 1.0)
-            self._waiting += (WAITING_FADES if self._waiting else 1.0) * (lost - self._waiting)
-        return self._waiting
+        if plain is None or seconds is None:
+            return self._waiting.lost(None)
+        return self._waiting.lost((seconds - drafting) / max(plain, 1e-9) - 1.0)
 
     def _cost(self, rows: int, width: int, seconds: float | None) -> float:
         """Of the step that was, in plain steps: as measured, but no more than twice what such steps usually cost."""
