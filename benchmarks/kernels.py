@@ -24,6 +24,7 @@ import phalanx_cpu  # before mlx.core
 
 # isort: split
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 ops = phalanx_cpu.ops
@@ -66,12 +67,99 @@ def quantised(rows: int, inner: int, outer: int, bits: int, group: int, precisio
     )
 
 
+def experts(rows: int) -> Case:
+    """Four of 32 experts for each row."""
+    count, chosen, inner, outer = 32, 4, 1024, 384
+    w = mx.random.randint(0, 1 << 31, (count, outer, inner // 8)).astype(mx.uint32)
+    scales, biases = (mx.random.normal((count, outer, inner // 64)).astype(mx.bfloat16) for _ in range(2))
+    x = mx.random.normal((rows, 1, 1, inner))
+    which = [mx.argsort(mx.random.normal((rows, count)), axis=-1)[:, :chosen].astype(mx.uint32) for _ in range(8)]
+    mx.eval(w, scales, biases, x, which)
+    return Case(
+        f"gather_qmm 4-bit g64 {rows}x{chosen} of {count}, {inner}x{outer}",
+        lambda i: ops.gather_qmm(x, w, scales, biases, None, which[i % 8], precision="exact"),
+        lambda i: mx.gather_qmm(x, w, scales, biases, None, which[i % 8], transpose=True),
+        min(count, rows * chosen) * (outer * inner * 9 // 16),
+        2 * rows * chosen * inner * outer,
+        8,
+    )
+
+
+def attention(rows: int, length: int) -> Case:
+    """A token of each of so many rows, 32 heads over 8 of keys, 64 wide."""
+    q = mx.random.normal((rows, 32, 1, 64))
+    keys = [mx.random.normal((rows, 8, length, 64)) for _ in range(16)]
+    mx.eval(q, keys)
+    return Case(
+        f"attention {rows} rows after {length}",
+        lambda i: ops.attention(q, keys[i], keys[i - 1], scale=0.125),
+        lambda i: mx.fast.scaled_dot_product_attention(q, keys[i], keys[i - 1], scale=0.125),
+        2 * keys[0].nbytes,
+        4 * rows * 32 * length * 64,
+        16,
+    )
+
+
+def dense(rows: int, inner: int, outer: int) -> Case:
+    """Weights of 16 bits, activations of 32."""
+    weights = [mx.random.normal((outer, inner)).astype(mx.bfloat16) for _ in range(8)]
+    x = mx.random.normal((rows, inner))
+    mx.eval(x, weights)
+    return Case(
+        f"matmul bfloat16 {rows}x{inner}x{outer}",
+        lambda i: ops.matmul(x, weights[i].T),
+        lambda i: x @ weights[i].T,
+        weights[0].nbytes,
+        2 * rows * inner * outer,
+        8,
+    )
+
+
+Row = Callable[[mx.array], mx.array]
+ALONG_ROWS: dict[str, tuple[tuple[int, ...], Row, Row]] = {
+    "rms_norm": ((8, 2048), lambda x: ops.rms_norm(x, None, 1e-5), lambda x: mx.fast.rms_norm(x, None, 1e-5)),
+    "layer_norm": (
+        (8, 2048), lambda x: ops.layer_norm(x, None, None, 1e-5), lambda x: mx.fast.layer_norm(x, None, None, 1e-5)
+    ),
+    "rope": (
+        (8, 32, 1, 64),
+        lambda x: ops.rope(x, 64, traditional=False, base=1e4, scale=1.0, offset=7),
+        lambda x: mx.fast.rope(x, 64, traditional=False, base=1e4, scale=1.0, offset=7),
+    ),
+    "silu": ((8, 8192), lambda x: ops.silu(x, x), lambda x: x * mx.sigmoid(x) * x),
+    "gelu": ((8, 8192), ops.gelu, nn.gelu),
+    "sigmoid": ((8, 2048), ops.sigmoid, mx.sigmoid),
+    "softmax": ((8, 32_000), ops.softmax, lambda x: mx.softmax(x, axis=-1, precise=True)),
+    "logsumexp": ((8, 32_000), lambda x: ops.logsumexp(x, False), lambda x: mx.logsumexp(x, axis=-1)),
+    "peaks": ((8, 32_000), lambda x: ops.peaks(x)[2], lambda x: mx.argmax(x, axis=-1) + 0 * (x.sum(-1) > x.max(-1))),
+    "arg_partition": ((8, 128), lambda x: ops.arg_partition(x, -8), lambda x: mx.argpartition(x, -8, axis=-1)),
+    "top_k": ((8, 32_000), lambda x: ops.top_k(x, 50)[1], lambda x: mx.argsort(-x, axis=-1)[:, :50]),
+}  # fmt: skip
+"""Shape, and what is done with each row."""
+
+
+def along_rows(name: str) -> Case:
+    shape, ours, stock = ALONG_ROWS[name]
+    copies = [mx.random.normal(shape) for _ in range(16)]
+    mx.eval(copies)
+    size = copies[0].nbytes
+    shown = "x".join(map(str, shape))
+    return Case(f"{name} {shown}", lambda i: ours(copies[i]), lambda i: stock(copies[i]), size, copies[0].size, 16)
+
+
 def cases(only: str) -> Iterator[Case]:
     """Each is made when it is due: together they would not fit."""
     if "qmm".startswith(only):
         for rows in (1, 8, 512):
             for precision in ("exact", "fast"):
                 yield quantised(rows, 2048, 5632, 4, 64, precision)
+    if "gather_qmm".startswith(only):
+        yield from map(experts, (1, 8))
+    if "matmul".startswith(only):
+        yield from (dense(rows, 2048, 5632) for rows in (1, 8, 128))
+    if "attention".startswith(only):
+        yield from (attention(rows, length) for rows, length in ((1, 128), (1, 1024), (8, 1024)))
+    yield from (along_rows(name) for name in ALONG_ROWS if name.startswith(only))
 
 
 def seconds(run: Callable[[int], mx.array], results: int) -> float:
