@@ -25,6 +25,10 @@ def disagreements(ops: Ops, precision: str) -> list[str]:
     few, many, w = (mx.random.normal(shape, key=next(key)) for shape in ((1, 256), (40, 256), (48, 256)))
     gate, queries = mx.random.normal((3, 70), key=next(key)), mx.random.normal((1, 4, 9, 64), key=next(key))
     keys = mx.random.normal((1, 2, 9, 64), key=next(key))
+
+    def last_eight(indices: mx.array) -> mx.array:
+        return mx.sort(mx.take_along_axis(many, indices[:, -8:], axis=-1), axis=-1)
+
     pairs = {
         "attention": (
             ops.attention(queries, keys, keys, scale=0.125, mask="causal"),
@@ -36,7 +40,10 @@ def disagreements(ops: Ops, precision: str) -> list[str]:
             mx.fast.rope(queries, 64, traditional=False, base=1e4, scale=1.0, offset=3),
         ),
         "silu": (ops.silu(gate), gate * mx.sigmoid(gate)),
+        "sigmoid": (ops.sigmoid(gate), mx.sigmoid(gate)),
         "logsumexp": (ops.logsumexp(many), mx.logsumexp(many, axis=-1)),
+        "argpartition": (last_eight(ops.arg_partition(many, -8)), last_eight(mx.argpartition(many, -8, axis=-1))),
+        "peaks": (ops.peaks(many)[0] + ops.peaks(many)[1], many.sum(axis=-1) + many.max(axis=-1)),
     }
     for x in (few, many):
         narrow = w.astype(mx.bfloat16)
