@@ -75,7 +75,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   using Node = Recording::Node;
 
   static constexpr size_t kMost = size_t{64} << 20;  // of fresh values, which live until the end of a call
-  static constexpr size_t kSmall = size_t{1} << 20;
+  static constexpr size_t kHeld = size_t{8} << 20;   // of what is the same in every call, as long as it is kept
 
   // Kernels of ours, then an operation of MLX's, then copies of its results.
   struct Step {
@@ -104,14 +104,17 @@ class Plan : public std::enable_shared_from_this<Plan> {
     return node.outputs.size() == 1 && simple::knows(*node.primitive, in, node.outputs[0]);
   }
 
-  // What is the same in every call, and small: computed once.
-  bool is_constant(const Node& node) const {
+  // What is the same in every call: computed once, as far as there is room for it.
+  bool is_constant(const Node& node) {
     size_t bytes = 0;
     for (const auto& [shape, dtype] : node.outputs) bytes += bytes_of(shape, dtype);
     for (auto [input, value] : node.varying)
       if (!is_constant_[value]) return false;
-    return node.kind == Kind::kOperation && bytes <= kSmall &&
-           dynamic_cast<const mx::distributed::DistPrimitive*>(node.primitive.get()) == nullptr;
+    if (node.kind != Kind::kOperation || held_ + bytes > kHeld ||
+        dynamic_cast<const mx::distributed::DistPrimitive*>(node.primitive.get()) != nullptr)
+      return false;
+    held_ += bytes;
+    return true;
   }
 
   static size_t bytes_of(const mx::Shape& shape, mx::Dtype dtype) {
@@ -348,6 +351,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   std::vector<int> last_use_, slot_;
   Recording::Like likes_;
   int fresh_count_ = 0;
+  size_t held_ = 0;  // bytes
   Arrays counters_, blocks_, kept_;
   std::vector<std::pair<int, mx::array>> given_;  // inputs, and the fixed places of those that our kernels read
   std::vector<Task> pending_;
