@@ -42,7 +42,9 @@ class Size:
     layers: int
 
 
-TARGET = Size(1024, 8)  # 100 M parameters beside vocabulary and positions
+TARGETS = {"100m": Size(1024, 8), "1b": Size(2048, 16)}
+"""By parameters beside vocabulary and positions. In a step of the small one Python counts, and who else uses the
+machine; in one of the large one memory and arithmetic do."""
 DRAFT = Size(256, 4)  # 3 M
 
 
@@ -72,7 +74,7 @@ def works() -> list[Work]:
     ]
 
 
-def reciter(directory: Path, size: Size = TARGET, *, knows: float = 1.0) -> Path:
+def reciter(directory: Path, size: Size, *, knows: float = 1.0) -> Path:
     """A model that answers the works' prompts, in a chat without roles.
 
     Args:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from recital import ANSWER, DRAFT, Work, reciter, works
+from recital import ANSWER, DRAFT, TARGETS, Work, reciter, works
 from rich.console import Console
 from rich.table import Table
 from servers import MODEL_NAME, mlx_lm, phalanx
@@ -119,6 +119,7 @@ def points(tokens: int) -> list[Point]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--size", default="1b", choices=TARGETS, help="of the model")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["exact"], choices=["exact", "fast"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
@@ -131,7 +132,7 @@ def main() -> int:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as directory:
         folder = Path(directory)
-        model = reciter(folder)
+        model = reciter(folder, TARGETS[options.size])
         friend, enemy = reciter(folder, DRAFT, knows=KNOWS), reciter(folder, DRAFT, knows=0.0)
         configs = {
             name: config
@@ -148,7 +149,7 @@ def main() -> int:
         "machine": f"{platform.system()} {platform.machine()}",
         "versions": {name: version(name) for name in ("phalanx", "mlx", "mlx-lm")},
     }
-    print(json.dumps({"benchmark": "speculation", **about, "results": results, "mlx_lm": theirs}))
+    print(json.dumps({"benchmark": "speculation", "size": options.size, **about, "results": results, "mlx_lm": theirs}))
     return 0
 
 

@@ -25,7 +25,7 @@ from phalanx.model.runner import Runner
 from phalanx.sched.admission import Limits
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
 from phalanx.spec.control import Control
-from phalanx.spec.drafters import Drafter
+from phalanx.spec.drafters import Draft, Drafter
 from phalanx.spec.positions import Positions
 from phalanx.spec.rules import Always
 from phalanx.spec.speculator import Speculator
@@ -209,11 +209,12 @@ class Oracle(Drafter):
     def end(self, key: int) -> None:
         del self._known[key]
 
-    def draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+    def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
         drafts = {}
         for key, k in wanted.items():
             answer, n = self._known[key]
-            drafts[key] = [self._perhaps(token) for token in answer[n : n + k]]
+            if n < len(answer):
+                drafts[key] = Draft.by_position([self._perhaps(token) for token in answer[n : n + k]])
         return drafts
 
     def _perhaps(self, token: int) -> int:

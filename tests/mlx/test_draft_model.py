@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from drafts import drafted
 from models import make_model
 from ragged import stock_greedy
 from speculation import load, random_prompts
@@ -19,7 +20,8 @@ from phalanx.errors import ConfigError, ModelNotFound
 from phalanx.model import registry
 from phalanx.model.load import prepare
 from phalanx.model.position import Position, TokenCounts
-from phalanx.spec.draft_model import AT_ONCE, LONGEST, DraftModel
+from phalanx.spec.draft_model import AT_ONCE, DraftModel
+from phalanx.spec.drafters import GRADES
 from phalanx.types import Sampling
 
 VOCAB = 512
@@ -63,7 +65,7 @@ def test_drafts_are_the_models_own_continuation(runner):
     done = [0, 0, 0]
     read_all(drafter, range(3))
     for step, gains in enumerate([(1, 3, 5), (4, 1, 2), (6, 2, 1), (1, 5, 3), (2, 7, 7)]):
-        drafts = drafter.draft({key: 1 + (key + step) % 6 for key in range(3)})
+        drafts = drafted(drafter, {key: 1 + (key + step) % 6 for key in range(3)})
         for key, gain in enumerate(gains):
             assert drafts[key] == wanted[key][done[key] : done[key] + 1 + (key + step) % 6]
             gained = wanted[key][done[key] : done[key] + gain]
@@ -81,10 +83,10 @@ def test_a_wrong_draft_is_cut_off(runner):
     drafter = drafter_on(runner)
     drafter.begin(0, prompt)
     read_all(drafter, [0])
-    drafts = drafter.draft({0: 5})[0]
+    drafts = drafted(drafter, {0: 5})[0]
     other = [*drafts[:2], (drafts[2] + 1) % VOCAB]  # the target says something else in the third place
     drafter.extend(0, other)
-    assert drafter.draft({0: 5})[0] == stock_greedy(runner.model, [[*prompt, *other]], 5)[0]
+    assert drafted(drafter, {0: 5})[0] == stock_greedy(runner.model, [[*prompt, *other]], 5)[0]
 
 
 def test_rows_come_and_go_between_others(runner):
@@ -95,12 +97,12 @@ def test_rows_come_and_go_between_others(runner):
     for key, prompt in enumerate(prompts):
         drafter.begin(key, prompt)
     read_all(drafter, range(4))
-    drafter.draft(dict.fromkeys(range(4), 3))
+    drafted(drafter, dict.fromkeys(range(4), 3))
     drafter.end(1)
-    assert drafter.draft({0: 4, 3: 4}) == {0: wanted[0][:4], 3: wanted[3][:4]}
-    assert drafter.draft({0: 2, 2: 4}) == {0: wanted[0][:2], 2: wanted[2][:4]}
+    assert drafted(drafter, {0: 4, 3: 4}) == {0: wanted[0][:4], 3: wanted[3][:4]}
+    assert drafted(drafter, {0: 2, 2: 4}) == {0: wanted[0][:2], 2: wanted[2][:4]}
     drafter.extend(2, wanted[2][:9])
-    assert drafter.draft({2: 4, 3: 1}) == {2: wanted[2][9:13], 3: wanted[3][:1]}
+    assert drafted(drafter, {2: 4, 3: 1}) == {2: wanted[2][9:13], 3: wanted[3][:1]}
 
 
 def test_a_long_prompt_is_read_in_chunks(runner):
@@ -113,11 +115,11 @@ def test_a_long_prompt_is_read_in_chunks(runner):
     drafter.begin(1, short)
     fed = []
     for chunk, left in ((128, 171), (100, 71), (64, 0)):
-        assert drafter.draft({0: 3, 1: 3}) == {1: wanted[1]}
+        assert drafted(drafter, {0: 3, 1: 3}) == {1: wanted[1]}
         fed.append(drafter.read({0: chunk}))
         assert drafter.behind([0, 1]) == ({0: left} if left else {})
     assert fed == [128, 100, 64]
-    assert drafter.draft({0: 3, 1: 3}) == {0: wanted[0], 1: wanted[1]}
+    assert drafted(drafter, {0: 3, 1: 3}) == {0: wanted[0], 1: wanted[1]}
 
 
 def test_what_was_not_asked_for_is_read_again_from_where_it_was(runner):
@@ -126,13 +128,13 @@ def test_what_was_not_asked_for_is_read_again_from_where_it_was(runner):
     drafter = drafter_on(runner)
     drafter.begin(0, prompt)
     read_all(drafter, [0])
-    drafter.draft({0: 4})
+    drafted(drafter, {0: 4})
     drafter.extend(0, said[: AT_ONCE - 1])
     assert drafter.behind([0]) == {}
     drafter.extend(0, said[AT_ONCE - 1 : 30])
     assert drafter.behind([0]) == {0: 30 - 3 - 1}  # of four drafts three were fed
     read_all(drafter, [0])
-    assert drafter.draft({0: 4})[0] == said[30:34]
+    assert drafted(drafter, {0: 4})[0] == said[30:34]
 
 
 @pytest.mark.parametrize("most", [1, 12, 100])
@@ -154,7 +156,7 @@ def test_logits_of_a_drafting_forward_are_bounded(runner, monkeypatch, most):
     keys = dict.fromkeys(range(4), 3)
     for _ in range(3):
         read_all(drafter, range(4))
-        drafts = drafter.draft(keys)
+        drafts = drafted(drafter, keys)
     assert drafts == dict(enumerate(wanted))
     assert max(areas) <= max(4, most)
     for key in range(4):
@@ -168,9 +170,9 @@ def test_a_row_beyond_the_budget_or_the_context_is_not_drafted_for(runner):
     assert drafter.behind([0]) == {}
     drafter.begin(1, [7, 8])
     drafter.begin(2, [9, 8])
-    assert drafter.draft({0: 2, 1: 2, 2: 2}).keys() == {1}
+    assert drafted(drafter, {0: 2, 1: 2, 2: 2}).keys() == {1}
     drafter.end(1)
-    assert drafter.draft({0: 2, 2: 2}).keys() == {2}
+    assert drafted(drafter, {0: 2, 2: 2}).keys() == {2}
     drafter.begin(3, [7] * 100)
     assert drafter.behind([3]) == {}  # no memory now
     drafter.end(2)
@@ -178,7 +180,7 @@ def test_a_row_beyond_the_budget_or_the_context_is_not_drafted_for(runner):
     limit = runner.facts.max_len
     far = drafter_on(runner)
     far.begin(0, [7] * (limit - 1))
-    assert far.draft({0: 2}) == {}
+    assert drafted(far, {0: 2}) == {}
 
 
 @pytest.mark.parametrize("length", range(220, 262, 3))
@@ -189,7 +191,7 @@ def test_what_is_read_stays_for_the_longest_draft(runner, length):
     n_read = 0
     for _ in range(40):
         n_read += drafter.read(drafter.behind([0]))
-        drafter.draft({0: LONGEST})
+        drafted(drafter, {0: GRADES})
         drafter.extend(0, [8])
     assert n_read <= length
 

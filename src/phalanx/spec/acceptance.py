@@ -1,12 +1,14 @@
 """How far drafts were right, as counts that fade.
 
-Kept per position of a draft: the j-th token is judged only where those before it were right, so the probability that a
-draft is right up to there is the product of the rates so far. Pure.
+Kept per grade (`drafters.Draft`), by which a drafter tells its own tokens apart: a token is judged only where those
+before it were right, so the probability that a draft is right up to there is the product of the rates so far. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from phalanx.spec.drafters import GRADES
 
 POOL_FADES = 0.95
 """Of what is known about a drafter, after each draft: the last 20 count."""
@@ -19,38 +21,49 @@ UNKNOWN = 0.5
 
 
 class Acceptance:
-    """Rates of acceptance by position of the draft, from 0."""
+    """Rates of acceptance by grade.
 
-    def __init__(self, most: int, fades: float) -> None:
-        """
-        Args:
-            most: positions.
-            fades: what all counts are multiplied with at each new draft, those of positions too far back to be
-                tried any more as well: one wrong token must not end them for ever.
-        """
+    Args:
+        fades: what all counts are multiplied with at each new draft, those of grades that are not tried any more as
+            well: one wrong token must not end them for ever.
+        pool: whose rates are assumed while nothing is known; without, a grade's is that of the one below.
+    """
+
+    def __init__(self, fades: float, pool: Acceptance | None = None) -> None:
         self._fades = fades
-        self._right = [0.0] * most
-        self._judged = [0.0] * most
+        self._pool = pool
+        self.clear()
 
-    def judge(self, position: int, right: bool) -> None:
-        """The token at this position, all before it being right, was right or not. Changes state."""
-        if position == 0:
-            self._right = [count * self._fades for count in self._right]
-            self._judged = [count * self._fades for count in self._judged]
-        self._right[position] += right
-        self._judged[position] += 1.0
+    def clear(self) -> None:
+        """Nothing is known any more. Changes state."""
+        self._right = [0.0] * GRADES
+        self._judged = [0.0] * GRADES
+        self._rates: list[float] | None = None
 
-    def rates(self, assumed: Sequence[float] | None = None) -> list[float]:
-        """Estimated probability, per position, that its token is right, given those before it are.
+    def begin(self) -> None:
+        """A new draft is going to be judged: what is known counts less. Changes state."""
+        self._right = [count * self._fades for count in self._right]
+        self._judged = [count * self._fades for count in self._judged]
+        self._rates = None
 
-        Args:
-            assumed: what the rates are while nothing is known; without, a position's is that of the one before it.
-        """
-        rates: list[float] = []
-        for position, (right, judged) in enumerate(zip(self._right, self._judged, strict=True)):
-            if assumed is not None:
-                before = assumed[position]
-            else:
-                before = rates[-1] if rates else UNKNOWN
-            rates.append((right + DOUBT * before) / (judged + DOUBT))
-        return rates
+    def judge(self, grade: int, right: bool) -> None:
+        """A token of this grade, all before it being right, was right or not. Changes state."""
+        self._right[grade] += right
+        self._judged[grade] += 1.0
+        self._rates = None
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """Estimated probability, per grade, that a token is right, given those before it are."""
+        if self._pool is not None:  # which changes as well
+            return [
+                (right + DOUBT * assumed) / (judged + DOUBT)
+                for right, judged, assumed in zip(self._right, self._judged, self._pool.rates, strict=True)
+            ]
+        if self._rates is None:
+            self._rates = []
+            below = UNKNOWN
+            for right, judged in zip(self._right, self._judged, strict=True):
+                below = (right + DOUBT * below) / (judged + DOUBT)
+                self._rates.append(below)
+        return self._rates

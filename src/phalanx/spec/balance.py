@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from phalanx.spec.acceptance import POOL_FADES, ROW_FADES, Acceptance
 from phalanx.spec.control import Committed, in_turn
 from phalanx.spec.cost import CostCurve
+from phalanx.spec.drafters import Draft
+from phalanx.spec.judging import Chances, Judging
 from phalanx.spec.reading import Reading
 from phalanx.spec.waiting import Waiting
 
@@ -42,16 +43,6 @@ GROWN = 1.25
 """Times its size at which a purse that was too small is asked again."""
 MARGIN = 1.02
 """Gain below which it is not worth the noise of what was measured."""
-WORTH = 0.1
-"""Probability below which a position of a draft is not worth sampling, even where the forward has room for it."""
-
-
-class _Pending:
-    """A draft, verified or not, that is being compared with what is committed."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
-        self.at = 0
 
 
 class CostControl:
@@ -61,8 +52,7 @@ class CostControl:
     probability that its first j are right, and takes `t(rows, 1 + max k)`. The width with the most tokens per second
     is chosen if it beats the plain step's.
 
-    Tokens do not depend on speculation (DESIGN section 4), so a draft that was not verified is judged all the same, by
-    comparing it with what is committed: to learn that drafts became good costs drafting, and no forward.
+    Drafts that were not verified are judged all the same (`judging.py`).
 
     All is paid from purses, counted in plain steps. That for forwards gets half a share of every step and what
     speculation gained, and pays what it lost; that for asking gets the other half and pays what was drafted in vain.
@@ -73,8 +63,9 @@ class CostControl:
     brings more than it takes; so short answers to long prompts are not drafted for.
 
     A plain step that waits for drafts takes longer than one that begins while the one before is looked at. Where there
-    are such, they are the measure of all others, and a step waits for a lookup only if the drafts of late, verified or
-    not, promised more than waiting in vain costs; for a drafter that computes, waiting is a part of asking.
+    are such, they are the measure of all others, and a step waits for a lookup only if its drafts promise more than
+    waiting in vain costs: by a draft that was right so far, or by what came of late where there was none. For a drafter
+    that computes, waiting is a part of asking.
     """
 
     def __init__(self, most: int, *, cheap: bool, share: float = SHARE) -> None:
@@ -97,11 +88,10 @@ class CostControl:
         self._left_unread: set[int] = set()
         self._length = LENGTH
         self._lengths: dict[int, int] = {}
-        self._pool = Acceptance(most, POOL_FADES)
-        self._rows: dict[int, Acceptance] = {}
-        self._pending: dict[int, _Pending] = {}
+        self._judging = Judging()
         self._n_rows = 0
         self._asks = False
+        self._foretold = False  # a draft is being compared that says what to expect of the next
         self._waiting = Waiting()
         self._resting: tuple[list[int], float] | None = None  # sequences, and the purse that was too small
 
@@ -134,51 +124,77 @@ class CostControl:
         if self._saved_for < 1.0:
             self._pay_asking(price * (1.0 - self._saved_for))
 
-    def want(self, room: Mapping[int, int]) -> dict[int, int]:
+    def want(self, room: Mapping[int, int], *, bound: bool = False) -> dict[int, int]:
         self._n_rows = len(room)
         for key in room:
             self._lengths.setdefault(key, 0)
+        self._foretold = any(map(self._judging.is_open, room))
         able = {key: min(n, self._most) for key, n in room.items() if n > 0}
         if self._cheap:
             k = self._most if self._may_ask else 0
+            if k and bound:
+                able = {key: n for key, n in able.items() if not self._judging.is_open(key)}
         else:
-            k = self._best(list(self._chances(able).values())) or int(self._may_ask)
-        self._asks = k > 0
+            k = self._best(self._expected(able)) or int(self._may_ask)
+        self._asks = k > 0 and bool(able)
         return {key: min(n, k) for key, n in able.items() if k}
 
     @property
     def _may_ask(self) -> bool:
         return self._asking > 0 or self._purse > PURSE
 
-    def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        chances = self._chances({key: min(len(draft), self._most) for key, draft in drafts.items()})
-        best = self._note(list(chances.values()))
-        k = self._tried(list(chances.values()), best)
+    def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
+        chances = self._judging.chances({key: draft.grades for key, draft in drafts.items()})
+        rows = [row for row in chances.values() if row]
+        k = self._note(rows)
+        if k:
+            k = self._tried(rows, k)
         chosen = {key: min(k, len(row)) for key, row in chances.items() if k and row}
-        for key, draft in drafts.items():
-            if draft and (key in chosen or key not in self._pending):
-                self._pending[key] = _Pending(list(draft[: self._most]))
+        self._compare(drafts, chosen)
         return chosen
 
     def rests(self, keys: Collection[int]) -> bool:
         if not self._waiting.is_known(len(keys)):
             return True  # to see what it saves
         if self._cheap:
-            return not self._waiting.decide(self._may_ask and self._waiting.pays and not self._is_hopeless(list(keys)))
+            return not self._waiting.decide(self._may_ask and self._is_promising(keys))
         return not self._waiting.decide(self._may_ask or not self._is_hopeless(list(keys)))
 
-    def forgo(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        self._waiting.begin()
-        self._note(list(self._chances({key: min(len(draft), self._most) for key, draft in drafts.items()}).values()))
-        for key, draft in drafts.items():
-            if draft and key not in self._pending:
-                self._pending[key] = _Pending(list(draft[: self._most]))
+    def _is_promising(self, keys: Collection[int]) -> bool:
+        """Whether a step should wait for lookups."""
+        ahead = self._judging.ahead(keys)
+        if not ahead:
+            return self._waiting.pays
+        self._n_rows = len(keys)
+        k, speed = self._fastest([chances for _, chances in ahead.values() if chances])
+        if not k:
+            return False
+        likely = max(likely for likely, _ in ahead.values())
+        return self._waiting.is_worth(self._saved(k, speed), likely)
 
-    def _note(self, chances: Sequence[Sequence[float]]) -> int:
-        """The best k for these drafts, and what it promises."""
-        k, speed = self._fastest(chances)
+    def _saved(self, k: int, speed: float) -> float:
+        """Plain steps that a step with k drafts is expected to save."""
+        return (speed - 1.0) * self._costs.ratios(self._n_rows, 1 + k)[-1]
+
+    def forgo(self, drafts: Mapping[int, Draft]) -> None:
+        self._waiting.begin()
         if self._asks:
-            self._waiting.note((speed - 1.0) * self._costs.ratios(self._n_rows, 1 + k)[-1])
+            chances = self._judging.chances({key: draft.grades for key, draft in drafts.items()})
+            self._note([row for row in chances.values() if row])
+        self._compare(drafts, ())
+
+    def _compare(self, drafts: Mapping[int, Draft], chosen: Collection[int]) -> None:
+        """Compare drafts with what comes: those that are verified, and where none is being compared."""
+        for key, draft in drafts.items():
+            if key in chosen or not self._judging.is_open(key):
+                self._judging.open(key, draft)
+                self._resting = None
+
+    def _note(self, chances: Sequence[Chances]) -> int:
+        """The best k for these drafts, and, where nothing foretold them, what they promise."""
+        k, speed = self._fastest(chances)
+        if self._asks and not self._foretold:
+            self._waiting.note(self._saved(k, speed))
         return k
 
     def _is_hopeless(self, keys: list[int]) -> bool:
@@ -188,7 +204,7 @@ class CostControl:
             if known == keys and self._purse <= max(0.0, purse * GROWN):
                 return True
         self._n_rows = len(keys)
-        k = self._best(list(self._chances(dict.fromkeys(keys, self._most)).values()))
+        k = self._best(self._expected(dict.fromkeys(keys, self._most)))
         self._resting = None if k else (keys, self._purse)
         return not k
 
@@ -198,15 +214,16 @@ class CostControl:
         for key, tokens in committed.items():
             if key in self._lengths:  # not in its first step, of which nobody hears the end
                 self._lengths[key] += len(tokens)
-            self._judge(key, tokens)
+            if self._judging.judge(key, tokens):
+                self._unjudged = 0
+                self._resting = None
         if committed:
             width = 1 + max(verified.values(), default=0)
             gained = sum(map(len, committed.values())) / len(committed) - 1.0
             self._settle(len(committed), width, gained, seconds, drafting)
 
     def end(self, key: int) -> None:
-        self._rows.pop(key, None)
-        self._pending.pop(key, None)
+        self._judging.end(key)
         if key in self._lengths:
             self._leave_savings(1.0 / len(self._lengths))
         self._length += LENGTH_FADES * (self._lengths.pop(key, self._length) - self._length)
@@ -218,28 +235,19 @@ class CostControl:
         self._purse -= won
         self._savings = min(self._savings + won, SAVINGS)
 
-    def _chances(self, lengths: Mapping[int, int]) -> dict[int, list[float]]:
-        """Sequence -> the probability that its first j tokens are right, j = 1 .. its length, as far as worth it."""
-        pool = self._pool.rates()
-        chances: dict[int, list[float]] = {}
-        for key, length in lengths.items():
-            row = self._rows.setdefault(key, Acceptance(self._most, ROW_FADES))
-            chances[key], chance = [], 1.0
-            for rate in row.rates(pool)[:length]:
-                chance *= rate
-                if chance < WORTH:
-                    break
-                chances[key].append(chance)
-        return chances
+    def _expected(self, lengths: Mapping[int, int]) -> list[Chances]:
+        """Of drafts so long, by a drafter that grades by position."""
+        return list(self._judging.chances({key: range(length) for key, length in lengths.items()}).values())
 
     def _forget(self, price: float) -> None:
         """A drafter that was of no use for so long that the share pays for reading again is thought of as new."""
         if price and self._share / 2 * self._unjudged >= price:
-            self._pool, self._unjudged = Acceptance(self._most, POOL_FADES), 0
+            self._judging.forget_drafter()
+            self._unjudged = 0
 
     def _worth(self, room: Mapping[int, int], behind: Mapping[int, int]) -> dict[int, float]:
         """Plain steps that drafting for those that the drafter is behind with would save, all of them alike."""
-        chances = self._chances({key: min(n, self._most) for key, n in room.items() if n > 0})
+        chances = self._judging.chances({key: range(min(n, self._most)) for key, n in room.items() if n > 0})
         hopeful = [key for key in behind if chances.get(key)]
         _, now = self._fastest([row for key, row in chances.items() if key not in behind])
         _, then = self._fastest(list(chances.values()))
@@ -266,20 +274,20 @@ class CostControl:
         self._saved_for = saved_for / max(1, sum(reads.values()))
         return reads
 
-    def _best(self, chances: Sequence[Sequence[float]]) -> int:
+    def _best(self, chances: Sequence[Chances]) -> int:
         """The k with the most tokens per second; 0 where the plain step has, or is not known, or the purse is empty."""
         return self._fastest(chances)[0]
 
-    def _tried(self, chances: Sequence[Sequence[float]], k: int) -> int:
+    def _tried(self, chances: Sequence[Chances], k: int) -> int:
         """Drafts help, and what other widths cost is a guess. If one may be as cheap as a narrower one it is tried,
         where half of what may be won is left when it has been paid; else `k`."""
-        if not k or self._purse <= WINNINGS / 2:
+        if self._purse <= WINNINGS / 2:
             return k
         hope, _ = self._fastest(chances, hopeful=True)
         price = self._costs.ratios(self._n_rows, 1 + hope)[-1] - 1.0
         return hope if self._purse - WINNINGS / 2 >= price else k
 
-    def _fastest(self, chances: Sequence[Sequence[float]], *, hopeful: bool = False) -> tuple[int, float]:
+    def _fastest(self, chances: Sequence[Chances], *, hopeful: bool = False) -> tuple[int, float]:
         """That k, and how many times as fast as plain steps it is; (0, 1.0) for those."""
         rows = self._n_rows
         if self._purse <= 0 or not any(chances) or self._costs.plain(rows) is None:
@@ -292,22 +300,6 @@ class CostControl:
             if speed > best_speed and cost - 1.0 <= self._purse:  # should all be wrong
                 best, best_speed = k, speed
         return best, best_speed if best else 1.0
-
-    def _judge(self, key: int, tokens: Sequence[int]) -> None:
-        """Compare what is pending with what was committed, up to the first difference."""
-        pending = self._pending.get(key)
-        if pending is None:
-            return
-        self._unjudged = 0
-        self._resting = None
-        for token in tokens:
-            right = token == pending.tokens[pending.at]
-            for known in (self._pool, self._rows[key]):
-                known.judge(pending.at, right)
-            pending.at += 1
-            if not right or pending.at == len(pending.tokens):
-                del self._pending[key]
-                return
 
     def _settle(self, rows: int, width: int, gained: float, seconds: float | None, drafting: float) -> None:
         """Measure the step and pay for it.
@@ -327,8 +319,9 @@ class CostControl:
         self._asking, self._purse = min(asking, ASKING), min(purse, WINNINGS)
         self._savings = min(self._savings + asking - self._asking + purse - self._purse, SAVINGS)
         plain = self._costs.plain(rows) if seconds is None else seconds - drafting
-        if width == 1 and drafting and plain is not None:
+        if self._asks and width == 1 and drafting and plain is not None:
             self._pay_asking(drafting / max(plain, 1e-9) + (0.0 if self._cheap else lost))
+        self._asks = False
 
     def _lost(self, rows: int, seconds: float | None, drafting: float) -> float:
         """A step waited and had no drafts: what that costs, in plain steps."""

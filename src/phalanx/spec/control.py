@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from phalanx.spec.drafters import Draft
+
 Committed = Mapping[int, Sequence[int]]
 
 
@@ -37,18 +39,19 @@ class Control(Protocol):
         """So many of them were read (fewer for want of memory), and it took so long."""
         ...
 
-    def want(self, room: Mapping[int, int]) -> dict[int, int]:
+    def want(self, room: Mapping[int, int], *, bound: bool = False) -> dict[int, int]:
         """How many tokens to ask the drafter for.
 
         Args:
             room: every decoding sequence of the step -> tokens that may be drafted for it at most (length, capacity);
                 0 for those that the drafter has not read.
+            bound: the step has begun without drafts; what is asked for can only be compared with what comes.
 
         Returns: sequence -> tokens, >= 1; those that are not worth a draft now are absent.
         """
         ...
 
-    def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
         """How many of the drafted tokens to verify in this step, k >= 1; sequences with k = 0 are absent."""
         ...
 
@@ -57,7 +60,7 @@ class Control(Protocol):
         no drafter asked that computes."""
         ...
 
-    def forgo(self, drafts: Mapping[int, Sequence[int]]) -> None:
+    def forgo(self, drafts: Mapping[int, Draft]) -> None:
         """The step takes no drafts. These may be compared with what comes."""
         ...
 

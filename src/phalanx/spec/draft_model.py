@@ -19,14 +19,11 @@ from phalanx.model.runner import Runner
 from phalanx.model.sampler import sample
 from phalanx.sched.admission import round_up
 from phalanx.sched.plan import Admit, Forward, Free, Move, Resize
-from phalanx.spec.drafters import Drafter
+from phalanx.spec.drafters import GRADES, Draft, Drafter
 
 ARENA = 0
 AT_ONCE = 8
 """Known tokens that a first drafting forward may feed at most: as many as a row usually gains in a step."""
-
-LONGEST = 16
-"""Tokens of a draft that can be asked for."""
 
 Place = Callable[[int, Sequence[int]], Position]
 """Where a sequence draws its next token after some more drafts."""
@@ -117,7 +114,7 @@ class DraftModel(Drafter):
                 done += len(chunk)
         return done
 
-    def draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+    def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
         """Drafts of the lengths wanted for all rows that were read far enough."""
         rows = {key: self._rows[key] for key, n in wanted.items() if self._enters(self._rows[key], n)}
         rows = {key: row for key, row in rows.items() if row.slot >= 0}  # one may have given way to another
@@ -131,7 +128,7 @@ class DraftModel(Drafter):
             for key, token in self._draw(fed, drafts).items():
                 drafts[key].append(token)
             fed = {key: draft[-1:] for key, draft in drafts.items() if len(draft) < wanted[key]}
-        return drafts
+        return {key: Draft.by_position(draft) for key, draft in drafts.items()}
 
     @property
     def _at_once(self) -> int:
@@ -167,7 +164,7 @@ class DraftModel(Drafter):
 
     def _has_room(self, row: _Row) -> bool:
         """Whether it would get in now, and stay for the longest draft: else it would be read in vain."""
-        need = len(row.tokens) + LONGEST
+        need = len(row.tokens) + GRADES
         size = self._tight(len(self._slots) + (row.slot < 0), need + AT_ONCE)
         return not self._never_fits(need) and self._bytes(*size) <= self._kv_budget
 

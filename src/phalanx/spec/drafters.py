@@ -6,9 +6,42 @@ a drafter can cost time but never change a token. Only the leader has one. Does 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+GRADES = 16
+"""Grades there are, from 0; also the longest draft that can be asked for."""
+EVEN = 6
+"""Grade of a token that is right as often as not, as far as its drafter knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guessed tokens, one at least, and the grade of each: how good it is by what the drafter can see for itself.
+
+    Tokens of a grade should be right about equally often; how often is measured (`acceptance.py`). A drafter that sees
+    no difference grades by the position in the draft.
+    """
+
+    tokens: list[int]
+    grades: Sequence[int]
+
+    @classmethod
+    def by_position(cls, tokens: list[int]) -> Draft:
+        """By a drafter that sees no difference."""
+        return cls(tokens, range(len(tokens)))
+
+    def cut(self, length: int) -> Draft:
+        """Its first tokens."""
+        return Draft(self.tokens[:length], self.grades[:length])
+
+
+def grade(odds: float) -> int:
+    """Of a token that is thought to be right this many times as often as wrong: two grades for each factor of two."""
+    return min(max(0, EVEN + math.floor(2 * math.log2(max(odds, 1e-9)))), GRADES - 1)
 
 
 class Drafter(Protocol):
@@ -35,8 +68,8 @@ class Drafter(Protocol):
         """The sequence is over. Changes state; unknown keys are an error."""
         ...
 
-    def draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """Sequence -> at most so many tokens (>= 1) that may follow its last one.
+    def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
+        """Sequence -> at most so many tokens (1 .. `GRADES`) that may follow its last one.
 
         One call per step, so that a draft model can batch. May give fewer; a sequence without an idea is absent.
         """
@@ -67,8 +100,8 @@ class RandomDrafter(Drafter):
     def end(self, key: int) -> None:
         del self._lengths[key]
 
-    def draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        return {key: [self._noise(key, at) for at in range(n)] for key, n in wanted.items()}
+    def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
+        return {key: Draft.by_position([self._noise(key, at) for at in range(n)]) for key, n in wanted.items()}
 
     def _noise(self, key: int, at: int) -> int:
         return zlib.crc32(f"{key} {self._lengths[key]} {at}".encode()) % self._vocab_size

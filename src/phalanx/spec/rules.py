@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from phalanx.config import DraftModelSpeculation, SpeculativeConfig
 from phalanx.spec.balance import SHARE, CostControl
 from phalanx.spec.control import Committed, Control, in_turn
+from phalanx.spec.drafters import Draft
 
 FLOOR = 0.40
 """Rate of acceptance below which the field's fixed rule switches off (A8)."""
@@ -47,16 +48,16 @@ class Always:
     def has_read(self, tokens: int, seconds: float) -> None:
         pass
 
-    def want(self, room: Mapping[int, int]) -> dict[int, int]:
+    def want(self, room: Mapping[int, int], *, bound: bool = False) -> dict[int, int]:
         return {key: min(n, self._most) for key, n in room.items() if n > 0}
 
-    def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        return {key: len(draft) for key, draft in drafts.items() if draft}
+    def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
+        return {key: len(draft.tokens) for key, draft in drafts.items()}
 
     def rests(self, keys: Collection[int]) -> bool:
         return False
 
-    def forgo(self, drafts: Mapping[int, Sequence[int]]) -> None:
+    def forgo(self, drafts: Mapping[int, Draft]) -> None:
         pass
 
     def observe(
@@ -81,16 +82,16 @@ class UpToBatch:
     def has_read(self, tokens: int, seconds: float) -> None:
         self._control.has_read(tokens, seconds)
 
-    def want(self, room: Mapping[int, int]) -> dict[int, int]:
-        return self._control.want(room if len(room) <= self._rows else dict.fromkeys(room, 0))
+    def want(self, room: Mapping[int, int], *, bound: bool = False) -> dict[int, int]:
+        return self._control.want(room if len(room) <= self._rows else dict.fromkeys(room, 0), bound=bound)
 
-    def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
         return self._control.choose(drafts)
 
     def rests(self, keys: Collection[int]) -> bool:
         return len(keys) > self._rows or self._control.rests(keys)
 
-    def forgo(self, drafts: Mapping[int, Sequence[int]]) -> None:
+    def forgo(self, drafts: Mapping[int, Draft]) -> None:
         self._control.forgo(drafts)
 
     def observe(
@@ -118,12 +119,12 @@ class FloorControl(Always):
     def read(self, room: Mapping[int, int], behind: Mapping[int, int]) -> dict[int, int]:
         return {} if self._rest else super().read(room, behind)
 
-    def want(self, room: Mapping[int, int]) -> dict[int, int]:
+    def want(self, room: Mapping[int, int], *, bound: bool = False) -> dict[int, int]:
         self._chosen = {}
-        return {} if self._rest else super().want(room)
+        return {} if self._rest else super().want(room, bound=bound)
 
-    def choose(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        self._chosen = {key: list(draft) for key, draft in drafts.items() if draft}
+    def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
+        self._chosen = {key: draft.tokens for key, draft in drafts.items()}
         return super().choose(drafts)
 
     def rests(self, keys: Collection[int]) -> bool:

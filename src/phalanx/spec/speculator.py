@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from phalanx.sched.plan import Commit, Step
 from phalanx.sched.sequence import Sequence
 from phalanx.spec.control import Control
-from phalanx.spec.drafters import Drafter
+from phalanx.spec.drafters import Draft, Drafter
 from phalanx.spec.stats import SpecMeter
 
 
@@ -60,13 +60,14 @@ class Speculator:
                 self._drafter.begin(seq.number, seq.tokens, seq.request.cache_salt)
         room = {seq.number: useful for seq, useful in draftable.items()}
         unread = self._read(room)
-        wanted = self._control.want({number: 0 if number in unread else n for number, n in room.items()})
+        useful = {number: 0 if number in unread else n for number, n in room.items()}
+        wanted = self._control.want(useful, bound=bound)
         drafts = self._drafter.draft(wanted) if wanted else {}
-        known = {number: cut for number, draft in drafts.items() if (cut := self._known(draft))}
+        known = {number: cut for number, draft in drafts.items() if (cut := self._known(draft)).tokens}
         if bound:
             self._control.forgo(known)
             return {}
-        return {number: known[number][:k] for number, k in self._control.choose(known).items()}
+        return {number: known[number].tokens[:k] for number, k in self._control.choose(known).items()}
 
     def observe(
         self,
@@ -116,6 +117,7 @@ class Speculator:
         self._control.has_read(n_read, self._reading_s)
         return self._drafter.behind(useful)
 
-    def _known(self, draft: Seq[int]) -> list[int]:
-        end = next((i for i, token in enumerate(draft) if not 0 <= token < self._vocab_size), len(draft))
-        return list(draft[:end])
+    def _known(self, draft: Draft) -> Draft:
+        if min(draft.tokens) >= 0 and max(draft.tokens) < self._vocab_size:
+            return draft
+        return draft.cut(next(i for i, token in enumerate(draft.tokens) if not 0 <= token < self._vocab_size))

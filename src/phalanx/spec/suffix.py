@@ -3,7 +3,8 @@
 Every place where the last tokens occurred before, in this request and recent ones, is a voice; it weighs as much as
 the context that it shares with the text is long, squared, so that one long match outvotes some short ones, and many
 outvote one. The draft goes on while those that agreed so far still say something, and while the estimated probability
-that all of it is right stays above a bound. Agents that repeat themselves get long drafts, everybody else short ones.
+that all of it is right stays above a bound; each token's own is its grade. Agents that repeat themselves get long
+drafts, everybody else short ones.
 
 After SuffixDecoding (Oliaro et al., 2024, arXiv 2411.04975), whose suffix trees cost a node per token and depth; here a
 token costs two entries of an index, and only the latest places are heard (`lookup.PLACES`). Pure.
@@ -12,10 +13,14 @@ token costs two entries of an index, and only the latest places are heard (`look
 from __future__ import annotations
 
 from phalanx.config import SuffixSpeculation
-from phalanx.spec.lookup import INDEXED_PER_STEP, LookupDrafter, Place, Shelf, Text
+from phalanx.spec.drafters import Draft, grade
+from phalanx.spec.lookup import INDEXED_PER_STEP, LookupDrafter, Place, Shelf, Text, said, shared, trust
 
 RUNS = (6, 2)
 """Run lengths that lead to places: where the longer one does, the shorter is not asked."""
+
+Voice = tuple[int, list[int]]
+"""Length of the context that it shares with the text, and how it goes on."""
 
 
 class SuffixDrafter(LookupDrafter):
@@ -27,57 +32,35 @@ class SuffixDrafter(LookupDrafter):
         self._factor = config.suffix_decoding_max_spec_factor
         self._least = config.suffix_decoding_min_token_prob
 
-    def _continue(self, shelf: Shelf, text: Text, n: int) -> list[int]:
+    def _continue(self, shelf: Shelf, text: Text, n: int) -> Draft | None:
         places: list[Place] = []
         for size in RUNS:
             places = places or shelf.after(text, size)
-        voices = [(shared(text.tokens, source.tokens, at, self._depth), source, at) for source, at in places]
-        longest = max((length for length, _, _ in voices), default=0)
-        return self._vote(text, voices, min(n, int(self._factor * longest)))
+        lengths = [shared(text.tokens, source.tokens, at, self._depth) for source, at in places]
+        most = min(n, int(self._factor * max(lengths, default=0)))
+        voices = [(length, said(text, *place, most)) for length, place in zip(lengths, places, strict=True)]
+        return self._vote(voices, most)
 
-    def _vote(self, text: Text, voices: list[tuple[int, Text, int]], most: int) -> list[int]:
-        """The continuation that the voices agree on longest.
-
-        Args:
-            voices: (length of the shared context, text, place of the token that followed).
-        """
+    def _vote(self, voices: list[Voice], most: int) -> Draft | None:
+        """The continuation that the voices agree on longest."""
         draft: list[int] = []
+        grades: list[int] = []
         certainty = 1.0
-        while len(draft) < most:
-            said = [(_token(text, draft, source, at + len(draft)), length) for length, source, at in voices]
+        for at in range(most):
+            voices = [voice for voice in voices if at < len(voice[1])]
             votes: dict[int, int] = {}
-            for token, length in said:
-                if token is not None:
-                    votes[token] = votes.get(token, 0) + length * length
+            for length, says in voices:
+                votes[says[at]] = votes.get(says[at], 0) + length * length
             if not votes:
                 break
-            winner = max(votes, key=votes.__getitem__)  # of equals the first: this text's latest place
-            context = max(length for token, length in said if token == winner) + len(draft)
-            certainty *= votes[winner] / sum(votes.values()) * trust(context)
+            winner = max(votes, key=votes.__getitem__)  # of equals the first: the latest place
+            agreed = votes[winner] / sum(votes.values())
+            if agreed < 1.0:
+                voices = [voice for voice in voices if voice[1][at] == winner]
+            right = agreed * trust(max(length for length, _ in voices) + at)
+            certainty *= right
             if certainty < self._least:
                 break
             draft.append(winner)
-            voices = [voice for voice, (token, _) in zip(voices, said, strict=True) if token == winner]
-        return draft
-
-
-def trust(context: int) -> float:
-    """How often a continuation that nothing contradicts is taken to be right, after so many equal tokens: 2/3 after
-    two, 24/25 after 24, as if every context had failed once."""
-    return context / (context + 1)
-
-
-def shared(tokens: list[int], other: list[int], at: int, most: int) -> int:
-    """Length of the context that `tokens` and `other[:at]` end with, `most` at most."""
-    most = min(most, len(tokens), at)
-    length = 0
-    while length < most and tokens[-1 - length] == other[at - 1 - length]:
-        length += 1
-    return length
-
-
-def _token(text: Text, draft: list[int], source: Text, at: int) -> int | None:
-    """What a voice says; at the end of the text itself it reads on in the draft, another text's voice falls silent."""
-    if at < len(source.tokens):
-        return source.tokens[at]
-    return draft[at - len(source.tokens)] if source is text else None
+            grades.append(grade(right / (1.0 - right)))
+        return Draft(draft, grades) if draft else None

@@ -44,7 +44,11 @@ class Waiting:
     @property
     def pays(self) -> bool:
         """Whether the drafts of late promised more than waiting in vain costs."""
-        return self._promise > self._cost * (1.0 - self._offered)
+        return self.is_worth(self._promise, self._offered)
+
+    def is_worth(self, promise: float, likely: float) -> bool:
+        """Whether drafts do that promise so much, and come with this probability."""
+        return promise > self._cost * (1.0 - likely)
 
     def end(self, rows: int) -> tuple[bool, bool]:
         """The step is over: whether, had it no drafts, it measures what plain steps take; and whether it waited."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
+from phalanx.spec.drafters import Draft
+
 Curve = Callable[[int, int], float]
 """(rows, tokens per row) -> seconds of a step."""
 
@@ -92,7 +94,8 @@ class World:
         waits = self.bound and self.computes
         reading_s = 0.0 if waits else self._read(room)
         unread = self.behind(rows)
-        wanted = {} if waits else self.control.want({row: 0 if row in unread else n for row, n in room.items()})
+        useful = {row: 0 if row in unread else n for row, n in room.items()}
+        wanted = {} if waits else self.control.want(useful, bound=self.bound)
         for row in wanted:
             self.computed[row] = self.prompts.get(row, 0) + self.places.get(row, 0)
         drafts = {}
@@ -100,19 +103,19 @@ class World:
             at = self.places.get(row, 0)
             if self.offers(row, at):
                 right = self.right(row, at)
-                drafts[row] = [at + i if i < right else -1 for i in range(n)]
+                drafts[row] = Draft.by_position([at + i if i < right else -1 for i in range(n)])
         chosen = {}
         if self.bound:
             self.control.forgo(drafts)
         else:
             chosen = self.control.choose(drafts)
-        assert all(1 <= k <= len(drafts[row]) for row, k in chosen.items())
+        assert all(1 <= k <= len(drafts[row].tokens) for row, k in chosen.items())
         width = 1 + max(chosen.values(), default=0)
         committed = {}
         for row in range(rows):
             at, k = self.places.get(row, 0), chosen.get(row, 0)
             accepted = 0
-            while accepted < k and drafts[row][accepted] == at + accepted:
+            while accepted < k and drafts[row].tokens[accepted] == at + accepted:
                 accepted += 1
             committed[row] = [at + i for i in range(accepted + 1)]
             self.places[row] = at + accepted + 1
@@ -202,7 +205,7 @@ def recite(control, drafter, curve: Curve, prompt: list[int], answer: list[int],
         wanted = control.want({key: len(answer) - place - 1})
         drafts = drafter.draft(wanted) if wanted else {}
         k = control.choose(drafts).get(key, 0)
-        draft = drafts.get(key, [])[:k]
+        draft = drafts[key].tokens[:k] if k else []
         accepted = next((n for n, token in enumerate(draft) if token != answer[place + n]), k)
         committed = answer[place : place + accepted + 1]
         step = curve(1, 1 + k)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from phalanx.spec.drafters import Draft, grade
 from phalanx.spec.lookup import PLACES
+from phalanx.spec.ngram import COMPARED
 from phalanx.spec.suffix import RUNS
 
 
@@ -29,7 +31,7 @@ class Naive:
         for tokens in sorted(texts, key=lambda tokens: len(tokens) - self.n_known(tokens)):
             self.known += [(tokens, at) for at in range(self.n_known(tokens), len(tokens))]
         drafts = {key: self.continuation(*self.running[key], n) for key, n in wanted.items()}
-        return {key: draft for key, draft in drafts.items() if draft}
+        return {key: draft for key, draft in drafts.items() if draft.tokens}
 
     def n_known(self, tokens):
         return sum(known is tokens for known, _ in self.known)
@@ -50,6 +52,14 @@ class Naive:
     def continuation(self, salt, tokens, n):
         raise NotImplementedError
 
+    def context(self, tokens, before, depth):
+        most = min(depth, len(tokens), len(before))
+        return max(n for n in range(most + 1) if tokens[len(tokens) - n :] == before[len(before) - n :])
+
+
+def graded(tokens, rights):
+    return Draft(tokens, [grade(right / (1 - right)) for right in rights])
+
 
 class NaiveNgram(Naive):
     def __init__(self, longest: int, shortest: int, requests: int) -> None:
@@ -58,15 +68,22 @@ class NaiveNgram(Naive):
 
     def continuation(self, salt, tokens, n):
         for size in range(self.longest, self.shortest - 1, -1):
-            for text, at in self.places(salt, tokens, size):
+            places = self.places(salt, tokens, size)
+            for text, at in places:
                 if text is tokens:
                     read = list(tokens)
                     while len(read) < len(tokens) + n:
                         read.append(read[at + len(read) - len(tokens)])
-                    return read[len(tokens) :]
-        for text, at in self.places(salt, tokens, self.longest):
-            return text[at : at + n]
-        return []
+                    return self.weighed(tokens, read[len(tokens) :], text[:at], places)
+        places = self.places(salt, tokens, self.longest)
+        for text, at in places:
+            return self.weighed(tokens, text[at : at + n], text[:at], places)
+        return Draft([], [])
+
+    def weighed(self, tokens, draft, before, places):
+        agreed = sum(text[at] == draft[0] for text, at in places) / len(places)
+        context = self.context(tokens, before, COMPARED)
+        return graded(draft, [agreed * ((context + i) / (context + i + 1)) for i in range(len(draft))])
 
 
 class NaiveSuffix(Naive):
@@ -74,15 +91,11 @@ class NaiveSuffix(Naive):
         super().__init__(requests)
         self.depth, self.factor, self.least = depth, factor, least
 
-    def context(self, tokens, before):
-        most = min(self.depth, len(tokens), len(before))
-        return max(n for n in range(most + 1) if tokens[len(tokens) - n :] == before[len(before) - n :])
-
     def continuation(self, salt, tokens, n):
         places = self.places(salt, tokens, RUNS[0]) or self.places(salt, tokens, RUNS[1])
-        voices = [(self.context(tokens, text[:at]), text, at) for text, at in places]
+        voices = [(self.context(tokens, text[:at], self.depth), text, at) for text, at in places]
         longest = max((length for length, _, _ in voices), default=0)
-        draft, certainty = [], 1.0
+        draft, rights, certainty = [], [], 1.0
         while len(draft) < min(n, int(self.factor * longest)):
             said = []
             for length, text, at in voices:
@@ -96,9 +109,11 @@ class NaiveSuffix(Naive):
                 votes[token] = votes.get(token, 0) + length**2
             winner = max(votes, key=lambda token: votes[token])
             context = len(draft) + max(length for length, _, _, token in said if token == winner)
-            certainty *= votes[winner] / sum(votes.values()) * (context / (context + 1))
+            right = votes[winner] / sum(votes.values()) * (context / (context + 1))
+            certainty *= right
             if certainty < self.least:
                 break
             draft.append(winner)
+            rights.append(right)
             voices = [(length, text, at) for length, text, at, token in said if token == winner]
-        return draft
+        return graded(draft, rights)

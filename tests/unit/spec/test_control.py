@@ -11,6 +11,7 @@ from machine import CURVES, World, compute_bound, few_cores, memory_bound, predi
 
 from phalanx.config import DraftModelSpeculation, NgramSpeculation
 from phalanx.spec.balance import ASKING, PURSE, READ_AT_ONCE, SAVED, SHARE, CostControl
+from phalanx.spec.drafters import Draft
 from phalanx.spec.rules import REST, Always, FloorControl, UpToBatch, build
 
 ROWS = (1, 6)
@@ -24,6 +25,10 @@ def draft_model(most: int = 8) -> CostControl:
     return CostControl(most, cheap=False)
 
 
+def guess(*tokens: int) -> Draft:
+    return Draft.by_position([*tokens])
+
+
 class Fixed(Always):
     """Always k tokens, or none."""
 
@@ -31,7 +36,7 @@ class Fixed(Always):
         super().__init__(k)
         self.k = k
 
-    def want(self, room):
+    def want(self, room, *, bound=False):
         return super().want(room) if self.k else {}
 
 
@@ -160,7 +165,7 @@ def test_rows_without_hope_are_not_sampled():
     world = World(control, memory_bound, lambda row, place: 16 if row == 0 else 0)
     world.run(2, 400)
     control.want({0: 8, 1: 8})
-    assert control.choose({0: [-1] * 8, 1: [-1] * 8}) == {0: 8}
+    assert control.choose(dict.fromkeys((0, 1), guess(*[-1] * 8))) == {0: 8}
 
 
 @dataclass(frozen=True)
@@ -315,7 +320,7 @@ class TestReading:
     def test_where_nobody_counts_everything_is_read(self):
         assert Always(8).read({0: 9, 1: 9, 2: 9}, {0: 100, 1: 100, 2: 5}) == {0: 100, 1: 28}
         resting = FloorControl(8, floor=1.0, window=1)
-        resting.choose({0: [5]})
+        resting.choose({0: guess(5)})
         resting.observe({0: [6]}, {0: 1}, 1.0, 0.0)
         assert resting.read({0: 9}, {0: 100}) == {}
         small = UpToBatch(Always(8), 1)
@@ -359,7 +364,7 @@ class TestAhead:
         assert crowd.rests([0, 1, 2]) and not crowd.rests([0, 1])
         floor = FloorControl(4, floor=1.0, window=1)
         assert not floor.rests([0])
-        floor.choose({0: [5]})
+        floor.choose({0: guess(5)})
         floor.observe({0: [6]}, {0: 1}, 1.0, 0.0)
         steps = 0
         while floor.rests([0]):
@@ -392,17 +397,18 @@ def test_what_a_stop_cut_off_is_not_judged():
     """Three of four drafted tokens are committed, then the sequence ends: the fourth was not wrong."""
     control = FloorControl(4, floor=1.0, window=1)
     control.want({0: 4})
-    assert control.choose({0: [1, 2, 3, 4]}) == {0: 4}
+    assert control.choose({0: guess(1, 2, 3, 4)}) == {0: 4}
     control.observe({0: [1, 2, 9]}, {0: 4}, 1.0, 0.0)
     assert control.want({0: 4}) == {}
     cost = lookup(4)
     for _ in range(3):
         cost.want({0: 4})
-        cost.choose({0: [1, 2, 3, 4]})
+        cost.choose({0: guess(1, 2, 3, 4)})
         cost.observe({0: [1, 2, 3]}, {}, 1.0, 0.0)
         cost.end(0)
-    assert min(cost._pool.rates()[:3]) > 0.5
-    assert cost._pool.rates()[3] == cost._pool.rates()[2]
+    rates = cost._judging._pool.rates
+    assert min(rates[:3]) > 0.5
+    assert rates[3] == rates[2]
 
 
 def test_sequences_that_ended_leave_nothing():
@@ -413,7 +419,7 @@ def test_sequences_that_ended_leave_nothing():
         control.end(key)
     control.end(99)
     control.observe({7: [1]}, {}, 1.0, 0.0)  # its first token was its last: it was never asked about
-    assert (control._rows, control._pending, control._lengths) == ({}, {}, {})
+    assert (control._judging._rows, control._judging._open, control._lengths) == ({}, {}, {})
 
 
 class TestFloor:

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.spec.acceptance import DOUBT, UNKNOWN, Acceptance
 from phalanx.spec.cost import ENOUGH, FRESH, HOLDS, PER_TOKEN, CostCurve
 
 
@@ -107,42 +106,3 @@ class TestRatios:
             assert len(ratios) == 9
             assert ratios[0] == 1.0
             assert all(ratio >= 1.0 for ratio in ratios)
-
-
-class TestAcceptance:
-    """Rates by position."""
-
-    def test_nothing_known(self):
-        assert Acceptance(3, 0.9).rates() == [UNKNOWN] * 3
-        assert Acceptance(3, 0.9).rates([0.9, 0.8, 0.7]) == pytest.approx([0.9, 0.8, 0.7])
-
-    def test_rates_approach_what_is_seen(self):
-        seen = Acceptance(2, 0.9)
-        for _ in range(50):
-            seen.judge(0, True)
-            seen.judge(1, False)
-        assert seen.rates()[0] > 0.9
-        assert seen.rates()[1] < 0.1
-
-    def test_a_later_position_is_as_good_as_the_one_before_until_tried(self):
-        seen = Acceptance(3, 0.9)
-        seen.judge(0, True)
-        first, second, third = seen.rates()
-        assert first == pytest.approx((1 + DOUBT * UNKNOWN) / (1 + DOUBT))
-        assert first == second == third
-
-    def test_what_is_not_tried_any_more_is_forgotten(self):
-        seen = Acceptance(2, 0.9)
-        seen.judge(0, True)
-        seen.judge(1, False)
-        low = seen.rates()[1]
-        for _ in range(50):
-            seen.judge(0, True)
-        assert low < 0.6 < seen.rates()[1]
-
-    @given(st.lists(st.tuples(st.integers(0, 3), st.booleans())), st.floats(0.5, 1.0))
-    def test_rates_are_probabilities(self, judged, fades):
-        seen = Acceptance(4, fades)
-        for position, right in judged:
-            seen.judge(position, right)
-        assert all(0.0 <= rate <= 1.0 for rate in [*seen.rates(), *seen.rates([0.0, 1.0, 0.5, 0.25])])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import naive
 import pytest
+from drafts import drafted
 from hypothesis import given
 from hypothesis import strategies as st
 from naive import NaiveNgram, NaiveSuffix
@@ -14,9 +15,9 @@ from naive import NaiveNgram, NaiveSuffix
 from phalanx.config import NgramSpeculation, SuffixSpeculation
 from phalanx.spec import lookup
 from phalanx.spec.drafters import Drafter, RandomDrafter
-from phalanx.spec.lookup import Shelf, Text, goes_on
+from phalanx.spec.lookup import Shelf, Text, said, shared, trust
 from phalanx.spec.ngram import NgramDrafter
-from phalanx.spec.suffix import SuffixDrafter, shared, trust
+from phalanx.spec.suffix import SuffixDrafter
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)  # three tokens: much repeats
 
@@ -48,7 +49,7 @@ CALLS = st.lists(
 def agree(ours: Drafter, naive: Drafter, calls: list[Call]) -> int:
     """The same drafts after the same calls; returns how many tokens were drafted."""
     running: set[int] = set()
-    drafted = 0
+    n_drafted = 0
     for call in calls:
         for drafter in (ours, naive):
             if call.key not in running:
@@ -61,9 +62,9 @@ def agree(ours: Drafter, naive: Drafter, calls: list[Call]) -> int:
         wanted = dict.fromkeys(sorted(running), call.n)
         drafts = ours.draft(wanted)
         assert drafts == naive.draft(wanted)
-        assert all(1 <= len(draft) <= call.n for draft in drafts.values())
-        drafted += sum(map(len, drafts.values()))
-    return drafted
+        assert all(1 <= len(draft.tokens) == len(draft.grades) <= call.n for draft in drafts.values())
+        n_drafted += sum(len(draft.tokens) for draft in drafts.values())
+    return n_drafted
 
 
 class TestDrafts:
@@ -115,7 +116,7 @@ def test_the_search_finds_something():
 def ngram(tokens: list[int], n: int = 4, **fields: int) -> list[int]:
     drafter = NgramDrafter(NgramSpeculation(**fields))
     drafter.begin(0, tokens)
-    return drafter.draft({0: n}).get(0, [])
+    return drafted(drafter, {0: n}).get(0, [])
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_ngram(tokens, draft):
 def suffix(tokens: list[int], n: int = 8, **fields: float) -> list[int]:
     drafter = SuffixDrafter(SuffixSpeculation(**fields))
     drafter.begin(0, tokens)
-    return drafter.draft({0: n}).get(0, [])
+    return drafted(drafter, {0: n}).get(0, [])
 
 
 def test_the_majority_goes_on():
@@ -182,21 +183,21 @@ class TestOthers:
         drafter.extend(0, self.TEXT[10:])
         drafter.end(0)
         drafter.begin(1, [1, 2, *self.TEXT[:8]])
-        assert drafter.draft({1: 4}) == {1: self.TEXT[8:12]}
+        assert drafted(drafter, {1: 4}) == {1: self.TEXT[8:12]}
 
     def test_a_running_one_too(self, make):
         drafter = make()
         drafter.begin(0, self.TEXT)
-        drafter.draft({0: 1})
+        drafted(drafter, {0: 1})
         drafter.begin(1, self.TEXT[:8])
-        assert drafter.draft({1: 4}) == {1: self.TEXT[8:12]}
+        assert drafted(drafter, {1: 4}) == {1: self.TEXT[8:12]}
 
     def test_not_under_another_salt(self, make):
         drafter = make()
         drafter.begin(0, self.TEXT, "a")
         drafter.end(0)
         drafter.begin(1, self.TEXT[:8], "b")
-        assert drafter.draft({1: 4}) == {}
+        assert drafted(drafter, {1: 4}) == {}
 
     def test_tokens_kept_are_bounded(self, make, monkeypatch):
         monkeypatch.setattr(lookup, "KEPT_TOKENS", 30)
@@ -206,7 +207,7 @@ class TestOthers:
             drafter.end(key)
         drafter.begin(2, self.TEXT[:8])
         drafter.begin(3, [*range(200, 208)])
-        assert drafter.draft({2: 2, 3: 2}) == {3: [208, 209]}
+        assert drafted(drafter, {2: 2, 3: 2}) == {3: [208, 209]}
 
     def test_a_key_begins_once(self, make):
         drafter = make()
@@ -220,11 +221,12 @@ def test_a_long_prompt_is_indexed_over_several_steps():
     long, short = [*range(100), 0, 1], [7, 8, 9, 7, 8]
     drafter.begin(0, long)
     drafter.begin(1, short)
-    assert drafter.draft({0: 2, 1: 2}) == {0: [2, 3], 1: [9, 7]}  # the short one first, then 5 tokens of the long one
+    # the short one first, then 5 tokens of the long one
+    assert drafted(drafter, {0: 2, 1: 2}) == {0: [2, 3], 1: [9, 7]}
     long_again = [*range(50, 100), 95, 96]
     drafter.begin(2, long_again)
-    assert drafter.draft({2: 1}) == {}
-    steps = next(step for step in range(20) if drafter.draft({2: 1}))
+    assert drafted(drafter, {2: 1}) == {}
+    steps = next(step for step in range(20) if drafted(drafter, {2: 1}))
     assert steps == 3  # 95 96 was followed by the token at place 47, and 10 more places are indexed each time
 
 
@@ -233,7 +235,7 @@ def test_ended_texts_are_indexed_to_their_end():
     drafter.begin(0, [*range(100)])
     drafter.end(0)
     drafter.begin(1, [80, 81, 82, 83])
-    assert [bool(drafter.draft({1: 2})) for _ in range(4)] == [False, False, True, True]
+    assert [bool(drafted(drafter, {1: 2})) for _ in range(4)] == [False, False, True, True]
 
 
 @given(TOKENS, st.integers(1, 7))
@@ -280,26 +282,28 @@ def test_nothing_is_kept_of_salts_that_are_gone():
     drafter = NgramDrafter(NgramSpeculation(prompt_lookup_requests=1))
     for key in range(5):
         drafter.begin(key, [1, 2, 3], salt=f"key {key}")
-        drafter.draft({key: 1})
+        drafted(drafter, {key: 1})
         drafter.end(key)
-    drafter.draft({})
+    drafted(drafter, {})
     assert len(drafter._shelves) == 1
 
 
 def test_reading_on():
-    assert goes_on([1, 2, 3], 1, 5) == [2, 3, 2, 3, 2]
-    assert goes_on([1, 2, 3], 0, 2) == [1, 2]
+    text, other = Text([1, 2, 3], 0), Text([1, 2, 3], 1)
+    assert said(text, text, 1, 5) == [2, 3, 2, 3, 2]
+    assert said(text, text, 0, 2) == [1, 2]
+    assert said(text, other, 1, 5) == [2, 3]
 
 
 def test_noise_is_the_same_each_time():
     drafter = RandomDrafter(100)
     drafter.begin(3, [1, 2])
-    first = drafter.draft({3: 8})[3]
-    assert drafter.draft({3: 8})[3] == first
+    first = drafted(drafter, {3: 8})[3]
+    assert drafted(drafter, {3: 8})[3] == first
     drafter.extend(3, [5])
-    assert drafter.draft({3: 8})[3] != first
+    assert drafted(drafter, {3: 8})[3] != first
     assert len(set(first)) > 4
     assert all(0 <= token < 100 for token in first)
     drafter.end(3)
     with pytest.raises(KeyError):
-        drafter.draft({3: 1})
+        drafted(drafter, {3: 1})

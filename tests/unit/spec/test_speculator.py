@@ -8,7 +8,7 @@ from msgspec import structs
 
 from phalanx.sched.plan import Commit, Forward, Free, Step
 from phalanx.sched.sequence import Sequence as Row
-from phalanx.spec.drafters import Drafter, RandomDrafter
+from phalanx.spec.drafters import Draft, Drafter, RandomDrafter
 from phalanx.spec.rules import Always
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter
@@ -34,8 +34,8 @@ class Recorder(Always, Drafter):
     def end(self, key: int) -> None:
         self.heard.append(("end", key))
 
-    def draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        return {key: self.drafts[key][:n] for key, n in wanted.items() if key in self.drafts}
+    def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
+        return {key: Draft.by_position(self.drafts[key][:n]) for key, n in wanted.items() if key in self.drafts}
 
     def observe(
         self,
@@ -164,8 +164,8 @@ def test_a_step_that_only_prefills_is_not_observed():
 
 def test_a_step_that_takes_no_drafts_still_judges_what_a_lookup_finds():
     class Judge(Recorder):
-        def forgo(self, drafts: Mapping[int, Sequence[int]]) -> None:
-            self.heard.append(("forgo", dict(drafts)))
+        def forgo(self, drafts: Mapping[int, Draft]) -> None:
+            self.heard.append(("forgo", {key: draft.tokens for key, draft in drafts.items()}))
 
     judge = Judge({0: [7, 8]})
     spec = Speculator(judge, judge, SpecMeter("test"), VOCAB)

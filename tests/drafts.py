@@ -1,0 +1,12 @@
+"""What drafters say, without the grades."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from phalanx.spec.drafters import Drafter
+
+
+def drafted(drafter: Drafter, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+    """Sequence -> the drafted tokens."""
+    return {key: draft.tokens for key, draft in drafter.draft(wanted).items()}
