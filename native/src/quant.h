@@ -2,6 +2,7 @@
 #pragma once
 #include "quant_fast.h"
 #include "quant_plain.h"
+#include "quant_turned.h"
 #include "quant_tiles.h"
 
 namespace kern::KERN_NS {

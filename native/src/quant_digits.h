@@ -45,6 +45,9 @@ inline bool count_steps(const float* x, int64_t groups, int group, int32_t* word
   return true;
 }
 
+template <class F, int D>
+struct Turned;  // quant_turned.h
+
 // A row of x as `D` bytes per number, the highest first: [block][digit][quad][lane][4]. For formats whose codes have an
 // offset [digit][lane] follows in each block: what takes it off.
 template <class F, int D>
@@ -58,9 +61,12 @@ struct Digits {
   using Format = F;
   using Code = Words;
   static constexpr bool counted = true;
-  static constexpr int few = D == 4 ? 20 : D == 3 ? 24 : 16, together = 4;
+  static constexpr int together = 4;
   // One digit is so little to do that memory is all that counts: a row of w at a time is what it gives fastest.
   static constexpr int alone = D == 1 ? 1 : 2;
+  using Turner = Turned<F, D>;
+  static constexpr int turned = Turner::exists ? 8 : 0;
+  static constexpr int64_t few = Turner::exists ? kBlockRows : D == 4 ? 20 : 24;
   static KERN_INLINE Words load(const uint8_t* p) { return Q::load(p); }
 
   template <int R>

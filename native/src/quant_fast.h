@@ -1,7 +1,7 @@
 // x @ w.T with integer products: each group of activations is rounded to int8, and the products of a group are summed
-// exactly before they meet the scales. With AVX-512 for all integer codes, few rows as one digit (`quant_digits.h`);
-// with AVX2 for those of up to 4 bits, whose sums fit int16: int16 activations against wider codes were measured no
-// faster than float32. Elsewhere the exact kernels do it.
+// exactly before they meet the scales. With AVX-512 for all integer codes, as one digit (`quant_digits.h`), many rows in
+// tile registers where there are any; with AVX2 for those of up to 4 bits, whose sums fit int16: int16 activations
+// against wider codes were measured no faster than float32. Elsewhere the exact kernels do it.
 #pragma once
 #include "quant_amx.h"
 #include "quant_digits.h"
@@ -98,7 +98,7 @@ __attribute__((noinline)) void quad_tile(const int8_t* x, int64_t ld_x, const fl
 template <class F>
 struct Fast {
   using Q = Quads<F>;
-  static constexpr int64_t kFew = 16, kFewBesideTiles = 12;  // up to so many rows of x stream w
+  static constexpr int64_t kFew = 16;              // up to so many rows of x stream w
   static constexpr int64_t kPanel = 2 * W;         // rows of w in a panel
   static constexpr int64_t kColumns = 3 * kPanel;  // and in panels that a piece of x meets one after the other
   static constexpr int64_t kDepth = 512;
@@ -117,7 +117,7 @@ struct Fast {
 
   static int64_t few_rows(const kern_quant& w) {
 #if defined(KERN_AVX512)
-    if (has_tiles && w.group % 32 == 0) return kFewBesideTiles;
+    return has_tiles && w.group % 32 == 0 ? 12 : Digits<F, 1>::few;
 #endif
     (void)w;
     return kFew;
@@ -258,7 +258,6 @@ struct Fast {
         tile(amx_tile<4>, 4);
       }
 #endif
-      for (; W == 16 && m + 8 <= s.count; m += 8) run(quad_tile<F, 8>, m);  // 16 of 32 registers accumulate
       for (; m + 4 <= s.count; m += 4) run(quad_tile<F, 4>, m);
       for (; m < s.count; m++) run(quad_tile<F, 1>, m);
     }

@@ -82,7 +82,7 @@ struct Pairs {
   struct Code {
     __m512i of[Codes::count];
   };
-  static constexpr int words = Codes::count * W, few = 24, together = 8, alone = 2;
+  static constexpr int words = Codes::count * W, few = 24, together = 8, alone = 2, turned = 0;
   static constexpr bool counted = false;
 
   static KERN_INLINE Code load(const uint8_t* p) {

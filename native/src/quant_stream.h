@@ -4,14 +4,16 @@
 // (quant_pairs.h) in bfloat16. It has
 //   Format       of the codes
 //   words        what a block of a row of x takes, in int32
-//   few          up to so many rows of x are faster than as tiles or floats
+//   few          up to so many rows of x are faster than as floats
 //   together     rows of x at once, at most
 //   alone        rows of w at once for one row of x; two for more, so that what is loaded of x serves both
+//   turned       so many rows of x and more go to Turner::run() instead, which wants them beside each other; 0: never
 //   counted      whether groups of x have factors of their own
 //   Code, load() a block of a row of w
 //   multiply()   blocks of R rows of w with one of x, lane by lane
 //   take()       a row of x; false where floats have to do it
-// A result depends on one row of x and one of w only, not on threads or other rows.
+// A result depends on one row of x and one of w only, not on threads or other rows; but `turned` rows and more add up in
+// another order than fewer.
 #pragma once
 #include "quant_exact.h"
 
@@ -54,6 +56,24 @@ struct StreamRow {
   const int32_t* x;
   const float *factors, *sums;
   float* out;
+};
+
+// M rows of x beside each other: `words` as the layout has them, [word][M]; `factors` and `sums` [group][M].
+struct BesideRows {
+  int32_t* words;
+  float *factors, *sums;
+};
+
+// Memory for rows of x beside each other, a slot for each.
+struct Beside {
+  int32_t* words;         // [slots, ld]
+  float *factors, *sums;  // [slots, room]
+  int64_t ld, room;
+
+  // M of them from a slot on, which begin there: from a word and a group on.
+  KERN_INLINE BesideRows rows(int64_t slot, int64_t m, int64_t word, int64_t group) const {
+    return {words + slot * ld + word * m, factors + slot * room + group * m, sums + slot * room + group * m};
+  }
 };
 
 // Codes that come soon are fetched in the order in which they lie, whatever the order of reading, and into the second
@@ -150,8 +170,8 @@ KERN_INLINE void stream_rows(const kern_quant& w, int64_t row, int64_t rows, con
 template <class Layout>
 struct Streamed {
   using F = typename Layout::Format;
-  static constexpr int64_t kMost = 24;  // that `most_rows` may be
-  static_assert(Layout::few <= kMost);
+  static constexpr int64_t kMost = 24;  // rows of x by which w streams
+  static_assert(Layout::turned > 0 ? Layout::turned <= kMost : Layout::few <= kMost);
 
   const kern_quant_matmul_args& args;
   const int64_t most_rows;
@@ -166,6 +186,13 @@ struct Streamed {
   float* sums = nullptr;     // [prepared, room]
   // Prepared are a block's slots. Where x has fewer rows, each of those once: then this is the row of each slot.
   const int64_t* row_of = nullptr;
+  Beside beside{};
+
+  bool turns(const Segment& s) const { return Layout::turned > 0 && s.count >= Layout::turned && s.count <= most_rows; }
+  StreamRow prepared(int64_t slot) const {
+    const int64_t at = row_of != nullptr ? row_of[slot] : slot;
+    return {x + at * ld, factors + at * room, sums + at * room, nullptr};
+  }
 
   void prepare(const Slots& slots, int64_t first, int64_t slot_count) {
     const int64_t rows = args.blocks * args.rows, count = least(rows, slot_count);
@@ -192,17 +219,37 @@ struct Streamed {
     });
   }
 
+  void put_beside(const Slots& slots, int64_t begin, int64_t end, int64_t first, int64_t slot_count) {
+    bool any = false;
+    for (int64_t i = begin; i < end; i++) any |= turns(slots.segments[i]);
+    if (!any) return;
+    void* memory = scratch(SLOT_SHARED_3, static_cast<size_t>(slot_count * (ld + 2 * room)) * sizeof(float));
+    beside = {static_cast<int32_t*>(memory), nullptr, nullptr, ld, room};
+    beside.factors = reinterpret_cast<float*>(beside.words + slot_count * ld);
+    beside.sums = beside.factors + slot_count * room;
+    chunks(slot_count, 8, [&](int64_t from, int64_t to) {
+      for (int64_t i = begin; i < end; i++) {
+        const Segment& s = slots.segments[i];
+        const int64_t slot = s.first - first;
+        if (turns(s)) Layout::Turner::put(w, [&](int64_t at) { return prepared(at); }, beside, slot, s.count, from, to);
+      }
+    });
+  }
+
   // c[m][n], kPanelN apart, for rows [n, n + columns) of the segment's matrix.
   void multiply(const Segment& s, int64_t slot, int64_t n, int64_t columns, float* c) const {
+    const bool turn = turns(s);
+    if constexpr (Layout::turned > 0)
+      if (turn) Layout::Turner::run(w, s.matrix * w.rows + n, columns, beside, slot, s.count, c);
     StreamRow rows[kMost];
     int64_t count = 0;
     for (int64_t m = 0; m < s.count; m++) {
-      const int64_t at = row_of != nullptr ? row_of[slot + m] : slot + m;
-      const float *factor = factors + at * room, *total = sums + at * room;
-      if (Layout::counted && factor[0] == INFINITY)
-        multiply_floats(s, reinterpret_cast<const float*>(x + at * ld), total, n, columns, c + m * kPanelN);
-      else
-        rows[count++] = {x + at * ld, factor, total, c + m * kPanelN};
+      StreamRow row = prepared(slot + m);
+      row.out = c + m * kPanelN;
+      if (Layout::counted && row.factors[0] == INFINITY)
+        multiply_floats(s, reinterpret_cast<const float*>(row.x), row.sums, n, columns, row.out);
+      else if (!turn)
+        rows[count++] = row;
     }
     stream_rows<Layout>(w, s.matrix * w.rows + n, columns, rows, count);
   }
@@ -223,12 +270,13 @@ struct Streamed {
     const int64_t panels = (w.rows + kPanelN - 1) / kPanelN;
     each_slot_block(slots, [&](int64_t begin, int64_t end, int64_t first, int64_t count) {
       prepare(slots, first, count);
+      if constexpr (Layout::turned > 0) put_beside(slots, begin, end, first, count);
       chunks((end - begin) * panels, panel_step(w, kPanelN, 1), [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; i++) {
           const Segment& s = slots.segments[begin + i / panels];
           if (s.count > most_rows) continue;
           const int64_t n = i % panels * kPanelN, columns = least(kPanelN, w.rows - n);
-          float c[kMost * kPanelN];
+          float* c = static_cast<float*>(scratch(SLOT_CHUNK_2, static_cast<size_t>(s.count * kPanelN) * sizeof(float)));
           multiply(s, s.first - first, n, columns, c);
           for (int64_t m = 0; m < s.count; m++)
             write_row(c + m * kPanelN, columns, args.out, args.out_type, slots.out[s.first + m] * w.rows + n);
