@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from recital import ANSWER, DRAFT, TARGETS, Work, reciter, works
 from rich.console import Console
 from rich.table import Table
@@ -52,6 +53,8 @@ DRAFT_MODEL = "draft model"
 KNOWS = 0.85  # share of places at which the good draft model is right
 THEIR_TOKENS = 96  # mlx-lm's kernels need a while
 THEIR_K = 4
+SHARE_FOR_ROWS = 0.7
+"""Of the memory that is free, for weights, keys and values."""
 METRIC = "phalanx:spec_decode_num_"
 
 
@@ -142,6 +145,7 @@ def main() -> int:
         for ranks, precision in itertools.product(options.ranks, options.precisions):
             title = f"{ranks} rank{'s' if ranks > 1 else ''}, {precision}"
             group = (*(("--tp", str(ranks)) if ranks > 1 else ()), "--cpu-precision", precision)
+            group += memory(model, len(configs) * ranks, ranks)
             compared = compare(model, configs, group, chosen, options.rounds, title)
             results[title] = show(asyncio.run(compared), title, console)
         theirs = {} if options.without_mlx_lm else asyncio.run(against(model, friend, folder, options.rounds, console))
@@ -151,6 +155,13 @@ def main() -> int:
     }
     print(json.dumps({"benchmark": "speculation", "size": options.size, **about, "results": results, "mlx_lm": theirs}))
     return 0
+
+
+def memory(model: Path, processes: int, ranks: int) -> tuple[str, ...]:
+    """The same for all ranks. Left to themselves, servers that start later would find less and hold fewer rows."""
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / ranks
+    each = (SHARE_FOR_ROWS * psutil.virtual_memory().available / processes - weights) / 2**30
+    return "--kv-cache-gb", f"{each * 2 / 3:.2f}", "--prefix-cache-gb", f"{each / 3:.2f}"
 
 
 async def compare(

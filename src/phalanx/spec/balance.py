@@ -111,7 +111,7 @@ class CostControl:
         at_once = self._reading.within(READ_AT_ONCE * plain)
         if not self._reading.known:
             return self._share_out(behind, dict.fromkeys([*behind][: int(self._asking > 0)], False), at_once)
-        prices = {key: self._reading.seconds(n, at_once) / plain for key, n in behind.items()}
+        prices = {key: self._reading.hoped(n, at_once) / plain for key, n in behind.items()}
         self._forget(max((price for price in prices.values() if price <= self._savings), default=0.0))
         return self._share_out(behind, self._affordable(prices, self._worth(room, behind)), at_once)
 

@@ -1,7 +1,7 @@
 """What it takes a draft model to read what it has not seen yet of a text: seconds, as measured.
 
 A token read with many others takes less than one read with few, so what was measured is kept by the size of the chunk,
-in powers of two. Pure: the seconds are handed in. Does not know whether reading pays (`control.py`).
+in powers of two. Pure: the seconds are handed in. Does not know whether reading pays (`balance.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from statistics import median
 
 SMALLEST = 8
 """Tokens that are read at once at least: hardly slower than one, and fewer say nothing about speed."""
+HOPED = 4
+"""Times the largest chunk that was measured, up to which a chunk is hoped to take no longer than that one."""
 SAMPLES = 5
 """Of which the median counts."""
 
@@ -35,6 +37,13 @@ class Reading:
     def seconds(self, tokens: int, at_once: int) -> float:
         """What so many tokens take in chunks of `at_once`; something must be known."""
         return tokens * self._per_token(min(tokens, at_once))
+
+    def hoped(self, tokens: int, at_once: int) -> float:
+        """The same, where chunks larger than any that was measured take no longer than the largest that was: a small
+        model spends its time on other things than tokens. Else the first chunk would price what nobody then tries."""
+        chunk = min(tokens, at_once)
+        beyond = chunk / (1 << max(self._samples))
+        return self.seconds(tokens, at_once) / min(max(1.0, beyond), HOPED)
 
     def within(self, seconds: float) -> int:
         """Tokens of a chunk that takes so long at most, or `SMALLEST`; before anything is known, those."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.spec.reading import SAMPLES, SMALLEST, Reading
+from phalanx.spec.reading import HOPED, SAMPLES, SMALLEST, Reading
 
 MEASURED = st.lists(st.tuples(st.integers(1, 4096), st.floats(0, 10)), max_size=40)
 
@@ -39,6 +39,25 @@ def test_prices_are_those_of_the_chunks():
     assert reading.seconds(1000, 511) == pytest.approx(100.0)
     assert reading.within(6.0) == 600
     assert reading.within(1.0) == 10 or reading.seconds(reading.within(1.0), 1000) <= 1.0
+
+
+def test_what_was_not_tried_is_hoped_to_be_cheaper():
+    reading = Reading()
+    reading.observe(8, 0.8)
+    assert reading.hoped(8, 8) == pytest.approx(0.8)
+    assert reading.hoped(1000, 32) == pytest.approx(50.0)  # up to 15 were as much as eight
+    assert reading.hoped(1000, 500) == pytest.approx(25.0)
+    reading.observe(512, 51.2)
+    assert reading.hoped(1000, 500) == pytest.approx(100.0)
+
+
+@given(MEASURED, st.integers(1, 5000), st.integers(1, 5000))
+def test_hope_is_bounded(measured, tokens, at_once):
+    reading = Reading()
+    for chunk, took in [(SMALLEST, 1.0), *measured]:
+        reading.observe(chunk, took)
+    price = reading.seconds(tokens, at_once)
+    assert price / HOPED <= reading.hoped(tokens, at_once) <= price
 
 
 def test_chunks_grow_to_what_the_time_holds():
