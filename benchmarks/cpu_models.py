@@ -80,6 +80,24 @@ SHAPES = {
             head_dim=64,
         ),
     ),
+    "qwen3-moe-7b": Shape(  # of OLMoE's size: 7 G parameters, 1.3 of which a token meets
+        "qwen3-moe-7b",
+        _config(
+            "qwen3_moe",
+            hidden_size=2048,
+            num_hidden_layers=16,
+            intermediate_size=6144,
+            moe_intermediate_size=1024,
+            num_experts=64,
+            num_experts_per_tok=8,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            norm_topk_prob=True,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=128,
+        ),
+    ),
 }
 
 
