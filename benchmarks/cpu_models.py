@@ -37,6 +37,20 @@ def _config(model_type: str, **entries: Any) -> dict[str, Any]:
     return {**CONFIG, "model_type": model_type, **entries}
 
 
+def _mixture(**entries: Any) -> dict[str, Any]:
+    """Of experts, in every layer."""
+    return _config(
+        "qwen3_moe",
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+        **entries,
+    )
+
+
 SHAPES = {
     "llama-1b": Shape(
         "llama-1b",
@@ -64,37 +78,23 @@ SHAPES = {
     ),
     "qwen3-moe": Shape(
         "qwen3-moe",
-        _config(
-            "qwen3_moe",
+        _mixture(
             hidden_size=1024,
-            num_hidden_layers=16,
             intermediate_size=3072,
             moe_intermediate_size=384,
             num_experts=32,
             num_experts_per_tok=4,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-            norm_topk_prob=True,
-            num_attention_heads=16,
-            num_key_value_heads=4,
             head_dim=64,
         ),
     ),
     "qwen3-moe-7b": Shape(  # of OLMoE's size: 7 G parameters, 1.3 of which a token meets
         "qwen3-moe-7b",
-        _config(
-            "qwen3_moe",
+        _mixture(
             hidden_size=2048,
-            num_hidden_layers=16,
             intermediate_size=6144,
             moe_intermediate_size=1024,
             num_experts=64,
             num_experts_per_tok=8,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-            norm_topk_prob=True,
-            num_attention_heads=16,
-            num_key_value_heads=4,
             head_dim=128,
         ),
     ),
