@@ -60,6 +60,8 @@ class World:
     """Tokens before place 0 that the drafter reads before it drafts for the row."""
     reading_s: float = 0.0
     """Seconds per token of the drafter's reading."""
+    reading_at_all_s: float = 0.0
+    """Seconds of every chunk that it reads, besides."""
     left: Callable[[int], int] = lambda row: 1000
     """Tokens that may be drafted for it."""
     computed: dict[int, int] = field(default_factory=dict)
@@ -150,7 +152,7 @@ class World:
         for row, n in reads.items():
             self.computed[row] = self.computed.get(row, 0) + n
         n_read = sum(reads.values())
-        seconds = n_read * self.reading_s
+        seconds = self.reading_at_all_s + n_read * self.reading_s
         self.control.has_read(n_read, seconds)
         self.read += n_read
         self.longest_reading_s = max(self.longest_reading_s, seconds)

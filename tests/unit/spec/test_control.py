@@ -245,6 +245,23 @@ class TestReading:
         world.answer(0, 200, 200)
         assert world.read >= before + 199
 
+    @pytest.mark.parametrize("prompt", [200, 500])
+    def test_a_first_long_prompt_is_read_where_chunks_are_what_takes_time(self, prompt):
+        """Eight tokens take as long as fifty, so that at their price the savings would not pay for the others."""
+        world = self.world(0.9, 1 / 2000)
+        world.reading_at_all_s = 1 / 10
+        world.answer(0, prompt, 256)
+        assert world.read >= prompt - 8
+        assert world.seconds < 256 * memory_bound(1, 1) / 1.3
+
+    @pytest.mark.parametrize("reading_s", [1 / 160, 1 / 60, 1 / 30])
+    @pytest.mark.parametrize("prompt", [100, 300, 600])
+    def test_hope_for_cheaper_chunks_costs_no_more_than_the_share(self, prompt, reading_s):
+        world = self.world(0.0, reading_s)
+        for n in range(1, 5):
+            world.answer(0, prompt, 256)
+            assert world.lost < 0.02 * 256 * n
+
     def test_a_good_drafter_earns_long_prompts(self):
         """From short ones alone on; what is spent on them comes back."""
         world = self.world(0.9)
