@@ -12,6 +12,10 @@ namespace kern::KERN_NS {
 
 #if defined(KERN_AVX512)
 
+// a * b + c, rounded once. (Whether the compiler fuses depends on what stands around it; tiles of eight rows and of one
+// shall have the same bits.)
+KERN_INLINE vf add_product(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
 // For rows of x as `Digits<F, D>` has them.
 template <class F, int D>
 struct Turned {
@@ -69,12 +73,13 @@ struct Turned {
         if (digit % 2 == 0 && digit + 1 < D) continue;
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
-          product[m] = digit < 2 ? to_floats(sum[m]) : product[m] * (D == 4 ? 65536.0f : 256.0f) + to_floats(sum[m]);
+          product[m] = digit < 2 ? to_floats(sum[m])
+                                 : add_product(product[m], splat(D == 4 ? 65536.0f : 256.0f), to_floats(sum[m]));
       }
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
-        if (biases != nullptr) total[m] = biases[g] * x.sums[g * M + m] + total[m];
-        total[m] = product[m] * (scales[g] * x.factors[g * M + m]) + total[m];
+        if (biases != nullptr) total[m] = add_product(biases[g], splat(x.sums[g * M + m]), total[m]);
+        total[m] = add_product(product[m], scales[g] * x.factors[g * M + m], total[m]);
       }
     }
 #pragma GCC unroll 8
