@@ -258,8 +258,8 @@ def test_a_row_does_not_depend_on_how_large_its_neighbours_are(precision, rows):
     x[0, 3, :64] = 0.0
     found = matmul(w, x, F32, F32, precision=precision)
     for row in range(rows):
-        alone = np.repeat(x[:, row : row + 1], rows, 1)
-        assert (matmul(w, alone, F32, F32, precision=precision)[0, 0] == found[0, row]).all()
+        alike = np.repeat(x[:, row : row + 1], 1 if rows < 8 else rows, 1)  # eight rows add up in another order
+        assert (matmul(w, alike, F32, F32, precision=precision)[0, 0] == found[0, row]).all()
 
 
 @pytest.mark.parametrize("precision", [EXACT, FAST])
