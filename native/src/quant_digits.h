@@ -1,9 +1,9 @@
 // Rows of x as whole numbers, whose products with codes are integers.
 //
-// Each group of activations is counted in steps, and each whole number written as signed bytes: four for float32 and
-// three for 16 bits keep what float32 keeps, one is what `fast` rounds to. What codes and bytes add up to is exact, and
-// becomes a float once per lane and block. So less is rounded than in float32, and fewer instructions do it than decode
-// the codes to floats.
+// Each group of activations is counted in steps, and each whole number written as signed bytes: three keep what float32
+// arithmetic keeps, one is what `fast` rounds to. What codes and bytes add up to is exact, and becomes a float once per
+// lane and block. So less is rounded than by products and sums in float32, and fewer instructions do it than decode the
+// codes to floats.
 #pragma once
 #include "quant_quads.h"
 #include "quant_stream.h"
@@ -15,15 +15,14 @@ namespace kern::KERN_NS {
 template <class F>
 constexpr bool has_digits = has_quads<F>;
 
-// `groups` groups of x in steps of 2**(3 - 8 D) of their largest power of two: words of D signed bytes, lowest first.
-// No bit is lost of a float32 with four bytes down to 2**-6 of its group's largest, with three of a float16 down to
-// 2**-11 and of a bfloat16 down to 2**-14; what is smaller rounds to a step. `factors` are what a step is worth, far
-// enough from the end of float32 that scales down to 2**-33 lose nothing by them. False where a group is not finite or
-// far from 1: floats have to do it.
-template <int D>
-inline bool count_steps(const float* x, int64_t groups, int group, int32_t* words, float* factors) {
-  constexpr int kFar = 64, kBits = 8 * D - 3;
-  constexpr int32_t kHalves = D == 4 ? 0x00808080 : 0x00008080;  // of all bytes but the highest
+// `groups` groups of x in steps of 2**-22 of their largest power of two, a few of 2**-21: words of three signed bytes,
+// lowest first, and what they add up to, exactly until it is a float. `factors` are what a step is worth, far enough from
+// the end of float32 that scales down to 2**-40 lose nothing by them. False where a group is not finite or far from 1:
+// floats have to do it.
+inline bool count_steps(const float* x, int64_t groups, int group, int32_t* words, float* factors, float* sums) {
+  constexpr int kFar = 64, kBits = 22;
+  constexpr float kLargest = 0x7f7f7f;     // whose bytes are all 127
+  constexpr int32_t kHalves = 0x00008080;  // of all bytes but the highest
   for (int64_t g = 0; g < groups; g++, x += group, words += group) {
     vf high{}, poison{};
     for (int k = 0; k < group; k += W) {
@@ -32,42 +31,68 @@ inline bool count_steps(const float* x, int64_t groups, int group, int32_t* word
       poison = poison + v * 0.0f;
     }
     const float peak = largest(high);
-    const int exponent = static_cast<int>(bit_cast<uint32_t>(peak) >> 23) - 127;
+    int exponent = static_cast<int>(bit_cast<uint32_t>(peak) >> 23) - 127;
     if (sum(poison) != 0.0f || (peak != 0.0f && (exponent < -kFar || exponent >= kFar))) return false;
+    if (peak != 0.0f && peak > kLargest * power_of_two(exponent - kBits)) exponent++;
     factors[g] = peak != 0.0f ? power_of_two(exponent - kBits) : 0.0f;
     const float inverse = peak != 0.0f ? power_of_two(kBits - exponent) : 0.0f;
+    vi total{};
     for (int k = 0; k < group; k += W) {
       const vi number = (vi)_mm512_cvtps_epi32((__m512)(load(x + k) * inverse));
+      total = total + number;
       const vi bytes = (number + kHalves) ^ kHalves;
       memcpy(words + k, &bytes, sizeof bytes);
     }
+    sums[g] = factors[g] * static_cast<float>(_mm512_reduce_add_epi32((__m512i)total));
   }
   return true;
 }
 
-template <class F, int D>
-struct Turned;  // quant_turned.h
-
-// A row of x as `D` bytes per number, the highest first: [block][digit][quad][lane][4]. For formats whose codes have an
-// offset [digit][lane] follows in each block: what takes it off.
+// A row of x as `D` bytes per number, one or three, the highest first: [block][digit][quad][lane][4]. For formats whose
+// codes have an offset [digit][lane] follows in each block: what takes it off.
 template <class F, int D>
 struct Digits {
   using Q = Quads<F>;
   static constexpr int quads = D * Q::count * W;  // words
   static constexpr int words = quads + (Q::offset != 0 ? D * W : 0);
-  // Whether the products of a lane fit an int32 with all digits, not only with two.
-  static constexpr bool fits = D == 1 || (D == 3 && F::bits < 8);
+  // Whether the products of a lane with all digits fit an int32, not only those with two.
+  static constexpr bool fits = D == 1 || F::per_lane * ((1 << F::bits) - 1) < 256;
 
   using Format = F;
   using Code = Words;
   static constexpr bool counted = true;
-  static constexpr int together = 4;
   // One digit is so little to do that memory is all that counts: a row of w at a time is what it gives fastest.
   static constexpr int alone = D == 1 ? 1 : 2;
-  using Turner = Turned<F, D>;
-  static constexpr int turned = Turner::exists ? 8 : 0;
-  static constexpr int64_t few = Turner::exists ? kBlockRows : D == 4 ? 20 : 24;
   static KERN_INLINE Words load(const uint8_t* p) { return Q::load(p); }
+
+  static constexpr int digits = D, vectors = Q::count;
+  static constexpr float bias = -Q::offset * F::unit;
+  static constexpr bool late = 32 % F::bits == 0;
+  static KERN_INLINE Words words_of(const uint8_t* p) { return Q::load(p); }
+  static KERN_INLINE vi vector(Words w, int v) { return Q::quad(w, v); }
+
+  // product[m] = a group of W rows of w times M rows of x. each(digit, add) calls add(codes, x) for all vectors of codes
+  // of the group and, beside each other, what a digit of x has for them.
+  template <int M, class Each>
+  static KERN_INLINE void multiply_turned(const Each& each, vf* product) {
+    vi sum[M];
+#pragma GCC unroll 4
+    for (int digit = 0; digit < D; digit++) {
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) sum[m] = digit % 2 == 0 ? vi{} : sum[m] << 8;
+      each(digit, [&](vi codes, const int32_t* x) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+          sum[m] = add_products(sum[m], codes, splat_int(x[m]));
+          keep(sum[m]);
+        }
+      });
+      if (digit % 2 == 0 && digit + 1 < D) continue;
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++)
+        product[m] = digit < 2 ? to_floats(sum[m]) : add_product(product[m], splat(256.0f), to_floats(sum[m]));
+    }
+  }
 
   template <int R>
   static KERN_INLINE void multiply(const Words* code, const int32_t* digits, vf* product) {
@@ -92,9 +117,8 @@ struct Digits {
     if constexpr (D == 1) {
       for (int64_t g = 0; g < group_count; g++)
         factors[g] = round_group(row + g * w.group, w.group, numbers + g * w.group, sums + g);
-    } else {
-      if (!count_steps<D>(row, group_count, w.group, numbers, factors)) return false;
-      if (w.mode == KERN_AFFINE) group_sums(row, group_count, w.group, group_count, sums);
+    } else if (!count_steps(row, group_count, w.group, numbers, factors, sums)) {
+      return false;
     }
     for (int64_t g = 0; F::unit != 1.0f && g < group_count; g++) factors[g] *= F::unit;
     place(numbers, blocks, out);

@@ -117,7 +117,7 @@ struct Fast {
 
   static int64_t few_rows(const kern_quant& w) {
 #if defined(KERN_AVX512)
-    return has_tiles && w.group % 32 == 0 ? 12 : Digits<F, 1>::few;
+    return has_tiles && w.group % 32 == 0 ? 12 : kBlockRows;
 #endif
     (void)w;
     return kFew;

@@ -23,7 +23,8 @@ KERN_INLINE vf add_pairs(vf sum, __m512i a, __m512i b) {
 
 // -- codes -----------------------------------------------------------------------------------------------------------
 
-// A block as `count` vectors of pairs of bfloat16, each lane with two of its elements, in units of F::unit.
+// A block as `count` vectors of pairs of bfloat16, each lane with two of its elements, in units of F::unit. They are
+// made, lane by lane, of what words() loads.
 template <class F>
 struct PairCodes;
 
@@ -37,17 +38,12 @@ struct PairCodes<Affine<BITS>> {
   // Which element of a lane is half `h` of its pair in vector `v`.
   static constexpr int element(int v, int h) { return halves ? v + h * count : 2 * v + h; }
 
-  static KERN_INLINE void load(const uint8_t* p, __m512i* out) {
-    const Words words = F::load(p);
-#pragma GCC unroll 8
-    for (int v = 0; v < count; v++) {
-      if constexpr (halves)
-        out[v] = meaning(_mm512_srli_epi16((__m512i)words.low, static_cast<unsigned>(v * BITS)));
-      else if constexpr (BITS == 8)  // the lower half of such a float is zero
-        out[v] = (__m512i)((vi)((vu)to_floats(F::code(words, 2 * v)) >> 16) | (vi)to_floats(F::code(words, 2 * v + 1)));
-      else
-        out[v] = meaning((__m512i)(F::code(words, 2 * v) | F::code(words, 2 * v + 1) << 16));
-    }
+  static KERN_INLINE Words words(const uint8_t* p) { return F::load(p); }
+  static KERN_INLINE __m512i vector(Words w, int v) {
+    if constexpr (halves) return meaning(_mm512_srli_epi16((__m512i)w.low, static_cast<unsigned>(v * BITS)));
+    if constexpr (BITS == 8)  // the lower half of such a float is zero
+      return (__m512i)((vi)((vu)to_floats(F::code(w, 2 * v)) >> 16) | (vi)to_floats(F::code(w, 2 * v + 1)));
+    return meaning((__m512i)(F::code(w, 2 * v) | F::code(w, 2 * v + 1) << 16));
   }
 };
 
@@ -57,10 +53,9 @@ struct PairCodes<Fp4> {
   static constexpr Meaning<4> meaning{fp4_value};
   static constexpr int element(int v, int h) { return v + h * count; }
 
-  static KERN_INLINE void load(const uint8_t* p, __m512i* out) {
-    const Words words = Affine<4>::load(p);
-#pragma GCC unroll 4
-    for (unsigned v = 0; v < count; v++) out[v] = meaning(_mm512_srli_epi16((__m512i)words.low, 4 * v));
+  static KERN_INLINE Words words(const uint8_t* p) { return Affine<4>::load(p); }
+  static KERN_INLINE __m512i vector(Words w, int v) {
+    return meaning(_mm512_srli_epi16((__m512i)w.low, static_cast<unsigned>(4 * v)));
   }
 };
 
@@ -69,7 +64,8 @@ struct PairCodes<Fp8> {
   static constexpr int count = 1;
   static constexpr int element(int, int h) { return h; }
 
-  static KERN_INLINE void load(const uint8_t* p, __m512i* out) { *out = Step<Fp8>::load(p); }
+  static KERN_INLINE Words words(const uint8_t* p) { return {(vi)Step<Fp8>::load(p), vi{}}; }
+  static KERN_INLINE __m512i vector(Words w, int) { return (__m512i)w.low; }
 };
 
 // -- few rows --------------------------------------------------------------------------------------------------------
@@ -82,13 +78,34 @@ struct Pairs {
   struct Code {
     __m512i of[Codes::count];
   };
-  static constexpr int words = Codes::count * W, few = 24, together = 8, alone = 2, turned = 0;
+  static constexpr int words = Codes::count * W, alone = 2;
   static constexpr bool counted = false;
 
   static KERN_INLINE Code load(const uint8_t* p) {
+    const Words words = Codes::words(p);
     Code code;
-    Codes::load(p, code.of);
+#pragma GCC unroll 8
+    for (int v = 0; v < Codes::count; v++) code.of[v] = Codes::vector(words, v);
     return code;
+  }
+
+  static constexpr int digits = 1, vectors = Codes::count;
+  static constexpr float bias = 0.0f;
+  static constexpr bool late = F::bits != 5;  // whose blocks are two vectors of words
+  static KERN_INLINE Words words_of(const uint8_t* p) { return Codes::words(p); }
+  static KERN_INLINE vi vector(Words w, int v) { return (vi)Codes::vector(w, v); }
+
+  template <int M, class Each>
+  static KERN_INLINE void multiply_turned(const Each& each, vf* product) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) product[m] = vf{};
+    each(0, [&](vi codes, const int32_t* x) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) {
+        product[m] = add_pairs(product[m], (__m512i)codes, (__m512i)splat_int(x[m]));
+        asm("" : "+v"(product[m]));
+      }
+    });
   }
 
   template <int R>

@@ -4,22 +4,23 @@
 // (quant_pairs.h) in bfloat16. It has
 //   Format       of the codes
 //   words        what a block of a row of x takes, in int32
-//   few          up to so many rows of x are faster than as floats
-//   together     rows of x at once, at most
 //   alone        rows of w at once for one row of x; two for more, so that what is loaded of x serves both
-//   turned       so many rows of x and more go to Turner::run() instead, which wants them beside each other; 0: never
 //   counted      whether groups of x have factors of their own
 //   Code, load() a block of a row of w
 //   multiply()   blocks of R rows of w with one of x, lane by lane
 //   take()       a row of x; false where floats have to do it
-// A result depends on one row of x and one of w only, not on threads or other rows; but `turned` rows and more add up in
-// another order than fewer.
+// and what `Turned` (quant_turned.h) says, to which kTurned rows of x and more go. A result depends on one row of x and
+// one of w only, not on threads or other rows; but kTurned rows and more add up in another order than fewer.
 #pragma once
 #include "quant_exact.h"
 
 namespace kern::KERN_NS {
 
 #if defined(KERN_AVX512)
+
+// a * b + c, rounded once. (Whether the compiler fuses depends on what stands around it; tiles of eight rows and of one
+// shall have the same bits.)
+KERN_INLINE vf add_product(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
 KERN_INLINE vi load_words(const int32_t* p) { return load_lanes<4>(reinterpret_cast<const uint8_t*>(p)); }
 
@@ -156,8 +157,6 @@ __attribute__((noinline)) void dot_rows(const kern_quant& w, int64_t row, int64_
 // The same for any number of rows of x.
 template <class Layout>
 KERN_INLINE void stream_rows(const kern_quant& w, int64_t row, int64_t rows, const StreamRow* x, int64_t count) {
-  if constexpr (Layout::together >= 8)
-    for (; count >= 8; count -= 8, x += 8) dot_rows<Layout, 8, 2>(w, row, rows, x);
   for (; count >= 4; count -= 4, x += 4) dot_rows<Layout, 4, 2>(w, row, rows, x);
   if (count == 3) dot_rows<Layout, 3, 2>(w, row, rows, x);
   if (count == 2) dot_rows<Layout, 2, 2>(w, row, rows, x);
@@ -166,12 +165,15 @@ KERN_INLINE void stream_rows(const kern_quant& w, int64_t row, int64_t rows, con
 
 // -- the product -----------------------------------------------------------------------------------------------------
 
+template <class Layout>
+struct Turned;
+
+constexpr int64_t kTurned = 8;
+
 // Segments of up to `most_rows` rows; what has more is left to others.
 template <class Layout>
 struct Streamed {
   using F = typename Layout::Format;
-  static constexpr int64_t kMost = 24;  // rows of x by which w streams
-  static_assert(Layout::turned > 0 ? Layout::turned <= kMost : Layout::few <= kMost);
 
   const kern_quant_matmul_args& args;
   const int64_t most_rows;
@@ -188,7 +190,7 @@ struct Streamed {
   const int64_t* row_of = nullptr;
   Beside beside{};
 
-  bool turns(const Segment& s) const { return Layout::turned > 0 && s.count >= Layout::turned && s.count <= most_rows; }
+  bool turns(const Segment& s) const { return s.count >= kTurned && s.count <= most_rows; }
   StreamRow prepared(int64_t slot) const {
     const int64_t at = row_of != nullptr ? row_of[slot] : slot;
     return {x + at * ld, factors + at * room, sums + at * room, nullptr};
@@ -231,7 +233,7 @@ struct Streamed {
       for (int64_t i = begin; i < end; i++) {
         const Segment& s = slots.segments[i];
         const int64_t slot = s.first - first;
-        if (turns(s)) Layout::Turner::put(w, [&](int64_t at) { return prepared(at); }, beside, slot, s.count, from, to);
+        if (turns(s)) Turned<Layout>::put(w, [&](int64_t at) { return prepared(at); }, beside, slot, s.count, from, to);
       }
     });
   }
@@ -239,9 +241,8 @@ struct Streamed {
   // c[m][n], kPanelN apart, for rows [n, n + columns) of the segment's matrix.
   void multiply(const Segment& s, int64_t slot, int64_t n, int64_t columns, float* c) const {
     const bool turn = turns(s);
-    if constexpr (Layout::turned > 0)
-      if (turn) Layout::Turner::run(w, s.matrix * w.rows + n, columns, beside, slot, s.count, c);
-    StreamRow rows[kMost];
+    if (turn) Turned<Layout>::run(w, s.matrix * w.rows + n, columns, beside, slot, s.count, c);
+    StreamRow rows[kTurned];
     int64_t count = 0;
     for (int64_t m = 0; m < s.count; m++) {
       StreamRow row = prepared(slot + m);
@@ -270,7 +271,7 @@ struct Streamed {
     const int64_t panels = (w.rows + kPanelN - 1) / kPanelN;
     each_slot_block(slots, [&](int64_t begin, int64_t end, int64_t first, int64_t count) {
       prepare(slots, first, count);
-      if constexpr (Layout::turned > 0) put_beside(slots, begin, end, first, count);
+      put_beside(slots, begin, end, first, count);
       chunks((end - begin) * panels, panel_step(w, kPanelN, 1), [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; i++) {
           const Segment& s = slots.segments[begin + i / panels];

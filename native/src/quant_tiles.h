@@ -1,17 +1,16 @@
-// x @ w.T in float32, tiles of x with bands of w: in the tile registers of processors that have AMX, in vectors on
-// those that multiply pairs of bfloat16.
+// x @ w.T in float32, tiles of x with bands of w: in the tile registers of processors that have AMX.
 //
-// Either multiplies bfloat16 and adds up in float32. A code has at most 8 significant bits, so it is a bfloat16; a
-// float32 is exactly the sum of three, its bits from the top. So three products of tiles, all added up in float32,
-// are a product in float32, and a group's sums meet its scale and bias as everywhere. What this cannot do is numbers
-// below 2**-103, whose last parts the tiles take for zero.
+// They multiply bfloat16 and add up in float32. A code has at most 8 significant bits, so it is a bfloat16; a float32 is
+// exactly the sum of three, its bits from the top. So three products of tiles, all added up in float32, are a product in
+// float32, and a group's sums meet its scale and bias as everywhere. What this cannot do is numbers below 2**-103, whose
+// last parts the tiles take for zero.
 //
-// Five rows of x and more are multiplied alike in tiles, twenty-five and more in vectors: each gives the same result
-// among so many and among hundreds. Fewer are not worth the decoding of w; quant_stream.h takes them.
+// Five rows of x and more are multiplied alike: the result is the same among so many and among hundreds. Fewer are not
+// worth the decoding of w; quant_stream.h takes them.
 #pragma once
 #include "amx.h"
 #include "quant_digits.h"
-#include "quant_strips.h"
+#include "quant_pairs.h"
 #include "transpose.h"
 
 #if defined(KERN_AVX512)
@@ -21,6 +20,20 @@ namespace kern::KERN_NS {
 constexpr int kTileParts = 3;  // bfloat16 whose sum is a float32
 
 // -- products of tiles -----------------------------------------------------------------------------------------------
+
+// Up to 16 rows of x from an element on.
+struct TileX {
+  const uint8_t* parts;  // pairs of bfloat16 [step][part][16][row]
+  const float* sums;     // [group][16 rows]
+  int64_t rows;
+};
+
+// Scales and biases of a band from a group on: [group][64]. What groups have come to: sums [64][16], of one; totals
+// [64][16], of all so far.
+struct Totals {
+  const float *scales, *biases;
+  float *sums, *totals;
+};
 
 // Four of sums, three of x, for `rows` rows of it, and one of w.
 KERN_INLINE Tiles exact_tiles(int64_t rows) {
@@ -136,11 +149,9 @@ __attribute__((noinline)) void multiply_and_decode(const TileX& x, uint8_t* deco
 
 // -- the product -----------------------------------------------------------------------------------------------------
 
-// PARTS: of bfloat16 that an element of x is. VECTORS: without tile registers.
-template <class F, int PARTS, bool VECTORS>
+template <class F>
 struct InTiles {
-  static_assert(VECTORS || PARTS == kTileParts);
-  static constexpr int64_t fewer = VECTORS ? Pairs<F>::few : 4;
+  static constexpr int64_t fewer = 4;
   static constexpr int64_t kBands = 4;  // that a piece of x meets one after the other
   static constexpr int64_t kFetched = Decoder<F>::kFetched;
   static constexpr int64_t kLater = 8;  // depths of a band: memory is not further away
@@ -151,7 +162,7 @@ struct InTiles {
   int64_t group_count = groups(w);
   int64_t room = scale_room(group_count);
   int64_t steps = w.width / kStep;
-  int64_t slot_bytes = steps * PARTS * 16 * 4;  // of x
+  int64_t slot_bytes = steps * kTileParts * 16 * 4;  // of x
   uint8_t* x = nullptr;   // pairs [step][part][16][row] for each tile of up to 16 slots of a segment
   float* sums = nullptr;  // [slots of the block][group] vectors: of the rows of a tile, by the slot of its first
 
@@ -177,15 +188,15 @@ struct InTiles {
     }
     const auto some = static_cast<__mmask16>((1u << count) - 1);
     for (int64_t s = 0; s < steps; s++) {
-      vi parts[PARTS][W] = {};
+      vi parts[kTileParts][W] = {};
       for (int64_t m = 0; m < count; m++) {
         vf low = load(rows + m * ld + s * kStep), high = load(rows + m * ld + s * kStep + W);
-        for (int p = 0; p < PARTS; p++) {
+        for (int p = 0; p < kTileParts; p++) {
           const vf of_low = take_part(low), of_high = take_part(high);
           parts[p][m] = (vi)_mm512_permutex2var_epi16((__m512i)of_low, upper, (__m512i)of_high);
         }
       }
-      for (int p = 0; p < PARTS; p++) {
+      for (int p = 0; p < kTileParts; p++) {
         if (count == 1) {
           memcpy(out, &parts[p][0], sizeof(vi));
           out += sizeof(vi);
@@ -248,7 +259,7 @@ struct InTiles {
   // totals: [band][tile of x][64][16].
   void multiply(const Segment& s, int64_t slot, int64_t n, int64_t columns, float* totals) const {
     const int64_t bands = (columns + kBand - 1) / kBand, of_scales = group_count * kBand, tiles = (s.count + W - 1) / W;
-    const int64_t decoded_bytes = (tiles == 1 && !VECTORS ? 1 : bands) * kDecoded;
+    const int64_t decoded_bytes = (tiles == 1 ? 1 : bands) * kDecoded;
     const int64_t floats = kBand * W + bands * 2 * of_scales;
     uint8_t* decoded =
         static_cast<uint8_t*>(scratch(SLOT_CHUNK, static_cast<size_t>(decoded_bytes + 2 * kFetched + floats * 4)));
@@ -268,29 +279,27 @@ struct InTiles {
     };
     auto rows_of_x = [&](int64_t m, int64_t piece) {
       const int64_t k = piece * kBandDepth, rows = least(W, s.count - m);
-      return TileX{x + (slot + m) * slot_bytes + k / kStep * PARTS * 16 * rows * 4,
+      return TileX{x + (slot + m) * slot_bytes + k / kStep * kTileParts * 16 * rows * 4,
                    sums + ((slot + m) * group_count + k / w.group) * W, rows};
     };
     auto of = [&](int64_t b, int64_t tile, int64_t piece) {
       const int64_t g = (b * group_count + piece * kBandDepth / w.group) * kBand;
       return Totals{scales + g, biases + g, of_group, totals + (b * tiles + tile) * kBand * W};
     };
-    if constexpr (!VECTORS) {
-      if (tiles == 1) {
-        const Tiles registers = exact_tiles(s.count);
-        const auto kernel = biased ? multiply_and_decode<F, true> : multiply_and_decode<F, false>;
-        auto at = [&](int64_t i) { return band(i / pieces, i % pieces); };
-        Decoder<F>::fetch_all(at(0), fetched);
-        Decoder<F>::decode_all(at(0), fetched, decoded);
-        Decoder<F>::fetch_all(at(1), fetched + kFetched);
-        for (int64_t i = 0; i < bands * pieces; i++) {
-          const int64_t b = i / pieces, piece = i % pieces;
-          kernel(rows_of_x(0, piece), decoded, depth(piece) / w.group, group_steps, of(b, 0, piece),
-                 {fetched + (i + 1) % 2 * kFetched, at(i + 1).steps, at(i + 2), fetched + i % 2 * kFetched,
-                  at(i + kLater)});
-        }
-        return;
+    if (tiles == 1) {
+      const Tiles registers = exact_tiles(s.count);
+      const auto kernel = biased ? multiply_and_decode<F, true> : multiply_and_decode<F, false>;
+      auto at = [&](int64_t i) { return band(i / pieces, i % pieces); };
+      Decoder<F>::fetch_all(at(0), fetched);
+      Decoder<F>::decode_all(at(0), fetched, decoded);
+      Decoder<F>::fetch_all(at(1), fetched + kFetched);
+      for (int64_t i = 0; i < bands * pieces; i++) {
+        const int64_t b = i / pieces, piece = i % pieces;
+        kernel(rows_of_x(0, piece), decoded, depth(piece) / w.group, group_steps, of(b, 0, piece),
+               {fetched + (i + 1) % 2 * kFetched, at(i + 1).steps, at(i + 2), fetched + i % 2 * kFetched,
+                at(i + kLater)});
       }
+      return;
     }
     for (int64_t piece = 0; piece < pieces; piece++) {
       for (int64_t b = 0; b < bands; b++) {
@@ -298,29 +307,16 @@ struct InTiles {
         Decoder<F>::decode_all(band(b, piece), fetched, decoded + b * kDecoded);
       }
       const int64_t piece_groups = depth(piece) / w.group;
-      if constexpr (VECTORS) {
-        auto run = [&](auto kernel, int64_t tile, int64_t together) {
-          TileX x[2];
-          for (int64_t i = 0; i < together; i++) x[i] = rows_of_x((tile + i) * W, piece);
-          for (int64_t b = 0; b < bands; b++)
-            kernel(x, decoded + b * kDecoded, band(b, piece).rows, piece_groups, group_steps, of(b, tile, piece));
-        };
-        int64_t tile = 0;
-        for (; tile + 2 <= tiles; tile += 2)
-          run(biased ? multiply_strips<PARTS, true, 2> : multiply_strips<PARTS, false, 2>, tile, 2);
-        if (tile < tiles) run(biased ? multiply_strips<PARTS, true, 1> : multiply_strips<PARTS, false, 1>, tile, 1);
-      } else {
-        const auto kernel = biased ? multiply_decoded<true> : multiply_decoded<false>;
-        auto run = [&](int64_t from, int64_t to, int64_t count) {
-          if (from == to) return;
-          const Tiles registers = exact_tiles(count);
-          for (int64_t b = 0; b < bands; b++)
-            for (int64_t tile = from; tile < to; tile++)
-              kernel(rows_of_x(tile * W, piece), decoded + b * kDecoded, piece_groups, group_steps, of(b, tile, piece));
-        };
-        run(0, s.count / W, W);
-        run(s.count / W, tiles, s.count % W);
-      }
+      const auto kernel = biased ? multiply_decoded<true> : multiply_decoded<false>;
+      auto run = [&](int64_t from, int64_t to, int64_t count) {
+        if (from == to) return;
+        const Tiles registers = exact_tiles(count);
+        for (int64_t b = 0; b < bands; b++)
+          for (int64_t tile = from; tile < to; tile++)
+            kernel(rows_of_x(tile * W, piece), decoded + b * kDecoded, piece_groups, group_steps, of(b, tile, piece));
+      };
+      run(0, s.count / W, W);
+      run(s.count / W, tiles, s.count % W);
     }
   }
 
@@ -372,28 +368,18 @@ template <class F>
 KERN_INLINE void run_exact(const kern_quant_matmul_args& args, const Slots& slots) {
   int64_t less = 0, most_rows = slots.count;
 #if defined(KERN_AVX512)
-  const bool whole_steps = args.w.group % kStep == 0, tiles = has_tiles && whole_steps;
-  const bool pairs = has_pairs && args.x_type == KERN_BF16;
-  auto in_tiles = [&]<class Tiled>(Of<Tiled>) {
-    most_rows = Tiled::fewer;
-    if (slots.largest() > most_rows) Tiled{args}.run(slots);
-  };
-  if (pairs) {
-    less = Pairs<F>::few;
-    if (slots.smallest() <= less) Streamed<Pairs<F>>{args, less}.run(slots);
-    if (whole_steps) in_tiles(Of<InTiles<F, 1, true>>());
-  } else {
-    if constexpr (has_digits<F>) {
-      const bool wide = args.x_type == KERN_F32;
-      less = tiles ? InTiles<F, kTileParts, false>::fewer : wide ? Digits<F, 4>::few : Digits<F, 3>::few;
-      if (slots.smallest() <= less) {
-        if (wide)
-          Streamed<Digits<F, 4>>{args, less}.run(slots);
-        else
-          Streamed<Digits<F, 3>>{args, less}.run(slots);
-      }
-    }
-    if (tiles) in_tiles(Of<InTiles<F, kTileParts, false>>());
+  if (has_pairs && args.x_type == KERN_BF16) {
+    Streamed<Pairs<F>>{args, kBlockRows}.run(slots);
+    return;
+  }
+  const bool tiles = has_tiles && args.w.group % kStep == 0;
+  if constexpr (has_digits<F>) {
+    less = tiles ? InTiles<F>::fewer : kBlockRows;
+    if (slots.smallest() <= less) Streamed<Digits<F, 3>>{args, less}.run(slots);
+  }
+  if (tiles) {
+    most_rows = InTiles<F>::fewer;
+    if (slots.largest() > most_rows) InTiles<F>{args}.run(slots);
   }
   if (slots.smallest() > most_rows || slots.largest() <= less || less == most_rows) return;
 #endif

@@ -1,34 +1,32 @@
-// x @ w.T for some rows of x in integers, W rows of w at a time.
+// x @ w.T for some rows of x, W rows of w at a time.
 //
 // A row of w that streams by (`quant_stream.h`) leaves a sum in each lane, which meets the group's scale lane by lane:
 // beside two products of four codes stand three instructions that only put them together. Here W rows of w are turned,
 // so that lane n has codes of row n: nothing is summed over lanes, a group's scale meets W rows at once, and what four
 // activations are multiplied with is one vector. Turning takes as long as three rows of x, so it needs some.
+//
+// Of a layout it wants
+//   words_of()         a block of a row of w as words, one per lane
+//   vectors, vector()  what each word is multiplied as
+//   late               whether that is made of it where it is multiplied: cheap, and the words are less to keep
+//   digits             how often x meets all of them
+//   multiply_turned()  the products of a group
+//   bias               what times its scale each element of w has besides
 #pragma once
 #include "quant_digits.h"
+#include "quant_pairs.h"
 #include "transpose.h"
 
 namespace kern::KERN_NS {
 
 #if defined(KERN_AVX512)
 
-// a * b + c, rounded once. (Whether the compiler fuses depends on what stands around it; tiles of eight rows and of one
-// shall have the same bits.)
-KERN_INLINE vf add_product(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-
-// For rows of x as `Digits<F, D>` has them.
-template <class F, int D>
+template <class X>
 struct Turned {
-  using Q = Quads<F>;
-  using X = Digits<F, D>;
-  // Codes with an offset are multiplied as they are; the sums of x take it off, as a bias does. With more digits than
-  // one that would lose what they keep.
-  static constexpr bool exists = Q::offset == 0 || D == 1;
-  static constexpr int words = D * Q::count * W;  // of a row of x in a block
-  // Whether turned words become quads where they are multiplied, which is cheap and half as much to keep.
-  static constexpr bool late = 32 % F::bits == 0;
-  static constexpr int kept = late ? 1 : Q::count;        // vectors for each lane of a block
-  static constexpr int64_t blocks_at_once = 8 / Q::count;  // of W rows of w: 8 KB at most
+  using F = typename X::Format;
+  static constexpr int words = X::digits * X::vectors * W;  // of a row of x in a block
+  static constexpr int kept = X::late ? 1 : X::vectors;     // vectors for each lane of a block
+  static constexpr int64_t blocks_at_once = 8 / X::vectors;  // of W rows of w: 8 KB at most
   static constexpr int64_t panels = kPanelN / W;
 
   // c[m][lane] += M rows of x from a block on times `count` groups of W rows of w.
@@ -40,46 +38,31 @@ struct Turned {
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) total[m] = load(c + m * ld);
     for (int64_t g = 0; g < count; g++) {
-      vi sum[M];
-      auto add = [&](int digit) __attribute__((always_inline)) {
+      vf product[M];
+      X::template multiply_turned<M>([&](int digit, const auto& add) __attribute__((always_inline)) {
         for (int64_t lane = g * lanes, end = lane + lanes; lane < end; lane += W) {
           const int64_t block = lane / W;
           const vi* from = codes + block * kept * W + lane % W;
-          const int32_t* at = base(x.words + (block * words + digit * Q::count * W + lane % W) * M);
+          const int32_t* at = base(x.words + (block * words + digit * X::vectors * W + lane % W) * M);
           for (const vi* stop = from + least(W, end - lane); from < stop; from++, at += M) {
             if (digit == 0) {
               __builtin_prefetch(soon, 0, 2);
               soon += step;
             }
-#pragma GCC unroll 4
-            for (int q = 0; q < Q::count; q++) {
-              vi four = late ? Q::quad({from[0], vi{}}, q) : from[q * W];
-              keep(four);
 #pragma GCC unroll 8
-              for (int m = 0; m < M; m++) {
-                sum[m] = add_products(sum[m], four, splat_int(at[q * W * M + m]));
-                keep(sum[m]);
-              }
+            for (int v = 0; v < X::vectors; v++) {
+              vi some = X::late ? X::vector({from[0], vi{}}, v) : from[v * W];
+              keep(some);
+              add(some, at + v * W * M);
             }
           }
         }
-      };
-      vf product[M];
-#pragma GCC unroll 4
-      for (int digit = 0; digit < D; digit++) {
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) sum[m] = digit % 2 == 0 ? vi{} : sum[m] << 8;
-        add(digit);
-        if (digit % 2 == 0 && digit + 1 < D) continue;
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++)
-          product[m] = digit < 2 ? to_floats(sum[m])
-                                 : add_product(product[m], splat(D == 4 ? 65536.0f : 256.0f), to_floats(sum[m]));
-      }
+      }, product);
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
         if (biases != nullptr) total[m] = add_product(biases[g], splat(x.sums[g * M + m]), total[m]);
-        total[m] = add_product(product[m], scales[g] * x.factors[g * M + m], total[m]);
+        const vf scale = X::counted ? scales[g] * x.factors[g * M + m] : scales[g];
+        total[m] = add_product(product[m], scale, total[m]);
       }
     }
 #pragma GCC unroll 8
@@ -121,7 +104,7 @@ struct Turned {
 #pragma GCC unroll 16
         for (int r = 0; r < W; r++) {
           const Words words =
-              Q::load(b < whole ? codes[r] + b * F::block_bytes : tail[r] + (b - whole) * F::block_bytes);
+              X::words_of(b < whole ? codes[r] + b * F::block_bytes : tail[r] + (b - whole) * F::block_bytes);
           low[r] = words.low;
           if constexpr (F::bits == 5) high[r] = words.high;
         }
@@ -131,7 +114,7 @@ struct Turned {
         for (int i = 0; i < W; i++)
 #pragma GCC unroll 4
           for (int v = 0; v < kept; v++)
-            out[v * W + i] = late ? low[i] : Q::quad({low[i], high[F::bits == 5 ? i : 0]}, v);
+            out[v * W + i] = X::late ? low[i] : X::vector({low[i], high[F::bits == 5 ? i : 0]}, v);
       }
     }
   };
@@ -156,7 +139,7 @@ struct Turned {
     vi codes[panels][blocks_at_once * kept * W];
     vf scales[panels][W], biases[panels][W];
     const int64_t lanes = w.group / F::per_lane, in_piece = blocks_at_once * W / lanes;  // groups
-    const bool biased = w.biases != nullptr || Q::offset != 0;
+    const bool biased = w.biases != nullptr || X::bias != 0.0f;
     const int64_t used = (rows + W - 1) / W;
     const Panel panel[] = {{w, row, rows}, {w, row + W, rows - W}, {w, row + 2 * W, rows - 2 * W}};
     memset(c, 0, static_cast<size_t>(count * kPanelN) * sizeof(float));
@@ -164,7 +147,8 @@ struct Turned {
       for (int64_t p = 0; p < used; p++) {
         turn_scales(w, w.scales, row + p * W, rows - p * W, g, scales[p]);
         if (w.biases != nullptr) turn_scales(w, w.biases, row + p * W, rows - p * W, g, biases[p]);
-        for (int i = 0; Q::offset != 0 && i < W; i++) biases[p][i] = scales[p][i] * (-Q::offset * F::unit);
+        for (int i = 0; X::bias != 0.0f && i < W; i++) biases[p][i] = scales[p][i] * X::bias;
+        for (int i = 0; !X::counted && F::unit != 1.0f && i < W; i++) scales[p][i] = scales[p][i] * F::unit;
       }
       for (int64_t from = g, end = least(groups(w), g + W); from < end; from += in_piece) {
         const int64_t some = least(in_piece, end - from), block = from * lanes / W;
@@ -195,7 +179,7 @@ struct Turned {
         for (int64_t b = 0; b < blocks; b++)
           for (int64_t i = 0; i < words; i++) to.words[(b * words + i) * together + m] = from.x[b * X::words + i];
         for (int64_t g = 0; g < groups(w); g++) {
-          to.factors[g * together + m] = from.factors[g];
+          if (X::counted) to.factors[g * together + m] = from.factors[g];
           to.sums[g * together + m] = from.sums[g];
         }
       }
