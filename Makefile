@@ -11,7 +11,7 @@ READY := $(VENV)/.native-$(KEY)-$(NATIVE_KEY)
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-kernels-and-ranks test-everything-else check check-native soak format bench bench-cpu clean
+.PHONY: help venv demo test test-hosts test-ranks test-everything-else check check-native soak format bench bench-cpu clean
 
 help:
 	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
@@ -62,17 +62,20 @@ check: $(READY)
 each_isa = isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
 	for isa in $$isas; do echo "kernels: $$isa"; KERN_ISA=$$isa $(1) || exit 1; done
 
-# Tests of several hosts mostly wait, and ranks wait for each other: two halves of about the same length run side by side.
+# Tests of several hosts mostly wait, and ranks wait for each other: three parts of about the same length run side by side.
 test: check
-	@$(MAKE) --no-print-directory -j2 test-kernels-and-ranks test-everything-else
+	@$(MAKE) --no-print-directory -j3 test-hosts test-ranks test-everything-else
 
-test-kernels-and-ranks: $(READY)
-	$(call each_isa,$(BIN)/pytest -q tests/native)
+test-hosts: $(READY)
+	$(BIN)/pytest -q tests/e2e/hosts
+
+test-ranks: $(READY)
 	$(BIN)/pytest -q tests/ranks
 
 test-everything-else: $(READY)
+	$(call each_isa,$(BIN)/pytest -q tests/native)
 	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/test_architecture.py --ignore=tests/native \
-		--ignore=tests/ranks
+		--ignore=tests/ranks --ignore=tests/e2e/hosts
 
 # The kernels under sanitizers: memory and undefined behaviour, then threads, where MLX must not be, which is built
 # without. Needs cmake.
