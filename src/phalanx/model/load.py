@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,9 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 AHEAD = 32 << 20  # bytes of tensors that are on their way at once, or two tensors: so the disk has always work
 CHECK_EVERY = memory.GB // 4  # bytes between two looks at the machine's memory while loading
 COMPUTED_WORTH_A_LINE = 1 << 20  # bytes
+SLAB = 64 << 20
+"""Bytes of memory for many tensors that are asked for at once."""
+LINE = 64  # bytes; tensors begin at multiples
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 """By bytes per element: what a tensor is read as, since not every dtype of a file is one of numpy's."""
 
@@ -87,6 +90,12 @@ class _Entry:
     nbytes: int  # bytes as kept
     source: TensorInfo | None  # None: mlx-lm computes it
     cut: Cut | None  # the rows of the source; None is all
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part of the source that is kept."""
+        assert self.source is not None
+        return self.source.shape if self.cut is None else self.cut.shape(self.source.shape)
 
 
 def load(
@@ -261,16 +270,65 @@ class Prepared:
     def _arrays(self, reader: Reader) -> Iterator[tuple[_Entry, mx.array]]:
         """Every tensor as stored; while one is cast and kept, the next ones are being copied."""
         lazy = dict(tree_flatten(self.model.parameters()))
+        slabs = _Slabs(
+            {
+                entry.name: entry.nbytes
+                for entry in self.plan
+                if entry.source is not None and entry.dtype == lazy[entry.name].dtype
+            }
+        )
         coming: deque[_Coming] = deque()
         ahead = 0
         for entry in self.plan:
-            coming.append(_Coming.begin(reader, entry, lazy.pop(entry.name)))
+            coming.append(_Coming.begin(reader, entry, lazy.pop(entry.name), slabs))
             ahead += entry.stored
             while len(coming) > 1 and ahead > AHEAD:
                 ahead -= coming[0].entry.stored
                 yield coming.popleft().arrived()
         while coming:
             yield coming.popleft().arrived()
+
+
+class _Slabs:
+    """Memory for tensors that are kept as they are stored, many in one piece.
+
+    A tensor with memory of its own begins and ends within a huge page, so one of 2 MB has none; and a processor that
+    looks up every 4 KB where they are reads a fifth slower (docs/log.md, "Weights in huge pages").
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        """
+        Args:
+            sizes: bytes of the tensors, in the order in which they will be asked for.
+        """
+        self._sizes = {name: size for name, size in sizes.items() if 0 < size <= SLAB and install.active()}
+        self._slab: mx.array | None = None
+        self._at = 0
+
+    def buffer(self, name: str, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+        """An evaluated array for a tensor, to be filled from outside. Changes state."""
+        if name not in self._sizes:
+            return install.buffer(shape, dtype)
+        if self._slab is None or self._at == self._slab.nbytes:
+            self._slab, self._at = install.buffer([self._together()], mx.uint8), 0
+        size = self._sizes.pop(name)
+        array = self._slab[self._at : self._at + size].view(dtype).reshape(shape)
+        mx.eval(array)
+        self._at += _lines(size)
+        return array
+
+    def _together(self) -> int:
+        """Bytes of the tensors that come next, as many as a slab has room for."""
+        total = 0
+        for size in self._sizes.values():
+            if total + _lines(size) > max(total, SLAB):
+                break
+            total += _lines(size)
+        return total
+
+
+def _lines(size: int) -> int:
+    return -(-size // LINE) * LINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,12 +341,11 @@ class _Coming:
     staging: npt.NDArray[np.uint8] | None  # where it is copied to if not into `array`
 
     @staticmethod
-    def begin(reader: Reader, entry: _Entry, lazy: mx.array) -> _Coming:
+    def begin(reader: Reader, entry: _Entry, lazy: mx.array, slabs: _Slabs) -> _Coming:
         """Begin to copy the part of a tensor that is kept."""
         if entry.source is None or not entry.source.nbytes:
             return _Coming(entry, lazy, None, None)
-        shape = entry.source.shape if entry.cut is None else entry.cut.shape(entry.source.shape)
-        here = install.buffer(shape, UNSIGNED[lazy.dtype.size])
+        here = slabs.buffer(entry.name, entry.shape, UNSIGNED[lazy.dtype.size])
         staging = None
         if mx.cuda.is_available():  # a device may have memory of its own, which cannot be written from here
             staging = np.empty(here.nbytes, np.uint8)
