@@ -47,7 +47,7 @@ CHECK_EVERY = memory.GB // 4  # bytes between two looks at the machine's memory 
 COMPUTED_WORTH_A_LINE = 1 << 20  # bytes
 SLAB = 64 << 20
 """Bytes of memory for many tensors that are asked for at once."""
-LINE = 64  # bytes; tensors begin at multiples
+LINE = 64  # bytes, of which a slab is a multiple; tensors begin at multiples
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 """By bytes per element: what a tensor is read as, since not every dtype of a file is one of numpy's."""
 
@@ -321,7 +321,7 @@ class _Slabs:
         """Bytes of the tensors that come next, as many as a slab has room for."""
         total = 0
         for size in self._sizes.values():
-            if total + _lines(size) > max(total, SLAB):
+            if total + _lines(size) > SLAB:
                 break
             total += _lines(size)
         return total
