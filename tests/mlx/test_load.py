@@ -22,6 +22,7 @@ from phalanx.cluster.library import NEEDED
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import MemoryShortage, ModelNotFound, ModelUnsupported, WeightsError
 from phalanx.model import load as loading
+from phalanx.model import slabs
 from phalanx.model.load import Loaded, load
 from phalanx.model.resolve import explain, resolve
 from phalanx.model.weights import read_headers
@@ -165,7 +166,7 @@ def test_tensors_that_stay_as_stored_lie_one_behind_the_other(
         asked.append(zeros.nbytes)
         return zeros
 
-    monkeypatch.setattr(loading, "SLAB", slab)
+    monkeypatch.setattr(slabs, "SLAB", slab)
     monkeypatch.setattr(loading.install, "active", lambda: True)
     monkeypatch.setattr(loading.install, "buffer", buffer)
     found = parameters(loaded(path, dtype=dtype).model)
@@ -176,7 +177,7 @@ def test_tensors_that_stay_as_stored_lie_one_behind_the_other(
     kept = [array for array in found.values() if array.dtype == mx.uint32 or dtype == "bfloat16"]
     small = sum(array.nbytes <= slab for array in kept)
     assert max(asked) <= max(slab, max(array.nbytes for array in found.values()))
-    assert sum(asked) < sum(array.nbytes for array in found.values()) + loading.LINE * len(found)
+    assert sum(asked) < sum(array.nbytes for array in found.values()) + slabs.LINE * len(found)
     if slab > 5000:
         assert small == len(kept)
         assert len(asked) == len(found) - small + -(-sum(array.nbytes for array in kept) // slab)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from phalanx.model.parallel import take_over
 from phalanx.model.reading import Copying, Reader
 from phalanx.model.resolve import resolve
 from phalanx.model.shard import Paper, Split, split
+from phalanx.model.slabs import Slabs
 from phalanx.model.weights import Cut, TensorInfo, read_headers, some
 
 __all__ = ["Loaded", "Prepared", "Progress", "load", "prepare", "resolve"]
@@ -45,9 +46,6 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 AHEAD = 32 << 20  # bytes of tensors that are on their way at once, or two tensors: so the disk has always work
 CHECK_EVERY = memory.GB // 4  # bytes between two looks at the machine's memory while loading
 COMPUTED_WORTH_A_LINE = 1 << 20  # bytes
-SLAB = 64 << 20
-"""Bytes of memory for many tensors that are asked for at once."""
-LINE = 64  # bytes, of which a slab is a multiple; tensors begin at multiples
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 """By bytes per element: what a tensor is read as, since not every dtype of a file is one of numpy's."""
 
@@ -270,7 +268,7 @@ class Prepared:
     def _arrays(self, reader: Reader) -> Iterator[tuple[_Entry, mx.array]]:
         """Every tensor as stored; while one is cast and kept, the next ones are being copied."""
         lazy = dict(tree_flatten(self.model.parameters()))
-        slabs = _Slabs(
+        slabs = Slabs(
             {
                 entry.name: entry.nbytes
                 for entry in self.plan
@@ -289,48 +287,6 @@ class Prepared:
             yield coming.popleft().arrived()
 
 
-class _Slabs:
-    """Memory for tensors that are kept as they are stored, many in one piece.
-
-    A tensor with memory of its own begins and ends within a huge page, so one of 2 MB has none; and a processor that
-    looks up every 4 KB where they are reads a fifth slower (docs/log.md, "Weights in huge pages").
-    """
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        """
-        Args:
-            sizes: bytes of the tensors, in the order in which they will be asked for.
-        """
-        self._sizes = {name: size for name, size in sizes.items() if 0 < size <= SLAB and install.active()}
-        self._slab: mx.array | None = None
-        self._at = 0
-
-    def buffer(self, name: str, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-        """An evaluated array for a tensor, to be filled from outside. Changes state."""
-        if name not in self._sizes:
-            return install.buffer(shape, dtype)
-        if self._slab is None or self._at == self._slab.nbytes:
-            self._slab, self._at = install.buffer([self._together()], mx.uint8), 0
-        size = self._sizes.pop(name)
-        array = self._slab[self._at : self._at + size].view(dtype).reshape(shape)
-        mx.eval(array)
-        self._at += _lines(size)
-        return array
-
-    def _together(self) -> int:
-        """Bytes of the tensors that come next, as many as a slab has room for."""
-        total = 0
-        for size in self._sizes.values():
-            if total + _lines(size) > SLAB:
-                break
-            total += _lines(size)
-        return total
-
-
-def _lines(size: int) -> int:
-    return -(-size // LINE) * LINE
-
-
 @dataclass(frozen=True, slots=True)
 class _Coming:
     """A tensor on its way from its file into memory of MLX's own, or one that mlx-lm will compute."""
@@ -341,7 +297,7 @@ class _Coming:
     staging: npt.NDArray[np.uint8] | None  # where it is copied to if not into `array`
 
     @staticmethod
-    def begin(reader: Reader, entry: _Entry, lazy: mx.array, slabs: _Slabs) -> _Coming:
+    def begin(reader: Reader, entry: _Entry, lazy: mx.array, slabs: Slabs) -> _Coming:
         """Begin to copy the part of a tensor that is kept."""
         if entry.source is None or not entry.source.nbytes:
             return _Coming(entry, lazy, None, None)
