@@ -17,10 +17,51 @@ inline bool within(const uint32_t* indices, int64_t count, int64_t limit, int64_
 
 inline bool known(int type) { return type == KERN_F32 || type == KERN_F16 || type == KERN_BF16; }
 
+// As kern_turns.
+inline int turns(const kern_quant* w) {
+#if defined(KERN_AVX512)
+  if (has_tiles || w->rows % kTurnedRows != 0) return 0;  // tiles are made of rows as they are
+  bool does = false;
+  with_format(*w, [&]<class F>(Of<F>) {
+    does = has_digits<F> && 32 % F::bits == 0;
+    return KERN_OK;
+  });
+  return does;
+#else
+  (void)w;
+  return 0;
+#endif
+}
+
+inline int turn(const kern_turn_args* args) {
+  const int64_t bytes = args->element_bytes, panel = kTurnedRows * args->columns * bytes;
+  if (bytes != 1 && bytes != 2 && bytes != 4) return KERN_UNSUPPORTED;
+  chunks(args->panels, 1, [&](int64_t first, int64_t last) {
+    uint8_t* copy = static_cast<uint8_t*>(scratch(SLOT_CHUNK, static_cast<size_t>(panel)));
+    for (int64_t p = first; p < last; p++) {
+      uint8_t* to = static_cast<uint8_t*>(args->data) + p * panel;
+      memcpy(copy, to, static_cast<size_t>(panel));
+      auto move = [&]<class T>(T) {
+        for (int64_t i = 0; i < args->columns; i++)
+          for (int64_t r = 0; r < kTurnedRows; r++)
+            memcpy(to + (i * kTurnedRows + r) * bytes, copy + (r * args->columns + i) * bytes, sizeof(T));
+      };
+      if (bytes == 4)
+        move(uint32_t{});
+      else if (bytes == 2)
+        move(uint16_t{});
+      else
+        move(uint8_t{});
+    }
+  });
+  return KERN_OK;
+}
+
 inline int quant_matmul(const kern_quant_matmul_args* args) {
   const kern_quant_matmul_args& a = *args;
   if (!known(a.x_type) || !known(a.out_type) || (a.w.mode == KERN_AFFINE && !known(a.w.scale_type)))
     return KERN_UNSUPPORTED;
+  if (a.w.turned && !(a.transpose && turns(&a.w))) return KERN_UNSUPPORTED;
   if (!within(a.lhs, a.pairs, a.blocks, a.repeat) || !within(a.rhs, a.pairs, a.w.matrices, 1)) return KERN_UNSUPPORTED;
   return with_format(a.w, [&]<class F>(Of<F>) -> int {
     if (a.pairs == 0 || a.rows == 0 || a.w.rows == 0 || a.w.width == 0) {
@@ -42,6 +83,7 @@ inline int dequantize(const kern_dequantize_args* args) {
   const kern_quant& w = a.w;
   if (!known(a.out_type) || (w.mode == KERN_AFFINE && !known(w.scale_type))) return KERN_UNSUPPORTED;
   if (w.matrices != 1 || !within(a.indices, a.count, w.rows, 1)) return KERN_UNSUPPORTED;
+  if (w.turned && w.rows % kTurnedRows != 0) return KERN_UNSUPPORTED;
   return with_format(w, [&]<class F>(Of<F>) -> int {
     if (w.width == 0) return KERN_OK;
     const int64_t blocks = (w.width + F::block - 1) / F::block, room = scale_room(groups(w));
@@ -52,8 +94,9 @@ inline int dequantize(const kern_dequantize_args* args) {
       float *decoded = scales + 2 * room, *natural = decoded + blocks * F::block;
       for (int64_t i = first; i < last; i++) {
         const int64_t row = a.indices != nullptr ? a.indices[i] : i;
-        read_scales(w, row * groups(w), groups(w), F::unit, scales, biases);
-        decode<F>(row_codes(w, 0, row), row_bytes(w), blocks, w.group, scales, biases, decoded);
+        const PlainRow plain(w, 0, row);
+        read_scales(plain.w, plain.row * groups(w), groups(w), F::unit, scales, biases);
+        decode<F>(row_codes(plain.w, 0, plain.row), row_bytes(w), blocks, w.group, scales, biases, decoded);
         restore<F>(decoded, blocks, natural);
         write_row(natural, w.width, a.out, a.out_type, i * w.width);
       }

@@ -71,28 +71,29 @@ struct Digits {
   static KERN_INLINE Words words_of(const uint8_t* p) { return Q::load(p); }
   static KERN_INLINE vi vector(Words w, int v) { return Q::quad(w, v); }
 
-  // product[m] = a group of W rows of w times M rows of x. each(digit, add) calls add(codes, x) for all vectors of codes
-  // of the group and, beside each other, what a digit of x has for them.
-  template <int M, class Each>
-  static KERN_INLINE void multiply_turned(const Each& each, vf* product) {
-    vi sum[M];
+  // Products of W rows of w with M rows of x: of a group, digit by digit.
+  template <int M>
+  struct Sums {
+    vi of[D][M] = {};
+
+    // Those of a vector, with words of x [digit][vector][M] from this vector on.
+    KERN_INLINE void add(vi codes, int, const int32_t* x) {
 #pragma GCC unroll 4
-    for (int digit = 0; digit < D; digit++) {
-#pragma GCC unroll 8
-      for (int m = 0; m < M; m++) sum[m] = digit % 2 == 0 ? vi{} : sum[m] << 8;
-      each(digit, [&](vi codes, const int32_t* x) __attribute__((always_inline)) {
+      for (int d = 0; d < D; d++)
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-          sum[m] = add_products(sum[m], codes, splat_int(x[m]));
-          keep(sum[m]);
+          of[d][m] = add_products(of[d][m], codes, splat_int(x[d * Q::count * M + m]));
+          keep(of[d][m]);
         }
-      });
-      if (digit % 2 == 0 && digit + 1 < D) continue;
-#pragma GCC unroll 8
-      for (int m = 0; m < M; m++)
-        product[m] = digit < 2 ? to_floats(sum[m]) : add_product(product[m], splat(256.0f), to_floats(sum[m]));
     }
-  }
+    KERN_INLINE void finish(vf* product) const {
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) {
+        product[m] = to_floats(D == 1 ? of[0][m] : (of[0][m] << 8) + of[D > 1][m]);
+        if constexpr (D == 3) product[m] = add_product(product[m], splat(256.0f), to_floats(of[2][m]));
+      }
+    }
+  };
 
   template <int R>
   static KERN_INLINE void multiply(const Words* code, const int32_t* digits, vf* product) {

@@ -250,16 +250,46 @@ KERN_INLINE int with_format(const kern_quant& w, const Body& body) {
 
 // -- rows ------------------------------------------------------------------------------------------------------------
 
+constexpr int64_t kTurnedRows = 16;  // that lie beside each other
+
 constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 KERN_INLINE int64_t row_bytes(const kern_quant& w) { return w.width * w.bits / 8; }
 KERN_INLINE int64_t groups(const kern_quant& w) { return w.width / w.group; }
+KERN_INLINE int64_t scale_bytes(const kern_quant& w) {
+  return w.mode != KERN_AFFINE ? 1 : w.scale_type == KERN_F32 ? 4 : 2;
+}
 // Room for the scales of `count` groups as floats: a block reads W of them wherever it starts.
 constexpr int64_t scale_room(int64_t count) { return round_up(count, W) + 2 * W; }
 
 KERN_INLINE const uint8_t* row_codes(const kern_quant& w, int64_t matrix, int64_t row) {
   return static_cast<const uint8_t*>(w.codes) + (matrix * w.rows + row) * row_bytes(w);
 }
+
+// A row of matrices as it would lie if they did not lie turned: row number `row` of `w`, counted over all matrices.
+struct PlainRow {
+  kern_quant w;
+  int64_t row;
+
+  PlainRow(const kern_quant& from, int64_t matrix, int64_t number) : w(from), row(matrix * from.rows + number) {
+    if (!from.turned) return;
+    const int64_t codes = row_bytes(w), bytes = scale_bytes(w), scales = groups(w) * bytes;
+    uint8_t* memory = static_cast<uint8_t*>(scratch(SLOT_CHUNK_3, static_cast<size_t>(codes + 2 * scales)));
+    w.codes = take(from.codes, codes / 4, 4, memory);
+    w.scales = take(from.scales, groups(w), bytes, memory + codes);
+    if (w.biases != nullptr) w.biases = take(from.biases, groups(w), bytes, memory + codes + scales);
+    w.turned = 0;
+    row = 0;
+  }
+
+ private:
+  const void* take(const void* turned, int64_t columns, int64_t bytes, uint8_t* to) const {
+    const int64_t first = row / kTurnedRows * kTurnedRows * columns + row % kTurnedRows, step = kTurnedRows * bytes;
+    const uint8_t* from = static_cast<const uint8_t*>(turned) + first * bytes;
+    for (int64_t i = 0; i < columns; i++) memcpy(to + i * bytes, from + i * step, static_cast<size_t>(bytes));
+    return to;
+  }
+};
 
 template <class T>
 KERN_INLINE void floats_of(const T* from, int64_t count, float* to) {

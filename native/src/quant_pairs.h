@@ -95,18 +95,25 @@ struct Pairs {
   static KERN_INLINE Words words_of(const uint8_t* p) { return Codes::words(p); }
   static KERN_INLINE vi vector(Words w, int v) { return (vi)Codes::vector(w, v); }
 
-  template <int M, class Each>
-  static KERN_INLINE void multiply_turned(const Each& each, vf* product) {
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) product[m] = vf{};
-    each(0, [&](vi codes, const int32_t* x) __attribute__((always_inline)) {
+  // Products of W rows of w with M rows of x.
+  template <int M>
+  struct Sums {
+    static constexpr int parts = Codes::count > 1 ? 2 : 1;  // that need not wait for each other
+    vf of[parts][M] = {};
+
+    KERN_INLINE void add(vi codes, int v, const int32_t* x) {
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
-        product[m] = add_pairs(product[m], (__m512i)codes, (__m512i)splat_int(x[m]));
-        asm("" : "+v"(product[m]));
+        vf& part = of[v % parts][m];
+        part = add_pairs(part, (__m512i)codes, (__m512i)splat_int(x[m]));
+        asm("" : "+v"(part));
       }
-    });
-  }
+    }
+    KERN_INLINE void finish(vf* product) const {
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) product[m] = parts == 1 ? of[0][m] : of[0][m] + of[parts - 1][m];
+    }
+  };
 
   template <int R>
   static KERN_INLINE void multiply(const Code* code, const int32_t* x, vf* product) {

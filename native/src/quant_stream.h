@@ -9,8 +9,9 @@
 //   Code, load() a block of a row of w
 //   multiply()   blocks of R rows of w with one of x, lane by lane
 //   take()       a row of x; false where floats have to do it
-// and what `Turned` (quant_turned.h) says, to which kTurned rows of x and more go. A result depends on one row of x and
-// one of w only, not on threads or other rows; but kTurned rows and more add up in another order than fewer.
+// and what `Turned` (quant_turned.h) says, to which kTurned rows of x and more go, and all where rows of w lie turned. A
+// result depends on one row of x and one of w only, not on threads or other rows; but kTurned rows and more add up in
+// another order than fewer, unless rows of w lie turned.
 #pragma once
 #include "quant_exact.h"
 
@@ -27,6 +28,10 @@ KERN_INLINE vi load_words(const int32_t* p) { return load_lanes<4>(reinterpret_c
 // -- scales ----------------------------------------------------------------------------------------------------------
 
 enum { kE8M0 = KERN_BF16 + 1, kE4M3 };  // types of scales that no activation has
+
+KERN_INLINE int scale_type(const kern_quant& w) {
+  return w.mode == KERN_AFFINE ? w.scale_type : w.mode == KERN_NVFP4 ? kE4M3 : kE8M0;
+}
 
 // The next W of `left` scales from number `at` on; 0 where there are no more.
 KERN_INLINE vf scales_at(const void* scales, int type, int64_t at, int64_t left) {
@@ -90,8 +95,7 @@ __attribute__((noinline)) void dot_rows(const kern_quant& w, int64_t row, int64_
   const int64_t bytes = row_bytes(w), blocks = (w.width + F::block - 1) / F::block, count = groups(w);
   const int64_t whole = least(blocks, most(0, (bytes - F::over) / F::block_bytes));
   const int64_t span = W * w.group / F::block;  // blocks that W scales are for
-  const int type = w.mode == KERN_AFFINE ? w.scale_type : w.mode == KERN_NVFP4 ? kE4M3 : kE8M0;
-  const int64_t scale_bytes = type == KERN_F32 ? 4 : type == KERN_F16 || type == KERN_BF16 ? 2 : 1;
+  const int type = scale_type(w);
   const int shift = __builtin_ctz(static_cast<unsigned>(w.group));
   vi lanes;
   for (int i = 0; i < W; i++) lanes[i] = i * F::per_lane;
@@ -114,7 +118,7 @@ __attribute__((noinline)) void dot_rows(const kern_quant& w, int64_t row, int64_
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
         const vf scale = scales_at(w.scales, type, first[r] + g, count - g);
-        const int64_t ahead = (first[r] + g + 8 * count) * scale_bytes;
+        const int64_t ahead = (first[r] + g + 8 * count) * scale_bytes(w);
         __builtin_prefetch(static_cast<const uint8_t*>(w.scales) + ahead);
         if constexpr (Layout::counted) {
 #pragma GCC unroll 8
@@ -190,7 +194,7 @@ struct Streamed {
   const int64_t* row_of = nullptr;
   Beside beside{};
 
-  bool turns(const Segment& s) const { return s.count >= kTurned && s.count <= most_rows; }
+  bool turns(const Segment& s) const { return (w.turned || s.count >= kTurned) && s.count <= most_rows; }
   StreamRow prepared(int64_t slot) const {
     const int64_t at = row_of != nullptr ? row_of[slot] : slot;
     return {x + at * ld, factors + at * room, sums + at * room, nullptr};
@@ -260,9 +264,10 @@ struct Streamed {
     float* scales = static_cast<float*>(scratch(SLOT_CHUNK, static_cast<size_t>(2 * room) * sizeof(float)));
     float* biases = w.mode == KERN_AFFINE ? scales + room : nullptr;
     for (int64_t i = 0; i < columns; i++) {
-      read_scales(w, (s.matrix * w.rows + n + i) * group_count, group_count, F::unit, scales, biases);
+      const PlainRow plain(w, s.matrix, n + i);
+      read_scales(plain.w, plain.row * group_count, group_count, F::unit, scales, biases);
       vf products{};
-      dot_row<F, 1>(row_codes(w, s.matrix, n + i), row_bytes(w), blocks, 4096, w.group, scales, row, 0, &products);
+      dot_row<F, 1>(row_codes(plain.w, 0, plain.row), row_bytes(w), blocks, 4096, w.group, scales, row, 0, &products);
       out[i] = finish(products, biases, total, group_count);
     }
   }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from kern import F32, Array, Int, Int64, Pointer, call, decode, encode, pointer, unaligned
+from kern import F32, Array, Int, Int64, Pointer, call, decode, encode, library, pointer, unaligned
 
 AFFINE, MXFP4, MXFP8, NVFP4 = 0, 1, 2, 3
 EXACT, FAST = 0, 1
@@ -27,6 +27,7 @@ class Quant(ctypes.Structure):
         ("bits", Int),
         ("group", Int),
         ("scale_type", Int),
+        ("turned", Int),
     ]
 
 
@@ -81,12 +82,13 @@ class Matrices:
     values: Array  # float64 [matrices, rows, width]
     scale: Array  # of each element
     size: Array  # |code * scale| + |bias|: what rounding errors are relative to
+    turned: bool = False  # rows of codes, scales and biases: each sixteen lie beside each other
 
     def struct(self) -> Quant:
         matrices, rows, width = self.values.shape
         return Quant(
             *(pointer(a) for a in (self.codes, self.scales, self.biases)),
-            *(matrices, rows, width, self.mode, self.bits, self.group, self.scale_type),
+            *(matrices, rows, width, self.mode, self.bits, self.group, self.scale_type, self.turned),
         )
 
 
@@ -138,3 +140,21 @@ def matmul(
     )
     assert call("kern_quant_matmul", args) == 0
     return decode(out, out_type)
+
+
+def turns(w: Matrices) -> bool:
+    """Whether its rows may lie turned on this processor."""
+    return bool(library.kern_turns(ctypes.byref(w.struct())))
+
+
+def turned(w: Matrices, offset=0) -> Matrices:
+    """The same matrices with their rows turned."""
+
+    def turn(array: Array | None) -> Array | None:
+        if array is None:
+            return None
+        *matrices, rows, columns = array.shape
+        panels = array.reshape(*matrices, rows // 16, 16, columns).swapaxes(-1, -2)
+        return unaligned(np.ascontiguousarray(panels).reshape(array.shape), offset)
+
+    return replace(w, codes=turn(w.codes), scales=turn(w.scales), biases=turn(w.biases), turned=True)

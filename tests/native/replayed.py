@@ -18,16 +18,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import mlx.core as mx
 import numpy as np
 from families import WEIGHTS, Weights
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import quantize_model
 from models import build, make_config
 
-from phalanx.kernels.install import install
+from phalanx.kernels import install
 from phalanx.model import registry
 from phalanx.model.absorbed import absorb_short_queries
 from phalanx.model.runner import Runner
+from phalanx.model.turned import turn_over
 from phalanx.sched.plan import Admit, Forward, Resize, RowOp
 
 PROMPT = (7, 11, 30, 5, 80, 41, 9, 100, 23)
+
+
+def turn(model: Any) -> None:
+    """As they are when they have been loaded."""
+    parameters = dict(tree_flatten(model.parameters()))
+    mx.eval(parameters)
+    names = turn_over(model, lambda name: False)
+    model.update(tree_unflatten([(name, install.turn(parameters[name])) for name in names]))
 
 
 class Twins:
@@ -42,6 +52,7 @@ class Twins:
         model = build(config, WEIGHTS.get(family, Weights()), dtype)
         if bits:
             model, config = quantize_model(model, config, group_size=32, bits=int(bits))
+            turn(model)
         absorb_short_queries(model)
         facts = registry.inspect(model, config)
         self.recurrent = facts.recurrent
@@ -156,7 +167,7 @@ def ahead(twins: Twins) -> tuple[int, int]:
 
 def main() -> None:
     mx.disable_compile()  # as the engine does
-    assert install("exact", 2) is not None
+    assert install.install("exact", 2) is not None
     found = {}
     for name in sys.argv[1:]:
         twins = Twins(name)

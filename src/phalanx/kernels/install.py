@@ -81,6 +81,22 @@ def buffer(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
     return zeros
 
 
+def turns(rows: int, width: int, mode: str, group_size: int, bits: int) -> bool:
+    """Whether products with such quantised matrices are faster when their rows lie turned (`turn`)."""
+    return active() and mode in MODES and bool(preload.OPS.turns(rows, width, mode, group_size, bits))
+
+
+def turn(array: mx.array) -> mx.array:
+    """Codes, scales or biases [..., rows, columns] of quantised matrices, turned in place: of each sixteen rows, the
+    elements of a column lie together. Codes are int32 then, by which native operations know them and MLX's refuse them.
+
+    Args:
+        array: evaluated, and nobody else's memory.
+    """
+    turned: mx.array = preload.OPS.turn_rows(array)
+    return turned
+
+
 def install(precision: CpuPrecision, threads: int, *, run_ahead: bool = True) -> Installed | None:
     """Replace MLX's entry points; None where MLX does not compute on the CPU or the kernels are not there.
 

@@ -34,6 +34,7 @@ from phalanx.model.reading import Copying, Reader
 from phalanx.model.resolve import resolve
 from phalanx.model.shard import Paper, Split, split
 from phalanx.model.slabs import Slabs
+from phalanx.model.turned import turn_over
 from phalanx.model.weights import Cut, TensorInfo, read_headers, some
 
 __all__ = ["Loaded", "Prepared", "Progress", "load", "prepare", "resolve"]
@@ -88,6 +89,7 @@ class _Entry:
     nbytes: int  # bytes as kept
     source: TensorInfo | None  # None: mlx-lm computes it
     cut: Cut | None  # the rows of the source; None is all
+    turned: bool  # once it has been read
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -254,6 +256,9 @@ class Prepared:
                     array = array.astype(entry.dtype)
                     mx.eval(array)
                     mx.clear_cache()
+                if entry.turned:
+                    mx.eval(array)
+                    array = install.turn(array)
                 self.model.update(tree_unflatten([(entry.name, array)]))
                 del array
                 done += entry.nbytes
@@ -325,6 +330,7 @@ def _plan(built: Built, parts: Split, target: mx.Dtype | None, narrow: set[str],
         narrow: names of those that are left in any case.
     """
     castable = _cast_predicate(built.model, target)
+    turning = turn_over(built.model, lambda name: name in parts.computed or name not in built.origins)
     entries = []
     for name, array in tree_flatten(built.model.parameters()):
         floating = mx.issubdtype(array.dtype, mx.floating)
@@ -334,7 +340,8 @@ def _plan(built: Built, parts: Split, target: mx.Dtype | None, narrow: set[str],
         cut = None if source is None else parts.cuts.get(name)
         split_up = name in parts.computed or name in parts.cuts
         stored = array.nbytes * (ranks if source is None and split_up else 1)
-        entries.append(_Entry(name, array.size, kept, stored, array.size * kept.size, source, cut))
+        nbytes = array.size * kept.size
+        entries.append(_Entry(name, array.size, kept, stored, nbytes, source, cut, turned=name in turning))
     return sorted(entries, key=_place)
 
 
