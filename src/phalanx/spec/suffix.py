@@ -16,8 +16,9 @@ from phalanx.config import SuffixSpeculation
 from phalanx.spec.drafters import Draft, grade
 from phalanx.spec.lookup import INDEXED_PER_STEP, LookupDrafter, Place, Shelf, Text, said, shared, trust
 
-RUNS = (6, 2)
-"""Run lengths that lead to places: where the longer one does, the shorter is not asked."""
+RUNS = (6, 2, 1)
+"""Run lengths that lead to places: where a longer one does, the shorter are not asked. A single token says something in
+records, where few values stand beside each other; elsewhere its grade soon has a bad name."""
 
 Voice = tuple[int, list[int]]
 """Length of the context that it shares with the text, and how it goes on."""

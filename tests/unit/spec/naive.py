@@ -92,7 +92,7 @@ class NaiveSuffix(Naive):
         self.depth, self.factor, self.least = depth, factor, least
 
     def continuation(self, salt, tokens, n):
-        places = self.places(salt, tokens, RUNS[0]) or self.places(salt, tokens, RUNS[1])
+        places = next((found for size in RUNS if (found := self.places(salt, tokens, size))), [])
         voices = [(self.context(tokens, text[:at], self.depth), text, at) for text, at in places]
         longest = max((length for length, _, _ in voices), default=0)
         draft, rights, certainty = [], [], 1.0
