@@ -24,6 +24,7 @@ from models import make_model
 
 from phalanx.kernels import install
 from phalanx.model import load as loading
+from phalanx.model.turned import TurnedEmbedding
 
 TOKENS = mx.array([[7, 11, 30, 5, 80, 41, 9, 100, 23, 17], [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]])
 BATCH = 20
@@ -52,15 +53,28 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     install.turns = turns
     parameters = dict(tree_flatten(model.parameters()))
     found, wanted = logits(model), logits(plain)
+    refused = True
+    if (table := next((m for m in model.modules() if isinstance(m, TurnedEmbedding)), None)) is not None:
+        how = {"group_size": table.group_size, "bits": table.bits, "mode": table.mode}
+        try:
+            mx.eval(mx.dequantize(table["weight"][:16], table["scales"][:16], _first(table.get("biases")), **how))
+            refused = False
+        except ValueError:
+            pass
     alone = logits(model, TOKENS[:1, :3])  # fewer rows than are turned where they do not lie so
     return {
         "turned": sorted(key for key, array in parameters.items() if array.dtype == mx.int32),
         "not": sorted(key for key, array in parameters.items() if array.dtype == mx.uint32),
+        "refused": refused,
         "same": bool(np.array_equal(found, wanted)),
         "same alone": bool(np.array_equal(alone, found[:1, :3])),
         "distance": _distance(found, STOCK[name]),
         "plain distance": _distance(wanted, STOCK[name]),
     }
+
+
+def _first(array: mx.array | None) -> mx.array | None:
+    return None if array is None else array[:16]
 
 
 STOCK: dict[str, Any] = {}

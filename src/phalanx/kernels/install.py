@@ -232,7 +232,8 @@ def _quantised(ops: Ops, precision: str) -> Replacements:
         bits: int | None = None, mode: str = "affine", global_scale: Any = None, dtype: Any = None, *,
         stream: Any = None,
     ) -> mx.array:  # fmt: skip
-        if stream is None and global_scale is None and (dtype is None or dtype in FLOATS):
+        # what is turned (int32) is for `TurnedEmbedding`: rows that somebody cut out of it mean nothing, which MLX says
+        if stream is None and global_scale is None and w.dtype == mx.uint32 and (dtype is None or dtype in FLOATS):
             if mode in MODES and (mode != "affine" or scales.dtype in FLOATS):
                 return ops.dequantize_rows(w, scales, biases, None, group_size, bits, mode, dtype)
         return stock_dequantize(w, scales, biases, group_size, bits, mode, global_scale, dtype, stream=stream)
