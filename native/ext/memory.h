@@ -20,6 +20,7 @@ namespace mx = mlx::core;
 namespace detail {
 
 constexpr uintptr_t huge_page = uintptr_t{2} << 20;
+constexpr uintptr_t line = 64;
 
 // A first touch costs a page fault: every 4 KiB, or every 2 MiB where the system agrees. It may not.
 inline void prefer_huge_pages(void* data, size_t bytes) {
@@ -32,17 +33,21 @@ inline void prefer_huge_pages(void* data, size_t bytes) {
 
 }  // namespace detail
 
-// An evaluated array whose content is whatever the memory holds: write all of it before it is read.
+// An evaluated array whose content is whatever the memory holds: write all of it before it is read. It begins with a
+// cache line; what MLX allocates begins behind its length, so that every vector would be read from two lines.
 inline mx::array buffer(const mx::Shape& shape, mx::Dtype dtype) {
   size_t bytes = mx::size_of(dtype);
   for (auto n : shape) {
     if (n < 0) throw std::invalid_argument("buffer: a dimension of " + std::to_string(n));
     bytes *= n;
   }
-  mx::allocator::Data memory = mx::allocator::malloc(bytes);
-  mx::allocator::Buffer where = memory.buffer();
-  detail::prefer_huge_pages(where.raw_ptr(), bytes);
-  return mx::array(std::move(memory), shape, dtype);
+  mx::allocator::Data memory = mx::allocator::malloc(bytes + detail::line);
+  const auto begin = reinterpret_cast<uintptr_t>(memory.buffer().raw_ptr());
+  const uintptr_t behind = -begin % detail::line;
+  detail::prefer_huge_pages(reinterpret_cast<void*>(begin + behind), bytes);
+  mx::array made(mx::allocator::Data(mx::allocator::Buffer(nullptr), nullptr), shape, dtype);
+  made.set_data(std::move(memory), made.size(), made.strides(), made.flags(), static_cast<int64_t>(behind));
+  return made;
 }
 
 }  // namespace phalanx_cpu

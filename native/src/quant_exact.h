@@ -120,9 +120,11 @@ KERN_INLINE void dot_tiles(const float* x, int64_t ld_x, const float* w, int64_t
   for (; n < columns; n++) dot_tile<M, 1>(x, ld_x, w + n * ld_w, ld_w, depth, c + n, ld_c);
 }
 
-// Panels in a chunk: 128 KB of codes keep the streams long and the threads busy.
+constexpr int64_t kChunk = 128 << 10;  // bytes of codes: they keep the streams long and the threads busy
+
+// Panels in a chunk.
 KERN_INLINE int64_t panel_step(const kern_quant& w, int64_t columns, int64_t x_rows) {
-  return most(1, (int64_t{128} << 10) / (columns * row_bytes(w) * most(1, x_rows / 8)));
+  return most(1, kChunk / (columns * row_bytes(w) * most(1, x_rows / 8)));
 }
 
 // -- the product -----------------------------------------------------------------------------------------------------

@@ -242,15 +242,15 @@ struct Streamed {
     });
   }
 
-  // c[m][n], kPanelN apart, for rows [n, n + columns) of the segment's matrix.
-  void multiply(const Segment& s, int64_t slot, int64_t n, int64_t columns, float* c) const {
+  // c[m][n], `ld` apart, for rows [n, n + columns) of the segment's matrix.
+  void multiply(const Segment& s, int64_t slot, int64_t n, int64_t columns, float* c, int64_t ld) const {
     const bool turn = turns(s);
-    if (turn) Turned<Layout>::run(w, s.matrix * w.rows + n, columns, beside, slot, s.count, c);
+    if (turn) Turned<Layout>::run(w, s.matrix * w.rows + n, columns, beside, slot, s.count, c, ld);
     StreamRow rows[kTurned];
     int64_t count = 0;
     for (int64_t m = 0; m < s.count; m++) {
       StreamRow row = prepared(slot + m);
-      row.out = c + m * kPanelN;
+      row.out = c + m * ld;
       if (Layout::counted && row.factors[0] == INFINITY)
         multiply_floats(s, reinterpret_cast<const float*>(row.x), row.sums, n, columns, row.out);
       else if (!turn)
@@ -272,20 +272,35 @@ struct Streamed {
     }
   }
 
+  // Where in out a segment's results go, float32 and row behind row; NULL where they cannot be put there at once. (To
+  // read again what has just been written makes the processor wait for all of it.)
+  float* out_of(const Slots& slots, const Segment& s) const {
+    const int64_t at = slots.out[s.first], count = s.count;
+    if (args.out_type != KERN_F32 || slots.out[s.first + count - 1] != at + count - 1) return nullptr;
+    if (w.turned ? count > Turned<Layout>::kMost : turns(s)) return nullptr;
+    return static_cast<float*>(args.out) + at * w.rows;
+  }
+
   void run(const Slots& slots) {
-    const int64_t panels = (w.rows + kPanelN - 1) / kPanelN;
+    const bool few = w.turned && slots.largest() <= Turned<Layout>::kMost;
+    const int64_t panel = few ? most(W, kChunk / row_bytes(w) / W * W) : kPanelN;  // rows of w
+    const int64_t panels = (w.rows + panel - 1) / panel;
     each_slot_block(slots, [&](int64_t begin, int64_t end, int64_t first, int64_t count) {
       prepare(slots, first, count);
       put_beside(slots, begin, end, first, count);
-      chunks((end - begin) * panels, panel_step(w, kPanelN, 1), [&](int64_t from, int64_t to) {
+      chunks((end - begin) * panels, panel_step(w, panel, 1), [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; i++) {
           const Segment& s = slots.segments[begin + i / panels];
           if (s.count > most_rows) continue;
-          const int64_t n = i % panels * kPanelN, columns = least(kPanelN, w.rows - n);
-          float* c = static_cast<float*>(scratch(SLOT_CHUNK_2, static_cast<size_t>(s.count * kPanelN) * sizeof(float)));
-          multiply(s, s.first - first, n, columns, c);
+          const int64_t n = i % panels * panel, columns = least(panel, w.rows - n);
+          if (float* out = out_of(slots, s)) {
+            multiply(s, s.first - first, n, columns, out + n, w.rows);
+            continue;
+          }
+          float* c = static_cast<float*>(scratch(SLOT_CHUNK_2, static_cast<size_t>(s.count * panel) * sizeof(float)));
+          multiply(s, s.first - first, n, columns, c, panel);
           for (int64_t m = 0; m < s.count; m++)
-            write_row(c + m * kPanelN, columns, args.out, args.out_type, slots.out[s.first + m] * w.rows + n);
+            write_row(c + m * panel, columns, args.out, args.out_type, slots.out[s.first + m] * w.rows + n);
         }
       });
     });

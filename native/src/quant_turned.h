@@ -14,6 +14,8 @@
 //   Sums               of the products of a group with some rows of x: add() those with a vector, finish() them
 //   bias               what times its scale each element of w has besides
 #pragma once
+#include <type_traits>
+
 #include "quant_digits.h"
 #include "quant_pairs.h"
 #include "transpose.h"
@@ -22,6 +24,9 @@ namespace kern::KERN_NS {
 
 #if defined(KERN_AVX512)
 
+template <int M>
+using Rows = std::integral_constant<int, M>;
+
 template <class X>
 struct Turned {
   using F = typename X::Format;
@@ -29,76 +34,126 @@ struct Turned {
   static constexpr int kept = X::late ? 1 : X::vectors;     // vectors for each lane of a block
   static constexpr int64_t blocks_at_once = 8 / X::vectors;  // of W rows of w: 8 KB at most
   static constexpr int64_t panels = kPanelN / W;
+  static constexpr int64_t kMost = 8;          // rows of x in a tile
+  static constexpr int64_t kScalesAhead = 24;  // groups
+  static constexpr int kUntold = 2;            // words of x with each lane, for which no codes are fetched ahead
 
   // Scales and biases of W rows of w, [group], lane n of each being row n: stored ones, of `type`. NULL: no biases.
   struct Scales {
-    const void *scales, *biases;
+    const uint8_t *scales, *biases;
     int type;
+    int64_t step;  // bytes of a group
+
+    KERN_INLINE vf scale(int64_t g) const { return scales_at(scales + g * step, type, 0, W); }
+    KERN_INLINE vf bias(int64_t g) const { return scales_at(biases + g * step, type, 0, W); }
+    KERN_INLINE Scales from(int64_t g) const {
+      return {scales + g * step, biases != nullptr ? biases + g * step : nullptr, type, step};
+    }
+    KERN_INLINE void fetch(int64_t g) const {
+      __builtin_prefetch(scales + g * step, 0, 2);
+      if (biases != nullptr) __builtin_prefetch(biases + g * step, 0, 2);
+    }
   };
 
-  // What to fetch: codes, a step with each lane's words, and scales, a step with each group.
-  struct Soon {
-    const uint8_t *codes, *scales, *biases;
-    int64_t step, scale_step;
-  };
+  // Adds the products of M rows of x with the next SOME lanes of W rows of w. If FETCH, each lane fetches what is at
+  // `soon`, which moves on by `step` bytes.
+  template <int M, int SOME, bool FETCH>
+  static KERN_INLINE void add_lanes(const int32_t*& codes, const int32_t*& words_of_x,
+                                    typename X::template Sums<M>& sums, const uint8_t*& soon, int64_t step) {
+#pragma GCC unroll 8
+    for (int i = 0; i < SOME; i++, codes += kept * W, words_of_x += words * M) {
+      if constexpr (FETCH) {
+        __builtin_prefetch(soon, 0, 2);
+        soon += step;
+      }
+      const vi word = load_words(codes);
+#pragma GCC unroll 8
+      for (int v = 0; v < X::vectors; v++) {
+        vi some = X::late ? X::vector({word, vi{}}, v) : load_words(codes + v * W);
+        keep(some);
+        sums.add(some, v, words_of_x + v * M);
+      }
+    }
+  }
+
+  // Adds a group's products to those of the groups before it.
+  template <int M>
+  static KERN_INLINE void add_group(const typename X::template Sums<M>& sums, const Scales& scales, int64_t g,
+                                    const BesideRows& x, vf* total) {
+    vf scale = scales.scale(g), bias{};
+    if (X::bias != 0.0f) bias = scale * X::bias;
+    if (X::bias == 0.0f && scales.biases != nullptr) bias = scales.bias(g);
+    if (!X::counted && F::unit != 1.0f) scale = scale * F::unit;
+    vf product[M];
+    sums.finish(product);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      if (X::bias != 0.0f || scales.biases != nullptr)
+        total[m] = add_product(bias, splat(x.sums[g * M + m]), total[m]);
+      total[m] = add_product(product[m], X::counted ? scale * x.factors[g * M + m] : scale, total[m]);
+    }
+  }
 
   // c[m][lane] += M rows of x from a group on times `count` groups of W rows of w.
   template <int M>
   static __attribute__((noinline)) void tile(const int32_t* codes, int64_t lanes, int64_t count, BesideRows x,
-                                             Scales scales, Soon soon, float* c, int64_t ld) {
+                                             Scales scales, const uint8_t* soon, int64_t step, float* c, int64_t ld) {
     const int32_t* at = x.words;
     vf total[M];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) total[m] = load(c + m * ld);
     for (int64_t g = 0; g < count; g++) {
       typename X::template Sums<M> sums;
-      for (int64_t lane = 0; lane < lanes; lane++, codes += kept * W, at += words * M) {
-        __builtin_prefetch(soon.codes, 0, 2);
-        soon.codes += soon.step;
-        const vi word = load_words(codes);
-#pragma GCC unroll 8
-        for (int v = 0; v < X::vectors; v++) {
-          vi some = X::late ? X::vector({word, vi{}}, v) : load_words(codes + v * W);
-          keep(some);
-          sums.add(some, v, at + v * M);
-        }
-      }
-      if (g % 2 == 0) {
-        __builtin_prefetch(soon.scales, 0, 2);
-        __builtin_prefetch(soon.biases, 0, 2);
-      }
-      soon.scales += soon.scale_step;
-      soon.biases += soon.scale_step;
-      vf scale = scales_at(scales.scales, scales.type, g * W, W), bias{};
-      if (X::bias != 0.0f) bias = scale * X::bias;
-      if (X::bias == 0.0f && scales.biases != nullptr) bias = scales_at(scales.biases, scales.type, g * W, W);
-      if (!X::counted && F::unit != 1.0f) scale = scale * F::unit;
-      vf product[M];
-      sums.finish(product);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; m++) {
-        if (X::bias != 0.0f || scales.biases != nullptr)
-          total[m] = add_product(bias, splat(x.sums[g * M + m]), total[m]);
-        total[m] = add_product(product[m], X::counted ? scale * x.factors[g * M + m] : scale, total[m]);
-      }
+      for (int64_t lane = 0; lane < lanes; lane++) add_lanes<M, 1, true>(codes, at, sums, soon, step);
+      add_group<M>(sums, scales, g, x, total);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) store(c + m * ld, total[m]);
   }
 
-  // Calls body(kernel, first, M) for tiles of `count` rows of x.
+  // c[m][n] for M rows of x and `strips` times W rows of w that lie turned. With little to do for each lane the
+  // processor foresees better than it can be told which codes come next, since they are read in the order in which they
+  // lie; it has to be told where there is more to do, and of scales, which are so few.
+  template <int M>
+  static __attribute__((noinline)) void stream(const int32_t* codes, int64_t lanes, int64_t count, BesideRows x,
+                                               Scales scales, int64_t strips, float* c, int64_t ld) {
+    constexpr bool fetch = M * words > kUntold;
+    constexpr int some = M == 1 ? 8 : 2;  // lanes at a time: groups have an even number
+    const uint8_t* soon = reinterpret_cast<const uint8_t*>(codes) + kAhead;
+    for (int64_t s = 0; s < strips; s++, c += W) {
+      const int32_t* at = x.words;
+      vf total[M] = {};
+      for (int64_t g = 0; g < count; g++) {
+        typename X::template Sums<M> sums;
+        int64_t lane = 0;
+        for (; lane + some <= lanes; lane += some) add_lanes<M, some, fetch>(codes, at, sums, soon, sizeof(vi));
+        for (; lane < lanes; lane += 2) add_lanes<M, 2, fetch>(codes, at, sums, soon, sizeof(vi));
+        if (g % 2 == 0) scales.fetch(g + kScalesAhead);
+        add_group<M>(sums, scales, g, x, total);
+      }
+      scales = scales.from(count);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) store(c + m * ld, total[m]);
+    }
+  }
+
+  static Scales as_floats(const vf* scales, const vf* biases) {
+    return {reinterpret_cast<const uint8_t*>(scales), reinterpret_cast<const uint8_t*>(biases), KERN_F32, sizeof(vf)};
+  }
+
+  // Calls body(M, first) for tiles of M of `count` rows of x, M being a constant.
   template <class Body>
   static KERN_INLINE void each_tile(int64_t count, const Body& body) {
     int64_t m = 0;
-    for (; m + 8 <= count; m += 8) body(tile<8>, m, 8);
+    for (; m + kMost <= count; m += kMost) body(Rows<kMost>(), m);
     switch (count - m) {
-      case 7: return body(tile<7>, m, 7);
-      case 6: return body(tile<6>, m, 6);
-      case 5: return body(tile<5>, m, 5);
-      case 4: return body(tile<4>, m, 4);
-      case 3: return body(tile<3>, m, 3);
-      case 2: return body(tile<2>, m, 2);
-      case 1: return body(tile<1>, m, 1);
+      case 7: return body(Rows<7>(), m);
+      case 6: return body(Rows<6>(), m);
+      case 5: return body(Rows<5>(), m);
+      case 4: return body(Rows<4>(), m);
+      case 3: return body(Rows<3>(), m);
+      case 2: return body(Rows<2>(), m);
+      case 1: return body(Rows<1>(), m);
     }
   }
 
@@ -155,63 +210,61 @@ struct Turned {
     memcpy(out, turned, sizeof turned);
   }
 
-  static constexpr int64_t kScalesAhead = 24;  // groups
+  // Of rows that lie turned, from number `at` on.
+  static Scales lying_scales(const kern_quant& w, int64_t at) {
+    const int64_t bytes = scale_bytes(w);
+    const auto begin = [&](const void* of) {
+      return of != nullptr ? static_cast<const uint8_t*>(of) + at * bytes : nullptr;
+    };
+    return {begin(w.scales), begin(w.biases), scale_type(w), W * bytes};
+  }
 
-  // As run(), for rows that lie turned.
+  // As run(), for up to kMost rows of x and those of w that lie turned.
+  static void run_few(const kern_quant& w, int64_t row, int64_t rows, const Beside& x, int64_t slot, int64_t count,
+                      float* c, int64_t ld) {
+    const int64_t lanes = w.group / F::per_lane, at = row * groups(w);
+    each_tile(count, [&](auto size, int64_t) {
+      stream<size>(static_cast<const int32_t*>(w.codes) + at * lanes, lanes, groups(w), x.rows(slot, size, 0, 0),
+                   lying_scales(w, at), rows / W, c, ld);
+    });
+  }
+
+  // As run(), for rows of w that lie turned.
   static void run_turned(const kern_quant& w, int64_t row, int64_t rows, const Beside& x, int64_t slot, int64_t count,
                          float* c) {
     vf scales[panels * W], biases[panels * W];
-    const int64_t lanes = w.group / F::per_lane, used = (rows + W - 1) / W, bytes = scale_bytes(w);
+    const int64_t lanes = w.group / F::per_lane, used = (rows + W - 1) / W;
     memset(c, 0, static_cast<size_t>(count * kPanelN) * sizeof(float));
-    auto codes_at = [&](int64_t at) { return static_cast<const int32_t*>(w.codes) + at * lanes; };
-    auto scales_from = [&](int64_t at) {
-      return Scales{static_cast<const uint8_t*>(w.scales) + at * bytes,
-                    w.biases != nullptr ? static_cast<const uint8_t*>(w.biases) + at * bytes : nullptr,
-                    scale_type(w)};
-    };
-    if (count <= 8) {  // all are one tile, which meets W rows of w after the other, as they lie
-      for (int64_t p = 0; p < used; p++) {
-        const int64_t at = (row + p * W) * groups(w);
-        const Scales found = scales_from(at), later = scales_from(at + kScalesAhead * W);
-        const int32_t* codes = codes_at(at);
-        const auto* biased = static_cast<const uint8_t*>(w.biases != nullptr ? later.biases : later.scales);
-        const Soon soon{reinterpret_cast<const uint8_t*>(codes) + kAhead, static_cast<const uint8_t*>(later.scales),
-                        biased, W * sizeof(int32_t), W * bytes};
-        each_tile(count, [&](auto kernel, int64_t, int64_t together) {
-          kernel(codes, lanes, groups(w), x.rows(slot, together, 0, 0), found, soon, c + p * W, kPanelN);
-        });
-      }
-      return;
-    }
     for (int64_t g = 0; g < groups(w); g += W) {
       const int64_t some = least(W, groups(w) - g);
       Scales found[panels];
       for (int64_t p = 0; p < used; p++) {
-        const Scales stored = scales_from((row + p * W) * groups(w) + g * W);
-        found[p] = {scales + p * W, stored.biases != nullptr ? biases + p * W : nullptr, KERN_F32};
+        const Scales stored = lying_scales(w, (row + p * W) * groups(w) + g * W);
+        found[p] = as_floats(scales + p * W, stored.biases != nullptr ? biases + p * W : nullptr);
         for (int64_t i = 0; i < some; i++) {
-          scales[p * W + i] = scales_at(stored.scales, stored.type, i * W, W);
-          if (stored.biases != nullptr) biases[p * W + i] = scales_at(stored.biases, stored.type, i * W, W);
+          scales[p * W + i] = stored.scale(i);
+          if (stored.biases != nullptr) biases[p * W + i] = stored.bias(i);
         }
       }
-      each_tile(count, [&](auto kernel, int64_t m, int64_t together) {
-        const BesideRows rows_of_x = x.rows(slot + m, together, g * lanes * words, g);
+      each_tile(count, [&](auto size, int64_t m) {
+        const BesideRows rows_of_x = x.rows(slot + m, size, g * lanes * words, g);
         for (int64_t p = 0; p < used; p++) {
-          const int32_t* codes = codes_at((row + p * W) * groups(w) + g * W);
-          const uint8_t* soon = reinterpret_cast<const uint8_t*>(codes) + kAhead;
-          kernel(codes, lanes, some, rows_of_x, found[p], {soon, soon, soon, m == 0 ? W * int64_t{4} : 0, 0},
-                 c + m * kPanelN + p * W, kPanelN);
+          const int32_t* codes = static_cast<const int32_t*>(w.codes) + ((row + p * W) * groups(w) + g * W) * lanes;
+          tile<size>(codes, lanes, some, rows_of_x, found[p], reinterpret_cast<const uint8_t*>(codes) + kAhead,
+                     m == 0 ? W * int64_t{4} : 0, c + m * kPanelN + p * W, kPanelN);
         }
       });
     }
   }
 
-  // c[m][n], kPanelN apart, for `count` rows of x and rows [row, row + rows) of w, counted over all matrices; no more
-  // than kPanelN.
+  // c[m][n], `ld` apart, for `count` rows of x and rows [row, row + rows) of w, counted over all matrices. But for few
+  // rows of x and those of w that lie turned kPanelN apart, and no more than that.
   static void run(const kern_quant& w, int64_t row, int64_t rows, const Beside& x, int64_t slot, int64_t count,
-                  float* c) {
-    if constexpr (X::late)
+                  float* c, int64_t ld) {
+    if constexpr (X::late) {
+      if (w.turned && count <= kMost) return run_few(w, row, rows, x, slot, count, c, ld);
       if (w.turned) return run_turned(w, row, rows, x, slot, count, c);
+    }
     vi codes[panels][blocks_at_once * kept * W];
     vf scales[panels][W], biases[panels][W];
     const int64_t lanes = w.group / F::per_lane, in_piece = blocks_at_once * W / lanes;  // groups
@@ -226,15 +279,15 @@ struct Turned {
       for (int64_t from = g, end = least(groups(w), g + W); from < end; from += in_piece) {
         const int64_t some = least(in_piece, end - from), block = from * lanes / W;
         for (int64_t p = 0; p < used; p++) panel[p].turn(block, ((from + some) * lanes + W - 1) / W, codes[p]);
-        each_tile(count, [&](auto kernel, int64_t m, int64_t together) {
+        each_tile(count, [&](auto size, int64_t m) {
           // the rows of w that come next, in the order in which they lie: as many of them as are multiplied meanwhile
           const uint8_t* soon = panel[0].codes[0] + kPanelN * panel[0].bytes + block * panels * W * F::block_bytes;
-          const BesideRows rows_of_x = x.rows(slot + m, together, from * lanes * words, from);
+          const BesideRows rows_of_x = x.rows(slot + m, size, from * lanes * words, from);
           for (int64_t p = 0; p < used; p++)
-            kernel(reinterpret_cast<const int32_t*>(codes[p]), lanes, some, rows_of_x,
-                   {scales[p] + (from - g), w.biases != nullptr ? biases[p] + (from - g) : nullptr, KERN_F32},
-                   {soon + p * blocks_at_once * W * F::block_bytes, soon, soon, m == 0 ? F::block_bytes : 0, 0},
-                   c + m * kPanelN + p * W, kPanelN);
+            tile<size>(reinterpret_cast<const int32_t*>(codes[p]), lanes, some, rows_of_x,
+                       as_floats(scales[p] + (from - g), w.biases != nullptr ? biases[p] + (from - g) : nullptr),
+                       soon + p * blocks_at_once * W * F::block_bytes, m == 0 ? F::block_bytes : 0,
+                       c + m * kPanelN + p * W, kPanelN);
         });
       }
     }
@@ -245,7 +298,7 @@ struct Turned {
   static void put(const kern_quant& w, const Row& row, const Beside& x, int64_t slot, int64_t count, int64_t begin,
                   int64_t end) {
     const int64_t blocks = (w.width + F::block - 1) / F::block;
-    each_tile(count, [&](auto, int64_t first, int64_t together) {
+    each_tile(count, [&](auto together, int64_t first) {
       if (slot + first < begin || slot + first >= end) return;
       const BesideRows to = x.rows(slot + first, together, 0, 0);
       for (int64_t m = 0; m < together; m++) {

@@ -17,6 +17,7 @@ def test_what_is_written_is_what_mlx_reads(shape: list[int], dtype: mx.Dtype) ->
     assert array.shape == tuple(shape)
     assert array.dtype == dtype
     view = np.array(array.view(mx.uint8), copy=False).reshape(-1)
+    assert view.ctypes.data % 64 == 0, "a vector must not lie in two cache lines"
     view[:] = np.arange(view.size, dtype=np.uint8)
     expected = np.arange(view.size, dtype=np.uint8)
     np.testing.assert_array_equal(np.array(mx.array(array).view(mx.uint8)).reshape(-1), expected)

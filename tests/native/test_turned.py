@@ -56,7 +56,7 @@ def test_what_may_lie_turned(format):
     out_type=st.sampled_from([F32, BF16]),
     scale_type=st.sampled_from(KINDS),
     rows=st.sampled_from([8, 9, 15, 17, 31, 40]),
-    sixteens=st.integers(1, 7),
+    sixteens=st.integers(1, 7) | st.just(40),
     groups=st.integers(1, 60),
     offset=st.integers(0, 3),
     seed=st.integers(0, 1000),
