@@ -43,6 +43,18 @@ int allowed_cpus() {
   return n > 0 ? n : 1;
 }
 
+// A worker that finds itself on its caller's processor leaves it, since it can only take it away from the caller, but no
+// more often than this. Schedulers leave both there for seconds where other processes want the rest.
+constexpr auto kLeave = std::chrono::milliseconds(1);
+
+int current_cpu() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
 // The state of the current job in one word: its number in the high half, whether it is open, how many workers are in.
 constexpr uint64_t kOpen = 1u << 31;
 constexpr uint64_t kCount = kOpen - 1;
@@ -110,6 +122,7 @@ class Pool {
     job_.fn = fn;
     job_.context = context;
     job_.divide(count, step, size());
+    caller_cpu_.store(current_cpu(), std::memory_order_relaxed);
     ++number_;
     state_.store(static_cast<uint64_t>(number_) << 32 | kOpen, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) > 0) {
@@ -158,16 +171,37 @@ class Pool {
     }
   }
 
+  // Moves this thread off a processor, if it may be on another. Where it may be stays as it is.
+  static void leave(int cpu) {
+#if defined(__linux__)
+    cpu_set_t allowed, others;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    others = allowed;
+    CPU_CLR(cpu, &others);
+    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0)
+      sched_setaffinity(0, sizeof allowed, &allowed);
+#endif
+  }
+
   bool may_enter(uint64_t state, uint32_t seen, int id) const {
     return (state & kOpen) != 0 && static_cast<uint32_t>(state >> 32) != seen && id < size();
   }
 
   void serve(int id) {
     uint32_t seen = 0;
-    auto idle_since = std::chrono::steady_clock::now(), turn_since = idle_since;
+    auto idle_since = std::chrono::steady_clock::now(), turn_since = idle_since, left_since = idle_since;
     for (int spins = 0;;) {
       uint64_t state = state_.load(std::memory_order_acquire);
       if (may_enter(state, seen, id)) {
+        const int cpu = current_cpu();
+        if (cpu >= 0 && cpu == caller_cpu_.load(std::memory_order_relaxed)) {
+          const auto now = std::chrono::steady_clock::now();
+          if (now - left_since > kLeave) {
+            left_since = now;
+            leave(cpu);
+            continue;
+          }
+        }
         if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
         seen = static_cast<uint32_t>(state >> 32);
         job_.work(id);
@@ -201,6 +235,7 @@ class Pool {
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<uint32_t> wake_{0};
   std::atomic<int> sleepers_{0};
+  std::atomic<int> caller_cpu_{-1};
 };
 
 struct Arena {
