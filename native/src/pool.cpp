@@ -43,8 +43,8 @@ int allowed_cpus() {
   return n > 0 ? n : 1;
 }
 
-// A worker that finds itself on its caller's processor leaves it, since it can only take it away from the caller, but no
-// more often than this. Schedulers leave both there for seconds where other processes want the rest.
+// A worker that finds itself on its caller's processor leaves it, since it can only take it away from the caller, but
+// no more often than this. Schedulers leave both there for seconds where other processes want the rest.
 constexpr auto kLeave = std::chrono::milliseconds(1);
 
 int current_cpu() {
