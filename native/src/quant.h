@@ -111,9 +111,10 @@ inline int read_pass(kern_read_pass_args* args) {
   uint64_t total = 0;
   chunks((args->bytes + kPiece - 1) / kPiece, 1, [&](int64_t first, int64_t last) {
     const uint8_t *p = data + first * kPiece, *end = data + least(args->bytes, last * kPiece);
+    const int64_t ahead = args->ahead;
     vi sums[4] = {};
     for (; p + 4 * sizeof(vi) <= end; p += 4 * sizeof(vi)) {
-      __builtin_prefetch(p + 4096);
+      if (ahead > 0) __builtin_prefetch(p + ahead);
       for (int i = 0; i < 4; i++) sums[i] = sums[i] + load_lanes<4>(p + i * sizeof(vi));
     }
     uint64_t sum = static_cast<uint32_t>((sums[0] + sums[1] + sums[2] + sums[3])[0]);

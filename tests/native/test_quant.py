@@ -372,11 +372,17 @@ def test_refusals():
     assert status(changed(scale_type=9), inside, inside) == 1
 
 
-def test_read_pass():
+@pytest.mark.parametrize("ahead", [0, 4096])
+def test_read_pass(ahead):
     class ReadPass(ctypes.Structure):
-        _fields_ = [("data", ctypes.c_void_p), ("sum", ctypes.c_uint64), ("bytes", ctypes.c_int64)]
+        _fields_ = [
+            ("data", ctypes.c_void_p),
+            ("sum", ctypes.c_uint64),
+            ("bytes", ctypes.c_int64),
+            ("ahead", ctypes.c_int64),
+        ]
 
     data = np.ones(1 << 20, np.uint32)
-    args = ReadPass(pointer(data), 0, data.nbytes)
+    args = ReadPass(pointer(data), 0, data.nbytes, ahead)
     assert call("kern_read_pass", args) == 0
     assert args.sum > 0

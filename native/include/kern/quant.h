@@ -74,6 +74,7 @@ typedef struct {
   const void* data;
   uint64_t sum;  // out
   int64_t bytes;
+  int64_t ahead;  // bytes to fetch ahead of what is read; 0: none. Which is faster depends on the processor.
 } kern_read_pass_args;
 KERN_API int kern_read_pass(kern_read_pass_args* args);
 
