@@ -105,6 +105,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/serving.py
 	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/checked_sums.py
 	$(BIN)/python benchmarks/speculation.py
 
 bench-cpu: $(READY)

@@ -9,9 +9,9 @@ inline void check_tag(const mx::array& tag) {
   if (tag.size() != 1 || tag.dtype() != mx::float32) throw std::invalid_argument("checksum: the tag is one float32");
 }
 
-// y [rows, width], weights [width] or [width, 1] -> wire [rows, width + 2 or 3], squares [rows].
-inline std::pair<mx::array, mx::array> checksum_load(const mx::array& y, const mx::array& weights, const mx::array& tag,
-                                                     mx::StreamOrDevice s) {
+// y [rows, width], weights [width] or [width, 1] -> wire [rows, width + 3 or 4].
+inline mx::array checksum_load(const mx::array& y, const mx::array& weights, const mx::array& tag,
+                               mx::StreamOrDevice s) {
   mx::Stream stream = mx::to_stream(s);
   if (y.ndim() != 2 || weights.size() != static_cast<size_t>(y.shape(1)))
     throw std::invalid_argument("checksum_load: y must be [rows, width], weights [width]");
@@ -27,20 +27,18 @@ inline std::pair<mx::array, mx::array> checksum_load(const mx::array& y, const m
     a.weights = in[1].data<float>();
     a.tag = in[2].data<float>();
     a.wire = data(out[0]);
-    a.squares = out[1].data<float>();
   };
-  int wide = y.shape(1) + (y.dtype() == mx::float32 ? 2 : 3);
-  Arrays made = make_many<kern_checksum_load_args>(
-      {{y.shape(0), wide}, {y.shape(0)}}, {y.dtype(), mx::float32}, stream, "KernChecksumLoad", args, fill,
-      kern_checksum_load, {y, packed(mx::astype(weights, mx::float32, stream), stream), tag});
-  return {made[0], made[1]};
+  int wide = y.shape(1) + (y.dtype() == mx::float32 ? 3 : 4);
+  return make<kern_checksum_load_args>({y.shape(0), wide}, y.dtype(), stream, "KernChecksumLoad", args, fill,
+                                       kern_checksum_load,
+                                       {y, packed(mx::astype(weights, mx::float32, stream), stream), tag});
 }
 
-// wire [rows, width + 2 or 3] -> its first [rows, width], figures [rows, 2]: residual of the checksum, tag.
+// wire [rows, width + 3 or 4] -> its first [rows, width], figures [rows, 3]: residual of the checksum, magnitude, tag.
 inline std::pair<mx::array, mx::array> checksum_read(const mx::array& wire, const mx::array& weights,
                                                      mx::StreamOrDevice s) {
   mx::Stream stream = mx::to_stream(s);
-  if (wire.ndim() != 2 || static_cast<size_t>(wire.shape(1)) != weights.size() + (wire.dtype() == mx::float32 ? 2 : 3))
+  if (wire.ndim() != 2 || static_cast<size_t>(wire.shape(1)) != weights.size() + (wire.dtype() == mx::float32 ? 3 : 4))
     throw std::invalid_argument("checksum_read: the wire is not one of vectors as long as the weights");
   kern_checksum_read_args args{};
   args.rows = wire.shape(0);
@@ -56,20 +54,20 @@ inline std::pair<mx::array, mx::array> checksum_read(const mx::array& wire, cons
   };
   const int width = static_cast<int>(weights.size());
   Arrays made = make_many<kern_checksum_read_args>(
-      {{wire.shape(0), width}, {wire.shape(0), 2}}, {wire.dtype(), mx::float32}, stream, "KernChecksumRead", args, fill,
+      {{wire.shape(0), width}, {wire.shape(0), 3}}, {wire.dtype(), mx::float32}, stream, "KernChecksumRead", args, fill,
       kern_checksum_read, {wire, packed(mx::astype(weights, mx::float32, stream), stream)});
   return {made[0], made[1]};
 }
 
-// figures [sites * rows, 2], magnitudes [sites * rows], limits [sites, 2] -> flags [sites]: 0 or `flag`.
-inline mx::array checksum_judge(const mx::array& figures, const mx::array& magnitudes, const mx::array& limits,
-                                const mx::array& tag, float flag, mx::StreamOrDevice s) {
+// figures [sites * rows, 3], limits [sites, 2] -> flags [sites]: 0 or `flag`.
+inline mx::array checksum_judge(const mx::array& figures, const mx::array& limits, const mx::array& tag, float flag,
+                                mx::StreamOrDevice s) {
   mx::Stream stream = mx::to_stream(s);
   const int64_t sites = limits.ndim() == 2 && limits.shape(1) == 2 ? limits.shape(0) : 0;
-  const auto rows = static_cast<int64_t>(magnitudes.size());
-  if (sites == 0 || rows % sites != 0 || figures.size() != 2 * magnitudes.size())
-    throw std::invalid_argument("checksum_judge: figures, magnitudes and limits are not of the same sites");
-  for (const mx::array* a : {&figures, &magnitudes, &limits})
+  const int64_t rows = figures.ndim() == 2 && figures.shape(1) == 3 ? figures.shape(0) : -1;
+  if (sites == 0 || rows < 0 || rows % sites != 0)
+    throw std::invalid_argument("checksum_judge: figures and limits are not of the same sites");
+  for (const mx::array* a : {&figures, &limits})
     if (a->dtype() != mx::float32) throw std::invalid_argument("checksum_judge: figures are float32");
   check_tag(tag);
   kern_checksum_judge_args args{};
@@ -78,15 +76,13 @@ inline mx::array checksum_judge(const mx::array& figures, const mx::array& magni
   args.flag = flag;
   auto fill = [](kern_checksum_judge_args& a, const Arrays& in, Arrays& out) {
     a.figures = in[0].data<float>();
-    a.magnitudes = in[1].data<float>();
-    a.limits = in[2].data<float>();
-    a.tag = in[3].data<float>();
+    a.limits = in[1].data<float>();
+    a.tag = in[2].data<float>();
     a.flags = out[0].data<float>();
   };
   return make<kern_checksum_judge_args>({limits.shape(0)}, mx::float32, stream, "KernChecksumJudge", args, fill,
                                         kern_checksum_judge,
-                                        {packed(figures, stream), packed(magnitudes, stream), packed(limits, stream),
-                                         tag});
+                                        {packed(figures, stream), packed(limits, stream), tag});
 }
 
 }  // namespace phalanx_cpu

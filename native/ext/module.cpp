@@ -55,7 +55,7 @@ NB_MODULE(_ext, m) {
   }, "shape"_a, "dtype"_a);
   m.def("checksum_load", &checksum_load, "y"_a, "weights"_a, "tag"_a, "stream"_a = nb::none());
   m.def("checksum_read", &checksum_read, "wire"_a, "weights"_a, "stream"_a = nb::none());
-  m.def("checksum_judge", &checksum_judge, "figures"_a, "magnitudes"_a, "limits"_a, "tag"_a, "flag"_a,
+  m.def("checksum_judge", &checksum_judge, "figures"_a, "limits"_a, "tag"_a, "flag"_a,
         "stream"_a = nb::none());
   m.def("exp_mass", &exp_mass, "x"_a, "keepdims"_a = false, "stream"_a = nb::none());
   m.def("gelu", &gelu, "gate"_a, "up"_a.none() = nb::none(), "stream"_a = nb::none());

@@ -56,8 +56,7 @@ class _Result(NamedTuple):
     """What one reduction left for the verdict."""
 
     summed: Summed
-    figures: mx.array  # [rows, 2]: residual of the checksum, tag
-    squares: mx.array  # [rows]: squared magnitude of this rank's part
+    figures: mx.array  # [rows, 3]: residual of the checksum, magnitude, tag
 
 
 @dataclass(slots=True)
@@ -128,12 +127,12 @@ class Reducer:
             return total
         width = y.shape[-1]
         signs = self._signs_of(site)
-        loaded, squares = self._checksum.load(y.reshape(-1, width), signs, self.tags()[0])
+        loaded = self._checksum.load(y.reshape(-1, width), signs, self.tags()[0])
         wire = mx.distributed.all_sum(loaded, group=self.group)
         if self._fault is not None:
             wire = self._fault(wire, self.tally.forwards, site)
         total, figures = self._checksum.read(wire, signs)
-        self._results.append(_Result(Summed(site, squares.shape[0], y.dtype), figures, squares))
+        self._results.append(_Result(Summed(site, figures.shape[0], y.dtype), figures))
         self._keep(wire)
         return total.reshape(y.shape)
 
@@ -257,18 +256,16 @@ class Reducer:
         for alike in _alike(self._summed):
             results = [self._results[i] for i in alike]
             figures = mx.concatenate([result.figures for result in results])
-            squares = mx.concatenate([result.squares for result in results])
-            known = mx.depends(mx.sqrt(squares), [figures, *flags])  # summed after all before, on every rank
-            magnitudes = mx.distributed.all_sum(known, group=self.group)
             limits = self._limits_of([result.summed for result in results])
-            flags.append(self._checksum.judge(figures, magnitudes, limits, sum_of_tags, 1 << self.rank))
+            flags.append(self._checksum.judge(figures, limits, sum_of_tags, 1 << self.rank))
         return mx.distributed.all_sum(mx.concatenate([*flags, tag.reshape(1)]), group=self.group)
 
     def _limits_of(self, summed: list[Summed]) -> mx.array:
         """What rounding may leave of each reduction, [k, 2]: relative to its magnitude, and at least."""
         key = tuple((place.site, place.dtype) for place in summed)
         if (limits := self._limits.get(key)) is None:
-            rows = [[tolerance(self.sites[site].width, dtype), FLOOR.get(dtype, 0.0)] for site, dtype in key]
+            widths = [(self.sites[site].width, dtype) for site, dtype in key]
+            rows = [[width * tolerance(width, dtype), FLOOR.get(dtype, 0.0)] for width, dtype in widths]
             limits = self._limits[key] = mx.array(rows)
             mx.eval(limits)
         return limits

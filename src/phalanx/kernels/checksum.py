@@ -14,13 +14,13 @@ class NativeChecksum:
     def __init__(self) -> None:
         self._ops: Ops = preload.OPS
 
-    def load(self, y: mx.array, signs: mx.array, tag: mx.array) -> tuple[mx.array, mx.array]:
-        wire, squares = self._ops.checksum_load(y, signs, tag)
-        return wire, squares
+    def load(self, y: mx.array, signs: mx.array, tag: mx.array) -> mx.array:
+        wire: mx.array = self._ops.checksum_load(y, signs, tag)
+        return wire
 
     def read(self, wire: mx.array, signs: mx.array) -> tuple[mx.array, mx.array]:
         total, figures = self._ops.checksum_read(wire, signs)
         return total, figures
 
-    def judge(self, figures: mx.array, magnitudes: mx.array, limits: mx.array, tag: mx.array, flag: int) -> mx.array:
-        return self._ops.checksum_judge(figures, magnitudes, limits, tag, float(flag))
+    def judge(self, figures: mx.array, limits: mx.array, tag: mx.array, flag: int) -> mx.array:
+        return self._ops.checksum_judge(figures, limits, tag, float(flag))
