@@ -11,7 +11,7 @@ READY := $(VENV)/.native-$(KEY)-$(NATIVE_KEY)
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-hosts test-ranks test-everything-else check check-native soak format bench bench-cpu clean
+.PHONY: help venv demo test test-hosts test-ranks test-units test-ranks-and-units test-everything-else check lint check-native soak format bench bench-cpu clean
 
 help:
 	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
@@ -52,19 +52,26 @@ $(READY): $(BASE)
 demo: $(READY)
 	@$(BIN)/phalanx demo $(if $(KEEP),--keep)
 
-check: $(READY)
+check: lint test-units
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+
+test-units: $(READY)
 	$(BIN)/pytest -q tests/test_architecture.py tests/unit
 
 # $(call each_isa,COMMAND): COMMAND with the kernels for each instruction set that runs here.
 each_isa = isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
 	for isa in $$isas; do echo "kernels: $$isa"; KERN_ISA=$$isa $(1) || exit 1; done
 
-# Tests of several hosts mostly wait, and ranks wait for each other: three parts of about the same length run side by side.
-test: check
-	@$(MAKE) --no-print-directory -j3 test-hosts test-ranks test-everything-else
+# Tests of several hosts often wait, and ranks wait for each other: three parts of about the same length run side by side.
+test: lint
+	@$(MAKE) --no-print-directory -j3 test-hosts test-ranks-and-units test-everything-else
+
+test-ranks-and-units: test-units
+	@$(MAKE) --no-print-directory test-ranks
 
 test-hosts: $(READY)
 	$(BIN)/pytest -q tests/e2e/hosts

@@ -211,8 +211,8 @@ def test_cancel_finish_and_reset_leave_nothing_behind(llama):
 def test_a_deadline_ends_with_its_reason(llama):
     async def main():
         async with running(config_for(llama)) as driver:
-            await driver.generate(ask("a", [5] * 10, 100_000, timeout_s=0.3))
-            assert driver.finished["a"].reason == "timeout" and "0.3 s" in driver.finished["a"].detail
+            await driver.generate(ask("a", [5] * 10, 100_000, timeout_s=0.02))
+            assert driver.finished["a"].reason == "timeout" and "0.02 s" in driver.finished["a"].detail
 
     asyncio.run(main())
 

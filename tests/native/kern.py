@@ -36,6 +36,7 @@ def smallest(kind: int) -> float:
 
 library = ctypes.CDLL(_find())
 library.kern_isa.restype = ctypes.c_char_p
+library.kern_isas.restype = ctypes.c_char_p
 
 
 def call(name: str, args: ctypes.Structure) -> int:

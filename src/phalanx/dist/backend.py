@@ -17,7 +17,7 @@ from ctypes.util import find_library
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.config import Backend, BackendChoice, Collective
+from phalanx.config import Backend, BackendChoice, Collective, environment
 from phalanx.errors import ConfigError
 
 PROBE_S = 5.0  # for a tool that lists devices
@@ -129,6 +129,7 @@ def environment_of(
         variables |= {"MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": host, "NCCL_PORT": port}
     if backend == "mpi" and (mpi := find_mpi()) is not None:
         variables["MLX_MPI_LIBNAME"] = mpi.library
+        variables[MPI_TRANSPORTS] = environment().get(MPI_TRANSPORTS, "^ofi")  # which looks for networks for a second
     return variables
 
 
@@ -164,6 +165,8 @@ def mpirun_on_hosts(
     return [mpi.mpirun, *options, *ranks]
 
 
+MPI_TRANSPORTS = "OMPI_MCA_btl"
+"""Open MPI's own; libfabric's networks (`ofi`) have another way to sum (`mtl`), which stays."""
 MPI_OPTIONS = ("--bind-to", "none", "--oversubscribe", "--allow-run-as-root")
 
 

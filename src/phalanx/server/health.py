@@ -1,4 +1,4 @@
-"""Is the engine alive? Pings it once a second and answers /health from what came back (H1).
+"""Is the engine alive? Pings it once a second and when an answer has ended; answers /health from what came back (H1).
 
 Ready is not enough: 200 is given only while the engine's own loop answers. Killing an engine that stopped answering is
 the engine client's matter; this only tells. Does not know HTTP frameworks.
@@ -14,9 +14,10 @@ from typing import Any
 from phalanx.engine.client import EngineClient
 from phalanx.errors import EngineUnavailable
 from phalanx.server.metrics import Metrics
-from phalanx.types import Batch, EngineStats, ModelInfo
+from phalanx.types import Batch, EngineStats, Finished, ModelInfo
 
 PING_EVERY_S = 1.0
+LEAST_GAP_S = 0.1  # between pings, however many answers end
 SILENT_S = 15.0  # longer than any step should take; less than the default limit for killing the engine
 
 
@@ -28,6 +29,7 @@ class Health:
         self._metrics = metrics
         self._silent_s = min(SILENT_S, stall_s)
         self._ready = asyncio.Event()
+        self._ended = asyncio.Event()  # an answer, since the last ping: what was counted for it is worth asking for
         self._stats: EngineStats | None = None
         engine.subscribe(self)
 
@@ -35,10 +37,14 @@ class Health:
         """Ping for ever, while the engine is ready."""
         while True:
             await self._ready.wait()
+            self._ended.clear()
             with suppress(EngineUnavailable):  # down: on_down has stopped the pings, on_ready lets them go on
                 self._stats = await self._engine.ping()
                 self._metrics.stats(self._stats)
-            await asyncio.sleep(PING_EVERY_S)
+            await asyncio.sleep(LEAST_GAP_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PING_EVERY_S - LEAST_GAP_S):
+                    await self._ended.wait()
 
     def report(self) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of /health."""
@@ -80,4 +86,6 @@ class Health:
         self._stats = None
 
     def on_batch(self, batch: Batch) -> None:
-        """Nothing: a batch is not an answer of an idle engine."""
+        """A batch is not an answer of an idle engine; but it may be the last of a request."""
+        if any(isinstance(event, Finished) for event in batch.events):
+            self._ended.set()

@@ -1,0 +1,51 @@
+"""When the engine is asked for its counters (H1)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from phalanx.engine.client import FakeEngine
+from phalanx.server import health
+from phalanx.server.metrics import Metrics
+from phalanx.types import Batch, EngineStats, Finished, Tokens
+
+
+class Counted(FakeEngine):
+    """An engine that counts its pings."""
+
+    def __init__(self) -> None:
+        super().__init__(manual=True)
+        self.pings = 0
+        self.asked = asyncio.Event()
+
+    async def ping(self) -> EngineStats:
+        self.pings += 1
+        self.asked.set()
+        return await super().ping()
+
+
+def test_the_end_of_an_answer_is_counted_at_once(monkeypatch):
+    """Not only with the next ping, which here never comes."""
+    monkeypatch.setattr(health, "PING_EVERY_S", 3600.0)
+    monkeypatch.setattr(health, "LEAST_GAP_S", 0.0)
+
+    async def scenario():
+        engine = Counted()
+        await engine.start()
+        found = health.Health(engine, Metrics("tiny"), stall_s=60.0)
+        watch = asyncio.create_task(found.watch())
+        engine.become_ready()
+        await engine.asked.wait()
+        engine.asked.clear()
+        found.on_batch(Batch(1, [Tokens("a", 0, [1])]))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert engine.pings == 1
+        found.on_batch(Batch(2, [Finished("a", "stop", 1)]))
+        await asyncio.wait_for(engine.asked.wait(), 60.0)
+        assert engine.pings == 2
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await engine.close()
+
+    asyncio.run(scenario())
