@@ -11,7 +11,7 @@ READY := $(VENV)/.native-$(KEY)-$(NATIVE_KEY)
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-hosts test-ranks test-units test-ranks-and-units test-everything-else check lint check-native soak format bench bench-cpu clean
+.PHONY: help venv demo test test-hosts test-ranks test-units test-hosts-and-units test-everything-else check lint check-native soak format bench bench-cpu clean
 
 help:
 	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
@@ -68,10 +68,10 @@ each_isa = isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas
 
 # Tests of several hosts often wait, and ranks wait for each other: three parts of about the same length run side by side.
 test: lint
-	@$(MAKE) --no-print-directory -j3 test-hosts test-ranks-and-units test-everything-else
+	@$(MAKE) --no-print-directory -j3 test-hosts-and-units test-ranks test-everything-else
 
-test-ranks-and-units: test-units
-	@$(MAKE) --no-print-directory test-ranks
+test-hosts-and-units: test-units
+	@$(MAKE) --no-print-directory test-hosts
 
 test-hosts: $(READY)
 	$(BIN)/pytest -q tests/e2e/hosts
