@@ -93,8 +93,9 @@ def main() -> None:
     models: dict[tuple[str, str], Any] = {}
 
     def decoded(model: Any) -> Any:
-        """With quantised matrices as what they stand for. (A product with them takes MLX's CPU forty times as long in
-        16 bits, and adds up in them. Experts stay, of theirs it has no other; so does a head that is the embedding.)"""
+        """With quantised matrices as what they stand for: a product with them takes MLX's CPU ten times as long in 16
+        bits, and adds up in those. Experts stay, of whose products in 16 bits it has no other (so mlx-lm's
+        `dequantize_model` will not do), and so does a head that is the embedding."""
         layers = []
         for name, module in model.named_modules():
             if not isinstance(module, nn.QuantizedLinear):
