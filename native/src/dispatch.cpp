@@ -83,6 +83,10 @@ const Table* const table = choose();
 extern const bool has_tiles, has_pairs;
 const bool has_tiles = strcmp(table->name, "amx") == 0;
 const bool has_pairs = strcmp(table->name, "avx512bf16") == 0;  // tiles do more
+#if defined(__x86_64__)
+extern const bool foresees;
+const bool foresees = __builtin_cpu_is("amdfam19h");  // Zen 4
+#endif
 
 }  // namespace kern
 

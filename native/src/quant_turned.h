@@ -20,9 +20,15 @@
 #include "quant_pairs.h"
 #include "transpose.h"
 
-namespace kern::KERN_NS {
-
 #if defined(KERN_AVX512)
+
+namespace kern {
+
+extern const bool foresees;  // the processor reads ahead by itself better than when it is told what comes
+
+}  // namespace kern
+
+namespace kern::KERN_NS {
 
 template <int M>
 using Rows = std::integral_constant<int, M>;
@@ -36,7 +42,7 @@ struct Turned {
   static constexpr int64_t panels = kPanelN / W;
   static constexpr int64_t kMost = 8;          // rows of x in a tile
   static constexpr int64_t kScalesAhead = 24;  // groups
-  static constexpr int kUntold = 2;            // words of x with each lane, for which no codes are fetched ahead
+  static constexpr int kLight = 2;             // words of x with each lane, up to which memory is all that counts
 
   // Scales and biases of W rows of w, [group], lane n of each being row n: stored ones, of `type`. NULL: no biases.
   struct Scales {
@@ -111,23 +117,17 @@ struct Turned {
     for (int m = 0; m < M; m++) store(c + m * ld, total[m]);
   }
 
-  // c[m][n] for M rows of x and `strips` times W rows of w that lie turned. With little to do for each lane the
-  // processor foresees better than it can be told which codes come next, since they are read in the order in which they
-  // lie; it has to be told where there is more to do, and of scales, which are so few.
-  template <int M>
+  // c[m][n] for M rows of x and `strips` times W rows of w that lie turned, SOME lanes at a time.
+  template <int M, int SOME, bool FETCH>
   static __attribute__((noinline)) void stream(const int32_t* codes, int64_t lanes, int64_t count, BesideRows x,
                                                Scales scales, int64_t strips, float* c, int64_t ld) {
-    constexpr bool fetch = M * words > kUntold;
-    constexpr int some = M == 1 ? 8 : 2;  // lanes at a time: groups have an even number
     const uint8_t* soon = reinterpret_cast<const uint8_t*>(codes) + kAhead;
     for (int64_t s = 0; s < strips; s++, c += W) {
       const int32_t* at = x.words;
       vf total[M] = {};
       for (int64_t g = 0; g < count; g++) {
         typename X::template Sums<M> sums;
-        int64_t lane = 0;
-        for (; lane + some <= lanes; lane += some) add_lanes<M, some, fetch>(codes, at, sums, soon, sizeof(vi));
-        for (; lane < lanes; lane += 2) add_lanes<M, 2, fetch>(codes, at, sums, soon, sizeof(vi));
+        for (int64_t left = lanes; left > 0; left -= SOME) add_lanes<M, SOME, FETCH>(codes, at, sums, soon, sizeof(vi));
         if (g % 2 == 0) scales.fetch(g + kScalesAhead);
         add_group<M>(sums, scales, g, x, total);
       }
@@ -135,6 +135,23 @@ struct Turned {
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) store(c + m * ld, total[m]);
     }
+  }
+
+  // With little to do for each lane some processors foresee better than they can be told which codes come next, since
+  // they are read in the order in which they lie. All have to be told where there is more to do, and of scales, which
+  // are so few.
+  template <int M, int SOME>
+  static auto stream_here() {
+    if constexpr (M * words <= kLight)
+      if (foresees) return stream<M, SOME, false>;
+    return stream<M, SOME, true>;
+  }
+
+  template <int M>
+  static auto stream_of(int64_t lanes) {
+    if constexpr (M == 1)
+      if (lanes % 8 == 0) return stream_here<M, 8>();
+    return stream_here<M, 2>();  // groups have an even number
   }
 
   static Scales as_floats(const vf* scales, const vf* biases) {
@@ -224,8 +241,8 @@ struct Turned {
                       float* c, int64_t ld) {
     const int64_t lanes = w.group / F::per_lane, at = row * groups(w);
     each_tile(count, [&](auto size, int64_t) {
-      stream<size>(static_cast<const int32_t*>(w.codes) + at * lanes, lanes, groups(w), x.rows(slot, size, 0, 0),
-                   lying_scales(w, at), rows / W, c, ld);
+      stream_of<size>(lanes)(static_cast<const int32_t*>(w.codes) + at * lanes, lanes, groups(w),
+                             x.rows(slot, size, 0, 0), lying_scales(w, at), rows / W, c, ld);
     });
   }
 
@@ -316,6 +333,6 @@ struct Turned {
   }
 };
 
-#endif
-
 }  // namespace kern::KERN_NS
+
+#endif

@@ -52,6 +52,7 @@ def command(
     server = PrivateServer(target, ["--port", "0", *(serve_flags or [])])
     try:
         server.wait_ready(note)
+        options["timing"] = True  # our own server knows how fast it was, even if it all arrives in one burst
         return talk(server.url, api_key_from_environment(), server.model, Conversation(system, options))
     finally:
         server.stop()

@@ -53,6 +53,7 @@ def command(
             "messages": [{"role": "user", "content": prompt}],
             "temperature": 0,
             "max_tokens": MAX_TOKENS,
+            "timing": True,  # a busy terminal gets a short answer in one burst
         }
         exchange = asyncio.run(_ask(console, server.url, body))
         _show_speed(console, exchange)
