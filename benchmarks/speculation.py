@@ -9,7 +9,8 @@ step is computing already, so there is less to gain.
 
 The model recites documents (`recital.py`), so what is accepted is what the documents are like: records as JSON, code
 with a name changed, lines picked from a long list, prose. Drafters learn from a request's own tokens only, since every
-answer here comes more than once. The same answer must come from every server, speculating or not.
+answer here comes more than once; but "seen before" may remember earlier answers, so that its drafts are right and cost
+nothing: no drafter can gain more. The same answer must come from every server, speculating or not.
 
 mlx-lm's own speculation runs on the same two models, with one row and on stock kernels, which is what it has: the ratio
 to ours is that of the systems. Speeds are output tokens/s after the first token; ratios are taken within a round, then
@@ -103,6 +104,7 @@ def variants(friend: Path, enemy: Path) -> dict[str, dict[str, Any] | None]:
         OFF_TOO: None,
         "ngram": {"method": "ngram", "prompt_lookup_requests": 0},
         "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+        "seen before": {"method": "suffix"},
         DRAFT_MODEL: {"method": "draft_model", "model": str(friend)},
         "hostile model": {"method": "draft_model", "model": str(enemy)},
         "noise": {"method": "random"},

@@ -79,7 +79,7 @@ class AttachedEngine(EngineConnection):
             for task in (talk, watch):
                 task.cancel()
             await asyncio.gather(talk, watch, return_exceptions=True)
-            self._hang_up()
+            await self._hang_up()
         if self._listener is not None and self._listener.is_serving():
             reason = f"the engine {stuck}" if stuck else "the engine disconnected"
             if self._failure is not None:

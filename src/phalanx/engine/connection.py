@@ -75,10 +75,13 @@ class EngineConnection(EngineClient):
             self._last_sign = time.monotonic()
             self._handle(self._codec.decode(payload))
 
-    def _hang_up(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    async def _hang_up(self) -> None:
+        """End the line for good; what has not been sent has nobody left to read it."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     def _handle(self, message: FromEngine) -> None:
         match message:

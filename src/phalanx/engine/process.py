@@ -185,7 +185,7 @@ class EngineProcess(EngineConnection):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._hang_up()
+            await self._hang_up()
             listener.close()
             await ranks.all_ended(EXIT_WAIT_S)
             for file in (path, *(pid_file(path, rank) for rank in range(self._config.tensor_parallel_size))):
