@@ -54,6 +54,7 @@ class SequenceRequest(Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # as Sampling.logprobs, for the prompt's own tokens (`echo`)
     timeout_s: float | None = None  # seconds from arrival at the engine
     cache_salt: str = ""  # prefix-cache entries are shared only within one salt
+    most_drafts: int | None = None  # verified in a step; None: as many as the engine finds worth it
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):

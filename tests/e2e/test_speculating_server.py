@@ -100,6 +100,8 @@ def test_clients_see_no_difference(server: tuple[str, Running], answers: dict[st
         text = client.get("/metrics").text
         asked = {**CHAT_ASKED, "speculation": True, "temperature": 1.0}
         details = client.post("/v1/chat/completions", json=asked).json()["usage"]["completion_tokens_details"]
+        refused = client.post("/v1/chat/completions", json={**asked, "num_speculative_tokens": 0}).json()["usage"]
+        assert set(refused["completion_tokens_details"].values()) == {0}
         drafted = f'phalanx:spec_decode_num_draft_tokens_total{{model_name="{MODEL}"}} '
         assert drafted in text
     accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]

@@ -25,7 +25,7 @@ from phalanx.memory import trim_heap
 from phalanx.model.runner import Runner
 from phalanx.model.sampler import score
 from phalanx.sched.commit import commit_chunk, commit_tokens
-from phalanx.sched.drafts import useful_drafts
+from phalanx.sched.drafts import after_next, useful_drafts
 from phalanx.sched.plan import Commit, Forward, Order, Reset, Step, Stop
 from phalanx.sched.scheduler import Scheduler
 from phalanx.sched.sequence import Sequence
@@ -229,9 +229,10 @@ class Leader:
         if self.scheduler.waiting or not self.runner.returns_early(step.forwards):
             return False
         numbers = step.forwards[0].seqs
-        if len(numbers) > ROWS_AHEAD or any(useful_drafts(self.scheduler.by_number[n]) == 0 for n in numbers):
+        rows = [self.scheduler.by_number[n] for n in numbers]
+        if len(rows) > ROWS_AHEAD or not all(map(after_next, rows)):
             return False
-        return self._speculator is None or self._speculator.rests(numbers)
+        return self._speculator is None or not any(map(useful_drafts, rows)) or self._speculator.rests(numbers)
 
     def _sample(self, outputs: list[Output[mx.array]], meanwhile: Callable[[mx.array], None] | None) -> Verified:
         """Score prompts; sample and verify everything else at once."""

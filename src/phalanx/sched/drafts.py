@@ -18,9 +18,16 @@ Drafts = Mapping[int, Seq[int]]
 """Sequence number -> tokens that may follow its last known one."""
 
 
-def useful_drafts(seq: Sequence) -> int:
-    """Drafts that could be committed: the token sampled after them is an output token as well."""
+def after_next(seq: Sequence) -> int:
+    """Output tokens that may follow the next one."""
     return max(0, seq.request.stop.max_tokens - seq.n_output - 1)
+
+
+def useful_drafts(seq: Sequence) -> int:
+    """Drafts that its request allows and that could be committed: the token sampled after them is an output token as
+    well."""
+    most = seq.request.most_drafts
+    return after_next(seq) if most is None else min(after_next(seq), most)
 
 
 def fit_drafts(layout: Layout, admission: Admission, drafts: Drafts, most_tokens: int) -> dict[int, tuple[int, ...]]:

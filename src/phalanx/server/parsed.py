@@ -41,6 +41,7 @@ class Options(Struct, frozen=True, kw_only=True):
     include_usage: bool
     timing: bool
     speculation: bool  # count drafts in `usage`
+    most_drafts: int | None  # in a step; None: as the engine thinks best
     sampling: Sampling  # of choice 0, with the client's seed
     seeded: bool  # False: the server draws a seed
     max_tokens: int | None  # None: what the context has room for

@@ -38,6 +38,7 @@ def parse_options(body: SamplingBody, served: Served, max_tokens: int | None, lo
         include_usage=_include_usage(body),
         timing=bool(body.timing),
         speculation=bool(body.speculation),
+        most_drafts=count("num_speculative_tokens", body.num_speculative_tokens, least=0),
         sampling=_sampling(body, served.defaults, logprobs),
         seeded=body.seed is not None,
         max_tokens=max_tokens,

@@ -65,6 +65,9 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     timeout: float | None = Field(None, description='Seconds; afterwards the answer ends with "length". Ours.')
     timing: bool | None = Field(None, description="Adds `timing` (seconds) beside `usage`. Ours.")
+    num_speculative_tokens: int | None = Field(
+        None, description="Tokens drafted for this request in a step, at most; 0: none. Changes speed only. Ours."
+    )
     speculation: bool | None = Field(
         None, description="Adds `completion_tokens_details` to `usage`: predicted tokens, accepted and rejected. Ours."
     )

@@ -141,6 +141,7 @@ def plan_sequences(
                 prompt_logprobs=options.sampling.logprobs if echo else None,
                 timeout_s=options.timeout_s,
                 cache_salt=cache_salt,
+                most_drafts=options.most_drafts,
             )
             requests.append(request)
     return requests

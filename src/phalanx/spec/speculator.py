@@ -31,6 +31,7 @@ class Speculator:
         self._vocab_size = vocab_size
         self._followed: set[int] = set()
         self._reading_s = 0.0  # of the last `draft`
+        self._refused = False  # all rows' requests refuse drafts: such steps are none of the control's business
 
     @property
     def computes(self) -> bool:
@@ -51,13 +52,16 @@ class Speculator:
         Returns:
             Sequence number -> at least one token; rows without are absent.
         """
-        if bound and self.computes:
+        self._refused = bool(draftable) and all(seq.request.most_drafts == 0 for seq in draftable)
+        if bound and self.computes and not self._refused:
             self._control.forgo({})
             return {}
         for seq in draftable:
             if seq.number not in self._followed:
                 self._followed.add(seq.number)
                 self._drafter.begin(seq.number, seq.tokens, seq.request.cache_salt)
+        if self._refused:
+            return {}
         room = {seq.number: useful for seq, useful in draftable.items()}
         unread = self._read(room)
         useful = {number: 0 if number in unread else n for number, n in room.items()}
@@ -93,6 +97,8 @@ class Speculator:
         for number, tokens in committed.items():
             if number in self._followed:
                 self._drafter.extend(number, tokens)
+        if self._refused:
+            return
         took = None if step.ops or seconds is None else seconds - self._reading_s
         self._control.observe(committed, drafted, took, drafting - self._reading_s)
 

@@ -78,6 +78,20 @@ def test_nothing_is_drafted_beyond_the_last_token():
     assert sim.finished["a"].n_tokens == 7
 
 
+@pytest.mark.parametrize("most", [0, 2])
+def test_a_request_may_want_fewer(most):
+    sim = Simulation(make_config(), draft=oracle(8))
+    sim.submit(make_request("a", [1, 2, 3], 14, most_drafts=most))
+    sim.submit(make_request("b", [4, 5, 6], 14))
+    sim.run()
+    widest = {"a": 0, "b": 0}
+    for forward in sampling(sim):
+        for number, valid in zip(forward.seqs, forward.valid, strict=True):
+            widest["ab"[number]] = max(widest["ab"[number]], valid)
+    assert widest == {"a": 1 + most, "b": 9}
+    assert {done.n_tokens for done in sim.finished.values()} == {14}
+
+
 def test_a_step_is_not_wider_than_its_budget():
     sim = run(oracle(8), max_num_seqs=8, max_num_batched_tokens=16)
     cells = [sum(len(row) for f in step.forwards if f.sample for row in f.tokens) for step in sim.steps]

@@ -65,6 +65,19 @@ def test_figures_of_speculation_are_in_usage_when_asked_for(tokenizer, kind):
     run(tokenizer, scenario)
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+@pytest.mark.parametrize("most", [None, 0, 3])
+def test_a_request_says_how_many_drafts_it_wants(tokenizer, kind, most):
+    body = {"chat": CHAT, "text": {"model": MODEL, "prompt": "the"}}[kind]
+
+    async def scenario(client, engine):
+        response = await client.post(URL[kind], json={**body, "num_speculative_tokens": most})
+        assert response.status_code == 200
+        assert engine.received[0].request.most_drafts == most
+
+    run(tokenizer, scenario)
+
+
 @pytest.mark.parametrize("usage", [True, False])
 def test_chat_stream(tokenizer, usage):
     async def scenario(client, engine):

@@ -78,6 +78,7 @@ REFUSED = [
     ({"stop": ""}, "stop"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"frob": 1}}, "stream_options.frob"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),

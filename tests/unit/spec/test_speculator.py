@@ -48,9 +48,16 @@ class Recorder(Always, Drafter):
         self.heard.append(("observe", tokens, dict(verified), seconds, drafting))
 
 
-def row(number: int, tokens: list[int]) -> Row:
+def row(number: int, tokens: list[int], most_drafts: int | None = None) -> Row:
+    stop = StopRule(max_tokens=50)
     request = SequenceRequest(
-        id=str(number), group="g", prompt=tokens, sampling=Sampling(), stop=StopRule(max_tokens=50), cache_salt="key"
+        id=str(number),
+        group="g",
+        prompt=tokens,
+        sampling=Sampling(),
+        stop=stop,
+        cache_salt="key",
+        most_drafts=most_drafts,
     )
     return Row(number, request, 0.0)
 
@@ -90,6 +97,19 @@ def test_rows_without_room_are_followed_but_not_drafted_for():
     spec, recorder = speculator({0: [7]})
     assert spec.draft({row(0, [1]): 0}) == {}
     assert recorder.heard == [("begin", 0, [1], "key")]
+
+
+def test_steps_whose_requests_all_refuse_drafts_are_only_learned_from():
+    """They neither cost nor earn what the control may spend on others."""
+    spec, recorder = speculator({0: [7]})
+    commit = Commit(seq=0, tokens=(7,), computed=3, kv_len=3)
+    refusing = row(0, [1, 2], most_drafts=0)
+    assert spec.draft({refusing: 0}) == spec.draft({refusing: 0}, bound=True) == {}
+    spec.observe(decoding({0: (2,)}), {0: [7]}, [commit], 0.5, 0.1)
+    assert recorder.heard == [("begin", 0, [1, 2], "key"), ("extend", 0, [7])]
+    spec.draft({refusing: 0, row(1, [1]): 5})
+    spec.observe(decoding({0: (7,)}), {0: [8]}, [], 0.5, 0.1)
+    assert recorder.heard[-1][0] == "observe"
 
 
 def test_what_was_committed_is_the_history_not_what_was_verified():
