@@ -135,7 +135,11 @@ def test_what_a_rank_needs_in_its_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
     assert backend.environment_of("ring", 1, tmp_path) == {"MLX_RANK": "1", "MLX_HOSTFILE": str(tmp_path)}
     monkeypatch.setattr(backend, "environment", dict)
-    assert backend.environment_of("mpi", None, None) == {"MLX_MPI_LIBNAME": "libmpi.so", "OMPI_MCA_btl": "^ofi"}
+    assert backend.environment_of("mpi", None, None) == {
+        "MLX_MPI_LIBNAME": "libmpi.so",
+        "OMPI_MCA_btl": "^ofi",
+        "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
+    }
     monkeypatch.setattr(backend, "environment", lambda: {"OMPI_MCA_btl": "self,tcp"})
     assert backend.environment_of("mpi", None, None)["OMPI_MCA_btl"] == "self,tcp"
     assert backend.environment_of("nccl", 0, None, size=2, meeting="10.0.0.1:5000") == {

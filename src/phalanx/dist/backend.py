@@ -129,7 +129,7 @@ def environment_of(
         variables |= {"MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": host, "NCCL_PORT": port}
     if backend == "mpi" and (mpi := find_mpi()) is not None:
         variables["MLX_MPI_LIBNAME"] = mpi.library
-        variables[MPI_TRANSPORTS] = environment().get(MPI_TRANSPORTS, "^ofi")  # which looks for networks for a second
+        variables |= {name: environment().get(name, value) for name, value in MPI_SETTINGS.items()}
     return variables
 
 
@@ -165,8 +165,13 @@ def mpirun_on_hosts(
     return [mpi.mpirun, *options, *ranks]
 
 
-MPI_TRANSPORTS = "OMPI_MCA_btl"
-"""Open MPI's own; libfabric's networks (`ofi`) have another way to sum (`mtl`), which stays."""
+MPI_SETTINGS = {
+    # Open MPI's own transports: libfabric's look for networks for a second, and have another way to sum (`mtl`).
+    "OMPI_MCA_btl": "^ofi",
+    # How more ranks than cores wait. Ranks that call sched_yield without end starve others for minutes (Linux 6.18).
+    "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
+}
+"""Settings of Open MPI, where the user has none."""
 MPI_OPTIONS = ("--bind-to", "none", "--oversubscribe", "--allow-run-as-root")
 
 
