@@ -145,6 +145,27 @@ inline Task gather_own(const mx::array& x, const mx::array& indices, mx::array& 
   };
 }
 
+// One after the other along an axis.
+inline Task concatenate(const Arrays& in, mx::array& out, int axis) {
+  struct Part {
+    const char* from;
+    char* to;
+    mx::Shape shape;
+    mx::Strides strides;
+  };
+  std::vector<Part> parts;
+  char* to = static_cast<char*>(data(out));
+  const auto size = static_cast<int64_t>(out.itemsize());
+  for (const mx::array& part : in) {
+    parts.push_back({static_cast<const char*>(data(part)), to, part.shape(), part.strides()});
+    to += part.shape(axis) * out.strides(axis) * size;
+  }
+  return [=, parts = std::move(parts), places = out.strides()](int) {
+    for (const Part& part : parts)
+      copy_elements(part.to, part.from, part.shape, places, part.strides, static_cast<size_t>(size));
+  };
+}
+
 using Likes = std::vector<Like>;
 
 inline bool takes_rows(const mx::Primitive& primitive, const Likes& in) {
@@ -169,6 +190,7 @@ inline bool knows(const mx::Primitive& primitive, const Likes& in, const Like& o
   if (in.empty()) return false;
   if (name == "Gather") return takes_rows(primitive, in);
   if (name == "GatherAxis") return takes_elements(primitive, in);
+  if (name == "Concatenate") return true;
   if (type_of(in[0].second) < 0 || type_of(out.second) < 0) return false;
   if (name == "AsType") return true;
   if (out.second != in[0].second) return false;
@@ -186,6 +208,7 @@ inline Task prepare(const mx::Primitive& primitive, const Arrays& in, mx::array&
   const std::string name = primitive.name();
   if (name == "Gather") return gather(in[0], in[1], out);
   if (name == "GatherAxis") return gather_own(in[0], in[1], out);
+  if (name == "Concatenate") return concatenate(in, out, static_cast<const mx::Concatenate&>(primitive).state());
   return with_type(in[0].dtype(), [&](auto from) -> Task {
     using T = decltype(from);
     if (name == "AsType")

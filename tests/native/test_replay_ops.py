@@ -102,6 +102,9 @@ SIMPLE: dict[str, Callable[[mx.array], mx.array]] = {
     "Gather": lambda y: TABLE[ops.arg_partition(y, 3)],
     "Gather from the end": lambda y: TABLE.T[ops.arg_partition(y, 3).astype(mx.int32) - DIM],
     "GatherAxis": lambda y: mx.take_along_axis(y[..., ::2], ops.arg_partition(y[..., 4:], 1)[..., :3], axis=-1),
+    "Concatenate": lambda y: mx.concatenate([y[..., ::2], y.swapaxes(2, 3)[:, :, :2, :1], mx.ones((1, 1, 2, 3))], -1),
+    "Concatenate rows": lambda y: mx.concatenate([y[..., 1:], mx.concatenate([ROW, ROW], 2)[..., 1:], y[..., :-1]], 2),
+    "Concatenate numbers": lambda y: TABLE[mx.concatenate([ops.arg_partition(y, 3), ops.arg_partition(y, 2)], -1)],
     "Contiguous": lambda y: mx.contiguous(y.swapaxes(2, 3)),
     "constants": lambda y: y * mx.sqrt(mx.arange(1.0, DIM + 1)).astype(mx.bfloat16).astype(mx.float32) + (1 + ROW),
 }
