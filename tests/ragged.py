@@ -95,7 +95,7 @@ class Driver:
         self.done: dict[int, list[int]] = {}
         self.entries: dict[int, list[int]] = {}
         self.rows, self.capacity = 0, 0
-        self.counts = dict.fromkeys(["rollbacks", "restores", "shares", "swaps", "resizes"], 0)
+        self.counts = dict.fromkeys(["rollbacks", "restores", "shares", "swaps", "resizes", "packed"], 0)
 
     def run(self) -> list[list[int]]:
         """Steps until every row is done; outputs in the order of the prompts."""
@@ -159,12 +159,15 @@ class Driver:
         drafts = [self.draft(row) if facts.rolls_back else [] for row in self.decoding]
         width = 1 + max(map(len, drafts))
         fed = [[row.known[row.kv_len], *draft] for row, draft in zip(self.decoding, drafts, strict=True)]
-        logits = self.feed(0, self.decoding, fed, width, sample=True)
+        packed = facts.packs and self.rng.random() < 0.7
+        self.counts["packed"] += packed
+        logits = self.feed(0, self.decoding, fed, width, sample=True, packed=packed)
         assert logits is not None
-        chosen = mx.argmax(logits, axis=-1)
+        chosen = mx.argmax(logits, axis=-1).flatten()
         mx.eval(chosen, *self.runner.settle())
-        picked: list[list[int]] = chosen.tolist()
-        for row, draft, tokens in zip(self.decoding, drafts, picked, strict=True):
+        found: list[int] = chosen.tolist()
+        for row, draft in zip(self.decoding, drafts, strict=True):
+            tokens, found = found[: 1 + len(draft)], found[1 + len(draft) if packed else width :]
             accepted = 0
             while accepted < len(draft) and draft[accepted] == tokens[accepted]:
                 accepted += 1
@@ -245,7 +248,9 @@ class Driver:
         self.decoding.pop()
         self.runner.apply(ops)
 
-    def feed(self, start: int, rows: list[Row], fed: list[list[int]], width: int, *, sample: bool) -> mx.array | None:
+    def feed(
+        self, start: int, rows: list[Row], fed: list[list[int]], width: int, *, sample: bool, packed: bool = False
+    ) -> mx.array | None:
         forward = Forward(
             arena=0,
             start=start,
@@ -253,6 +258,7 @@ class Driver:
             tokens=tuple(tuple(t + [0] * (width - len(t))) for t in fed),
             valid=tuple(len(t) for t in fed),
             sample=sample,
+            packed=packed,
         )
         return self.runner.forward(forward, [row.kv_len for row in rows])
 

@@ -16,7 +16,8 @@ namespace detail {
 // Which inputs follow q, k and v.
 struct AttentionArgs {
   kern_attention_args kernel;
-  bool sinks, lengths;
+  bool sinks, lengths, slots;
+  int64_t kept_rows;  // of keys and values
 
   void grow(int by) { kernel.keys += by; }
   void slide(int by) {
@@ -46,23 +47,32 @@ inline void fill_attention(AttentionArgs& args, const Arrays& in, Arrays& out) {
     next++;
   }
   if (args.sinks) a.sinks = data(in[next++]);
-  if (args.lengths) a.lengths = in[next].data<int32_t>();
+  if (args.lengths) a.lengths = in[next++].data<int32_t>();
+  if (args.slots) a.slots = in[next].data<int32_t>();
 }
 
-inline int run_attention(const AttentionArgs* args) { return kern_attention(&args->kernel); }
+// Which slots there are is known only now.
+inline int run_attention(const AttentionArgs* args) {
+  const kern_attention_args& a = args->kernel;
+  for (int64_t i = 0; a.slots != nullptr && i < a.rows; i++)
+    if (a.slots[i] < 0 || a.slots[i] >= args->kept_rows) throw std::runtime_error("KernAttention: no such slot");
+  return kern_attention(&a);
+}
 
 }  // namespace detail
 
-// As mx.fast.scaled_dot_product_attention; `lengths` [B] and `window` as in kern/attention.h. What it returns lies in
+// As mx.fast.scaled_dot_product_attention; `lengths` [B], `window` and `slots` [B] as in kern/attention.h. What it returns lies in
 // memory as [B, L, Hq, D], which is how models go on with it.
 inline mx::array attention(const mx::array& queries, const mx::array& keys, const mx::array& values, float scale,
                            const Mask& mask, const std::optional<mx::array>& sinks,
-                           const std::optional<mx::array>& lengths, int window, mx::StreamOrDevice s) {
+                           const std::optional<mx::array>& lengths, int window, const std::optional<mx::array>& slots,
+                           mx::StreamOrDevice s) {
   mx::Stream stream = mx::to_stream(s);
   auto refuse = [](const char* why) { throw std::invalid_argument(std::string("attention: ") + why); };
   if (queries.ndim() != 4 || keys.ndim() != 4 || values.ndim() != 4) refuse("q, k and v must have 4 dimensions");
   int rows = queries.shape(0), heads = queries.shape(1), length = queries.shape(2), known = keys.shape(2);
-  if (keys.shape(0) != rows || values.shape(0) != rows) refuse("q, k and v must have the same rows");
+  if (keys.shape(0) != values.shape(0) || (!slots && keys.shape(0) != rows))
+    refuse("q, k and v must have the same rows");
   if (keys.shape(1) != values.shape(1) || known != values.shape(2)) refuse("k and v must go together");
   if (keys.shape(1) == 0 || heads % keys.shape(1) != 0) refuse("query heads must be a multiple of key heads");
   if (queries.shape(3) != keys.shape(3)) refuse("q and k must have the same last axis");
@@ -71,6 +81,7 @@ inline mx::array attention(const mx::array& queries, const mx::array& keys, cons
 
   detail::AttentionArgs args{};
   kern_attention_args& a = args.kernel;
+  args.kept_rows = keys.shape(0);
   a.rows = rows;
   a.q_heads = heads;
   a.kv_heads = keys.shape(1);
@@ -111,6 +122,14 @@ inline mx::array attention(const mx::array& queries, const mx::array& keys, cons
     if (lengths->ndim() != 1 || lengths->shape(0) != rows) refuse("lengths must have one number per row");
     args.lengths = true;
     inputs.push_back(packed(mx::astype(*lengths, mx::int32, stream), stream));
+  }
+  if (slots) {
+    if (!lengths || length != 1 || a.mask_kind != KERN_MASK_NONE)
+      refuse("rows that share slots have lengths, one query each and no mask");
+    if (slots->ndim() != 1 || slots->shape(0) != rows || slots->dtype() != mx::int32)
+      refuse("slots must have one int32 per row");
+    args.slots = true;
+    inputs.push_back(packed(*slots, stream));
   }
   mx::array out = make<detail::AttentionArgs>({rows, length, heads, values.shape(3)}, dtype, stream, "KernAttention",
                                               args, detail::fill_attention, detail::run_attention, std::move(inputs));

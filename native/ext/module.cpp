@@ -49,7 +49,8 @@ NB_MODULE(_ext, m) {
   m.def("turns", &turns, "rows"_a, "width"_a, "mode"_a, "group_size"_a = nb::none(), "bits"_a = nb::none());
   m.def("turn_rows", &turn_rows, "a"_a);
   m.def("attention", &attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "mask"_a.none() = nb::none(),
-        "sinks"_a.none() = nb::none(), "lengths"_a.none() = nb::none(), "window"_a = 0, "stream"_a = nb::none());
+        "sinks"_a.none() = nb::none(), "lengths"_a.none() = nb::none(), "window"_a = 0, "slots"_a.none() = nb::none(),
+        "stream"_a = nb::none());
   m.def("buffer", [](const std::vector<int>& shape, mx::Dtype dtype) {
     return buffer(mx::Shape(shape.begin(), shape.end()), dtype);
   }, "shape"_a, "dtype"_a);
@@ -84,5 +85,6 @@ NB_MODULE(_ext, m) {
   m.def("peaks", &peaks, "x"_a, "stream"_a = nb::none());
   m.def("arg_partition", &arg_partition, "x"_a, "kth"_a, "stream"_a = nb::none());
   m.def("top_k", &top_k, "x"_a, "k"_a, "stream"_a = nb::none());
-  m.def("write_rows", &write_rows, "buffer"_a, "news"_a, "starts"_a, "first"_a, "stream"_a = nb::none());
+  m.def("write_rows", &write_rows, "buffer"_a, "news"_a, "starts"_a, "first"_a, "slots"_a.none() = nb::none(),
+        "stream"_a = nb::none());
 }

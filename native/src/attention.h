@@ -404,10 +404,36 @@ class Attention {
   int64_t state_, block_;  // floats of a state, keys of a block
 };
 
+// Rows that share a slot, one such run after the other.
+template <class T>
+void attend_by_slot(const kern_attention_args& a) {
+  for (int64_t first = 0, last; first < a.rows; first = last) {
+    for (last = first + 1; last < a.rows && a.slots[last] == a.slots[first]; last++) {
+    }
+    kern_attention_args run = a;
+    run.rows = 1;
+    run.queries = last - first;
+    run.q = static_cast<const T*>(a.q) + first * a.q_strides[0];
+    run.k = static_cast<const T*>(a.k) + a.slots[first] * a.k_strides[0];
+    run.v = static_cast<const T*>(a.v) + a.slots[first] * a.v_strides[0];
+    run.out = static_cast<T*>(a.out) + first * a.out_strides[0];
+    run.q_strides[2] = a.q_strides[0];
+    run.out_strides[2] = a.out_strides[0];
+    run.lengths = a.lengths + last - 1;
+    Attention<T>(run).run();
+  }
+}
+
 inline int attention(const kern_attention_args* a) {
   if (a->kv_heads <= 0 || a->q_heads % a->kv_heads != 0) return KERN_UNSUPPORTED;
+  if (a->slots != nullptr && (a->queries != 1 || a->lengths == nullptr || a->mask_kind != KERN_MASK_NONE))
+    return KERN_UNSUPPORTED;
   return with_type(a->type, [&](auto of) {
-    Attention<typename decltype(of)::type>(*a).run();
+    using T = typename decltype(of)::type;
+    if (a->slots != nullptr)
+      attend_by_slot<T>(*a);
+    else
+      Attention<T>(*a).run();
     return KERN_OK;
   });
 }

@@ -18,7 +18,7 @@ NO_MASK, SHOWN, ADDED = range(3)
 
 class Attention(ctypes.Structure):
     _fields_ = [
-        *((name, Pointer) for name in ("q", "k", "v", "out", "mask", "sinks", "lengths")),
+        *((name, Pointer) for name in ("q", "k", "v", "out", "mask", "sinks", "lengths", "slots")),
         *((name, Int64) for name in ("rows", "q_heads", "kv_heads", "queries", "keys", "dim", "v_dim")),
         *((name, Int64 * 3) for name in ("q_strides", "k_strides", "v_strides", "out_strides")),
         ("mask_strides", Int64 * 4),
@@ -33,14 +33,16 @@ def strides(array: Array, count: int) -> Any:
 
 
 def attention(
-    q, k, v, kind, *, mask=None, mask_type=F32, sinks=None, sinks_type=F32, lengths=None, window=0, causal=False
-):
+    q, k, v, kind, *, mask=None, mask_type=F32, sinks=None, sinks_type=F32, lengths=None, window=0, causal=False,
+    slots=None, refused=False,
+):  # fmt: skip
     """q [B, Hq, L, D], k and v [B, Hk, S, D], mask [B, Hq, L, S] (bool or numbers), as views of any strides."""
     rows, heads, queries, dim = q.shape
     out = np.zeros((rows, queries, heads, v.shape[3]), q.dtype).swapaxes(1, 2)
     args = Attention(
         **{name: pointer(a) for name, a in {"q": q, "k": k, "v": v, "out": out, "mask": mask, "sinks": sinks}.items()},
         lengths=pointer(lengths),
+        slots=pointer(slots),
         rows=rows,
         q_heads=heads,
         kv_heads=k.shape[1],
@@ -62,7 +64,7 @@ def attention(
     if mask is not None:
         args.mask_kind = SHOWN if mask.dtype == np.bool_ else ADDED
         args.mask_strides = strides(mask, 4)
-    assert call("kern_attention", args) == 0
+    assert (call("kern_attention", args) != 0) == refused
     return out
 
 
@@ -264,3 +266,47 @@ def test_a_query_that_the_mask_hides_everything_from_gets_the_mean():
 
 def test_heads_that_do_not_divide_are_refused():
     assert call("kern_attention", Attention(q_heads=3, kv_heads=2)) != 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30)
+@given(
+    shape=shapes.map(lambda shape: {**shape, "queries": 1}),
+    runs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 20)), min_size=1, max_size=4),
+    with_sinks=st.booleans(),
+    window=st.sampled_from([0, 1, 9, 100]),
+    seed=st.integers(0, 1000),
+)
+def test_rows_that_share_slots(kind, shape, runs, with_sinks, window, seed):
+    """Each token's attention is that of a row of its own with the slot's keys."""
+    random = np.random.default_rng(seed)
+    slots = np.array([slot % shape["rows"] for slot, count in runs for _ in range(count)], np.int32)
+    _, k, v = tensors(random, shape, kind)
+    first = [random.integers(0, shape["keys"] + 1) for _ in runs]
+    lengths = np.array(
+        [min(at + i, shape["keys"]) for at, (_, count) in zip(first, runs, strict=True) for i in range(count)], np.int32
+    )
+    for i in range(1, len(slots)):  # rows of one slot follow each other
+        if slots[i] == slots[i - 1]:
+            lengths[i] = lengths[i - 1] + 1
+    lengths = lengths - max(0, int(lengths.max()) - shape["keys"])
+    dim, heads = shape["dims"][0], shape["kv_heads"] * shape["share"]
+    q = encode(random.normal(size=(len(slots), heads, 1, dim)), kind)
+    sinks = random.normal(size=heads).astype(np.float32) if with_sinks else None
+    out = attention(q, k, v, kind, sinks=sinks, lengths=lengths, window=window, slots=slots)
+    for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        exact = reference(
+            decode(q[row : row + 1], kind), decode(k[slot : slot + 1], kind), decode(v[slot : slot + 1], kind),
+            sinks=None if sinks is None else sinks.astype(float), lengths=np.array([max(0, length)]), window=window,
+        )  # fmt: skip
+        assert near(out[row : row + 1], exact, kind)
+
+
+def test_rows_that_share_slots_have_one_query_lengths_and_no_mask():
+    slots, lengths = np.zeros(2, np.int32), np.array([3, 4], np.int32)
+    q, k = np.ones((2, 2, 1, 16), np.float32), np.ones((1, 2, 9, 16), np.float32)
+    attention(q, k, k, F32, lengths=lengths, slots=slots)
+    attention(q, k, k, F32, slots=slots, refused=True)
+    attention(np.repeat(q, 2, 2), k, k, F32, lengths=lengths, slots=slots, refused=True)
+    mask = np.ones((2, 2, 1, 9), np.bool_)
+    attention(q, k, k, F32, lengths=lengths, slots=slots, mask=mask, refused=True)

@@ -101,3 +101,51 @@ def test_attention_by_lengths_is_attention_under_the_mask(heads, length, window,
             lengths=mask.lengths[row : row + 1], window=mask.window,
         )  # fmt: skip
         assert mx.array_equal(alone[0], found[row])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(TYPES), fed=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_packed_rows_are_written_and_attend_as_rows_with_padding_do(data, dtype, fed):
+    first, capacity, widest = data.draw(st.integers(0, 2)), 24, max(fed)
+    kv_len = [data.draw(st.integers(0, capacity - widest)) for _ in fed]
+    buffer = values(first + len(fed) + 1, 2, capacity, 16).astype(dtype)
+    news = values(sum(fed), 2, 1, 16).astype(dtype)
+    queries = values(sum(fed), 4, 1, 16).astype(dtype)
+    view = RowView(first, kv_len, 1, packed=fed)
+    assert view.length == 1 and view.need == max(n + k for n, k in zip(kv_len, fed, strict=True))
+    written = ops.write_rows(buffer, news, view.lengths[0], view.start, slots=view.slots)
+    kept, mask = view.read(written, None), view.mask(None, False, 0)
+    assert isinstance(mask, RaggedMask)
+    found = ops.attention(queries, kept, kept, scale=0.3, lengths=mask.lengths, slots=mask.slots)
+    at = 0
+    for row, (known, count) in enumerate(zip(kv_len, fed, strict=True)):
+        wanted = mx.array(buffer[first + row])
+        wanted[:, known : known + count] = news[at : at + count, :, 0].swapaxes(0, 1)
+        assert mx.array_equal(written[first + row], wanted)
+        keys = wanted[None, :, : known + count]
+        alone = ops.attention(
+            queries[at : at + count, :, 0].swapaxes(0, 1)[None], keys, keys, scale=0.3, mask="causal"
+        )[0].swapaxes(0, 1)
+        tolerance = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
+        assert mx.allclose(found[at : at + count, :, 0], alone, rtol=tolerance, atol=tolerance)
+        at += count
+    for slot in {*range(buffer.shape[0])} - {*range(first, first + len(fed))}:
+        assert mx.array_equal(written[slot], buffer[slot])
+
+
+def test_slots_that_do_not_fit_are_refused():
+    slots, starts = mx.array([0, 0], dtype=mx.int32), mx.array([1, 2], dtype=mx.int32)
+    news, buffer = mx.ones((2, 2, 1, 4)), mx.zeros((3, 2, 8, 4))
+    for wrong in (slots[:1], slots.astype(mx.int64)):
+        with pytest.raises(ValueError, match="slots must have one int32 per row"):
+            ops.write_rows(buffer, news, starts, 0, slots=wrong)
+        with pytest.raises(ValueError, match="slots must have one int32 per row"):
+            ops.attention(news, buffer, buffer, scale=1.0, lengths=starts, slots=wrong)
+    with pytest.raises(ValueError, match="have lengths, one query each and no mask"):
+        ops.attention(news, buffer, buffer, scale=1.0, slots=slots)
+    for slot in (-1, 3):
+        there = mx.array([0, slot], dtype=mx.int32)
+        with pytest.raises(RuntimeError, match="does not have that row"):
+            mx.eval(ops.write_rows(buffer, news, starts, 0, slots=there))
+        with pytest.raises(RuntimeError, match="no such slot"):
+            mx.eval(ops.attention(news, buffer, buffer, scale=1.0, lengths=starts, slots=there))

@@ -189,7 +189,8 @@ def _boot(
     reducer.discard()  # `inspect` only builds
     runner = Runner(loaded.model, facts, loaded.dtype, reducer)
     report("checking the model", 0, 1)
-    probe(runner, loaded.model)
+    probe(runner, loaded.model, may_pack=all(link.share(install.active())))
+    packs = all(link.share(runner.facts.packs))
     draft_runner = None if draft is None else draft.materialise(guard, report)
     clock = StepClock(config.wedge_s)
     tested = self_test(link, runner, _vocab_size(loaded.config), clock, unchecked=len(loaded.unchecked))
@@ -211,6 +212,7 @@ def _boot(
             prefix_budget=budget.prefix,
             recurrent=runner.facts.recurrent,
             largest_logits=budget.largest_logits(info.vocab_size),
+            packs=packs,
         )
     )
     trace = Trace(config.trace) if config.trace else None

@@ -131,7 +131,7 @@ def make_speculator(
     else:
         drafter = _drafter(config, vocab_size)
     meter = SpecMeter(str(type(config).__struct_config__.tag), config.window)
-    return Speculator(drafter, rules.build(config), meter, vocab_size)
+    return Speculator(drafter, rules.build(config, packs=scheduler.config.packs), meter, vocab_size)
 
 
 def _drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:

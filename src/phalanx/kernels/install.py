@@ -316,7 +316,9 @@ def _fast(ops: Ops) -> Replacements:
     ) -> mx.array:  # fmt: skip
         if stream is None and q.dtype in FLOATS and q.dtype == k.dtype == v.dtype:
             if type(mask) is RaggedMask and mask.shape[2:] == (q.shape[2], k.shape[2]):
-                return ops.attention(q, k, v, scale=scale, sinks=sinks, lengths=mask.lengths, window=mask.window)
+                return ops.attention(
+                    q, k, v, scale=scale, sinks=sinks, lengths=mask.lengths, window=mask.window, slots=mask.slots
+                )
             return ops.attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
         return stock_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, force_fused=force_fused, stream=stream)
 

@@ -14,14 +14,16 @@ class RaggedMask(mx.array):
     Attributes:
         lengths: keys of each row, those of its L queries included: int32 `[rows]`.
         window: keys a query sees, its own included; 0: all.
+        slots: where each row's keys are, if rows share them, one row a token: int32 `[rows]`.
     """
 
     lengths: mx.array
     window: int
+    slots: mx.array | None
 
     @classmethod
-    def of(cls, mask: mx.array, lengths: mx.array, window: int | None) -> RaggedMask:
+    def of(cls, mask: mx.array, lengths: mx.array, window: int | None, slots: mx.array | None = None) -> RaggedMask:
         """The mask, and what says the same."""
         ragged = cls(mask)
-        ragged.lengths, ragged.window = lengths, window or 0
+        ragged.lengths, ragged.window, ragged.slots = lengths, window or 0, slots
         return ragged

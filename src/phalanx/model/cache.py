@@ -41,6 +41,8 @@ class RowView:
         mask_dims: 4 for masks `[rows, 1, L, S]`; 5 for models that split heads into groups themselves.
         prefill: the tokens are a prompt's (`RaggedKV.make_mask` says what that changes).
         ragged: treat rows of one length as if they had several.
+        packed: feed so many tokens of each row, >= 1, and nothing else. For the model each token is a row of its own
+            (L is 1); those of one slot share its keys and values, which takes the native kernels.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class RowView:
         mask_dims: int = 4,
         prefill: bool = False,
         ragged: bool = False,
+        packed: Sequence[int] | None = None,
     ) -> None:
         self.prefill = prefill
         self.start = start
@@ -59,7 +62,7 @@ class RowView:
         self.length = length
         self.shortest = min(kv_len)
         self.need = max(kv_len) + length  # S: keys a query may see
-        self.uniform = self.need == self.shortest + length and not ragged
+        self.uniform = self.need == self.shortest + length and not ragged and packed is None
         self.offset: int | mx.array = self.shortest
         self.after: int | mx.array = self.need
         self.lengths: tuple[mx.array, ...] = ()
@@ -68,7 +71,14 @@ class RowView:
         self._writes = 0
         self._early = True
         self._masks: dict[tuple[int | None, bool, int], Mask] = {}
-        if not self.uniform:
+        self.slots: mx.array | None = None
+        """Of packed tokens, where their keys and values are, counted from `start`: int32 `[tokens]`."""
+        if packed is not None:
+            self.need = max(n + fed for n, fed in zip(kv_len, packed, strict=True))
+            before = [n + i for n, fed in zip(kv_len, packed, strict=True) for i in range(fed)]
+            self.slots = mx.array([slot for slot, fed in enumerate(packed) for _ in range(fed)], dtype=mx.int32)
+            self.give(mx.array(before, dtype=mx.int32), mx.array([n + 1 for n in before], dtype=mx.int32))
+        elif not self.uniform:
             before, after = list(kv_len), [n + length for n in kv_len]
             self.give(mx.array(before, dtype=mx.int32), mx.array(after, dtype=mx.int32))
 
@@ -92,7 +102,7 @@ class RowView:
             buffer[self.start : self.stop, :, self.shortest : self.need] = new
             return buffer
         if (ops := install.operations()) is not None:
-            return ops.write_rows(buffer, new, self.lengths[0], self.start)
+            return ops.write_rows(buffer, new, self.lengths[0], self.start, slots=self.slots)
         slots = mx.arange(self.start, self.stop, dtype=mx.int32)[:, None]  # [rows, 1]
         buffer[slots, :, self._positions()] = new.swapaxes(1, 2)
         return buffer
@@ -140,7 +150,7 @@ class RowView:
     def _ragged_mask(self, window: int | None) -> mx.array:
         seen = _visible(self._positions()[:, :, None], mx.arange(self.need, dtype=mx.int32), window)  # [rows, L, S]
         mask = mx.expand_dims(seen, tuple(range(1, self._mask_dims - 2)))
-        return RaggedMask.of(mask, self.lengths[1], window) if self._mask_dims == 4 else mask
+        return RaggedMask.of(mask, self.lengths[1], window, self.slots) if self._mask_dims == 4 else mask
 
 
 def _visible(queries: mx.array, keys: mx.array, window: int | None) -> mx.array:

@@ -80,6 +80,8 @@ class CacheFacts:
     """Longest prompt and output the model can take; None where its config does not say."""
     description: str
     """One line: which cache classes were replaced by what."""
+    packs: bool = False
+    """Rows can be fed several tokens each without padding; found out by `probe.py`."""
 
 
 def leaves(layouts: Sequence[Layout]) -> Iterator[KvLayout | StateLayout]:

@@ -2,7 +2,8 @@
 
 Two rows of different length are prefilled, decoded together, verified with padding and rolled back; every logits
 vector must be what the model gives with mlx-lm's caches, one row at a time. If rows cannot be computed together they
-are tried one after the other; if that is wrong as well, the model is refused. Leaves no state behind.
+are tried one after the other; if that is wrong as well, the model is refused. Whether rows can be packed, so that what
+pads them is not computed, is found out in the same way. Leaves no state behind.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ expert that flips on a rounding error in 16 bits gives ~0.1."""
 Compared = tuple[str, mx.array, mx.array]
 
 
-def probe(runner: Runner, model: Module) -> None:
-    """Compare `runner` with `model` on mlx-lm's caches; may turn `runner.facts` to computing rows one by one.
+def probe(runner: Runner, model: Module, *, may_pack: bool = False) -> None:
+    """Compare `runner` with `model` on mlx-lm's caches; may turn `runner.facts` to computing rows one by one, or to
+    packing them.
+
+    Args:
+        may_pack: whether all ranks have what packing takes. Says the same on each of them.
 
     Raises:
         ModelUnsupported: rows of different lengths disagree with mlx-lm, or mlx-lm fails; says where and how.
@@ -68,6 +73,9 @@ def probe(runner: Runner, model: Module) -> None:
             f"The model's output on rows of different lengths is not mlx-lm's: {problem}.",
             remedy="Please report the model's name; it can be run with mlx-lm itself.",
         )
+    facts = runner.facts
+    if may_pack and facts.rolls_back and not facts.one_row:
+        runner.facts = replace(facts, packs=not _problem(runner, expected, packed=True))
 
 
 def _stock(model: Module, prompt: Sequence[int], follow: int, reducer: Reducer) -> list[mx.array]:
@@ -83,11 +91,11 @@ def _stock(model: Module, prompt: Sequence[int], follow: int, reducer: Reducer) 
     return outputs[1:]
 
 
-def _problem(runner: Runner, expected: list[list[mx.array]]) -> str:
+def _problem(runner: Runner, expected: list[list[mx.array]], *, packed: bool = False) -> str:
     """The first disagreement in words, or nothing."""
     tolerance = TOLERANCE.get(runner.dtype, 0.01)
     try:
-        for what, ours, theirs in _compare(runner, expected):
+        for what, ours, theirs in (_compare_packed if packed else _compare)(runner, expected):
             distance = _distance(ours, theirs)
             if not distance <= tolerance:
                 return f"{what}: relative difference {distance:.2g}, allowed {tolerance:g}"
@@ -96,6 +104,7 @@ def _problem(runner: Runner, expected: list[list[mx.array]]) -> str:
     except (EngineError, *FOREIGN) as error:
         return repr(error)
     finally:
+        runner.reducer.discard()  # of a call that failed
         runner.reset()
         runner.apply([Resize(arena=ARENA, rows=0, capacity=0)])
     return ""
@@ -104,12 +113,7 @@ def _problem(runner: Runner, expected: list[list[mx.array]]) -> str:
 def _compare(runner: Runner, expected: list[list[mx.array]]) -> Iterator[Compared]:
     """Run the probe; yields what was compared, our logits and mlx-lm's."""
     short, long = PROMPTS
-    admits = [Admit(arena=ARENA, slot=slot, seq=slot) for slot in range(2)]
-    runner.apply([Resize(arena=ARENA, rows=2, capacity=len(long) + 3), *admits])
-    _feed(runner, 0, [short[:-1]], [0], sample=False)
-    _feed(runner, 1, [long[:2]], [0], sample=False)
-    _feed(runner, 1, [long[2:-1]], [2], sample=False)
-    lengths = [len(short) - 1, len(long) - 1]
+    lengths = _prefill(runner)
     logits = _feed(runner, 0, [short[-1:], long[-1:]], lengths, sample=True)
     for row in range(2):
         yield f"row {row}, one token", logits[row, 0], expected[row][0]
@@ -124,8 +128,39 @@ def _compare(runner: Runner, expected: list[list[mx.array]]) -> Iterator[Compare
         yield f"row {row}, next token", logits[row, 0], expected[row][1]
 
 
+def _compare_packed(runner: Runner, expected: list[list[mx.array]]) -> Iterator[Compared]:
+    """The same with two tokens of one row and one of the other, either way round."""
+    short, long = PROMPTS
+    lengths = _prefill(runner)
+    logits = _feed(runner, 0, [(short[-1], NEXT[0]), long[-1:]], lengths, sample=True, packed=True)
+    yield "row 0, first of two tokens", logits[0, 0], expected[0][0]
+    yield "row 0, second of two tokens", logits[1, 0], expected[0][1]
+    yield "row 1", logits[2, 0], expected[1][0]
+    logits = _feed(runner, 0, [short[-1:], (long[-1], NEXT[1])], lengths, sample=True, packed=True)
+    yield "row 0", logits[0, 0], expected[0][0]
+    yield "row 1, first of two tokens", logits[1, 0], expected[1][0]
+    yield "row 1, second of two tokens", logits[2, 0], expected[1][1]
+
+
+def _prefill(runner: Runner) -> list[int]:
+    """Both prompts but for their last tokens; their lengths."""
+    short, long = PROMPTS
+    admits = [Admit(arena=ARENA, slot=slot, seq=slot) for slot in range(2)]
+    runner.apply([Resize(arena=ARENA, rows=2, capacity=len(long) + 3), *admits])
+    _feed(runner, 0, [short[:-1]], [0], sample=False)
+    _feed(runner, 1, [long[:2]], [0], sample=False)
+    _feed(runner, 1, [long[2:-1]], [2], sample=False)
+    return [len(short) - 1, len(long) - 1]
+
+
 def _feed(
-    runner: Runner, start: int, rows: Sequence[Sequence[int]], kv_len: Sequence[int], *, sample: bool
+    runner: Runner,
+    start: int,
+    rows: Sequence[Sequence[int]],
+    kv_len: Sequence[int],
+    *,
+    sample: bool,
+    packed: bool = False,
 ) -> mx.array:
     width = max(map(len, rows))
     forward = Forward(
@@ -135,6 +170,7 @@ def _feed(
         tokens=tuple((*row, *[0] * (width - len(row))) for row in rows),
         valid=tuple(len(row) for row in rows),
         sample=sample,
+        packed=packed,
     )
     logits = runner.forward(forward, kv_len)
     if logits is None:

@@ -27,6 +27,7 @@ from phalanx.errors import EngineError
 from phalanx.kernels import install
 from phalanx.model.arena import Arena
 from phalanx.model.cache import RaggedKV, RowView
+from phalanx.sched.forwards import REPLAYED
 
 log = logging.getLogger("phalanx.model")
 
@@ -35,8 +36,6 @@ LOWEST = 1
 WORTH = 6
 """Calls with one token per row before they are kept, which takes as long as building two. With more tokens they are
 kept from the first one on, once those are: what drafts cost must not look like what building costs."""
-MOST_TOKENS = 32
-"""Of a call: with more, building is a small part."""
 MOST_KINDS = 16
 """Each keeps the memory of its results, some hundred kilobytes a token."""
 
@@ -121,12 +120,12 @@ class Replays:
         return answer.logits if answer is not None else None
 
     def _kind(self, arena: Arena, view: RowView, samples: bool) -> Kind | None:
-        if view.prefill or view.shortest < LOWEST:
+        if view.prefill or view.shortest < LOWEST or view.slots is not None:
             return None
         filled = sum(view.need > window for window in arena.windows) if view.uniform else 0
         rows = view.stop - view.start
         kind = Kind(arena.rows, arena.capacity, view.start, rows, view.length, samples, not view.uniform, filled)
-        return kind if kind.rows * kind.length <= MOST_TOKENS else None
+        return kind if kind.rows * kind.length <= REPLAYED else None
 
     def _run(self, arena: Arena, view: RowView, kind: Kind, tokens: mx.array) -> Answer | None:
         kept, position = self._kept[kind], view.need - view.length

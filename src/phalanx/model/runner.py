@@ -95,8 +95,8 @@ class Runner:
         """Feed tokens; `kv_len[i]` is the valid length of row `start + i` before.
 
         Returns:
-            Logits `[rows, L, V]`, not evaluated, when the plan samples or scores and this rank does: evaluate them
-            together with `settle()`. Otherwise None, with the caches evaluated.
+            Logits `[rows, L, V]` (packed: `[tokens, 1, V]`), not evaluated, when the plan samples or scores and this
+            rank does: evaluate them together with `settle()`. Otherwise None, with the caches evaluated.
 
         Raises:
             EngineError: the buffers are too short, or a recurrent row would be padded or rolled back.
@@ -108,7 +108,9 @@ class Runner:
         ahead, self._ahead, self._last = self._ahead, None, None
         if self.facts.recurrent and min(fwd.valid) < len(fwd.tokens[0]):
             raise EngineError("Rows with recurrent state cannot be padded.")
-        if self.facts.one_row and len(kv_len) > 1:
+        if fwd.packed:
+            logits = self._packed(arena, fwd, kv_len)
+        elif self.facts.one_row and len(kv_len) > 1:
             logits = self._rows_in_turn(arena, fwd, kv_len)
         else:
             view = self._view(arena, fwd.start, kv_len, len(fwd.tokens[0]), fwd.sample)
@@ -215,6 +217,14 @@ class Runner:
         """
         mx.eval(*sums, *arena.touched(), *([logits] if self.reducer.foreign else []))
         self.reducer.judge(self._step, sums)
+
+    def _packed(self, arena: Arena, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+        """A call without padding: each token is a row of its own; logits [tokens, 1, V]."""
+        if not install.active():
+            raise EngineError("Rows can be packed by the native kernels only, and this rank has none.")
+        view = RowView(fwd.start, kv_len, 1, mask_dims=self.facts.mask_dims, packed=fwd.valid)
+        tokens = [(token,) for row, n in zip(fwd.tokens, fwd.valid, strict=True) for token in row[:n]]
+        return self._call(arena, view, tokens, kv_len, fwd.valid)
 
     def _rows_in_turn(self, arena: Arena, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
         """For models that take one position for all rows: a call per row, without padding; logits padded with 0."""

@@ -13,6 +13,9 @@ from phalanx.sched.arena import Arena, Layout
 from phalanx.sched.plan import Forward
 from phalanx.sched.sequence import Sequence
 
+REPLAYED = 32
+"""Tokens up to which ranks keep a rectangle's call and do it again; they build every call that is packed."""
+
 
 def prefill_forwards(layout: Layout, rows: list[Sequence], chunks: Mapping[int, int], *, pad: bool) -> list[Forward]:
     """The chunks of these rows.
@@ -30,11 +33,14 @@ def prefill_forwards(layout: Layout, rows: list[Sequence], chunks: Mapping[int, 
     return [_chunk_forward(group, chunks) for group in groups]
 
 
-def decode_forwards(arena: Arena, drafts: Mapping[int, Seq[int]], *, fresh_alone: bool) -> list[Forward]:
+def decode_forwards(
+    arena: Arena, drafts: Mapping[int, Seq[int]], *, fresh_alone: bool, packs: bool = False
+) -> list[Forward]:
     """Sampling forwards over an arena's decoding rows: one, unless rows without any state must be fed alone.
 
     Args:
         drafts: sequence number -> tokens to verify; the arena has room for the longest behind every row.
+        packs: whether the ranks can leave out what pads rows.
     """
     runs: list[list[Sequence]] = []
     joinable = False
@@ -45,7 +51,17 @@ def decode_forwards(arena: Arena, drafts: Mapping[int, Seq[int]], *, fresh_alone
         else:
             runs.append([row])
         joinable = not alone
-    return [_decode_forward(arena, run, drafts) for run in runs]
+    return [_decode_forward(arena, run, drafts, packs=packs) for run in runs]
+
+
+def computed(rows: int, tokens: int, widest: int, *, packs: bool) -> int:
+    """Tokens that a sampling forward computes for rows that are fed so many together, and so many at most."""
+    return tokens if packs and _is_packed(rows, tokens, widest) else rows * widest
+
+
+def _is_packed(rows: int, tokens: int, widest: int) -> bool:
+    """Whether leaving padding out is worth a call that is built anew."""
+    return tokens < rows * widest > REPLAYED
 
 
 def _joins(layout: Layout, group: list[Sequence], row: Sequence, chunks: Mapping[int, int]) -> bool:
@@ -79,14 +95,16 @@ def _chunk_forward(rows: list[Sequence], chunks: Mapping[int, int]) -> Forward:
     )
 
 
-def _decode_forward(arena: Arena, rows: list[Sequence], drafts: Mapping[int, Seq[int]]) -> Forward:
+def _decode_forward(arena: Arena, rows: list[Sequence], drafts: Mapping[int, Seq[int]], *, packs: bool) -> Forward:
     fed = [(row.tokens[-1], *drafts.get(row.number, ())) for row in rows]
-    width = max(map(len, fed))
+    valid = tuple(map(len, fed))
+    width = max(valid)
     return Forward(
         arena=arena.index,
         start=rows[0].slot,
         seqs=tuple(row.number for row in rows),
         tokens=tuple((*tokens, *(0,) * (width - len(tokens))) for tokens in fed),
-        valid=tuple(map(len, fed)),
+        valid=valid,
         sample=True,
+        packed=packs and _is_packed(len(rows), sum(valid), width),
     )

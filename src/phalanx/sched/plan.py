@@ -125,6 +125,7 @@ class Forward(Struct, frozen=True):
     valid: tuple[int, ...]  # [rows], 1 <= valid[i] <= L
     sample: bool
     score: bool = False  # logits of all positions are wanted although nothing is sampled
+    packed: bool = False  # padding is not computed; logits come as [sum of valid, 1, V]
 
 
 class Step(Struct, frozen=True, tag="step"):

@@ -5,10 +5,12 @@ Pure, as all controls.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from phalanx.sched.forwards import computed
 from phalanx.spec.control import Committed, in_turn
-from phalanx.spec.cost import CostCurve
+from phalanx.spec.cost import CostCurve, width
 from phalanx.spec.drafters import Draft
 from phalanx.spec.judging import Chances, Judging
 from phalanx.spec.reading import Reading
@@ -45,12 +47,21 @@ MARGIN = 1.02
 """Gain below which it is not worth the noise of what was measured."""
 
 
+class Choice(NamedTuple):
+    """How many drafts to verify, and what is expected of the step."""
+
+    takes: tuple[int, ...] = ()  # by row; empty: none
+    speed: float = 1.0  # times that of plain steps
+    cost: float = 1.0  # plain steps
+
+
 class CostControl:
     """Weighs what drafts are expected to bring against what a step costs, both as measured, and keeps accounts.
 
     A step in which row r verifies k_r tokens commits `1 + P(1) + .. + P(k_r)` tokens for it on average, P(j) being the
-    probability that its first j are right, and takes `t(rows, 1 + max k)`. The width with the most tokens per second
-    is chosen if it beats the plain step's.
+    probability that its first j are right, and takes as long as what it computes: `1 + max k` tokens per row, or where
+    rows can be packed `1 + k_r`. The k_r with the most tokens per second are chosen if they beat the plain step's: the
+    same for all rows, as far as their drafts go, or, where packed, those of the tokens that are most probably right.
 
     Drafts that were not verified are judged all the same (`judging.py`).
 
@@ -68,16 +79,18 @@ class CostControl:
     that computes, waiting is a part of asking.
     """
 
-    def __init__(self, most: int, *, cheap: bool, share: float = SHARE) -> None:
+    def __init__(self, most: int, *, cheap: bool, share: float = SHARE, packs: bool = False) -> None:
         """
         Args:
             most: largest number of drafted tokens per sequence and step.
             cheap: drafting takes next to nothing (a lookup), so every sequence may as well be drafted for.
             share: of the time, for what brings no gain.
+            packs: whether rows with drafts of several lengths can be computed without padding.
         """
         self._most = most
         self._cheap = cheap
         self._share = share
+        self._packs = packs
         self._purse = PURSE
         self._asking = ASKING
         self._savings = SAVED
@@ -135,7 +148,7 @@ class CostControl:
             if k and bound:
                 able = {key: n for key, n in able.items() if not self._judging.is_open(key)}
         else:
-            k = self._best(self._expected(able)) or int(self._may_ask)
+            k = max(self._fastest(self._expected(able)).takes, default=int(self._may_ask))
         self._asks = k > 0 and bool(able)
         return {key: min(n, k) for key, n in able.items() if k}
 
@@ -145,11 +158,11 @@ class CostControl:
 
     def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
         chances = self._judging.chances({key: draft.grades for key, draft in drafts.items()})
-        rows = [row for row in chances.values() if row]
-        k = self._note(rows)
-        if k:
-            k = self._tried(rows, k)
-        chosen = {key: min(k, len(row)) for key, row in chances.items() if k and row}
+        rows = {key: row for key, row in chances.items() if row}
+        choice = self._note(list(rows.values()))
+        if choice.takes:
+            choice = self._tried(list(rows.values()), choice)
+        chosen = {key: k for key, k in zip(rows, choice.takes, strict=False) if k}
         self._compare(drafts, chosen)
         return chosen
 
@@ -166,15 +179,11 @@ class CostControl:
         if not ahead:
             return self._waiting.pays
         self._n_rows = len(keys)
-        k, speed = self._fastest([chances for _, chances in ahead.values() if chances])
-        if not k:
+        choice = self._fastest([chances for _, chances in ahead.values() if chances])
+        if not choice.takes:
             return False
         likely = max(likely for likely, _ in ahead.values())
-        return self._waiting.is_worth(self._saved(k, speed), likely)
-
-    def _saved(self, k: int, speed: float) -> float:
-        """Plain steps that a step with k drafts is expected to save."""
-        return (speed - 1.0) * self._costs.ratios(self._n_rows, 1 + k)[-1]
+        return self._waiting.is_worth(_saved(choice), likely)
 
     def forgo(self, drafts: Mapping[int, Draft]) -> None:
         self._waiting.begin()
@@ -190,12 +199,12 @@ class CostControl:
                 self._judging.open(key, draft)
                 self._resting = None
 
-    def _note(self, chances: Sequence[Chances]) -> int:
-        """The best k for these drafts, and, where nothing foretold them, what they promise."""
-        k, speed = self._fastest(chances)
+    def _note(self, chances: Sequence[Chances]) -> Choice:
+        """The best choice of these drafts; and, where nothing foretold them, notes what they promise."""
+        choice = self._fastest(chances)
         if self._asks and not self._foretold:
-            self._waiting.note(self._saved(k, speed))
-        return k
+            self._waiting.note(_saved(choice))
+        return choice
 
     def _is_hopeless(self, keys: list[int]) -> bool:
         """Whether no draft would be chosen. Remembered until a draft was judged or there is more to spend."""
@@ -204,9 +213,9 @@ class CostControl:
             if known == keys and self._purse <= max(0.0, purse * GROWN):
                 return True
         self._n_rows = len(keys)
-        k = self._best(self._expected(dict.fromkeys(keys, self._most)))
-        self._resting = None if k else (keys, self._purse)
-        return not k
+        hopeless = not self._fastest(self._expected(dict.fromkeys(keys, self._most))).takes
+        self._resting = (keys, self._purse) if hopeless else None
+        return hopeless
 
     def observe(
         self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
@@ -218,9 +227,9 @@ class CostControl:
                 self._unjudged = 0
                 self._resting = None
         if committed:
-            width = 1 + max(verified.values(), default=0)
-            gained = sum(map(len, committed.values())) / len(committed) - 1.0
-            self._settle(len(committed), width, gained, seconds, drafting)
+            rows = len(committed)
+            gained = sum(map(len, committed.values())) / rows - 1.0
+            self._settle(rows, self._width(rows, verified.values()), gained, seconds, drafting)
 
     def end(self, key: int) -> None:
         self._judging.end(key)
@@ -249,8 +258,8 @@ class CostControl:
         """Plain steps that drafting for those that the drafter is behind with would save, all of them alike."""
         chances = self._judging.chances({key: range(min(n, self._most)) for key, n in room.items() if n > 0})
         hopeful = [key for key in behind if chances.get(key)]
-        _, now = self._fastest([row for key, row in chances.items() if key not in behind])
-        _, then = self._fastest(list(chances.values()))
+        now = self._fastest([row for key, row in chances.items() if key not in behind]).speed
+        then = self._fastest(list(chances.values())).speed
         each = (1.0 / now - 1.0 / then) / max(1, len(hopeful))
         return {key: each * min(room[key] + 1.0, self._length) for key in hopeful}
 
@@ -274,34 +283,45 @@ class CostControl:
         self._saved_for = saved_for / max(1, sum(reads.values()))
         return reads
 
-    def _best(self, chances: Sequence[Chances]) -> int:
-        """The k with the most tokens per second; 0 where the plain step has, or is not known, or the purse is empty."""
-        return self._fastest(chances)[0]
-
-    def _tried(self, chances: Sequence[Chances], k: int) -> int:
+    def _tried(self, chances: Sequence[Chances], choice: Choice) -> Choice:
         """Drafts help, and what other widths cost is a guess. If one may be as cheap as a narrower one it is tried,
-        where half of what may be won is left when it has been paid; else `k`."""
+        where half of what may be won is left when it has been paid; else `choice`."""
         if self._purse <= WINNINGS / 2:
-            return k
-        hope, _ = self._fastest(chances, hopeful=True)
-        price = self._costs.ratios(self._n_rows, 1 + hope)[-1] - 1.0
-        return hope if self._purse - WINNINGS / 2 >= price else k
+            return choice
+        hope = self._fastest(chances, hopeful=True)
+        price = self._costs.ratio(self._n_rows, self._width(self._n_rows, hope.takes)) - 1.0
+        return hope if self._purse - WINNINGS / 2 >= price else choice
 
-    def _fastest(self, chances: Sequence[Chances], *, hopeful: bool = False) -> tuple[int, float]:
-        """That k, and how many times as fast as plain steps it is; (0, 1.0) for those."""
-        rows = self._n_rows
+    def _fastest(self, chances: Sequence[Chances], *, hopeful: bool = False) -> Choice:
+        """The choice with the most tokens per second. None is taken where the plain step has, or is not known, or the
+        purse is empty."""
+        rows, best = self._n_rows, Choice(speed=MARGIN)
         if self._purse <= 0 or not any(chances) or self._costs.plain(rows) is None:
-            return 0, 1.0
-        widest = min(1 + max(map(len, chances)), self._costs.reach(rows))
-        best, best_speed, tokens = 0, MARGIN, float(rows)
-        for k, cost in enumerate(self._costs.ratios(rows, widest, hopeful=hopeful)[1:], 1):
-            tokens += sum(row[k - 1] for row in chances if len(row) >= k)
-            speed = tokens / rows / cost
-            if speed > best_speed and cost - 1.0 <= self._purse:  # should all be wrong
-                best, best_speed = k, speed
-        return best, best_speed if best else 1.0
+            return Choice()
+        reach = self._costs.reach(rows)
+        widths = {takes: self._width(rows, takes) for takes in self._candidates(chances)}
+        widths = {takes: wide for takes, wide in widths.items() if wide <= reach}
+        costs = self._costs.ratios(rows, list(widths.values()), hopeful=hopeful)
+        for takes, cost in zip(widths, costs, strict=True):
+            gained = sum(sum(row[:k]) for row, k in zip(chances, takes, strict=True))
+            speed = (1.0 + gained / rows) / cost
+            if speed > best.speed and cost - 1.0 <= self._purse:  # should all be wrong
+                best = Choice(takes, speed, cost)
+        return best if best.takes else Choice()
 
-    def _settle(self, rows: int, width: int, gained: float, seconds: float | None, drafting: float) -> None:
+    def _candidates(self, chances: Sequence[Chances]) -> Iterator[tuple[int, ...]]:
+        """What may be verified: how many drafts of each row."""
+        for k in range(1, 1 + max(map(len, chances))):
+            yield tuple(min(k, len(row)) for row in chances)
+        if self._packs and self._n_rows > 1:
+            yield from _likeliest(chances, self._n_rows // 2)
+
+    def _width(self, rows: int, takes: Collection[int]) -> float:
+        """Of a step that verifies so many."""
+        tokens = rows + sum(takes)
+        return width(rows, computed(rows, tokens, 1 + max(takes, default=0), packs=self._packs))
+
+    def _settle(self, rows: int, width: float, gained: float, seconds: float | None, drafting: float) -> None:
         """Measure the step and pay for it.
 
         Args:
@@ -330,11 +350,11 @@ class CostControl:
             return self._waiting.lost(None)
         return self._waiting.lost((seconds - drafting) / max(plain, 1e-9) - 1.0)
 
-    def _cost(self, rows: int, width: int, seconds: float | None) -> float:
+    def _cost(self, rows: int, width: float, seconds: float | None) -> float:
         """Of the step that was, in plain steps: as measured, but no more than twice what such steps usually cost."""
         if width == 1:
             return 1.0
-        usual, plain = self._costs.ratios(rows, width)[-1], self._costs.plain(rows)
+        usual, plain = self._costs.ratio(rows, width), self._costs.plain(rows)
         if plain is None or seconds is None:
             return usual
         return max(1.0, min(seconds / max(plain, 1e-9), 2 * usual))
@@ -345,3 +365,18 @@ class CostControl:
             self._asking = max(self._asking - price, -ASKING)
         else:
             self._purse -= price
+
+
+def _saved(choice: Choice) -> float:
+    """Plain steps that a step is expected to save."""
+    return (choice.speed - 1.0) * choice.cost
+
+
+def _likeliest(chances: Sequence[Chances], apart: int) -> Iterator[tuple[int, ...]]:
+    """The tokens that are most probably right, `apart` more of them each time: how many of each row."""
+    takes = [0] * len(chances)
+    order = sorted((-chance, i) for i, row in enumerate(chances) for chance in row)
+    for n, (_, i) in enumerate(order, 1):
+        takes[i] += 1
+        if n % apart == 0 or n == len(order):
+            yield tuple(takes)

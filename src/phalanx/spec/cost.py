@@ -1,12 +1,15 @@
 """What a step costs: seconds for so many rows of so many tokens, as measured.
 
+How wide a step is are the tokens that it computes per row: a number of halves, where rows are packed (`forwards.py`).
 Kept as a ratio to the *plain* step (one token per row) with as many rows, measured lately: contexts grow and machines
 are shared, but both slow all steps down alike. Pure: the seconds are handed in.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 SAMPLES = 5
@@ -21,6 +24,11 @@ HOLDS = 300
 PER_TOKEN = 0.02
 """Cost of a further token per row before anything was measured, in plain steps: a memory-bound machine's, so that
 every other machine finds out by one try."""
+
+
+def width(rows: int, tokens: int) -> float:
+    """Tokens per row of a step that computes so many, in halves."""
+    return math.ceil(2 * tokens / rows) / 2
 
 
 class _Samples:
@@ -45,9 +53,9 @@ class CostCurve:
     def __init__(self) -> None:
         self._steps = 0
         self._plain: dict[int, _Samples] = {}  # rows -> seconds
-        self._ratios: dict[int, dict[int, _Samples]] = {}  # rows -> width -> plain steps
+        self._ratios: dict[int, dict[float, _Samples]] = {}  # rows -> width -> plain steps
 
-    def observe(self, rows: int, width: int, seconds: float) -> None:
+    def observe(self, rows: int, width: float, seconds: float) -> None:
         """A step with `width` tokens per row took so long. Changes state.
 
         Wider ones are dropped while there is no plain step to compare with.
@@ -68,13 +76,17 @@ class CostCurve:
             return None
         return samples.value
 
-    def reach(self, rows: int) -> int:
+    def reach(self, rows: int) -> float:
         """The widest step whose cost may be guessed: twice the widest measured with so many rows, so that a first try
         is a small one, and powers of two are tried, where stairs often end."""
         return 2 * max(self._ratios.get(rows, ()), default=1)
 
-    def ratios(self, rows: int, widest: int, *, hopeful: bool = False) -> list[float]:
-        """Cost of a step in plain steps, >= 1, by width: entry w - 1 is that of w tokens per row.
+    def ratio(self, rows: int, width: float) -> float:
+        """Cost of a step of that width in plain steps, >= 1."""
+        return self.ratios(rows, [width])[0]
+
+    def ratios(self, rows: int, widths: Sequence[float], *, hopeful: bool = False) -> list[float]:
+        """Costs of steps in plain steps, >= 1, by width.
 
         What was not measured lies on a straight line: between two widths that were, or beyond the widest, from the
         plain step on. Fewer rows stand in for a number of rows that was never measured: they cost less, and so lead to
@@ -84,22 +96,21 @@ class CostCurve:
             hopeful: the widest ends no line but stands on a stair, for kernels work on so many rows at once: a further
                 token costs hardly anything.
         """
-        known = {1: 1.0, **self._measured(rows)}
-        widest_known = max(known)
-        slope = (known[widest_known] - 1.0) / (widest_known - 1) if widest_known > 1 and not hopeful else 0.0
+        known = {1.0: 1.0, **self._measured(rows)}
+        last = max(known)
+        slope = (known[last] - 1.0) / (last - 1) if last > 1 and not hopeful else 0.0
         ratios: list[float] = []
-        for width in range(1, widest + 1):
-            if width in known:
-                ratios.append(max(1.0, known[width]))
-            elif width > widest_known:
-                ratios.append(ratios[-1] + max(PER_TOKEN, slope))
+        for wide in widths:
+            if wide > last:
+                ratio = max(1.0, known[last]) + (wide - last) * max(PER_TOKEN, slope)
             else:
-                above = min(w for w in known if w > width)
-                on_line = ratios[-1] + (known[above] - ratios[-1]) / (above - width + 1)
-                ratios.append(max(1.0, on_line))
+                below, above = max(w for w in known if w <= wide), min(w for w in known if w >= wide)
+                share = (wide - below) / (above - below) if above > below else 0.0
+                ratio = max(1.0, known[below]) * (1.0 - share) + known[above] * share
+            ratios.append(max(1.0, ratio))
         return ratios
 
-    def _measured(self, rows: int) -> dict[int, float]:
+    def _measured(self, rows: int) -> dict[float, float]:
         """Ratios by width that hold, of these rows or else of the most rows below."""
         for there in sorted((r for r in self._ratios if r <= rows), reverse=True):
             held = {w: s.value for w, s in self._ratios[there].items() if self._steps - s.at <= HOLDS}

@@ -16,8 +16,8 @@ REST = 20
 """Windows for which it then rests before it begins anew; the field's own did not."""
 
 
-def build(config: SpeculativeConfig) -> Control:
-    """The control that a configuration asks for."""
+def build(config: SpeculativeConfig, *, packs: bool = False) -> Control:
+    """The control that a configuration asks for; `packs` as of `CostControl`."""
     control: Control
     most = config.num_speculative_tokens
     match config.control:
@@ -28,7 +28,7 @@ def build(config: SpeculativeConfig) -> Control:
             control = FloorControl(most, floor=floor, window=config.window)
         case "cost":
             share = SHARE if config.probe_share is None else config.probe_share
-            control = CostControl(most, cheap=not isinstance(config, DraftModelSpeculation), share=share)
+            control = CostControl(most, cheap=not isinstance(config, DraftModelSpeculation), share=share, packs=packs)
     if config.disable_by_batch_size is not None:
         control = UpToBatch(control, config.disable_by_batch_size)
     return control

@@ -72,6 +72,6 @@ def _needed(forward: Forward, logits: mx.array) -> mx.array:
     """The logits behind y and the drafts of all rows, without those behind padding: [sum of valid, V]."""
     width = len(forward.tokens[0])
     flat = logits.reshape(-1, logits.shape[-1])
-    if min(forward.valid) == width:
+    if forward.packed or min(forward.valid) == width:
         return flat
     return flat[mx.array([row * width + i for row, valid in enumerate(forward.valid) for i in range(valid)])]

@@ -117,10 +117,12 @@ class FakeRunner:
         """The next token behind every valid position: [rows][valid]."""
         out = []
         rows = self.arenas[forward.arena]
-        width = len(forward.tokens[0])
         for i, (tokens, valid, start) in enumerate(zip(forward.tokens, forward.valid, kv_len, strict=True)):
+            width = len(forward.tokens[0])
             assert len(tokens) == width and 1 <= valid <= width
             row = rows[forward.start + i]
+            if forward.packed:
+                tokens, width = tokens[:valid], valid
             assert start + width <= len(row), "padding would be written past the buffer"
             row[start : start + width] = tokens
             if forward.sample:

@@ -11,28 +11,29 @@ from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
+from phalanx.sched.forwards import computed
 from phalanx.spec.drafters import Draft
 
-Curve = Callable[[int, int], float]
+Curve = Callable[[int, float], float]
 """(rows, tokens per row) -> seconds of a step."""
 
 
-def memory_bound(rows: int, width: int) -> float:
+def memory_bound(rows: int, width: float) -> float:
     """Weights dominate: a further token is nearly free."""
     return 1.0 + 0.02 * (rows * width - 1)
 
 
-def few_cores(rows: int, width: int) -> float:
+def few_cores(rows: int, width: float) -> float:
     """Reading the weights is half of a step of one token."""
     return 0.5 + 0.5 * rows * width
 
 
-def compute_bound(rows: int, width: int) -> float:
+def compute_bound(rows: int, width: float) -> float:
     """Every token costs the same: no draft pays."""
     return float(rows * width)
 
 
-def stairs(rows: int, width: int) -> float:
+def stairs(rows: int, width: float) -> float:
     """Kernels take four rows of a product at a time."""
     return 0.2 + 0.8 * -(-rows * width // 4)
 
@@ -78,6 +79,8 @@ class World:
     """Whether the next step has begun."""
     waiting: float = 0.25
     """Plain steps that it costs if a step does not begin early."""
+    packs: bool = False
+    """Whether padding is not computed."""
     told: bool = True
     """Whether the control hears that rows were moved."""
     rows: int = 0
@@ -123,7 +126,9 @@ class World:
             self.places[row] = at + accepted + 1
         drafting = self.drafting_s * max(wanted.values(), default=0)
         late = self.waiting * self.curve(rows, 1) if self.ahead and not self.bound else 0.0
-        seconds = (self.curve(rows, width) + late) * (1 + self.noise * self.chance.uniform(-1, 1)) + drafting
+        tokens = rows + sum(chosen.values())
+        step_s = self.curve(rows, computed(rows, tokens, width, packs=True) / rows if self.packs else width)
+        seconds = (step_s + late) * (1 + self.noise * self.chance.uniform(-1, 1)) + drafting
         if self.noise and self.steps % 29 == 28:
             seconds *= 3
         if self.neighbour and self.steps // 20 % 2:
@@ -132,7 +137,7 @@ class World:
         seconds *= self.moving if moved else 1.0
         self.bound = self.ahead and self.control.rests(range(rows))
         self.control.observe(committed, chosen, None if moved and self.told else seconds, drafting)
-        self._account(rows, self.curve(rows, width) + late + drafting + reading_s, sum(map(len, committed.values())))
+        self._account(rows, step_s + late + drafting + reading_s, sum(map(len, committed.values())))
         self.steps += 1
         self.widths.append(width)
         return width - 1

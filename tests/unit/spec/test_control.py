@@ -61,6 +61,43 @@ class TestHopeless:
         assert world.run(rows, 256 * rows) > 0.98
 
 
+class TestPacked:
+    """Sixteen rows, of which each has as many drafts as are worth it."""
+
+    def control(self, packs: bool) -> CostControl:
+        return CostControl(8, cheap=True, packs=packs)
+
+    @pytest.mark.parametrize("noise", [0.0, 0.1])
+    @pytest.mark.parametrize("curve", CURVES)
+    def test_free_text(self, curve, noise):
+        world = World(self.control(True), curve, predictable(0.0), noise=noise, drafting_s=0.0005, packs=True)
+        assert world.run(16, 256 * 16) > 0.98
+
+    def test_texts_that_differ(self):
+        """Half of the rows can be foretold, half cannot: what pads those is not paid for."""
+        speeds = {}
+        for packs in (False, True):
+            right = predictable(0.9)
+            world = World(
+                self.control(packs), lambda rows, width: 16.0 + rows * width,
+                lambda row, place, right=right: right(row, place) if row % 2 else 0, packs=packs,
+            )  # fmt: skip
+            world.run(16, 256 * 16)
+            speeds[packs] = world.run(16, 256 * 16)
+        assert speeds[True] > 1.1 * speeds[False] and speeds[False] > 0.98
+
+    def test_rows_are_given_by_what_is_known_of_them(self):
+        control = self.control(True)
+        right = {row: 8 if row < 8 else 1 for row in range(16)}
+        world = World(control, lambda rows, width: 16.0 + rows * width, lambda row, place: right[row], packs=True)
+        world.run(16, 256 * 16)
+        drafts = {row: guess(*range(world.places[row], world.places[row] + 8)) for row in range(16)}
+        control.want(dict.fromkeys(range(16), 8))
+        chosen = control.choose(drafts)
+        sure, unsure = ([chosen.get(row, 0) for row in rows] for rows in (range(8), range(8, 16)))
+        assert min(sure) > max(unsure)
+
+
 def test_without_control_it_would_have_cost_a_lot():
     """The tests above can fail."""
     assert World(Always(8), few_cores, predictable(0.0)).run(1, 256) < 0.3

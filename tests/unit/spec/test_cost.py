@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.spec.cost import ENOUGH, FRESH, HOLDS, PER_TOKEN, CostCurve
+from phalanx.spec.cost import ENOUGH, FRESH, HOLDS, PER_TOKEN, CostCurve, width
 
 
 def curve(*measured: tuple[int, int, float], plain: float = 2.0, rows: int = 1) -> CostCurve:
@@ -14,8 +14,8 @@ def curve(*measured: tuple[int, int, float], plain: float = 2.0, rows: int = 1) 
     known = CostCurve()
     for _ in range(ENOUGH):
         known.observe(rows, 1, plain)
-    for there, width, seconds in measured:
-        known.observe(there, width, seconds)
+    for there, wide, seconds in measured:
+        known.observe(there, wide, seconds)
     return known
 
 
@@ -47,50 +47,57 @@ class TestRatios:
     """Wider steps, in plain ones."""
 
     def test_before_anything_is_measured_a_token_costs_little(self):
-        assert curve().ratios(1, 4) == pytest.approx([1.0, 1 + PER_TOKEN, 1 + 2 * PER_TOKEN, 1 + 3 * PER_TOKEN])
+        wanted = [1.0, 1 + PER_TOKEN, 1 + 2 * PER_TOKEN, 1 + 3 * PER_TOKEN]
+        assert curve().ratios(1, range(1, 5)) == pytest.approx(wanted)
 
     def test_between_and_beyond_what_was_measured(self):
         known = curve((1, 3, 4.0), (1, 5, 8.0))
-        assert known.ratios(1, 7) == pytest.approx([1, 1.5, 2, 3, 4, 4.75, 5.5])
+        assert known.ratios(1, range(1, 8)) == pytest.approx([1, 1.5, 2, 3, 4, 4.75, 5.5])
+
+    def test_half_widths(self):
+        known = curve((16, 2.5, 5.0), rows=16)
+        assert known.ratios(16, [1, 1.5, 2, 2.5, 3]) == pytest.approx([1, 1.5, 2, 2.5, 3])
+        assert [width(16, tokens) for tokens in (16, 17, 24, 25, 64)] == [1.0, 1.5, 1.5, 2.0, 4.0]
+        assert [width(1, tokens) for tokens in (1, 2, 9)] == [1.0, 2.0, 9.0]
 
     def test_a_stair_that_may_be_hoped_for(self):
         known = curve((1, 3, 4.0), (1, 5, 8.0))
         step = PER_TOKEN
         wanted = [1, 1.5, 2, 3, 4, 4 + step, 4 + 2 * step]
-        assert known.ratios(1, 7, hopeful=True) == pytest.approx(wanted)
+        assert known.ratios(1, range(1, 8), hopeful=True) == pytest.approx(wanted)
 
     def test_a_wider_step_that_cost_less(self):
-        assert curve((1, 2, 6.0), (1, 4, 4.0)).ratios(1, 4) == pytest.approx([1.0, 3.0, 2.5, 2.0])
+        assert curve((1, 2, 6.0), (1, 4, 4.0)).ratios(1, range(1, 5)) == pytest.approx([1.0, 3.0, 2.5, 2.0])
 
     def test_never_less_than_a_plain_step(self):
-        assert curve((1, 2, 1.0)).ratios(1, 2) == [1.0, 1.0]
+        assert curve((1, 2, 1.0)).ratios(1, range(1, 3)) == [1.0, 1.0]
 
     def test_a_disturbed_first_try_is_repeated_and_forgotten(self):
         known = curve((1, 2, 60.0))
-        assert known.ratios(1, 2)[1] == 30.0
+        assert known.ratio(1, 2) == 30.0
         known.observe(1, 2, 3.0)
-        assert known.ratios(1, 2)[1] == 1.5  # of two the cheaper
+        assert known.ratio(1, 2) == 1.5  # of two the cheaper
         known.observe(1, 2, 3.2)
-        assert known.ratios(1, 2)[1] == 1.6  # of three the median
+        assert known.ratio(1, 2) == 1.6  # of three the median
 
     def test_fewer_rows_stand_in_for_more_but_not_more_for_fewer(self):
         known = curve((4, 2, 3.0), rows=4)
-        assert known.ratios(8, 2)[1] == 1.5
-        assert known.ratios(2, 2)[1] == pytest.approx(1 + PER_TOKEN)
+        assert known.ratio(8, 2) == 1.5
+        assert known.ratio(2, 2) == pytest.approx(1 + PER_TOKEN)
 
     def test_they_are_measured_again_after_a_while(self):
         known = curve((1, 2, 6.0), *[(1, 1, 2.0)] * HOLDS)
-        assert known.ratios(1, 2)[1] == 3.0
+        assert known.ratio(1, 2) == 3.0
         known.observe(1, 1, 2.0)
-        assert known.ratios(1, 2)[1] == pytest.approx(1 + PER_TOKEN)
+        assert known.ratio(1, 2) == pytest.approx(1 + PER_TOKEN)
         known.observe(1, 2, 4.0)
-        assert known.ratios(1, 2)[1] == 2.0
+        assert known.ratio(1, 2) == 2.0
 
     def test_without_a_plain_step_there_is_nothing_to_compare_with(self):
         known = CostCurve()
         known.observe(1, 2, 3.0)
         assert known.reach(1) == 2
-        assert known.ratios(1, 2)[1] == pytest.approx(1 + PER_TOKEN)
+        assert known.ratio(1, 2) == pytest.approx(1 + PER_TOKEN)
 
     def test_first_tries_are_small_and_double(self):
         assert curve().reach(1) == 2
@@ -102,7 +109,7 @@ class TestRatios:
     def test_there_is_always_an_answer(self, measured):
         known = curve(*measured)
         for rows in range(1, 5):
-            ratios = known.ratios(rows, 9)
+            ratios = known.ratios(rows, range(1, 10))
             assert len(ratios) == 9
             assert ratios[0] == 1.0
             assert all(ratio >= 1.0 for ratio in ratios)
