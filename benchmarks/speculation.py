@@ -1,5 +1,5 @@
 """Speculation on against off: repetitive and free text, good drafters and hostile ones, one row to sixteen, one rank
-and two, in one run, taking turns in random order.
+and two, in one run, with and without drafts in turns.
 
 What to expect. A step reads every weight once, whatever it computes, so k further tokens cost little where reading
 dominates and k times as much where computing does: two cores with native kernels lie between. A text that repeats
@@ -13,7 +13,8 @@ answer here comes more than once; but "seen before" may remember earlier answers
 nothing: no drafter can gain more. The same answer must come from every server, speculating or not.
 
 Two servers that are alike differ by up to 8 %, so each is compared with itself: the same requests a moment before or
-after, wanting no drafts (`num_speculative_tokens`). Beside them "off" says what a server without speculation does.
+after, wanting no drafts (`num_speculative_tokens`). Beside them "off" says what a server without speculation does. One
+server at a time has all the memory: prompts are read once, so that a load is decoding, not reading prompts again.
 
 mlx-lm's own speculation runs on the same two models, with one row and on stock kernels, which is what it has: the ratio
 to ours is that of the systems. Speeds are output tokens/s after the first token; ratios are taken within a round, then
@@ -32,7 +33,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -155,7 +155,7 @@ def main() -> int:
         for ranks, precision in itertools.product(options.ranks, options.precisions):
             title = f"{ranks} rank{'s' if ranks > 1 else ''}, {precision}"
             group = (*(("--tp", str(ranks)) if ranks > 1 else ()), "--cpu-precision", precision)
-            group += memory(model, len(configs) * ranks, ranks)
+            group += memory(model, ranks)
             compared = compare(model, configs, group, chosen, options.rounds, title)
             results[title] = show(asyncio.run(compared), title, console)
         theirs = {} if options.without_mlx_lm else asyncio.run(against(model, friend, folder, options.rounds, console))
@@ -167,10 +167,10 @@ def main() -> int:
     return 0
 
 
-def memory(model: Path, processes: int, ranks: int) -> tuple[str, ...]:
-    """The same for all ranks. Left to themselves, servers that start later would find less and hold fewer rows."""
+def memory(model: Path, ranks: int) -> tuple[str, ...]:
+    """The same for all servers."""
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / ranks
-    each = (SHARE_FOR_ROWS * psutil.virtual_memory().available / processes - weights) / 2**30
+    each = (SHARE_FOR_ROWS * psutil.virtual_memory().available / ranks - weights) / 2**30
     return "--kv-cache-gb", f"{each * 2 / 3:.2f}", "--prefix-cache-gb", f"{each / 3:.2f}"
 
 
@@ -182,27 +182,25 @@ async def compare(
     rounds: int,
     title: str,
 ) -> Results:
-    """All variants, as `group` says. Their servers wait side by side, which costs nothing, so that what is compared is
-    seconds apart; each has answered every work once before, so what a wide step costs is known."""
+    """All variants, as `group` says; `configs` begin with the one that is off. Each server has answered every load once
+    before, so its prompts are read and what a wide step costs is known."""
     figures = {point: {name: Figures() for name in configs} for point in chosen}
-    with ExitStack() as servers:
-        urls = {name: servers.enter_context(phalanx(model, *group, *flags(configs[name]))) for name in configs}
-        async with AsyncExitStack() as connections:
-            clients = {name: await connections.enter_async_context(open_client(url)) for name, url in urls.items()}
-            answers = await reference(clients[OFF], chosen)
-            for point in chosen:
-                for client in clients.values():
+    answers: dict[str, str] = {}
+    for name, config in configs.items():
+        with phalanx(model, *group, *flags(config)) as url:
+            async with open_client(url) as client:
+                answers = answers or await reference(client, chosen)
+                for point in chosen:
                     check(await closed_loop(client, point.bodies(), point.concurrency), point.bodies(), answers)
-                for turn in range(rounds):
-                    for name in shuffled(list(configs), turn):
-                        await measure(clients[name], point, answers, figures[point][name], turn)
-                now = ", ".join(f"{name} {f.ratio:.3f}" for name, f in figures[point].items())
-                progress(f"{title}, {point.name}, {point.concurrency} at once: {now}")
+                    for turn in range(rounds):
+                        await measure(client, point, answers, figures[point][name], turn)
+                    ratio = figures[point][name].ratio
+                    progress(f"{title}, {name}, {point.name}, {point.concurrency} at once: {ratio:.3f}")
     return figures
 
 
 async def reference(client: httpx.AsyncClient, chosen: Sequence[Point]) -> dict[str, str]:
-    """What the model says without speculation, by prompt; `client` is that of the first server, which is off."""
+    """What the model says without speculation, by prompt; `client` is that of the server that is off."""
     answers: dict[str, str] = {}
     for work in {work for point in chosen for work in point.works}:
         exchange = await stream_chat(client, body(work, chosen[0].tokens))
