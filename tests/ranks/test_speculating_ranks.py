@@ -101,6 +101,10 @@ def check(bench: Bench, family: str, method: str, k: int, rows: int, group: tupl
 
     async def main() -> tuple[list[list[int]], EngineStats]:
         async with running(config) as driver:
+            info = driver.engine.info
+            assert info is not None
+            native = info.kernels.startswith("native")
+            assert info.speculation.endswith("rows packed") == (native and family != "deepseek_v3")
             return await run_jobs(driver, jobs)
 
     got, stats = asyncio.run(main())

@@ -7,6 +7,7 @@ Errors a restart cannot mend leave with their own exit code and reach the server
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import os
 import signal
@@ -190,7 +191,7 @@ def _boot(
     runner = Runner(loaded.model, facts, loaded.dtype, reducer)
     report("checking the model", 0, 1)
     probe(runner, loaded.model, may_pack=all(link.share(install.active())))
-    packs = all(link.share(runner.facts.packs))
+    runner.facts = dataclasses.replace(runner.facts, packs=all(link.share(runner.facts.packs)))
     draft_runner = None if draft is None else draft.materialise(guard, report)
     clock = StepClock(config.wedge_s)
     tested = self_test(link, runner, _vocab_size(loaded.config), clock, unchecked=len(loaded.unchecked))
@@ -212,7 +213,7 @@ def _boot(
             prefix_budget=budget.prefix,
             recurrent=runner.facts.recurrent,
             largest_logits=budget.largest_logits(info.vocab_size),
-            packs=packs,
+            packs=runner.facts.packs,
         )
     )
     trace = Trace(config.trace) if config.trace else None

@@ -103,7 +103,8 @@ def describe(config: SpeculativeConfig | None, facts: CacheFacts) -> str:
         return "off: the model keeps recurrent state, which cannot roll back (A3)"
     method = type(config).__struct_config__.tag
     name = f"{method} {config.model}" if isinstance(config, DraftModelSpeculation) else str(method)
-    return f"{name}, up to {config.num_speculative_tokens} tokens a step, control {config.control}"
+    packed = ", rows packed" if facts.packs else ""
+    return f"{name}, up to {config.num_speculative_tokens} tokens a step, control {config.control}{packed}"
 
 
 def make_speculator(
