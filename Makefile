@@ -11,7 +11,7 @@ READY := $(VENV)/.native-$(KEY)-$(NATIVE_KEY)
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-hosts test-ranks test-units test-hosts-and-units test-everything-else check lint check-native soak format bench bench-cpu clean
+.PHONY: help venv demo test test-hosts test-ranks test-units test-everything-else check lint check-native soak format bench bench-cpu clean
 
 help:
 	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
@@ -66,12 +66,9 @@ test-units: $(READY)
 each_isa = isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
 	for isa in $$isas; do echo "kernels: $$isa"; KERN_ISA=$$isa $(1) || exit 1; done
 
-# Tests of several hosts often wait, and ranks wait for each other: three parts of about the same length run side by side.
+# Tests of several hosts often wait, and ranks wait for each other: parts run side by side, most of about the same length.
 test: lint
-	@$(MAKE) --no-print-directory -j3 test-hosts-and-units test-ranks test-everything-else
-
-test-hosts-and-units: test-units
-	@$(MAKE) --no-print-directory test-hosts
+	@$(MAKE) --no-print-directory -j4 test-hosts test-ranks test-everything-else test-units
 
 test-hosts: $(READY)
 	$(BIN)/pytest -q tests/e2e/hosts
