@@ -450,3 +450,24 @@ def test_a_taken_port_is_not_chosen() -> None:
 
 def test_flags_exist_for_what_private_servers_use() -> None:
     assert "stop_on_eof" in inspect.signature(serve.command).parameters
+
+
+def test_a_conversation_asks_its_own_server_for_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server might refuse a field that it does not know."""
+    asked: list[dict[str, Any]] = []
+
+    class Server:
+        url, model = "http://127.0.0.1:1/v1", "demo"
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def wait_ready(self, note: Any) -> None: ...
+
+        def stop(self) -> int:
+            return 0
+
+    monkeypatch.setattr(chat, "PrivateServer", Server)
+    monkeypatch.setattr(chat, "talk", lambda url, key, model, conversation: asked.append(conversation._options) or 0)
+    assert main(["chat", "demo", "--seed", "3"]) == 0
+    assert main(["chat", "http://127.0.0.1:1", "--seed", "3"]) == 0
+    assert asked == [{"seed": 3, "timing": True}, {"seed": 3}]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from phalanx.sched.forwards import computed
+from phalanx.sched.forwards import REPLAYED, computed
 from phalanx.spec.control import Committed, in_turn
 from phalanx.spec.cost import CostCurve, width
 from phalanx.spec.drafters import Draft
@@ -45,6 +45,10 @@ GROWN = 1.25
 """Times its size at which a purse that was too small is asked again."""
 MARGIN = 1.02
 """Gain below which it is not worth the noise of what was measured."""
+
+
+Candidate = tuple[tuple[int, ...], float]
+"""What may be verified: how many drafts of each row, and how many of them are right on average."""
 
 
 class Choice(NamedTuple):
@@ -299,22 +303,24 @@ class CostControl:
         if self._purse <= 0 or not any(chances) or self._costs.plain(rows) is None:
             return Choice()
         reach = self._costs.reach(rows)
-        widths = {takes: self._width(rows, takes) for takes in self._candidates(chances)}
-        widths = {takes: wide for takes, wide in widths.items() if wide <= reach}
-        costs = self._costs.ratios(rows, list(widths.values()), hopeful=hopeful)
-        for takes, cost in zip(widths, costs, strict=True):
-            gained = sum(sum(row[:k]) for row, k in zip(chances, takes, strict=True))
+        found = [(takes, gained, self._width(rows, takes)) for takes, gained in self._candidates(chances)]
+        widths = sorted({wide for _, _, wide in found if wide <= reach})
+        costs = dict(zip(widths, self._costs.ratios(rows, widths, hopeful=hopeful), strict=True))
+        for takes, gained, wide in found:
+            if (cost := costs.get(wide)) is None:
+                continue
             speed = (1.0 + gained / rows) / cost
             if speed > best.speed and cost - 1.0 <= self._purse:  # should all be wrong
                 best = Choice(takes, speed, cost)
         return best if best.takes else Choice()
 
-    def _candidates(self, chances: Sequence[Chances]) -> Iterator[tuple[int, ...]]:
-        """What may be verified: how many drafts of each row."""
-        for k in range(1, 1 + max(map(len, chances))):
-            yield tuple(min(k, len(row)) for row in chances)
-        if self._packs and self._n_rows > 1:
-            yield from _likeliest(chances, self._n_rows // 2)
+    def _candidates(self, chances: Sequence[Chances]) -> Iterator[Candidate]:
+        longest, gained = max(map(len, chances)), 0.0
+        for k in range(1, 1 + longest):
+            gained += sum(row[k - 1] for row in chances if len(row) >= k)
+            yield tuple(min(k, len(row)) for row in chances), gained
+        if self._packs and self._n_rows * (1 + longest) > REPLAYED:
+            yield from _likeliest(chances, max(1, self._n_rows // 2))
 
     def _width(self, rows: int, takes: Collection[int]) -> float:
         """Of a step that verifies so many."""
@@ -372,11 +378,12 @@ def _saved(choice: Choice) -> float:
     return (choice.speed - 1.0) * choice.cost
 
 
-def _likeliest(chances: Sequence[Chances], apart: int) -> Iterator[tuple[int, ...]]:
-    """The tokens that are most probably right, `apart` more of them each time: how many of each row."""
-    takes = [0] * len(chances)
-    order = sorted((-chance, i) for i, row in enumerate(chances) for chance in row)
-    for n, (_, i) in enumerate(order, 1):
+def _likeliest(chances: Sequence[Chances], apart: int) -> Iterator[Candidate]:
+    """The tokens that are most probably right, `apart` more of them each time."""
+    takes, gained = [0] * len(chances), 0.0
+    order = sorted([(chance, i) for i, row in enumerate(chances) for chance in row], reverse=True)
+    for n, (chance, i) in enumerate(order, 1):
         takes[i] += 1
+        gained += chance
         if n % apart == 0 or n == len(order):
-            yield tuple(takes)
+            yield tuple(takes), gained
