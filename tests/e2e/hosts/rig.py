@@ -155,7 +155,10 @@ class Host:
         self._switch.set_port(self.name, "down")
 
     def mend(self) -> None:
+        """Put it in again. Nothing that was looked for in vain meanwhile is still thought to be away."""
         self._switch.set_port(self.name, "up")
+        flush = ["nsenter", "--target", str(self.pid), "--net", "ip", "neighbour", "flush", "all"]
+        subprocess.run(flush, check=False, capture_output=True)  # a host that is off has none
 
     @contextmanager
     def delayed(self, milliseconds: float) -> Iterator[None]:
