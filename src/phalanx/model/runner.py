@@ -221,7 +221,10 @@ class Runner:
     def _packed(self, arena: Arena, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
         """A call without padding: each token is a row of its own; logits [tokens, 1, V]."""
         if not install.active():
-            raise EngineError("Rows can be packed by the native kernels only, and this rank has none.")
+            raise EngineError(
+                "Rows can be packed by the native kernels only, and this rank has none.",
+                remedy="Install phalanx-cpu on every machine, or start all ranks with --no-cpu-kernels.",
+            )
         view = RowView(fwd.start, kv_len, 1, mask_dims=self.facts.mask_dims, packed=fwd.valid)
         tokens = [(token,) for row, n in zip(fwd.tokens, fwd.valid, strict=True) for token in row[:n]]
         return self._call(arena, view, tokens, kv_len, fwd.valid)
