@@ -23,6 +23,11 @@ KEPT_TOKENS = 1 << 16
 PLACES = 16
 """Places of one run that are found, the latest: enough to vote, and what a step may cost is bounded."""
 
+NEAR = 8
+"""Tokens before a context that is shared, among which others are looked for that both have."""
+SLACK = 2
+"""Tokens by which their distances may differ."""
+
 
 class Text:
     """One sequence's tokens. Places up to `indexed` are in the shelf's indexes."""
@@ -221,6 +226,18 @@ def shared(tokens: list[int], other: list[int], at: int, most: int) -> int:
     return length
 
 
+def alike(tokens: list[int], other: list[int], at: int, length: int) -> int:
+    """Tokens that occur in both before the context of this length that `tokens` and `other[:at]` end with, at about the
+    same distance from it: values differ in length."""
+    ours, theirs = _distances(tokens, len(tokens) - length), _distances(other, at - length)
+    return sum(token in theirs and abs(theirs[token] - distance) <= SLACK for token, distance in ours.items())
+
+
+def _distances(tokens: list[int], end: int) -> dict[int, int]:
+    """How far before `end` each token occurs for the last time, among the `NEAR` there."""
+    return {tokens[at]: end - at for at in range(max(0, end - NEAR), end)}
+
+
 def said(text: Text, source: Text, at: int, n: int) -> list[int]:
     """What a place says of how the text goes on, n tokens at most. One of the text itself reads on in what it read
     where the text ends: a loop goes on as a loop. Another text's falls silent there."""
@@ -231,7 +248,7 @@ def said(text: Text, source: Text, at: int, n: int) -> list[int]:
     return read
 
 
-def trust(context: int) -> float:
+def trust(context: float) -> float:
     """How often a continuation that nothing contradicts is taken to be right, after so many equal tokens: 2/3 after
     two, 24/25 after 24, as if every context had failed once."""
     return context / (context + 1)

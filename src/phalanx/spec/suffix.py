@@ -1,10 +1,11 @@
 """What followed most often: occurrences of the last tokens vote on how the text goes on.
 
-Every place where the last tokens occurred before, in this request and recent ones, is a voice; it weighs as much as
-the context that it shares with the text is long, squared, so that one long match outvotes some short ones, and many
-outvote one. The draft goes on while those that agreed so far still say something, and while the estimated probability
-that all of it is right stays above a bound; each token's own is its grade. Agents that repeat themselves get long
-drafts, everybody else short ones.
+Every place where the last tokens occurred before, in this request and recent ones, is a voice; it weighs as much as the
+context that it shares with the text is long, squared, so that one long match outvotes some short ones, and many outvote
+one. Tokens that stand before that context in both count as well: behind a value that was never there a record goes on
+as others did at this field, not at another. The draft goes on while those that agreed so far still say something, and
+while the estimated probability that all of it is right stays above a bound; each token's own is its grade. Agents that
+repeat themselves get long drafts, everybody else short ones.
 
 After SuffixDecoding (Oliaro et al., 2024, arXiv 2411.04975), whose suffix trees cost a node per token and depth; here a
 token costs two entries of an index, and only the latest places are heard (`lookup.PLACES`). Pure.
@@ -14,14 +15,17 @@ from __future__ import annotations
 
 from phalanx.config import SuffixSpeculation
 from phalanx.spec.drafters import Draft, grade
-from phalanx.spec.lookup import INDEXED_PER_STEP, LookupDrafter, Place, Shelf, Text, said, shared, trust
+from phalanx.spec.lookup import INDEXED_PER_STEP, LookupDrafter, Place, Shelf, Text, alike, said, shared, trust
 
 RUNS = (6, 2, 1)
 """Run lengths that lead to places: where a longer one does, the shorter are not asked. A single token says something in
 records, where few values stand beside each other; elsewhere its grade soon has a bad name."""
 
-Voice = tuple[int, list[int]]
-"""Length of the context that it shares with the text, and how it goes on."""
+KINSHIP = 0.5
+"""What a token that both have before the context counts, against one of the context."""
+
+Voice = tuple[float, list[int]]
+"""Length of the context that it shares with the text, with kinship, and how it goes on."""
 
 
 class SuffixDrafter(LookupDrafter):
@@ -37,10 +41,14 @@ class SuffixDrafter(LookupDrafter):
         places: list[Place] = []
         for size in RUNS:
             places = places or shelf.after(text, size)
-        lengths = [shared(text.tokens, source.tokens, at, self._depth) for source, at in places]
+        lengths = [self._likeness(text, *place) for place in places]
         most = min(n, int(self._factor * max(lengths, default=0)))
         voices = [(length, said(text, *place, most)) for length, place in zip(lengths, places, strict=True)]
         return self._vote(voices, most)
+
+    def _likeness(self, text: Text, source: Text, at: int) -> float:
+        length = shared(text.tokens, source.tokens, at, self._depth)
+        return length + KINSHIP * alike(text.tokens, source.tokens, at, length)
 
     def _vote(self, voices: list[Voice], most: int) -> Draft | None:
         """The continuation that the voices agree on longest."""
@@ -49,7 +57,7 @@ class SuffixDrafter(LookupDrafter):
         certainty = 1.0
         for at in range(most):
             voices = [voice for voice in voices if at < len(voice[1])]
-            votes: dict[int, int] = {}
+            votes: dict[int, float] = {}
             for length, says in voices:
                 votes[says[at]] = votes.get(says[at], 0) + length * length
             if not votes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phalanx.spec.drafters import Draft, grade
-from phalanx.spec.lookup import PLACES
+from phalanx.spec.lookup import NEAR, PLACES, SLACK
 from phalanx.spec.ngram import COMPARED
-from phalanx.spec.suffix import RUNS
+from phalanx.spec.suffix import KINSHIP, RUNS
 
 
 class Naive:
@@ -93,7 +93,7 @@ class NaiveSuffix(Naive):
 
     def continuation(self, salt, tokens, n):
         places = next((found for size in RUNS if (found := self.places(salt, tokens, size))), [])
-        voices = [(self.context(tokens, text[:at], self.depth), text, at) for text, at in places]
+        voices = [(self.likeness(tokens, text[:at]), text, at) for text, at in places]
         longest = max((length for length, _, _ in voices), default=0)
         draft, rights, certainty = [], [], 1.0
         while len(draft) < min(n, int(self.factor * longest)):
@@ -117,3 +117,10 @@ class NaiveSuffix(Naive):
             rights.append(right)
             voices = [(length, text, at) for length, text, at, token in said if token == winner]
         return graded(draft, rights)
+
+    def likeness(self, tokens, before):
+        length = self.context(tokens, before, self.depth)
+        ours = tokens[: len(tokens) - length][::-1][:NEAR]
+        theirs = before[: len(before) - length][::-1][:NEAR]
+        both = set(ours) & set(theirs)
+        return length + KINSHIP * sum(abs(ours.index(token) - theirs.index(token)) <= SLACK for token in both)

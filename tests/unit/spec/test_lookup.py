@@ -15,7 +15,7 @@ from naive import NaiveNgram, NaiveSuffix
 from phalanx.config import NgramSpeculation, SuffixSpeculation
 from phalanx.spec import lookup
 from phalanx.spec.drafters import Drafter, RandomDrafter
-from phalanx.spec.lookup import Shelf, Text, said, shared, trust
+from phalanx.spec.lookup import Shelf, Text, alike, said, shared, trust
 from phalanx.spec.ngram import NgramDrafter
 from phalanx.spec.suffix import SuffixDrafter
 
@@ -149,13 +149,20 @@ def test_the_majority_goes_on():
 
 
 def test_a_long_context_outvotes_short_ones():
-    tokens = [5, 6, 7, 1, 2, 4, 0, 1, 2, 3, 0, 1, 2, 3, 5, 6, 7, 1, 2]
+    tokens = [5, 6, 7, 1, 2, 4, *range(10, 20), 1, 2, 3, *range(20, 30), 1, 2, 3, *range(30, 40), 5, 6, 7, 1, 2]
     assert suffix(tokens, 1) == [4]
+
+
+def test_a_record_goes_on_as_others_at_this_field():
+    name, town, end = 1, 2, 3
+    tokens = [name, 50, end, town, 60, end, name, 51, end, town, 61, end, name, 52, end]  # 52 is new
+    assert suffix(tokens, 1) == [town]
+    assert suffix([*tokens, town, 62, end], 1) == [name]
 
 
 def test_a_draft_ends_where_voices_differ():
     start = [1, 2, 3, 4]
-    tokens = [*start, 10, 11, *start, 20, 21, *start, 30, 31, 1, 2]
+    tokens = [*start, 10, 11, *start, 20, 21, *start, *range(30, 40), 1, 2]
     assert suffix(tokens, suffix_decoding_min_token_prob=0.3) == [3, 4]
     assert len(suffix(tokens, suffix_decoding_min_token_prob=0.0)) == 4  # twice the context, at most
 
@@ -169,6 +176,14 @@ def test_shared_contexts():
     assert shared([1, 2, 3], [0, 2, 3], 3, 24) == 2
     assert shared([1, 2, 3], [1, 2, 3, 4], 3, 24) == 3
     assert shared([1, 2, 3], [1, 2, 3], 3, 1) == 1
+
+
+def test_what_stands_before_them():
+    assert alike([1, 4, 9, 3], [1, 8, 9, 3], 4, 1) == 2
+    assert alike([1, 4, 4, 4, 9, 3], [1, 5, 4, 3], 4, 1) == 2  # 1 is two tokens nearer
+    assert alike([1, 4, 4, 4, 4, 9, 3], [1, 5, 4, 3], 4, 1) == 1
+    assert alike([7, *range(10, 18), 3], [7, *range(20, 28), 3], 10, 1) == 0
+    assert alike([3], [3, 3], 1, 1) == 0
 
 
 @pytest.mark.parametrize("make", [lambda: NgramDrafter(NgramSpeculation()), lambda: SuffixDrafter(SuffixSpeculation())])
