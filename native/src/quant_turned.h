@@ -42,6 +42,7 @@ struct Turned {
   static constexpr int64_t panels = kPanelN / W;
   static constexpr int64_t kMost = 8;          // rows of x in a tile
   static constexpr int64_t kScalesAhead = 24;  // groups
+  static constexpr int kAny = -1;              // type of scales
   static constexpr int kLight = 2;             // words of x with each lane, up to which memory is all that counts
 
   // Scales and biases of W rows of w, [group], lane n of each being row n: stored ones, of `type`. NULL: no biases.
@@ -117,10 +118,15 @@ struct Turned {
     for (int m = 0; m < M; m++) store(c + m * ld, total[m]);
   }
 
-  // c[m][n] for M rows of x and `strips` times W rows of w that lie turned, SOME lanes at a time.
-  template <int M, int SOME, bool FETCH>
+  // c[m][n] for M rows of x and `strips` times W rows of w that lie turned, SOME lanes at a time. Where there is little to
+  // do for a group, scales of a TYPE that is known, and biases, go without a branch.
+  template <int M, int SOME, bool FETCH, int TYPE>
   static __attribute__((noinline)) void stream(const int32_t* codes, int64_t lanes, int64_t count, BesideRows x,
                                                Scales scales, int64_t strips, float* c, int64_t ld) {
+    if (TYPE != kAny) {
+      scales.type = TYPE;
+      if (scales.biases == nullptr) __builtin_unreachable();
+    }
     const uint8_t* soon = reinterpret_cast<const uint8_t*>(codes) + kAhead;
     for (int64_t s = 0; s < strips; s++, c += W) {
       const int32_t* at = x.words;
@@ -140,18 +146,22 @@ struct Turned {
   // With little to do for each lane some processors foresee better than they can be told which codes come next, since
   // they are read in the order in which they lie. All have to be told where there is more to do, and of scales, which
   // are so few.
-  template <int M, int SOME>
+  template <int M, int SOME, int TYPE>
   static auto stream_here() {
     if constexpr (M * words <= kLight)
-      if (foresees) return stream<M, SOME, false>;
-    return stream<M, SOME, true>;
+      if (foresees) return stream<M, SOME, false, TYPE>;
+    return stream<M, SOME, true, TYPE>;
   }
 
   template <int M>
-  static auto stream_of(int64_t lanes) {
+  static auto stream_of(int64_t lanes, const Scales& scales) {
     if constexpr (M == 1)
-      if (lanes % 8 == 0) return stream_here<M, 8>();
-    return stream_here<M, 2>();  // groups have an even number
+      if (lanes % 8 == 0) {
+        if (scales.biases != nullptr && scales.type == KERN_F16) return stream_here<M, 8, KERN_F16>();
+        if (scales.biases != nullptr && scales.type == KERN_BF16) return stream_here<M, 8, KERN_BF16>();
+        return stream_here<M, 8, kAny>();
+      }
+    return stream_here<M, 2, kAny>();  // groups have an even number
   }
 
   static Scales as_floats(const vf* scales, const vf* biases) {
@@ -241,8 +251,9 @@ struct Turned {
                       float* c, int64_t ld) {
     const int64_t lanes = w.group / F::per_lane, at = row * groups(w);
     each_tile(count, [&](auto size, int64_t) {
-      stream_of<size>(lanes)(static_cast<const int32_t*>(w.codes) + at * lanes, lanes, groups(w),
-                             x.rows(slot, size, 0, 0), lying_scales(w, at), rows / W, c, ld);
+      const Scales scales = lying_scales(w, at);
+      stream_of<size>(lanes, scales)(static_cast<const int32_t*>(w.codes) + at * lanes, lanes, groups(w),
+                                     x.rows(slot, size, 0, 0), scales, rows / W, c, ld);
     });
   }
 
