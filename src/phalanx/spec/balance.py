@@ -171,8 +171,8 @@ class CostControl:
         return chosen
 
     def rests(self, keys: Collection[int]) -> bool:
-        if not self._waiting.is_known(len(keys)):
-            return True  # to see what it saves
+        if not self._waiting.is_known(len(keys)) or self._costs.plain(len(keys)) is None:
+            return True  # to see what it saves, and what a plain step takes: nothing is chosen until that is known
         if self._cheap:
             return not self._waiting.decide(self._may_ask and self._is_promising(keys))
         return not self._waiting.decide(self._may_ask or not self._is_hopeless(list(keys)))
@@ -334,6 +334,7 @@ class CostControl:
             gained: plain steps that its tokens would have taken beyond one.
         """
         measures, waited = self._waiting.end(rows)
+        measures = measures or (not waited and self._costs.plain(rows) is None)  # others may keep steps from beginning
         if seconds is not None and (width > 1 or measures):
             self._costs.observe(rows, width, seconds - drafting if width == 1 else seconds)
         cost = self._cost(rows, width, seconds)

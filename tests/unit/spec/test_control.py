@@ -412,6 +412,17 @@ class TestAhead:
             assert not world.bound
         assert speeds[1] > 0.97 * speeds[0] / 1.25 > 1.5
 
+    @pytest.mark.parametrize("model", [False, True])
+    def test_what_a_plain_step_takes_is_measured_again(self, model):
+        """No plain step begins early while drafts are verified, and what one took does not hold for ever."""
+        control = draft_model() if model else lookup()
+        drafting_s = 0.1 if model else 0.0005
+        world = World(control, memory_bound, predictable(0.9), drafting_s=drafting_s, ahead=True, computes=model)
+        world.run(1, 600)
+        assert all(world.run(1, 600) > 1.5 for _ in range(5))
+        world.ahead = False  # somebody waits for a place
+        assert all(world.run(1, 600) > 1.5 for _ in range(5))
+
     def test_fixed_rules(self):
         assert not Always(4).rests([0])
         crowd = UpToBatch(Always(4), 2)
