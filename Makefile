@@ -11,7 +11,7 @@ READY := $(VENV)/.native-$(KEY)-$(NATIVE_KEY)
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-hosts test-ranks test-units test-everything-else check lint check-native soak format bench bench-cpu clean
+.PHONY: help venv demo test test-hosts test-ranks test-families test-units test-everything-else check lint check-native soak format bench bench-cpu clean
 
 help:
 	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
@@ -68,13 +68,17 @@ each_isa = isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas
 
 # Tests of several hosts often wait, and ranks wait for each other: parts run side by side, most of about the same length.
 test: lint
-	@$(MAKE) --no-print-directory -j4 test-hosts test-ranks test-everything-else test-units
+	@$(MAKE) --no-print-directory -j5 test-hosts test-ranks test-families test-everything-else test-units
 
 test-hosts: $(READY)
 	$(BIN)/pytest -q tests/e2e/hosts
 
+FAMILIES := tests/ranks/test_tp_families.py tests/ranks/test_sixteen_bits.py
 test-ranks: $(READY)
-	$(BIN)/pytest -q tests/ranks
+	$(BIN)/pytest -q tests/ranks $(FAMILIES:%=--ignore=%)
+
+test-families: $(READY)
+	$(BIN)/pytest -q $(FAMILIES)
 
 test-everything-else: $(READY)
 	$(call each_isa,$(BIN)/pytest -q tests/native)
