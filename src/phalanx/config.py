@@ -76,7 +76,7 @@ class SuffixSpeculation(Speculation, frozen=True, kw_only=True, tag="suffix"):
     suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0, le=1024)] = 64
     """Earlier requests that are remembered; 0 is the sequence's own tokens only."""
     suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0.0, le=16.0)] = 2.0
-    """A draft is at most so many times as long as the context that matched."""
+    """A draft is at most so many times as long as the context that matched (`spec/suffix.py` says what counts)."""
     suffix_decoding_min_token_prob: Share = 0.1
     """A draft ends where the estimated probability that all of it is right falls below this."""
 
