@@ -18,7 +18,7 @@ from reference import job, reference_many
 from splitting import OVERRIDES, SPLIT, UNCHECKED
 
 from phalanx.dist.backend import choose, environment_of, mpirun_command, ring_hostfile
-from phalanx.engine.launch import free_ports
+from phalanx.dist.ports import free_ports
 
 PROMPT = [5, 9, 30, 7, 8, 100, 200, 33, 2, 11]
 TOKENS = 12

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import secrets
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import cast
 import mlx.core as mx
 
 from phalanx.config import Backend, GroupConfig
+from phalanx.dist.ports import free_ports
 from phalanx.errors import GroupError
 
 log = logging.getLogger("phalanx.group")
@@ -68,8 +68,7 @@ def agree(group: Fabric, backend: Backend, host: str) -> tuple[GroupConfig, byte
     """
     told = bytearray(MESSAGE)
     if group.rank() == 0:
-        with socket.create_server((host, 0)) as probe:
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1, host)
         text = f"{host}:{port} {secrets.token_hex(32)}".encode()
         told[: len(text)] = text
     with mx.stream(mx.Device(mx.cpu)):

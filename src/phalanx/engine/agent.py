@@ -37,7 +37,7 @@ from phalanx.engine.errand import (
     proof,
     proves,
 )
-from phalanx.engine.launch import free_ports
+from phalanx.dist.ports import free_ports
 from phalanx.errors import ConfigError, ExitCode, FrameError
 
 log = logging.getLogger("phalanx.agent")

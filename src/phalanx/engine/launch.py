@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import psutil
 
 from phalanx.config import KERNELS_VARIABLE, SECRET_VARIABLE, EngineConfig, GroupConfig, environment
 from phalanx.dist.backend import Choice, environment_of, mpirun_command, ring_hostfile
+from phalanx.dist.ports import LOOPBACK, free_ports
 
 
 class Child(Protocol):
@@ -41,7 +41,6 @@ class Child(Protocol):
     def send_signal(self, signal: int) -> None: ...
 
 
-LOOPBACK = "127.0.0.1"
 NONCE_BITS = 48
 POLL_S = 0.05
 
@@ -175,20 +174,6 @@ async def spawn(command: Sequence[str], variables: dict[str, str]) -> asyncio.su
 def pid_file(socket_path: Path, rank: int) -> Path:
     """Where a rank writes its process id, so that it can be found whoever started it."""
     return socket_path.with_name(f"{socket_path.name}.rank{rank}.pid")
-
-
-def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """TCP ports of this machine that nobody uses now.
-
-    Raises:
-        OSError: the address is not one of this machine's.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket(family)) for _ in range(count)]
-        for probe in probes:
-            probe.bind((address, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _is_rank(pid: int) -> bool:

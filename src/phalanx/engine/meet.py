@@ -17,6 +17,7 @@ from phalanx.dist.channel import LeaderChannel, WorkerChannel
 from phalanx.dist.peers import Identity, Limits, PeerFailure
 from phalanx.dist.watchdog import last_words
 from phalanx.engine.link import LeaderLink, WorkerLink
+from phalanx.errors import GroupError
 
 
 def meet(
@@ -29,7 +30,7 @@ def meet(
         on_lost: called once, from the watchdog's thread, before the process exits because the group is broken.
 
     Raises:
-        EngineError: ranks are missing, or are not of this group; names them.
+        EngineError: ranks are missing, or are not of this group; names them. Or the port has been taken; names it.
     """
     host, _, port = group.control.rpartition(":")
     limits = Limits(hello_s=config.join_s, silence_s=config.silence_s, beat_s=min(0.25, config.silence_s / 4))
@@ -44,7 +45,13 @@ def meet(
 
     if rank == 0:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, int(port)), family=family, backlog=64)
+        try:
+            listener = socket.create_server((host, int(port)), family=family, backlog=64)
+        except OSError as error:
+            raise GroupError(
+                f"rank 0 cannot listen on {group.control} for the other ranks: {error.strerror}.",
+                remedy="The next start takes other ports.",
+            ) from error
         leader = LeaderChannel(listener, group.size, secret, me, limits, broken)
         leader.gather()
         return LeaderLink(leader, group.size)

@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.config import EngineConfig
 from phalanx.dist.backend import Choice
-from phalanx.engine.launch import End, RankProcesses, free_ports
+from phalanx.engine.launch import End, RankProcesses
 from phalanx.engine.process import RDMA_COOL_DOWN_S, RESTARTS, EngineProcess
 from phalanx.errors import ConfigError, ExitCode, HostUnreachable
 from phalanx.types import Failed
@@ -103,11 +103,6 @@ def test_later_starts_wait_longer():
 def test_signals_are_found_under_mpirun_as_well():
     assert ended(mpirun=128 + 14).ended_by(signal.SIGALRM) == ["mpirun"]
     assert ended(rank_0=-14, rank_1=0).ended_by(signal.SIGALRM) == ["rank 0"]
-
-
-def test_free_ports_differ():
-    ports = free_ports(8)
-    assert len(set(ports)) == 8 and all(port > 0 for port in ports)
 
 
 @pytest.mark.parametrize(

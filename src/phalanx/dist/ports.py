@@ -1,0 +1,39 @@
+"""Ports for the connections of one start. Does not know who connects."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import socket
+
+PORTS = range(20000, 30000)
+"""Below what Linux (32768 and up) and macOS (49152 and up) give to outgoing connections: a port from there may go to any
+of them between being chosen and being listened on. Also below the agents' port."""
+LOOPBACK = "127.0.0.1"
+TAKEN = (errno.EADDRINUSE, errno.EACCES)  # somebody has it, or it is reserved
+
+
+def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
+    """Different TCP ports of this machine that nobody uses now, by chance: starts side by side choose others.
+
+    Raises:
+        OSError: the address is not one of this machine's, or all ports are taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    found: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for port in random.sample(PORTS, len(PORTS)):
+            if len(found) == count:
+                break
+            probe = stack.enter_context(socket.socket(family))
+            try:
+                probe.bind((address, port))
+            except OSError as error:
+                if error.errno not in TAKEN:
+                    raise
+            else:
+                found.append(port)
+    if len(found) < count:
+        raise OSError(f"All ports from {PORTS[0]} to {PORTS[-1]} of {address} are taken.")
+    return found
