@@ -107,7 +107,7 @@ def test_a_control_port_that_somebody_takes_first_is_named_and_the_next_start_ta
     with socket.create_server(("127.0.0.1", port)):
         tokens, downs = generate(config_for(group_model, "mpi"))
     assert len(tokens) == 20 and len(downs) == 1
-    assert f"rank 0 cannot listen on 127.0.0.1:{port} for the other ranks: Address already in use." in downs[0]
+    assert f"rank 0 cannot listen on 127.0.0.1:{port} for the other ranks: Address already in use" in downs[0]
 
 
 def test_strays_on_a_ring_end_the_start_by_its_deadline_and_the_next_one_takes_other_ports(group_model, known_ports):

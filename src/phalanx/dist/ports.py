@@ -8,7 +8,7 @@ import random
 import socket
 
 PORTS = range(20000, 30000)
-"""Below what Linux (32768 and up) and macOS (49152 and up) give to outgoing connections: a port from there may go to any
+"""Below what Linux (32768 and up) and macOS (49152 and up) give to outgoing connections: one from there may go to any
 of them between being chosen and being listened on. Also below the agents' port."""
 LOOPBACK = "127.0.0.1"
 TAKEN = (errno.EADDRINUSE, errno.EACCES)  # somebody has it, or it is reserved

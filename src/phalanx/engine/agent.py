@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from phalanx.config import environment
+from phalanx.dist.ports import free_ports
 from phalanx.engine.errand import (
     HANDSHAKE_S,
     SILENT_S,
@@ -37,7 +38,6 @@ from phalanx.engine.errand import (
     proof,
     proves,
 )
-from phalanx.dist.ports import free_ports
 from phalanx.errors import ConfigError, ExitCode, FrameError
 
 log = logging.getLogger("phalanx.agent")

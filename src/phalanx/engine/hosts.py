@@ -28,6 +28,7 @@ from phalanx.config import (
     cluster_secret,
 )
 from phalanx.dist.backend import Choice, environment_of, mpirun_on_hosts
+from phalanx.dist.ports import free_ports
 from phalanx.engine.launch import NONCE_BITS, Child, RankProcesses, pid_file, spawn
 from phalanx.engine.remote import Reached, reach
 from phalanx.errors import ConfigError, HostUnreachable, PhalanxError

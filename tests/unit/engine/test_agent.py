@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from phalanx.config import ClusterConfig, HostConfig
+from phalanx.dist.ports import free_ports
 from phalanx.engine import remote
 from phalanx.engine.agent import Agent
 from phalanx.engine.errand import Challenge, FromAgent, Line, Proof
 from phalanx.engine.hosts import errand, load_cluster
-from phalanx.dist.ports import free_ports
 from phalanx.engine.remote import RemoteProcess, reach
 from phalanx.errors import ConfigError, ExitCode, FrameError, HostUnreachable
 
