@@ -2,10 +2,10 @@
 
 Every place where the last tokens occurred before, in this request and recent ones, is a voice; it weighs as much as the
 context that it shares with the text is long, squared, so that one long match outvotes some short ones, and many outvote
-one. Tokens that stand before that context in both count as well: behind a value that was never there a record goes on
-as others did at this field, not at another. The draft goes on while those that agreed so far still say something, and
-while the estimated probability that all of it is right stays above a bound; each token's own is its grade. Agents that
-repeat themselves get long drafts, everybody else short ones.
+one. Where it is short, tokens that stand before it in both count as well: behind a value that was never there a record
+goes on as others did at this field, not at another. The draft goes on while those that agreed so far still say
+something, and while the estimated probability that all of it is right stays above a bound; each token's own is its
+grade. Agents that repeat themselves get long drafts, everybody else short ones.
 
 After SuffixDecoding (Oliaro et al., 2024, arXiv 2411.04975), whose suffix trees cost a node per token and depth; here a
 token costs two entries of an index, and only the latest places are heard (`lookup.PLACES`). Pure.
@@ -22,7 +22,7 @@ RUNS = (6, 2, 1)
 records, where few values stand beside each other; elsewhere its grade soon has a bad name."""
 
 KINSHIP = 0.5
-"""What a token that both have before the context counts, against one of the context."""
+"""What a token that both have before a context shorter than the longest run counts, against one of the context."""
 
 Voice = tuple[float, list[int]]
 """Length of the context that it shares with the text, with kinship, and how it goes on."""
@@ -48,7 +48,7 @@ class SuffixDrafter(LookupDrafter):
 
     def _likeness(self, text: Text, source: Text, at: int) -> float:
         length = shared(text.tokens, source.tokens, at, self._depth)
-        return length + KINSHIP * alike(text.tokens, source.tokens, at, length)
+        return length if length >= RUNS[0] else length + KINSHIP * alike(text.tokens, source.tokens, at, length)
 
     def _vote(self, voices: list[Voice], most: int) -> Draft | None:
         """The continuation that the voices agree on longest."""

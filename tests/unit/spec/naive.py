@@ -120,6 +120,8 @@ class NaiveSuffix(Naive):
 
     def likeness(self, tokens, before):
         length = self.context(tokens, before, self.depth)
+        if length >= RUNS[0]:
+            return length
         ours = tokens[: len(tokens) - length][::-1][:NEAR]
         theirs = before[: len(before) - length][::-1][:NEAR]
         both = set(ours) & set(theirs)
