@@ -27,6 +27,8 @@ WINNINGS = 8.0
 """Plain steps that the purse holds at most: bad luck must not end what pays, nor gains pay for what became hopeless."""
 ASKING = 0.5
 """Plain steps for asking in vain, at first and at most; and owed at most."""
+NAP = 64
+"""Steps that a nap takes at most."""
 SAVINGS = 128.0
 """Plain steps that may be saved for reading at most: the most that one long prompt may take."""
 READ_AT_ONCE = 1.0
@@ -35,6 +37,8 @@ PROMISE = 2.0
 """Times its price that reading must promise: answers end early, and texts differ."""
 PATIENCE = 8
 """Steps after which it is asked again whether the same sequences are worth reading: asking takes time as well."""
+RESTING = 64
+"""The same where no other sequence may have drafts, so that a step waits for nothing but that; a multiple of it."""
 LENGTH = 256.0
 """Tokens of an answer before one has ended."""
 SAVED = SHARE * LENGTH
@@ -80,7 +84,10 @@ class CostControl:
     A plain step that waits for drafts takes longer than one that begins while the one before is looked at. Where there
     are such, they are the measure of all others, and a step waits for a lookup only if its drafts promise more than
     waiting in vain costs: by a draft that was right so far, or by what came of late where there was none. For a drafter
-    that computes, waiting is a part of asking.
+    that computes, waiting is a part of asking; else forwards pay for it.
+
+    The control itself takes time, of which a small model's step does not have much: that is a part of asking as well.
+    When neither purse has anything for asking, the control sleeps until the share has earned it.
     """
 
     def __init__(self, most: int, *, cheap: bool, share: float = SHARE, packs: bool = False) -> None:
@@ -174,8 +181,27 @@ class CostControl:
         if not self._waiting.is_known(len(keys)) or self._costs.plain(len(keys)) is None:
             return True  # to see what it saves, and what a plain step takes: nothing is chosen until that is known
         if self._cheap:
-            return not self._waiting.decide(self._may_ask and self._is_promising(keys))
+            return not self._waiting.decide(self._may_ask and self._purse > 0 and self._is_promising(keys))
+        if self._left_unread.issuperset(keys) and (self._unjudged + 1) % RESTING:
+            self._unjudged += 1
+            return not self._waiting.decide(False)
         return not self._waiting.decide(self._may_ask or not self._is_hopeless(list(keys)))
+
+    def naps(self, keys: Collection[int]) -> int:
+        if self._may_ask or not self._waiting.is_known(len(keys)) or self._costs.plain(len(keys)) is None:
+            return 0
+        if self._waiting.waits or any(map(self._judging.is_open, keys)):
+            return 0
+        if not self._cheap and not self._is_hopeless(list(keys)):
+            return 0
+        earned = self._share / 2
+        return 1 + int(min(NAP - 1, -self._asking / earned)) if earned else NAP
+
+    def slept(self, keys: Collection[int], steps: int) -> None:
+        for key in keys:
+            if key in self._lengths:
+                self._lengths[key] += steps
+        self._earn(self._share / 2 * steps, self._share / 2 * steps)
 
     def _is_promising(self, keys: Collection[int]) -> bool:
         """Whether a step should wait for lookups."""
@@ -222,7 +248,12 @@ class CostControl:
         return hopeless
 
     def observe(
-        self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
+        self,
+        committed: Committed,
+        verified: Mapping[int, int],
+        seconds: float | None,
+        drafting: float,
+        telling: float = 0.0,
     ) -> None:
         for key, tokens in committed.items():
             if key in self._lengths:  # not in its first step, of which nobody hears the end
@@ -233,7 +264,7 @@ class CostControl:
         if committed:
             rows = len(committed)
             gained = sum(map(len, committed.values())) / rows - 1.0
-            self._settle(rows, self._width(rows, verified.values()), gained, seconds, drafting)
+            self._settle(rows, self._width(rows, verified.values()), gained, seconds, drafting, telling)
 
     def end(self, key: int) -> None:
         self._judging.end(key)
@@ -327,7 +358,9 @@ class CostControl:
         tokens = rows + sum(takes)
         return width(rows, computed(rows, tokens, 1 + max(takes, default=0), packs=self._packs))
 
-    def _settle(self, rows: int, width: float, gained: float, seconds: float | None, drafting: float) -> None:
+    def _settle(
+        self, rows: int, width: float, gained: float, seconds: float | None, drafting: float, telling: float
+    ) -> None:
         """Measure the step and pay for it.
 
         Args:
@@ -339,16 +372,21 @@ class CostControl:
             self._costs.observe(rows, width, seconds - drafting if width == 1 else seconds)
         cost = self._cost(rows, width, seconds)
         lost = self._lost(rows, seconds, drafting) if waited and width == 1 else 0.0
-        if not drafting and not self._cheap:
+        if self._cheap or not drafting:
             cost += lost
-        asking = self._asking + self._share / 2 * cost
-        purse = self._purse + self._share / 2 * cost + gained - (cost - 1.0)
+        self._earn(self._share / 2 * cost, self._share / 2 * cost + gained - (cost - 1.0))
+        plain = self._costs.plain(rows) if seconds is None else seconds - drafting
+        if width == 1 and plain is not None:
+            asked = self._asks and drafting > 0
+            price = (drafting if asked else 0.0) + min(telling, plain)
+            self._pay_asking(price / max(plain, 1e-9) + (lost if asked and not self._cheap else 0.0))
+        self._asks = False
+
+    def _earn(self, asking: float, purse: float) -> None:
+        """Into the purses; what they cannot hold is saved."""
+        asking, purse = self._asking + asking, self._purse + purse
         self._asking, self._purse = min(asking, ASKING), min(purse, WINNINGS)
         self._savings = min(self._savings + asking - self._asking + purse - self._purse, SAVINGS)
-        plain = self._costs.plain(rows) if seconds is None else seconds - drafting
-        if self._asks and width == 1 and drafting and plain is not None:
-            self._pay_asking(drafting / max(plain, 1e-9) + (0.0 if self._cheap else lost))
-        self._asks = False
 
     def _lost(self, rows: int, seconds: float | None, drafting: float) -> float:
         """A step waited and had no drafts: what that costs, in plain steps."""

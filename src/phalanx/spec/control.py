@@ -21,7 +21,8 @@ class Control(Protocol):
     `end` when a sequence is over. The first two only where the drafter is behind.
 
     Where a step without drafts can begin before the tokens of the one before are known, `rests` is asked before
-    `observe`; if it does, the next step has begun, and `forgo` takes the place of `choose`.
+    `observe`; if it does, the next step has begun, and `forgo` takes the place of `choose`. Where even asking would
+    cost too much, the control takes a nap (`naps`).
     """
 
     def read(self, room: Mapping[int, int], behind: Mapping[int, int]) -> dict[int, int]:
@@ -65,7 +66,12 @@ class Control(Protocol):
         ...
 
     def observe(
-        self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
+        self,
+        committed: Committed,
+        verified: Mapping[int, int],
+        seconds: float | None,
+        drafting: float,
+        telling: float = 0.0,
     ) -> None:
         """What the step came to.
 
@@ -75,7 +81,20 @@ class Control(Protocol):
             seconds: what drafting, the decoding forwards, sampling and verification took; without prefill and reading.
                 None where rows were moved or buffers resized as well, so that it says nothing about such steps.
             drafting: of those, the drafter's.
+            telling: what asking this control took since the last `observe`, and that itself.
         """
+        ...
+
+    def naps(self, keys: Collection[int]) -> int:
+        """For how many steps of these sequences nobody need ask or tell anything, for it would come to nothing.
+
+        Asked after `observe`. When that many are over, or the sequences are others, `slept` says so; no call but
+        `end` comes before.
+        """
+        ...
+
+    def slept(self, keys: Collection[int], steps: int) -> None:
+        """So many plain steps are over, each of which began early."""
         ...
 
     def end(self, key: int) -> None:

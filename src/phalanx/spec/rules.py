@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from phalanx.config import DraftModelSpeculation, SpeculativeConfig
-from phalanx.spec.balance import SHARE, CostControl
+from phalanx.spec.balance import NAP, SHARE, CostControl
 from phalanx.spec.control import Committed, Control, in_turn
 from phalanx.spec.drafters import Draft
 
@@ -61,8 +61,19 @@ class Always:
         pass
 
     def observe(
-        self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
+        self,
+        committed: Committed,
+        verified: Mapping[int, int],
+        seconds: float | None,
+        drafting: float,
+        telling: float = 0.0,
     ) -> None:
+        pass
+
+    def naps(self, keys: Collection[int]) -> int:
+        return 0
+
+    def slept(self, keys: Collection[int], steps: int) -> None:
         pass
 
     def end(self, key: int) -> None:
@@ -95,9 +106,20 @@ class UpToBatch:
         self._control.forgo(drafts)
 
     def observe(
-        self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
+        self,
+        committed: Committed,
+        verified: Mapping[int, int],
+        seconds: float | None,
+        drafting: float,
+        telling: float = 0.0,
     ) -> None:
-        self._control.observe(committed, verified, seconds, drafting)
+        self._control.observe(committed, verified, seconds, drafting, telling)
+
+    def naps(self, keys: Collection[int]) -> int:
+        return self._control.naps(keys) if len(keys) <= self._rows else NAP
+
+    def slept(self, keys: Collection[int], steps: int) -> None:
+        self._control.slept(keys, steps)
 
     def end(self, key: int) -> None:
         self._control.end(key)
@@ -131,7 +153,12 @@ class FloorControl(Always):
         return self._rest > 1
 
     def observe(
-        self, committed: Committed, verified: Mapping[int, int], seconds: float | None, drafting: float
+        self,
+        committed: Committed,
+        verified: Mapping[int, int],
+        seconds: float | None,
+        drafting: float,
+        telling: float = 0.0,
     ) -> None:
         self._rest = max(0, self._rest - 1)
         for key, k in verified.items():

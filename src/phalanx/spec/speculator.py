@@ -30,6 +30,10 @@ class Speculator:
         self._control = control
         self._vocab_size = vocab_size
         self._followed: set[int] = set()
+        self._sleepers: set[int] = set()  # during whose steps the control is not to be asked
+        self._nap = 0  # steps of it that are left
+        self._slept = 0
+        self._telling_s = 0.0  # of the control, since it was last told
         self._reading_s = 0.0  # of the last `draft`
         self._refused = False  # all rows' requests refuse drafts: such steps are none of the control's business
 
@@ -40,7 +44,12 @@ class Speculator:
 
     def rests(self, numbers: Collection[int]) -> bool:
         """Whether the next step of these sequences would hardly have drafts, nor wait for a drafter."""
-        return self._control.rests(numbers)
+        if self._nap:
+            return True
+        before = time.perf_counter()
+        rests = self._control.rests(numbers)
+        self._telling_s += time.perf_counter() - before
+        return rests
 
     def draft(self, draftable: Mapping[Sequence, int], *, bound: bool = False) -> dict[int, list[int]]:
         """Drafts for decoding rows.
@@ -53,6 +62,10 @@ class Speculator:
             Sequence number -> at least one token; rows without are absent.
         """
         self._refused = bool(draftable) and all(seq.request.most_drafts == 0 for seq in draftable)
+        if self._nap and not self._refused:
+            if self._sleepers == {seq.number for seq in draftable}:
+                return {}
+            self._wake()
         if bound and self.computes and not self._refused:
             self._control.forgo({})
             return {}
@@ -99,12 +112,28 @@ class Speculator:
                 self._drafter.extend(number, tokens)
         if self._refused:
             return
+        if self._nap:
+            self._nap, self._slept = self._nap - 1, self._slept + 1
+            if not self._nap:
+                self._wake()
+            return
+        before = time.perf_counter()
         took = None if step.ops or seconds is None else seconds - self._reading_s
-        self._control.observe(committed, drafted, took, drafting - self._reading_s)
+        self._control.observe(committed, drafted, took, drafting - self._reading_s, self._telling_s)
+        self._nap, self._sleepers = self._control.naps(committed.keys()), set(committed)
+        self._telling_s = time.perf_counter() - before
+
+    def _wake(self) -> None:
+        """The nap is over, or somebody else is there."""
+        self._control.slept(self._sleepers, self._slept)
+        self._nap = self._slept = 0
 
     def keep(self, alive: Collection[int]) -> None:
         """All other sequences are over."""
-        for number in [number for number in self._followed if number not in alive]:
+        over = [number for number in self._followed if number not in alive]
+        if over and self._nap:
+            self._wake()
+        for number in over:
             self._followed.remove(number)
             self._drafter.end(number)
             self._control.end(number)

@@ -36,6 +36,11 @@ class Waiting:
         self._will_wait = wait
         return wait
 
+    @property
+    def waits(self) -> bool:
+        """Whether the step after the one that was over last waits."""
+        return self._waits
+
     def note(self, promise: float) -> None:
         """Drafts were asked for: plain steps that they were expected to save, verified or not."""
         self._promise += FADES * (promise - self._promise)

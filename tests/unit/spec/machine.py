@@ -51,6 +51,8 @@ class World:
     """(row, place) -> how many tokens drafted there would be right."""
     drafting_s: float = 0.0
     """Seconds of the drafter per token of the longest draft wanted."""
+    telling_s: float = 0.0
+    """Seconds of the control in each step in which it is told anything."""
     noise: float = 0.0
     """Largest relative disturbance of a step; every 29th takes three times as long besides."""
     neighbour: bool = False
@@ -84,6 +86,8 @@ class World:
     told: bool = True
     """Whether the control hears that rows were moved."""
     rows: int = 0
+    nap: int = 0
+    slept: int = 0
     seconds: float = 0.0
     paid: float = 0.0
     """What the steps cost, each in plain steps of as many rows."""
@@ -95,6 +99,9 @@ class World:
 
     def step(self, rows: int) -> int:
         """One step of rows 0 .. rows - 1; returns the widest k."""
+        if self.nap and rows == self.rows:
+            return self._sleep()
+        self.wake()
         room = {row: self.left(row) for row in range(rows)}
         waits = self.bound and self.computes
         reading_s = 0.0 if waits else self._read(room)
@@ -136,11 +143,33 @@ class World:
         moved, self.rows = self.moving > 1.0 and rows != self.rows, rows
         seconds *= self.moving if moved else 1.0
         self.bound = self.ahead and self.control.rests(range(rows))
-        self.control.observe(committed, chosen, None if moved and self.told else seconds, drafting)
-        self._account(rows, step_s + late + drafting + reading_s, sum(map(len, committed.values())))
+        seconds += self.telling_s
+        telling = self.telling_s
+        self.control.observe(committed, chosen, None if moved and self.told else seconds, drafting, telling)
+        self.nap = self.control.naps(range(rows))
+        self._account(rows, step_s + late + drafting + telling + reading_s, sum(map(len, committed.values())))
         self.steps += 1
         self.widths.append(width)
         return width - 1
+
+    def _sleep(self) -> int:
+        """A step of which the control hears nothing."""
+        assert self.bound
+        for row in range(self.rows):
+            self.places[row] = self.places.get(row, 0) + 1
+        self._account(self.rows, self.curve(self.rows, 1), self.rows)
+        self.steps += 1
+        self.widths.append(1)
+        self.nap, self.slept = self.nap - 1, self.slept + 1
+        if not self.nap:
+            self.wake()
+        return 0
+
+    def wake(self) -> None:
+        """The nap is over."""
+        if self.slept:
+            self.control.slept(range(self.rows), self.slept)
+        self.nap = self.slept = 0
 
     def behind(self, rows: int) -> dict[int, int]:
         """What a draft model would say."""
@@ -165,6 +194,7 @@ class World:
 
     def begin(self, row: int, prompt: int) -> None:
         """Another sequence in the row's place."""
+        self.wake()
         self.control.end(row)
         self.computed.pop(row, None)
         self.prompts[row] = prompt - self.places.get(row, 0)

@@ -399,6 +399,39 @@ class TestAhead:
         assert world.paid / world.steps < 1.02
 
     @pytest.mark.parametrize("model", [False, True])
+    def test_the_control_of_a_small_model_sleeps_most_of_the_time(self, model):
+        """It takes a tenth of a step to ask it, and nothing comes of it."""
+        control = draft_model() if model else lookup()
+        drafting_s = 0.1 if model else 0.01
+        world = World(control, memory_bound, predictable(0.0), drafting_s=drafting_s, ahead=True, computes=model)
+        world.telling_s = 0.1
+        for n in range(20):
+            world.begin(0, 0)
+            world.run(1, 256)
+            assert world.lost < 0.02 * 256 * (n + 1)
+        assert world.lost / world.steps < 1.5 * SHARE
+
+    def test_lookups_that_promise_what_they_rarely_hold_are_hardly_waited_for(self):
+        """Eight are right at one place in sixty."""
+        world = World(lookup(), memory_bound, lambda row, place: 8 * (place % 60 == 0), drafting_s=0.0005, ahead=True)
+        for _ in range(20):
+            world.begin(0, 0)
+            world.run(1, 256)
+        assert world.lost / world.steps < 1.2 * SHARE
+
+    def test_no_step_waits_for_a_model_that_has_not_read(self):
+        """The prompts of these texts are not worth reading."""
+        world = World(draft_model(), memory_bound, predictable(0.0), drafting_s=0.02, reading_s=1 / 40, ahead=True)
+        world.computes = True
+        bound = 0
+        for _ in range(10):
+            world.begin(0, 4000)
+            for _ in range(256):
+                world.step(1)
+                bound += world.bound
+        assert bound > 0.95 * 2560
+
+    @pytest.mark.parametrize("model", [False, True])
     def test_what_pays_is_found_and_goes_on(self, model):
         drafting_s = 0.1 if model else 0.0005
         speeds = []

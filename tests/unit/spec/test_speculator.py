@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import structs
 
@@ -43,6 +43,7 @@ class Recorder(Always, Drafter):
         verified: Mapping[int, int],
         seconds: float | None,
         drafting: float,
+        telling: float = 0.0,
     ) -> None:
         tokens = {key: list(tokens) for key, tokens in committed.items()}
         self.heard.append(("observe", tokens, dict(verified), seconds, drafting))
@@ -191,6 +192,42 @@ def test_a_step_that_takes_no_drafts_still_judges_what_a_lookup_finds():
     spec = Speculator(judge, judge, SpecMeter("test"), VOCAB)
     assert spec.draft({row(0, [1, 2]): 10}, bound=True) == {}
     assert judge.heard == [("begin", 0, [1, 2], "key"), ("forgo", {0: [7, 8]})]
+
+
+def test_nobody_is_asked_while_the_control_sleeps():
+    class Sleeper(Recorder):
+        def naps(self, keys: Collection[int]) -> int:
+            return 3
+
+        def slept(self, keys: Collection[int], steps: int) -> None:
+            self.heard.append(("slept", sorted(keys), steps))
+
+    def step(rows: Mapping[int, Row]) -> dict[int, list[int]]:
+        drafts = spec.draft(dict.fromkeys(rows.values(), 10))
+        spec.rests(rows)
+        commits = [Commit(seq=number, tokens=(5,), computed=3, kv_len=3) for number in rows]
+        spec.observe(decoding(dict.fromkeys(rows, (2,))), {number: [5] for number in rows}, commits, 0.5, 0.1)
+        return drafts
+
+    def heard() -> list[object]:
+        said = [what for what, *_ in sleeper.heard if what != "extend"]
+        sleeper.heard.clear()
+        return said
+
+    sleeper = Sleeper({0: [7, 8]})
+    spec = Speculator(sleeper, sleeper, SpecMeter("test"), VOCAB)
+    one, two = row(0, [1, 2]), row(1, [1])
+    assert step({0: one}) == {0: [7, 8]} and heard() == ["begin", "observe"]
+    assert [step({0: one}) for _ in range(3)] == [{}] * 3
+    assert sleeper.heard == [*[("extend", 0, [5])] * 3, ("slept", [0], 3)] and heard() == ["slept"]
+    assert step({0: one}) == {0: [7, 8]} and heard() == ["observe"]
+    assert step({0: one}) == {} and heard() == []
+    assert step({0: one, 1: two}) == {0: [7, 8]} and heard() == ["slept", "begin", "observe"]  # another sequence
+    assert step({0: one, 1: two}) == {} and heard() == []
+    spec.keep({1})
+    assert sleeper.heard[0] == ("slept", [0, 1], 1) and heard() == ["slept", "end", "end"]
+    step({1: two})
+    assert heard() == ["observe"]
 
 
 def test_a_model_is_not_asked_for_a_step_that_takes_no_drafts():
