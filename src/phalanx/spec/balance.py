@@ -188,9 +188,9 @@ class CostControl:
         return not self._waiting.decide(self._may_ask or not self._is_hopeless(list(keys)))
 
     def naps(self, keys: Collection[int]) -> int:
-        if self._may_ask or not self._waiting.is_known(len(keys)) or self._costs.plain(len(keys)) is None:
+        if self._may_ask or self._waiting.waits or any(map(self._judging.is_open, keys)):
             return 0
-        if self._waiting.waits or any(map(self._judging.is_open, keys)):
+        if self._costs.plain(len(keys)) is None:
             return 0
         if not self._cheap and not self._is_hopeless(list(keys)):
             return 0

@@ -94,7 +94,7 @@ class Control(Protocol):
         ...
 
     def slept(self, keys: Collection[int], steps: int) -> None:
-        """So many plain steps are over, each of which began early."""
+        """So many plain steps are over, each of which began early where that can be."""
         ...
 
     def end(self, key: int) -> None:

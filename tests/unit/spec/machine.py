@@ -154,7 +154,7 @@ class World:
 
     def _sleep(self) -> int:
         """A step of which the control hears nothing."""
-        assert self.bound
+        assert self.bound or not self.ahead
         for row in range(self.rows):
             self.places[row] = self.places.get(row, 0) + 1
         self._account(self.rows, self.curve(self.rows, 1), self.rows)

@@ -399,11 +399,12 @@ class TestAhead:
         assert world.paid / world.steps < 1.02
 
     @pytest.mark.parametrize("model", [False, True])
-    def test_the_control_of_a_small_model_sleeps_most_of_the_time(self, model):
+    @pytest.mark.parametrize("ahead", [False, True])
+    def test_the_control_of_a_small_model_sleeps_most_of_the_time(self, model, ahead):
         """It takes a tenth of a step to ask it, and nothing comes of it."""
         control = draft_model() if model else lookup()
         drafting_s = 0.1 if model else 0.01
-        world = World(control, memory_bound, predictable(0.0), drafting_s=drafting_s, ahead=True, computes=model)
+        world = World(control, memory_bound, predictable(0.0), drafting_s=drafting_s, ahead=ahead, computes=model)
         world.telling_s = 0.1
         for n in range(20):
             world.begin(0, 0)
