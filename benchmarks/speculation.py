@@ -136,12 +136,24 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["exact"], choices=["exact", "fast"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument(
+        "--works", nargs="+", metavar="NAME", help="json, 'free text', ...; several at once: repetitive"
+    )
     parser.add_argument("--tokens", type=int, default=ANSWER, help=f"of every answer, {ANSWER} at most")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="ngram, suffix, ... (and off)")
     parser.add_argument("--without-mlx-lm", action="store_true")
     options = parser.parse_args()
     console = Console(width=150, highlight=False)
-    chosen = [point for point in points(options.tokens) if point.concurrency in options.concurrency]
+    chosen = [
+        point
+        for point in points(options.tokens)
+        if point.concurrency in options.concurrency and (options.works is None or point.name in options.works)
+    ]
+    if not chosen:
+        parser.error(
+            "--concurrency and --works leave nothing; what there is: "
+            + ", ".join(f"{point.name} ({point.concurrency})" for point in points(options.tokens))
+        )
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as directory:
         folder = Path(directory)
