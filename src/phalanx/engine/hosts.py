@@ -111,6 +111,8 @@ async def _start(
     try:
         control, meeting, own_ring = free_ports(3, first.address)
     except OSError as error:
+        if error.errno is None:  # all of them are taken
+            raise
         raise ConfigError(
             f"{first.address} is not an address of this host ({first.name}): {error.strerror or error}.",
             remedy="The first host of the hostfile runs the server; correct its address.",

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from phalanx.config import DraftModelSpeculation, SpeculativeConfig
-from phalanx.spec.balance import NAP, SHARE, CostControl
+from phalanx.spec.balance import SHARE, CostControl
 from phalanx.spec.control import Committed, Control, in_turn
 from phalanx.spec.drafters import Draft
 
@@ -116,7 +116,7 @@ class UpToBatch:
         self._control.observe(committed, verified, seconds, drafting, telling)
 
     def naps(self, keys: Collection[int]) -> int:
-        return self._control.naps(keys) if len(keys) <= self._rows else NAP
+        return self._control.naps(keys)  # not where a draft from a smaller batch is still being compared
 
     def slept(self, keys: Collection[int], steps: int) -> None:
         self._control.slept(keys, steps)
