@@ -54,7 +54,7 @@ class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     floor: Share | None = None
     """Of control `floor`: the rate of acceptance below which it switches off; None is 0.40."""
     probe_share: Annotated[float, Meta(ge=0.0, le=0.1)] | None = None
-    """Of control `cost`: the share of time that tries without a gain may cost; None is 0.01."""
+    """Of control `cost`: the share of time that tries without a gain may cost; None is 0.005."""
 
 
 class NgramSpeculation(Speculation, frozen=True, kw_only=True, tag="ngram"):

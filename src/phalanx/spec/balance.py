@@ -9,28 +9,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from phalanx.sched.forwards import REPLAYED, computed
-from phalanx.spec.control import Committed, in_turn
+from phalanx.spec.control import Committed, Took, in_turn
 from phalanx.spec.cost import CostCurve, width
 from phalanx.spec.drafters import Draft
 from phalanx.spec.judging import Chances, Judging
+from phalanx.spec.purses import SHARE, WINNINGS, Purses
 from phalanx.spec.reading import Reading
 from phalanx.spec.waiting import Waiting
 
-SHARE = 0.01
-"""Of the time, for tries that bring no gain: half for forwards, half for asking the drafter."""
-PURSE = 1.0
-"""Plain steps for such forwards at first: what a text on which drafts never helped may lose beyond the share."""
-INHERITED = 2.0
-"""The same for the texts after it, as far as there are savings: a first draft that is wrong must not end what others
-show to pay."""
-WINNINGS = 8.0
-"""Plain steps that the purse holds at most: bad luck must not end what pays, nor gains pay for what became hopeless."""
-ASKING = 0.5
-"""Plain steps for asking in vain, at first and at most; and owed at most."""
 NAP = 64
 """Steps that a nap takes at most."""
-SAVINGS = 128.0
-"""Plain steps that may be saved for reading at most: the most that one long prompt may take."""
 READ_AT_ONCE = 1.0
 """Plain steps that reading takes in one step at most: others decode at half speed meanwhile, as beside a prefill."""
 PROMISE = 2.0
@@ -41,8 +29,6 @@ RESTING = 64
 """The same where no other sequence may have drafts, so that a step waits for nothing but that; a multiple of it."""
 LENGTH = 256.0
 """Tokens of an answer before one has ended."""
-SAVED = SHARE * LENGTH
-"""Plain steps for reading prompts at first, the share of one answer; what the other purses cannot hold goes there."""
 LENGTH_FADES = 1 / 8
 """What the latest answer counts in how long answers are."""
 GROWN = 1.25
@@ -100,11 +86,8 @@ class CostControl:
         """
         self._most = most
         self._cheap = cheap
-        self._share = share
         self._packs = packs
-        self._purse = PURSE
-        self._asking = ASKING
-        self._savings = SAVED
+        self._purses = Purses(share)
         self._saved_for = 0.0  # share of what is being read that the savings pay for
         self._costs = CostCurve()
         self._reading = Reading()
@@ -134,9 +117,9 @@ class CostControl:
             return {}
         at_once = self._reading.within(READ_AT_ONCE * plain)
         if not self._reading.known:
-            return self._share_out(behind, dict.fromkeys([*behind][: int(self._asking > 0)], False), at_once)
+            return self._share_out(behind, dict.fromkeys([*behind][: int(self._purses.asking > 0)], False), at_once)
         prices = {key: self._reading.hoped(n, at_once) / plain for key, n in behind.items()}
-        self._forget(max((price for price in prices.values() if price <= self._savings), default=0.0))
+        self._forget(max((price for price in prices.values() if price <= self._purses.savings), default=0.0))
         return self._share_out(behind, self._affordable(prices, self._worth(room, behind)), at_once)
 
     def has_read(self, tokens: int, seconds: float) -> None:
@@ -144,9 +127,9 @@ class CostControl:
         self._reading.observe(tokens, seconds)
         usual = self._reading.seconds(tokens, tokens) if self._reading.known else seconds
         price = min(seconds, 2 * usual) / max(self._costs.plain(self._n_rows) or seconds, 1e-9)
-        self._savings -= price * self._saved_for
+        self._purses.save(-price * self._saved_for)
         if self._saved_for < 1.0:
-            self._pay_asking(price * (1.0 - self._saved_for))
+            self._purses.pay_asking(price * (1.0 - self._saved_for))
 
     def want(self, room: Mapping[int, int], *, bound: bool = False) -> dict[int, int]:
         self._n_rows = len(room)
@@ -155,17 +138,13 @@ class CostControl:
         self._foretold = any(map(self._judging.is_open, room))
         able = {key: min(n, self._most) for key, n in room.items() if n > 0}
         if self._cheap:
-            k = self._most if self._may_ask else 0
+            k = self._most if self._purses.may_ask else 0
             if k and bound:
                 able = {key: n for key, n in able.items() if not self._judging.is_open(key)}
         else:
-            k = max(self._fastest(self._expected(able)).takes, default=int(self._may_ask))
+            k = max(self._fastest(self._expected(able)).takes, default=int(self._purses.may_ask))
         self._asks = k > 0 and bool(able)
         return {key: min(n, k) for key, n in able.items() if k}
-
-    @property
-    def _may_ask(self) -> bool:
-        return self._asking > 0 or self._purse > PURSE
 
     def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
         chances = self._judging.chances({key: draft.grades for key, draft in drafts.items()})
@@ -181,27 +160,28 @@ class CostControl:
         if not self._waiting.is_known(len(keys)) or self._costs.plain(len(keys)) is None:
             return True  # to see what it saves, and what a plain step takes: nothing is chosen until that is known
         if self._cheap:
-            return not self._waiting.decide(self._may_ask and self._purse > 0 and self._is_promising(keys))
+            return not self._waiting.decide(
+                self._purses.may_ask and self._purses.forwards > 0 and self._is_promising(keys)
+            )
         if self._left_unread.issuperset(keys) and (self._unjudged + 1) % RESTING:
             self._unjudged += 1
             return not self._waiting.decide(False)
-        return not self._waiting.decide(self._may_ask or not self._is_hopeless(list(keys)))
+        return not self._waiting.decide(self._purses.may_ask or not self._is_hopeless(list(keys)))
 
     def naps(self, keys: Collection[int]) -> int:
-        if self._may_ask or self._waiting.waits or any(map(self._judging.is_open, keys)):
+        if self._purses.may_ask or self._waiting.waits or any(map(self._judging.is_open, keys)):
             return 0
         if self._costs.plain(len(keys)) is None:
             return 0
         if not self._cheap and not self._is_hopeless(list(keys)):
             return 0
-        earned = self._share / 2
-        return 1 + int(min(NAP - 1, -self._asking / earned)) if earned else NAP
+        return self._purses.to_ask_again(NAP)
 
     def slept(self, keys: Collection[int], steps: int) -> None:
         for key in keys:
             if key in self._lengths:
                 self._lengths[key] += steps
-        self._earn(self._share / 2 * steps, self._share / 2 * steps)
+        self._purses.earn(steps)
 
     def _is_promising(self, keys: Collection[int]) -> bool:
         """Whether a step should wait for lookups."""
@@ -240,21 +220,14 @@ class CostControl:
         """Whether no draft would be chosen. Remembered until a draft was judged or there is more to spend."""
         if self._resting is not None:
             known, purse = self._resting
-            if known == keys and self._purse <= max(0.0, purse * GROWN):
+            if known == keys and self._purses.forwards <= max(0.0, purse * GROWN):
                 return True
         self._n_rows = len(keys)
         hopeless = not self._fastest(self._expected(dict.fromkeys(keys, self._most))).takes
-        self._resting = (keys, self._purse) if hopeless else None
+        self._resting = (keys, self._purses.forwards) if hopeless else None
         return hopeless
 
-    def observe(
-        self,
-        committed: Committed,
-        verified: Mapping[int, int],
-        seconds: float | None,
-        drafting: float,
-        telling: float = 0.0,
-    ) -> None:
+    def observe(self, committed: Committed, verified: Mapping[int, int], took: Took) -> None:
         for key, tokens in committed.items():
             if key in self._lengths:  # not in its first step, of which nobody hears the end
                 self._lengths[key] += len(tokens)
@@ -264,20 +237,13 @@ class CostControl:
         if committed:
             rows = len(committed)
             gained = sum(map(len, committed.values())) / rows - 1.0
-            self._settle(rows, self._width(rows, verified.values()), gained, seconds, drafting, telling)
+            self._settle(rows, self._width(rows, verified.values()), gained, took)
 
     def end(self, key: int) -> None:
         self._judging.end(key)
         if key in self._lengths:
-            self._leave_savings(1.0 / len(self._lengths))
+            self._purses.leave(1.0 / len(self._lengths))
         self._length += LENGTH_FADES * (self._lengths.pop(key, self._length) - self._length)
-
-    def _leave_savings(self, share: float) -> None:
-        """A text ended that had this share of the purse. Most of what it has won is not lost on the next one, and what
-        it has lost is made good, as far as there are savings."""
-        won = max(share * (self._purse - INHERITED), -max(self._savings, 0.0))
-        self._purse -= won
-        self._savings = min(self._savings + won, SAVINGS)
 
     def _expected(self, lengths: Mapping[int, int]) -> list[Chances]:
         """Of drafts so long, by a drafter that grades by position."""
@@ -285,7 +251,7 @@ class CostControl:
 
     def _forget(self, price: float) -> None:
         """A drafter that was of no use for so long that the share pays for reading again is thought of as new."""
-        if price and self._share / 2 * self._unjudged >= price:
+        if price and self._purses.share_of(self._unjudged) >= price:
             self._judging.forget_drafter()
             self._unjudged = 0
 
@@ -300,7 +266,7 @@ class CostControl:
 
     def _affordable(self, prices: Mapping[int, float], worth: Mapping[int, float]) -> dict[int, bool]:
         """Sequences to read now, the cheapest first -> whether the savings pay; else it is a part of asking."""
-        savings, asking = self._savings, self._asking
+        savings, asking = self._purses.savings, self._purses.asking
         paid: dict[int, bool] = {}
         for key, price in sorted(prices.items(), key=lambda item: item[1]):
             if price <= savings and PROMISE * price <= worth.get(key, 0.0):
@@ -321,17 +287,18 @@ class CostControl:
     def _tried(self, chances: Sequence[Chances], choice: Choice) -> Choice:
         """Drafts help, and what other widths cost is a guess. If one may be as cheap as a narrower one it is tried,
         where half of what may be won is left when it has been paid; else `choice`."""
-        if self._purse <= WINNINGS / 2:
+        spare = self._purses.forwards - WINNINGS / 2
+        if spare <= 0:
             return choice
         hope = self._fastest(chances, hopeful=True)
         price = self._costs.ratio(self._n_rows, self._width(self._n_rows, hope.takes)) - 1.0
-        return hope if self._purse - WINNINGS / 2 >= price else choice
+        return hope if spare >= price else choice
 
     def _fastest(self, chances: Sequence[Chances], *, hopeful: bool = False) -> Choice:
         """The choice with the most tokens per second. None is taken where the plain step has, or is not known, or the
         purse is empty."""
         rows, best = self._n_rows, Choice(speed=MARGIN)
-        if self._purse <= 0 or not any(chances) or self._costs.plain(rows) is None:
+        if self._purses.forwards <= 0 or not any(chances) or self._costs.plain(rows) is None:
             return Choice()
         reach = self._costs.reach(rows)
         found = [(takes, gained, self._width(rows, takes)) for takes, gained in self._candidates(chances)]
@@ -341,7 +308,7 @@ class CostControl:
             if (cost := costs.get(wide)) is None:
                 continue
             speed = (1.0 + gained / rows) / cost
-            if speed > best.speed and cost - 1.0 <= self._purse:  # should all be wrong
+            if speed > best.speed and cost - 1.0 <= self._purses.forwards:  # should all be wrong
                 best = Choice(takes, speed, cost)
         return best if best.takes else Choice()
 
@@ -358,14 +325,13 @@ class CostControl:
         tokens = rows + sum(takes)
         return width(rows, computed(rows, tokens, 1 + max(takes, default=0), packs=self._packs))
 
-    def _settle(
-        self, rows: int, width: float, gained: float, seconds: float | None, drafting: float, telling: float
-    ) -> None:
+    def _settle(self, rows: int, width: float, gained: float, took: Took) -> None:
         """Measure the step and pay for it.
 
         Args:
             gained: plain steps that its tokens would have taken beyond one.
         """
+        seconds, drafting, telling = took
         measures, waited = self._waiting.end(rows)
         measures = measures or (not waited and self._costs.plain(rows) is None)  # others may keep steps from beginning
         if seconds is not None and (width > 1 or measures):
@@ -374,19 +340,13 @@ class CostControl:
         lost = self._lost(rows, seconds, drafting) if waited and width == 1 else 0.0
         if self._cheap or not drafting:
             cost += lost
-        self._earn(self._share / 2 * cost, self._share / 2 * cost + gained - (cost - 1.0))
+        self._purses.earn(cost, gained - (cost - 1.0))
         plain = self._costs.plain(rows) if seconds is None else seconds - drafting
         if width == 1 and plain is not None:
             asked = self._asks and drafting > 0
             price = (drafting if asked else 0.0) + min(telling, plain)
-            self._pay_asking(price / max(plain, 1e-9) + (lost if asked and not self._cheap else 0.0))
+            self._purses.pay_asking(price / max(plain, 1e-9) + (lost if asked and not self._cheap else 0.0))
         self._asks = False
-
-    def _earn(self, asking: float, purse: float) -> None:
-        """Into the purses; what they cannot hold is saved."""
-        asking, purse = self._asking + asking, self._purse + purse
-        self._asking, self._purse = min(asking, ASKING), min(purse, WINNINGS)
-        self._savings = min(self._savings + asking - self._asking + purse - self._purse, SAVINGS)
 
     def _lost(self, rows: int, seconds: float | None, drafting: float) -> float:
         """A step waited and had no drafts: what that costs, in plain steps."""
@@ -403,13 +363,6 @@ class CostControl:
         if plain is None or seconds is None:
             return usual
         return max(1.0, min(seconds / max(plain, 1e-9), 2 * usual))
-
-    def _pay_asking(self, price: float) -> None:
-        """From its own purse, and from winnings beyond that; no more is owed than what the purse holds when full."""
-        if self._asking > 0 or self._purse <= PURSE:
-            self._asking = max(self._asking - price, -ASKING)
-        else:
-            self._purse -= price
 
 
 def _saved(choice: Choice) -> float:

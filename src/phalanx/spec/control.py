@@ -7,11 +7,23 @@ who drafts, or what tokens mean. `balance.py` weighs costs; `rules.py` has fixed
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from phalanx.spec.drafters import Draft
 
 Committed = Mapping[int, Sequence[int]]
+
+
+class Took(NamedTuple):
+    """How long a step took, in seconds."""
+
+    all: float | None
+    """Drafting, the decoding forwards, sampling and verification; without prefill and reading. None where rows were
+    moved or buffers resized as well, so that it says nothing about such steps."""
+    drafting: float = 0.0
+    """Of those, the drafter's."""
+    telling: float = 0.0
+    """What asking the control took since the last `observe`, and that itself."""
 
 
 class Control(Protocol):
@@ -65,23 +77,13 @@ class Control(Protocol):
         """The step takes no drafts. These may be compared with what comes."""
         ...
 
-    def observe(
-        self,
-        committed: Committed,
-        verified: Mapping[int, int],
-        seconds: float | None,
-        drafting: float,
-        telling: float = 0.0,
-    ) -> None:
+    def observe(self, committed: Committed, verified: Mapping[int, int], took: Took) -> None:
         """What the step came to.
 
         Args:
             committed: every decoding sequence of the step -> the tokens committed for it, clipped as the commit was.
             verified: sequence -> drafted tokens that were fed: as many as chosen, or fewer for want of memory.
-            seconds: what drafting, the decoding forwards, sampling and verification took; without prefill and reading.
-                None where rows were moved or buffers resized as well, so that it says nothing about such steps.
-            drafting: of those, the drafter's.
-            telling: what asking this control took since the last `observe`, and that itself.
+            took: how long.
         """
         ...
 

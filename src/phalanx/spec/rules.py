@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from phalanx.config import DraftModelSpeculation, SpeculativeConfig
-from phalanx.spec.balance import SHARE, CostControl
-from phalanx.spec.control import Committed, Control, in_turn
+from phalanx.spec.balance import CostControl
+from phalanx.spec.control import Committed, Control, Took, in_turn
 from phalanx.spec.drafters import Draft
+from phalanx.spec.purses import SHARE
 
 FLOOR = 0.40
 """Rate of acceptance below which the field's fixed rule switches off (A8)."""
@@ -60,14 +61,7 @@ class Always:
     def forgo(self, drafts: Mapping[int, Draft]) -> None:
         pass
 
-    def observe(
-        self,
-        committed: Committed,
-        verified: Mapping[int, int],
-        seconds: float | None,
-        drafting: float,
-        telling: float = 0.0,
-    ) -> None:
+    def observe(self, committed: Committed, verified: Mapping[int, int], took: Took) -> None:
         pass
 
     def naps(self, keys: Collection[int]) -> int:
@@ -105,15 +99,8 @@ class UpToBatch:
     def forgo(self, drafts: Mapping[int, Draft]) -> None:
         self._control.forgo(drafts)
 
-    def observe(
-        self,
-        committed: Committed,
-        verified: Mapping[int, int],
-        seconds: float | None,
-        drafting: float,
-        telling: float = 0.0,
-    ) -> None:
-        self._control.observe(committed, verified, seconds, drafting, telling)
+    def observe(self, committed: Committed, verified: Mapping[int, int], took: Took) -> None:
+        self._control.observe(committed, verified, took)
 
     def naps(self, keys: Collection[int]) -> int:
         return self._control.naps(keys)  # not where a draft from a smaller batch is still being compared
@@ -152,14 +139,7 @@ class FloorControl(Always):
     def rests(self, keys: Collection[int]) -> bool:
         return self._rest > 1
 
-    def observe(
-        self,
-        committed: Committed,
-        verified: Mapping[int, int],
-        seconds: float | None,
-        drafting: float,
-        telling: float = 0.0,
-    ) -> None:
+    def observe(self, committed: Committed, verified: Mapping[int, int], took: Took) -> None:
         self._rest = max(0, self._rest - 1)
         for key, k in verified.items():
             self._recent.append((k, _right(self._chosen[key][:k], committed.get(key, ()))))

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 
 from phalanx.sched.plan import Commit, Step
 from phalanx.sched.sequence import Sequence
-from phalanx.spec.control import Control
+from phalanx.spec.control import Control, Took
 from phalanx.spec.drafters import Draft, Drafter
 from phalanx.spec.stats import SpecMeter
 
@@ -118,8 +118,8 @@ class Speculator:
                 self._wake()
             return
         before = time.perf_counter()
-        took = None if step.ops or seconds is None else seconds - self._reading_s
-        self._control.observe(committed, drafted, took, drafting - self._reading_s, self._telling_s)
+        usual = None if step.ops or seconds is None else seconds - self._reading_s
+        self._control.observe(committed, drafted, Took(usual, drafting - self._reading_s, self._telling_s))
         self._nap, self._sleepers = self._control.naps(committed.keys()), set(committed)
         self._telling_s = time.perf_counter() - before
 

@@ -12,6 +12,7 @@ from functools import cache
 from random import Random
 
 from phalanx.sched.forwards import computed
+from phalanx.spec.control import Took
 from phalanx.spec.drafters import Draft
 
 Curve = Callable[[int, float], float]
@@ -145,7 +146,8 @@ class World:
         self.bound = self.ahead and self.control.rests(range(rows))
         seconds += self.telling_s
         telling = self.telling_s
-        self.control.observe(committed, chosen, None if moved and self.told else seconds, drafting, telling)
+        took = Took(None if moved and self.told else seconds, drafting, telling)
+        self.control.observe(committed, chosen, took)
         self.nap = self.control.naps(range(rows))
         self._account(rows, step_s + late + drafting + telling + reading_s, sum(map(len, committed.values())))
         self.steps += 1
@@ -246,7 +248,7 @@ def recite(control, drafter, curve: Curve, prompt: list[int], answer: list[int],
         accepted = next((n for n, token in enumerate(draft) if token != answer[place + n]), k)
         committed = answer[place : place + accepted + 1]
         step = curve(1, 1 + k)
-        control.observe({key: committed}, {key: k} if k else {}, step, 0.0)
+        control.observe({key: committed}, {key: k} if k else {}, Took(step))
         drafter.extend(key, committed)
         place += len(committed)
         seconds += step

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from machine import CURVES, World, compute_bound, few_cores, memory_bound, predictable, stairs
 
 from phalanx.config import DraftModelSpeculation, NgramSpeculation
-from phalanx.spec.balance import ASKING, PURSE, READ_AT_ONCE, SAVED, SHARE, CostControl
+from phalanx.spec.balance import READ_AT_ONCE, CostControl
+from phalanx.spec.control import Took
 from phalanx.spec.drafters import Draft
+from phalanx.spec.purses import ASKING, FORWARDS, SAVED, SHARE
 from phalanx.spec.rules import REST, Always, FloorControl, UpToBatch, build
 
 ROWS = (1, 6)
@@ -241,7 +243,7 @@ def test_losses_are_bounded(phases, costs, cheap, drafting_s, reading_s):
         for _ in range(phase.steps):
             world.step(phase.rows)
     worst = sum(costs[:8]) + 8 * drafting_s + 16 * world.reading_s
-    assert world.lost <= PURSE + ASKING + SAVED + SHARE * world.paid + worst + 1e-6
+    assert world.lost <= FORWARDS + ASKING + SAVED + SHARE * world.paid + worst + 1e-6
 
 
 class TestReading:
@@ -269,7 +271,7 @@ class TestReading:
             world.begin(0, prompt)
             for _ in range(steps):
                 world.step(1)
-        assert world.lost <= PURSE + ASKING + SAVED + SHARE * world.paid + 0.5
+        assert world.lost <= FORWARDS + ASKING + SAVED + SHARE * world.paid + 0.5
 
     def test_short_answers_to_long_prompts_are_not_drafted_for(self):
         """However good the drafter is known to be."""
@@ -375,7 +377,7 @@ class TestReading:
         assert Always(8).read({0: 9, 1: 9, 2: 9}, {0: 100, 1: 100, 2: 5}) == {0: 100, 1: 28}
         resting = FloorControl(8, floor=1.0, window=1)
         resting.choose({0: guess(5)})
-        resting.observe({0: [6]}, {0: 1}, 1.0, 0.0)
+        resting.observe({0: [6]}, {0: 1}, Took(1.0))
         assert resting.read({0: 9}, {0: 100}) == {}
         small = UpToBatch(Always(8), 1)
         assert small.read({0: 9}, {0: 100}) == {0: 100}
@@ -464,13 +466,24 @@ class TestAhead:
         floor = FloorControl(4, floor=1.0, window=1)
         assert not floor.rests([0])
         floor.choose({0: guess(5)})
-        floor.observe({0: [6]}, {0: 1}, 1.0, 0.0)
+        floor.observe({0: [6]}, {0: 1}, Took(1.0))
         steps = 0
         while floor.rests([0]):
-            floor.observe({0: [6]}, {}, 1.0, 0.0)
+            floor.observe({0: [6]}, {}, Took(1.0))
             steps += 1
             assert floor.want({0: 4}) == {}
         assert steps == REST - 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_batch_sleeps_as_its_control_does_and_not_while_that_compares_a_draft(rows):
+    control = lookup()
+    world = World(UpToBatch(control, 2), memory_bound, predictable(0.0), telling_s=0.5, ahead=True)
+    world.run(2, 60)
+    control.want({0: 4})
+    control.forgo({0: guess(-1, -1)})
+    keys = [*range(rows)]
+    assert control._judging.is_open(0) and UpToBatch(control, 2).naps(keys) == control.naps(keys) == 0
 
 
 def test_the_same_steps_give_the_same_answers():
@@ -487,7 +500,7 @@ def test_room_is_respected(make):
     for _ in range(30):
         assert all(1 <= n <= {0: 3, 2: 8}[key] for key, n in control.want({0: 3, 1: 0, 2: 100}).items())
         control.choose({})
-        control.observe({0: [7], 1: [7], 2: [7]}, {}, 1.0, 0.0)
+        control.observe({0: [7], 1: [7], 2: [7]}, {}, Took(1.0))
     assert control.want({}) == {}
     assert control.want({1: 0}) == {}
 
@@ -497,13 +510,13 @@ def test_what_a_stop_cut_off_is_not_judged():
     control = FloorControl(4, floor=1.0, window=1)
     control.want({0: 4})
     assert control.choose({0: guess(1, 2, 3, 4)}) == {0: 4}
-    control.observe({0: [1, 2, 9]}, {0: 4}, 1.0, 0.0)
+    control.observe({0: [1, 2, 9]}, {0: 4}, Took(1.0))
     assert control.want({0: 4}) == {}
     cost = lookup(4)
     for _ in range(3):
         cost.want({0: 4})
         cost.choose({0: guess(1, 2, 3, 4)})
-        cost.observe({0: [1, 2, 3]}, {}, 1.0, 0.0)
+        cost.observe({0: [1, 2, 3]}, {}, Took(1.0))
         cost.end(0)
     rates = cost._judging._pool.rates
     assert min(rates[:3]) > 0.5
@@ -517,7 +530,7 @@ def test_sequences_that_ended_leave_nothing():
     for key in range(3):
         control.end(key)
     control.end(99)
-    control.observe({7: [1]}, {}, 1.0, 0.0)  # its first token was its last: it was never asked about
+    control.observe({7: [1]}, {}, Took(1.0))  # its first token was its last: it was never asked about
     assert (control._judging._rows, control._judging._open, control._lengths) == ({}, {}, {})
 
 
@@ -565,7 +578,7 @@ class TestBuild:
         patient = build(DraftModelSpeculation(model="demo", probe_share=0.0))
         world = World(patient, memory_bound, lambda row, place: 0, drafting_s=0.3)
         world.run(1, 1000)
-        assert world.lost <= PURSE + ASKING + 0.3
+        assert world.lost <= FORWARDS + ASKING + 0.3
 
     def test_a_large_batch_is_left_alone(self):
         control = build(NgramSpeculation(control="always", disable_by_batch_size=2))

@@ -8,6 +8,7 @@ from msgspec import structs
 
 from phalanx.sched.plan import Commit, Forward, Free, Step
 from phalanx.sched.sequence import Sequence as Row
+from phalanx.spec.control import Took
 from phalanx.spec.drafters import Draft, Drafter, RandomDrafter
 from phalanx.spec.rules import Always
 from phalanx.spec.speculator import Speculator
@@ -37,16 +38,9 @@ class Recorder(Always, Drafter):
     def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
         return {key: Draft.by_position(self.drafts[key][:n]) for key, n in wanted.items() if key in self.drafts}
 
-    def observe(
-        self,
-        committed: Mapping[int, Sequence[int]],
-        verified: Mapping[int, int],
-        seconds: float | None,
-        drafting: float,
-        telling: float = 0.0,
-    ) -> None:
+    def observe(self, committed: Mapping[int, Sequence[int]], verified: Mapping[int, int], took: Took) -> None:
         tokens = {key: list(tokens) for key, tokens in committed.items()}
-        self.heard.append(("observe", tokens, dict(verified), seconds, drafting))
+        self.heard.append(("observe", tokens, dict(verified), took.all, took.drafting))
 
 
 def row(number: int, tokens: list[int], most_drafts: int | None = None) -> Row:
