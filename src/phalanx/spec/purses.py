@@ -8,8 +8,11 @@ ranks that wait and caches that are cold, comes to as much again, and both must 
 FORWARDS = 1.0
 """Plain steps for such forwards at first: what a text on which drafts never helped may lose beyond the share."""
 INHERITED = 2.0
-"""The same for the texts after it, as far as there are savings: a first draft that is wrong must not end what others
-show to pay."""
+"""The same for the texts after one that gained, as far as there are savings: a first draft that is wrong must not end
+what others show to pay."""
+RECORD = 8.0
+"""Plain steps gained that are remembered at most: so many texts are tried anew after the last that gained. Also what a
+drafter is thought to have gained at first."""
 WINNINGS = 8.0
 """Plain steps that the purse for forwards holds at most: bad luck must not end what pays, nor gains pay for what became
 hopeless."""
@@ -32,22 +35,24 @@ class Purses:
         self.forwards = FORWARDS
         self.asking = ASKING
         self.savings = SAVED
+        self.record = RECORD / 2
         self._half = share / 2
 
     @property
     def may_ask(self) -> bool:
-        """Whether there is anything for asking: from its own purse, or from what was won."""
-        return self.asking > 0 or self.forwards > INHERITED
+        """Whether there is anything for asking: in its own purse, or beyond what the other began with."""
+        return self.asking > 0 or self.forwards > FORWARDS
 
     def earn(self, steps: float, gained: float = 0.0) -> None:
         """So much time is over, and forwards gained or lost so much in it. What the purses cannot hold is saved."""
         asking, forwards = self.asking + self._half * steps, self.forwards + self._half * steps + gained
+        self.record = min(max(0.0, self.record + gained), RECORD)
         self.asking, self.forwards = min(asking, ASKING), min(forwards, WINNINGS)
         self.save(asking - self.asking + forwards - self.forwards)
 
     def pay_asking(self, price: float) -> None:
-        """From its own purse, and from winnings beyond that; no more is owed than what the purse holds when full."""
-        if self.asking > 0 or self.forwards <= INHERITED:
+        """From its own purse, else from the other's; no more is owed than what the purse holds when full."""
+        if self.asking > 0 or self.forwards <= FORWARDS:
             self.asking = max(self.asking - price, -ASKING)
         else:
             self.forwards -= price
@@ -58,9 +63,11 @@ class Purses:
 
     def leave(self, share: float) -> None:
         """A text ended that had this share of the purse. Most of what it has won is not lost on the next one, and what
-        it has lost is made good, as far as there are savings."""
-        won = max(share * (self.forwards - INHERITED), -max(self.savings, 0.0))
+        it has lost is made good, as far as there are savings; all of it only where drafts have gained of late."""
+        full = FORWARDS + min(self.record, INHERITED - FORWARDS)
+        won = max(share * (self.forwards - full), -max(self.savings, 0.0))
         self.forwards -= won
+        self.record = max(0.0, self.record + min(won, 0.0))
         self.save(won)
 
     def to_ask_again(self, most: int) -> int:

@@ -486,6 +486,29 @@ def test_a_batch_sleeps_as_its_control_does_and_not_while_that_compares_a_draft(
     assert control._judging.is_open(0) and UpToBatch(control, 2).naps(keys) == control.naps(keys) == 0
 
 
+def test_what_a_step_waits_for_is_looked_up():
+    """Although what telling the control took has emptied the purse since the step decided to wait."""
+    control, waited, asked = lookup(), 0, 0
+    text = predictable(0.9)
+
+    def late(row, place):
+        return text(row, place) if place > 400 else 0
+
+    world = World(control, memory_bound, late, drafting_s=0.0005, telling_s=0.02, ahead=True)
+    want = control.want
+
+    def watched(room, *, bound=False):
+        nonlocal waited, asked
+        wanted = want(room, bound=bound)
+        waited += control._waiting.waits
+        asked += control._waiting.waits and bool(wanted)
+        return wanted
+
+    control.want = watched
+    world.run(1, 1200)
+    assert asked == waited > 0
+
+
 def test_the_same_steps_give_the_same_answers():
     runs = [World(draft_model(), few_cores, predictable(0.8), noise=0.1, drafting_s=0.1) for _ in range(2)]
     for world in runs:
