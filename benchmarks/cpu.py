@@ -160,8 +160,7 @@ async def compare(
                     for who in ("phalanx", "llama.cpp") if turn % 2 == 0 else ("llama.cpp", "phalanx"):
                         await _measure(who, client, theirs, turn, cases, figures[who])
                     if "decode 128" in cases:
-                        rate = figures["phalanx"]["decode 128"][-1]
-                        figures["phalanx"]["read limit"].append(rate * per_token / bandwidth(threads))
+                        figures["phalanx"]["read limit"].append(await _of_limit(client, turn, threads, per_token))
                         figures["phalanx"]["http"].append(await _http_ratio(client, turn))
         finally:
             theirs.end()
@@ -187,6 +186,14 @@ async def _measure(
         else:
             prompt, decode = await run(context, rows)
             figures[case].append(prompt if case.startswith("prompt") else decode)
+
+
+async def _of_limit(client: httpx.AsyncClient, turn: int, threads: int, per_token: int) -> float:
+    """Tokens/s of one stream after a context of 128, by what the weights could be read per second just before and just
+    after: a shared machine's memory is not equally fast for long."""
+    before = bandwidth(threads)
+    found = await ours(client, 128, TOKENS, 1, 2000 + turn)
+    return found["decode"] * per_token / statistics.mean((before, bandwidth(threads)))
 
 
 async def _http_ratio(client: httpx.AsyncClient, turn: int) -> float:

@@ -63,6 +63,8 @@ def make_config(family: str, **overrides: Any) -> Config:
     """The config.json of a family: COMMON and its own entries, as far as the model file knows them."""
     model_type = family.partition(":")[0]
     entries = {**COMMON, **FAMILIES[family], **overrides, "model_type": model_type}
+    if "layer_types" in entries:  # as many as there are layers, or else transformers does not read the tokenizer
+        entries["layer_types"] = entries["layer_types"][-entries["num_hidden_layers"] :]
     if isinstance(entries.get("text_config"), dict):
         entries["text_config"] = {**COMMON, **entries["text_config"]}
         known = {"vocab_size": VOCAB, "text_config": entries["text_config"]}
