@@ -11,8 +11,8 @@ INHERITED = 2.0
 """The same for the texts after one that gained, as far as there are savings: a first draft that is wrong must not end
 what others show to pay."""
 RECORD = 8.0
-"""Plain steps gained that are remembered at most: so many texts are tried anew after the last that gained. Also what a
-drafter is thought to have gained at first."""
+"""Plain steps gained that are remembered at most: so many texts are tried anew after the last that gained. Half
+of it is what a drafter is thought to have gained at first."""
 WINNINGS = 8.0
 """Plain steps that the purse for forwards holds at most: bad luck must not end what pays, nor gains pay for what became
 hopeless."""
