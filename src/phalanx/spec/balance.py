@@ -137,11 +137,8 @@ class CostControl:
             self._lengths.setdefault(key, 0)
         self._foretold = any(map(self._judging.is_open, room))
         able = {key: min(n, self._most) for key, n in room.items() if n > 0}
-        may_ask = (
-            self._purses.may_ask or self._waiting.waits
-        )  # what a step waits for is asked, though it was paid since
-        if self._cheap:
-            k = self._most if may_ask else 0
+        if self._cheap:  # what a step waits for is looked up, though what was paid since has emptied the purse
+            k = self._most if self._purses.may_ask or self._waiting.waits else 0
             if k and bound:
                 able = {key: n for key, n in able.items() if not self._judging.is_open(key)}
         else:
