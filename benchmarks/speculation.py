@@ -50,6 +50,7 @@ from phalanx.bench.client import open_client, stream_chat
 from phalanx.bench.load import Load, closed_loop
 
 ROUNDS = 3
+MANY = 8  # streams
 RAMP_S = 0.03
 OFF = "off"
 DRAFT_MODEL = "draft model"
@@ -73,6 +74,10 @@ class Point:
     def bodies(self) -> list[dict[str, Any]]:
         """One request per stream."""
         return [body(self.works[i % len(self.works)], self.tokens) for i in range(self.concurrency)]
+
+    def rounds(self, asked: int) -> int:
+        """Half as many, rounded up, where a round takes minutes."""
+        return (asked + 1) // 2 if self.concurrency > MANY else asked
 
 
 @dataclass
@@ -131,7 +136,7 @@ def points(tokens: int) -> list[Point]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="half as many with sixteen streams")
     parser.add_argument("--size", default="1b", choices=TARGETS, help="of the model")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["exact"], choices=["exact", "fast"])
@@ -204,7 +209,7 @@ async def compare(
                 answers = answers or await reference(client, chosen)
                 for point in chosen:
                     check(await closed_loop(client, point.bodies(), point.concurrency), point.bodies(), answers)
-                    for turn in range(rounds):
+                    for turn in range(point.rounds(rounds)):
                         await measure(client, point, answers, figures[point][name], turn)
                     ratio = figures[point][name].ratio
                     progress(f"{title}, {name}, {point.name}, {point.concurrency} at once: {ratio:.3f}")

@@ -26,7 +26,7 @@ def test_none_is_taken(monkeypatch):
             stack.enter_context(socket.create_server(("127.0.0.1", port)))
         monkeypatch.setattr(ports, "PORTS", here)
         assert set(free_ports(3)) == set(here[3:])
-        with pytest.raises(OSError, match=f"All ports from {here[0]} to {here[-1]} of 127.0.0.1 are taken"):
+        with pytest.raises(OSError, match=f"all ports from {here[0]} to {here[-1]} of 127.0.0.1 are taken"):
             free_ports(4)
 
 

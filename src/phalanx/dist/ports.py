@@ -18,7 +18,7 @@ def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
     """Different TCP ports of this machine that nobody uses now, by chance: starts side by side choose others.
 
     Raises:
-        OSError: the address is not one of this machine's, or all ports are taken.
+        OSError: the address is not one of this machine's; `EADDRINUSE`: all ports are taken.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     found: list[int] = []
@@ -26,14 +26,16 @@ def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
         for port in random.sample(PORTS, len(PORTS)):
             if len(found) == count:
                 break
-            probe = stack.enter_context(socket.socket(family))
+            probe = socket.socket(family)
             try:
                 probe.bind((address, port))
             except OSError as error:
+                probe.close()
                 if error.errno not in TAKEN:
                     raise
             else:
+                stack.enter_context(probe)  # until all are found, so that each is found once
                 found.append(port)
     if len(found) < count:
-        raise OSError(f"All ports from {PORTS[0]} to {PORTS[-1]} of {address} are taken.")
+        raise OSError(errno.EADDRINUSE, f"all ports from {PORTS[0]} to {PORTS[-1]} of {address} are taken")
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -197,4 +198,8 @@ def _ports(asked: AskPorts) -> Ports:
     try:
         return Ports(free_ports(asked.count, asked.address))
     except OSError as error:
-        return Ports([], f"{asked.address} is not an address of {socket.gethostname()}: {error.strerror or error}")
+        said = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            return Ports([], said, "End what listens there.")
+        host = socket.gethostname()
+        return Ports([], f"{asked.address} is not an address of {host}: {said}", "Correct `ips` in the hostfile.")

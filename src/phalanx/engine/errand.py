@@ -61,10 +61,11 @@ class AskPorts(Struct, frozen=True, tag=True):
 
 
 class Ports(Struct, frozen=True, tag=True):
-    """Free a moment ago; fewer than asked for if the address is not this host's, with the reason."""
+    """Free a moment ago; none if the address is not this host's or all are taken, with the reason and what to do."""
 
     numbers: list[int]
     problem: str = ""
+    remedy: str = ""
 
 
 class Run(Struct, frozen=True, tag=True):

@@ -7,6 +7,7 @@ nonce and a fresh secret, as on one machine (`launch.py`). Does not know why a g
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import secrets
@@ -111,7 +112,7 @@ async def _start(
     try:
         control, meeting, own_ring = free_ports(3, first.address)
     except OSError as error:
-        if error.errno is None:  # all of them are taken
+        if error.errno == errno.EADDRINUSE:
             raise
         raise ConfigError(
             f"{first.address} is not an address of this host ({first.name}): {error.strerror or error}.",

@@ -50,14 +50,14 @@ class Reached:
         """TCP ports of the host that nobody uses now.
 
         Raises:
-            HostUnreachable: the address is not the host's, or the agent has gone.
+            HostUnreachable: the address is not the host's, all its ports are taken, or the agent has gone.
         """
         with _naming(self.host):
             self._line.send(AskPorts(address, count))
             async with asyncio.timeout(HANDSHAKE_S):
                 ports = await self._line.expect(Ports)
         if ports.problem:
-            raise HostUnreachable(f"{self.host.name}: {ports.problem}.", remedy="Correct `ips` in the hostfile.")
+            raise HostUnreachable(f"{self.host.name}: {ports.problem}.", remedy=ports.remedy)
         return ports.numbers
 
     async def run(

@@ -137,12 +137,13 @@ class CostControl:
             self._lengths.setdefault(key, 0)
         self._foretold = any(map(self._judging.is_open, room))
         able = {key: min(n, self._most) for key, n in room.items() if n > 0}
-        if self._cheap:  # what a step waits for is looked up, though what was paid since has emptied the purse
-            k = self._most if self._purses.may_ask or self._waiting.waits else 0
+        may_ask = self._purses.may_ask or self._waiting.waits  # who waits asks, though what it paid emptied the purse
+        if self._cheap:
+            k = self._most if may_ask else 0
             if k and bound:
                 able = {key: n for key, n in able.items() if not self._judging.is_open(key)}
         else:
-            k = max(self._fastest(self._expected(able)).takes, default=int(self._purses.may_ask))
+            k = max(self._fastest(self._expected(able)).takes, default=int(may_ask))
         self._asks = k > 0 and bool(able)
         return {key: min(n, k) for key, n in able.items() if k}
 
@@ -242,7 +243,9 @@ class CostControl:
     def end(self, key: int) -> None:
         self._judging.end(key)
         if key in self._lengths:
-            self._purses.leave(1.0 / len(self._lengths))
+            share = 1.0 / len(self._lengths)
+            self._purses.leave(share)
+            self._waiting.forget(share)
         self._length += LENGTH_FADES * (self._lengths.pop(key, self._length) - self._length)
 
     def _expected(self, lengths: Mapping[int, int]) -> list[Chances]:

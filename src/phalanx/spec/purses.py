@@ -5,7 +5,7 @@ from __future__ import annotations
 SHARE = 0.005
 """Of the time, for tries that bring no gain: half for forwards, half for asking the drafter. What is not counted, other
 ranks that wait and caches that are cold, comes to as much again, and both must stay below a fiftieth."""
-FORWARDS = 1.0
+FORWARDS = 1.5
 """Plain steps for such forwards at first: what a text on which drafts never helped may lose beyond the share."""
 INHERITED = 2.0
 """The same for the texts after one that gained, as far as there are savings: a first draft that is wrong must not end
@@ -51,11 +51,14 @@ class Purses:
         self.save(asking - self.asking + forwards - self.forwards)
 
     def pay_asking(self, price: float) -> None:
-        """From its own purse, else from the other's; no more is owed than what the purse holds when full."""
-        if self.asking > 0 or self.forwards <= FORWARDS:
-            self.asking = max(self.asking - price, -ASKING)
-        else:
+        """From its own purse, else from the other's. No more is owed than what the purse holds when full; the other one
+        pays what is beyond that, as much again at most: one disturbed step means nothing."""
+        if self.asking <= 0 and self.forwards > FORWARDS:
             self.forwards -= price
+            return
+        owed = price - self.asking
+        self.asking = max(-owed, -ASKING)
+        self.forwards -= min(max(0.0, owed - ASKING), ASKING)
 
     def save(self, steps: float) -> None:
         """For reading, up to a limit; below 0, pay for it."""

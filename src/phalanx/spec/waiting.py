@@ -7,6 +7,8 @@ from __future__ import annotations
 
 FADES = 1 / 8
 """What the latest step counts in what waiting costs, and what drafts promise."""
+WORTH = 3.0
+"""Times what waiting in vain costs that drafts must promise: their purse pays both, and is of more use to drafts."""
 MOST = 1.0
 """Plain steps that one step can have lost by waiting: what is beyond that was somebody else."""
 
@@ -53,7 +55,13 @@ class Waiting:
 
     def is_worth(self, promise: float, likely: float) -> bool:
         """Whether drafts do that promise so much, and come with this probability."""
-        return promise > self._cost * (1.0 - likely)
+        return promise > WORTH * self._cost * (1.0 - likely)
+
+    def forget(self, share: float) -> None:
+        """A text ended that had this share of what was promised: the next one begins where little stands that could be
+        looked up. Changes state."""
+        self._promise *= 1.0 - share
+        self._offered *= 1.0 - share
 
     def end(self, rows: int) -> tuple[bool, bool]:
         """The step is over: whether, had it no drafts, it measures what plain steps take; and whether it waited."""

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from phalanx.config import ClusterConfig, HostConfig
+from phalanx.dist import ports
 from phalanx.dist.ports import free_ports
 from phalanx.engine import remote
 from phalanx.engine.agent import Agent
@@ -126,13 +127,16 @@ def test_what_cannot_be_run_is_named(tmp_path):
     with_agent(tmp_path, test)
 
 
-def test_ports_are_of_the_address(tmp_path):
+def test_ports_are_of_the_address(tmp_path, monkeypatch):
     async def test(served: Served) -> None:
         there = await reach(served.host, served.port, SECRET)
-        ports = await there.free_ports("127.0.0.1", 3)
-        assert len(set(ports)) == 3
+        found = await there.free_ports("127.0.0.1", 3)
+        assert len(set(found)) == 3
         with pytest.raises(HostUnreachable, match=r"192\.0\.2\.1 is not an address of"):
             await there.free_ports("192.0.2.1", 1)
+        monkeypatch.setattr(ports, "PORTS", sorted(found))
+        with pytest.raises(HostUnreachable, match=r"b: all ports from \d+ to \d+ of 127\.0\.0\.1 are taken\. End"):
+            await there.free_ports("127.0.0.1", 4)
 
     with_agent(tmp_path, test)
 

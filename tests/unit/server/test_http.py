@@ -504,6 +504,8 @@ def test_a_client_that_does_not_read_is_cancelled(tokenizer):
     async def scenario(client, engine):
         app = client._transport.app
         connection = Connection(app, URL["text"], {"prompt": "x", "stream": True})
+        while not engine.received:
+            await asyncio.sleep(0)
         other = asyncio.create_task(client.post(URL["text"], json={"prompt": "x", "max_tokens": 5000}))
         while len(engine.received) < 2:
             await asyncio.sleep(0)

@@ -492,15 +492,18 @@ def test_a_batch_sleeps_as_its_control_does(rows):
     assert crowd.naps([*range(rows)]) == 0
 
 
-def test_what_a_step_waits_for_is_looked_up():
-    """Although what telling the control took has emptied the purse since the step decided to wait."""
-    control, waited, asked = lookup(), 0, 0
+@pytest.mark.parametrize("model", [False, True])
+def test_what_a_step_waits_for_is_asked_for(model):
+    """Although what telling the control took has emptied the purse since the step decided to wait; so what becomes good
+    late is found."""
+    control, waited, asked = draft_model() if model else lookup(), 0, 0
     text = predictable(0.9)
 
     def late(row, place):
         return text(row, place) if place > 400 else 0
 
-    world = World(control, memory_bound, late, drafting_s=0.0005, telling_s=0.02, ahead=True)
+    drafting_s = 0.1 if model else 0.0005
+    world = World(control, memory_bound, late, drafting_s=drafting_s, telling_s=0.02, ahead=True, computes=model)
     want = control.want
 
     def watched(room, *, bound=False):
@@ -513,6 +516,19 @@ def test_what_a_step_waits_for_is_looked_up():
     control.want = watched
     world.run(1, 1200)
     assert asked == waited > 0
+    assert world.run(1, 300) > 1.5
+
+
+def test_another_text_is_not_waited_for_because_of_the_one_before():
+    """Drafts of the one before were right; there are none for this one."""
+    control = lookup()
+    world = World(control, memory_bound, predictable(0.9), drafting_s=0.0005, ahead=True)
+    world.run(1, 600)
+    world.offers = lambda row, place: False
+    world.begin(0, 0)
+    world.lost = 0.0
+    world.run(1, 100)
+    assert world.lost < 4 * world.waiting
 
 
 def test_the_same_steps_give_the_same_answers():

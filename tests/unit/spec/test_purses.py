@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.spec.purses import ASKING, INHERITED, SAVINGS, SHARE, WINNINGS, Purses
+from phalanx.spec.purses import ASKING, FORWARDS, INHERITED, SAVINGS, SHARE, WINNINGS, Purses
 
 calls = st.one_of(
     st.tuples(st.just("earn"), st.floats(0, 4), st.floats(-2, 8)),
@@ -78,3 +78,13 @@ def test_asking_is_paid_from_winnings_beyond_its_own_purse():
     before = purses.forwards
     purses.pay_asking(0.5)
     assert purses.forwards == pytest.approx(before - 0.5) and purses.asking == 0
+
+
+def test_what_is_owed_beyond_the_purse_for_asking_the_other_one_pays():
+    """As much again at most: a disturbed step may seem to have cost anything."""
+    purses = Purses()
+    purses.pay_asking(ASKING)
+    purses.pay_asking(ASKING + 0.2)
+    assert (purses.asking, purses.forwards) == (-ASKING, pytest.approx(FORWARDS - 0.2))
+    purses.pay_asking(50.0)
+    assert (purses.asking, purses.forwards) == (-ASKING, pytest.approx(FORWARDS - 0.2 - ASKING))

@@ -68,3 +68,14 @@ def test_rare_drafts_have_to_promise_more_than_frequent_ones(share: float):
     for n in range(200):
         waiting.note(0.5 if (n + 1) * share % 1.0 < share else 0.0)
     assert waiting.pays == (share > 0.5)
+
+
+def test_what_a_text_promised_ends_with_it():
+    waiting = early()
+    waiting.lost(0.1)
+    for _ in range(40):
+        waiting.note(1.0)
+    waiting.forget(0.25)  # three others go on
+    assert waiting.pays
+    waiting.forget(1.0)
+    assert not waiting.pays
