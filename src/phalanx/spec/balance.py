@@ -68,9 +68,9 @@ class CostControl:
     brings more than it takes; so short answers to long prompts are not drafted for.
 
     A plain step that waits for drafts takes longer than one that begins while the one before is looked at. Where there
-    are such, they are the measure of all others, and a step waits for a lookup only if its drafts promise more than
-    waiting in vain costs: by a draft that was right so far, or by what came of late where there was none. For a drafter
-    that computes, waiting is a part of asking; else forwards pay for it.
+    are such, they are the measure of all others, and a step waits for a lookup only if its drafts promise several times
+    what waiting in vain costs: by a draft that was right so far, or by what came of late where there was none. For a
+    drafter that computes, waiting is a part of asking; else forwards pay for it.
 
     The control itself takes time, of which a small model's step does not have much: that is a part of asking as well.
     When neither purse has anything for asking, the control sleeps until the share has earned it.
