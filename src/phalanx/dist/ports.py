@@ -37,5 +37,6 @@ def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
                 stack.enter_context(probe)  # until all are found, so that each is found once
                 found.append(port)
     if len(found) < count:
-        raise OSError(errno.EADDRINUSE, f"all ports from {PORTS[0]} to {PORTS[-1]} of {address} are taken")
+        taken = f"all ports from {PORTS[0]} to {PORTS[-1]} of {address} are taken"
+        raise OSError(errno.EADDRINUSE, f"{taken}: end what listens there")
     return found

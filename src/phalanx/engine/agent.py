@@ -200,6 +200,6 @@ def _ports(asked: AskPorts) -> Ports:
     except OSError as error:
         said = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE:
-            return Ports([], said, "End what listens there.")
+            return Ports([], said)
         host = socket.gethostname()
         return Ports([], f"{asked.address} is not an address of {host}: {said}", "Correct `ips` in the hostfile.")
