@@ -134,7 +134,9 @@ class CostControl:
     def want(self, room: Mapping[int, int], *, bound: bool = False) -> dict[int, int]:
         self._n_rows = len(room)
         for key in room:
-            self._lengths.setdefault(key, 0)
+            if key not in self._lengths:
+                self._lengths[key] = 0
+                self._costs.begin(1.0 / len(room))
         self._foretold = any(map(self._judging.is_open, room))
         able = {key: min(n, self._most) for key, n in room.items() if n > 0}
         may_ask = self._purses.may_ask or self._waiting.waits  # who waits asks, though what it paid emptied the purse

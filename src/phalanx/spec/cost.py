@@ -19,6 +19,9 @@ ENOUGH = 3
 repeated."""
 FRESH = 100
 """Steps for which a plain step's time holds: measuring it again costs 1 % of what speculation gains."""
+SAME = 1.1
+"""Times as long that a plain step may take as those before a pause or a change, for them to count still: with other
+texts, whose contexts are shorter, it may take half."""
 HOLDS = 300
 """Steps for which a ratio holds before it is measured again, should that look worth it."""
 PER_TOKEN = 0.02
@@ -52,6 +55,8 @@ class CostCurve:
 
     def __init__(self) -> None:
         self._steps = 0
+        self._other = 0.0  # share of the sequences that came since plain steps were doubted last
+        self._changed = 0  # the step after which that was
         self._plain: dict[int, _Samples] = {}  # rows -> seconds
         self._ratios: dict[int, dict[float, _Samples]] = {}  # rows -> width -> plain steps
 
@@ -62,7 +67,10 @@ class CostCurve:
         """
         self._steps += 1
         if width == 1:
-            self._plain.setdefault(rows, _Samples()).add(seconds, self._steps)
+            samples = self._plain.setdefault(rows, _Samples())
+            if samples.values and not self._holds(samples) and not 1 / SAME <= seconds / samples.value <= SAME:
+                samples.values.clear()
+            samples.add(seconds, self._steps)
         elif rows in self._plain:
             samples = self._ratios.setdefault(rows, {}).setdefault(width, _Samples())
             if self._steps - samples.at > HOLDS:
@@ -72,9 +80,19 @@ class CostCurve:
     def plain(self, rows: int) -> float | None:
         """Seconds of a plain step with so many rows; None while too little is known, or nothing of late."""
         samples = self._plain.get(rows)
-        if samples is None or len(samples.values) < ENOUGH or self._steps - samples.at > FRESH:
+        if samples is None or len(samples.values) < ENOUGH or not self._holds(samples):
             return None
         return samples.value
+
+    def begin(self, share: float) -> None:
+        """A sequence came, that makes up this share of the rows. When as many came as there are, plain steps have to be
+        measured again. Changes state."""
+        self._other += share
+        if self._other >= 1.0:
+            self._other, self._changed = 0.0, self._steps
+
+    def _holds(self, plain: _Samples) -> bool:
+        return plain.at > self._changed and self._steps - plain.at <= FRESH
 
     def reach(self, rows: int) -> float:
         """The widest step whose cost may be guessed: twice the widest measured with so many rows, so that a first try

@@ -143,6 +143,21 @@ def test_a_neighbour_that_takes_half_of_the_machine(make):
     assert World(make(), stairs, predictable(0.0), noise=0.1, neighbour=True).run(1, 300) > 0.98
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_texts_with_shorter_contexts_after_long_ones(ahead):
+    """Beside much attention a draft costs little; without it the plain steps of before say nothing."""
+
+    def long(rows: int, width: float) -> float:
+        return 12.0 + compute_bound(rows, width)
+
+    world = World(CostControl(8, cheap=False), long, predictable(0.83), drafting_s=0.05, ahead=ahead, computes=True)
+    assert world.run(4, 2000) > 1.2
+    for row in range(4):
+        world.begin(row, 0)
+    world.curve = compute_bound
+    assert world.run(4, 1000) > 0.98
+
+
 @pytest.mark.parametrize("curve", CURVES)
 def test_what_a_text_has_won_is_not_lost_on_the_next(curve):
     """Free texts that take turns with one that repeats itself, on one server."""

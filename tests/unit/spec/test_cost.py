@@ -42,6 +42,27 @@ class TestPlain:
         known.observe(1, 1, 2.0)
         assert known.plain(1) == 2.0
 
+    def test_other_sequences_have_other_contexts(self):
+        known = curve()
+        known.begin(0.5)
+        assert known.plain(1) == 2.0
+        known.begin(0.5)
+        assert known.plain(1) is None
+        known.observe(1, 1, 2.1)
+        assert known.plain(1) == 2.0
+        known.begin(0.5)
+        assert known.plain(1) == 2.0
+
+    @pytest.mark.parametrize("seconds", [1.0, 3.0])
+    @pytest.mark.parametrize("change", [lambda known: known.begin(1.0), lambda known: known.observe(1, 2, 3.0)])
+    def test_what_takes_another_time_after_a_change_or_a_pause_begins_anew(self, change, seconds):
+        known = curve(*[(1, 2, 3.0)] * FRESH)
+        change(known)
+        for _ in range(ENOUGH):
+            assert known.plain(1) is None
+            known.observe(1, 1, seconds)
+        assert known.plain(1) == seconds
+
 
 class TestRatios:
     """Wider steps, in plain ones."""
