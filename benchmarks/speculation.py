@@ -4,8 +4,9 @@ and two, in one run, with and without drafts in turns.
 What to expect. A step reads every weight once, whatever it computes, so k further tokens cost little where reading
 dominates and k times as much where computing does: two cores with native kernels lie between. A text that repeats
 itself, or its prompt, gains what its drafts save in steps, up to k + 1; free text has nothing to gain, and the control
-has to see that soon, which is what the hostile drafters measure (0.98 is the least it may come to). With many rows a
-step is computing already, so there is less to gain.
+has to see that soon, which is what the hostile drafters measure (`LEAST` is the least it may come to). With many rows
+a step is computing already, so there is less to gain. The hostile ones are wrong whatever the text, so they are
+measured on free text only.
 
 The model recites documents (`recital.py`), so what is accepted is what the documents are like: records as JSON, code
 with a name changed, lines picked from a long list, prose. Drafters learn from a request's own tokens only, since every
@@ -13,12 +14,13 @@ answer here comes more than once; but "seen before" may remember earlier answers
 nothing: no drafter can gain more. The same answer must come from every server, speculating or not.
 
 Two servers that are alike differ by up to 8 %, so each is compared with itself: the same requests a moment before or
-after, wanting no drafts (`num_speculative_tokens`). Beside them "off" says what a server without speculation does. One
-server at a time has all the memory: prompts are read once, so that a load is decoding, not reading prompts again.
+after, wanting no drafts (`num_speculative_tokens`), and more often where it is not clear yet on which side of `LEAST`
+the ratio lies. Beside them "off" says what a server without speculation does. One server at a time has all the memory:
+prompts are read once, so that a load is decoding, not reading prompts again.
 
 mlx-lm's own speculation runs on the same two models, with one row and on stock kernels, which is what it has: the ratio
 to ours is that of the systems. Speeds are output tokens/s after the first token; ratios are taken within a round, then
-their median. The last line is one JSON object.
+their median, beside which stands the standard error of their mean. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -50,10 +52,18 @@ from phalanx.bench.client import open_client, stream_chat
 from phalanx.bench.load import Load, closed_loop
 
 ROUNDS = 3
+MORE = 4
+"""Times the rounds asked for that are measured at most where the ratio may lie on either side of `LEAST`."""
+LEAST = 0.98
+CLEAR = 2.0  # standard errors
+NOISE = 0.02  # of one round at least; two that agree by chance say little
+DOUBT = 0.1  # the error where nothing but one round is known
 MANY = 8  # streams
 RAMP_S = 0.03
 OFF = "off"
 DRAFT_MODEL = "draft model"
+HOSTILE = ("hostile model", "noise")
+FREE = "free text"
 KNOWS = 0.85  # share of places at which the good draft model is right
 THEIR_TOKENS = 96  # mlx-lm's kernels need a while
 THEIR_K = 4
@@ -92,15 +102,33 @@ class Figures:
     accepted_at: list[float] = field(default_factory=list)
 
     @property
+    def ratios(self) -> list[float]:
+        """By round."""
+        return [a / b for a, b in zip(self.tokens_per_s, self.undrafted, strict=True)]
+
+    @property
     def ratio(self) -> float:
         """Median over rounds."""
-        return statistics.median(a / b for a, b in zip(self.tokens_per_s, self.undrafted, strict=True))
+        return statistics.median(self.ratios)
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean ratio; None after one round."""
+        ratios = self.ratios
+        return statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the ratio lies on one side of `LEAST` for all we know."""
+        error = DOUBT if self.error is None else max(self.error, NOISE / len(self.ratios) ** 0.5)
+        return bool(abs(statistics.mean(self.ratios) - LEAST) > CLEAR * error)
 
     def json(self) -> dict[str, Any]:
         return {
             "tokens_per_s": self.tokens_per_s,
             "undrafted_tokens_per_s": self.undrafted,
             "ratio": self.ratio,
+            "standard_error": self.error,
             "alpha": self.accepted / self.drafted if self.drafted else None,
             "tokens_per_draft": self.drafted / self.drafts if self.drafts else None,
             "accepted_per_draft_at": [count / self.drafts for count in self.accepted_at] if self.drafts else [],
@@ -119,8 +147,8 @@ def variants(friend: Path, enemy: Path) -> dict[str, dict[str, Any] | None]:
         "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
         "seen before": {"method": "suffix"},
         DRAFT_MODEL: {"method": "draft_model", "model": str(friend)},
-        "hostile model": {"method": "draft_model", "model": str(enemy)},
-        "noise": {"method": "random"},
+        HOSTILE[0]: {"method": "draft_model", "model": str(enemy)},
+        HOSTILE[1]: {"method": "random"},
     }
 
 
@@ -130,7 +158,7 @@ def points(tokens: int) -> list[Point]:
     return [
         *(Point(work.name, (work,), 1, tokens) for work in (*repetitive, free)),
         *(Point("repetitive", tuple(repetitive), rows, tokens) for rows in (4, 16)),
-        *(Point("free text", (free,), rows, tokens) for rows in (4, 16)),
+        *(Point(FREE, (free,), rows, tokens) for rows in (4, 16)),
     ]
 
 
@@ -207,13 +235,22 @@ async def compare(
         with phalanx(model, *group, *flags(config)) as url:
             async with open_client(url) as client:
                 answers = answers or await reference(client, chosen)
-                for point in chosen:
+                for point in (point for point in chosen if name not in HOSTILE or point.name == FREE):
                     check(await closed_loop(client, point.bodies(), point.concurrency), point.bodies(), answers)
-                    for turn in range(point.rounds(rounds)):
-                        await measure(client, point, answers, figures[point][name], turn)
-                    ratio = figures[point][name].ratio
-                    progress(f"{title}, {name}, {point.name}, {point.concurrency} at once: {ratio:.3f}")
+                    at_least = point.rounds(rounds)
+                    found = figures[point][name]
+                    for turn in range(MORE * at_least):
+                        if turn >= at_least and (name == OFF or found.is_clear):
+                            break
+                        await measure(client, point, answers, found, turn)
+                    progress(f"{title}, {name}, {point.name}, {point.concurrency} at once: {said(found)}")
     return figures
+
+
+def said(figures: Figures) -> str:
+    """Ratio, standard error, rounds."""
+    error = "" if figures.error is None else f" ±{figures.error:.3f}"
+    return f"{figures.ratio:.3f}x{error} [{len(figures.ratios)}]"
 
 
 async def reference(client: httpx.AsyncClient, chosen: Sequence[Point]) -> dict[str, str]:
@@ -325,18 +362,18 @@ def shuffled(names: Sequence[str], turn: int) -> list[str]:
 def show(figures: Results, title: str, console: Console) -> dict[str, Any]:
     """Prints them; as JSON."""
     names = list(next(iter(figures.values())))
-    about = "tokens/s without speculation; how many times as fast as when no drafts are wanted (share accepted)"
+    about = "tokens/s without speculation; times as fast as when no drafts are wanted [rounds] (share accepted)"
     table = Table("", "at once", "tokens/s", *names, title=f"{title}: {about}")
     for point, by_name in figures.items():
         cells = [f"{statistics.median(by_name[OFF].tokens_per_s):.1f}"]
         for name in names:
             f = by_name[name]
             accepted = f" ({f.accepted / f.drafted:.2f})" if f.drafted else ""
-            cells.append(f"{f.ratio:.3f}x{accepted}")
+            cells.append(f"{said(f)}{accepted}" if f.tokens_per_s else "")
         table.add_row(point.name, str(point.concurrency), *cells)
     console.print(table)
     return {
-        f"{point.name}, {point.concurrency} at once": {name: f.json() for name, f in by_name.items()}
+        f"{point.name}, {point.concurrency} at once": {name: f.json() for name, f in by_name.items() if f.tokens_per_s}
         for point, by_name in figures.items()
     }
 
