@@ -8,6 +8,7 @@ import phalanx_cpu  # before mlx.core
 import mlx.core as mx
 import pytest
 
+pytestmark = pytest.mark.any_isa
 ops = phalanx_cpu.ops
 NODES = 120
 MB = 1 << 20

@@ -30,11 +30,13 @@ def test_every_entry_point_gives_what_mlx_gives():
     assert "rms_norm" in found["installed"] and found["wrong"] == []
 
 
+@pytest.mark.any_isa
 def test_without_the_kernels_nothing_is_replaced():
     done = run(str(SCRIPT), PHALANX_CPU_KERNELS="0")
     assert json.loads(done.stdout) == {"installed": None, "wrong": []}
 
 
+@pytest.mark.any_isa
 def test_another_mlx_is_refused_with_what_to_do():
     patched = "import importlib.metadata as m; m.version = lambda name: '9.9.9'; import phalanx_cpu"
     done = run("-c", patched)
@@ -42,6 +44,7 @@ def test_another_mlx_is_refused_with_what_to_do():
     assert "is built for mlx 0.32.4, but mlx 9.9.9 is installed" in done.stderr and "pip install" in done.stderr
 
 
+@pytest.mark.any_isa
 def test_threads_are_shared_among_the_ranks_of_a_machine():
     cores = len(os.sched_getaffinity(0))
     assert threads_for(1) == cores
@@ -64,6 +67,7 @@ def test_a_forked_child_computes_alone():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.any_isa
 @pytest.mark.parametrize("broken", ["rope", "quantized_matmul", "matmul"])
 def test_kernels_that_compute_something_else_end_the_start(broken):
     script = (
@@ -89,11 +93,13 @@ def test_kernels_that_compute_something_else_end_the_start(broken):
     assert [name in line and "--no-cpu-kernels" in line for line in done.stdout.splitlines()] == [True, True]
 
 
+@pytest.mark.any_isa
 def test_the_mlx_that_is_named_is_the_one_it_was_built_for():
     said = run("-c", "import phalanx_cpu as p; print(p.MLX_VERSION, p.ops.MLX_VERSION)").stdout.split()
     assert said == [version("mlx")] * 2
 
 
+@pytest.mark.any_isa
 @pytest.mark.parametrize("flags", [("--threads", "2"), ("--cpu-precision", "fast")])
 def test_flags_of_kernels_that_are_not_used_are_an_error(flags):
     done = run("-m", "phalanx", "generate", "demo", "--prompt", "x", "--no-cpu-kernels", *flags)

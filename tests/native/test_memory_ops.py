@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from phalanx_cpu import ops
 
+pytestmark = pytest.mark.any_isa
 MB = 1 << 20
 
 

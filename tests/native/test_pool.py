@@ -15,7 +15,10 @@ from quant import AFFINE, EXACT, matmul, random_matrices
 
 JOBS = 3000
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are not placed here")
+pytestmark = [
+    pytest.mark.any_isa,
+    pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are not placed here"),
+]
 
 
 def work() -> None:

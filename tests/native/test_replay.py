@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.any_isa
 SCRIPT = Path(__file__).with_name("replayed.py")
 REPLAYED = [
     "llama", "llama/4", "llama:llama3", "qwen3", "qwen3_moe/4", "mixtral/4@bfloat16", "glm4_moe/8", "gpt2",
