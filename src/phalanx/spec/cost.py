@@ -19,6 +19,8 @@ ENOUGH = 3
 repeated."""
 FRESH = 100
 """Steps for which a plain step's time holds: measuring it again costs 1 % of what speculation gains."""
+SETTLED = 16
+"""The same where other sequences have come since, so that short answers are not made of plain steps."""
 SAME = 1.1
 """Times as long that a plain step may take as those before a pause or a change, for them to count still: with other
 texts, whose contexts are shorter, it may take half."""
@@ -85,14 +87,14 @@ class CostCurve:
         return samples.value
 
     def begin(self, share: float) -> None:
-        """A sequence came, that makes up this share of the rows. When as many came as there are, plain steps have to be
-        measured again. Changes state."""
+        """A sequence came, that makes up this share of the rows. When as many came as there are, plain steps do not
+        hold for long. Changes state."""
         self._other += share
         if self._other >= 1.0:
             self._other, self._changed = 0.0, self._steps
 
     def _holds(self, plain: _Samples) -> bool:
-        return plain.at > self._changed and self._steps - plain.at <= FRESH
+        return self._steps - plain.at <= (FRESH if plain.at > self._changed else SETTLED)
 
     def reach(self, rows: int) -> float:
         """The widest step whose cost may be guessed: twice the widest measured with so many rows, so that a first try

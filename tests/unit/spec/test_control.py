@@ -158,6 +158,14 @@ def test_texts_with_shorter_contexts_after_long_ones(ahead):
     assert world.run(4, 1000) > 0.98
 
 
+def test_short_answers_are_not_made_of_plain_steps():
+    """Each of them is another sequence, but what plain steps take need not be measured anew in each."""
+    world = World(CostControl(8, cheap=True), memory_bound, lambda row, place: 8, telling_s=0.003, ahead=True)
+    for _ in range(400):
+        world.answer(0, 5, 40)
+    assert sum(world.places.values()) * memory_bound(1, 1) / world.seconds > 5
+
+
 @pytest.mark.parametrize("curve", CURVES)
 def test_what_a_text_has_won_is_not_lost_on_the_next(curve):
     """Free texts that take turns with one that repeats itself, on one server."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.spec.cost import ENOUGH, FRESH, HOLDS, PER_TOKEN, CostCurve, width
+from phalanx.spec.cost import ENOUGH, FRESH, HOLDS, PER_TOKEN, SETTLED, CostCurve, width
 
 
 def curve(*measured: tuple[int, int, float], plain: float = 2.0, rows: int = 1) -> CostCurve:
@@ -43,7 +43,7 @@ class TestPlain:
         assert known.plain(1) == 2.0
 
     def test_other_sequences_have_other_contexts(self):
-        known = curve()
+        known = curve(*[(1, 2, 3.0)] * (SETTLED + 1))
         known.begin(0.5)
         assert known.plain(1) == 2.0
         known.begin(0.5)
@@ -52,6 +52,15 @@ class TestPlain:
         assert known.plain(1) == 2.0
         known.begin(0.5)
         assert known.plain(1) == 2.0
+
+    def test_short_texts_do_not_have_them_measured_each_time(self):
+        known = curve()
+        for _ in range(SETTLED):
+            known.begin(1.0)
+            known.observe(1, 2, 3.0)
+            assert known.plain(1) == 2.0
+        known.observe(1, 2, 3.0)
+        assert known.plain(1) is None
 
     @pytest.mark.parametrize("seconds", [1.0, 3.0])
     @pytest.mark.parametrize("change", [lambda known: known.begin(1.0), lambda known: known.observe(1, 2, 3.0)])
