@@ -56,7 +56,7 @@ MORE = 4
 """Times the rounds asked for that are measured at most where the ratio may lie on either side of `LEAST`."""
 LEAST = 0.98
 CLEAR = 2.0  # standard errors
-NOISE = 0.02  # of one round at least; two that agree by chance say little
+NOISE = 0.08  # of one round at least, by servers without speculation; two that agree by chance say little
 DOUBT = 0.1  # the error where nothing but one round is known
 MANY = 8  # streams
 RAMP_S = 0.03
