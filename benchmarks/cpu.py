@@ -235,7 +235,7 @@ def bytes_per_token(model: Path, context: int, kv_bytes: int) -> int:
 def ratio(found: dict[str, Any], key: str) -> float:
     """Median over rounds of ours to theirs."""
     pairs = zip(found["phalanx"][key], found["llama.cpp"][key], strict=True)
-    return statistics.median(a / b for a, b in pairs)
+    return float(statistics.median(a / b for a, b in pairs))
 
 
 def show(console: Console, title: str, found: dict[str, Any]) -> None:

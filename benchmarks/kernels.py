@@ -55,12 +55,12 @@ def quantised(rows: int, inner: int, outer: int, bits: int, group: int, precisio
     scales, biases = (mx.random.normal((copies, outer, inner // group)).astype(mx.float16) for _ in range(2))
     x = mx.random.normal((rows, inner))
     # arrays of their own, as a model's weights are: MLX copies views of larger ones
-    parts = [[mx.array(np.array(a[i])) for a in (w, scales, biases)] for i in range(copies)]
+    ws, ss, bs = ([mx.array(np.array(part)) for part in whole] for whole in (w, scales, biases))
     mx.eval(x)
     return Case(
         f"qmm {bits}-bit g{group} {precision} {rows}x{inner}x{outer}",
-        lambda i: ops.quantized_matmul(x, *parts[i], True, group, bits, precision=precision),
-        lambda i: mx.quantized_matmul(x, *parts[i], True, group, bits),
+        lambda i: ops.quantized_matmul(x, ws[i], ss[i], bs[i], True, group, bits, precision=precision),
+        lambda i: mx.quantized_matmul(x, ws[i], ss[i], bs[i], True, group, bits),
         size,
         2 * rows * inner * outer,
         copies,

@@ -70,7 +70,7 @@ def compute(way: str, bits: int, out: Path) -> None:
         batch = mx.array(ids[start : start + BATCH])
         scores = network(batch[:, :-1]).astype(mx.float32)
         chosen = mx.take_along_axis(scores, batch[:, 1:, None], axis=-1)[..., 0]
-        loss += float(mx.sum(mx.logsumexp(scores, axis=-1) - chosen).item())
+        loss += float(np.array(mx.sum(mx.logsumexp(scores, axis=-1) - chosen)))
         best.append(np.array(mx.argmax(scores, axis=-1)))
         count += chosen.size
     np.savez(out, loss=loss / count, best=np.concatenate(best))

@@ -82,10 +82,11 @@ def reciter(directory: Path, size: Size, *, knows: float = 1.0) -> Path:
     """
     path = directory / f"reciter-{size.width}x{size.layers}-{knows:g}"
     path.mkdir(parents=True, exist_ok=True)
+    vocabulary = _write_tokenizer(path)
     config = {
         "model_type": "gpt2", "n_ctx": POSITIONS, "n_positions": POSITIONS, "n_embd": size.width,
         "n_head": size.width // 64, "n_layer": size.layers, "layer_norm_epsilon": 1e-5,
-        "vocab_size": _write_tokenizer(path),
+        "vocab_size": vocabulary,
     }  # fmt: skip
     mx.random.seed(size.width)
     model = Model(ModelArgs.from_dict(config))
@@ -93,7 +94,7 @@ def reciter(directory: Path, size: Size, *, knows: float = 1.0) -> Path:
     for block in model.layers:
         for silent in (block.attn.c_proj, block.mlp.c_proj):
             silent.weight, silent.bias = mx.zeros_like(silent.weight), mx.zeros_like(silent.bias)
-    said = _said(Tokenizer.from_file(str(path / "tokenizer.json")), config["vocab_size"], knows)
+    said = _said(Tokenizer.from_file(str(path / "tokenizer.json")), vocabulary, knows)
     model.model.wpe = nn.Embedding(POSITIONS, size.width)
     model.model.wpe.weight = LOUDNESS * model.model.wte.weight[mx.array(said)]
     model, config = quantize_model(model, config, group_size=64, bits=4)
