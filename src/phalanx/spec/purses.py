@@ -4,15 +4,16 @@ from __future__ import annotations
 
 SHARE = 0.005
 """Of the time, for tries that bring no gain: half for forwards, half for asking the drafter. What is not counted, other
-ranks that wait and caches that are cold, comes to as much again, and both must stay below a fiftieth."""
+ranks that wait and caches that are cold, comes to as much again and up to four times as much on two ranks that share
+a machine with the server; all must stay below a fiftieth."""
 FORWARDS = 1.5
 """Plain steps for such forwards at first: what a text on which drafts never helped may lose beyond the share."""
 INHERITED = 2.0
 """The same for the texts after one that gained, as far as there are savings: a first draft that is wrong must not end
 what others show to pay."""
 RECORD = 8.0
-"""Plain steps gained that are remembered at most: so many texts are tried anew after the last that gained. Half
-of it is what a drafter is thought to have gained at first."""
+"""Plain steps gained, less what asking has cost since, that are remembered at most: for so long texts are tried anew
+and asked about often after the last that gained. Half of it is what a drafter is thought to have gained at first."""
 WINNINGS = 8.0
 """Plain steps that the purse for forwards holds at most: bad luck must not end what pays, nor gains pay for what became
 hopeless."""
@@ -40,8 +41,13 @@ class Purses:
 
     @property
     def may_ask(self) -> bool:
-        """Whether there is anything for asking: in its own purse, or beyond what the other began with."""
-        return self.asking > 0 or self.forwards > FORWARDS
+        """Whether there is anything for asking: in its own purse or, where drafts have gained of late, beyond what the
+        other began with."""
+        return self.asking > 0 or self._lends
+
+    @property
+    def _lends(self) -> bool:
+        return self.record > 0 and self.forwards > FORWARDS
 
     def earn(self, steps: float, gained: float = 0.0) -> None:
         """So much time is over, and forwards gained or lost so much in it. What the purses cannot hold is saved."""
@@ -51,9 +57,11 @@ class Purses:
         self.save(asking - self.asking + forwards - self.forwards)
 
     def pay_asking(self, price: float) -> None:
-        """From its own purse, else from the other's. No more is owed than what the purse holds when full; the other one
-        pays what is beyond that, as much again at most: one disturbed step means nothing."""
-        if self.asking <= 0 and self.forwards > FORWARDS:
+        """From its own purse, else from the other's where that lends. No more is owed than what the purse holds when
+        full; the other one pays what is beyond that, as much again at most: one disturbed step means nothing."""
+        lends = self._lends
+        self.record = max(0.0, self.record - price)
+        if self.asking <= 0 and lends:
             self.forwards -= price
             return
         owed = price - self.asking

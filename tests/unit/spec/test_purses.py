@@ -88,3 +88,27 @@ def test_what_is_owed_beyond_the_purse_for_asking_the_other_one_pays():
     assert (purses.asking, purses.forwards) == (-ASKING, pytest.approx(FORWARDS - 0.2))
     purses.pay_asking(50.0)
     assert (purses.asking, purses.forwards) == (-ASKING, pytest.approx(FORWARDS - 0.2 - ASKING))
+
+
+def asked(purses: Purses, steps: int, price: float) -> int:
+    """Of so many plain steps, those in which the drafter is asked."""
+    count = 0
+    for _ in range(steps):
+        purses.earn(1.0)
+        if purses.may_ask:
+            purses.pay_asking(price)
+            count += 1
+    return count
+
+
+def test_a_drafter_that_never_helped_is_asked_half_as_often():
+    """Half of the share is for asking; the rest pays for it as well only while there are gains to speak of."""
+    price = 4 * SHARE
+    purses = Purses()
+    asked(purses, 5000, price)
+    assert purses.record == 0.0
+    seldom = asked(purses, 2000, price)
+    assert seldom == pytest.approx(2000 * SHARE / 2 / price, rel=0.02)
+    purses.earn(0.0, gained=6.0)
+    assert purses.may_ask
+    assert asked(purses, 200, price) == 200
