@@ -58,6 +58,15 @@ def test_a_rank_that_disagrees_about_its_rows(group_model, expected, ranks, back
         named(through_a_fault(running, expected), "rank 1", "Desync", "row digest")
 
 
+@pytest.mark.parametrize(("ranks", "backend"), GROUPS)
+def test_a_rank_that_crashes_by_an_error_nobody_expects(group_model, expected, ranks, backend):
+    """Its own words count, not that it is gone, nor those of whoever started it."""
+    with group_server(group_model, ranks, backend, inject="crash:rank=1,step=30") as running:
+        named(through_a_fault(running, expected), "rank 1 ", "crashed: IndexError: injected at step 30")
+    with group_server(group_model, ranks, backend, inject="crash:rank=0,step=30") as running:
+        named(through_a_fault(running, expected), "rank 0 ", "crashed: IndexError: injected at step 30")
+
+
 @pytest.mark.parametrize(
     ("ranks", "backend", "kind"),
     [

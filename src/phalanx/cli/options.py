@@ -215,7 +215,8 @@ Inject = Annotated[
     typer.Option(
         "--inject",
         metavar="KIND:rank=R,step=S",
-        help="Produce a fault once, to see what happens: garbage, stale, zero, permute, kill, suspend, wedge, tamper.",
+        help="Produce a fault once, to see what happens: "
+        "garbage, stale, zero, permute, kill, suspend, wedge, tamper, crash.",
         rich_help_panel=_GROUP,
     ),
 ]

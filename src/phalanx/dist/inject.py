@@ -17,7 +17,7 @@ from msgspec import Struct
 from phalanx.errors import ConfigError
 
 BufferFault = Literal["garbage", "stale", "zero", "permute"]
-RankFault = Literal["kill", "suspend", "wedge", "tamper", "late", "slow", "version"]
+RankFault = Literal["kill", "suspend", "wedge", "tamper", "crash", "late", "slow", "version"]
 BUFFER_FAULTS = get_args(BufferFault)
 RANK_FAULTS = get_args(RankFault)
 SLOW_S = 4.0  # between meeting the others and joining the fabric
@@ -54,7 +54,11 @@ def parse(text: str) -> Injection:
 
 
 def strike(injection: Injection, step: int) -> None:
-    """Do to this process what a rank fault says, if this is the step."""
+    """Do to this process what a rank fault says, if this is the step.
+
+    Raises:
+        IndexError: the fault is a crash.
+    """
     if step != injection.step:
         return
     match injection.kind:
@@ -65,5 +69,7 @@ def strike(injection: Injection, step: int) -> None:
         case "wedge":
             while True:
                 time.sleep(3600)
+        case "crash":
+            raise IndexError(f"injected at step {step}")  # nothing of ours expects one
         case _:
             return

@@ -291,15 +291,18 @@ class Watchdog:
             self._accuse(failure)
 
     def _accuse(self, failure: PeerFailure, *, final: bool = False) -> None:
-        """Take note of a failure; what tells more replaces what tells less.
+        """Take note of a failure; what tells more replaces what tells less. That a rank is gone tells less than its own
+        last words.
 
         Args:
             final: the leader has judged.
         """
         weight = FINAL if final else SYMPTOMS.get(failure.code, CAUSE)
-        if self._closing or (self._suspect is not None and weight <= self._weight):
+        known = self._suspect
+        gone = known is not None and known.rank == failure.rank and failure.code == ExitCode.PEER_LOST
+        if self._closing or gone or (known is not None and weight <= self._weight):
             return
-        if self._suspect is None:
+        if known is None:
             self._verdict_at = self._now + self._patience_s
         if weight >= CAUSE:
             self._verdict_at = self._now

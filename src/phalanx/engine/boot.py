@@ -139,7 +139,7 @@ def _run(
         _tell(mailbox, Failed(type(error).__name__, str(error), exit_code_of(error)))
         link.fail(exit_code_of(error), f"{type(error).__name__}: {error}")
         return exit_code_of(error)
-    except (RuntimeError, OSError, ValueError, KeyError) as error:  # MLX: out of memory, a collective without its peer
+    except Exception as error:  # MLX: out of memory, a collective without its peer; or a mistake of ours
         log.exception("the engine crashed")
         _tell(
             mailbox,

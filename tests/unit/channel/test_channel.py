@@ -152,6 +152,15 @@ def test_a_closed_connection():
     leader.close()
 
 
+def test_last_words_count_more_than_that_their_rank_is_gone():
+    leader, raw = raw_worker()
+    said = PeerFailure.of(identity(1), ExitCode.CRASH, "crashed: IndexError: list index out of range")
+    raw.say(Goodbye(str(said), said))
+    raw.close()
+    assert leader.recorder.failure() == said
+    leader.close()
+
+
 def test_workers_need_not_leave_together_when_the_group_ends():
     leader, workers = raw_workers(3)
     with ThreadPoolExecutor(1) as pool:
