@@ -307,6 +307,13 @@ FAULTS: tuple[Fault, ...] = (
         cause="The model is not on this host.",
         remedy="Copy it there: `phalanx model push MODEL --hosts ...`.",
     ),
+    Fault(
+        name="program-error",
+        pattern=r"crashed: (?!RuntimeError|OSError|Connection|BrokenPipe|Timeout|MemoryError)\w+: ",  # not: lost a peer
+        example="rank 1 (b, pid 7) crashed: IndexError: list index out of range",
+        cause="An error in phalanx or in the model's own code, on the rank that is named.",
+        remedy="The ranks start again by themselves. Report it with the traceback in that rank's log (`phalanx logs`).",
+    ),
 )
 """The table. The first pattern that is found in a line names the fault."""
 

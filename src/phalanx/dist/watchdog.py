@@ -299,8 +299,9 @@ class Watchdog:
         """
         weight = FINAL if final else SYMPTOMS.get(failure.code, CAUSE)
         known = self._suspect
-        gone = known is not None and known.rank == failure.rank and failure.code == ExitCode.PEER_LOST
-        if self._closing or gone or (known is not None and weight <= self._weight):
+        if failure.code == ExitCode.PEER_LOST and known is not None and known.rank == failure.rank and not final:
+            return
+        if self._closing or (known is not None and weight <= self._weight):
             return
         if known is None:
             self._verdict_at = self._now + self._patience_s

@@ -11,7 +11,7 @@ from channels import FAST, SECRET, STRICT, WAIT_S, Gatherer, RawPeer, Recorder, 
 from msgspec.structs import replace
 
 from phalanx.dist import watchdog
-from phalanx.dist.channel import LeaderChannel, Limits
+from phalanx.dist.channel import LeaderChannel, Limits, WorkerChannel
 from phalanx.dist.peers import Beat, Challenge, Goodbye, PeerFailure, Welcome
 from phalanx.errors import ConfigError, ExitCode, PeerLate, PeerLost, exit_code_of
 
@@ -233,8 +233,8 @@ def test_a_member_that_sends_nonsense_is_lost(send: bytes | None, text: str):
     leader.close()
 
 
-@pytest.mark.parametrize(("closes", "code"), [(True, ExitCode.PEER_LOST), (False, ExitCode.PEER_SILENT)])
-def test_a_leader_that_is_gone_or_silent(closes: bool, code: ExitCode):
+def worker_of_raw_leader() -> tuple[WorkerChannel, RawPeer, Recorder]:
+    """A worker, and a leader spoken by hand."""
     listener, address = listen()
     recorder = Recorder()
     with ThreadPoolExecutor(1) as pool:
@@ -243,6 +243,12 @@ def test_a_leader_that_is_gone_or_silent(closes: bool, code: ExitCode):
         raw.lead()
         raw.say(Welcome(identity(0)))
         worker = joining.result(WAIT_S)
+    return worker, raw, recorder
+
+
+@pytest.mark.parametrize(("closes", "code"), [(True, ExitCode.PEER_LOST), (False, ExitCode.PEER_SILENT)])
+def test_a_leader_that_is_gone_or_silent(closes: bool, code: ExitCode):
+    worker, raw, recorder = worker_of_raw_leader()
     worker.serving()
     if closes:
         raw.close()
@@ -250,6 +256,19 @@ def test_a_leader_that_is_gone_or_silent(closes: bool, code: ExitCode):
     assert (failure.code, failure.rank, failure.host) == (code, 0, "host0")
     raw.close()
     worker.close("")
+
+
+def test_the_leader_has_the_last_word_on_a_rank_that_spoke_of_itself(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watchdog, "WORKER_PATIENCE_S", WAIT_S)
+    worker, raw, recorder = worker_of_raw_leader()
+    judged = PeerFailure.of(identity(1), ExitCode.PEER_LOST, "cannot be sent to: broken pipe")
+    with ThreadPoolExecutor(1) as pool:
+        speaking = pool.submit(worker.fail, ExitCode.CRASH, "crashed: IndexError: list index out of range")
+        time.sleep(3 * STRICT.beat_s)  # until its watchdog has heard it
+        raw.say(Goodbye(str(judged), judged))
+        assert recorder.failure() == judged
+        assert isinstance(speaking.exception(WAIT_S), PeerLost)
+    raw.close()
 
 
 # Stuck steps -----------------------------------------------------------------------------------------------------
