@@ -13,14 +13,17 @@ with a name changed, lines picked from a long list, prose. Drafters learn from a
 answer here comes more than once; but "seen before" may remember earlier answers, so that its drafts are right and cost
 nothing: no drafter can gain more. The same answer must come from every server, speculating or not.
 
-Two servers that are alike differ by up to 8 %, so each is compared with itself: the same requests a moment before or
-after, wanting no drafts (`num_speculative_tokens`), and more often where it is not clear yet on which side of `LEAST`
-the ratio lies. Beside them "off" says what a server without speculation does. One server at a time has all the memory:
-prompts are read once, so that a load is decoding, not reading prompts again.
+Two servers that are alike differ by up to 8 %, so each is compared with itself. On repetitive text the same requests
+come a moment before or after, wanting no drafts (`num_speculative_tokens`). On free text, where per cents count, that
+is too coarse: whole answers of one server differ by 6 % from each other, but steps hardly from their neighbours, so
+there drafts and none take turns every few steps of the same answers (`compare_steps`), and a round is known to 2 %. It
+is measured more often where it is not clear yet on which side of `LEAST` the ratio lies. Beside them "off" says what a
+server without speculation does. One server at a time has all the memory: prompts are read once, so that a load is
+decoding, not reading prompts again.
 
 mlx-lm's own speculation runs on the same two models, with one row and on stock kernels, which is what it has: the ratio
-to ours is that of the systems. Speeds are output tokens/s after the first token; ratios are taken within a round, then
-their median, beside which stands the standard error of their mean. The last line is one JSON object.
+to ours is that of the systems. Speeds are output tokens/s after the first token; ratios are taken within a round; the
+table has their mean and its standard error. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from typing import Any
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 from recital import ANSWER, DRAFT, TARGETS, Work, reciter, works
 from rich.console import Console
 from rich.table import Table
@@ -54,10 +58,13 @@ from phalanx.bench.load import Load, closed_loop
 ROUNDS = 3
 MORE = 4
 """Times the rounds asked for that are measured at most where the ratio may lie on either side of `LEAST`."""
+FREE_ROUNDS = 3
+"""Times the rounds asked for that are measured on free text: they are shorter."""
 LEAST = 0.98
 CLEAR = 2.0  # standard errors
-NOISE = 0.08  # of one round at least, by servers without speculation; two that agree by chance say little
-DOUBT = 0.1  # the error where nothing but one round is known
+NOISE = 0.02  # of one round in turns at least; two that agree by chance say little
+TURN = 4
+"""Steps with drafts, and then without. A round in turns of 16 steps is known half as well."""
 MANY = 8  # streams
 RAMP_S = 0.03
 OFF = "off"
@@ -69,7 +76,7 @@ THEIR_TOKENS = 96  # mlx-lm's kernels need a while
 THEIR_K = 4
 SHARE_FOR_ROWS = 0.7
 """Of the memory that is free, for weights, keys and values."""
-METRIC = "phalanx:spec_decode_num_"
+METRIC = "phalanx:spec_decode_"
 
 
 @dataclass(frozen=True)
@@ -85,14 +92,20 @@ class Point:
         """One request per stream."""
         return [body(self.works[i % len(self.works)], self.tokens) for i in range(self.concurrency)]
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether drafts and none take turns within an answer."""
+        return self.name == FREE
+
     def rounds(self, asked: int) -> int:
         """Half as many, rounded up, where a round takes minutes."""
+        asked *= FREE_ROUNDS if self.in_turns else 1
         return (asked + 1) // 2 if self.concurrency > MANY else asked
 
 
 @dataclass
 class Figures:
-    """Of one server at one point: speeds per round, and what came of its drafts in the first."""
+    """Of one server at one point: speeds per round, and what came of its drafts in some of them."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     undrafted: list[float] = field(default_factory=list)  # as many, of requests that want no drafts
@@ -108,8 +121,8 @@ class Figures:
 
     @property
     def ratio(self) -> float:
-        """Median over rounds."""
-        return statistics.median(self.ratios)
+        """Mean over rounds."""
+        return statistics.mean(self.ratios)
 
     @property
     def error(self) -> float | None:
@@ -120,8 +133,15 @@ class Figures:
     @property
     def is_clear(self) -> bool:
         """Whether the ratio lies on one side of `LEAST` for all we know."""
-        error = DOUBT if self.error is None else max(self.error, NOISE / len(self.ratios) ** 0.5)
-        return bool(abs(statistics.mean(self.ratios) - LEAST) > CLEAR * error)
+        return bool(abs(self.ratio - LEAST) > CLEAR * max(self.error or 0.0, NOISE / len(self.ratios) ** 0.5))
+
+    def note_drafts(self, gained: Mapping[str, float]) -> None:
+        """What the server counted in a round."""
+        self.drafts += gained.get("num_drafts", 0.0)
+        self.drafted += gained.get("num_draft_tokens", 0.0)
+        self.accepted += gained.get("num_accepted_tokens", 0.0)
+        at = [gained[name] for name in sorted(gained) if name.startswith("num_accepted_tokens_per_pos")]
+        self.accepted_at = [sum(counts) for counts in itertools.zip_longest(self.accepted_at, at, fillvalue=0.0)]
 
     def json(self) -> dict[str, Any]:
         return {
@@ -232,19 +252,41 @@ async def compare(
     figures = {point: {name: Figures() for name in configs} for point in chosen}
     answers: dict[str, str] = {}
     for name, config in configs.items():
-        with phalanx(model, *group, *flags(config)) as url:
-            async with open_client(url) as client:
-                answers = answers or await reference(client, chosen)
-                for point in (point for point in chosen if name not in HOSTILE or point.name == FREE):
-                    check(await closed_loop(client, point.bodies(), point.concurrency), point.bodies(), answers)
-                    at_least = point.rounds(rounds)
-                    found = figures[point][name]
-                    for turn in range(MORE * at_least):
-                        if turn >= at_least and (name == OFF or found.is_clear):
-                            break
-                        await measure(client, point, answers, found, turn)
-                    progress(f"{title}, {name}, {point.name}, {point.concurrency} at once: {said(found)}")
+        for in_turns in (False, True):
+            mine = [p for p in chosen if (p.in_turns and config is not None) == in_turns]
+            mine = [point for point in mine if name not in HOSTILE or point.name == FREE]
+            if not mine:
+                continue
+            turns = {"compare_steps": TURN} if in_turns else {}
+            with phalanx(model, *group, *flags(config and {**config, **turns})) as url:
+                async with open_client(url) as client:
+                    answers = answers or await reference(client, chosen)
+                    for point in mine:
+                        await fill(client, point, answers, figures[point][name], rounds, again=config is not None)
+                        found = said(figures[point][name])
+                        progress(f"{title}, {name}, {point.name}, {point.concurrency} at once: {found}")
     return figures
+
+
+async def fill(
+    client: httpx.AsyncClient,
+    point: Point,
+    answers: Mapping[str, str],
+    figures: Figures,
+    rounds: int,
+    *,
+    again: bool,
+) -> None:
+    """One load on one server, as often as asked, and `again` until the result is clear."""
+    check(await closed_loop(client, point.bodies(), point.concurrency), point.bodies(), answers)
+    at_least = point.rounds(rounds)
+    for turn in range(MORE * at_least):
+        if turn >= at_least and (figures.is_clear or not again):
+            break
+        if again and point.in_turns:
+            await measure_in_turns(client, point, answers, figures)
+        else:
+            await measure(client, point, answers, figures, turn)
 
 
 def said(figures: Figures) -> str:
@@ -281,12 +323,23 @@ async def measure(
     figures.tokens_per_s.append(await run())
     if turn == 0:
         after = await counters(client)
-        gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
-        figures.drafts, figures.drafted = gained.get("drafts", 0.0), gained.get("draft_tokens", 0.0)
-        figures.accepted = gained.get("accepted_tokens", 0.0)
-        figures.accepted_at = [gained[name] for name in sorted(gained) if name.startswith("accepted_tokens_per_pos")]
+        figures.note_drafts({name: value - before.get(name, 0.0) for name, value in after.items()})
     if turn % 2 == 0:
         figures.undrafted.append(await run(num_speculative_tokens=0))
+
+
+async def measure_in_turns(
+    client: httpx.AsyncClient, point: Point, answers: Mapping[str, str], figures: Figures
+) -> None:
+    """One load on a server whose steps take turns, as the server counts them."""
+    before = await counters(client)
+    load = await closed_loop(client, point.bodies(), point.concurrency, ramp_s=RAMP_S)
+    check(load, point.bodies(), answers)
+    after = await counters(client)
+    gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    figures.note_drafts(gained)
+    figures.tokens_per_s.append(gained["compared_tokens yes"] / gained["compared_seconds yes"])
+    figures.undrafted.append(gained["compared_tokens no"] / gained["compared_seconds no"])
 
 
 def speed(load: Load) -> float:
@@ -305,15 +358,16 @@ def check(load: Load, bodies: Sequence[Mapping[str, Any]], answers: Mapping[str,
 
 
 async def counters(client: httpx.AsyncClient) -> dict[str, float]:
-    """The server's counts of drafts, by what follows `METRIC`. They are refreshed about once a second."""
+    """The server's counts of drafts, by what follows `METRIC` and by label. They are refreshed about once a second."""
     await asyncio.sleep(1.2)
     text = (await client.get(str(client.base_url.join("/metrics")))).text
     values: dict[str, float] = {}
-    for line in text.splitlines():
-        if line.startswith(METRIC) and "_created" not in line:
-            name, value = line.removeprefix(METRIC).rsplit(" ", 1)
-            position = name.partition('position="')[2].partition('"')[0]
-            values[name.partition("_total")[0] + (f" {int(position):02}" if position else "")] = float(value)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(METRIC) and sample.name.endswith("_total"):
+                label = sample.labels.get("position") or sample.labels.get("drafts", "")
+                name = f"{sample.name.removeprefix(METRIC).removesuffix('_total')} {label.rjust(2, '0')}"
+                values[name if label else name.split()[0]] = sample.value
     return values
 
 
@@ -362,7 +416,7 @@ def shuffled(names: Sequence[str], turn: int) -> list[str]:
 def show(figures: Results, title: str, console: Console) -> dict[str, Any]:
     """Prints them; as JSON."""
     names = list(next(iter(figures.values())))
-    about = "tokens/s without speculation; times as fast as when no drafts are wanted [rounds] (share accepted)"
+    about = "tokens/s without speculation; times as fast as when no drafts are wanted \\[rounds] (share accepted)"
     table = Table("", "at once", "tokens/s", *names, title=f"{title}: {about}")
     for point, by_name in figures.items():
         cells = [f"{statistics.median(by_name[OFF].tokens_per_s):.1f}"]

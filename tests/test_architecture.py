@@ -46,6 +46,7 @@ NARROW = {
 
 PURE = (
     "sched/", "types.py", "errors.py", "engine/mirror.py", "server/answers.py",
+    "spec/comparison.py",
     *(f"spec/{name}.py" for name in "acceptance control cost drafters lookup ngram reading stats suffix".split()),
 )  # fmt: skip
 IMPURE_MODULES = frozenset(

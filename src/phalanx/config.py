@@ -51,6 +51,9 @@ class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     acceptance; `always` verifies every draft."""
     window: Annotated[int, Meta(ge=1, le=100_000)] = 50
     """Verified drafts behind the rolling figures, and behind the rate that `floor` judges."""
+    compare_steps: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    """For measuring: runs of so many steps with drafts take turns with as many without, and how fast both are is
+    counted (`spec/comparison.py`); None: no such turns."""
     floor: Share | None = None
     """Of control `floor`: the rate of acceptance below which it switches off; None is 0.40."""
     probe_share: Annotated[float, Meta(ge=0.0, le=0.1)] | None = None

@@ -139,6 +139,12 @@ class SpecStats(Struct, frozen=True, kw_only=True):
     recent_drafted: int = 0  # of the last `window` drafts
     recent_accepted: int = 0
     window: int = 50
+    compared_drafted: tuple[int, float] | None = (
+        None  # tokens and seconds of steps that might have drafts; None: nothing
+    )
+    compared_plain: tuple[int, float] | None = (
+        None  # is compared. The same of steps that might not, in turns with those
+    )
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ def server(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: p
         folder = disturbed(tiny_model, tmp_path_factory.mktemp("draft") / "model", 0.02)
         config = DraftModelSpeculation(model=str(folder), num_speculative_tokens=4, control="always")
     elif request.param == "random":
-        config = RandomSpeculation(num_speculative_tokens=3, control="always")
+        config = RandomSpeculation(num_speculative_tokens=3, control="always", compare_steps=4)
     engine = replace(CONFIG.engine, model=str(tiny_model), kv_cache_gb=0.25, prefix_cache_gb=0.05, speculative=config)
     process = EngineProcess(engine)
     with running_server(Tokenizer.load(tiny_model), process, replace(CONFIG, engine=engine)) as running:
@@ -104,6 +104,9 @@ def test_clients_see_no_difference(server: tuple[str, Running], answers: dict[st
         assert set(refused["completion_tokens_details"].values()) == {0}
         drafted = f'phalanx:spec_decode_num_draft_tokens_total{{model_name="{MODEL}"}} '
         assert drafted in text
+        compared = [float(line.split()[-1]) for line in text.splitlines() if "_compared_" in line and "_total{" in line]
+        assert len(compared) == (4 if kind == "random" else 0)
+        assert all(compared)
     accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
     assert rejected > 0
     assert accepted < 60

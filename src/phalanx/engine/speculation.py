@@ -30,6 +30,7 @@ from phalanx.model.runner import Runner
 from phalanx.model.tokenizer import Tokenizer
 from phalanx.sched.scheduler import Scheduler
 from phalanx.spec import rules
+from phalanx.spec.comparison import Comparison
 from phalanx.spec.draft_model import DraftModel
 from phalanx.spec.drafters import Drafter, RandomDrafter
 from phalanx.spec.ngram import NgramDrafter
@@ -104,7 +105,9 @@ def describe(config: SpeculativeConfig | None, facts: CacheFacts) -> str:
     method = type(config).__struct_config__.tag
     name = f"{method} {config.model}" if isinstance(config, DraftModelSpeculation) else str(method)
     packed = ", rows packed" if facts.packs else ""
-    return f"{name}, up to {config.num_speculative_tokens} tokens a step, control {config.control}{packed}"
+    n = config.compare_steps
+    turns = "" if n is None else f", in turns with none every {n} steps"
+    return f"{name}, up to {config.num_speculative_tokens} tokens a step, control {config.control}{packed}{turns}"
 
 
 def make_speculator(
@@ -131,8 +134,9 @@ def make_speculator(
         drafter: Drafter = DraftModel(draft, vocab_size, draft_kv, place, scheduler.config.largest_logits)
     else:
         drafter = _drafter(config, vocab_size)
-    meter = SpecMeter(str(type(config).__struct_config__.tag), config.window)
-    return Speculator(drafter, rules.build(config, packs=scheduler.config.packs), meter, vocab_size)
+    comparison = None if config.compare_steps is None else Comparison(config.compare_steps)
+    meter = SpecMeter(str(type(config).__struct_config__.tag), config.window, comparison)
+    return Speculator(drafter, rules.build(config, packs=scheduler.config.packs), meter, vocab_size, comparison)
 
 
 def _drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:

@@ -40,6 +40,10 @@ SPECULATION = {
     "drafted": ("spec_decode_num_draft_tokens", "Tokens in them."),
     "accepted": ("spec_decode_num_accepted_tokens", "Of those, what the model said as well."),
 }
+COMPARED = {
+    "tokens": ("spec_decode_compared_tokens", "Output tokens of steps in which drafts are compared with none."),
+    "seconds": ("spec_decode_compared_seconds", "Seconds that they took."),
+}
 HISTOGRAMS = {
     "ttft": ("time_to_first_token_seconds", "Arrival of the request to its first token.", LATENCY_S),
     "itl": ("inter_token_latency_seconds", "Between two tokens of a sequence.", TOKEN_LATENCY_S),
@@ -74,6 +78,10 @@ class Metrics:
         self._speculation = {
             key: Counter(PREFIX + name, text, LABELS, registry=self.registry).labels(*label)
             for key, (name, text) in SPECULATION.items()
+        }
+        self._compared = {
+            key: Counter(PREFIX + name, text, (*LABELS, "drafts"), registry=self.registry)
+            for key, (name, text) in COMPARED.items()
         }
         self._accepted_at = Counter(
             PREFIX + "spec_decode_num_accepted_tokens_per_pos",
@@ -122,6 +130,12 @@ class Metrics:
         for position, count in enumerate(stats.accepted_at):
             before = seen.accepted_at[position] if position < len(seen.accepted_at) else 0
             self._accepted_at.labels(*self._label, str(position)).inc(max(0, count - before))
+        for drafts, taken, taken_before in (
+            ("yes", stats.compared_drafted, seen.compared_drafted),
+            ("no", stats.compared_plain, seen.compared_plain),
+        ):
+            for key, now, then in zip(COMPARED, taken or (), taken_before or (0, 0.0), strict=False):
+                self._compared[key].labels(*self._label, drafts).inc(max(0.0, now - then))
 
     def engine_up(self) -> None:
         """The engine serves; its counters start at 0."""

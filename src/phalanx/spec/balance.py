@@ -230,13 +230,16 @@ class CostControl:
         self._resting = (keys, self._purses.forwards) if hopeless else None
         return hopeless
 
-    def observe(self, committed: Committed, verified: Mapping[int, int], took: Took) -> None:
+    def hear(self, committed: Committed) -> None:
         for key, tokens in committed.items():
             if key in self._lengths:  # not in its first step, of which nobody hears the end
                 self._lengths[key] += len(tokens)
             if self._judging.judge(key, tokens):
                 self._unjudged = 0
                 self._resting = None
+
+    def observe(self, committed: Committed, verified: Mapping[int, int], took: Took) -> None:
+        self.hear(committed)
         if committed:
             rows = len(committed)
             gained = sum(map(len, committed.values())) / rows - 1.0

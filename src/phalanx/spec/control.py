@@ -32,6 +32,9 @@ class Control(Protocol):
     `read` -> (drafter) -> `has_read` -> `want` -> (drafter) -> `choose` -> (forward, verify, commit) -> `observe`;
     `end` when a sequence is over. The first two only where the drafter is behind.
 
+    A step that may have no drafts whatever comes is none of the control's business: of such it hears (`hear`), before
+    the next call of another kind, what was committed.
+
     Where a step without drafts can begin before the tokens of the one before are known, `rests` is asked before
     `observe`; if it does, the next step has begun, and `forgo` takes the place of `choose`. Where even asking would
     cost too much, the control takes a nap (`naps`).
@@ -85,6 +88,10 @@ class Control(Protocol):
             verified: sequence -> drafted tokens that were fed: as many as chosen, or fewer for want of memory.
             took: how long.
         """
+        ...
+
+    def hear(self, committed: Committed) -> None:
+        """These tokens were committed in steps that could have no drafts, and are as long ago as they are."""
         ...
 
     def naps(self, keys: Collection[int]) -> int:

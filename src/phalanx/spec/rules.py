@@ -64,6 +64,9 @@ class Always:
     def observe(self, committed: Committed, verified: Mapping[int, int], took: Took) -> None:
         pass
 
+    def hear(self, committed: Committed) -> None:
+        pass
+
     def naps(self, keys: Collection[int]) -> int:
         return 0
 
@@ -101,6 +104,9 @@ class UpToBatch:
 
     def observe(self, committed: Committed, verified: Mapping[int, int], took: Took) -> None:
         self._control.observe(committed, verified, took)
+
+    def hear(self, committed: Committed) -> None:
+        self._control.hear(committed)
 
     def naps(self, keys: Collection[int]) -> int:
         return self._control.naps(keys)  # not where a draft from a smaller batch is still being compared

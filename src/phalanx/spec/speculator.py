@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 
 from phalanx.sched.plan import Commit, Step
 from phalanx.sched.sequence import Sequence
+from phalanx.spec.comparison import Comparison
 from phalanx.spec.control import Control, Took
 from phalanx.spec.drafters import Draft, Drafter
 from phalanx.spec.stats import SpecMeter
@@ -22,13 +23,25 @@ class Speculator:
 
     Args:
         vocab_size: of the target; a draft ends before the first token that it does not have.
+        comparison: with steps that may have no drafts. They are spared all that drafting costs, and the others pay for
+            it: drafter and control hear of them only there.
     """
 
-    def __init__(self, drafter: Drafter, control: Control, meter: SpecMeter, vocab_size: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        control: Control,
+        meter: SpecMeter,
+        vocab_size: int,
+        comparison: Comparison | None = None,
+    ) -> None:
         self.meter = meter
         self._drafter = drafter
         self._control = control
         self._vocab_size = vocab_size
+        self._comparison = comparison
+        self._plain = False  # the comparison wants no drafts in this step
+        self._unheard: list[Mapping[int, Seq[int]]] = []  # what was committed in such steps
         self._followed: set[int] = set()
         self._sleepers: set[int] = set()  # during whose steps the control is not to be asked
         self._nap = 0  # steps of it that are left
@@ -44,7 +57,7 @@ class Speculator:
 
     def rests(self, numbers: Collection[int]) -> bool:
         """Whether the next step of these sequences would hardly have drafts, nor wait for a drafter."""
-        if self._nap:
+        if self._nap or not (self._comparison is None or self._comparison.next_may_draft):
             return True
         before = time.perf_counter()
         rests = self._control.rests(numbers)
@@ -62,6 +75,12 @@ class Speculator:
             Sequence number -> at least one token; rows without are absent.
         """
         self._refused = bool(draftable) and all(seq.request.most_drafts == 0 for seq in draftable)
+        if self._comparison is not None:
+            rows = () if self._refused else {seq.number for seq in draftable}
+            self._plain = not self._comparison.begin(rows, time.perf_counter()) and not self._refused
+        if self._plain:
+            return {}
+        self._hear()
         if self._nap and not self._refused:
             if self._sleepers == {seq.number for seq in draftable}:
                 return {}
@@ -107,6 +126,11 @@ class Speculator:
         drafted = {number: k for number, k in fed.items() if k}
         self.meter.count((k, len(verified[number]) - 1) for number, k in drafted.items())
         committed = {commit.seq: commit.tokens for commit in commits if commit.tokens}
+        if self._comparison is not None and not step.ops and all(f.sample for f in step.forwards):
+            self._comparison.end(sum(map(len, committed.values())))
+        if self._plain:
+            self._unheard.append(committed)
+            return
         for number, tokens in committed.items():
             if number in self._followed:
                 self._drafter.extend(number, tokens)
@@ -122,6 +146,16 @@ class Speculator:
         self._control.observe(committed, drafted, Took(usual, drafting - self._reading_s, self._telling_s))
         self._nap, self._sleepers = self._control.naps(committed.keys()), set(committed)
         self._telling_s = time.perf_counter() - before
+
+    def _hear(self) -> None:
+        """Tell drafter and control what came while there could be no drafts."""
+        for committed in self._unheard:
+            followed = {number: tokens for number, tokens in committed.items() if number in self._followed}
+            for number, tokens in followed.items():
+                self._drafter.extend(number, tokens)
+            if followed and not self._nap:
+                self._control.hear(followed)
+        self._unheard.clear()
 
     def _wake(self) -> None:
         """The nap is over, or somebody else is there."""

@@ -8,14 +8,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from phalanx.spec.comparison import Comparison
 from phalanx.types import SpecStats
 
 
 class SpecMeter:
-    """Counts the drafts of an engine, or of one request."""
+    """Counts the drafts of an engine, or of one request.
 
-    def __init__(self, method: str, window: int = 50) -> None:
+    Args:
+        comparison: whose figures are told as well.
+    """
+
+    def __init__(self, method: str, window: int = 50, comparison: Comparison | None = None) -> None:
         self._method = method
+        self._comparison = comparison
         self._recent: deque[tuple[int, int]] = deque(maxlen=window)
         self._window = window
         self._steps = 0
@@ -50,6 +56,8 @@ class SpecMeter:
             recent_drafted=sum(drafted for drafted, _ in self._recent),
             recent_accepted=sum(accepted for _, accepted in self._recent),
             window=self._window,
+            compared_drafted=None if self._comparison is None else self._comparison.drafted.figures,
+            compared_plain=None if self._comparison is None else self._comparison.plain.figures,
         )
 
 
@@ -61,6 +69,14 @@ def _count_up_to(counts: list[int], length: int) -> None:
 
 def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
+
+
+def speedup(stats: SpecStats) -> float | None:
+    """Times as fast with drafts as without, where that is compared and there are steps of both kinds."""
+    if stats.compared_drafted is None or stats.compared_plain is None:
+        return None
+    (tokens, seconds), (plain_tokens, plain_seconds) = stats.compared_drafted, stats.compared_plain
+    return tokens * plain_seconds / (seconds * plain_tokens) if seconds and plain_tokens else None
 
 
 def report(stats: SpecStats) -> dict[str, object]:
@@ -77,6 +93,7 @@ def report(stats: SpecStats) -> dict[str, object]:
         "accepted_at": [_share(*pair) for pair in zip(stats.accepted_at, stats.drafted_at, strict=True)],
         "recent_alpha": _share(stats.recent_accepted, stats.recent_drafted),
         "window": stats.window,
+        "speedup": speedup(stats),
     }
 
 
@@ -85,12 +102,14 @@ def line(stats: SpecStats) -> str:
 
     `at` lists, by position in the draft, the share of the drafts that long which were accepted up to there.
     """
+    times = speedup(stats)
+    compared = "" if times is None else f", {times:.3f} times as fast as without"
     if not stats.drafts:
-        return f"speculation ({stats.method}): {stats.steps} steps, no draft was worth verifying"
+        return f"speculation ({stats.method}): {stats.steps} steps, no draft was worth verifying{compared}"
     at = " ".join(f"{a / d:.2f}" for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True))
     return (
         f"speculation ({stats.method}): {stats.steps} steps, {stats.drafts} drafts, "
         f"alpha {stats.accepted / stats.drafted:.3f}, "
         f"accepted {stats.accepted / stats.drafts:.2f} / {stats.drafted / stats.drafts:.2f}, at {at}, "
-        f"last {min(stats.window, stats.drafts)} drafts {stats.recent_accepted / stats.recent_drafted:.3f}"
+        f"last {min(stats.window, stats.drafts)} drafts {stats.recent_accepted / stats.recent_drafted:.3f}{compared}"
     )

@@ -36,8 +36,24 @@ def test_counters_grow_with_the_engines_figures_and_survive_its_restart():
     assert per_position == [6, 2, 1, None]
 
 
+def test_what_is_compared_is_counted_by_kind_and_survives_a_restart():
+    metrics = Metrics("tiny")
+    metrics.engine_up()
+    for drafted, plain in (((10, 1.0), (8, 2.0)), ((25, 3.5), (9, 2.25))):
+        metrics.stats(EngineStats(spec=SpecStats(method="ngram", compared_drafted=drafted, compared_plain=plain)))
+    metrics.engine_up()
+    metrics.stats(EngineStats(spec=SpecStats(method="ngram", compared_drafted=(1, 0.5), compared_plain=(0, 0.0))))
+    found = {
+        drafts: [value(metrics, f"spec_decode_compared_{what}", drafts=drafts) for what in ("tokens", "seconds")]
+        for drafts in ("yes", "no")
+    }
+    assert found == {"yes": [26, 4.0], "no": [9, 2.25]}
+
+
 def test_without_speculation_they_stay_at_zero():
     metrics = Metrics("tiny")
     metrics.stats(EngineStats())
     assert value(metrics, "spec_decode_num_drafts") == 0
     assert b"per_pos_total{" not in metrics.text()
+    metrics.stats(EngineStats(spec=SpecStats(method="ngram")))
+    assert b"compared_tokens_total{" not in metrics.text()

@@ -269,6 +269,17 @@ def test_losses_are_bounded(phases, costs, cheap, drafting_s, reading_s):
     assert world.lost <= FORWARDS + ASKING + SAVED + SHARE * world.paid + worst + 1e-6
 
 
+@pytest.mark.parametrize(("meanwhile", "is_open"), [([2], True), ([3], False), ([2, 3, 4], False)])
+def test_drafts_are_judged_by_what_came_while_nothing_could_be_drafted_as_well(meanwhile, is_open):
+    control = lookup()
+    assert control.want({0: 8}) == {0: 8}
+    assert control.choose({0: guess(1, 2, 3, 4)}) == {}  # nothing is known of the machine
+    control.observe({0: [1]}, {}, Took(1.0))
+    assert control._judging.is_open(0)
+    UpToBatch(control, 4).hear({0: meanwhile})
+    assert control._judging.is_open(0) == is_open
+
+
 class TestReading:
     """A draft model reads a prompt before it drafts; that is work like any other."""
 

@@ -30,6 +30,7 @@ from phalanx.spec.config import parse
         ),
         ('{"method": "draft_model", "model": "a/b"}', DraftModelSpeculation(model="a/b")),
         ('{"method": "random", "control": "always"}', RandomSpeculation(control="always")),
+        ('{"method": "random", "compare_steps": 4}', RandomSpeculation(compare_steps=4)),
         (
             '{"method": "ngram", "control": "floor", "floor": 0.5, "window": 20}',
             NgramSpeculation(control="floor", floor=0.5, window=20),
@@ -60,6 +61,7 @@ def test_what_is_written_is_meant(text, config):
         ('{"method": "draft_model", "model": ""}', "model: expected `str` of length >= 1"),
         ('{"method": "suffix", "suffix_decoding_min_token_prob": 2}', "suffix_decoding_min_token_prob: expected"),
         ('{"method": "ngram", "control": "vote"}', "control: invalid enum value 'vote'"),
+        ('{"method": "ngram", "compare_steps": 0}', "compare_steps: expected `int` >= 1"),
         ('{"method": "ngram", "floor": 0.4}', 'floor belongs to "control": "floor", but that is "cost"'),
         ('{"method": "ngram", "control": "floor", "probe_share": 0.01}', 'probe_share belongs to "control": "cost"'),
     ],

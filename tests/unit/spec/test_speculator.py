@@ -8,6 +8,7 @@ from msgspec import structs
 
 from phalanx.sched.plan import Commit, Forward, Free, Step
 from phalanx.sched.sequence import Sequence as Row
+from phalanx.spec.comparison import Comparison
 from phalanx.spec.control import Took
 from phalanx.spec.drafters import Draft, Drafter, RandomDrafter
 from phalanx.spec.rules import Always
@@ -235,3 +236,104 @@ def test_a_model_is_not_asked_for_a_step_that_takes_no_drafts():
     assert spec.draft({row(0, [1, 2]): 10}, bound=True) == {}
     assert model.heard == []
     assert spec.draft({row(0, [1, 2]): 10}) == {0: [7, 8]}
+
+
+class Compared(Recorder):
+    def hear(self, committed: Mapping[int, Sequence[int]]) -> None:
+        self.heard.append(("hear", {key: list(tokens) for key, tokens in committed.items()}))
+
+    def rests(self, keys: Collection[int]) -> bool:
+        self.heard.append(("rests",))
+        return False
+
+
+class Chosen(Comparison):
+    """Says what the test says."""
+
+    def __init__(self, kinds: Sequence[bool]) -> None:
+        super().__init__(1)
+        self.kinds = kinds
+
+    def _may_draft(self, step: int) -> bool:
+        return self.kinds[step]
+
+
+def test_steps_that_are_compared_with_cost_nothing_and_are_told_of_afterwards():
+    """One with drafts, two without, one with: the drafter misses nothing, and in the right order."""
+    recorder = Compared({0: [7, 8]})
+    comparison = Chosen([True, True, False, False, True, True])
+    spec = Speculator(recorder, recorder, SpecMeter("test"), VOCAB, comparison)
+    one = row(0, [1, 2])
+
+    def step(token: int) -> dict[int, list[int]]:
+        drafts = spec.draft({one: 10})
+        recorder.heard.append(("step",))
+        spec.rests({0})
+        commit = Commit(seq=0, tokens=(token,), computed=3, kv_len=3)
+        spec.observe(decoding({0: (2,)}), {0: [token]}, [commit], 0.5, 0.1)
+        return drafts
+
+    assert [step(token) for token in (11, 12, 13, 14)] == [{0: [7, 8]}, {}, {}, {0: [7, 8]}]
+    observed = [("observe", {0: [token]}, {}, 0.5, 0.1) for token in (11, 14)]
+    assert recorder.heard == [
+        ("begin", 0, [1, 2], "key"), ("step",), ("extend", 0, [11]), observed[0],
+        ("step",),
+        ("step",), ("rests",),
+        ("extend", 0, [12]), ("hear", {0: [12]}), ("extend", 0, [13]), ("hear", {0: [13]}),
+        ("step",), ("rests",), ("extend", 0, [14]), observed[1],
+    ]  # fmt: skip
+    assert comparison.drafted.tokens == 1 and comparison.plain.tokens == 2  # the last one is not over
+
+
+def test_of_those_that_ended_while_nothing_was_drafted_nobody_hears():
+    recorder = Compared({})
+    spec = Speculator(recorder, recorder, SpecMeter("test"), VOCAB, Chosen([True, True, False, True]))
+    one, two = row(0, [1, 2]), row(1, [3])
+    spec.draft({one: 10, two: 10})
+    spec.draft({one: 10, two: 10})
+    commits = [Commit(seq=number, tokens=(5,), computed=3, kv_len=3) for number in (0, 1)]
+    spec.observe(decoding({0: (2,), 1: (2,)}), {0: [5], 1: [5]}, commits, 0.5, 0.1)
+    spec.keep({1})
+    spec.draft({two: 10})
+    assert recorder.heard[2:] == [("end", 0), ("end", 0), ("extend", 1, [5]), ("hear", {1: [5]})]
+
+
+def test_a_sequence_that_began_while_nothing_was_drafted_is_followed_from_its_beginning():
+    recorder = Compared({})
+    spec = Speculator(recorder, recorder, SpecMeter("test"), VOCAB, Chosen([True, False, True]))
+    one = row(0, [1, 2])
+    spec.draft({one: 10})
+    one.tokens.append(5)
+    spec.observe(decoding({0: (2,)}), {0: [5]}, [Commit(seq=0, tokens=(5,), computed=3, kv_len=3)], 0.5, 0.1)
+    spec.draft({one: 10})
+    assert recorder.heard == [("begin", 0, [1, 2, 5], "key")]
+
+
+def test_steps_that_move_rows_or_prefill_are_not_compared():
+    recorder = Compared({})
+    comparison = Comparison(1)
+    spec = Speculator(recorder, recorder, SpecMeter("test"), VOCAB, comparison)
+    one, commit = row(0, [1, 2]), Commit(seq=0, tokens=(5,), computed=3, kv_len=3)
+    chunk = Forward(0, 0, (3,), ((1, 2),), (2,), sample=False)
+    plain = decoding({0: (2,)})
+    for step in (
+        structs.replace(plain, ops=(Free(0, 3),)),
+        structs.replace(plain, forwards=(*plain.forwards, chunk)),
+        plain,
+        plain,
+    ):
+        spec.draft({one: 10})
+        spec.observe(step, {0: [5]}, [commit], 0.5, 0.1)
+    assert comparison.drafted.tokens + comparison.plain.tokens == 1
+
+
+def test_requests_that_refuse_drafts_are_not_compared():
+    comparison = Comparison(1)
+    recorder = Compared({0: [7]})
+    spec = Speculator(recorder, recorder, SpecMeter("test"), VOCAB, comparison)
+    refusing = row(0, [1, 2], most_drafts=0)
+    for _ in range(4):
+        assert spec.draft({refusing: 0}) == {}
+        spec.observe(decoding({0: (2,)}), {0: [7]}, [Commit(seq=0, tokens=(7,), computed=3, kv_len=3)], 0.5, 0.1)
+    assert comparison.drafted.tokens == comparison.plain.tokens == 0
+    assert [what for what, *_ in recorder.heard] == ["begin", *["extend"] * 4]

@@ -7,6 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.spec.comparison import Comparison
 from phalanx.spec.stats import SpecMeter, line, report
 
 DRAFT = st.integers(1, 8).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
@@ -29,6 +30,7 @@ def test_the_report():
         "accepted_at": [2 / 3, 1 / 3, 1 / 2, 1 / 2],
         "recent_alpha": 1 / 6,
         "window": 2,
+        "speedup": None,
     }
     assert line(meter.stats()) == (
         "speculation (ngram): 3 steps, 3 drafts, alpha 0.500, accepted 1.67 / 3.33, at 0.67 0.33 0.50 0.50, "
@@ -41,6 +43,19 @@ def test_nothing_drafted_is_said():
     meter.count()
     assert line(meter.stats()) == "speculation (suffix): 1 steps, no draft was worth verifying"
     assert report(meter.stats())["alpha"] is None
+
+
+def test_what_drafts_bring_is_said_where_it_is_compared():
+    comparison = Comparison(4)
+    meter = SpecMeter("random", comparison=comparison)
+    assert report(meter.stats())["speedup"] is None  # nothing measured yet
+    comparison.drafted.tokens, comparison.drafted.seconds = 300, 2.0
+    assert report(meter.stats())["speedup"] is None
+    comparison.plain.tokens, comparison.plain.seconds = 200, 2.5
+    assert report(meter.stats())["speedup"] == 1.875
+    assert line(meter.stats()).endswith("worth verifying, 1.875 times as fast as without")
+    meter.count([(2, 1)])
+    assert line(meter.stats()).endswith("last 1 drafts 0.500, 1.875 times as fast as without")
 
 
 @given(st.lists(st.lists(DRAFT, max_size=5), max_size=30), st.integers(1, 20))

@@ -1,0 +1,70 @@
+"""How fast sequences are with drafts and without: measured in turns, on the same sequences.
+
+A machine that is shared is some per cent slower for seconds at a time, but hardly between one step and the next. So
+runs of a few steps that may have drafts take turns with as many that may not; which of two comes first is as good as
+chance, for texts and controls may have rhythms of their own. Pure: time is handed in.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass
+class Side:
+    """Steps of one kind."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def figures(self) -> tuple[int, float]:
+        return self.tokens, self.seconds
+
+
+class Comparison:
+    """Says which steps may have drafts, and counts both kinds from the beginning of a step to that of the next.
+
+    Args:
+        steps: in a run, >= 1.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.drafted, self.plain = Side(), Side()
+        self._run = steps
+        self._step = 0
+        self._rows: Collection[int] = ()
+        self._began = 0.0
+        self._tokens: int | None = None  # of the step that is over, if it counts
+
+    def begin(self, rows: Collection[int], now: float) -> bool:
+        """A step of these sequences begins; whether it may have drafts. Where they are others than before, others have
+        come or gone meanwhile, and the step before does not count. Changes state.
+
+        Args:
+            now: seconds on a clock that never goes back.
+        """
+        if rows and rows == self._rows and self._tokens is not None:
+            side = self.drafted if self._may_draft(self._step) else self.plain
+            side.tokens += self._tokens
+            side.seconds += now - self._began
+        self._rows, self._began, self._tokens = rows, now, None
+        if rows:
+            self._step += 1
+        return self._may_draft(self._step)
+
+    def end(self, tokens: int) -> None:
+        """The step committed so many tokens, and did nothing but decode: no prefill, no buffer that grows, which takes
+        as long as many steps and falls to one side by chance. Not to be called of others. Changes state."""
+        self._tokens = tokens
+
+    @property
+    def next_may_draft(self) -> bool:
+        """Whether the next step may have drafts."""
+        return self._may_draft(self._step + 1)
+
+    def _may_draft(self, step: int) -> bool:
+        run = step // self._run
+        return bool((run + zlib.crc32(str(run // 2).encode())) % 2)
