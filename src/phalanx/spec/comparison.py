@@ -40,8 +40,8 @@ class Comparison:
         self._tokens: int | None = None  # of the step that is over, if it counts
 
     def begin(self, rows: Collection[int], now: float) -> bool:
-        """A step of these sequences begins; whether it may have drafts. Where they are others than before, others have
-        come or gone meanwhile, and the step before does not count. Changes state.
+        """A step of these sequences begins; whether it may have drafts: always, where there are none. Where they are
+        others than before, others have come or gone meanwhile, and the step before does not count. Changes state.
 
         Args:
             now: seconds on a clock that never goes back.
@@ -53,7 +53,7 @@ class Comparison:
         self._rows, self._began, self._tokens = rows, now, None
         if rows:
             self._step += 1
-        return self._may_draft(self._step)
+        return not rows or self._may_draft(self._step)
 
     def end(self, tokens: int) -> None:
         """The step committed so many tokens, and did nothing but decode: no prefill, no buffer that grows, which takes

@@ -77,7 +77,7 @@ class Speculator:
         self._refused = bool(draftable) and all(seq.request.most_drafts == 0 for seq in draftable)
         if self._comparison is not None:
             rows = () if self._refused else {seq.number for seq in draftable}
-            self._plain = not self._comparison.begin(rows, time.perf_counter()) and not self._refused
+            self._plain = not self._comparison.begin(rows, time.perf_counter())
         if self._plain:
             return {}
         self._hear()

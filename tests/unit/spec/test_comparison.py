@@ -72,3 +72,13 @@ def test_what_others_took_is_not_counted(others):
     comparison.begin(others, 100.0)  # somebody came or went, perhaps much later
     comparison.begin(ROWS, 200.0)  # nothing was decoded in the step before
     assert comparison.drafted.figures == comparison.plain.figures == (0, 0.0)
+
+
+@given(st.integers(1, 5), st.integers(1, 30))
+def test_a_step_that_decodes_nothing_is_of_neither_kind(run, n):
+    """Requests for a single token never decode: were their steps plain, what they committed would wait for ever."""
+    comparison = Comparison(run)
+    kinds(comparison, n)
+    expected = comparison.next_may_draft
+    assert comparison.begin((), 0.0) and comparison.begin(set(), 0.0)
+    assert comparison.begin(ROWS, 0.0) == expected
