@@ -32,8 +32,9 @@ from phalanx.dist.backend import environment_of, mpirun_command
 from phalanx.dist.group import join
 from phalanx.dist.reduce import Reducer
 from phalanx.kernels import install
-from phalanx.kernels.checksum import NativeChecksum
-from phalanx.model import load, registry
+from phalanx.kernels.native_checksum import NativeChecksum
+from phalanx.model import registry
+from phalanx.model.loading import load
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Admit, Forward, Resize
 

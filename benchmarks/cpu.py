@@ -44,7 +44,7 @@ from safetensors import safe_open
 from servers import MODEL_NAME, phalanx
 from serving import own_counters, progress, spread
 
-from phalanx.bench.client import open_client, stream_chat
+from phalanx.bench.http_client import open_client, stream_chat
 
 ROUNDS = 7
 TOKENS = 48

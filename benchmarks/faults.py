@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.config import EngineConfig
-from phalanx.engine.process import EngineProcess
+from phalanx.supervision.process import EngineProcess
 from phalanx.types import (
     Batch,
     Failed,

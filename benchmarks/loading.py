@@ -47,7 +47,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
 from phalanx.kernels import install
-from phalanx.model.load import prepare
+from phalanx.model.loading.load import prepare
 
 RANKS = 2
 GROUP_SIZE, BITS = 64, 4

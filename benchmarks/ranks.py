@@ -39,8 +39,8 @@ from rich.table import Table
 from servers import mlx_lm, phalanx
 from serving import own_counters, progress, prompt, request, spread
 
-from phalanx.bench.client import open_client, stream_chat
-from phalanx.bench.load import closed_loop
+from phalanx.bench.http_client import open_client, stream_chat
+from phalanx.bench.load_generator import closed_loop
 
 ROUNDS = 3
 TOKENS = {1: 32, 4: 24}  # by concurrency

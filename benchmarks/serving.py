@@ -38,8 +38,8 @@ from rich.console import Console
 from rich.table import Table
 from servers import MODEL_NAME, endless_demo, mlx_lm, phalanx
 
-from phalanx.bench.client import open_client, stream_chat
-from phalanx.bench.load import Load, closed_loop, ttft
+from phalanx.bench.http_client import open_client, stream_chat
+from phalanx.bench.load_generator import Load, closed_loop, ttft
 
 RAMP_S = 0.03  # mlx_lm.server listens with a backlog of 5: of 16 connections made at once it resets a few
 ROUNDS = 3

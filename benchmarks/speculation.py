@@ -8,10 +8,10 @@ has to see that soon, which is what the hostile drafters measure (`LEAST` is the
 a step is computing already, so there is less to gain. The hostile ones are wrong whatever the text, so they are
 measured on free text only.
 
-The model recites documents (`recital.py`), so what is accepted is what the documents are like: records as JSON, code
-with a name changed, lines picked from a long list, prose. Drafters learn from a request's own tokens only, since every
-answer here comes more than once; but "seen before" may remember earlier answers, so that its drafts are right and cost
-nothing: no drafter can gain more. The same answer must come from every server, speculating or not.
+The model recites documents (`scripted_model.py`), so what is accepted is what the documents are like: records as JSON,
+code with a name changed, lines picked from a long list, prose. Drafters learn from a request's own tokens only, since
+every answer here comes more than once; but "seen before" may remember earlier answers, so that its drafts are right and
+cost nothing: no drafter can gain more. The same answer must come from every server, speculating or not.
 
 Two servers that are alike differ by up to 8 %, so each is compared with itself. On repetitive text the same requests
 come a moment before or after, wanting no drafts (`num_speculative_tokens`). On free text, where per cents count, that
@@ -46,14 +46,14 @@ from typing import Any
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
-from recital import ANSWER, DRAFT, TARGETS, Work, reciter, works
 from rich.console import Console
 from rich.table import Table
+from scripted_model import ANSWER, DRAFT, TARGETS, Work, reciter, works
 from servers import MODEL_NAME, mlx_lm, phalanx
 from serving import progress
 
-from phalanx.bench.client import open_client, stream_chat
-from phalanx.bench.load import Load, closed_loop
+from phalanx.bench.http_client import open_client, stream_chat
+from phalanx.bench.load_generator import Load, closed_loop
 
 ROUNDS = 3
 MORE = 4

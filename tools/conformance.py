@@ -2,9 +2,9 @@
 
     python tools/conformance.py [FAMILY ...] [--write]
 
-Each family of `tests/families.py` is built as a tiny random model in fp32 and driven at random (`tests/ragged.py`):
-chunked prefill, drafts of which some are rejected, rows that join, finish, move, grow and share prefixes. Greedy
-tokens must equal one-at-a-time generation with stock caches. Ends with 1 if any family disagrees.
+Each family of `tests/support/families.py` is built as a tiny random model in fp32 and driven at random
+(`tests/support/ragged.py`): chunked prefill, drafts of which some are rejected, rows that join, finish, move, grow and
+share prefixes. Greedy tokens must equal one-at-a-time generation with stock caches. Ends with 1 if any disagrees.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 import mlx_lm.models  # noqa: E402
-from conformance import conform  # noqa: E402
-from families import FAMILIES  # noqa: E402
+from support.conformance import conform  # noqa: E402
+from support.families import FAMILIES  # noqa: E402
 
 from phalanx.errors import ModelUnsupported  # noqa: E402
-from phalanx.model.probe import FOREIGN  # noqa: E402
+from phalanx.model.check import FOREIGN  # noqa: E402
 
 PROMPTS, LONGEST, TOKENS = 8, 40, 32
 

@@ -151,7 +151,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     speculative: SpeculativeConfig | None = None
     """How tokens are drafted (`--speculative-config`); None is not at all. The output does not depend on it."""
     inject: str | None = None
-    """A fault to produce, for drills and tests: `KIND:rank=R,step=S[,layer=L]`; see `dist/inject.py`."""
+    """A fault to produce, for drills and tests: `KIND:rank=R,step=S[,layer=L]`; see `dist/fault_injection.py`."""
 
 
 class GroupConfig(Struct, frozen=True, kw_only=True):

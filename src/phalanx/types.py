@@ -1,7 +1,7 @@
 """The vocabulary shared by the server and the engine: requests in, events out, model facts.
 
 Plain msgspec data, no behaviour beyond trivial properties. Does not know HTTP, MLX or processes. The messages at the
-end travel over the local socket between the server process and the leader (`engine/wire.py` frames them).
+end travel over the local socket between the server process and the leader (`supervision/wire.py` frames them).
 """
 
 from __future__ import annotations

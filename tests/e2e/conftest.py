@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from models import make_model
 from msgspec.structs import replace
-from serving import CONFIG, Running, fake_engine, make_tokenizer, running_server
+from support.models import make_model
+from support.serving import CONFIG, Running, fake_engine, make_tokenizer, running_server
 
-from phalanx.engine.process import EngineProcess
-from phalanx.model.tokenizer import Tokenizer
+from phalanx.supervision.process import EngineProcess
+from phalanx.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from models import make_model
+from support.models import make_model
 
 from phalanx.cli.private import PrivateServer
 from phalanx.errors import EngineUnavailable, ExitCode

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 import mlx.core as mx
 import psutil
 import pytest
-from driver import ask, running
 from mlx_lm.utils import load_model
-from models import make_model
-from reference import reference_greedy
+from support.driver import ask, running
+from support.models import make_model
+from support.reference import reference_greedy
 
 from phalanx.config import EngineConfig
 from phalanx.demo import MODEL_DIR

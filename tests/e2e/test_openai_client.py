@@ -7,7 +7,7 @@ import time
 import httpx
 import openai
 import pytest
-from serving import MODEL, Running
+from support.serving import MODEL, Running
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 LONG = {"model": MODEL, "messages": MESSAGES, "temperature": 1.0, "max_tokens": 300, "extra_body": {"ignore_eos": True}}

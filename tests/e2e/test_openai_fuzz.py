@@ -15,7 +15,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from serving import MODEL, Running, sse
+from support.serving import MODEL, Running, sse
 
 EXAMPLES = 600  # per test; with the four of the description more than 2,000
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]

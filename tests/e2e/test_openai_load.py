@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 import httpx
-from serving import MODEL, Running, sse
+from support.serving import MODEL, Running, sse
 
 from phalanx.memory import process_rss
 from phalanx.types import EngineStats, ResetPrefixCache

@@ -8,7 +8,7 @@ import time
 
 import httpx
 import openai
-from serving import MODEL, Running
+from support.serving import MODEL, Running
 
 REQUEST = {
     "model": MODEL,

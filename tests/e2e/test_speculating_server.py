@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 from msgspec.structs import replace
-from serving import CHAT, CONFIG, MODEL, Running, running_server, sse
-from speculation import disturbed
+from support.serving import CHAT, CONFIG, MODEL, Running, running_server, sse
+from support.speculation import disturbed
 
 from phalanx.config import DraftModelSpeculation, RandomSpeculation
-from phalanx.engine.process import EngineProcess
-from phalanx.model.tokenizer import Tokenizer
+from phalanx.supervision.process import EngineProcess
+from phalanx.text.tokenizer import Tokenizer
 
 CHAT_ASKED: dict[str, Any] = {**CHAT, "max_tokens": 60, "seed": 3, "ignore_eos": True}
 ASKED = [

@@ -8,18 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from drafts import drafted
-from models import make_model
-from ragged import stock_greedy
-from speculation import load, random_prompts
+from support.drafts import drafted
+from support.models import make_model
+from support.ragged import stock_greedy
+from support.speculation import load, random_prompts
 
 from phalanx.config import DraftModelSpeculation, EngineConfig
 from phalanx.engine.budget import predict
 from phalanx.engine.speculation import DraftWeights, describe
 from phalanx.errors import ConfigError, ModelNotFound
 from phalanx.model import registry
-from phalanx.model.load import prepare
-from phalanx.model.position import Position, TokenCounts
+from phalanx.model.loading.load import prepare
+from phalanx.model.sampling.metadata import Position, TokenCounts
 from phalanx.spec.draft_model import AT_ONCE, DraftModel
 from phalanx.spec.drafters import GRADES
 from phalanx.types import Sampling

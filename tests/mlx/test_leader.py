@@ -7,8 +7,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from models import make_model
-from speculation import Engine, Post, load, random_prompts
+from support.models import make_model
+from support.speculation import Engine, Post, load, random_prompts
 
 from phalanx.spec.drafters import RandomDrafter
 from phalanx.types import Batch, Finished, Ping, Pong, Sampling, SequenceRequest, StopRule, Submit, Tokens

@@ -16,16 +16,16 @@ import pytest
 from huggingface_hub import errors as hub
 from mlx.utils import tree_flatten
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model
-from models import make_model
+from support.models import make_model
 
 from phalanx.cluster.library import NEEDED
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import MemoryShortage, ModelNotFound, ModelUnsupported, WeightsError
-from phalanx.model import load as loading
-from phalanx.model import slabs
-from phalanx.model.load import Loaded, load
-from phalanx.model.resolve import explain, resolve
-from phalanx.model.weights import read_headers
+from phalanx.model.loading import huge_pages
+from phalanx.model.loading import load as loading
+from phalanx.model.loading.load import Loaded, load
+from phalanx.model.loading.resolve import explain, resolve
+from phalanx.model.loading.weights import read_headers
 
 FILE = "model.safetensors"
 
@@ -166,7 +166,7 @@ def test_tensors_that_stay_as_stored_lie_one_behind_the_other(
         asked.append(zeros.nbytes)
         return zeros
 
-    monkeypatch.setattr(slabs, "SLAB", slab)
+    monkeypatch.setattr(huge_pages, "SLAB", slab)
     monkeypatch.setattr(loading.install, "active", lambda: True)
     monkeypatch.setattr(loading.install, "turns", lambda *_: False)
     monkeypatch.setattr(loading.install, "buffer", buffer)
@@ -178,7 +178,7 @@ def test_tensors_that_stay_as_stored_lie_one_behind_the_other(
     kept = [array for array in found.values() if array.dtype == mx.uint32 or dtype == "bfloat16"]
     small = sum(array.nbytes <= slab for array in kept)
     assert max(asked) <= max(slab, max(array.nbytes for array in found.values()))
-    assert sum(asked) < sum(array.nbytes for array in found.values()) + slabs.LINE * len(found)
+    assert sum(asked) < sum(array.nbytes for array in found.values()) + huge_pages.LINE * len(found)
     if slab > 5000:
         assert small == len(kept)
         assert len(asked) == len(found) - small + -(-sum(array.nbytes for array in kept) // slab)
@@ -403,7 +403,7 @@ def test_what_is_fetched_is_what_is_copied_between_hosts():
 
 @pytest.mark.parametrize("name", ["/no/such", "./no", "../no", "~/no-such-model", "a/b/c", ""])
 def test_a_path_that_is_not_there_is_never_looked_up_in_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.model.resolve.snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    monkeypatch.setattr("phalanx.model.loading.resolve.snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
     with pytest.raises(ModelNotFound, match="No such directory"):
         resolve(name)
 
@@ -420,7 +420,7 @@ def test_a_hub_id_comes_from_the_cache_and_without_code(tmp_path: Path, monkeypa
         asked.append((repo, revision, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr("phalanx.model.resolve.snapshot_download", download)
+    monkeypatch.setattr("phalanx.model.loading.resolve.snapshot_download", download)
     assert resolve("owner/name", revision="v2") == tmp_path
     resolve("owner/name", trust_remote_code=True)
     assert asked[0][:2] == ("owner/name", "v2")

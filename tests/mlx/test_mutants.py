@@ -7,11 +7,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from conformance import conform
-from mutants import NoRollback
+from support.conformance import conform
+from support.mutants import NoRollback
 
-from phalanx.model.arena import Arena
-from phalanx.model.cache import Mask, RaggedKV, RowView
+from phalanx.model.cache.buffers import Arena
+from phalanx.model.cache.ragged import Mask, RaggedKV, RowView
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Forward
 

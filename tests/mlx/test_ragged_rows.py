@@ -10,11 +10,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from conformance import conform
 from mlx_lm.utils import load_model
-from models import make_model
-from ragged import make_prompts, stock_greedy
-from reference import job, reference_greedy
+from support.conformance import conform
+from support.models import make_model
+from support.ragged import make_prompts, stock_greedy
+from support.reference import job, reference_greedy
 
 MUST = [
     "llama",

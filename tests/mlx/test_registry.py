@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import pytest
-from families import Weights
-from models import build, make_config
+from support.families import Weights
+from support.models import build, make_config
 from test_mutants import MUTANTS, WINDOW_MUTANTS
 
 from phalanx.errors import ModelUnsupported
 from phalanx.model import registry
-from phalanx.model.arena import Arena
-from phalanx.model.cache import RowView
-from phalanx.model.layout import GroupLayout, Heads, KvLayout, StateLayout
+from phalanx.model.cache.buffers import Arena
+from phalanx.model.cache.layout import GroupLayout, Heads, KvLayout, StateLayout
+from phalanx.model.cache.ragged import RowView
 from phalanx.model.runner import Runner
 
 

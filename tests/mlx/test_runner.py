@@ -7,13 +7,13 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from families import Weights
 from mlx_lm.models.cache import make_prompt_cache
-from models import build, make_config
+from support.families import Weights
+from support.models import build, make_config
 
 from phalanx.errors import EngineError
 from phalanx.model import registry
-from phalanx.model.cache import RaggedKV
+from phalanx.model.cache.ragged import RaggedKV
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, Share, Store, Swap
 

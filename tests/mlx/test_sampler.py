@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import phalanx.model.sampling.gumbel as gumbel_module
 from phalanx.errors import NonFiniteLogits
-from phalanx.model import noise, sampler
-from phalanx.model.noise import gumbel, noise_key
-from phalanx.model.sampler import Position, TokenCounts, sample, score
+from phalanx.model.sampling import sampler
+from phalanx.model.sampling.gumbel import gumbel, noise_key
+from phalanx.model.sampling.sampler import Position, TokenCounts, sample, score
 from phalanx.types import Sampling
 
 Floats = npt.NDArray[np.float64]
@@ -69,9 +70,9 @@ def distribution(x: Floats, s: Sampling) -> Floats:
 def uniform_of(key: int, token: int) -> float:
     """SplitMix64 in Python's integers; the 31 upper bits."""
     mask = 2**64 - 1
-    state = (key + (token + 1) * noise.GAMMA) & mask
-    state = ((state ^ (state >> 30)) * noise.MIX_1) & mask
-    state = ((state ^ (state >> 27)) * noise.MIX_2) & mask
+    state = (key + (token + 1) * gumbel_module.GAMMA) & mask
+    state = ((state ^ (state >> 30)) * gumbel_module.MIX_1) & mask
+    state = ((state ^ (state >> 27)) * gumbel_module.MIX_2) & mask
     return (((state ^ (state >> 31)) >> 33) + 0.5) / 2**31
 
 
@@ -215,14 +216,14 @@ def test_the_chi_square_notices_a_slightly_wrong_temperature() -> None:
 
 
 def test_the_generator_is_splitmix64() -> None:
-    bits = noise._splitmix(mx.array(np.zeros(1, np.uint64)), mx.arange(3, dtype=mx.uint64))
+    bits = gumbel_module._splitmix(mx.array(np.zeros(1, np.uint64)), mx.arange(3, dtype=mx.uint64))
     assert [hex(n) for n in bits.tolist()] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]
 
 
 def test_noise_is_precise_and_finite_at_both_ends() -> None:
     uniform = np.array([2.0**-32, 1e-8, 3e-8, 1e-4, 0.3, 0.9999, 1 - 2.0**-24], dtype=np.float32)
     exact = -np.log1p(-uniform.astype(np.float64))
-    np.testing.assert_allclose(np.array(noise._exponential(mx.array(uniform))), exact, rtol=1e-6)
+    np.testing.assert_allclose(np.array(gumbel_module._exponential(mx.array(uniform))), exact, rtol=1e-6)
 
 
 def test_noise_of_neighbours_is_uncorrelated() -> None:

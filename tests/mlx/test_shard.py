@@ -14,14 +14,14 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
-from models import make_model
-from splitting import CHECKED, NO_RECIPE, OVERRIDES, SPLIT, UNCHECKED, Board, HandReducer, Ranks
+from support.models import make_model
+from support.splitting import CHECKED, NO_RECIPE, OVERRIDES, SPLIT, UNCHECKED, Board, HandReducer, Ranks
 
 from phalanx.errors import ModelUnsupported, WeightsError
-from phalanx.model import shard
-from phalanx.model.load import Prepared, prepare
-from phalanx.model.shard import Paper
-from phalanx.model.weights import read_headers
+from phalanx.model.loading import shard
+from phalanx.model.loading.load import Prepared, prepare
+from phalanx.model.loading.shard import Paper
+from phalanx.model.loading.weights import read_headers
 
 PROMPT = [5, 9, 30, 7, 8, 100, 200, 33, 2, 11]
 WIDE = {

@@ -21,7 +21,7 @@ from phalanx.sched.commit import accept, commit_tokens
 from phalanx.sched.plan import Forward
 from phalanx.sched.sequence import Sequence as Row
 from phalanx.spec import verify as verification
-from phalanx.spec.positions import Positions
+from phalanx.spec.sampling_metadata import Positions
 from phalanx.spec.verify import verify
 from phalanx.types import Sampling, SequenceRequest, StopRule
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from models import make_model
-from mutants import NoRollback
-from speculation import (
+from support.models import make_model
+from support.mutants import NoRollback
+from support.speculation import (
     Answer,
     Engine,
     Job,
@@ -32,11 +32,11 @@ from phalanx.config import NgramSpeculation, SuffixSpeculation
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import PhalanxError
 from phalanx.memory import process_rss
-from phalanx.model.position import Position
 from phalanx.model.runner import Runner
+from phalanx.model.sampling.metadata import Position
 from phalanx.sched.commit import accept
 from phalanx.sched.sequence import Sequence
-from phalanx.spec import positions, verify
+from phalanx.spec import sampling_metadata, verify
 from phalanx.spec.balance import CostControl
 from phalanx.spec.draft_model import DraftModel
 from phalanx.spec.drafters import Drafter, RandomDrafter
@@ -316,14 +316,14 @@ def test_stop_ids_are_banned_until_enough_tokens_are_there(bench, monkeypatch, m
 
 def stick(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     """Positions behind drafts keep a field of the first one."""
-    original: Callable[..., Position] = positions._after
+    original: Callable[..., Position] = sampling_metadata._after
 
     def stuck(seq: Sequence, first: Position, drafts: tuple[int, ...]) -> Position:
         position = original(seq, first, drafts)
         setattr(position, field, getattr(first, field))
         return position
 
-    monkeypatch.setattr(positions, "_after", stuck)
+    monkeypatch.setattr(sampling_metadata, "_after", stuck)
 
 
 # Memory ------------------------------------------------------------------------------------------------------------

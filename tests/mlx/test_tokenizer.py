@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CHAT_TEMPLATE
+from support.models import CHAT_TEMPLATE
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Fast
 
 from phalanx.errors import InvalidRequest, ModelUnsupported
-from phalanx.model.text_stream import WindowStream
-from phalanx.model.tokenizer import Tokenizer
+from phalanx.text.text_stream import WindowStream
+from phalanx.text.tokenizer import Tokenizer
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 TEXT = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "  two  spaces\n\nand lines é"] * 5

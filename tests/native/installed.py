@@ -19,7 +19,7 @@ from mlx_lm.models import activations as lm_activations
 from mlx_lm.models import switch_layers
 
 from phalanx.kernels.install import install
-from phalanx.model.sampler import Position, TokenCounts, sample
+from phalanx.model.sampling.sampler import Position, TokenCounts, sample
 from phalanx.types import Sampling
 
 Calls = dict[str, Callable[[], mx.array]]

@@ -16,13 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # isort: split
 import mlx.core as mx
-from families import WEIGHTS, Weights
-from models import build, make_config
-from ragged import Driver, make_prompts, stock_greedy
+from support.families import WEIGHTS, Weights
+from support.models import build, make_config
+from support.ragged import Driver, make_prompts, stock_greedy
 
 from phalanx.kernels import install
 from phalanx.model import registry
-from phalanx.model.absorbed import absorb_short_queries
+from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner
 
 TIE = 1e-4

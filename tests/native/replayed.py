@@ -17,16 +17,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # isort: split
 import mlx.core as mx
 import numpy as np
-from families import WEIGHTS, Weights
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import quantize_model
-from models import build, make_config
+from support.families import WEIGHTS, Weights
+from support.models import build, make_config
 
 from phalanx.kernels import install
 from phalanx.model import registry
-from phalanx.model.absorbed import absorb_short_queries
+from phalanx.model.cpu.repack import turn_over
+from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner
-from phalanx.model.turned import turn_over
 from phalanx.sched.plan import Admit, Forward, Resize, RowOp
 
 PROMPT = (7, 11, 30, 5, 80, 41, 9, 100, 23)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from phalanx_cpu import ops
 
-from phalanx.model.logprobs import ranked
-from phalanx.model.noise import gumbel
+from phalanx.model.sampling.gumbel import gumbel
+from phalanx.model.sampling.logprobs import ranked
 
 
 def logits(rows: int, width: int, seed: int = 0) -> mx.array:

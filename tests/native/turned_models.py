@@ -20,11 +20,11 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
-from models import make_model
+from support.models import make_model
 
 from phalanx.kernels import install
-from phalanx.model import load as loading
-from phalanx.model.turned import TurnedEmbedding
+from phalanx.model.cpu.repack import TurnedEmbedding
+from phalanx.model.loading import load as loading
 
 TOKENS = mx.array([[7, 11, 30, 5, 80, 41, 9, 100, 23, 17], [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]])
 BATCH = 20

@@ -15,12 +15,12 @@ import sys
 import mlx.core as mx
 
 from phalanx.dist.checksum import ComposedChecksum
+from phalanx.dist.corrupt_buffer import SpoiledBuffer
+from phalanx.dist.fault_injection import BUFFER_FAULTS, Injection
 from phalanx.dist.group import join
-from phalanx.dist.inject import BUFFER_FAULTS, Injection
 from phalanx.dist.reduce import Reducer
-from phalanx.dist.spoil import SpoiledBuffer
 from phalanx.errors import CollectiveFault
-from phalanx.kernels.checksum import NativeChecksum
+from phalanx.kernels.native_checksum import NativeChecksum
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 SITES = 3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from groups import undisturbed
-from models import make_model
+from support.models import make_model
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 

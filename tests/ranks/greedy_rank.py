@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from phalanx.dist.backend import foreign_launcher
 from phalanx.dist.group import join
 from phalanx.dist.reduce import Reducer
-from phalanx.model.load import load
+from phalanx.model.loading.load import load
 
 NONCE = 4711
 

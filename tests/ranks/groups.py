@@ -12,10 +12,10 @@ import httpx
 import openai
 import psutil
 from msgspec.structs import replace
-from serving import CONFIG, MODEL, Running, running_server
+from support.serving import CONFIG, MODEL, Running, running_server
 
-from phalanx.engine.process import EngineProcess
-from phalanx.model.tokenizer import Tokenizer
+from phalanx.supervision.process import EngineProcess
+from phalanx.text.tokenizer import Tokenizer
 
 TOKENS = 120
 PROMPTS = ["tell me more", "hello", "the quick brown fox jumps over the lazy dog", "a"]

@@ -10,12 +10,12 @@ import os
 import signal
 
 import pytest
-from driver import Driver
 from groups import Strike, group_server, through_a_fault
-from serving import Running
+from support.driver import Driver
+from support.serving import Running
 
 from phalanx.config import EngineConfig
-from phalanx.engine.process import EngineProcess
+from phalanx.supervision.process import EngineProcess
 
 GROUPS = [(2, "ring"), (4, "mpi")]
 

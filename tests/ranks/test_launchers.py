@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from reference import job, reference_greedy
+from support.reference import job, reference_greedy
 
 from phalanx.dist.backend import environment_of, find_mpi, mpirun_command, ring_hostfile
 from phalanx.errors import ExitCode

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import Driver, ask, running
-from models import make_model
-from play import Play
-from reference import job, reference
+from support.driver import Driver, ask, running
+from support.models import make_model
+from support.play import Play
+from support.reference import job, reference
 from test_tp_families import NEAR_TIE
 from tokenizers import Tokenizer
 

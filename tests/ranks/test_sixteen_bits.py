@@ -8,9 +8,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from driver import ask, running
-from models import make_model
-from near_ties import FLIPS, Verdict, force, judge
+from support.driver import ask, running
+from support.models import make_model
+from support.near_ties import FLIPS, Verdict, force, judge
 from test_lockstep import SIZES, demo_prompts
 
 from phalanx.config import EngineConfig

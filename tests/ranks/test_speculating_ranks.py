@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import running
 from groups import group_server, through_a_fault
-from models import make_model
-from reference import reference
-from speculation import disturbed
+from support.driver import running
+from support.models import make_model
+from support.reference import reference
+from support.speculation import disturbed
 from test_lockstep import SIZES, assert_lockstep, compare, demo_prompts, make_jobs, run_jobs
 
 from phalanx.config import (

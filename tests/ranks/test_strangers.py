@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from driver import Driver, ask
+from support.driver import Driver, ask
 
 from phalanx.config import SECRET_VARIABLE, EngineConfig, environment
 from phalanx.dist.backend import ring_hostfile
 from phalanx.dist.ports import free_ports
-from phalanx.engine import launch
-from phalanx.engine.process import EngineProcess
+from phalanx.supervision import launch
+from phalanx.supervision.process import EngineProcess
 
 NOISE = [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 64, b"\xff" * 5000]
 

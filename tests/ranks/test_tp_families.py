@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import make_model
-from reference import job, reference_many
-from splitting import OVERRIDES, SPLIT, UNCHECKED
+from support.models import make_model
+from support.reference import job, reference_many
+from support.splitting import OVERRIDES, SPLIT, UNCHECKED
 
 from phalanx.dist.backend import choose, environment_of, mpirun_command, ring_hostfile
 from phalanx.dist.ports import free_ports

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import asdict
-from web import chunk, events, usage, web_server
+from support.web import chunk, events, usage, web_server
 
 from phalanx.cli import chat, generate, rank, serve
 from phalanx.cli.main import COMMANDS, HIDDEN, main

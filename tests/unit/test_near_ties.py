@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from near_ties import FLIPS, Forced, judge
+from support.near_ties import FLIPS, Forced, judge
 
 TOKENS, VOCAB, SPREAD = 4000, 40, 3.0
 

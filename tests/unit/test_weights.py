@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from phalanx.errors import WeightsError
-from phalanx.model import reading
-from phalanx.model.reading import Reader
-from phalanx.model.weights import Cut, fingerprint, read_headers
+from phalanx.model.loading import reading
+from phalanx.model.loading.reading import Reader
+from phalanx.model.loading.weights import Cut, fingerprint, read_headers
 
 RNG = np.random.default_rng(0)
 TENSORS = {

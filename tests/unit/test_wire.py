@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from phalanx.dist.frames import MAX_FRAME, VERSION, read_frame, receive_frame
-from phalanx.engine.wire import engine_codec, server_codec
 from phalanx.errors import EngineError
+from phalanx.supervision.wire import engine_codec, server_codec
 from phalanx.types import Batch, Cancel, Ping, Tokens
 
 HEADER = struct.Struct("<BI")  # version, length

@@ -22,7 +22,7 @@ KERN_API int kern_logsumexp(const kern_long_row_args* args);  // out [rows] of `
 KERN_API int kern_exp_mass(const kern_long_row_args* args);
 
 // tokens[r] = argmax over z[r][t] >= floors[r] of z[r][t] + gumbel(keys[r], t), the noise of
-// src/phalanx/model/noise.py: t-th output of the SplitMix64 that starts at the key. The first of equals.
+// src/phalanx/model/sampling/gumbel.py: t-th output of the SplitMix64 that starts at the key. The first of equals.
 typedef struct {
   const float* z;  // [rows, width]
   const uint64_t* keys;

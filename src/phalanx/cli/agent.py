@@ -12,8 +12,8 @@ import typer
 
 from phalanx.cli.options import whole
 from phalanx.config import AGENT_PORT, CLUSTER_VARIABLE, cluster_secret
-from phalanx.engine.agent import Agent
 from phalanx.errors import ConfigError
+from phalanx.supervision.agent import Agent
 
 
 def command(

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from phalanx.bench.client import Exchange, RequestFailed, first_model, open_client, stream_chat
+from phalanx.bench.http_client import Exchange, RequestFailed, first_model, open_client, stream_chat
 from phalanx.cli.options import number, whole
 from phalanx.cli.private import PrivateServer
 from phalanx.cli.terminal import note, report

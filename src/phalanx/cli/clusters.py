@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.cli.options import whole
-from phalanx.cluster.findings import Finding
+from phalanx.cluster.check_results import Finding
 from phalanx.cluster.host import HostStatus
 from phalanx.cluster.hostfile import Hostfile, from_names, parse
 from phalanx.errors import ClusterError, ConfigError

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.bench.client import Exchange, RequestFailed, open_client, stream_chat
+from phalanx.bench.http_client import Exchange, RequestFailed, open_client, stream_chat
 from phalanx.cli.options import whole
 from phalanx.cli.private import PrivateServer, free_port
 from phalanx.cli.terminal import note

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.cli.options import Model, Revision
-from phalanx.model.resolve import resolve
+from phalanx.model.loading.resolve import resolve
 
 
 def command(model: Model, revision: Revision = None) -> int:

@@ -39,11 +39,8 @@ from phalanx.cli.options import (
 )
 from phalanx.cli.terminal import LoadingView, report, set_up_logging
 from phalanx.config import EngineConfig
-from phalanx.engine.client import EngineClient
-from phalanx.engine.process import EngineProcess
 from phalanx.errors import ConfigError, EngineUnavailable, ExitCode
-from phalanx.model.resolve import resolve
-from phalanx.model.tokenizer import Tokenizer
+from phalanx.model.loading.resolve import resolve
 from phalanx.server.answers import Ending, timing_json
 from phalanx.server.defaults import read_defaults
 from phalanx.server.generation import Generation
@@ -53,8 +50,11 @@ from phalanx.server.parsed import Served
 from phalanx.server.prompts import Prompts
 from phalanx.server.schema import ChatBody, CompletionBody
 from phalanx.server.validate import parse_chat, parse_completion, plan_sequences
-from phalanx.spec.config import parse as parse_speculation
+from phalanx.spec.parse_config import parse as parse_speculation
 from phalanx.spec.stats import report as speculation_report
+from phalanx.supervision.client import EngineClient
+from phalanx.supervision.process import EngineProcess
+from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, EngineStats, ModelInfo, Tokens
 
 _SAMPLING = "Sampling"

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from phalanx.cli.clusters import PYTHON, HostfileOption, Hosts, Python, chosen
 from phalanx.cli.terminal import report
 from phalanx.cluster.distribution import lacking, prepare, pull, push
-from phalanx.cluster.parcels import Manifest
+from phalanx.cluster.file_transfer import Manifest
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ClusterError, ExitCode
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from phalanx.config import MOST_RANKS, BackendChoice, Collective, CpuPrecision, Dtype, EngineConfig
-from phalanx.dist.inject import parse
+from phalanx.dist.fault_injection import parse
 from phalanx.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error"]

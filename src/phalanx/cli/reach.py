@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from phalanx.config import CLUSTER_VARIABLE, cluster_secret
-from phalanx.engine.hosts import errand, read_cluster
 from phalanx.errors import ConfigError
+from phalanx.supervision.hosts import errand, read_cluster
 
 
 def command(

@@ -30,9 +30,9 @@ from phalanx.cli.options import (
 )
 from phalanx.cli.terminal import LoadingView, report, set_up_logging
 from phalanx.config import GIB, ClusterConfig, EngineConfig
-from phalanx.engine.hosts import load_cluster
-from phalanx.engine.process import EngineProcess
 from phalanx.errors import EngineUnavailable, ExitCode
+from phalanx.supervision.hosts import load_cluster
+from phalanx.supervision.process import EngineProcess
 from phalanx.types import Batch, EngineStats, ModelInfo
 
 

@@ -55,15 +55,15 @@ from phalanx.config import (
     ServerConfig,
     api_key_from_environment,
 )
-from phalanx.engine.attach import AttachedEngine
-from phalanx.engine.hosts import load_cluster
-from phalanx.engine.process import EngineProcess
 from phalanx.errors import ConfigError
-from phalanx.model.resolve import resolve
-from phalanx.model.tokenizer import Tokenizer
+from phalanx.model.loading.resolve import resolve
 from phalanx.server.defaults import read_defaults
 from phalanx.server.run import serve
-from phalanx.spec.config import parse as parse_speculation
+from phalanx.spec.parse_config import parse as parse_speculation
+from phalanx.supervision.attach import AttachedEngine
+from phalanx.supervision.hosts import load_cluster
+from phalanx.supervision.process import EngineProcess
+from phalanx.text.tokenizer import Tokenizer
 
 MIB = 1 << 20
 _DEFAULTS = ServerConfig(engine=DEFAULTS)

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from phalanx.engine.client import EngineClient, EngineState
 from phalanx.errors import PhalanxError
+from phalanx.supervision.client import EngineClient, EngineState
 
 POLL_S = 0.1
 PLAIN_STEP = 0.25  # without a terminal, a line per this share of a phase

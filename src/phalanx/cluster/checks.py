@@ -20,7 +20,7 @@ from pathlib import Path
 
 from phalanx import __version__
 from phalanx.cluster import identity, machine
-from phalanx.cluster.findings import Examination, Facts, Finding, Wanted
+from phalanx.cluster.check_results import Examination, Facts, Finding, Wanted
 from phalanx.cluster.library import find_model
 from phalanx.cluster.supervisor import Place, describe
 from phalanx.config import COORDINATOR_PORT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping, Sequence
 
-from phalanx.cluster.findings import Facts
+from phalanx.cluster.check_results import Facts
 from phalanx.cluster.hostfile import Host, Hostfile
 from phalanx.cluster.machine import Interface
 from phalanx.errors import ConfigError

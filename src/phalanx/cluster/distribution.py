@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.cluster.file_transfer import BLOCK, Inventory, Manifest, Parcel, Taken, manifest, missing_shards
 from phalanx.cluster.library import model_path
-from phalanx.cluster.parcels import BLOCK, Inventory, Manifest, Parcel, Taken, manifest, missing_shards
 from phalanx.cluster.ssh import ANSWER, Remote, end, failure, run
 from phalanx.config import hub_cache
 from phalanx.errors import ClusterError, ModelNotFound

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from phalanx.cluster.findings import Examination, Facts, Finding, Wanted, worst
+from phalanx.cluster.check_results import Examination, Facts, Finding, Wanted, worst
 from phalanx.cluster.hostfile import Host, Hostfile
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ClusterError

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from phalanx.cluster.check_results import Examination, Facts
 from phalanx.cluster.discovery import discover
 from phalanx.cluster.doctor import wanted
-from phalanx.cluster.findings import Examination, Facts
 from phalanx.cluster.host import GroupTest, StopRequest, TestRequest
 from phalanx.cluster.hostfile import Host, Hostfile
 from phalanx.cluster.lifecycle import Plan, specs

@@ -24,10 +24,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.cluster import identity, machine
+from phalanx.cluster.check_results import Examination, Wanted
 from phalanx.cluster.checks import examine, gather
-from phalanx.cluster.findings import Examination, Wanted
+from phalanx.cluster.file_transfer import Manifest, Parcel, Taken, finish, inventory, take
 from phalanx.cluster.links import Probe, Reach, Setup, is_there, listener, measure, set_up, undo
-from phalanx.cluster.parcels import Manifest, Parcel, Taken, finish, inventory, take
 from phalanx.cluster.ssh import ANSWER
 from phalanx.cluster.supervisor import SUPERVISOR_SAYS, Place, Spec, Started, Stopped, log_file, start, stop, supervise
 from phalanx.config import environment

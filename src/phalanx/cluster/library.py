@@ -6,7 +6,7 @@ import hashlib
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from phalanx.cluster.findings import ModelFacts
+from phalanx.cluster.check_results import ModelFacts
 from phalanx.config import hub_cache
 from phalanx.demo import MODEL_DIR
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from phalanx.cluster.findings import Facts
+from phalanx.cluster.check_results import Facts
 from phalanx.cluster.hostfile import Host
 from phalanx.cluster.machine import wifi
 from phalanx.errors import ConfigError

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
-from phalanx.dist.awake import AwakeClock, with_sleep
+from phalanx.dist.awake_clock import AwakeClock, with_sleep
 from phalanx.dist.handshake import Member
 from phalanx.dist.peers import Beat, Goodbye, Identity, Limits, Message, Payload, PeerFailure, encode
 from phalanx.dist.stall import Position, stalled

@@ -1,1 +1,1 @@
-"""The engine process: boot, the leader's loop, the mirror every rank keeps, and the client that starts it."""
+"""What a rank is: boot, the leader's loop, the worker's, the mirror both keep, the self-test."""

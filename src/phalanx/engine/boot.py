@@ -32,37 +32,38 @@ from phalanx.config import (
     group_secret,
     memory_guard_override_gb,
 )
-from phalanx.dist import inject
+from phalanx.dist import fault_injection
 from phalanx.dist.backend import Foreign, environment_of
+from phalanx.dist.corrupt_buffer import SpoiledBuffer
 from phalanx.dist.group import Fabric, agree, join
 from phalanx.dist.peers import PeerFailure
 from phalanx.dist.reduce import Reducer
-from phalanx.dist.spoil import SpoiledBuffer
 from phalanx.engine.budget import find_limits, predict
-from phalanx.engine.launch import pid_file
 from phalanx.engine.leader import Leader
 from phalanx.engine.link import Alone, LeaderLink, WorkerLink
-from phalanx.engine.mailbox import Mailbox
-from phalanx.engine.meet import meet
+from phalanx.engine.rendezvous import meet
 from phalanx.engine.selftest import Facts, compare_facts, describe, self_test
+from phalanx.engine.server_socket import Mailbox
 from phalanx.engine.speculation import DraftWeights, make_speculator
 from phalanx.engine.speculation import describe as describe_speculation
-from phalanx.engine.stepclock import StepClock
+from phalanx.engine.step_deadline import StepClock
 from phalanx.engine.trace import Trace
 from phalanx.engine.worker import Worker
 from phalanx.errors import ConfigError, ExitCode, PhalanxError, exit_code_of
 from phalanx.kernels import install, preload
-from phalanx.kernels.checksum import NativeChecksum
-from phalanx.model import load, registry
-from phalanx.model.absorbed import absorb_short_queries
-from phalanx.model.layout import CacheFacts
-from phalanx.model.probe import probe
-from phalanx.model.resolve import resolve
+from phalanx.kernels.native_checksum import NativeChecksum
+from phalanx.model import registry
+from phalanx.model.cache.layout import CacheFacts
+from phalanx.model.check import probe
+from phalanx.model.loading import load
+from phalanx.model.loading.resolve import resolve
+from phalanx.model.loading.weights import fingerprint
+from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner
-from phalanx.model.weights import fingerprint
 from phalanx.sched.admission import Limits
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
-from phalanx.spec.positions import Positions
+from phalanx.spec.sampling_metadata import Positions
+from phalanx.supervision.launch import pid_file
 from phalanx.types import Failed, Loading, ModelInfo, Ready, SelfTest
 
 log = logging.getLogger("phalanx.engine")
@@ -173,12 +174,12 @@ def _boot(
     if mx.default_device() == mx.Device(mx.cpu):
         mx.disable_compile()  # on the CPU it runs a C++ compiler at run time and gains nothing
     kernels = _kernels(config, 1 if group is None else group.ranks_here)
-    injection = None if config.inject is None else inject.parse(config.inject)
+    injection = None if config.inject is None else fault_injection.parse(config.inject)
     injection = injection if injection is not None and injection.rank == link.rank else None
     report = _reporter(mailbox)
     report("joining the group", 0, 1)
     if injection is not None and injection.kind == "slow":
-        time.sleep(inject.SLOW_S)
+        time.sleep(fault_injection.SLOW_S)
     reducer = _reducer(config, group, fabric, link.rank, injection)
     reducer.names = [f"rank {rank} on {host}" for rank, host in enumerate(link.share(socket.gethostname()))]
     ranks_here = 1 if group is None else group.ranks_here
@@ -250,7 +251,7 @@ def _reducer(
     group: GroupConfig | None,
     fabric: Fabric | None,
     rank: int,
-    injection: inject.Injection | None,
+    injection: fault_injection.Injection | None,
 ) -> Reducer:
     """This rank's place in the fabric, joined now unless it was before."""
     if group is None:
@@ -258,7 +259,7 @@ def _reducer(
     if fabric is None:
         where = group.addresses[rank] if group.addresses else ""
         fabric = join(group.backend, rank, group.size, group.nonce, where=where, deadline_s=config.join_s)
-    spoiled = injection is not None and injection.kind in inject.BUFFER_FAULTS
+    spoiled = injection is not None and injection.kind in fault_injection.BUFFER_FAULTS
     fault = SpoiledBuffer(injection) if injection is not None and spoiled else None
     checksum = NativeChecksum() if install.active() else None
     return Reducer(fabric, checked=config.check_collectives, fault=fault, checksum=checksum)

@@ -16,8 +16,8 @@ from phalanx.config import GIB, EngineConfig
 from phalanx.engine.link import Alone, LeaderLink, WorkerLink
 from phalanx.engine.speculation import DraftWeights
 from phalanx.errors import ConfigError, MemoryShortage
-from phalanx.model import load
-from phalanx.model.layout import CacheFacts, row_bytes
+from phalanx.model.cache.layout import CacheFacts, row_bytes
+from phalanx.model.loading import load
 from phalanx.sched.admission import GRANULE, Limits, largest_row
 
 log = logging.getLogger("phalanx.engine")

@@ -13,23 +13,23 @@ from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
-from phalanx.dist.inject import Injection
+from phalanx.dist.fault_injection import Injection
 from phalanx.engine.execute import Output, execute
 from phalanx.engine.link import Alone, LeaderLink
-from phalanx.engine.mailbox import Mailbox
 from phalanx.engine.mirror import Mirror
-from phalanx.engine.stepclock import StepClock
+from phalanx.engine.server_socket import Mailbox
+from phalanx.engine.step_deadline import StepClock
 from phalanx.engine.trace import Trace
 from phalanx.engine.worker import disturb, rank_stats
 from phalanx.memory import trim_heap
 from phalanx.model.runner import Runner
-from phalanx.model.sampler import score
+from phalanx.model.sampling.sampler import score
 from phalanx.sched.commit import commit_chunk, commit_tokens
 from phalanx.sched.drafts import after_next, useful_drafts
 from phalanx.sched.plan import Commit, Forward, Order, Reset, Step, Stop
 from phalanx.sched.scheduler import Scheduler
 from phalanx.sched.sequence import Sequence
-from phalanx.spec.positions import Positions
+from phalanx.spec.sampling_metadata import Positions
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import line
 from phalanx.spec.verify import Verified, verify

@@ -13,9 +13,9 @@ from typing import cast
 import mlx.core as mx
 from msgspec import Struct
 
-from phalanx.dist.selftest import sum_of_ranks, test_fabric
+from phalanx.dist.fabric_test import sum_of_ranks, test_fabric
 from phalanx.engine.link import Link
-from phalanx.engine.stepclock import StepClock
+from phalanx.engine.step_deadline import StepClock
 from phalanx.errors import Desync, GroupError
 from phalanx.model.runner import Runner
 from phalanx.sched.admission import GRANULE

@@ -20,24 +20,25 @@ from phalanx.config import (
 )
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import ConfigError
-from phalanx.model import load, registry
-from phalanx.model.absorbed import absorb_short_queries
-from phalanx.model.layout import CacheFacts, row_bytes
-from phalanx.model.position import Position
-from phalanx.model.probe import probe
-from phalanx.model.resolve import resolve
+from phalanx.model import registry
+from phalanx.model.cache.layout import CacheFacts, row_bytes
+from phalanx.model.check import probe
+from phalanx.model.loading import load
+from phalanx.model.loading.resolve import resolve
+from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner
-from phalanx.model.tokenizer import Tokenizer
+from phalanx.model.sampling.metadata import Position
 from phalanx.sched.scheduler import Scheduler
 from phalanx.spec import rules
 from phalanx.spec.comparison import Comparison
 from phalanx.spec.draft_model import DraftModel
 from phalanx.spec.drafters import Drafter, RandomDrafter
 from phalanx.spec.ngram import NgramDrafter
-from phalanx.spec.positions import Positions
+from phalanx.spec.sampling_metadata import Positions
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter
 from phalanx.spec.suffix import SuffixDrafter
+from phalanx.text.tokenizer import Tokenizer
 
 log = logging.getLogger("phalanx.engine")
 

@@ -7,7 +7,7 @@ import socket
 
 import mlx.core as mx
 
-from phalanx.dist.inject import Injection, strike
+from phalanx.dist.fault_injection import Injection, strike
 from phalanx.engine.execute import execute
 from phalanx.engine.link import WorkerLink
 from phalanx.engine.mirror import Mirror

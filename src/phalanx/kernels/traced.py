@@ -1,7 +1,8 @@
 """An integer that remembers whether anything was made of it.
 
-While a model call is built to be replayed (`model/replay.py`), its caches hand out their length as one of these. A
-model that only passes it on to RoPE does the same at every length. One that computes with it, or compares it, may not.
+While a model call is built to be replayed (`model/cpu/graph_cache.py`), its caches hand out their length as one of
+these. A model that only passes it on to RoPE does the same at every length. One that computes with it, or compares it,
+may not.
 """
 
 from __future__ import annotations

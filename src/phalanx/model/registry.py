@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 )
 
 from phalanx.errors import ModelUnsupported
-from phalanx.model.layout import (
+from phalanx.model.cache.layout import (
     CacheFacts,
     GroupLayout,
     Heads,
@@ -36,8 +36,8 @@ from phalanx.model.layout import (
     bytes_per_token,
     leaves,
 )
+from phalanx.model.check import FOREIGN, probe
 from phalanx.model.modules import model_files
-from phalanx.model.probe import FOREIGN, probe
 
 __all__ = ["CacheFacts", "inspect", "probe"]
 

@@ -15,10 +15,10 @@ from mlx.nn.layers.base import Module
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import EngineError
 from phalanx.kernels import install
-from phalanx.model.arena import Arena, Snapshot
-from phalanx.model.cache import RowView
-from phalanx.model.layout import CacheFacts
-from phalanx.model.replay import Replays
+from phalanx.model.cache.buffers import Arena, Snapshot
+from phalanx.model.cache.layout import CacheFacts
+from phalanx.model.cache.ragged import RowView
+from phalanx.model.cpu.graph_cache import Replays
 from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, RowOp, Share, Store, Swap
 
 

@@ -20,8 +20,8 @@ from phalanx.sched.admission import Admission, Limits
 from phalanx.sched.arena import Layout
 from phalanx.sched.drafts import Drafts, fit_drafts, useful_drafts
 from phalanx.sched.forwards import decode_forwards, prefill_forwards
-from phalanx.sched.pace import SMALLEST_CHUNK, Pace
 from phalanx.sched.plan import Commit, Evict, Forward, Restore, Share, Step, Store
+from phalanx.sched.prefill_budget import SMALLEST_CHUNK, Pace
 from phalanx.sched.prefix import BLOCK, PrefixIndex, common_prefix
 from phalanx.sched.sequence import Sequence, extend_crc
 from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs, Tokens

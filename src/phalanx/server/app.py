@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect
 
 from phalanx import __version__
 from phalanx.config import ServerConfig
-from phalanx.engine.client import EngineClient
 from phalanx.errors import (
     EngineUnavailable,
     InvalidApiKey,
@@ -32,7 +31,6 @@ from phalanx.errors import (
     UnknownModel,
     WrongMediaType,
 )
-from phalanx.model.tokenizer import Tokenizer
 from phalanx.server.health import Health
 from phalanx.server.info import Information
 from phalanx.server.intake import check_key
@@ -43,6 +41,8 @@ from phalanx.server.parsed import GenerationDefaults, Served
 from phalanx.server.prompts import Prompts
 from phalanx.server.routes import CLIENT_GONE, Completions
 from phalanx.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from phalanx.supervision.client import EngineClient
+from phalanx.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

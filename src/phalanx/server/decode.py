@@ -6,10 +6,10 @@ everything counted after that is clipped. Does not know HTTP or OpenAI's objects
 
 from __future__ import annotations
 
-from phalanx.model.tokenizer import StopStrings, Tokenizer
 from phalanx.server.answers import Delta, Ending, Piece, Scored
-from phalanx.server.feed import Ended
+from phalanx.server.output_queue import Ended
 from phalanx.server.parsed import Options
+from phalanx.text.tokenizer import StopStrings, Tokenizer
 from phalanx.types import PromptScored, SequenceRequest, TokenLogprobs, Tokens
 
 

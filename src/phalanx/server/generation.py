@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from phalanx.model.tokenizer import Tokenizer
 from phalanx.server.answers import Delta, Ending, Scored, Usage
 from phalanx.server.decode import ChoiceDecoder
-from phalanx.server.feed import Ended, Event
 from phalanx.server.journal import Seats
+from phalanx.server.output_queue import Ended, Event
 from phalanx.server.parsed import Options
+from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import PromptScored, SequenceRequest, Tokens
 
 

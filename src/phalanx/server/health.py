@@ -11,9 +11,9 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from phalanx.engine.client import EngineClient
 from phalanx.errors import EngineUnavailable
 from phalanx.server.metrics import Metrics
+from phalanx.supervision.client import EngineClient
 from phalanx.types import Batch, EngineStats, Finished, ModelInfo
 
 PING_EVERY_S = 1.0

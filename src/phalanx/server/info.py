@@ -11,7 +11,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from phalanx import __version__
 from phalanx.config import ServerConfig
-from phalanx.engine.client import EngineClient
 from phalanx.errors import EngineUnavailable
 from phalanx.server.health import Health
 from phalanx.server.intake import read_body
@@ -22,6 +21,7 @@ from phalanx.server.prompts import Prompts
 from phalanx.server.sampling import resolve_model
 from phalanx.server.schema import DetokenizeBody, TokenizeBody
 from phalanx.server.validate import parse_detokenize, parse_tokenize
+from phalanx.supervision.client import EngineClient
 from phalanx.types import ModelInfo, ResetPrefixCache
 
 

@@ -14,7 +14,6 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from phalanx.engine.client import EngineClient
 from phalanx.errors import (
     EngineError,
     EngineUnavailable,
@@ -24,8 +23,9 @@ from phalanx.errors import (
     QueueFull,
     SlowClient,
 )
-from phalanx.server.feed import Ended, Feed, Stamps
 from phalanx.server.metrics import Metrics
+from phalanx.server.output_queue import Ended, Feed, Stamps
+from phalanx.supervision.client import EngineClient
 from phalanx.types import (
     Batch,
     Cancel,

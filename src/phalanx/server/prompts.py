@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from phalanx.errors import InvalidRequest
-from phalanx.model.tokenizer import Tokenizer
 from phalanx.server.parsed import Conversation
+from phalanx.text.tokenizer import Tokenizer
 
 THREADS = 2  # a long prompt must not hold up a short one; more would take cores from the model
 PROBE_CHARS = 12  # per token of the context; texts in all languages have 1 to 6 characters per token

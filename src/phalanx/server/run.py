@@ -16,12 +16,12 @@ from types import FrameType
 import uvicorn
 
 from phalanx.config import ServerConfig
-from phalanx.engine.client import EngineClient
 from phalanx.errors import ConfigError, EngineUnavailable, ExitCode
-from phalanx.model.tokenizer import Tokenizer
 from phalanx.server.app import create_app
 from phalanx.server.journal import Journal
 from phalanx.server.parsed import GenerationDefaults
+from phalanx.supervision.client import EngineClient
+from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, ModelInfo
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 from msgspec.structs import replace as with_fields
 
-from phalanx.model.position import Position
 from phalanx.model.runner import Runner
-from phalanx.model.sampler import sample
+from phalanx.model.sampling.metadata import Position
+from phalanx.model.sampling.sampler import sample
 from phalanx.sched.admission import round_up
 from phalanx.sched.plan import Admit, Forward, Free, Move, Resize
 from phalanx.spec.drafters import GRADES, Draft, Drafter

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from phalanx.model.sampler import sample
+from phalanx.model.sampling.sampler import sample
 from phalanx.sched.commit import accept
 from phalanx.sched.plan import Forward
 from phalanx.sched.sequence import Sequence
-from phalanx.spec.positions import Positions
+from phalanx.spec.sampling_metadata import Positions
 from phalanx.types import TokenLogprobs
 
 

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from web import chunk, events, usage, web_server
+from support.web import chunk, events, usage, web_server
 
-from phalanx.bench.client import Exchange, RequestFailed, first_model, open_client, stream_chat
+from phalanx.bench.http_client import Exchange, RequestFailed, first_model, open_client, stream_chat
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from web import chunk, events, usage, web_server
+from support.web import chunk, events, usage, web_server
 
-from phalanx.bench.client import Exchange, open_client
-from phalanx.bench.load import Load, closed_loop, distribution, itl, percentile, ttft
+from phalanx.bench.http_client import Exchange, open_client
+from phalanx.bench.load_generator import Load, closed_loop, distribution, itl, percentile, ttft
 
 SAMPLES = st.lists(st.floats(0, 1e6), min_size=2, max_size=60).map(sorted)
 

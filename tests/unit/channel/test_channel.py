@@ -7,8 +7,21 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from channels import FAST, SECRET, STRICT, WAIT_S, Gatherer, RawPeer, Recorder, connect, group, identity, listen, names
 from msgspec.structs import replace
+from support.channels import (
+    FAST,
+    SECRET,
+    STRICT,
+    WAIT_S,
+    Gatherer,
+    RawPeer,
+    Recorder,
+    connect,
+    group,
+    identity,
+    listen,
+    names,
+)
 
 from phalanx.dist import watchdog
 from phalanx.dist.channel import LeaderChannel, Limits, WorkerChannel

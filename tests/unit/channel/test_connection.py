@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from channels import RawPeer, listen
+from support.channels import RawPeer, listen
 
 from phalanx.dist.connection import Connection
 from phalanx.dist.peers import Beat, Payload, encode

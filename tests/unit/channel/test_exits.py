@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from channels import STRICT, WAIT_S, Processes, environment, names
+from support.channels import STRICT, WAIT_S, Processes, environment, names
 
 from phalanx.errors import ExitCode
 
@@ -124,7 +124,7 @@ def test_the_process_ends_even_when_the_callback_breaks(start: Start):
 
 
 def test_a_full_stderr_keeps_nobody_alive():
-    program = "import os\nfrom channels import *\nfrom phalanx.dist.watchdog import ending\n"
+    program = "import os\nfrom support.channels import *\nfrom phalanx.dist.watchdog import ending\n"
     program += "os.set_blocking(2, False)\ntry:\n  while os.write(2, bytes(4096)): pass\nexcept BlockingIOError: pass\n"
     program += "os.set_blocking(2, True)\nending(identity(1))(PeerFailure(code=ExitCode.DESYNC, cause='differs'))"
     process = subprocess.Popen([sys.executable, "-c", program], env=environment(), stderr=subprocess.PIPE)

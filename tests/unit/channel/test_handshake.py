@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from channels import FAST, SECRET, WAIT_S, Gatherer, RawPeer, connect, identity, listen
 from msgspec.structs import replace
+from support.channels import FAST, SECRET, WAIT_S, Gatherer, RawPeer, connect, identity, listen
 
 from phalanx.dist.channel import WorkerChannel
 from phalanx.dist.frames import VERSION

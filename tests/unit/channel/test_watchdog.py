@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from channels import identity
+from support.channels import identity
 
-from phalanx.dist.awake import AwakeClock
+from phalanx.dist.awake_clock import AwakeClock
 from phalanx.dist.peers import Beat, PeerFailure
 from phalanx.dist.stall import Position, stalled
 from phalanx.errors import ExitCode

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from phalanx.cluster.check_results import Facts, Finding, ModelFacts, worst
 from phalanx.cluster.discovery import discover
 from phalanx.cluster.doctor import compare
-from phalanx.cluster.findings import Facts, Finding, ModelFacts, worst
 from phalanx.cluster.hostfile import Host, Hostfile
 from phalanx.cluster.machine import Interface, Port, Rdma
 from phalanx.errors import ConfigError

@@ -6,7 +6,7 @@ import plistlib
 
 import pytest
 
-from phalanx.cluster.findings import Facts
+from phalanx.cluster.check_results import Facts
 from phalanx.cluster.machine import Bridge, Interface
 from phalanx.cluster.network import DAEMON, Node, cables, matrix, parse_node, refuse, steps
 from phalanx.errors import ConfigError

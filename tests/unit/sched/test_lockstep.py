@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from msgspec.structs import replace
-from play import Play
 from simulation import VOCAB, Simulation, half_right, make_config, reference
+from support.play import Play
 
 from phalanx.errors import Desync
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from serving import make_tokenizer
+from support.serving import make_tokenizer
 
-from phalanx.model.tokenizer import Tokenizer
+from phalanx.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from phalanx.engine.client import FAKE_INFO
 from phalanx.server.answers import Usage
 from phalanx.server.decode import ChoiceDecoder
-from phalanx.server.feed import Ended, Stamps
 from phalanx.server.generation import join
+from phalanx.server.output_queue import Ended, Stamps
 from phalanx.server.parsed import GenerationDefaults, Served
 from phalanx.server.schema import CompletionBody
 from phalanx.server.validate import parse_completion, plan_sequences
+from phalanx.supervision.client import FAKE_INFO
 from phalanx.types import Finished, FinishReason, PromptScored, Timing, TokenLogprobs, Tokens
 
 EOS_ID = 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from phalanx.engine.client import FakeEngine
 from phalanx.server import health
 from phalanx.server.metrics import Metrics
+from phalanx.supervision.client import FakeEngine
 from phalanx.types import Batch, EngineStats, Finished, Tokens
 
 

@@ -7,10 +7,10 @@ import json
 
 import pytest
 from msgspec.structs import replace
-from serving import CHAT, CONFIG, MODEL, fake_engine, serving, sse
+from support.serving import CHAT, CONFIG, MODEL, fake_engine, serving, sse
 
-from phalanx.engine.client import replying
 from phalanx.server.parsed import GenerationDefaults
+from phalanx.supervision.client import replying
 from phalanx.types import Cancel, Submit
 
 TEXT = "hello world, the quick brown fox"

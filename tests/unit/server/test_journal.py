@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from phalanx.engine.client import FakeEngine, hashed
 from phalanx.errors import EngineError, EngineUnavailable, InvalidRequest, Quarantined, QueueFull, SlowClient
-from phalanx.server.feed import Ended, Feed
 from phalanx.server.journal import UNREAD_TOKENS, Journal
 from phalanx.server.metrics import Metrics
+from phalanx.server.output_queue import Ended, Feed
+from phalanx.supervision.client import FakeEngine, hashed
 from phalanx.types import (
     Batch,
     Cancel,

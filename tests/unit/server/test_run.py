@@ -10,13 +10,13 @@ import threading
 import httpx
 import pytest
 from msgspec.structs import replace
-from serving import CHAT, CONFIG, fake_engine, running_server, sse
+from support.serving import CHAT, CONFIG, fake_engine, running_server, sse
 
-from phalanx.engine.client import FakeEngine, replying
 from phalanx.errors import ConfigError, ExitCode, ModelError, ModelUnsupported
 from phalanx.server.defaults import read_defaults
 from phalanx.server.parsed import GenerationDefaults
 from phalanx.server.run import base_url, bind, serve
+from phalanx.supervision.client import FakeEngine, replying
 
 
 def test_a_taken_port_is_named():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from phalanx.engine.client import FAKE_INFO
 from phalanx.errors import InvalidRequest, UnknownModel
 from phalanx.server.parsed import GenerationDefaults, Served
 from phalanx.server.schema import ChatBody, CompletionBody, TokenizeBody
 from phalanx.server.validate import parse_chat, parse_completion, parse_tokenize, plan_sequences
+from phalanx.supervision.client import FAKE_INFO
 from phalanx.types import Sampling, StopRule
 
 SERVED = Served(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import naive
 import pytest
-from drafts import drafted
 from hypothesis import given
 from hypothesis import strategies as st
 from naive import NaiveNgram, NaiveSuffix
+from support.drafts import drafted
 
 from phalanx.config import NgramSpeculation, SuffixSpeculation
 from phalanx.spec import lookup

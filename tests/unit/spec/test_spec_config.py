@@ -13,7 +13,7 @@ from phalanx.config import (
     SuffixSpeculation,
 )
 from phalanx.errors import ConfigError
-from phalanx.spec.config import parse
+from phalanx.spec.parse_config import parse
 
 
 @pytest.mark.parametrize(

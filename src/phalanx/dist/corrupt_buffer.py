@@ -1,0 +1,45 @@
+"""Buffers as a bad fabric delivers them, on demand (`inject.py` says when). Does not know who notices."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import mlx.core as mx
+
+from phalanx.dist.fault_injection import Injection
+
+
+class SpoiledBuffer:
+    """Spoils one reduction on one rank, once. A `reduce.Fault`."""
+
+    def __init__(self, injection: Injection) -> None:
+        self._injection = injection
+        self._previous: mx.array | None = None
+        self._armed = False
+        self._done = False
+
+    def at_step(self, step: int) -> None:
+        """A step begins."""
+        self._armed = step >= self._injection.step
+
+    def __call__(self, wire: mx.array, forward: int, site: int) -> mx.array:
+        """The buffer to use instead of `wire`."""
+        if site != self._injection.layer or self._done:
+            return wire
+        previous, self._previous = self._previous, wire
+        if not self._armed:
+            return wire
+        match self._injection.kind:
+            case "garbage":
+                spoiled = mx.random.normal(wire.shape, key=mx.random.key(forward)).astype(wire.dtype) * 10
+            case "stale":
+                if previous is None or previous.shape != wire.shape:
+                    return wire  # wait for a forward of the same shape
+                spoiled = previous
+            case "zero":
+                spoiled = mx.zeros_like(wire)
+            case _:
+                spoiled = wire.reshape(-1)[::-1].reshape(wire.shape)
+        self._done = True
+        # The sum itself still happens, or this rank's next one would pair with the others' this one.
+        return cast("mx.array", mx.depends(spoiled, wire))

@@ -1,0 +1,82 @@
+"""Ranks find each other over the control channel, and tell each other why they go. Does not know the fabric."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import NoReturn
+
+from phalanx import __version__
+from phalanx.config import EngineConfig, GroupConfig
+from phalanx.dist import fault_injection
+from phalanx.dist.channel import LeaderChannel, WorkerChannel
+from phalanx.dist.peers import Identity, Limits, PeerFailure
+from phalanx.dist.watchdog import last_words
+from phalanx.engine.link import LeaderLink, WorkerLink
+from phalanx.errors import GroupError
+
+
+def meet(
+    config: EngineConfig, group: GroupConfig, secret: bytes, rank: int, *, on_lost: Callable[[PeerFailure], None]
+) -> LeaderLink | WorkerLink:
+    """Connect to the other ranks of this start; returns when all are there.
+
+    Args:
+        secret: proves that ranks are of this group.
+        on_lost: called once, from the watchdog's thread, before the process exits because the group is broken.
+
+    Raises:
+        EngineError: ranks are missing, or are not of this group; names them. Or the port has been taken; names it.
+    """
+    host, _, port = group.control.rpartition(":")
+    limits = Limits(hello_s=config.join_s, silence_s=config.silence_s, beat_s=min(0.25, config.silence_s / 4))
+    me = identity(rank, config.inject)
+    if me.rank == rank and _late(config, rank):
+        time.sleep(config.join_s * 10)
+
+    def broken(lost: PeerFailure) -> NoReturn:
+        last_words(f"rank {rank}: {lost}")
+        on_lost(lost)
+        os._exit(lost.code)
+
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, int(port)), family=family, backlog=64)
+        except OSError as error:
+            raise GroupError(
+                f"rank 0 cannot listen on {group.control} for the other ranks: {error.strerror}.",
+                remedy="The next start takes other ports.",
+            ) from error
+        leader = LeaderChannel(listener, group.size, secret, me, limits, broken)
+        leader.gather()
+        return LeaderLink(leader, group.size)
+    return WorkerLink(
+        WorkerChannel.connect((host, int(port)), group.size, secret, me, limits, broken), rank, group.size
+    )
+
+
+def identity(rank: int, fault: str | None = None) -> Identity:
+    """Who this process is."""
+    injected = None if fault is None else fault_injection.parse(fault)
+    other = injected is not None and injected.kind == "version" and injected.rank == rank
+    return Identity(
+        rank=rank,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        version=__version__ + ("-other" if other else ""),
+        mlx=version("mlx"),
+        mlx_lm=version("mlx-lm"),
+        python=platform.python_version(),
+        device=platform.machine(),
+        fingerprint="",
+    )
+
+
+def _late(config: EngineConfig, rank: int) -> bool:
+    injected = None if config.inject is None else fault_injection.parse(config.inject)
+    return injected is not None and injected.kind == "late" and injected.rank == rank

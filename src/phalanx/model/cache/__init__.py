@@ -1,0 +1,1 @@
+"""KV rows of unequal length: the caches models are called with, and the buffers behind them."""

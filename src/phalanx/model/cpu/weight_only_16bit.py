@@ -1,0 +1,76 @@
+"""16-bit weights under float32 activations, for the native kernels: nothing is lost, and half as much is read.
+
+Widening a weight is exact, so a product that widens what it reads gives what a model cast to float32 gives. Matrices
+and scales that only products read may therefore stay as the checkpoint has them; everything else is cast as always.
+Does not know the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.base import Module
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from phalanx.model.loading.parallel import SummedLinear, SummedQuantizedLinear
+
+
+class WideEmbedding(nn.Embedding):  # type: ignore[misc]
+    """A table of 16-bit rows that are looked up as float32."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return nn.Embedding.__call__(self, x).astype(mx.float32)  # type: ignore[no-any-return]
+
+
+class WideQuantizedEmbedding(nn.QuantizedEmbedding):  # type: ignore[misc]
+    """A quantised table with 16-bit scales whose rows are looked up, and made numbers, as float32."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        scales, biases = self["scales"][x], self.get("biases")
+        affine = self.mode == "affine"  # other modes have scales of 8 bits
+        rows: mx.array = mx.dequantize(
+            self["weight"][x],
+            scales=scales.astype(mx.float32) if affine else scales,
+            biases=None if biases is None else biases[x].astype(mx.float32),
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+        return rows.astype(mx.float32)
+
+
+_CALLS: dict[Callable[..., Any], tuple[str, ...]] = {
+    nn.Linear.__call__: ("weight",),
+    SummedLinear.__call__: ("weight",),
+    nn.QuantizedLinear.__call__: ("scales", "biases"),
+    SummedQuantizedLinear.__call__: ("scales", "biases"),
+    SwitchLinear.__call__: ("weight",),
+    QuantizedSwitchLinear.__call__: ("scales", "biases"),
+    MultiLinear.__call__: ("weight",),
+    QuantizedMultiLinear.__call__: ("scales", "biases"),
+    nn.Embedding.__call__: ("weight",),
+    nn.QuantizedEmbedding.__call__: ("scales", "biases"),
+}
+"""What a class computes with -> its parameters that are only ever multiplied by, or looked up."""
+
+_WIDE = {nn.Embedding: WideEmbedding, nn.QuantizedEmbedding: WideQuantizedEmbedding}
+
+
+def keep_narrow(model: Module) -> set[str]:
+    """Names of parameters that may stay in 16 bits while the model computes in float32.
+
+    Tables change their class, so that what is looked up in them is float32.
+    """
+    names = set()
+    for path, module in model.named_modules():
+        fields = _CALLS.get(type(module).__call__, ())
+        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+            if type(module) not in _WIDE:
+                continue
+            module.__class__ = _WIDE[type(module)]
+        names |= {f"{path}.{field}" if path else field for field in fields if field in module}
+    return names

@@ -1,0 +1,150 @@
+"""Building a model with mlx-lm, lazily, and remembering which of its parameters are file tensors as they are.
+
+mlx-lm knows the architectures, their checkpoints' quirks and their quantisation. What it passes on untouched can be
+read from the file piece by piece; what it renames is told apart from what it computes by the identity of the arrays.
+Does not know ranks, dtypes wanted or memory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from mlx_lm import models as architectures
+from mlx_lm.utils import MODEL_REMAPPING, _get_classes, load_model
+
+from phalanx.errors import ModelError, ModelUnsupported, WeightsError
+from phalanx.model.loading.weights import TensorInfo, some
+
+DTYPES = {
+    "BOOL": mx.bool_, "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16, "F16": mx.float16,
+    "BF16": mx.bfloat16, "U32": mx.uint32, "I32": mx.int32, "F32": mx.float32, "U64": mx.uint64, "I64": mx.int64,
+    "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
+}  # fmt: skip
+"""What MLX makes of a file's dtype. Others are left to MLX."""
+
+FOREIGN = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError, OSError)
+"""What building a model from somebody's config.json can raise inside mlx-lm and MLX."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model whose weights are lazy: nothing but headers was read."""
+
+    model: Module
+    config: dict[str, Any]
+    origins: dict[str, TensorInfo]
+    """The file tensor behind a parameter, for those that are one, unchanged."""
+
+
+def build(path: Path, headers: Mapping[str, TensorInfo], *, trust_remote_code: bool) -> Built:
+    """The model of a directory, every tensor accounted for.
+
+    Raises:
+        ModelUnsupported: the architecture or configuration is not one that mlx-lm knows.
+        WeightsError: tensors are missing, surplus or of the wrong shape.
+    """
+    watch = _Watch()
+    try:
+        model, config = load_model(
+            path, lazy=True, strict=True, get_model_classes=watch.classes, trust_remote_code=trust_remote_code
+        )
+    except FOREIGN as error:
+        raise _translate(path, error) from error
+    if watch.original is not None:
+        model.__class__ = watch.original
+    origins = {}
+    for name, array in tree_flatten(model.parameters()):
+        info = headers.get(watch.seen.get(id(array), ""))
+        if info is not None and array.dtype == DTYPES.get(info.dtype) and tuple(array.shape) == info.shape:
+            origins[name] = info
+    return Built(model, config, origins)
+
+
+class _Watch:
+    """Stands between mlx-lm's loader and a model class, to see the arrays before the model renames them."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, str] = {}
+        self.original: type[Module] | None = None
+        self._held: list[mx.array] = []  # an id is an array's only while it lives
+
+    def classes(self, config: dict[str, Any]) -> tuple[type[Module], Any]:
+        """For mlx-lm's loader: a model class whose `sanitize` shows us what it is given."""
+        original, arguments = _get_classes(config)
+        self.original = original
+
+        def sanitize(model: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            self._held = list(weights.values())
+            self.seen = {id(array): name for name, array in weights.items()}
+            inherited = getattr(original, "sanitize", None)
+            sanitized: dict[str, mx.array] = weights if inherited is None else inherited(model, weights)
+            return sanitized
+
+        namespace = {"sanitize": sanitize, "__module__": original.__module__}
+        return type(original.__name__, (original,), namespace), arguments
+
+
+def check_config(path: Path, *, trust_remote_code: bool) -> None:
+    """Refuse what mlx-lm could not build, before it tries.
+
+    Raises:
+        ModelUnsupported: no config.json, not JSON, an unknown architecture, or code of the repository's own.
+    """
+    file = path / "config.json"
+    if not path.is_dir() or not file.exists():
+        raise ModelUnsupported(f"{path} has no config.json.", remedy="It is not a model in mlx-lm's file format.")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelUnsupported(f"{file} is not JSON: {error}", remedy="Download or copy it again.") from error
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(model_type, str) or not model_type:
+        raise ModelUnsupported(f"{file} names no model_type.", remedy="Convert the model with `mlx_lm.convert`.")
+    if config.get("model_file") is not None:
+        if not trust_remote_code:
+            raise ModelUnsupported(
+                f"{path.name} brings its own Python file ({config['model_file']!r}).",
+                remedy="Run it with --trust-remote-code if you trust it.",
+            )
+        return
+    known = known_architectures()
+    if model_type not in known:
+        nearest = difflib.get_close_matches(model_type, known, n=4, cutoff=0.5)
+        raise ModelUnsupported(
+            f"mlx-lm has no architecture {model_type!r}" + (f"; nearest: {', '.join(nearest)}." if nearest else "."),
+            remedy="Check model_type in config.json, or use a newer phalanx.",
+        )
+
+
+def known_architectures() -> list[str]:
+    """Values of `model_type` that have a model file in mlx-lm."""
+    return sorted({module.name for module in pkgutil.iter_modules(architectures.__path__)} | set(MODEL_REMAPPING))
+
+
+def _translate(path: Path, error: Exception) -> ModelError:
+    """An error of mlx-lm's loader as one of ours; its messages list every name, ours the first eight."""
+    head, _, names = str(error).partition("\n")
+    listed = some(name.strip(" .") for name in names.split(",\n"))
+    if head.startswith("Received") and "not in model" in head:
+        return WeightsError(f"{path.name} has tensors that its architecture does not: {listed}.", remedy=_MISMATCH)
+    if head.startswith("Missing") and "parameters" in head:
+        return WeightsError(f"{path.name} lacks tensors: {listed}.", remedy=_MISMATCH)
+    if head.startswith("Expected shape"):
+        return WeightsError(f"{path.name} has a tensor of another shape than config.json says. {error}",
+                            remedy=_MISMATCH)  # fmt: skip
+    return ModelUnsupported(
+        f"{path.name} cannot be built from its config.json: {type(error).__name__}: {error}",
+        remedy="Check config.json, or convert the model with the mlx-lm version phalanx is pinned to.",
+    )
+
+
+_MISMATCH = "config.json and the weights do not belong together, or a file is missing: download the model again."

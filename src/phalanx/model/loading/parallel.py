@@ -1,0 +1,141 @@
+"""Layers that end in a sum over ranks, ours: they take the place of mlx-lm's after a model was split.
+
+mlx-lm's own sum with a collective nothing checks. Each of these registers where it stands with a `Reducer` and sums
+through it (A6). Parameters keep their names; a layer keeps its state and changes its class, since what it computes
+before the sum stays as it is. Does not know how weights are split or read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
+from mlx_lm.models.minimax import ShardedRMSNorm
+
+from phalanx.dist.reduce import Reducer
+from phalanx.model.loading.recipes import ENDS_IN_SUM, RECIPES
+from phalanx.model.modules import class_key, descend
+
+Sum = Callable[[mx.array], mx.array]
+"""Adds up [..., width] over the ranks."""
+
+
+class SummedLinear(nn.Linear):  # type: ignore[misc]
+    """A linear layer of which each rank has some of the inputs; the bias is added to the sum."""
+
+    all_sum: Sum
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.all_sum(x @ self["weight"].T)
+        return y + self["bias"] if "bias" in self else y
+
+
+class SummedQuantizedLinear(nn.QuantizedLinear):  # type: ignore[misc]
+    """`SummedLinear` with a quantised matrix."""
+
+    all_sum: Sum
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.all_sum(
+            mx.quantized_matmul(
+                x,
+                self["weight"],
+                scales=self["scales"],
+                biases=self.get("biases"),
+                transpose=True,
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
+            )
+        )
+        return y + self["bias"] if "bias" in self else y
+
+
+class SummedRMSNorm(nn.RMSNorm):  # type: ignore[misc]
+    """RMSNorm of a vector of which each rank has a part of equal size; computed in float32."""
+
+    all_sum: Sum
+    ranks: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        wide = x.astype(mx.float32)
+        squares = self.all_sum(wide.square().sum(axis=-1, keepdims=True))
+        scale = mx.rsqrt(squares / (x.shape[-1] * self.ranks) + self.eps)
+        normed: mx.array = (wide * scale * self["weight"]).astype(mx.result_type(x, self["weight"]))
+        return normed
+
+
+def _summed(cls: type[Module]) -> type[Module]:
+    """A block of mlx-lm's whose output is the sum over ranks of what the block computes."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        total: mx.array = self.all_sum(cls.__call__(self, *args, **kwargs))
+        return total
+
+    return type(f"Summed{cls.__name__}", (cls,), {"__call__": call, "__module__": cls.__module__})
+
+
+def take_over(model: Module, reducer: Reducer) -> tuple[int, list[str]]:
+    """Let every sum over ranks in a split model go through `reducer`, as far as its classes are known.
+
+    Returns:
+        How many places sum through the reducer, and the classes of blocks that still sum by themselves.
+    """
+    before = len(reducer.sites)
+    left = []
+    norms = _split_norms(model)
+    for path, module in reversed(model.named_modules()):  # which go from the last layer to the first
+        if path in norms or isinstance(module, ShardedRMSNorm):
+            _become(module, SummedRMSNorm, reducer, path, 1)
+            module.ranks = reducer.size
+        elif isinstance(module, ShardedToAllLinear):
+            _become(module, SummedLinear, reducer, path, module["weight"].shape[0])
+        elif isinstance(module, QuantizedShardedToAllLinear):
+            _become(module, SummedQuantizedLinear, reducer, path, module["weight"].shape[0])
+        elif isinstance(module, AllToShardedLinear):
+            _become(module, nn.Linear)
+        elif isinstance(module, QuantizedAllToShardedLinear):
+            _become(module, nn.QuantizedLinear)
+        elif getattr(module, "sharding_group", None) is not None:
+            if last := _last_projection(module):
+                _become(module, _summed(type(module)), reducer, path, last["weight"].shape[-2])
+                module.sharding_group = None
+            else:
+                left.append(".".join(class_key(module)))
+    return len(reducer.sites) - before, left
+
+
+def _become(module: Module, cls: type[Module], reducer: Reducer | None = None, path: str = "", width: int = 0) -> None:
+    vars(module).pop("group", None)
+    module.__class__ = cls
+    if reducer is not None:
+        module.all_sum = partial(reducer.all_sum, site=reducer.site(path, width))
+
+
+def _last_projection(module: Module) -> Module | None:
+    """Where a block's partial output comes from, if the sum over ranks is the last thing it does."""
+    file, cls = class_key(module)
+    paths = [path for block in RECIPES.get(file, ()) if block.cls == cls and block.summed for path in block.row]
+    paths += [ENDS_IN_SUM[file, cls]] if (file, cls) in ENDS_IN_SUM else []
+    return next((found for path in paths for found in descend(module, path)), None)
+
+
+def _split_norms(model: Module) -> set[str]:
+    """Paths of the norms over split vectors that our own recipes name."""
+    paths = set()
+    for path, module in model.named_modules():
+        key = class_key(module)
+        for block in RECIPES.get(key[0], ()):
+            if block.cls == key[1]:
+                paths |= {f"{path}.{name}" for name in block.norms if name in module}
+    return paths

@@ -1,0 +1,87 @@
+"""An engine that somebody else starts and restarts: `mpirun`, `mlx.launch`, a job scheduler.
+
+The server waits at a Unix socket for a leader. When it goes, unfinished requests wait for the next one and are resumed
+on it. Does not know processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from phalanx.errors import ConfigError, EngineUnavailable
+from phalanx.supervision.engine_connection import EngineConnection, Streams
+from phalanx.types import Shutdown
+
+CLOSE_S = 5.0
+
+
+class AttachedEngine(EngineConnection):
+    """Whoever connects to `path`, one at a time."""
+
+    def __init__(self, path: Path, *, stall_s: float) -> None:
+        super().__init__(stall_s=stall_s)
+        self._path = path
+        self._listener: asyncio.Server | None = None
+        self._current: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the path is taken or cannot be made.
+        """
+        if self._path.is_socket():
+            self._path.unlink()  # of a server that was killed; a live one would hold its HTTP port
+        try:
+            self._listener = await asyncio.start_unix_server(self._accept, self._path)
+        except OSError as error:
+            raise ConfigError(
+                f"--attach {self._path}: {error.strerror or error}.", remedy="Name a new file."
+            ) from error
+        self._path.chmod(0o600)
+        reason = f"waiting for `phalanx rank --socket {self._path}`"
+        self._state = replace(self._state, reason=reason)
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        current = self._current
+        if current is not None and not current.done():
+            with contextlib.suppress(EngineUnavailable):
+                self._write(Shutdown())
+            await asyncio.wait([current], timeout=CLOSE_S)
+            current.cancel()
+            await asyncio.gather(current, return_exceptions=True)
+        self._path.unlink(missing_ok=True)
+        self._fail_pings("closed")
+        self._state = replace(self._state, phase="stopped", reason="closed")
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._current is not None and not self._current.done():
+            writer.close()  # one leader at a time
+        else:
+            self._current = asyncio.create_task(self._serve((reader, writer)), name="attached engine")
+
+    async def _serve(self, streams: Streams) -> None:
+        self._failure = None
+        self._last_sign = time.monotonic()
+        talk = asyncio.create_task(self._converse(streams))
+        watch = asyncio.create_task(self._until_stuck())
+        try:
+            await asyncio.wait([talk, watch], return_when=asyncio.FIRST_COMPLETED)
+            stuck = watch.result() if watch.done() else ""
+        finally:
+            for task in (talk, watch):
+                task.cancel()
+            await asyncio.gather(talk, watch, return_exceptions=True)
+            await self._hang_up()
+        if self._listener is not None and self._listener.is_serving():
+            reason = f"the engine {stuck}" if stuck else "the engine disconnected"
+            if self._failure is not None:
+                reason = self._failure.message
+            self._down("restarting", reason, None)

@@ -1,0 +1,384 @@
+"""The seam between the server process and the engine, and the fake that ships with it.
+
+`EngineClient` is what the server sees of an engine: messages go in, events come out on the event loop's thread, and
+a state says how it is doing. `supervision/process.py` implements it over a child process; `FakeEngine` inside this one.
+Does not know HTTP, text, processes or MLX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from phalanx.errors import EngineUnavailable, ExitCode
+from phalanx.types import (
+    Batch,
+    Cancel,
+    EngineStats,
+    Finish,
+    Finished,
+    FinishReason,
+    ModelInfo,
+    PromptScored,
+    ResetPrefixCache,
+    SequenceRequest,
+    Submit,
+    Timing,
+    ToEngine,
+    TokenLogprobs,
+    Tokens,
+)
+
+Phase = Literal["starting", "loading", "ready", "restarting", "failed", "stopped"]
+
+
+class Progress(Struct, frozen=True):
+    """How far loading is: `done` of `total` bytes of the named phase."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class EngineState(Struct, frozen=True, kw_only=True):
+    """A snapshot of the engine's life."""
+
+    phase: Phase = "starting"
+    reason: str = ""  # why it is not ready; empty when it is
+    down_since: float | None = None  # seconds since the epoch, while it is not ready
+    restarts: int = 0
+    progress: Progress | None = None  # while starting, loading or restarting
+    last_pong_age_s: float | None = None  # since the engine's own loop last answered; None before the first answer
+    exit_code: ExitCode | None = None  # with "failed": what the server process should exit with
+
+
+class EngineListener(Protocol):
+    """Who wants to know. All methods are called on the event loop's thread and must not block."""
+
+    def on_batch(self, batch: Batch) -> None:
+        """All sequence events of one step, in commit order."""
+
+    def on_ready(self, info: ModelInfo) -> None:
+        """The engine serves from now on and knows no sequence: after a restart, submit again."""
+
+    def on_down(self, reason: str, will_restart: bool) -> None:
+        """The engine is gone and has forgotten every sequence."""
+
+
+class EngineClient(ABC):
+    """One engine, as the server sees it."""
+
+    def __init__(self) -> None:
+        self._listeners: list[EngineListener] = []
+
+    @property
+    @abstractmethod
+    def info(self) -> ModelInfo | None:
+        """The loaded model; None until the engine was ready once."""
+
+    @property
+    @abstractmethod
+    def state(self) -> EngineState:
+        """A snapshot, cheap enough to take per request."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start the engine. May return before it is ready; `on_ready` or `on_down` tells.
+
+        Raises:
+            PhalanxError: it cannot be started, and starting it again would not help.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the engine; afterwards the state is "stopped". Safe to call twice and before `start`."""
+
+    @abstractmethod
+    def send(self, message: ToEngine) -> None:
+        """Hand over a message; never blocks.
+
+        Raises:
+            EngineUnavailable: the engine is not ready; the message says why.
+        """
+
+    @abstractmethod
+    async def ping(self) -> EngineStats:
+        """Counters, answered by the engine's own loop, so that an answer means progress.
+
+        Raises:
+            EngineUnavailable: the engine is not ready, or went down before it answered.
+        """
+
+    def subscribe(self, listener: EngineListener) -> None:
+        """Tell `listener` from now on, after those that subscribed before it."""
+        self._listeners.append(listener)
+
+    def emit_batch(self, batch: Batch) -> None:
+        """For implementations: pass a batch on."""
+        for listener in self._listeners:
+            listener.on_batch(batch)
+
+    def emit_ready(self, info: ModelInfo) -> None:
+        """For implementations: say that the engine serves. `state` must be "ready" already: listeners submit."""
+        for listener in self._listeners:
+            listener.on_ready(info)
+
+    def emit_down(self, reason: str, *, will_restart: bool) -> None:
+        """For implementations: say that the engine is gone. `state` must not be "ready" any more."""
+        for listener in self._listeners:
+            listener.on_down(reason, will_restart)
+
+
+# The fake ---------------------------------------------------------------------------------------------------------
+
+Script = Callable[[SequenceRequest, int], int]
+"""(request, number of output tokens so far) -> the next token; a pure function, so that a resume continues it."""
+
+FAKE_INFO = ModelInfo(
+    model_type="fake",
+    max_model_len=512,
+    vocab_size=256,
+    dtype="float32",
+    quantization="none",
+    rolls_back=True,
+    caches="none",
+    weights_bytes=0,
+    kv_bytes_per_token=1,
+    kv_budget_bytes=1 << 20,
+    prefix_budget_bytes=0,
+    load_s=0.0,
+)
+
+
+def hashed(vocab_size: int) -> Script:
+    """Tokens from a hash of (prompt, seed and choice unless greedy, position); never one of the stop ids."""
+
+    def draw(request: SequenceRequest, position: int) -> int:
+        sampling = request.sampling
+        key = (sampling.seed, sampling.choice) if sampling.temperature > 0 else ()
+        digest = hashlib.sha256(repr((request.prompt, key, position)).encode()).digest()
+        token = int.from_bytes(digest[:8], "little") % vocab_size
+        while token in request.stop.stop_ids:
+            token = (token + 1) % vocab_size
+        return token
+
+    return draw
+
+
+def replying(tokens: Sequence[int]) -> Script:
+    """Always answers `tokens`, again and again (end it with a stop id to end the sequence)."""
+    return lambda request, position: tokens[position % len(tokens)]
+
+
+class _Row:
+    """A sequence inside the fake."""
+
+    def __init__(self, request: SequenceRequest, now: float) -> None:
+        self.request = request
+        self.produced = len(request.committed)
+        self.scored = request.prompt_logprobs is None
+        self.arrived = now
+        self.scheduled: float | None = None
+        self.first: float | None = None
+
+
+class FakeEngine(EngineClient):
+    """Deterministic engine inside this event loop: one token per running row and step.
+
+    With `manual=True` nothing moves until `step()` is called, so that a test decides what happens when. `crash()` and
+    `recover()` play the death and the return of the engine process; `hang()` keeps it alive but not answering.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo = FAKE_INFO,
+        *,
+        script: Script | None = None,
+        max_num_seqs: int = 16,
+        step_s: float = 0.0,
+        manual: bool = False,
+        autostart: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self.received: list[ToEngine] = []  # every message, for assertions
+        self._info = info
+        self._script = script or hashed(info.vocab_size)
+        self._max_num_seqs = max_num_seqs
+        self._step_s = step_s
+        self._manual = manual
+        self._autostart = autostart
+        self._clock = clock
+        self._state = EngineState()
+        self._ready_once = False
+        self._rows: dict[str, _Row] = {}  # insertion order is arrival order
+        self._outbox: list[Tokens | PromptScored | Finished] = []  # leaves with the next step
+        self._work = asyncio.Event()
+        self._answering = asyncio.Event()
+        self._loop_task: asyncio.Task[None] | None = None
+        self._stats = EngineStats()
+        self._pong_at: float | None = None
+
+    @property
+    def info(self) -> ModelInfo | None:
+        return self._info if self._ready_once else None
+
+    @property
+    def state(self) -> EngineState:
+        age = None if self._pong_at is None else self._clock() - self._pong_at
+        return replace(self._state, last_pong_age_s=age)
+
+    async def start(self) -> None:
+        self._answering.set()
+        if not self._manual:
+            self._loop_task = asyncio.create_task(self._run())
+        if self._autostart:
+            self.become_ready()
+
+    async def close(self) -> None:
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            await asyncio.gather(self._loop_task, return_exceptions=True)
+            self._loop_task = None
+        self._rows.clear()
+        self._state = replace(self._state, phase="stopped", reason="closed")
+
+    def send(self, message: ToEngine) -> None:
+        self._require_ready()
+        self.received.append(message)
+        match message:
+            case Submit(request):
+                self._rows[request.id] = _Row(request, self._clock())
+                self._work.set()
+            case Cancel(id):
+                self._rows.pop(id, None)
+            case Finish(id, n_tokens):
+                row = self._rows.pop(id, None)
+                if row is not None:
+                    self._outbox.append(self._finished(row, "stop", min(n_tokens, row.produced)))
+                    self._work.set()
+            case ResetPrefixCache():
+                pass  # the fake keeps no prefixes
+            case _:
+                raise ValueError(f"the fake engine does not know {type(message).__name__}")
+
+    async def ping(self) -> EngineStats:
+        self._require_ready()
+        await self._answering.wait()
+        self._require_ready()
+        self._pong_at = self._clock()
+        running = min(len(self._rows), self._max_num_seqs)
+        return replace(self._stats, running=running, waiting=len(self._rows) - running)
+
+    # What only the fake can do ---------------------------------------------------------------------------------
+
+    def become_ready(self) -> None:
+        """Loading is over."""
+        self._state = replace(self._state, phase="ready", reason="", down_since=None, progress=None)
+        self._ready_once = True
+        self._pong_at = self._clock()
+        self.emit_ready(self._info)
+
+    def down_since(self, at: float) -> None:
+        """Be down since a time."""
+        self._state = replace(self._state, down_since=at)
+
+    def loading(self, done: int, total: int) -> None:
+        """Report progress."""
+        self._state = replace(self._state, phase="loading", reason="loading", progress=Progress("weights", done, total))
+
+    def crash(self, reason: str = "killed by signal 9", *, will_restart: bool = True) -> None:
+        """Die: everything is forgotten."""
+        self._rows.clear()
+        self._outbox.clear()
+        self._stats = EngineStats()
+        self._state = replace(
+            self._state,
+            phase="restarting" if will_restart else "failed",
+            reason=reason,
+            exit_code=None if will_restart else ExitCode.CRASH,
+        )
+        self.emit_down(reason, will_restart=will_restart)
+
+    def recover(self) -> None:
+        """Come back after `crash`."""
+        self._state = replace(self._state, restarts=self._state.restarts + 1)
+        self.become_ready()
+
+    def hang(self) -> None:
+        """Stop answering pings."""
+        self._answering.clear()
+
+    def step(self) -> None:
+        """One token for each of the oldest `max_num_seqs` sequences."""
+        events, self._outbox = self._outbox, []
+        now = self._clock()
+        for row in [row for row in self._rows.values() if self._expired(row, now)]:
+            del self._rows[row.request.id]
+            events.append(self._finished(row, "timeout", row.produced))
+        for row in list(self._rows.values())[: self._max_num_seqs]:
+            events += self._advance(row, now)
+        self._emit(events)
+
+    async def _run(self) -> None:
+        while True:
+            await self._work.wait()
+            if self._rows or self._outbox:
+                self.step()
+                await asyncio.sleep(self._step_s)
+            else:
+                self._work.clear()
+
+    def _advance(self, row: _Row, now: float) -> list[Tokens | PromptScored | Finished]:
+        request = row.request
+        events: list[Tokens | PromptScored | Finished] = []
+        row.scheduled = now if row.scheduled is None else row.scheduled
+        row.first = now if row.first is None else row.first
+        if not row.scored and request.prompt_logprobs is not None:
+            row.scored = True
+            scores = [self._logprobs(token, request.prompt_logprobs) for token in request.prompt[1:]]
+            events.append(PromptScored(request.id, [None, *scores]))
+        token = self._script(request, row.produced)
+        wanted = request.sampling.logprobs
+        scored = None if wanted is None else [self._logprobs(token, wanted)]
+        events.append(Tokens(request.id, row.produced, [token], scored))
+        row.produced += 1
+        self._stats = replace(self._stats, generated_tokens=self._stats.generated_tokens + 1)
+        if token in request.stop.stop_ids:
+            events.append(self._finished(row, "stop", row.produced, stop_id=token))
+        elif row.produced >= request.stop.max_tokens:
+            events.append(self._finished(row, "length", row.produced))
+        if isinstance(events[-1], Finished):
+            del self._rows[request.id]
+        return events
+
+    def _logprobs(self, token: int, top: int) -> TokenLogprobs:
+        others = [(token + i) % self._info.vocab_size for i in range(top)]
+        return TokenLogprobs(token, -0.5, 0, [(other, -0.5 * (i + 1)) for i, other in enumerate(others)])
+
+    def _expired(self, row: _Row, now: float) -> bool:
+        limit = row.request.timeout_s
+        return limit is not None and now - row.arrived >= limit
+
+    def _finished(self, row: _Row, reason: FinishReason, n_tokens: int, stop_id: int | None = None) -> Finished:
+        now = self._clock()
+        scheduled = now if row.scheduled is None else row.scheduled
+        first = now if row.first is None else row.first
+        timing = Timing(queue_s=scheduled - row.arrived, prefill_s=first - scheduled, decode_s=now - first)
+        return Finished(row.request.id, reason, n_tokens, 0, timing, "", stop_id)
+
+    def _emit(self, events: list[Tokens | PromptScored | Finished]) -> None:
+        if events:
+            self._stats = replace(self._stats, step=self._stats.step + 1)
+            self.emit_batch(Batch(self._stats.step, events))
+
+    def _require_ready(self) -> None:
+        if self._state.phase != "ready":
+            raise EngineUnavailable(f"The engine is {self._state.phase}: {self._state.reason or 'not ready yet'}.")

@@ -1,0 +1,143 @@
+"""The server's end of the line to a leader: messages, states, pings. An `EngineClient` but for who starts the engine.
+
+`process.py` starts and restarts the ranks itself; `attach.py` waits for ranks that somebody else starts. Does not know
+processes or requests. Runs on one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from msgspec.structs import replace
+
+from phalanx.dist.frames import read_frame
+from phalanx.errors import EngineUnavailable, ExitCode
+from phalanx.supervision.client import EngineClient, EngineState, Progress
+from phalanx.supervision.wire import server_codec
+from phalanx.types import Batch, EngineStats, Failed, FromEngine, Loading, ModelInfo, Ping, Pong, Ready, ToEngine
+
+PING_PERIOD_S = 1.0
+LOAD_STALL_S = 600.0  # a load that reports nothing for this long is stuck
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class EngineConnection(EngineClient):
+    """One leader at a time.
+
+    Args:
+        stall_s: seconds without an answer from the engine's loop after which it counts as stuck.
+    """
+
+    def __init__(self, *, stall_s: float) -> None:
+        super().__init__()
+        self._stall_s = stall_s
+        self._codec = server_codec()
+        self._state = EngineState(down_since=time.time())
+        self._info: ModelInfo | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._pings: dict[int, asyncio.Future[EngineStats]] = {}
+        self._nonce = 0
+        self._last_sign = 0.0  # monotonic time of the last message or answer
+        self._failure: Failed | None = None
+
+    @property
+    def info(self) -> ModelInfo | None:
+        return self._info
+
+    @property
+    def state(self) -> EngineState:
+        age = time.monotonic() - self._last_sign if self._state.phase == "ready" else None
+        return replace(self._state, last_pong_age_s=age)
+
+    def send(self, message: ToEngine) -> None:
+        if self._state.phase != "ready":
+            raise EngineUnavailable(f"The engine is {self._state.phase}: {self._state.reason or 'not ready yet'}.")
+        self._write(message)
+
+    async def ping(self) -> EngineStats:
+        self._nonce += 1
+        nonce = self._nonce
+        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self.send(Ping(nonce))
+        self._pings[nonce] = future
+        try:
+            return await future
+        finally:
+            self._pings.pop(nonce, None)
+
+    async def _converse(self, streams: Streams) -> None:
+        """Take a leader's messages until it closes its end."""
+        reader, self._writer = streams
+        while (payload := await read_frame(reader)) is not None:
+            self._last_sign = time.monotonic()
+            self._handle(self._codec.decode(payload))
+
+    async def _hang_up(self) -> None:
+        """End the line for good; what has not been sent has nobody left to read it."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Batch():
+                self.emit_batch(message)
+            case Pong():
+                future = self._pings.pop(message.nonce, None)
+                if future is not None and not future.done():
+                    future.set_result(message.stats)
+            case Loading():
+                phase = "loading" if self._info is None else "restarting"
+                progress = Progress(message.phase, message.done, message.total)
+                reason = self._state.reason if phase == "restarting" else "loading the model"
+                self._state = replace(self._state, phase=phase, reason=reason, progress=progress)
+            case Ready():
+                self._info = message.info
+                self._state = replace(self._state, phase="ready", reason="", down_since=None, progress=None)
+                self.emit_ready(message.info)
+            case Failed():
+                self._failure = message
+
+    async def _until_stuck(self) -> str:
+        """Ask for a sign of life every second; returns, in words, when none comes."""
+        while True:
+            await asyncio.sleep(PING_PERIOD_S)
+            ready = self._state.phase == "ready"
+            limit = self._stall_s if ready else LOAD_STALL_S
+            silent = time.monotonic() - self._last_sign
+            if silent > limit:
+                return f"did not {'answer' if ready else 'report progress while loading'} for {silent:.0f} s"
+            if ready and not self._pings:
+                asyncio.create_task(self._quiet_ping(), name="engine ping")  # noqa: RUF006
+
+    async def _quiet_ping(self) -> None:
+        with contextlib.suppress(EngineUnavailable):
+            await self.ping()
+
+    def _write(self, message: ToEngine) -> None:
+        if self._writer is None or self._writer.is_closing():
+            raise EngineUnavailable("The engine's connection is closed.")
+        self._writer.write(self._codec.encode(message))
+
+    def _down(self, phase: str, reason: str, code: ExitCode | None) -> None:
+        """Tell everybody that the engine is gone."""
+        self._state = EngineState(
+            phase="restarting" if phase == "restarting" else "failed",
+            reason=reason,
+            down_since=self._state.down_since or time.time(),
+            restarts=self._state.restarts + (phase == "restarting"),
+            exit_code=code,
+        )
+        self._fail_pings(reason)
+        self.emit_down(reason, will_restart=phase == "restarting")
+
+    def _fail_pings(self, reason: str) -> None:
+        for future in self._pings.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(f"The engine went down: {reason}."))
+        self._pings.clear()

@@ -1,0 +1,311 @@
+"""Groups on loopback for tests of the control channel: in threads, or as small processes that can die."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from phalanx.dist.channel import Identity, LeaderChannel, Limits, OnFailure, PeerFailure, WorkerChannel
+from phalanx.dist.frames import receive_frame
+from phalanx.dist.handshake import prove
+from phalanx.dist.peers import PROTOCOL, Challenge, Hello, Message, Proof, decode, encode
+from phalanx.errors import ExitCode
+
+SECRET = b"the secret of this test's group"
+WAIT_S = 60.0  # for what will happen; only a failing test waits so long
+FAST = Limits(
+    hello_s=WAIT_S, stranger_s=0.3, silence_s=WAIT_S, loading_silence_s=WAIT_S, beat_s=0.05, stall_grace_s=WAIT_S
+)
+"""Beats are fast. A busy machine is slow to beat, so limits are short only where a test is about them."""
+STRICT = msgspec.structs.replace(FAST, silence_s=1.0)
+
+
+def identity(rank: int, **changes: Any) -> Identity:
+    me = Identity(
+        rank=rank, pid=os.getpid(), host=f"host{rank}", version="1", mlx="1", mlx_lm="1", python="3", device="cpu"
+    )
+    return msgspec.structs.replace(me, **changes)
+
+
+class Recorder:
+    """An `on_failure` that ends only the watchdog's thread."""
+
+    def __init__(self) -> None:
+        self._failures: queue.SimpleQueue[PeerFailure] = queue.SimpleQueue()
+
+    def __call__(self, failure: PeerFailure) -> None:
+        self._failures.put(failure)
+
+    def failure(self) -> PeerFailure:
+        return self._failures.get(timeout=WAIT_S)
+
+    @property
+    def quiet(self) -> bool:
+        return self._failures.empty()
+
+
+def listen(port: int = 0) -> tuple[socket.socket, tuple[str, int]]:
+    listener = socket.create_server(("127.0.0.1", port), backlog=128)
+    return listener, ("127.0.0.1", listener.getsockname()[1])
+
+
+def connect(
+    address: tuple[str, int],
+    rank: int = 1,
+    size: int = 2,
+    *,
+    secret: bytes = SECRET,
+    limits: Limits = FAST,
+    recorder: Recorder | None = None,
+    **changes: Any,
+) -> WorkerChannel:
+    """A worker whose failure does not end the test's process."""
+    me = identity(rank, host=f"host{rank}", **changes)
+    return WorkerChannel.connect(address, size, secret, me, limits, recorder or Recorder())
+
+
+class Group:
+    """Ranks in threads of this process."""
+
+    def __init__(self, size: int, limits: Limits = FAST) -> None:
+        self.recorders = [Recorder() for _ in range(size)]
+        listener, address = listen()
+        self.leader = LeaderChannel(listener, size, SECRET, identity(0), limits, self.recorders[0])
+        with ThreadPoolExecutor(size) as pool:
+            joining = [
+                pool.submit(connect, address, rank, size, limits=limits, recorder=self.recorders[rank])
+                for rank in range(1, size)
+            ]
+            self.ranks = self.leader.gather()
+            self.workers = [worker.result(WAIT_S) for worker in joining]
+        for channel in self.channels:
+            channel.serving()
+
+    @property
+    def channels(self) -> list[LeaderChannel | WorkerChannel]:
+        return [self.leader, *self.workers]
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close("the test is over")
+
+
+@contextmanager
+def group(size: int, limits: Limits = FAST) -> Iterator[Group]:
+    ranks = Group(size, limits)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+class Gatherer:
+    """A leader that gathers in a thread of its own."""
+
+    def __init__(self, size: int, limits: Limits = FAST, *, port: int = 0, **changes: Any) -> None:
+        listener, self.address = listen(port)
+        self.recorder = Recorder()
+        self.joined: list[WorkerChannel] = []
+        self.channel = LeaderChannel(listener, size, SECRET, identity(0, **changes), limits, self.recorder)
+        self._pool = ThreadPoolExecutor(1)
+        self.gathered = self._pool.submit(self.channel.gather)
+
+    def close(self) -> None:
+        if self.gathered.exception(WAIT_S) is None:
+            self.channel.close("the test is over")
+        for worker in self.joined:
+            worker.close("the test is over")
+        self._pool.shutdown()
+
+
+class RawPeer:
+    """A connection spoken by hand: only as much of a rank as the test wants."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.socket.settimeout(WAIT_S)
+
+    @classmethod
+    def to(cls, address: tuple[str, int]) -> RawPeer:
+        return cls(socket.create_connection(address))
+
+    @classmethod
+    def of(cls, listener: socket.socket) -> RawPeer:
+        accepted, _ = listener.accept()
+        listener.close()
+        return cls(accepted)
+
+    def say(self, message: Message) -> None:
+        self.socket.sendall(encode(message))
+
+    def hear(self) -> Message | None:
+        payload = receive_frame(self.socket)
+        return None if payload is None else decode(payload)
+
+    def prove(self, secret: bytes = SECRET) -> Message | None:
+        challenge, nonce = self.hear(), bytes(32)
+        assert isinstance(challenge, Challenge)
+        self.say(Proof(nonce, prove(secret, "worker", challenge.nonce, nonce)))
+        return self.hear()
+
+    def lead(self) -> None:
+        """The leader's part, up to the worker's Hello."""
+        nonce = bytes(32)
+        self.say(Challenge(nonce))
+        proof = self.hear()
+        assert isinstance(proof, Proof)
+        self.say(Proof(b"", prove(SECRET, "leader", nonce, proof.nonce)))
+        assert isinstance(self.hear(), Hello)
+
+    def join(self, rank: int, size: int = 2, **changes: Any) -> None:
+        assert isinstance(self.prove(), Proof)
+        self.say(Hello(identity(rank, **changes), PROTOCOL, size))
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+# Processes -------------------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, str]:
+    """For a process that imports this module."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
+
+
+def breaks(failure: PeerFailure) -> None:
+    """An `on_failure` with an error in it."""
+    raise ZeroDivisionError(str(failure))
+
+
+def stop_in_turn(channel: Any) -> None:
+    """The process stops when its watchdog, which has looked at the clock, is about to read."""
+    watchdog = channel._watchdog
+    read = watchdog._read
+
+    def stop_first(peer: Any) -> None:
+        watchdog._read = read
+        os.kill(os.getpid(), signal.SIGSTOP)
+        read(peer)
+
+    watchdog._read = stop_first
+
+
+def rank_main(
+    rank: int, size: int, listener: int, port: int, limits: dict[str, float], on_failure: OnFailure | None = None
+) -> None:
+    """A rank process: obeys lines on stdin, e.g. `enter 42 0.5`, and answers each on stdout.
+
+    Args:
+        listener: file descriptor of the leader's listening socket.
+    """
+    me = identity(rank)
+    settings = msgspec.convert(limits, Limits)
+    channel: Any
+    if rank == 0:
+        channel = LeaderChannel(socket.socket(fileno=listener), size, SECRET, me, settings, on_failure)
+        channel.gather()
+    else:
+        channel = WorkerChannel.connect(("127.0.0.1", port), size, SECRET, me, settings, on_failure)
+    channel.serving()
+    verbs: dict[str, Callable[..., Any]] = {
+        "enter": channel.enter,
+        "leave": channel.leave,
+        "close": lambda: channel.close("done"),
+        "fail": lambda code, cause: channel.fail(ExitCode(code), cause.replace("_", " ")),
+        "turns": lambda: channel.turns,
+        "receive": lambda: channel.receive(),
+        "broadcast": lambda text: channel.broadcast(text.encode()),
+        "stop_in_turn": lambda: stop_in_turn(channel),
+    }
+    print("ready", flush=True)
+    for line in sys.stdin:
+        verb, *arguments = line.split()
+        print(verbs[verb](*map(json.loads, arguments)), flush=True)
+        if verb == "close":
+            return
+
+
+class Processes:
+    """Ranks as processes; `limits` for all, `own` for single ones. `callback` names an `on_failure` of this module."""
+
+    def __init__(
+        self, size: int, limits: Limits = FAST, own: dict[int, Limits] | None = None, callback: str = "None"
+    ) -> None:
+        self._callback = callback
+        self._pool = ThreadPoolExecutor(size)
+        own = own or {}
+        listener, (_, self._port) = listen()
+        with listener:
+            self.processes = [self._start(rank, size, listener, own.get(rank, limits)) for rank in range(size)]
+        for rank in range(size):
+            assert self._line(rank) == "ready", self.end(rank)
+
+    def _start(self, rank: int, size: int, listener: socket.socket, limits: Limits) -> subprocess.Popen[str]:
+        where = f"{listener.fileno()}, {self._port}"
+        arguments = f"{rank}, {size}, {where}, {msgspec.to_builtins(limits)}, {self._callback}"
+        return subprocess.Popen(
+            [sys.executable, "-c", f"from support.channels import *; rank_main({arguments})"],
+            env=environment(),
+            pass_fds=[listener.fileno()] if rank == 0 else [],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def pid(self, rank: int) -> int:
+        return self.processes[rank].pid
+
+    def _line(self, rank: int) -> str:
+        stream = self.processes[rank].stdout
+        assert stream is not None
+        return self._pool.submit(stream.readline).result(WAIT_S).strip()
+
+    def tell(self, rank: int, line: str) -> None:
+        """A command that may not come back."""
+        stream = self.processes[rank].stdin
+        assert stream is not None
+        stream.write(line + "\n")
+        stream.flush()
+
+    def ask(self, rank: int, line: str) -> str:
+        self.tell(rank, line)
+        return self._line(rank)
+
+    def send_signal(self, rank: int, number: signal.Signals) -> None:
+        self.processes[rank].send_signal(number)
+
+    def end(self, rank: int) -> tuple[int, str]:
+        """Exit status and the line on stderr, once the process has ended by itself."""
+        process = self.processes[rank]
+        status = process.wait(WAIT_S)
+        assert process.stderr is not None
+        return status, process.stderr.read()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()  # ends stopped ones as well
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        self._pool.shutdown()
+
+
+def names(text: str) -> list[int]:
+    """The ranks that a text names."""
+    return [int(number) for number in re.findall(r"rank (\d+) \(", text)]

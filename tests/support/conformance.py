@@ -1,0 +1,67 @@
+"""One conformance run: a family's tiny model, driven at random on ragged rows, against mlx-lm's caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import load_model
+from support.models import make_model
+from support.ragged import Driver, make_prompts, stock_greedy
+
+from phalanx.model import registry
+from phalanx.model.cache.layout import CacheFacts
+from phalanx.model.runner import Runner
+
+TIE = 1e-4
+"""Logits this close count as equal: about 100 times what fp32 rounding differs by between one row and several."""
+
+
+@dataclass
+class Outcome:
+    """What a run found."""
+
+    facts: CacheFacts | None = None
+    distinct: int = 0  # fewest different tokens in a reference row
+    wrong: list[int] = field(default_factory=list)  # prompts whose output differs
+    events: dict[str, int] = field(default_factory=dict)
+    left: int = 0  # bytes still held after the last row
+
+
+def conform(
+    family: str,
+    folder: Path,
+    *,
+    prompts: int,
+    longest: int,
+    tokens: int,
+    seed: int = 0,
+    runner_class: type[Runner] = Runner,
+    quantize: Mapping[str, Any] | None = None,
+    dtype: mx.Dtype = mx.float32,
+) -> Outcome:
+    """Build, inspect, probe and drive a model.
+
+    Raises:
+        ModelUnsupported: the registry refuses it.
+    """
+    path = make_model(family, folder / "model", quantize=quantize, dtype=dtype)
+    model, config = load_model(path)
+    runner = runner_class(model, registry.inspect(model, config), dtype)
+    if runner_class is Runner:
+        registry.probe(runner, model)
+    wanted = make_prompts(prompts, longest, seed)
+    references = stock_greedy(model, wanted, tokens, tie=TIE)
+    driver = Driver(runner, wanted, references, seed)
+    outputs = driver.run()
+    pairs = enumerate(zip(outputs, references, strict=True))
+    return Outcome(
+        facts=runner.facts,
+        distinct=min(len(set(row)) for row in references),
+        wrong=[i for i, (ours, theirs) in pairs if ours != theirs[: len(ours)]],
+        events=driver.counts,
+        left=runner.kv_bytes + runner.prefix_bytes,
+    )

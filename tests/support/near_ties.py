@@ -1,0 +1,137 @@
+"""DESIGN section 10's rule for 16 bits: where greedy tokens may differ from those of float32, and how often.
+
+Of two likely tokens rounding may choose either. So what was said is forced on mlx-lm's own model in float32 and again
+in 16 bits, in a process that has none of our code in it: the most by which any of their logits differ on that text is
+what rounding does to this model. A token that is not float32's likeliest is a flip. It is allowed where it is behind by
+at most FACTOR times that, and flips must be rare; each token after a flip is judged by what was really said before it.
+
+Rare is FLIPS of all tokens. In bfloat16 that is more than 8 bits can hold: mlx-lm itself flips 2 to 17 % on random
+models, 5 % on the demo model. So twice as many as mlx-lm flips in the same 16 bits on the text are allowed.
+
+As a script: `python tests/support/near_ties.py JOBS.json OUT.json`, where JOBS is a list of `{"model": directory,
+"dtype": name, "prompt": [ids], "tokens": [ids]}` and OUT becomes a list of what `Forced` has.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FACTOR = 4.0
+FLIPS = 0.01
+"""The most of all tokens that may be flips."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """One answer on mlx-lm's model.
+
+    Args:
+        behind: by how much the logit of each token that was said is behind the likeliest one's in float32; 0 where it
+            is that itself.
+        rounding: the largest difference that 16 bits make to any logit of the whole text.
+        flips: how often 16 bits have another likeliest token than float32.
+    """
+
+    behind: Sequence[float]
+    rounding: float
+    flips: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many tokens were judged, how many are flips, how many mlx-lm itself flips, and flips that rounding does not
+    explain: (place, gap, limit)."""
+
+    tokens: int
+    flips: int
+    theirs: int
+    unexplained: list[tuple[int, float, float]]
+
+    @property
+    def right(self) -> bool:
+        return not self.unexplained and self.flips <= max(FLIPS * self.tokens, 2 * self.theirs)
+
+
+def judge(answers: Sequence[Forced]) -> Verdict:
+    """The rule, over all tokens of some answers; places count through them."""
+    pairs = [(gap, FACTOR * answer.rounding) for answer in answers for gap in answer.behind]
+    flips = [(i, gap, limit) for i, (gap, limit) in enumerate(pairs) if gap != 0]
+    unexplained = [flip for flip in flips if not flip[1] <= flip[2]]
+    return Verdict(len(pairs), len(flips), sum(answer.flips for answer in answers), unexplained)
+
+
+def force(path: Path, dtype: str, said: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Forced]:
+    """What mlx-lm makes of (prompt, tokens that were said), from a subprocess."""
+    jobs = [{"model": str(path), "dtype": dtype, "prompt": list(p), "tokens": list(t)} for p, t in said]
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "jobs.json", Path(folder) / "out.json"
+        source.write_text(json.dumps(jobs))
+        command = [sys.executable, str(Path(__file__).resolve()), str(source), str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+        return [Forced(**answer) for answer in json.loads(target.read_text())]
+
+
+def main() -> None:
+    """Run the jobs of a file in this process."""
+    # Here and not above: only the reference process needs mlx-lm, and it must have nothing else.
+    import mlx.core as mx  # noqa: PLC0415
+    import mlx.nn as nn  # noqa: PLC0415
+    from mlx.utils import tree_unflatten  # noqa: PLC0415
+    from mlx_lm.models.cache import make_prompt_cache  # noqa: PLC0415
+    from mlx_lm.utils import load_model  # noqa: PLC0415
+
+    mx.set_default_device(mx.cpu)
+    models: dict[tuple[str, str], Any] = {}
+
+    def decoded(model: Any) -> Any:
+        """With quantised matrices as what they stand for: a product with them takes MLX's CPU ten times as long in 16
+        bits, and adds up in those. Experts stay, of whose products in 16 bits it has no other (so mlx-lm's
+        `dequantize_model` will not do), and so does a head that is the embedding."""
+        layers = []
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.QuantizedLinear):
+                continue
+            parts = (module.weight, module.scales, module.biases, module.group_size, module.bits, module.mode)
+            weight = mx.dequantize(*parts)
+            layer = nn.Linear(*weight.shape[::-1], bias="bias" in module)
+            layer.weight = weight
+            if "bias" in module:
+                layer.bias = module.bias
+            layers.append((name, layer))
+        model.update_modules(tree_unflatten(layers))
+        return model
+
+    def logits(entry: dict[str, Any], dtype: str) -> mx.array:
+        if (key := (entry["model"], dtype)) not in models:
+            models[key], _ = load_model(Path(entry["model"]))
+            models[key].set_dtype(getattr(mx, dtype))
+            models[key] = decoded(models[key])
+        ids = mx.array([entry["prompt"] + entry["tokens"][:-1]])
+        answer: mx.array = models[key](ids, cache=make_prompt_cache(models[key]))[0].astype(mx.float32)
+        return answer
+
+    answers = []
+    for entry in json.loads(Path(sys.argv[1]).read_text()):
+        exact, rounded = logits(entry, "float32"), logits(entry, entry["dtype"])
+        said, theirs = exact[len(entry["prompt"]) - 1 :], rounded[len(entry["prompt"]) - 1 :]
+        chosen = mx.take_along_axis(said, mx.array(entry["tokens"])[:, None], axis=-1)[:, 0]
+        flips = mx.sum(mx.argmax(said, axis=-1) != mx.argmax(theirs, axis=-1))
+        answers.append({
+            "behind": (mx.max(said, axis=-1) - chosen).tolist(),
+            "rounding": mx.max(mx.abs(rounded - exact)).item(),
+            "flips": flips.item(),
+        })  # fmt: skip
+    Path(sys.argv[2]).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

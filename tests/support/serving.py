@@ -1,0 +1,132 @@
+"""Servers for tests: a tiny real tokenizer, the ASGI app on the fake engine, a real uvicorn in a thread.
+
+Shared by `unit/server` and `e2e`. The fake engine is the package's own; everything above it is the real thing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from msgspec.structs import replace
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Fast
+
+from phalanx.config import EngineConfig, ServerConfig
+from phalanx.server.app import create_app
+from phalanx.server.run import Server, bind
+from phalanx.supervision.client import FAKE_INFO, EngineClient, FakeEngine, Script
+from phalanx.text.tokenizer import Tokenizer
+
+MODEL = "tiny"
+EOS = "<eos>"
+CONFIG = ServerConfig(
+    engine=EngineConfig(model="/models/tiny", max_num_seqs=16), port=0, served_model_name=(MODEL,), queue=32
+)
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'forbidden' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(path: Path) -> Tokenizer:
+    """A byte-level BPE of 300 tokens (every text is possible, characters may be split) with a chat template."""
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[AddedToken(EOS, special=True)],
+        show_progress=False,
+    )
+    fast.train_from_iterator(["hello world, the quick brown fox says hello to the world"] * 4, trainer)
+    path.mkdir(parents=True, exist_ok=True)
+    fast.save(str(path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 0}))
+    return Tokenizer.load(path)
+
+
+def fake_engine(tokenizer: Tokenizer, script: Script | None = None, **options: Any) -> FakeEngine:
+    """A fake whose vocabulary is the tokenizer's."""
+    info = replace(FAKE_INFO, vocab_size=tokenizer.vocab_size, **options.pop("info", {}))
+    return FakeEngine(info, script=script, **options)
+
+
+@asynccontextmanager
+async def asgi_client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client that calls the app in this event loop, inside its lifespan."""
+    async with app.router.lifespan_context(app):
+        await asyncio.sleep(0)  # lets the engine's start task run
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as client:
+            yield client
+
+
+@asynccontextmanager
+async def serving(
+    tokenizer: Tokenizer, engine: EngineClient, config: ServerConfig = CONFIG, **options: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """The app on this engine, and a client for it."""
+    async with asgi_client(create_app(config, engine, tokenizer, **options)) as client:
+        yield client
+
+
+class Running:
+    """A server in a thread of its own: address, event loop, engine."""
+
+    def __init__(self, server: Server, engine: EngineClient) -> None:
+        self.server = server
+        self.engine = engine
+        self.origin = f"http://127.0.0.1:{server.port}"
+        self.base_url = f"{self.origin}/v1"
+
+    def call(self, work: Any) -> Any:
+        """Run a callable on the server's event loop and give back its result."""
+
+        async def run() -> Any:
+            return work()
+
+        return self.wait_for(run())
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the server's event loop and give back its result."""
+        assert self.server._loop is not None
+        return asyncio.run_coroutine_threadsafe(coroutine, self.server._loop).result(60)
+
+
+@contextmanager
+def running_server(tokenizer: Tokenizer, engine: EngineClient, config: ServerConfig = CONFIG) -> Iterator[Running]:
+    """A real uvicorn on a free port; ends in order."""
+    listener = bind("127.0.0.1", 0)
+    server = Server(config, engine, tokenizer, listener)
+    thread = threading.Thread(target=lambda: asyncio.run(server.run_until_ended()), daemon=True)
+    with listener:
+        thread.start()
+        running = Running(server, engine)
+        with httpx.Client(base_url=running.origin, timeout=60) as client:
+            while client.get("/health").status_code != 200:  # the socket listens already, so this never fails
+                assert thread.is_alive()
+                time.sleep(0.05)  # asking without a pause would take a core from the ranks that start
+        try:
+            yield running
+        finally:
+            server.drain()
+            thread.join(60)
+            assert not thread.is_alive(), "the server did not stop"
+
+
+def sse(text: str) -> list[Any]:
+    """The events of a stream: parsed JSON, or the string "[DONE]"; comments are left out."""
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]

@@ -1,0 +1,287 @@
+"""An engine in this process, with any drafter: the real leader, scheduler, runner and model, without sockets.
+
+Also drafters that no configuration names (an oracle with a rate of errors), and the requests of the grids: rows that
+end by a stop id, by a string the server finds, by length, and by leaving.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import load_model
+from tokenizers import Tokenizer
+
+from phalanx.demo import MODEL_DIR
+from phalanx.engine.leader import Leader
+from phalanx.engine.link import Alone
+from phalanx.engine.step_deadline import StepClock
+from phalanx.model import registry
+from phalanx.model.runner import Runner
+from phalanx.sched.admission import Limits
+from phalanx.sched.scheduler import Scheduler, SchedulerConfig
+from phalanx.spec.control import Control
+from phalanx.spec.drafters import Draft, Drafter
+from phalanx.spec.rules import Always
+from phalanx.spec.sampling_metadata import Positions
+from phalanx.spec.speculator import Speculator
+from phalanx.spec.stats import SpecMeter
+from phalanx.types import (
+    Batch,
+    Cancel,
+    Finish,
+    Finished,
+    Sampling,
+    SequenceRequest,
+    SpecStats,
+    StopRule,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+)
+
+TIE = 1e-4
+"""Two log-probabilities this close count as equal: a forward over several tokens adds up in another order."""
+
+
+@dataclass
+class Answer:
+    """What a sequence got."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: Finished | None = None
+
+
+class Post:
+    """A mailbox without a server: remembers what was sent."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = {}
+
+    def drain(self, *, block: bool) -> list[Any]:
+        return []
+
+    def send(self, message: Any) -> None:
+        if not isinstance(message, Batch):
+            return
+        for event in message.events:
+            answer = self.answers.setdefault(event.id, Answer())
+            if isinstance(event, Tokens):
+                assert event.start == len(answer.tokens)
+                answer.tokens += event.tokens
+                answer.logprobs += event.logprobs or []
+                assert not answer.logprobs or len(answer.logprobs) == len(answer.tokens)
+            elif isinstance(event, Finished):
+                assert answer.finished is None
+                answer.finished = event
+
+
+class Engine:
+    """A model behind a leader. One at a time runs in a test; the model may be shared."""
+
+    def __init__(
+        self, runner: Runner, vocab: int, *, rows: int = 16, budget: int = 1 << 28, batched: int = 160
+    ) -> None:
+        limits = Limits(
+            max_num_seqs=rows, max_model_len=1024, kv_budget=budget, bytes_per_token=runner.facts.bytes_per_token
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(limits=limits, max_num_batched_tokens=batched, target_step_s=0.1, prefix_budget=1 << 24)
+        )
+        self.positions = Positions()
+        self.post = Post()
+        self.vocab = vocab
+        self.meter = SpecMeter("test")
+        self._runner = runner
+        self.leader = self._lead(None)
+
+    def speculate(self, drafter: Drafter, k: int, control: Control | None = None) -> Engine:
+        """From now on; returns itself."""
+        speculator = Speculator(drafter, control or Always(k), self.meter, self.vocab)
+        self.leader = self._lead(speculator)
+        return self
+
+    def place(self, number: int, drafts: Sequence[int]) -> Any:
+        """Where a draft model draws."""
+        return self.positions.after(self.scheduler.by_number[number], drafts)
+
+    def _lead(self, speculator: Speculator | None) -> Leader:
+        return Leader(
+            self.scheduler, self._runner, self.post, link=Alone(), clock=StepClock(1e6),
+            positions=self.positions, speculator=speculator,
+        )  # fmt: skip
+
+    def step(self) -> None:
+        self.leader.step()
+
+    def take(self, message: Any) -> None:
+        self.leader._take(message)
+
+    @property
+    def stats(self) -> SpecStats:
+        return self.meter.stats()
+
+    def run(self, jobs: Sequence[Job], *, at_once: int = 4) -> dict[str, Answer]:
+        """All jobs, arriving a few at a time; what their clients got, clipped where the server would clip."""
+        waiting = list(jobs)
+        ends = {job.request.id: job for job in jobs if job.leaves_after or job.string_after}
+        while waiting or not self.scheduler.idle:
+            for job in waiting[:at_once]:
+                self.take(Submit(job.request))
+            del waiting[:at_once]
+            for _ in range(3):
+                self.step()
+                for number in [n for n in ends if len(self._tokens(n)) >= ends[n].enough]:
+                    job = ends.pop(number)
+                    self.take(Cancel(number) if job.leaves_after else Finish(number, job.string_after))
+        for job in jobs:
+            answer = self.post.answers[job.request.id]
+            assert answer.finished is not None
+            del answer.tokens[answer.finished.n_tokens if not job.leaves_after else job.leaves_after :]
+            del answer.logprobs[len(answer.tokens) :]
+        return self.post.answers
+
+    def _tokens(self, number: str) -> list[int]:
+        answer = self.post.answers.get(number)
+        return [] if answer is None else answer.tokens
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, and who interferes: its client leaves, or the server finds a stop string behind so many tokens."""
+
+    request: SequenceRequest
+    leaves_after: int = 0
+    string_after: int = 0
+
+    @property
+    def enough(self) -> int:
+        return self.leaves_after or self.string_after
+
+
+def make_jobs(prompts: Sequence[list[int]], *, longest: int, greedy: bool = True, seed: int = 5) -> list[Job]:
+    """One per prompt; the first is as long as asked for, the others end in all the ways there are."""
+    rnd = random.Random(seed)
+    jobs = []
+    for i, prompt in enumerate(prompts):
+        stops = frozenset(rnd.randrange(3, 200) for _ in range(3)) if i % 4 == 1 else frozenset()
+        sampling = Sampling(temperature=0.0, logprobs=2) if greedy else SAMPLINGS[i % len(SAMPLINGS)]
+        least = 6 if i % 8 == 1 else 0
+        stop = StopRule(max_tokens=longest if i == 0 else 40 + 7 * i, stop_ids=stops, min_tokens=least)
+        request = SequenceRequest(id=str(i), group=str(i), prompt=prompt, sampling=sampling, stop=stop)
+        jobs.append(Job(request, leaves_after=17 if i % 8 == 2 else 0, string_after=21 if i % 8 == 6 else 0))
+    return jobs
+
+
+SAMPLINGS = [
+    Sampling(seed=1, temperature=1.0, logprobs=2),
+    Sampling(seed=2, temperature=0.7, top_p=0.9, logprobs=0),
+    Sampling(seed=3, temperature=1.0, top_k=20, presence_penalty=0.5, frequency_penalty=0.2),
+    Sampling(seed=4, temperature=0.7, min_p=0.05, repetition_penalty=1.1),
+    Sampling(seed=5, temperature=0.0, repetition_penalty=1.2, logit_bias={7: 2.0, 9: -100.0}, logprobs=3),
+]
+"""Everything that makes a token depend on more than its logits."""
+
+
+class Oracle(Drafter):
+    """Knows the answers, and errs at a given rate."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], errors: float = 0.0, vocab: int = 512) -> None:
+        self._answers = answers
+        self._errors = errors
+        self._vocab = vocab
+        self._rnd = random.Random(11)
+        self._known: dict[int, tuple[Sequence[int], int]] = {}
+
+    def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
+        answer = next((a for a in self._answers if list(a[: len(tokens)]) == list(tokens)), ())
+        self._known[key] = (answer, len(tokens))
+
+    def extend(self, key: int, tokens: Sequence[int]) -> None:
+        answer, n = self._known[key]
+        self._known[key] = (answer, n + len(tokens))
+
+    def end(self, key: int) -> None:
+        del self._known[key]
+
+    def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
+        drafts = {}
+        for key, k in wanted.items():
+            answer, n = self._known[key]
+            if n < len(answer):
+                drafts[key] = Draft.by_position([self._perhaps(token) for token in answer[n : n + k]])
+        return drafts
+
+    def _perhaps(self, token: int) -> int:
+        return self._rnd.randrange(self._vocab) if self._rnd.random() < self._errors else token
+
+
+def load(path: Path, runner_class: type[Runner] = Runner) -> tuple[Runner, int]:
+    """A model's runner, checked as at start, and its vocabulary."""
+    model, config = load_model(path)
+    model.set_dtype(mx.float32)
+    runner = runner_class(model, registry.inspect(model, config), mx.float32)
+    if runner_class is Runner:
+        registry.probe(runner, model)
+    return runner, config["vocab_size"]
+
+
+def disturbed(path: Path, target: Path, noise: float) -> Path:
+    """A copy of a model with noise on its weights: a draft model that is right now and then."""
+    target.mkdir()
+    for file in path.iterdir():
+        if file.suffix == ".json":
+            (target / file.name).write_bytes(file.read_bytes())
+    mx.random.seed(3)
+    weights = {
+        name: w + noise * mx.std(w) * mx.random.normal(w.shape) if mx.issubdtype(w.dtype, mx.floating) else w
+        for name, w in mx.load(str(path / "model.safetensors")).items()
+    }
+    mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return target
+
+
+def differences(got: Mapping[str, Answer], wanted: Mapping[str, Answer]) -> list[str]:
+    """Where answers part although the two likeliest tokens were not a near tie; in words."""
+    found = []
+    for number, answer in wanted.items():
+        mine = got[number].tokens
+        if mine == answer.tokens:
+            continue
+        at = next(
+            (i for i, (a, b) in enumerate(zip(mine, answer.tokens, strict=False)) if a != b),
+            min(len(mine), len(answer.tokens)),
+        )
+        top = answer.logprobs[at].top if at < len(answer.logprobs) else []
+        gap = top[0][1] - top[1][1] if len(top) > 1 else 1.0
+        if gap > TIE:
+            found.append(f"{number}: token {at} of {len(answer.tokens)} (gap {gap:.2g}): {mine[at : at + 3]}")
+    return found
+
+
+def random_prompts(count: int, vocab: int, longest: int = 60) -> list[list[int]]:
+    """Prompts that repeat themselves a little, so that lookups find something."""
+    rnd = random.Random(count)
+    prompts = []
+    for i in range(count):
+        part = [rnd.randrange(3, vocab) for _ in range(1 + i * 17 % longest)]
+        prompts.append(part + part[: len(part) // 2])
+    return prompts
+
+
+TOPICS = (
+    "fox lighthouse robot garden baker ship clock teacher river dragon painter bridge cat market train moon".split()
+)
+
+
+def demo_prompts(count: int) -> list[list[int]]:
+    """What the demo model has something to say about."""
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    asked = "<|user|>Write a {} story about a {}.<|end|><|assistant|>"
+    texts = [asked.format(("long", "short")[i % 2], topic) for i, topic in enumerate(TOPICS[:count])]
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]

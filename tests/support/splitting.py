@@ -1,0 +1,116 @@
+"""Split models without processes: all ranks in turn in this one, sums over ranks made by hand.
+
+A rank runs until it needs a sum that the others have not contributed to, and is run again from the start when they
+have. Also which tiny configurations can be split in two, and how to make the others so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
+from support.families import FAMILIES
+
+from phalanx.model.loading.load import Loaded, load
+
+UNBUILDABLE = {
+    "olmo": "needs a package of its own",
+    "prism_hadamard_qwen35": "needs a checkpoint in its own format",
+}
+NO_RECIPE = frozenset("afm7 bitnet gemma3n gpt_bigcode mamba mamba2 muse_spark phi3small plamo rwkv7".split())
+"""Model files that are refused for more than one rank."""
+
+UNCHECKED = {
+    "deepseek_v41": {"deepseek_v41.MoE"},
+    "kimi_k3": {"kimi_k3.KimiK3SparseMoE"},
+    "longcat_flash": {"longcat_flash.LongcatFlashMoE"},
+    "longcat_flash_ngram": {"longcat_flash.LongcatFlashMoE"},
+    "qwen3_5": {"qwen3_5.TextModel"},
+    "qwen3_5_moe": {"qwen3_5.TextModel"},
+}
+"""Families with blocks whose sums stay mlx-lm's own: a real group only."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {"openelm": {"num_kv_heads": [2, 2, 2]}}
+"""What makes a configuration divisible by two."""
+
+SPLIT = sorted(set(FAMILIES) - NO_RECIPE - UNBUILDABLE.keys())
+CHECKED = sorted(set(SPLIT) - UNCHECKED.keys())
+
+
+class _NotYetSummed(Exception):
+    """A sum needs what other ranks have not computed yet."""
+
+
+class Board:
+    """The sums of one forward, in the order of the model's calls."""
+
+    def __init__(self) -> None:
+        self.totals: list[mx.array] = []
+        self.parts: dict[int, mx.array] = {}
+
+
+class HandReducer:
+    """Stands for `phalanx.dist.reduce.Reducer` on one rank of a group that is not there."""
+
+    group = None
+
+    def __init__(self, board: Board, rank: int, size: int) -> None:
+        self.board = board
+        self.rank = rank
+        self.size = size
+        self.sites: list[tuple[str, int]] = []
+        self.calls = 0
+
+    def site(self, name: str, width: int) -> int:
+        self.sites.append((name, width))
+        return len(self.sites) - 1
+
+    def all_sum(self, y: mx.array, site: int) -> mx.array:
+        assert y.shape[-1] == self.sites[site][1], self.sites[site]
+        call, self.calls = self.calls, self.calls + 1
+        if call < len(self.board.totals):
+            return self.board.totals[call]
+        mx.eval(y)
+        self.board.parts[self.rank] = y
+        raise _NotYetSummed
+
+
+class Ranks:
+    """All ranks of a split model."""
+
+    def __init__(self, path: Path, size: int, dtype: Any = "float32") -> None:
+        self.board = Board()
+        self.reducers = [HandReducer(self.board, rank, size) for rank in range(size)]
+        self.loaded: list[Loaded] = [
+            load(path, dtype=dtype, guard=0, trust_remote_code=False, on_progress=lambda *_: None, reducer=reducer)
+            for reducer in self.reducers  # type: ignore[arg-type]
+        ]
+
+    @property
+    def models(self) -> list[Module]:
+        return [loaded.model for loaded in self.loaded]
+
+    def forward(self, tokens: Sequence[int]) -> list[mx.array]:
+        """Every rank's logits [1, L, V] for a prompt."""
+        self.board.totals.clear()
+        while True:
+            outputs = list(self._attempt(mx.array([tokens])))
+            if len(outputs) == len(self.models):
+                return outputs
+            assert not outputs, "some ranks make fewer sums than others"
+            parts = [self.board.parts[rank] for rank in range(len(self.models))]
+            self.board.totals.append(sum(parts[1:], parts[0]))
+
+    def _attempt(self, tokens: mx.array) -> Iterator[mx.array]:
+        for model, reducer in zip(self.models, self.reducers, strict=True):
+            reducer.calls = 0
+            try:
+                logits = model(tokens, cache=make_prompt_cache(model))
+                mx.eval(logits)
+            except _NotYetSummed:
+                continue
+            yield logits

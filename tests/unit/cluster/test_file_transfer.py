@@ -1,0 +1,165 @@
+"""Model files arriving on a host: whole or not at all, and going on where they were interrupted."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from phalanx.cluster import distribution
+from phalanx.cluster.file_transfer import Manifest, directory_of, finish, inventory, manifest, missing_shards, take
+from phalanx.cluster.library import NEEDED, find_model, is_needed, model_path
+from phalanx.errors import ClusterError, ConfigError, ModelNotFound
+from phalanx.model.loading.weights import INDEX, PATTERN
+
+BODY = bytes(range(256)) * 9000  # more than two blocks
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def wanted(tmp_path: Path, home: Path) -> Manifest:
+    source = tmp_path / "source"
+    (source / "sub").mkdir(parents=True)
+    (source / "config.json").write_text("{}")
+    (source / "sub" / "model.safetensors").write_bytes(BODY)
+    (source / ".cache").mkdir()
+    (source / ".cache" / "junk").write_text("x")
+    return manifest(source, "models/m")
+
+
+def weights(wanted: Manifest):
+    return next(parcel for parcel in wanted.parcels if parcel.path == "sub/model.safetensors")
+
+
+def test_a_manifest_holds_what_is_not_hidden(wanted):
+    assert [parcel.path for parcel in wanted.parcels] == ["config.json", "sub/model.safetensors"]
+    assert weights(wanted).bytes == len(BODY)
+
+
+def test_a_file_arrives(wanted, home):
+    assert [missing.have for missing in inventory(wanted).missing] == [0, 0]
+    assert take(wanted.place, weights(wanted), 0, io.BytesIO(BODY)).bytes == len(BODY)
+    assert (home / "models/m/sub/model.safetensors").read_bytes() == BODY
+    assert [missing.path for missing in inventory(wanted).missing] == ["config.json"]
+
+
+def test_an_interrupted_file_goes_on_where_it_ended(wanted, home):
+    cut = len(BODY) // 2
+    with pytest.raises(ClusterError, match="interrupted after"):
+        take(wanted.place, weights(wanted), 0, io.BytesIO(BODY[:cut]))
+    assert not (home / "models/m/sub/model.safetensors").exists()
+    (missing,) = [one for one in inventory(wanted).missing if one.have]
+    assert missing.have == cut
+    assert take(wanted.place, weights(wanted), cut, io.BytesIO(BODY[cut:])).bytes == len(BODY) - cut
+    assert (home / "models/m/sub/model.safetensors").read_bytes() == BODY
+
+
+def test_a_file_that_arrives_wrong_is_thrown_away(wanted, home):
+    with pytest.raises(ClusterError, match="wrong checksum"):
+        take(wanted.place, weights(wanted), 0, io.BytesIO(b"x" * len(BODY)))
+    assert list((home / "models/m/sub").iterdir()) == []
+
+
+def test_a_file_that_was_changed_is_missing(wanted, home):
+    take(wanted.place, weights(wanted), 0, io.BytesIO(BODY))
+    with (home / "models/m/sub/model.safetensors").open("r+b") as file:
+        file.write(b"y")
+    assert "sub/model.safetensors" in [missing.path for missing in inventory(wanted).missing]
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", ""])
+def test_no_file_leaves_the_directory(wanted, path):
+    with pytest.raises(ConfigError, match="is not a file of a model"):
+        take(wanted.place, replace(weights(wanted), path=path), 0, io.BytesIO(b""))
+
+
+def test_a_hub_model_lands_in_the_hub_cache_under_its_name(wanted, home):
+    there = replace(wanted, place="hub:owner/name@abc123")
+    for parcel, body in zip(wanted.parcels, (b"{}", BODY), strict=True):
+        take(there.place, parcel, 0, io.BytesIO(body))
+    assert finish(there).missing == []
+    found = model_path("owner/name")
+    assert found == directory_of(there.place) and (found.parent.parent / "refs" / "main").read_text() == "abc123"
+    assert distribution.place_of(found) == there.place
+    with pytest.raises(ConfigError, match="hub:OWNER/NAME@REVISION"):
+        directory_of("hub:owner/name@../x")
+
+
+def test_models_with_the_same_files_are_the_same(home, tmp_path):
+    """As far as serving reads them."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(BODY)
+    (other / "consolidated.safetensors").write_bytes(BODY)
+    (other / "README.md").write_text("x")
+    first, second = find_model(str(one)), find_model(str(other))
+    assert first is not None and second is not None
+    assert first.digest == second.digest and first.bytes == second.bytes == len(BODY)
+    (other / "config.json").write_text('{"x": 1}')
+    assert find_model(str(other)).digest != first.digest
+    assert find_model("owner/nowhere") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors", "model-00001-of-00002.safetensors", INDEX, "config.json", "generation_config.json",
+        "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "qwen.tiktoken", "tiktoken.model", "vocab.json",
+        "merges.txt", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "modeling_kimi.py",
+        "code/tokenization.py",
+    ],
+)  # fmt: skip
+def test_what_serving_reads_is_needed(name):
+    assert is_needed(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "consolidated.safetensors",
+        "consolidated.safetensors.index.json", "consolidated.00.pth", "original/params.json",
+        "original/tokenizer.model",
+        "onnx/model.onnx", "onnx/config.json", "model-q4_k_m.gguf", "tf_model.h5", "flax_model.msgpack", "README.md",
+        "LICENSE", "figures/speed.png", "metal/model.safetensors", "adapter_model.safetensors",
+        "model.safetensors.part",
+    ],
+)  # fmt: skip
+def test_other_formats_and_what_is_for_people_are_not_needed(name):
+    assert not is_needed(name)
+
+
+def test_the_weights_that_are_loaded_are_needed():
+    assert PATTERN in NEEDED and is_needed(INDEX)
+
+
+def test_only_what_serving_reads_is_sent_when_asked(tmp_path):
+    for name in ("config.json", "model.safetensors", "consolidated.safetensors", "README.md"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "params.json").write_text("{}")
+    names = [parcel.path for parcel in distribution.prepare(str(tmp_path), needed=True).parcels]
+    assert names == ["config.json", "model.safetensors"]
+    assert len(distribution.prepare(str(tmp_path)).parcels) == 5
+
+
+def test_a_model_that_is_not_whole_is_not_sent(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    index = {"weight_map": {"x": "one.safetensors", "y": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "one.safetensors").write_bytes(b"1")
+    assert missing_shards(tmp_path, ["one.safetensors"]) == ["two.safetensors"]
+    with pytest.raises(ModelNotFound, match=r"not whole: two\.safetensors is missing"):
+        distribution.prepare(str(tmp_path))

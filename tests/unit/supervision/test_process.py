@@ -1,0 +1,189 @@
+"""What the supervisor makes of the end of a group: who is named, and when it starts again."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.config import EngineConfig
+from phalanx.dist.backend import Choice
+from phalanx.errors import ConfigError, ExitCode, HostUnreachable
+from phalanx.supervision.launch import End, RankProcesses
+from phalanx.supervision.process import RDMA_COOL_DOWN_S, RESTARTS, EngineProcess
+from phalanx.types import Failed
+
+
+def ended(**statuses: int) -> RankProcesses:
+    """A group whose processes have ended so."""
+    processes: dict[str, Any] = {
+        name.replace("_", " "): SimpleNamespace(returncode=status, pid=1) for name, status in statuses.items()
+    }
+    return RankProcesses(processes, [])
+
+
+def engine(
+    ranks: RankProcesses, *words: str, failure: str = "", code: ExitCode = ExitCode.PEER_LOST, backend: str = "ring"
+) -> EngineProcess:
+    process = EngineProcess(EngineConfig(model="demo", tensor_parallel_size=2, join_s=7.0))
+    process._ranks = ranks
+    process._choice = Choice(backend, "asked for")
+    process._last_words = deque(words, maxlen=20)
+    process._failure = Failed("PeerFailure", failure, code) if failure else None
+    return process
+
+
+def test_a_rank_that_a_signal_ended_is_the_cause():
+    process = engine(ended(rank_0=70, rank_1=-9), failure="rank 1 (here, pid 5) closed its connection")
+    assert process._describe_end(End("rank 1", -9)) == "rank 1 was ended by SIGKILL (out of memory, or killed by hand)"
+
+
+def test_mpirun_says_which_rank_a_signal_ended():
+    notice = ("prterun noticed that process rank 3 with PID 77 on node vm exited on", "signal 15 (Terminated).")
+    process = engine(ended(mpirun=143), "-----", *notice, "-----", failure="something later")
+    assert process._describe_end(End("mpirun", 143)) == "rank 3 (vm, pid 77) was ended by SIGTERM"
+
+
+def test_the_leaders_verdict_is_the_cause_otherwise():
+    process = engine(ended(rank_0=72, rank_1=72), failure="rank 1 (here, pid 5) Desync: step 4")
+    assert process._describe_end(End("rank 0", 72)) == "rank 1 (here, pid 5) Desync: step 4"
+
+
+@pytest.mark.parametrize("status", [1, 64, 143])
+def test_what_a_restart_cannot_help_is_not_tried_again_whatever_a_launcher_ends_with(status):
+    process = engine(ended(mpirun=status), failure="rank 0 ModelUnsupported: no", code=ExitCode.CONFIG)
+    assert process._exit_code(End("mpirun", status)) == ExitCode.CONFIG
+
+
+@pytest.mark.parametrize("status, code", [(72, ExitCode.DESYNC), (1, ExitCode.CRASH), (-9, ExitCode.CRASH)])
+def test_otherwise_the_process_says_how_it_ended(status, code):
+    assert engine(ended(rank_0=status), failure="rank 1 left")._exit_code(End("rank 0", status)) == code
+    assert engine(ended(rank_0=status))._exit_code(End("rank 0", status)) == code
+
+
+@pytest.mark.parametrize("statuses", [{"rank_0": -14, "rank_1": -14}, {"rank_0": -14, "rank_1": 75}])
+def test_ranks_that_could_not_join_are_named_with_their_ports(statuses):
+    words = [f"rank {r}: joining 2 ranks over ring at 127.0.0.1:700{r}, 7 s at most" for r in range(2)]
+    said = engine(ended(**statuses), *words)._describe_end(End("rank 0", -14))
+    assert "rank 0 at 127.0.0.1:7000" in said and "within 7 s" in said
+    assert ("rank 1 at 127.0.0.1:7001" in said) == (statuses["rank_1"] == -14)
+
+
+def test_the_last_words_are_the_cause_when_nobody_says_one():
+    process = engine(ended(rank_0=1), "Traceback ...", "ZeroDivisionError: division by zero", "-----", " ")
+    assert "ZeroDivisionError" in process._describe_end(End("rank 0", 1))
+
+
+def test_rdma_devices_get_time_after_a_kill():
+    for backend, ranks, pause in [
+        ("jaccl", ended(rank_0=70, rank_1=-9), RDMA_COOL_DOWN_S),
+        ("jaccl-ring", ended(rank_0=-9, rank_1=70), RDMA_COOL_DOWN_S),
+        ("jaccl", ended(rank_0=72, rank_1=72), 0.1),
+        ("ring", ended(rank_0=70, rank_1=-9), 0.1),
+    ]:
+        process = engine(ranks, backend=backend)
+        process._crashes.append(0.0)
+        assert process._back_off() == pause
+
+
+def test_later_starts_wait_longer():
+    process = engine(ended(rank_0=70, rank_1=70))
+    pauses = []
+    for _ in range(5):
+        process._crashes.append(0.0)
+        pauses.append(process._back_off())
+    assert pauses == sorted(pauses) and pauses[-1] == 10.0
+
+
+def test_signals_are_found_under_mpirun_as_well():
+    assert ended(mpirun=128 + 14).ended_by(signal.SIGALRM) == ["mpirun"]
+    assert ended(rank_0=-14, rank_1=0).ended_by(signal.SIGALRM) == ["rank 0"]
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "No such file or directory", "mpirun"), ConfigError("--backend mpi: no mpirun.")]
+)
+def test_ranks_that_cannot_be_started_end_it_with_the_reason(monkeypatch, tmp_path, error):
+    async def none(*_: object) -> RankProcesses:
+        raise error
+
+    monkeypatch.setattr("phalanx.supervision.process.start_ranks", none)
+    process = engine(ended())
+    asyncio.run(process._supervise(tmp_path))
+    assert process.state.phase == "failed"
+    assert "the ranks could not be started" in process.state.reason
+    assert "mpirun" in process.state.reason
+
+
+def test_a_host_that_is_away_is_waited_for_and_named(monkeypatch, tmp_path):
+    """It is no crash, however often it is tried."""
+    tries = 0
+
+    async def away(*_: object) -> RankProcesses:
+        nonlocal tries
+        tries += 1
+        raise HostUnreachable("The agent of b at 10.0.0.2 port 32330 cannot be used: no answer.", remedy="Is b on?")
+
+    async def main() -> None:
+        begun = time.time()
+        process = engine(ended())
+        monkeypatch.setattr(process, "_start_ranks", away)
+        supervision = asyncio.create_task(process._supervise(tmp_path))
+        while tries <= 2 * RESTARTS:
+            await asyncio.sleep(0.01)
+            assert not supervision.done()
+        assert process.state.phase == "starting" and process.state.restarts == 0
+        assert begun - 1 <= process.state.down_since <= begun + 60
+        assert "The agent of b at 10.0.0.2" in process.state.reason and "Is b on?" in process.state.reason
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
+
+    monkeypatch.setattr("phalanx.supervision.process.HOST_RETRY_S", 0.01)
+    asyncio.run(main())
+
+
+class Group(RankProcesses):
+    """A group without processes, whose end is given; without one it never ends."""
+
+    def __init__(self, end: End | None) -> None:
+        super().__init__({}, [])
+        self._end = end
+
+    async def first_end(self) -> End:
+        if self._end is None:
+            await asyncio.Event().wait()
+        assert self._end is not None
+        return self._end
+
+
+def test_a_host_that_is_back_is_not_blamed_while_its_rank_loads(monkeypatch, tmp_path):
+    away = HostUnreachable("The agent of b cannot be used: no answer.")
+    starts: list[RankProcesses | HostUnreachable] = [Group(End("rank 1", -9)), away, away, Group(None)]
+    seen: list[str] = []
+
+    async def main() -> None:
+        process = engine(ended())
+
+        async def start(*_: object) -> RankProcesses:
+            seen.append(process.state.reason)
+            if isinstance(found := starts.pop(0), HostUnreachable):
+                raise found
+            return found
+
+        monkeypatch.setattr(process, "_start_ranks", start)
+        supervision = asyncio.create_task(process._supervise(tmp_path))
+        while starts:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert process.state.phase == "restarting" and process.state.reason.startswith("rank 1 was ended by SIGKILL")
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
+
+    monkeypatch.setattr("phalanx.supervision.process.HOST_RETRY_S", 0.01)
+    asyncio.run(main())
+    assert seen[3].startswith("The agent of b cannot be used")
