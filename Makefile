@@ -94,7 +94,7 @@ CHECK_MEMORY = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -pri
 CHECK_THREADS = LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 \
 	OPENBLAS_NUM_THREADS=1 \
 	KERN_LIBRARY=$(CURDIR)/native/build/tsan/libkern.so $(BIN)/pytest -q -p no:cacheprovider \
-	$(filter-out %_ops.py %/test_replay.py %/test_packed.py,$(NATIVE_TESTS))
+	$(filter-out %_ops.py %/test_graph_cache.py %/test_packed.py,$(NATIVE_TESTS))
 check-native: $(READY)
 	cmake -S native -B native/build/asan -DKERN_EXTENSION=OFF -DKERN_SANITIZE=address,undefined
 	cmake --build native/build/asan --parallel

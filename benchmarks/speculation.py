@@ -93,13 +93,13 @@ class Point:
         return [body(self.works[i % len(self.works)], self.tokens) for i in range(self.concurrency)]
 
     @property
-    def in_turns(self) -> bool:
+    def in_repacks(self) -> bool:
         """Whether drafts and none take turns within an answer."""
         return self.name == FREE
 
     def rounds(self, asked: int) -> int:
         """Half as many, rounded up, where a round takes minutes."""
-        asked *= FREE_ROUNDS if self.in_turns else 1
+        asked *= FREE_ROUNDS if self.in_repacks else 1
         return (asked + 1) // 2 if self.concurrency > MANY else asked
 
 
@@ -252,12 +252,12 @@ async def compare(
     figures = {point: {name: Figures() for name in configs} for point in chosen}
     answers: dict[str, str] = {}
     for name, config in configs.items():
-        for in_turns in (False, True):
-            mine = [p for p in chosen if (p.in_turns and config is not None) == in_turns]
+        for in_repacks in (False, True):
+            mine = [p for p in chosen if (p.in_repacks and config is not None) == in_repacks]
             mine = [point for point in mine if name not in HOSTILE or point.name == FREE]
             if not mine:
                 continue
-            turns = {"compare_steps": TURN} if in_turns else {}
+            turns = {"compare_steps": TURN} if in_repacks else {}
             with phalanx(model, *group, *flags(config and {**config, **turns})) as url:
                 async with open_client(url) as client:
                     answers = answers or await reference(client, chosen)
@@ -283,8 +283,8 @@ async def fill(
     for turn in range(MORE * at_least):
         if turn >= at_least and (figures.is_clear or not again):
             break
-        if again and point.in_turns:
-            await measure_in_turns(client, point, answers, figures)
+        if again and point.in_repacks:
+            await measure_in_repacks(client, point, answers, figures)
         else:
             await measure(client, point, answers, figures, turn)
 
@@ -328,7 +328,7 @@ async def measure(
         figures.undrafted.append(await run(num_speculative_tokens=0))
 
 
-async def measure_in_turns(
+async def measure_in_repacks(
     client: httpx.AsyncClient, point: Point, answers: Mapping[str, str], figures: Figures
 ) -> None:
     """One load on a server whose steps take turns, as the server counts them."""

@@ -10,12 +10,12 @@ namespace phalanx_cpu {
 
 // The weight w [n, k] where b [k, n] is a view w.T that nobody has computed yet, as layers write their products: read
 // as it lies, the view is never an operation. (MLX does not export the type of Transpose, hence the name.)
-inline std::optional<mx::array> turned_weight(const mx::array& b) {
+inline std::optional<mx::array> repacked_weight(const mx::array& b) {
   if (b.is_available() || !b.has_primitive() || b.inputs().size() != 1) return std::nullopt;
   const mx::array& w = b.inputs()[0];
   if (std::strcmp(b.primitive().name(), "Transpose") != 0 || w.ndim() != 2) return std::nullopt;
-  const bool turned = static_cast<const mx::Transpose&>(b.primitive()).state() == std::vector<int>{1, 0};
-  if (!turned || !w.is_available() || !w.flags().row_contiguous) return std::nullopt;
+  const bool repacked = static_cast<const mx::Transpose&>(b.primitive()).state() == std::vector<int>{1, 0};
+  if (!repacked || !w.is_available() || !w.flags().row_contiguous) return std::nullopt;
   return w;
 }
 
@@ -41,7 +41,7 @@ inline mx::array matmul(const mx::array& a, const mx::array& b, const std::optio
   args.alpha = 1.0f;
   args.type = type_of(dtype);
   args.b_type = type_of(b.dtype());
-  const std::optional<mx::array> weight = turned_weight(b);
+  const std::optional<mx::array> weight = repacked_weight(b);
   args.b_transposed = weight.has_value();
   args.b_stride = weight ? args.k : args.n;
   Arrays inputs{mx::astype(a, dtype, stream), weight ? *weight : without_gaps(b, stream)};
@@ -89,7 +89,7 @@ inline mx::array gather_mm(const mx::array& a, const mx::array& b, const mx::arr
   args.a_matrix = args.one.m * args.one.k;
   args.b_matrix = args.one.n * args.one.k;
   args.out_matrix = args.one.m * args.one.n;
-  // Weights usually come as the transposed view of [experts, n, k]: turned back, that is packed and is not copied.
+  // Weights usually come as the transposed view of [experts, n, k]: repacked back, that is packed and is not copied.
   Arrays inputs{packed(mx::astype(a, dtype, stream), stream), packed(mx::swapaxes(b, -1, -2, stream), stream),
                 packed(mx::astype(lhs, mx::uint32, stream), stream),
                 packed(mx::astype(rhs, mx::uint32, stream), stream)};

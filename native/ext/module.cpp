@@ -46,8 +46,8 @@ NB_MODULE(_ext, m) {
   m.def("dequantize_rows", &dequantize_rows, "w"_a, "scales"_a, "biases"_a = nb::none(), "indices"_a = nb::none(),
         "group_size"_a = nb::none(), "bits"_a = nb::none(), "mode"_a = "affine", "dtype"_a = nb::none(), nb::kw_only(),
         "stream"_a = nb::none());
-  m.def("turns", &turns, "rows"_a, "width"_a, "mode"_a, "group_size"_a = nb::none(), "bits"_a = nb::none());
-  m.def("turn_rows", &turn_rows, "a"_a);
+  m.def("repacks", &repacks, "rows"_a, "width"_a, "mode"_a, "group_size"_a = nb::none(), "bits"_a = nb::none());
+  m.def("repack_rows", &repack_rows, "a"_a);
   m.def("attention", &attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "mask"_a.none() = nb::none(),
         "sinks"_a.none() = nb::none(), "lengths"_a.none() = nb::none(), "window"_a = 0, "slots"_a.none() = nb::none(),
         "stream"_a = nb::none());

@@ -43,31 +43,31 @@ inline int precision_of(const std::string& precision) {
   throw std::invalid_argument("precision is exact or fast, not " + precision);
 }
 
-// Whether products with matrices of so many rows are faster when these lie turned (turn_rows).
-inline bool turns(int rows, int width, const std::string& mode, std::optional<int> group, std::optional<int> bits) {
+// Whether products with matrices of so many rows are faster when these are repacked (repack_rows).
+inline bool repacks(int rows, int width, const std::string& mode, std::optional<int> group, std::optional<int> bits) {
   kern_quant w = format_of(mode, group, bits);
   w.rows = rows;
   w.width = width;
-  return kern_turns(&w) != 0;
+  return kern_repacks(&w) != 0;
 }
 
-// Turns an evaluated array [..., rows, columns] in place: of each sixteen rows, the elements of a column lie together.
-// The same array comes back; what is codes (uint32) as int32, which is how products know that they lie turned and what
+// Repacks an evaluated array [..., rows, columns] in place: of each sixteen rows, the elements of a column lie together.
+// The same array comes back; what is codes (uint32) as int32, which is how products know that they are repacked and what
 // no operation of MLX takes for codes.
-inline mx::array turn_rows(mx::array a) {
+inline mx::array repack_rows(mx::array a) {
   const bool fits = a.ndim() >= 2 && a.shape(-2) % 16 == 0 && a.itemsize() <= 4;
   if (!fits || !a.is_available() || !a.flags().row_contiguous)
-    throw std::invalid_argument("turn_rows: an evaluated array of whole sixteens of rows is needed");
-  kern_turn_args args{};
+    throw std::invalid_argument("repack_rows: an evaluated array of whole sixteens of rows is needed");
+  kern_repack_args args{};
   args.data = data(a);
   args.columns = a.shape(-1);
   args.panels = args.columns == 0 ? 0 : static_cast<int64_t>(a.size()) / args.columns / 16;
   args.element_bytes = static_cast<int>(a.itemsize());
-  kern_turn(&args);
+  kern_repack(&args);
   if (a.dtype() != mx::uint32) return a;
-  mx::array turned = mx::view(a, mx::int32);
-  turned.eval();
-  return turned;
+  mx::array repacked = mx::view(a, mx::int32);
+  repacked.eval();
+  return repacked;
 }
 
 // A quantised matrix [..., rows, width] and the arrays it is made of, in the order that `bind` expects.
@@ -80,9 +80,9 @@ struct Quantized {
             mx::Stream stream)
       : w(format) {
     const bool affine = w.mode == KERN_AFFINE;
-    w.turned = codes.dtype() == mx::int32;
-    if (codes.ndim() < 2 || (codes.dtype() != mx::uint32 && !w.turned))
-      throw std::invalid_argument("quantised weights are uint32, or int32 turned, and have at least two axes");
+    w.repacked = codes.dtype() == mx::int32;
+    if (codes.ndim() < 2 || (codes.dtype() != mx::uint32 && !w.repacked))
+      throw std::invalid_argument("quantised weights are uint32, or int32 repacked, and have at least two axes");
     w.rows = codes.shape(-2);
     w.width = static_cast<int64_t>(codes.shape(-1)) * 32 / w.bits;
     w.matrices = 1;
@@ -98,7 +98,7 @@ struct Quantized {
     w.scale_type = affine ? type_of(scales.dtype()) : -1;
     if (affine ? w.scale_type < 0 : scales.dtype() != mx::uint8)
       throw std::invalid_argument("scales have the wrong type for their mode");
-    if (w.turned && !kern_turns(&w)) throw std::invalid_argument("such weights cannot lie turned on this processor");
+    if (w.repacked && !kern_repacks(&w)) throw std::invalid_argument("such weights cannot be repacked on this processor");
     arrays = {packed(codes, stream), packed(scales, stream)};
     if (biases) arrays.push_back(packed(*biases, stream));
   }
@@ -179,7 +179,7 @@ inline mx::array quantized_pairs(const mx::array& x, const Quantized& q, const P
 inline void check_inner(const mx::array& x, const Quantized& q, bool transpose) {
   if (x.ndim() < 1 || x.shape(-1) != (transpose ? q.w.width : q.w.rows))
     throw std::invalid_argument("the last axis of x does not fit the quantised weights");
-  if (q.w.turned && !transpose) throw std::invalid_argument("weights that lie turned are for transposed products");
+  if (q.w.repacked && !transpose) throw std::invalid_argument("weights that are repacked are for transposed products");
 }
 
 inline mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,

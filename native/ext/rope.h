@@ -63,9 +63,9 @@ inline mx::array rope(const mx::array& x, int dims, bool traditional, std::optio
     a.freqs = in[2].data<float>();
     a.out = data(out[0]);
   };
-  mx::array turned = make<kern_rope_args>(four.shape(), x.dtype(), stream, "KernRoPE", args, fill, kern_rope,
+  mx::array repacked = make<kern_rope_args>(four.shape(), x.dtype(), stream, "KernRoPE", args, fill, kern_rope,
                                           std::move(inputs));
-  return x.ndim() == 4 ? turned : mx::reshape(turned, x.shape(), stream);
+  return x.ndim() == 4 ? repacked : mx::reshape(repacked, x.shape(), stream);
 }
 
 }  // namespace phalanx_cpu

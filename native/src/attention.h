@@ -65,7 +65,7 @@ class Attention {
     int64_t last;          // behind the last key that any row sees
     float* states;         // [rows][state_]
     float *q, *scores;     // [rows][dim_] scaled, [rows][kKeys]
-    float *wide, *turned;  // keys of a block as fp32 [block_][dim_], and transposed [dim_][block_]
+    float *wide, *repacked;  // keys of a block as fp32 [block_][dim_], and transposed [dim_][block_]
     float* values;         // values of a block as fp32 [block_][v_dim_]
     Span spans[kQueries];  // the block's keys that each row sees
   };
@@ -114,7 +114,7 @@ class Attention {
     w.keys = keys;
     int64_t sizes[] = {kQueries * dim_, kQueries * kKeys, block_ * dim_, dim_ * block_, block_ * v_dim_,
                        states == nullptr ? kQueries * state_ : 0};
-    float** parts[] = {&w.q, &w.scores, &w.wide, &w.turned, &w.values, &w.states};
+    float** parts[] = {&w.q, &w.scores, &w.wide, &w.repacked, &w.values, &w.states};
     int64_t total = 0;
     for (int64_t size : sizes) total += size;
     float* memory = static_cast<float*>(scratch(SLOT_CHUNK, static_cast<size_t>(total) * 4));
@@ -259,12 +259,12 @@ class Attention {
     memset(w.wide + to * dim_, 0, static_cast<size_t>((block_ - to) * dim_) * 4);
     for (int64_t i = 0; i < block_; i += W)
       for (int64_t d = 0; d < dim_; d += 4)
-        transpose_4(w.wide + i * dim_ + d, dim_, w.turned + d * block_ + i, block_);
+        transpose_4(w.wide + i * dim_ + d, dim_, w.repacked + d * block_ + i, block_);
     for (int64_t i = 0; i < block_; i += kStrip * W)
       for (int64_t m = 0; m < w.rows; m += kTile) {
         Span s = tile_span<kTile>(w, m);
         if (s.empty() || s.to <= i || s.from >= i + kStrip * W) continue;
-        product_tile<kTile, kStrip>(w.q + m * dim_, dim_, w.turned + i, block_, dim_, w.scores + m * kKeys + i, kKeys,
+        product_tile<kTile, kStrip>(w.q + m * dim_, dim_, w.repacked + i, block_, dim_, w.scores + m * kKeys + i, kKeys,
                                     false);
       }
   }

@@ -2,7 +2,7 @@
 #pragma once
 #include "quant_fast.h"
 #include "quant_plain.h"
-#include "quant_turned.h"
+#include "quant_repacked.h"
 #include "quant_tiles.h"
 
 namespace kern::KERN_NS {
@@ -17,10 +17,10 @@ inline bool within(const uint32_t* indices, int64_t count, int64_t limit, int64_
 
 inline bool known(int type) { return type == KERN_F32 || type == KERN_F16 || type == KERN_BF16; }
 
-// As kern_turns.
-inline int turns(const kern_quant* w) {
+// As kern_repacks.
+inline int repacks(const kern_quant* w) {
 #if defined(KERN_AVX512)
-  if (has_tiles || w->rows % kTurnedRows != 0) return 0;  // tiles are made of rows as they are
+  if (has_tiles || w->rows % kRepackedRows != 0) return 0;  // tiles are made of rows as they are
   bool does = false;
   with_format(*w, [&]<class F>(Of<F>) {
     does = has_digits<F> && 32 % F::bits == 0;
@@ -33,8 +33,8 @@ inline int turns(const kern_quant* w) {
 #endif
 }
 
-inline int turn(const kern_turn_args* args) {
-  const int64_t bytes = args->element_bytes, panel = kTurnedRows * args->columns * bytes;
+inline int repack(const kern_repack_args* args) {
+  const int64_t bytes = args->element_bytes, panel = kRepackedRows * args->columns * bytes;
   if (bytes != 1 && bytes != 2 && bytes != 4) return KERN_UNSUPPORTED;
   chunks(args->panels, 1, [&](int64_t first, int64_t last) {
     uint8_t* copy = static_cast<uint8_t*>(scratch(SLOT_CHUNK, static_cast<size_t>(panel)));
@@ -43,8 +43,8 @@ inline int turn(const kern_turn_args* args) {
       memcpy(copy, to, static_cast<size_t>(panel));
       auto move = [&]<class T>(T) {
         for (int64_t i = 0; i < args->columns; i++)
-          for (int64_t r = 0; r < kTurnedRows; r++)
-            memcpy(to + (i * kTurnedRows + r) * bytes, copy + (r * args->columns + i) * bytes, sizeof(T));
+          for (int64_t r = 0; r < kRepackedRows; r++)
+            memcpy(to + (i * kRepackedRows + r) * bytes, copy + (r * args->columns + i) * bytes, sizeof(T));
       };
       if (bytes == 4)
         move(uint32_t{});
@@ -61,7 +61,7 @@ inline int quant_matmul(const kern_quant_matmul_args* args) {
   const kern_quant_matmul_args& a = *args;
   if (!known(a.x_type) || !known(a.out_type) || (a.w.mode == KERN_AFFINE && !known(a.w.scale_type)))
     return KERN_UNSUPPORTED;
-  if (a.w.turned && !(a.transpose && turns(&a.w))) return KERN_UNSUPPORTED;
+  if (a.w.repacked && !(a.transpose && repacks(&a.w))) return KERN_UNSUPPORTED;
   if (!within(a.lhs, a.pairs, a.blocks, a.repeat) || !within(a.rhs, a.pairs, a.w.matrices, 1)) return KERN_UNSUPPORTED;
   return with_format(a.w, [&]<class F>(Of<F>) -> int {
     if (a.pairs == 0 || a.rows == 0 || a.w.rows == 0 || a.w.width == 0) {
@@ -83,7 +83,7 @@ inline int dequantize(const kern_dequantize_args* args) {
   const kern_quant& w = a.w;
   if (!known(a.out_type) || (w.mode == KERN_AFFINE && !known(w.scale_type))) return KERN_UNSUPPORTED;
   if (w.matrices != 1 || !within(a.indices, a.count, w.rows, 1)) return KERN_UNSUPPORTED;
-  if (w.turned && w.rows % kTurnedRows != 0) return KERN_UNSUPPORTED;
+  if (w.repacked && w.rows % kRepackedRows != 0) return KERN_UNSUPPORTED;
   return with_format(w, [&]<class F>(Of<F>) -> int {
     if (w.width == 0) return KERN_OK;
     const int64_t blocks = (w.width + F::block - 1) / F::block, room = scale_room(groups(w));

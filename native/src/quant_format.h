@@ -250,7 +250,7 @@ KERN_INLINE int with_format(const kern_quant& w, const Body& body) {
 
 // -- rows ------------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kTurnedRows = 16;  // that lie beside each other
+constexpr int64_t kRepackedRows = 16;  // that lie beside each other
 
 constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -266,26 +266,26 @@ KERN_INLINE const uint8_t* row_codes(const kern_quant& w, int64_t matrix, int64_
   return static_cast<const uint8_t*>(w.codes) + (matrix * w.rows + row) * row_bytes(w);
 }
 
-// A row of matrices as it would lie if they did not lie turned: row number `row` of `w`, counted over all matrices.
+// A row of matrices as it would lie if they did not are repacked: row number `row` of `w`, counted over all matrices.
 struct PlainRow {
   kern_quant w;
   int64_t row;
 
   PlainRow(const kern_quant& from, int64_t matrix, int64_t number) : w(from), row(matrix * from.rows + number) {
-    if (!from.turned) return;
+    if (!from.repacked) return;
     const int64_t codes = row_bytes(w), bytes = scale_bytes(w), scales = groups(w) * bytes;
     uint8_t* memory = static_cast<uint8_t*>(scratch(SLOT_CHUNK_3, static_cast<size_t>(codes + 2 * scales)));
     w.codes = take(from.codes, codes / 4, 4, memory);
     w.scales = take(from.scales, groups(w), bytes, memory + codes);
     if (w.biases != nullptr) w.biases = take(from.biases, groups(w), bytes, memory + codes + scales);
-    w.turned = 0;
+    w.repacked = 0;
     row = 0;
   }
 
  private:
-  const void* take(const void* turned, int64_t columns, int64_t bytes, uint8_t* to) const {
-    const int64_t first = row / kTurnedRows * kTurnedRows * columns + row % kTurnedRows, step = kTurnedRows * bytes;
-    const uint8_t* from = static_cast<const uint8_t*>(turned) + first * bytes;
+  const void* take(const void* repacked, int64_t columns, int64_t bytes, uint8_t* to) const {
+    const int64_t first = row / kRepackedRows * kRepackedRows * columns + row % kRepackedRows, step = kRepackedRows * bytes;
+    const uint8_t* from = static_cast<const uint8_t*>(repacked) + first * bytes;
     for (int64_t i = 0; i < columns; i++) memcpy(to + i * bytes, from + i * step, static_cast<size_t>(bytes));
     return to;
   }

@@ -9,9 +9,9 @@
 //   Code, load() a block of a row of w
 //   multiply()   blocks of R rows of w with one of x, lane by lane
 //   take()       a row of x; false where floats have to do it
-// and what `Turned` (quant_turned.h) says, to which kTurned rows of x and more go, and all where rows of w lie turned. A
-// result depends on one row of x and one of w only, not on threads or other rows; but kTurned rows and more add up in
-// another order than fewer, unless rows of w lie turned.
+// and what `Repacked` (quant_repacked.h) says, to which kRepacked rows of x and more go, and all where rows of w are repacked. A
+// result depends on one row of x and one of w only, not on threads or other rows; but kRepacked rows and more add up in
+// another order than fewer, unless rows of w are repacked.
 #pragma once
 #include "quant_exact.h"
 
@@ -170,9 +170,9 @@ KERN_INLINE void stream_rows(const kern_quant& w, int64_t row, int64_t rows, con
 // -- the product -----------------------------------------------------------------------------------------------------
 
 template <class Layout>
-struct Turned;
+struct Repacked;
 
-constexpr int64_t kTurned = 8;
+constexpr int64_t kRepacked = 8;
 
 // Segments of up to `most_rows` rows; what has more is left to others.
 template <class Layout>
@@ -194,7 +194,7 @@ struct Streamed {
   const int64_t* row_of = nullptr;
   Beside beside{};
 
-  bool turns(const Segment& s) const { return (w.turned || s.count >= kTurned) && s.count <= most_rows; }
+  bool repacks(const Segment& s) const { return (w.repacked || s.count >= kRepacked) && s.count <= most_rows; }
   StreamRow prepared(int64_t slot) const {
     const int64_t at = row_of != nullptr ? row_of[slot] : slot;
     return {x + at * ld, factors + at * room, sums + at * room, nullptr};
@@ -227,7 +227,7 @@ struct Streamed {
 
   void put_beside(const Slots& slots, int64_t begin, int64_t end, int64_t first, int64_t slot_count) {
     bool any = false;
-    for (int64_t i = begin; i < end; i++) any |= turns(slots.segments[i]);
+    for (int64_t i = begin; i < end; i++) any |= repacks(slots.segments[i]);
     if (!any) return;
     void* memory = scratch(SLOT_SHARED_3, static_cast<size_t>(slot_count * (ld + 2 * room)) * sizeof(float));
     beside = {static_cast<int32_t*>(memory), nullptr, nullptr, ld, room};
@@ -237,23 +237,23 @@ struct Streamed {
       for (int64_t i = begin; i < end; i++) {
         const Segment& s = slots.segments[i];
         const int64_t slot = s.first - first;
-        if (turns(s)) Turned<Layout>::put(w, [&](int64_t at) { return prepared(at); }, beside, slot, s.count, from, to);
+        if (repacks(s)) Repacked<Layout>::put(w, [&](int64_t at) { return prepared(at); }, beside, slot, s.count, from, to);
       }
     });
   }
 
   // c[m][n], `ld` apart, for rows [n, n + columns) of the segment's matrix.
   void multiply(const Segment& s, int64_t slot, int64_t n, int64_t columns, float* c, int64_t ld) const {
-    const bool turn = turns(s);
-    if (turn) Turned<Layout>::run(w, s.matrix * w.rows + n, columns, beside, slot, s.count, c, ld);
-    StreamRow rows[kTurned];
+    const bool repack = repacks(s);
+    if (repack) Repacked<Layout>::run(w, s.matrix * w.rows + n, columns, beside, slot, s.count, c, ld);
+    StreamRow rows[kRepacked];
     int64_t count = 0;
     for (int64_t m = 0; m < s.count; m++) {
       StreamRow row = prepared(slot + m);
       row.out = c + m * ld;
       if (Layout::counted && row.factors[0] == INFINITY)
         multiply_floats(s, reinterpret_cast<const float*>(row.x), row.sums, n, columns, row.out);
-      else if (!turn)
+      else if (!repack)
         rows[count++] = row;
     }
     stream_rows<Layout>(w, s.matrix * w.rows + n, columns, rows, count);
@@ -277,12 +277,12 @@ struct Streamed {
   float* out_of(const Slots& slots, const Segment& s) const {
     const int64_t at = slots.out[s.first], count = s.count;
     if (args.out_type != KERN_F32 || slots.out[s.first + count - 1] != at + count - 1) return nullptr;
-    if (w.turned ? count > Turned<Layout>::kMost : turns(s)) return nullptr;
+    if (w.repacked ? count > Repacked<Layout>::kMost : repacks(s)) return nullptr;
     return static_cast<float*>(args.out) + at * w.rows;
   }
 
   void run(const Slots& slots) {
-    const bool few = w.turned && slots.largest() <= Turned<Layout>::kMost;
+    const bool few = w.repacked && slots.largest() <= Repacked<Layout>::kMost;
     const int64_t panel = few ? most(W, kChunk / row_bytes(w) / W * W) : kPanelN;  // rows of w
     const int64_t panels = (w.rows + panel - 1) / panel;
     each_slot_block(slots, [&](int64_t begin, int64_t end, int64_t first, int64_t count) {

@@ -223,23 +223,23 @@ struct InTiles {
   }
 
   // Scales and biases of rows [n, n + rows) as [group][64].
-  void turn_scales(const Segment& s, int64_t n, int64_t rows, float* scales, float* biases) const {
+  void repack_scales(const Segment& s, int64_t n, int64_t rows, float* scales, float* biases) const {
     const int64_t first = (s.matrix * w.rows + n) * group_count;
     if (biased)
       with_type(w.scale_type, [&]<class T>(Of<T>) {
-        turn_rows(static_cast<const T*>(w.scales) + first, group_count, rows, scales);
-        turn_rows(static_cast<const T*>(w.biases) + first, group_count, rows, biases);
+        repack_rows(static_cast<const T*>(w.scales) + first, group_count, rows, scales);
+        repack_rows(static_cast<const T*>(w.biases) + first, group_count, rows, biases);
         return 0;
       });
     if (biased) return;
     float* of_rows = static_cast<float*>(scratch(SLOT_CHUNK_3, static_cast<size_t>(rows * room) * sizeof(float)));
     for (int64_t r = 0; r < rows; r++)
       read_scales(w, first + r * group_count, group_count, F::unit, of_rows + r * room, nullptr);
-    turn_rows(of_rows, room, rows, scales);
+    repack_rows(of_rows, room, rows, scales);
   }
 
   template <class T>
-  void turn_rows(const T* from, int64_t ld, int64_t rows, float* to) const {
+  void repack_rows(const T* from, int64_t ld, int64_t rows, float* to) const {
     for (int64_t strip = 0; strip < rows; strip += W)
       for (int64_t g = 0; g < group_count; g += W) {
         const int64_t some_rows = least(W, rows - strip), some = least(W, group_count - g);
@@ -248,10 +248,10 @@ struct InTiles {
           const T* at = from + (strip + r) * ld + g;
           block[r] = some == W ? load(at) : load_some(at, static_cast<int>(some));
         }
-        vi turned[W];
-        memcpy(turned, block, sizeof turned);
-        transpose(turned);
-        for (int64_t i = 0; i < some; i++) memcpy(to + (g + i) * kBand + strip, &turned[i], sizeof turned[i]);
+        vi repacked[W];
+        memcpy(repacked, block, sizeof repacked);
+        transpose(repacked);
+        for (int64_t i = 0; i < some; i++) memcpy(to + (g + i) * kBand + strip, &repacked[i], sizeof repacked[i]);
       }
   }
 
@@ -269,7 +269,7 @@ struct InTiles {
     memset(of_group, 0, static_cast<size_t>(kBand * W) * sizeof(float));
     memset(totals, 0, static_cast<size_t>(bands * tiles * kBand * W) * sizeof(float));
     for (int64_t i = 0; i < bands; i++)
-      turn_scales(s, n + i * kBand, least(kBand, columns - i * kBand), scales + i * of_scales, biases + i * of_scales);
+      repack_scales(s, n + i * kBand, least(kBand, columns - i * kBand), scales + i * of_scales, biases + i * of_scales);
     const int64_t pieces = (w.width + kBandDepth - 1) / kBandDepth, group_steps = w.group / kStep;
     auto depth = [&](int64_t piece) { return least(kBandDepth, w.width - piece * kBandDepth); };
     auto band = [&](int64_t i, int64_t piece) {

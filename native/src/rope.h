@@ -56,7 +56,7 @@ inline void fill_turn(const kern_rope_args* a, int64_t row, int64_t position, Tu
 }
 
 template <class T>
-KERN_INLINE void turn_halves(const T* x, T* out, int64_t half, Turn turn) {
+KERN_INLINE void rotate_halves(const T* x, T* out, int64_t half, Turn turn) {
   vectors(half, [&](int64_t i, int n) {
     vf a = get(x + i, n), b = get(x + half + i, n), c = get(turn.cosine + i, n), s = get(turn.sine + i, n);
     put(out + i, a * c - b * s, n);
@@ -65,7 +65,7 @@ KERN_INLINE void turn_halves(const T* x, T* out, int64_t half, Turn turn) {
 }
 
 template <class T>
-KERN_INLINE void turn_neighbours(const T* x, T* out, int64_t dims, Turn turn) {
+KERN_INLINE void rotate_neighbours(const T* x, T* out, int64_t dims, Turn turn) {
   vectors(dims, [&](int64_t i, int n) {
     vf a = get(x + i, n), c = get(turn.cosine + i, n), s = get(turn.sine + i, n);
     put(out + i, a * c + swap_pairs(a, std::make_index_sequence<W>()) * s, n);
@@ -87,9 +87,9 @@ inline int rope(const kern_rope_args* a) {
         T* out = static_cast<T*>(a->out) + row * a->out_strides[0] + h * a->out_strides[1] +
                  position * a->out_strides[2];
         if (a->traditional)
-          turn_neighbours(x, out, a->dims, turn);
+          rotate_neighbours(x, out, a->dims, turn);
         else
-          turn_halves(x, out, a->dims / 2, turn);
+          rotate_halves(x, out, a->dims / 2, turn);
         memcpy(out + a->dims, x + a->dims, static_cast<size_t>(a->dim - a->dims) * sizeof(T));
       }
     });

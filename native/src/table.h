@@ -18,8 +18,8 @@ struct Table {
   int (*attention)(const kern_attention_args*);
   int (*quant_matmul)(const kern_quant_matmul_args*);
   int (*dequantize)(const kern_dequantize_args*);
-  int (*turns)(const kern_quant*);
-  int (*turn)(const kern_turn_args*);
+  int (*repacks)(const kern_quant*);
+  int (*repack)(const kern_repack_args*);
   int (*read_pass)(kern_read_pass_args*);
   int (*checksum_load)(const kern_checksum_load_args*);
   int (*checksum_read)(const kern_checksum_read_args*);

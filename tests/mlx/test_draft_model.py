@@ -19,7 +19,7 @@ from phalanx.engine.speculation import DraftWeights, describe
 from phalanx.errors import ConfigError, ModelNotFound
 from phalanx.model import registry
 from phalanx.model.loading.load import prepare
-from phalanx.model.sampling.metadata import Position, TokenCounts
+from phalanx.model.sampling.metadata import SamplingMetadata, TokenCounts
 from phalanx.spec.draft_model import AT_ONCE, DraftModel
 from phalanx.spec.drafters import GRADES
 from phalanx.types import Sampling
@@ -27,8 +27,8 @@ from phalanx.types import Sampling
 VOCAB = 512
 
 
-def greedy(key: int, drafts: Sequence[int]) -> Position:
-    return Position(Sampling(temperature=0.0), len(drafts), TokenCounts([]), ahead=tuple(drafts))
+def greedy(key: int, drafts: Sequence[int]) -> SamplingMetadata:
+    return SamplingMetadata(Sampling(temperature=0.0), len(drafts), TokenCounts([]), ahead=tuple(drafts))
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory):
 def engine(loaded, monkeypatch: pytest.MonkeyPatch) -> Engine:
     runner, vocab = loaded
     made = Engine(runner, vocab, batched=16)
-    made.post = made.leader._mailbox = journal = Journal()
+    made.post = made.leader._server = journal = Journal()
     forward, settle = runner.forward, runner.settle
 
     def noted(fwd, kv_len):
@@ -116,7 +116,7 @@ def test_tokens_do_not_wait_for_a_draft_model(engine, loaded):
             return super().draft(wanted)
 
     journal = engine.post
-    engine.speculate(Slow(loaded[1]), 2).leader._mailbox = journal
+    engine.speculate(Slow(loaded[1]), 2).leader._server = journal
     submit(engine, "one", random_prompts(1, 300)[0][:8], 40)
     steps(engine, 2)
     lines = steps(engine, 1)

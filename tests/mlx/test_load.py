@@ -151,10 +151,10 @@ def test_the_peak_is_the_weights_and_one_tensor(tmp_path: Path) -> None:
     assert mx.get_cache_memory() == 0
 
 
-@pytest.mark.parametrize("slab", [1, 5000, 1 << 20])
+@pytest.mark.parametrize("block", [1, 5000, 1 << 20])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tensors_that_stay_as_stored_lie_one_behind_the_other(
-    dtype: str, slab: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_model("llama", tmp_path, quantize={"bits": 4}, dtype=mx.bfloat16)
     wanted = parameters(loaded(path, dtype=dtype).model)
@@ -166,9 +166,9 @@ def test_tensors_that_stay_as_stored_lie_one_behind_the_other(
         asked.append(zeros.nbytes)
         return zeros
 
-    monkeypatch.setattr(huge_pages, "SLAB", slab)
+    monkeypatch.setattr(huge_pages, "BLOCK", block)
     monkeypatch.setattr(loading.install, "active", lambda: True)
-    monkeypatch.setattr(loading.install, "turns", lambda *_: False)
+    monkeypatch.setattr(loading.install, "repacks", lambda *_: False)
     monkeypatch.setattr(loading.install, "buffer", buffer)
     found = parameters(loaded(path, dtype=dtype).model)
     assert found.keys() == wanted.keys()
@@ -176,12 +176,12 @@ def test_tensors_that_stay_as_stored_lie_one_behind_the_other(
         assert array.dtype == wanted[name].dtype
         assert mx.array_equal(array.view(mx.uint8), wanted[name].view(mx.uint8)), name
     kept = [array for array in found.values() if array.dtype == mx.uint32 or dtype == "bfloat16"]
-    small = sum(array.nbytes <= slab for array in kept)
-    assert max(asked) <= max(slab, max(array.nbytes for array in found.values()))
+    small = sum(array.nbytes <= block for array in kept)
+    assert max(asked) <= max(block, max(array.nbytes for array in found.values()))
     assert sum(asked) < sum(array.nbytes for array in found.values()) + huge_pages.LINE * len(found)
-    if slab > 5000:
+    if block > 5000:
         assert small == len(kept)
-        assert len(asked) == len(found) - small + -(-sum(array.nbytes for array in kept) // slab)
+        assert len(asked) == len(found) - small + -(-sum(array.nbytes for array in kept) // block)
 
 
 def test_progress_grows_to_the_whole(llama: Path) -> None:

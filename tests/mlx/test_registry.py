@@ -92,14 +92,14 @@ def probed(family: str, runner_class: type[Runner], dtype: mx.Dtype = mx.float32
     config = make_config(family)
     model = build(config, Weights(), dtype)
     runner = runner_class(model, registry.inspect(model, config), dtype)
-    registry.probe(runner, model)
+    registry.check_model(runner, model)
     return runner
 
 
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "llama4", "minimax_m3_vl"]
 )
-def test_the_probe_passes_and_leaves_nothing(family: str) -> None:
+def test_the_check_passes_and_leaves_nothing(family: str) -> None:
     """Nothing is held afterwards, and nothing had to be computed row by row that the tables did not name."""
     before = inspect(family).one_row
     runner = probed(family, Runner)
@@ -108,7 +108,7 @@ def test_the_probe_passes_and_leaves_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-def test_the_probe_passes_in_16_bits(dtype: mx.Dtype) -> None:
+def test_the_check_passes_in_16_bits(dtype: mx.Dtype) -> None:
     """Rounding is not disagreement."""
     for family in ("llama", "mamba2"):
         assert probed(family, Runner, dtype).facts.one_row == ""
@@ -123,7 +123,7 @@ def test_what_mlx_cannot_compute_is_said_before_the_first_request() -> None:
 
 
 @pytest.mark.parametrize("mutant", ["values zero", "offset + 1", "mask off", "no rollback"])
-def test_the_probe_refuses_broken_caches(mutant: str) -> None:
+def test_the_check_refuses_broken_caches(mutant: str) -> None:
     """What is wrong for single rows as well cannot be served."""
     with pytest.raises(ModelUnsupported, match="relative difference"):
         probed("llama", MUTANTS[mutant])
@@ -141,7 +141,7 @@ class RaggedMaskOff(Runner):
         return _OpenWhenRagged(start, kv_len, length, mask_dims=self.facts.mask_dims, prefill=not sample)
 
 
-def test_the_probe_turns_to_single_rows() -> None:
+def test_the_check_turns_to_single_rows() -> None:
     """What is wrong only for rows together is right for one after the other."""
     runner = probed("llama", RaggedMaskOff)
     assert "together they disagree" in runner.facts.one_row

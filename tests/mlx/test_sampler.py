@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import phalanx.model.sampling.gumbel as gumbel_module
 from phalanx.errors import NonFiniteLogits
 from phalanx.model.sampling import sampler
-from phalanx.model.sampling.gumbel import gumbel, noise_key
-from phalanx.model.sampling.sampler import Position, TokenCounts, sample, score
+from phalanx.model.sampling.gumbel import gumbel, gumbel_key
+from phalanx.model.sampling.sampler import SamplingMetadata, TokenCounts, sample, score
 from phalanx.types import Sampling
 
 Floats = npt.NDArray[np.float64]
@@ -27,8 +27,8 @@ LARGEST_SEED = 2**64 - 1
 
 
 def position(index: int = 0, *, prompt: list[int] = PROMPT, output: list[int] = OUTPUT, banned: Any = (),
-             **sampling: Any) -> Position:  # fmt: skip
-    return Position(Sampling(**sampling), index, TokenCounts(prompt, output), frozenset(banned))
+             **sampling: Any) -> SamplingMetadata:  # fmt: skip
+    return SamplingMetadata(Sampling(**sampling), index, TokenCounts(prompt, output), frozenset(banned))
 
 
 def logits_of(seed: int, rows: int, vocabulary: int, scale: float = 3.0) -> npt.NDArray[np.float32]:
@@ -38,7 +38,7 @@ def logits_of(seed: int, rows: int, vocabulary: int, scale: float = 3.0) -> npt.
 # -- a naive reference, one row at a time in float64 -----------------------------------------------------------------
 
 
-def processed(row: npt.NDArray[np.float32], where: Position, prompt: list[int], output: list[int]) -> Floats:
+def processed(row: npt.NDArray[np.float32], where: SamplingMetadata, prompt: list[int], output: list[int]) -> Floats:
     x, s = row.astype(np.float64), where.sampling
     for token, bias in s.logit_bias.items():
         x[token] += bias
@@ -76,11 +76,11 @@ def uniform_of(key: int, token: int) -> float:
     return (((state ^ (state >> 31)) >> 33) + 0.5) / 2**31
 
 
-def expected_token(row: npt.NDArray[np.float32], where: Position, prompt: list[int], output: list[int]) -> int:
+def expected_token(row: npt.NDArray[np.float32], where: SamplingMetadata, prompt: list[int], output: list[int]) -> int:
     x, s = processed(row, where, prompt, output), where.sampling
     if s.temperature == 0:
         return int(np.argmax(x))
-    key = noise_key(s.seed, s.choice, where.index)
+    key = gumbel_key(s.seed, s.choice, where.index)
     return max(kept(x, s), key=lambda t: x[t] / s.temperature - math.log(-math.log1p(-uniform_of(key, t))))
 
 
@@ -105,7 +105,7 @@ batches = st.lists(st.tuples(samplings, st.integers(0, 10**6), st.sampled_from([
                    max_size=7)  # fmt: skip
 
 
-def assert_same_alone(logits: npt.NDArray[np.float32], positions: Callable[[], list[Position]]) -> list[int]:
+def assert_same_alone(logits: npt.NDArray[np.float32], positions: Callable[[], list[SamplingMetadata]]) -> list[int]:
     """Sample a batch, and each of its rows alone."""
     together = sample(mx.array(logits), positions())
     for row, where in enumerate(positions()):
@@ -122,7 +122,7 @@ def test_a_row_is_sampled_alone_as_in_a_batch_and_as_the_reference_says(
 ) -> None:
     logits = logits_of(seed, len(batch), vocabulary)
 
-    def positions() -> list[Position]:
+    def positions() -> list[SamplingMetadata]:
         return [position(index, banned=banned, **options) for options, index, banned in batch]
 
     tokens = assert_same_alone(logits, positions)
@@ -134,7 +134,7 @@ def test_a_wide_nucleus_is_searched_beyond_the_first_candidates() -> None:
     logits = logits_of(4, 3, 20_000, scale=0.3)
     for p in (0.2, 0.9):  # about 2,500 and 17,000 tokens
 
-        def positions(p: float = p) -> list[Position]:
+        def positions(p: float = p) -> list[SamplingMetadata]:
             return [position(i, seed=i, top_p=p, logprobs=2) for i in range(3)]
 
         tokens = assert_same_alone(logits, positions)
@@ -144,7 +144,7 @@ def test_a_wide_nucleus_is_searched_beyond_the_first_candidates() -> None:
 def test_a_shared_stream_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: noise that depends on how often it was asked for."""
     stream = itertools.count()
-    monkeypatch.setattr(sampler, "noise_key", lambda seed, choice, index: next(stream))
+    monkeypatch.setattr(sampler, "gumbel_key", lambda seed, choice, index: next(stream))
     with pytest.raises(AssertionError):
         assert_same_alone(logits_of(0, 8, 64), lambda: [position(i, seed=i) for i in range(8)])
 
@@ -201,7 +201,9 @@ def test_seeds_choices_and_positions_are_independent(axis: str, monkeypatch: pyt
     assert excess_over(6000, axis, {}) < 4
     names = ("seed", "choice", "index")
     blind = names.index(axis)
-    monkeypatch.setattr(sampler, "noise_key", lambda *key: noise_key(*(key[i] if i != blind else 0 for i in range(3))))
+    monkeypatch.setattr(
+        sampler, "gumbel_key", lambda *key: gumbel_key(*(key[i] if i != blind else 0 for i in range(3)))
+    )
     assert excess_over(500, axis, {}) > 20, "noise that ignores it must be noticed"
 
 
@@ -230,7 +232,7 @@ def test_noise_of_neighbours_is_uncorrelated() -> None:
     """Along tokens, positions, choices and seeds: uniform after the distribution function, no correlation."""
     n, tokens = 600, 64
     for names in itertools.permutations(["seed", "choice", "index"]):
-        keys = [noise_key(**dict(zip(names, (i, 1, 2**40), strict=True))) for i in range(n)]
+        keys = [gumbel_key(**dict(zip(names, (i, 1, 2**40), strict=True))) for i in range(n)]
         values = gumbel(mx.array(np.array(keys, np.uint64)[:, None]), mx.arange(tokens, dtype=mx.uint64))
         uniform = np.exp(-np.exp(-np.array(values, dtype=np.float64)))
         counts = np.histogram(uniform, bins=64, range=(0, 1))[0].astype(np.float64)

@@ -21,7 +21,7 @@ from phalanx.sched.commit import accept, commit_tokens
 from phalanx.sched.plan import Forward
 from phalanx.sched.sequence import Sequence as Row
 from phalanx.spec import verify as verification
-from phalanx.spec.sampling_metadata import Positions
+from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.spec.verify import verify
 from phalanx.types import Sampling, SequenceRequest, StopRule
 
@@ -64,7 +64,7 @@ def generate(sampling: Sampling, answers: Tokens | None) -> tuple[Tokens, float]
     steps = 0
     for start in range(0, SEQUENCES, AT_ONCE):
         rows = {number: row(number, sampling) for number in range(start, start + AT_ONCE)}
-        positions = Positions()
+        positions = SamplingMetadataCache()
         while running := {n: r for n, r in rows.items() if r.n_output < LENGTH}:
             steps += len(running)
             step(running, positions, answers)
@@ -81,7 +81,7 @@ def row(number: int, sampling: Sampling) -> Row:
     return Row(number, SequenceRequest(id=str(number), group="", prompt=PROMPT, sampling=keyed, stop=stop), 0.0)
 
 
-def step(rows: dict[int, Row], positions: Positions, answers: Tokens | None) -> None:
+def step(rows: dict[int, Row], positions: SamplingMetadataCache, answers: Tokens | None) -> None:
     """One verification, and the commits that follow from it."""
     fed = {
         n: [r.tokens[-1], *(drafts(n, r.tokens, answers[n].tolist(), K) if answers is not None else ())]

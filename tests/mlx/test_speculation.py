@@ -33,7 +33,7 @@ from phalanx.demo import MODEL_DIR
 from phalanx.errors import PhalanxError
 from phalanx.memory import process_rss
 from phalanx.model.runner import Runner
-from phalanx.model.sampling.metadata import Position
+from phalanx.model.sampling.metadata import SamplingMetadata
 from phalanx.sched.commit import accept
 from phalanx.sched.sequence import Sequence
 from phalanx.spec import sampling_metadata, verify
@@ -315,10 +315,10 @@ def test_stop_ids_are_banned_until_enough_tokens_are_there(bench, monkeypatch, m
 
 
 def stick(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
-    """Positions behind drafts keep a field of the first one."""
-    original: Callable[..., Position] = sampling_metadata._after
+    """SamplingMetadataCache behind drafts keep a field of the first one."""
+    original: Callable[..., SamplingMetadata] = sampling_metadata._after
 
-    def stuck(seq: Sequence, first: Position, drafts: tuple[int, ...]) -> Position:
+    def stuck(seq: Sequence, first: SamplingMetadata, drafts: tuple[int, ...]) -> SamplingMetadata:
         position = original(seq, first, drafts)
         setattr(position, field, getattr(first, field))
         return position

@@ -11,14 +11,14 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model
 from support.models import make_model
 
-from phalanx.model.cpu.weight_only_16bit import WideEmbedding, WideQuantizedEmbedding, keep_narrow
+from phalanx.model.cpu.weight_only_16bit import WideEmbedding, WideQuantizedEmbedding, keep_16bit_weights
 
 TOKENS = mx.array([[3, 14, 15, 92, 65, 35]])
 
 
-def cast(model: Any, narrow: set[str]) -> None:
+def cast(model: Any, kept_16bit: set[str]) -> None:
     def wide(path: str, value: mx.array) -> mx.array:
-        return value.astype(mx.float32) if value.dtype == mx.bfloat16 and path not in narrow else value
+        return value.astype(mx.float32) if value.dtype == mx.bfloat16 and path not in kept_16bit else value
 
     model.update(tree_map_with_path(wide, model.parameters()))
 
@@ -30,10 +30,10 @@ def test_logits_are_those_of_the_model_in_float32(family: str, quantize: dict[st
     wide, _ = load_model(tmp_path)
     cast(wide, set())
     model, _ = load_model(tmp_path)
-    narrow = keep_narrow(model)
-    cast(model, narrow)
+    kept_16bit = keep_16bit_weights(model)
+    cast(model, kept_16bit)
     kept = [name for name, value in tree_flatten(model.parameters()) if value.dtype == mx.bfloat16]
-    assert set(kept) == narrow and any("q_" in name or "o_proj" in name for name in kept)
+    assert set(kept) == kept_16bit and any("q_" in name or "o_proj" in name for name in kept)
     assert any(isinstance(m, WideEmbedding | WideQuantizedEmbedding) for m in model.modules())
     found, wanted = model(TOKENS), wide(TOKENS)
     assert found.dtype == mx.float32

@@ -19,7 +19,7 @@ from mlx_lm.models import activations as lm_activations
 from mlx_lm.models import switch_layers
 
 from phalanx.kernels.install import install
-from phalanx.model.sampling.sampler import Position, TokenCounts, sample
+from phalanx.model.sampling.sampler import SamplingMetadata, TokenCounts, sample
 from phalanx.types import Sampling
 
 Calls = dict[str, Callable[[], mx.array]]
@@ -176,7 +176,8 @@ def draws() -> list[tuple[int, list[int], float]]:
             logits = mx.random.normal((len(SAMPLING), vocabulary), key=mx.random.key(vocabulary)) * spread
             for seed in range(12):
                 positions = [
-                    Position(Sampling(seed=seed, logprobs=5, **how), seed, TokenCounts([1, 2])) for how in SAMPLING
+                    SamplingMetadata(Sampling(seed=seed, logprobs=5, **how), seed, TokenCounts([1, 2]))
+                    for how in SAMPLING
                 ]
                 drawn = sample(logits, positions)
                 for token, scored in zip(drawn.tokens, drawn.logprobs, strict=True):

@@ -43,7 +43,7 @@ def main() -> None:
     for name, (model, config, references) in models.items():
         absorb_short_queries(model)
         runner = Runner(model, registry.inspect(model, config), mx.float32)
-        registry.probe(runner, model, may_pack=True)
+        registry.check_model(runner, model, may_pack=True)
         driver = Driver(runner, prompts, references, seed=1)
         outputs = driver.run()
         pairs = enumerate(zip(outputs, references, strict=True))

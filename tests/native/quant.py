@@ -27,7 +27,7 @@ class Quant(ctypes.Structure):
         ("bits", Int),
         ("group", Int),
         ("scale_type", Int),
-        ("turned", Int),
+        ("repacked", Int),
     ]
 
 
@@ -82,13 +82,13 @@ class Matrices:
     values: Array  # float64 [matrices, rows, width]
     scale: Array  # of each element
     size: Array  # |code * scale| + |bias|: what rounding errors are relative to
-    turned: bool = False  # rows of codes, scales and biases: each sixteen lie beside each other
+    repacked: bool = False  # rows of codes, scales and biases: each sixteen lie beside each other
 
     def struct(self) -> Quant:
         matrices, rows, width = self.values.shape
         return Quant(
             *(pointer(a) for a in (self.codes, self.scales, self.biases)),
-            *(matrices, rows, width, self.mode, self.bits, self.group, self.scale_type, self.turned),
+            *(matrices, rows, width, self.mode, self.bits, self.group, self.scale_type, self.repacked),
         )
 
 
@@ -142,19 +142,19 @@ def matmul(
     return decode(out, out_type)
 
 
-def turns(w: Matrices) -> bool:
-    """Whether its rows may lie turned on this processor."""
-    return bool(library.kern_turns(ctypes.byref(w.struct())))
+def repacks(w: Matrices) -> bool:
+    """Whether its rows may be repacked on this processor."""
+    return bool(library.kern_repacks(ctypes.byref(w.struct())))
 
 
-def turned(w: Matrices, offset=0) -> Matrices:
-    """The same matrices with their rows turned."""
+def repacked(w: Matrices, offset=0) -> Matrices:
+    """The same matrices with their rows repacked."""
 
-    def turn(array: Array | None) -> Array | None:
+    def repack(array: Array | None) -> Array | None:
         if array is None:
             return None
         *matrices, rows, columns = array.shape
         panels = array.reshape(*matrices, rows // 16, 16, columns).swapaxes(-1, -2)
         return unaligned(np.ascontiguousarray(panels).reshape(array.shape), offset)
 
-    return replace(w, codes=turn(w.codes), scales=turn(w.scales), biases=turn(w.biases), turned=True)
+    return replace(w, codes=repack(w.codes), scales=repack(w.scales), biases=repack(w.biases), repacked=True)

@@ -24,7 +24,7 @@ from support.models import build, make_config
 
 from phalanx.kernels import install
 from phalanx.model import registry
-from phalanx.model.cpu.repack import turn_over
+from phalanx.model.cpu.repack import repackable
 from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Admit, Forward, Resize, RowOp
@@ -32,12 +32,12 @@ from phalanx.sched.plan import Admit, Forward, Resize, RowOp
 PROMPT = (7, 11, 30, 5, 80, 41, 9, 100, 23)
 
 
-def turn(model: Any) -> None:
+def repack(model: Any) -> None:
     """As they are when they have been loaded."""
     parameters = dict(tree_flatten(model.parameters()))
     mx.eval(parameters)
-    names = turn_over(model, lambda name: False)
-    model.update(tree_unflatten([(name, install.turn(parameters[name])) for name in names]))
+    names = repackable(model, lambda name: False)
+    model.update(tree_unflatten([(name, install.repack(parameters[name])) for name in names]))
 
 
 class Twins:
@@ -52,12 +52,12 @@ class Twins:
         model = build(config, WEIGHTS.get(family, Weights()), dtype)
         if bits:
             model, config = quantize_model(model, config, group_size=32, bits=int(bits))
-            turn(model)
+            repack(model)
         absorb_short_queries(model)
         facts = registry.inspect(model, config)
         self.recurrent = facts.recurrent
         self.replaying, self.plain = Runner(model, facts, dtype), Runner(model, facts, dtype)
-        self.plain._replays.call = lambda *_, **__: None  # type: ignore[method-assign]
+        self.plain._graphs.call = lambda *_, **__: None  # type: ignore[method-assign]
         self.wrong: list[str] = []
 
     def apply(self, *ops: RowOp) -> None:
@@ -124,10 +124,10 @@ def rest(twins: Twins) -> tuple[int, int]:
             runner.reset()
         return mx.get_active_memory()
 
-    before, done = active(1), twins.replaying._replays.done
+    before, done = active(1), twins.replaying._graphs.done
     active(4)
     more = active(1) - before
-    return twins.replaying._replays.done - done, more
+    return twins.replaying._graphs.done - done, more
 
 
 def ahead(twins: Twins) -> tuple[int, int]:
@@ -137,11 +137,11 @@ def ahead(twins: Twins) -> tuple[int, int]:
 
     def step(tokens: list[int], kv_len: list[int], *, right: bool = True) -> list[int]:
         nonlocal came, forgotten
-        before, handed = runner._replays.done, runner.is_ahead
+        before, handed = runner._graphs.done, runner.has_in_flight
         drawn = twins.feed(0, [(token,) for token in tokens], kv_len)
-        came += handed and runner._replays.done == before
-        forgotten += handed and runner._replays.done != before
-        runner.run_ahead(mx.array(drawn if right else [token + 1 for token in drawn], dtype=mx.uint32))
+        came += handed and runner._graphs.done == before
+        forgotten += handed and runner._graphs.done != before
+        runner.dispatch_next(mx.array(drawn if right else [token + 1 for token in drawn], dtype=mx.uint32))
         return drawn
 
     twins.apply(Resize(0, 2, 40), Admit(0, 0, 2), Admit(0, 1, 3))
@@ -159,7 +159,7 @@ def ahead(twins: Twins) -> tuple[int, int]:
     twins.apply(Resize(0, 2, 48))
     for n in range(23):  # to the last place, in other buffers
         tokens = step(tokens, [at + 16 + n, at + 11 + n])
-    assert not runner.is_ahead
+    assert not runner.has_in_flight
     twins.compare_buffers()
     runner.reset()
     return came, forgotten
@@ -172,7 +172,7 @@ def main() -> None:
     for name in sys.argv[1:]:
         twins = Twins(name)
         decode(twins)
-        replays = twins.replaying._replays
+        replays = twins.replaying._graphs
         replayed = replays.done
         handed = sorted({op for kept in replays._kept.values() if kept for op in kept.replay.handed})
         again, more = (0, 0) if twins.recurrent else rest(twins)

@@ -35,13 +35,13 @@ def test_views_are_taken_as_they_are():
 
 
 WEIGHT_VIEWS = {
-    "turned": lambda w: w.T,
+    "repacked": lambda w: w.T,
     "as axes": lambda w: mx.transpose(w, (1, 0)),
     "swapped": lambda w: mx.swapaxes(w, 0, 1),
-    "turned twice": lambda w: w.T.T[:10, :20].T,
-    "not turned": lambda w: mx.transpose(w, (0, 1))[:20],
-    "a turned part": lambda w: w[3:13, :20].T,
-    "a turned part of the columns": lambda w: w[:, 7:27].T,
+    "repacked twice": lambda w: w.T.T[:10, :20].T,
+    "not repacked": lambda w: mx.transpose(w, (0, 1))[:20],
+    "a repacked part": lambda w: w[3:13, :20].T,
+    "a repacked part of the columns": lambda w: w[:, 7:27].T,
     "every second": lambda w: w[::2, :20].T,
     "backwards": lambda w: w[::-1, :20].T,
     "a repeated row": lambda w: mx.broadcast_to(w[:1, :20], (6, 20)).T,
@@ -58,7 +58,7 @@ WEIGHT_VIEWS = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 def test_any_view_is_a_weight(view, computed, bias, dtype):
-    width = 40 if view in ("a turned part of the columns", "one row") else 20
+    width = 40 if view in ("a repacked part of the columns", "one row") else 20
     w = (mx.arange(40 * width).reshape(40, width) % 17).astype(dtype)
     if computed == "weight":
         mx.eval(w)
@@ -73,7 +73,7 @@ def test_any_view_is_a_weight(view, computed, bias, dtype):
 
 ROW_VIEWS = {
     "whole": lambda x: x[:, :20],
-    "turned": lambda x: x[:20, :8].T,
+    "repacked": lambda x: x[:20, :8].T,
     "every second row": lambda x: x[::2, 4:24],
     "every second column": lambda x: x[:, ::2],
     "backwards": lambda x: x[::-1, 19::-1],
@@ -119,5 +119,5 @@ def test_what_does_not_fit_is_refused():
 def test_gather_mm():
     a, b = mx.random.normal((6, 1, 8)), mx.random.normal((4, 5, 8))
     lhs, rhs = mx.array([[0, 1, 5], [2, 2, 3]]), mx.array([[3, 0, 3], [1, 0, 0]])
-    turned = b.swapaxes(-1, -2)
-    assert near(ops.gather_mm(a, turned, lhs, rhs), mx.gather_mm(a, turned, lhs, rhs))
+    repacked = b.swapaxes(-1, -2)
+    assert near(ops.gather_mm(a, repacked, lhs, rhs), mx.gather_mm(a, repacked, lhs, rhs))

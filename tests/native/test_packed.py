@@ -17,7 +17,7 @@ PACKED = [
     "phi3", "mixtral", "glm4_moe", "minicpm3", "gemma3n", "olmo2",
 ]  # fmt: skip
 PADDED = ["gemma2", "deepseek_v3", "llama4", "mamba", "qwen3_next"]
-"""Attention by hand, keys that are turned into others, recurrent state."""
+"""Attention by hand, keys that are repacked into others, recurrent state."""
 
 
 def decode(*names: str) -> dict[str, Any]:

@@ -115,8 +115,8 @@ def test_a_row_does_not_depend_on_its_neighbours(format, precision, kind):
     x = encode(random.normal(size=(1, 31, width)), kind)
     found = matmul(w, x, kind, F32, precision=precision)
     for shift in (1, 5, 16):
-        turned = matmul(w, np.roll(x, shift, 1), kind, F32, precision=precision)
-        assert np.array_equal(np.roll(turned, -shift, 1), found)
+        repacked = matmul(w, np.roll(x, shift, 1), kind, F32, precision=precision)
+        assert np.array_equal(np.roll(repacked, -shift, 1), found)
 
 
 @pytest.mark.parametrize("transpose", [True, False])
@@ -171,14 +171,14 @@ def test_large_products_do_not_depend_on_threads(precision, rows, kind):
 
 def alike(precision):
     """Numbers of rows with which a row's product has the same bits: each way of adding up has an order of its own."""
-    streaming, turned = range(1, 8), (*range(8, 14), 16, 20, 21, 24, 25, 31, 33, 40, 512, 520)
+    streaming, repacked = range(1, 8), (*range(8, 14), 16, 20, 21, 24, 25, 31, 33, 40, 512, 520)
     match library.kern_isa():
         case b"amx" if precision == EXACT:
             return [range(1, 5), (5, 6, 8, 15, 16, 17, 33, 40)]
         case b"amx":
             return [streaming, range(8, 13), (13, 16, 20, 40)]
         case b"avx512" | b"avx512bf16":
-            return [streaming, turned]
+            return [streaming, repacked]
         case _:
             return [range(1, 9), (20,)]
 

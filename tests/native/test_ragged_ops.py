@@ -28,13 +28,13 @@ def values(*shape: int) -> mx.array:
     length=st.integers(1, 4),
     dim=st.integers(1, 5),
     dtype=st.sampled_from(TYPES),
-    turned=st.booleans(),
+    repacked=st.booleans(),
 )
-def test_rows_are_written_behind_their_own_ends(data, rows, heads, length, dim, dtype, turned):
+def test_rows_are_written_behind_their_own_ends(data, rows, heads, length, dim, dtype, repacked):
     first, capacity = data.draw(st.integers(0, 2)), 9
     starts = data.draw(st.lists(st.integers(0, capacity - length), min_size=rows, max_size=rows))
     buffer = values(first + rows + 1, heads, capacity, dim).astype(dtype)
-    news = values(rows, length, heads, dim).swapaxes(1, 2) if turned else values(rows, heads, length, dim)
+    news = values(rows, length, heads, dim).swapaxes(1, 2) if repacked else values(rows, heads, length, dim)
     wanted = np.array(buffer.astype(mx.float32))
     for row, start in enumerate(starts):
         wanted[first + row, :, start : start + length] = np.array(news[row].astype(dtype).astype(mx.float32))

@@ -68,9 +68,9 @@ def reference(x, offsets, freqs, dims, scale, traditional, wavelengths):
     places = (np.broadcast_to(offsets, x.shape[0])[:, None] + np.arange(x.shape[2])) * float(np.float32(scale))
     angles = places[:, None, :, None] * (1.0 / freqs.astype(float) if wavelengths else freqs.astype(float))
     first, second = (x[..., 0:dims:2], x[..., 1:dims:2]) if traditional else np.split(x[..., :dims], 2, axis=-1)
-    turned = first * np.cos(angles) - second * np.sin(angles), first * np.sin(angles) + second * np.cos(angles)
+    repacked = first * np.cos(angles) - second * np.sin(angles), first * np.sin(angles) + second * np.cos(angles)
     out, size, angle = x.copy(), np.zeros_like(x), np.zeros_like(x)
-    for part, values in enumerate(turned):
+    for part, values in enumerate(repacked):
         where = slice(part, dims, 2) if traditional else slice(part * dims // 2, (part + 1) * dims // 2)
         out[..., where] = values
         size[..., where] = np.hypot(first, second)

@@ -80,8 +80,8 @@ def test_operations_are_those_of_mlx(dtype, shape):
         assert ours.shape == theirs.shape
         assert ours.dtype == theirs.dtype
         assert mx.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
-    turned = mx.softmax(x.T, axis=-1, precise=True) if len(shape) == 2 else None
-    assert turned is None or mx.allclose(ops.softmax(x.T), turned, rtol=tolerance, atol=tolerance)
+    repacked = mx.softmax(x.T, axis=-1, precise=True) if len(shape) == 2 else None
+    assert repacked is None or mx.allclose(ops.softmax(x.T), repacked, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -15,7 +15,7 @@ import sys
 import mlx.core as mx
 
 from phalanx.dist.checksum import ComposedChecksum
-from phalanx.dist.corrupt_buffer import SpoiledBuffer
+from phalanx.dist.corrupt_buffer import CorruptBuffer
 from phalanx.dist.fault_injection import BUFFER_FAULTS, Injection
 from phalanx.dist.group import join
 from phalanx.dist.reduce import Reducer
@@ -59,7 +59,7 @@ def main() -> None:
             hits = 0
             for i in range(rounds):
                 mine = kind is not None and rank == i % size
-                fault = SpoiledBuffer(Injection(kind=kind, rank=rank, step=2, layer=i % SITES)) if mine else None
+                fault = CorruptBuffer(Injection(kind=kind, rank=rank, step=2, layer=i % SITES)) if mine else None
                 reducer = Reducer(group, fault=fault, checksum=checksum)
                 for site in range(SITES):
                     reducer.site(f"site {site}", (64, 256, 1024, 4096)[i % 4])

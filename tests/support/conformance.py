@@ -52,7 +52,7 @@ def conform(
     model, config = load_model(path)
     runner = runner_class(model, registry.inspect(model, config), dtype)
     if runner_class is Runner:
-        registry.probe(runner, model)
+        registry.check_model(runner, model)
     wanted = make_prompts(prompts, longest, seed)
     references = stock_greedy(model, wanted, tokens, tie=TIE)
     driver = Driver(runner, wanted, references, seed)

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from phalanx.demo import MODEL_DIR
 from phalanx.engine.leader import Leader
-from phalanx.engine.link import Alone
-from phalanx.engine.step_deadline import StepClock
+from phalanx.engine.link import SingleRank
+from phalanx.engine.step_deadline import StepDeadline
 from phalanx.model import registry
 from phalanx.model.runner import Runner
 from phalanx.sched.admission import Limits
@@ -27,7 +27,7 @@ from phalanx.sched.scheduler import Scheduler, SchedulerConfig
 from phalanx.spec.control import Control
 from phalanx.spec.drafters import Draft, Drafter
 from phalanx.spec.rules import Always
-from phalanx.spec.sampling_metadata import Positions
+from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter
 from phalanx.types import (
@@ -58,7 +58,7 @@ class Answer:
 
 
 class Post:
-    """A mailbox without a server: remembers what was sent."""
+    """A server_socket without a server: remembers what was sent."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
@@ -93,7 +93,7 @@ class Engine:
         self.scheduler = Scheduler(
             SchedulerConfig(limits=limits, max_num_batched_tokens=batched, target_step_s=0.1, prefix_budget=1 << 24)
         )
-        self.positions = Positions()
+        self.positions = SamplingMetadataCache()
         self.post = Post()
         self.vocab = vocab
         self.meter = SpecMeter("test")
@@ -112,7 +112,7 @@ class Engine:
 
     def _lead(self, speculator: Speculator | None) -> Leader:
         return Leader(
-            self.scheduler, self._runner, self.post, link=Alone(), clock=StepClock(1e6),
+            self.scheduler, self._runner, self.post, link=SingleRank(), clock=StepDeadline(1e6),
             positions=self.positions, speculator=speculator,
         )  # fmt: skip
 
@@ -227,7 +227,7 @@ def load(path: Path, runner_class: type[Runner] = Runner) -> tuple[Runner, int]:
     model.set_dtype(mx.float32)
     runner = runner_class(model, registry.inspect(model, config), mx.float32)
     if runner_class is Runner:
-        registry.probe(runner, model)
+        registry.check_model(runner, model)
     return runner, config["vocab_size"]
 
 

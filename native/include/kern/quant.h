@@ -27,21 +27,21 @@ typedef struct {
   int64_t matrices, rows, width;
   int mode, bits, group;
   int scale_type;  // of scales and biases when affine
-  // Whether rows lie turned (kern_turn): codes are [matrices, rows / 16, width * bits / 32, 16], scales and biases too.
-  int turned;
+  // Whether rows are repacked (kern_repack): codes are [matrices, rows / 16, width * bits / 32, 16], scales and biases too.
+  int repacked;
 } kern_quant;
 
-// Whether products with such matrices are faster when their rows, whole sixteens, lie turned. Where this is 0 only the
+// Whether products with such matrices are faster when their rows, whole sixteens, are repacked. Where this is 0 only the
 // decoding of rows takes those that do.
-KERN_API int kern_turns(const kern_quant* w);
+KERN_API int kern_repacks(const kern_quant* w);
 
 // [panels, 16, columns] becomes [panels, columns, 16], in place.
 typedef struct {
   void* data;
   int64_t panels, columns;
   int element_bytes;  // 1, 2 or 4
-} kern_turn_args;
-KERN_API int kern_turn(const kern_turn_args* args);
+} kern_repack_args;
+KERN_API int kern_repack(const kern_repack_args* args);
 
 // For each pair p: out[p] = x[lhs[p]] @ w[rhs[p]].T, or without .T. An index outside its array is refused.
 // Without `lhs`, `repeat` pairs in a row take the same block of x: the experts of one token.

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.cli.options import whole
-from phalanx.cluster.check_results import Finding
+from phalanx.cluster.check_results import CheckResult
 from phalanx.cluster.host import HostStatus
 from phalanx.cluster.hostfile import Hostfile, from_names, parse
 from phalanx.errors import ClusterError, ConfigError
@@ -117,16 +117,16 @@ def says(status: HostStatus) -> str:
     return "; ".join(parts)
 
 
-def findings_table(findings: Mapping[str, list[Finding]], *, all_levels: bool) -> Table:
+def check_results_table(results: Mapping[str, list[CheckResult]], *, all_levels: bool) -> Table:
     """Host, check, seen, wanted, remedy; without what is in order unless it is asked for."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("host", "check", "seen", "wanted", "remedy"):
         table.add_column(column, overflow="fold")
-    for host, found in findings.items():
-        for finding in found:
-            if finding.level != "ok" or all_levels:
-                colour = {"ok": "green", "warning": "yellow", "bad": "red"}[finding.level]
-                cells = (finding.check, finding.seen, finding.wanted, finding.remedy)
+    for host, found in results.items():
+        for result in found:
+            if result.level != "ok" or all_levels:
+                colour = {"ok": "green", "warning": "yellow", "bad": "red"}[result.level]
+                cells = (result.check, result.seen, result.wanted, result.remedy)
                 first, *rest = (escape(cell) for cell in cells)
                 table.add_row(escape(host), f"[{colour}]{first}[/]", *rest)
     return table

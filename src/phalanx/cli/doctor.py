@@ -18,8 +18,8 @@ from phalanx.cli.clusters import (
     Hosts,
     NumRanks,
     Python,
+    check_results_table,
     chosen,
-    findings_table,
 )
 from phalanx.cli.options import MemoryGuardGb, whole
 from phalanx.cluster.doctor import examine, wanted, worst
@@ -55,14 +55,14 @@ def command(
         file, backend=backend if backend != "auto" else file.backend or "auto", running=True, model=model,
         api_host=host, api_port=port, agent_port=agent_port, guard_gb=memory_guard_gb,
     )  # fmt: skip
-    findings = asyncio.run(examine(file, remotes, asked))
-    level = worst(finding for found in findings.values() for finding in found)
+    results = asyncio.run(examine(file, remotes, asked))
+    level = worst(result for found in results.values() for result in found)
     if as_json:
-        body = {"level": level, "findings": findings}
+        body = {"level": level, "results": results}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(body)).decode() + "\n")
     elif level == "ok" and not all_checks:
-        checks = sum(len(found) for found in findings.values())
+        checks = sum(len(found) for found in results.values())
         print(f"{len(file.hosts)} hosts, {checks} checks: all is well.")
     else:
-        Console().print(findings_table(findings, all_levels=all_checks))
+        Console().print(check_results_table(results, all_levels=all_checks))
     return EXIT[level]

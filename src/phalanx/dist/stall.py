@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from phalanx.dist.peers import Beat, Identity, PeerFailure
+from phalanx.dist.peers import Heartbeat, Identity, PeerFailure
 from phalanx.errors import ExitCode
 
 
@@ -21,7 +21,7 @@ class Position(NamedTuple):
 
 
 def stalled(
-    me: Identity, position: Position, others: Sequence[tuple[Identity, Beat]], now: float, *, grace_s: float = 0.0
+    me: Identity, position: Position, others: Sequence[tuple[Identity, Heartbeat]], now: float, *, grace_s: float = 0.0
 ) -> PeerFailure | None:
     """Whether the own engine thread is in its step for too long, and who keeps it there.
 
@@ -43,7 +43,7 @@ def stalled(
     )
 
 
-def _place(beat: Beat) -> str:
+def _place(beat: Heartbeat) -> str:
     if beat.step < 0:
         return "before its first step"
     return f"at step {beat.step} " + (f"(inside for {beat.inside_s:.1f} s)" if beat.inside else "(which it has left)")

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from phalanx.dist.awake_clock import AwakeClock, with_sleep
 from phalanx.dist.handshake import Member
-from phalanx.dist.peers import Beat, Goodbye, Identity, Limits, Message, Payload, PeerFailure, encode
+from phalanx.dist.peers import Goodbye, Heartbeat, Identity, Limits, Message, Payload, PeerFailure, encode
 from phalanx.dist.stall import Position, stalled
 from phalanx.errors import ExitCode, FrameError, PeerLost
 
@@ -46,7 +46,7 @@ class Peer:
         self.connection = member.connection
         self.early = member.early
         self.heard = now
-        self.beat = Beat()
+        self.beat = Heartbeat()
         self.inbox: queue.SimpleQueue[bytes | PeerFailure | None] = queue.SimpleQueue()
         """Payloads; None after an orderly goodbye; the failure after any other end."""
 
@@ -198,7 +198,7 @@ class Watchdog:
                 for message in peer.early:
                     self._handle(peer, message)
             while not self._left():
-                events = selector.select(self._nap_s())
+                events = selector.select(self._select_timeout_s())
                 self.turns += 1
                 slept_s = self._clock.turn()
                 self._now = self._clock.now()
@@ -216,7 +216,7 @@ class Watchdog:
                     return self._suspect
         return None
 
-    def _nap_s(self) -> float:
+    def _select_timeout_s(self) -> float:
         due = self._beat_at if self._suspect is None else min(self._beat_at, self._verdict_at)
         return min(max(0.0, due - self._clock.now()), self._limits.beat_s / 2)
 
@@ -246,7 +246,7 @@ class Watchdog:
         match message:
             case Payload():
                 peer.inbox.put(message.data)
-            case Beat():
+            case Heartbeat():
                 peer.beat = message
             case Goodbye(failure=PeerFailure() as failure):
                 self._accuse(failure, final=not self._leads)
@@ -265,7 +265,7 @@ class Watchdog:
         self._admit()
         self._beaten = with_sleep()
         position = self._position
-        beat = encode(Beat(position.step, position.since is not None, position.inside_s(self._now)))
+        beat = encode(Heartbeat(position.step, position.since is not None, position.inside_s(self._now)))
         for peer in self._open():
             peer.connection.offer(beat)  # where the engine thread is sending, that is the sign of life
         self._beat_at = self._now + self._limits.beat_s

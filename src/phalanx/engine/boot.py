@@ -34,19 +34,19 @@ from phalanx.config import (
 )
 from phalanx.dist import fault_injection
 from phalanx.dist.backend import Foreign, environment_of
-from phalanx.dist.corrupt_buffer import SpoiledBuffer
+from phalanx.dist.corrupt_buffer import CorruptBuffer
 from phalanx.dist.group import Fabric, agree, join
 from phalanx.dist.peers import PeerFailure
 from phalanx.dist.reduce import Reducer
 from phalanx.engine.budget import find_limits, predict
 from phalanx.engine.leader import Leader
-from phalanx.engine.link import Alone, LeaderLink, WorkerLink
-from phalanx.engine.rendezvous import meet
+from phalanx.engine.link import LeaderLink, SingleRank, WorkerLink
+from phalanx.engine.rendezvous import rendezvous
 from phalanx.engine.selftest import Facts, compare_facts, describe, self_test
-from phalanx.engine.server_socket import Mailbox
+from phalanx.engine.server_socket import ServerSocket
 from phalanx.engine.speculation import DraftWeights, make_speculator
 from phalanx.engine.speculation import describe as describe_speculation
-from phalanx.engine.step_deadline import StepClock
+from phalanx.engine.step_deadline import StepDeadline
 from phalanx.engine.trace import Trace
 from phalanx.engine.worker import Worker
 from phalanx.errors import ConfigError, ExitCode, PhalanxError, exit_code_of
@@ -54,7 +54,7 @@ from phalanx.kernels import install, preload
 from phalanx.kernels.native_checksum import NativeChecksum
 from phalanx.model import registry
 from phalanx.model.cache.layout import CacheFacts
-from phalanx.model.check import probe
+from phalanx.model.check import check_model
 from phalanx.model.loading import load
 from phalanx.model.loading.resolve import resolve
 from phalanx.model.loading.weights import fingerprint
@@ -62,7 +62,7 @@ from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner
 from phalanx.sched.admission import Limits
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
-from phalanx.spec.sampling_metadata import Positions
+from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.supervision.launch import pid_file
 from phalanx.types import Failed, Loading, ModelInfo, Ready, SelfTest
 
@@ -124,26 +124,26 @@ def _run(
     rank: int,
     fabric: Fabric | None,
 ) -> int:
-    mailbox = None
+    server_socket = None
     if rank == 0:
-        mailbox = Mailbox(socket_path)
-        mailbox.open()
-    link: LeaderLink | WorkerLink | Alone = Alone()
+        server_socket = ServerSocket(socket_path)
+        server_socket.open()
+    link: LeaderLink | WorkerLink | SingleRank = SingleRank()
     try:
         if group is not None:
-            link = meet(config, group, secret, rank, on_lost=lambda lost: _last_word(mailbox, lost))
-        role = _boot(config, group, fabric, link, mailbox)
+            link = rendezvous(config, group, secret, rank, on_lost=lambda lost: _last_word(server_socket, lost))
+        role = _boot(config, group, fabric, link, server_socket)
         role.run()
         link.close()
     except PhalanxError as error:
         log.error("%s: %s", type(error).__name__, error)
-        _tell(mailbox, Failed(type(error).__name__, str(error), exit_code_of(error)))
+        _tell(server_socket, Failed(type(error).__name__, str(error), exit_code_of(error)))
         link.fail(exit_code_of(error), f"{type(error).__name__}: {error}")
         return exit_code_of(error)
     except Exception as error:  # MLX: out of memory, a collective without its peer; or a mistake of ours
         log.exception("the engine crashed")
         _tell(
-            mailbox,
+            server_socket,
             Failed(type(error).__name__, f"the engine crashed: {type(error).__name__}: {error}", ExitCode.CRASH),
         )
         link.fail(ExitCode.CRASH, f"crashed: {type(error).__name__}: {error}")
@@ -151,24 +151,24 @@ def _run(
     return ExitCode.OK
 
 
-def _tell(mailbox: Mailbox | None, failed: Failed) -> None:
+def _tell(server_socket: ServerSocket | None, failed: Failed) -> None:
     """Let the server know why this rank ends; only rank 0 can."""
-    if mailbox is not None:
-        mailbox.send(failed)
+    if server_socket is not None:
+        server_socket.send(failed)
 
 
-def _last_word(mailbox: Mailbox | None, lost: PeerFailure) -> None:
+def _last_word(server_socket: ServerSocket | None, lost: PeerFailure) -> None:
     """The same from the watchdog's thread, when the engine thread may be anywhere."""
-    if mailbox is not None:
-        mailbox.last_word(Failed("PeerFailure", str(lost), lost.code))
+    if server_socket is not None:
+        server_socket.last_word(Failed("PeerFailure", str(lost), lost.code))
 
 
 def _boot(
     config: EngineConfig,
     group: GroupConfig | None,
     fabric: Fabric | None,
-    link: LeaderLink | WorkerLink | Alone,
-    mailbox: Mailbox | None,
+    link: LeaderLink | WorkerLink | SingleRank,
+    server_socket: ServerSocket | None,
 ) -> Leader | Worker:
     """From a connected group to one that is ready to serve: every rank does the same until roles part at the end."""
     if mx.default_device() == mx.Device(mx.cpu):
@@ -176,7 +176,7 @@ def _boot(
     kernels = _kernels(config, 1 if group is None else group.ranks_here)
     injection = None if config.inject is None else fault_injection.parse(config.inject)
     injection = injection if injection is not None and injection.rank == link.rank else None
-    report = _reporter(mailbox)
+    report = _reporter(server_socket)
     report("joining the group", 0, 1)
     if injection is not None and injection.kind == "slow":
         time.sleep(fault_injection.SLOW_S)
@@ -191,10 +191,10 @@ def _boot(
     reducer.discard()  # `inspect` only builds
     runner = Runner(loaded.model, facts, loaded.dtype, reducer)
     report("checking the model", 0, 1)
-    probe(runner, loaded.model, may_pack=all(link.share(install.active())))
+    check_model(runner, loaded.model, may_pack=all(link.share(install.active())))
     runner.facts = dataclasses.replace(runner.facts, packs=all(link.share(runner.facts.packs)))
     draft_runner = None if draft is None else draft.materialise(guard, report)
-    clock = StepClock(config.wedge_s)
+    clock = StepDeadline(config.wedge_s)
     tested = self_test(link, runner, _vocab_size(loaded.config), clock, unchecked=len(loaded.unchecked))
     limits, budget = find_limits(config, runner.facts, draft, guard, link, ranks_here)
     mx.clear_cache()
@@ -202,7 +202,7 @@ def _boot(
     link.serving()
     if isinstance(link, WorkerLink):
         return Worker(runner, link, injection)
-    assert mailbox is not None
+    assert server_socket is not None
     info = _describe(loaded, runner.facts, limits, budget, group, tested)
     info = replace(info, kernels=kernels, speculation=describe_speculation(config.speculative, runner.facts))
     _announce(config, info)
@@ -218,13 +218,13 @@ def _boot(
         )
     )
     trace = Trace(config.trace) if config.trace else None
-    positions = Positions()
+    metadata = SamplingMetadataCache()
     draft_kv = 0 if draft is None else budget.kv * draft.bytes_per_token // runner.facts.bytes_per_token
-    speculator = make_speculator(config.speculative, scheduler, positions, info.vocab_size, draft_runner, draft_kv)
-    mailbox.send(Ready(info=info, pid=os.getpid()))
+    speculator = make_speculator(config.speculative, scheduler, metadata, info.vocab_size, draft_runner, draft_kv)
+    server_socket.send(Ready(info=info, pid=os.getpid()))
     return Leader(
-        scheduler, runner, mailbox, link=link, clock=clock, trace=trace, injection=injection,
-        positions=positions, speculator=speculator,
+        scheduler, runner, server_socket, link=link, clock=clock, trace=trace, injection=injection,
+        metadata=metadata, speculator=speculator,
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _kernels(config: EngineConfig, ranks_here: int) -> str:
     installed = None
     if config.cpu_kernels:
         threads = config.threads or install.threads_for(ranks_here)
-        installed = install.install(config.cpu_precision, threads, run_ahead=ranks_here == 1)
+        installed = install.install(config.cpu_precision, threads, dispatch_next=ranks_here == 1)
     if installed is not None:
         return f"native: {installed}"
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
@@ -259,15 +259,15 @@ def _reducer(
     if fabric is None:
         where = group.addresses[rank] if group.addresses else ""
         fabric = join(group.backend, rank, group.size, group.nonce, where=where, deadline_s=config.join_s)
-    spoiled = injection is not None and injection.kind in fault_injection.BUFFER_FAULTS
-    fault = SpoiledBuffer(injection) if injection is not None and spoiled else None
+    corrupt = injection is not None and injection.kind in fault_injection.BUFFER_FAULTS
+    fault = CorruptBuffer(injection) if injection is not None and corrupt else None
     checksum = NativeChecksum() if install.active() else None
     return Reducer(fabric, checked=config.check_collectives, fault=fault, checksum=checksum)
 
 
 def _load(
     config: EngineConfig,
-    link: LeaderLink | WorkerLink | Alone,
+    link: LeaderLink | WorkerLink | SingleRank,
     reducer: Reducer,
     guard: int,
     ranks_here: int,
@@ -331,18 +331,18 @@ def _vocab_size(model_config: dict[str, Any]) -> int:
     return int(scope.get("vocab_size", 0))
 
 
-def _reporter(mailbox: Mailbox | None) -> load.Progress:
+def _reporter(server_socket: ServerSocket | None) -> load.Progress:
     """Progress to the server from rank 0, to the log from the others, at most every so often."""
-    period = PROGRESS_PERIOD_S if mailbox is not None else LOG_PERIOD_S
+    period = PROGRESS_PERIOD_S if server_socket is not None else LOG_PERIOD_S
     last = time.monotonic()
 
     def report(phase: str, done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if mailbox is not None and (done >= total or done == 0 or now - last >= period):
+        if server_socket is not None and (done >= total or done == 0 or now - last >= period):
             last = now
-            mailbox.send(Loading(phase=phase, done=done, total=total))
-        elif mailbox is None and now - last >= period:
+            server_socket.send(Loading(phase=phase, done=done, total=total))
+        elif server_socket is None and now - last >= period:
             last = now
             log.info("%s: %.2f of %.2f GB", phase, done / GIB, total / GIB)
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from phalanx import memory
 from phalanx.config import GIB, EngineConfig
-from phalanx.engine.link import Alone, LeaderLink, WorkerLink
+from phalanx.engine.link import LeaderLink, SingleRank, WorkerLink
 from phalanx.engine.speculation import DraftWeights
 from phalanx.errors import ConfigError, MemoryShortage
 from phalanx.model.cache.layout import CacheFacts, row_bytes
@@ -49,7 +49,7 @@ def find_limits(
     facts: CacheFacts,
     draft: DraftWeights | None,
     guard: int,
-    link: LeaderLink | WorkerLink | Alone,
+    link: LeaderLink | WorkerLink | SingleRank,
     ranks_here: int,
 ) -> tuple[Limits, memory.Budget]:
     """The memory limits of this group, which are those of its smallest rank, and the context that fits in them.

@@ -15,12 +15,12 @@ import mlx.core as mx
 
 from phalanx.dist.fault_injection import Injection
 from phalanx.engine.execute import Output, execute
-from phalanx.engine.link import Alone, LeaderLink
+from phalanx.engine.link import LeaderLink, SingleRank
 from phalanx.engine.mirror import Mirror
-from phalanx.engine.server_socket import Mailbox
-from phalanx.engine.step_deadline import StepClock
+from phalanx.engine.server_socket import ServerSocket
+from phalanx.engine.step_deadline import StepDeadline
 from phalanx.engine.trace import Trace
-from phalanx.engine.worker import disturb, rank_stats
+from phalanx.engine.worker import inject_fault, rank_stats
 from phalanx.memory import trim_heap
 from phalanx.model.runner import Runner
 from phalanx.model.sampling.sampler import score
@@ -29,7 +29,7 @@ from phalanx.sched.drafts import after_next, useful_drafts
 from phalanx.sched.plan import Commit, Forward, Order, Reset, Step, Stop
 from phalanx.sched.scheduler import Scheduler
 from phalanx.sched.sequence import Sequence
-from phalanx.spec.sampling_metadata import Positions
+from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import line
 from phalanx.spec.verify import Verified, verify
@@ -51,7 +51,7 @@ from phalanx.types import (
 log = logging.getLogger("phalanx.engine")
 
 REST_AFTER_S = 2.0  # seconds without work after which freed buffers are not kept for reuse any more
-ROWS_AHEAD = 4
+MAX_ASYNC_ROWS = 4
 """Rows of a forward that is handed over before its turn, at most. With more, somebody comes or goes more often, so that
 what was computed is of no use; and what it saves is a smaller part of a step."""
 
@@ -63,24 +63,24 @@ class Leader:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        mailbox: Mailbox,
+        server_socket: ServerSocket,
         *,
-        link: LeaderLink | Alone,
-        clock: StepClock,
+        link: LeaderLink | SingleRank,
+        clock: StepDeadline,
         trace: Trace | None = None,
         injection: Injection | None = None,
-        positions: Positions | None = None,
+        metadata: SamplingMetadataCache | None = None,
         speculator: Speculator | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.mirror = Mirror()
-        self._mailbox = mailbox
+        self._server = server_socket
         self._link = link
         self._clock = clock
         self._trace = trace
         self._injection = injection
-        self._positions = positions or Positions()
+        self._metadata = metadata or SamplingMetadataCache()
         self._speculator = speculator
         self._scores: dict[int, list[TokenLogprobs | None]] = {}
         self._scored: list[PromptScored] = []
@@ -97,7 +97,7 @@ class Leader:
     def run(self) -> None:
         """Serve until the server says `Shutdown`."""
         while not self._stopping:
-            for message in self._mailbox.drain(block=self._idle):
+            for message in self._server.drain(block=self._idle):
                 self._take(message)
             self.step()
             self._answer_pings()
@@ -121,13 +121,13 @@ class Leader:
                 self._send_events()
             execution = execute(step, self.mirror, self.runner)
             self._send_events()
-            verified = self._sample(execution.outputs, self.runner.run_ahead if self._comes_again(step) else None)
+            verified = self._sample(execution.outputs, self.runner.dispatch_next if self._comes_again(step) else None)
             model_s = time.perf_counter() - before
             decode_s = model_s - execution.prefill_s
             self._model_s += model_s
             self._link.leave(step.id)
             self._clock.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
-            self.scheduler.pace.observe(execution.prefill_tokens, execution.prefill_s, decode_s)
+            self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s, decode_s)
             commits = self._commits(step, verified.tokens)
             self.scheduler.apply(commits, time.monotonic(), verified.logprobs)
             if self._speculator is not None:
@@ -147,7 +147,7 @@ class Leader:
         before = time.perf_counter()
         limit_s = self._clock.limit(step)
         if self._injection is not None:
-            disturb(self._injection, step.id, self.mirror)
+            inject_fault(self._injection, step.id, self.mirror)
         self._link.send(Order(step, limit_s))
         self._link.enter(step.id, limit_s)
         self._control_s += time.perf_counter() - before
@@ -184,7 +184,7 @@ class Leader:
             self._send_events()
             stats = self.stats()
             for nonce in self._pings:
-                self._mailbox.send(Pong(nonce, stats))
+                self._server.send(Pong(nonce, stats))
             self._pings.clear()
 
     def _rest(self) -> None:
@@ -205,7 +205,7 @@ class Leader:
         if events:
             self._unsent.append(Batch(step.id if step is not None else self.scheduler.step_id, events))
         alive = self.scheduler.by_number.keys()
-        self._positions.keep(alive)
+        self._metadata.keep(alive)
         if self._speculator is not None:
             self._speculator.keep(alive)
         if self._scores.keys() - alive:
@@ -214,7 +214,7 @@ class Leader:
     def _send_events(self) -> None:
         """Tell the server: where a device computes meanwhile, since the server, once woken, takes a processor."""
         for batch in self._unsent:
-            self._mailbox.send(batch)
+            self._server.send(batch)
         self._unsent.clear()
 
     # -- tokens ----------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Leader:
     def _draft(self) -> dict[int, list[int]]:
         if self._speculator is None:
             return {}
-        return self._speculator.draft(self.scheduler.draftable(), bound=self.runner.is_ahead)
+        return self._speculator.draft(self.scheduler.draftable(), bound=self.runner.has_in_flight)
 
     def _comes_again(self, step: Step) -> bool:
         """Whether the next step is probably the same rows again, each with the token that is drawn in this one."""
@@ -230,7 +230,7 @@ class Leader:
             return False
         numbers = step.forwards[0].seqs
         rows = [self.scheduler.by_number[n] for n in numbers]
-        if len(rows) > ROWS_AHEAD or not all(map(after_next, rows)):
+        if len(rows) > MAX_ASYNC_ROWS or not all(map(after_next, rows)):
             return False
         return self._speculator is None or not any(map(useful_drafts, rows)) or self._speculator.rests(numbers)
 
@@ -240,7 +240,7 @@ class Leader:
             if output.forward.score:
                 self._score(output)
         sampling = [(output.forward, output.logits) for output in outputs if output.forward.sample]
-        return verify(sampling, self.scheduler.by_number, self._positions, self.runner.settle(), meanwhile)
+        return verify(sampling, self.scheduler.by_number, self._metadata, self.runner.settle(), meanwhile)
 
     def _score(self, output: Output[mx.array]) -> None:
         """Log-probabilities of the prompt tokens that follow the fed ones."""

@@ -35,7 +35,7 @@ class Link(Protocol):
         """Start-up is over: silence and standing still are judged strictly from now on."""
 
 
-class Alone:
+class SingleRank:
     """A group of one: nobody to talk to."""
 
     rank = 0

@@ -20,7 +20,7 @@ from phalanx.engine.link import LeaderLink, WorkerLink
 from phalanx.errors import GroupError
 
 
-def meet(
+def rendezvous(
     config: EngineConfig, group: GroupConfig, secret: bytes, rank: int, *, on_lost: Callable[[PeerFailure], None]
 ) -> LeaderLink | WorkerLink:
     """Connect to the other ranks of this start; returns when all are there.

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from phalanx.dist.fabric_test import sum_of_ranks, test_fabric
 from phalanx.engine.link import Link
-from phalanx.engine.step_deadline import StepClock
+from phalanx.engine.step_deadline import StepDeadline
 from phalanx.errors import Desync, GroupError
 from phalanx.model.runner import Runner
 from phalanx.sched.admission import GRANULE
@@ -64,7 +64,9 @@ def compare_facts(link: Link, facts: Facts) -> None:
                 )
 
 
-def self_test(link: Link, runner: Runner, vocab_size: int, clock: StepClock, *, unchecked: int = 0) -> SelfTest | None:
+def self_test(
+    link: Link, runner: Runner, vocab_size: int, clock: StepDeadline, *, unchecked: int = 0
+) -> SelfTest | None:
     """Run the tests; None for a rank that is alone, which only warms up.
 
     Args:
@@ -122,7 +124,7 @@ def _control(link: Link) -> float:
     return slowest * 1000
 
 
-def _generate(runner: Runner, vocab_size: int, clock: StepClock) -> list[int]:
+def _generate(runner: Runner, vocab_size: int, clock: StepDeadline) -> list[int]:
     """Greedy tokens after a fixed prompt, as this rank computes them: what follows the prompt's chunks."""
     prompt = [(7919 * (i + 1)) % max(vocab_size, 2) for i in range(PROMPT)]
     capacity = -(-(PROMPT + TOKENS) // GRANULE) * GRANULE

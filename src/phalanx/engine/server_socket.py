@@ -21,7 +21,7 @@ from phalanx.types import FromEngine, Shutdown, ToEngine
 LAST_WORD_S = 0.5  # that a last word waits, for another message and for the socket
 
 
-class Mailbox:
+class ServerSocket:
     """Connects to the server's socket; `drain` and `send` are for the engine's main thread.
 
     Raises:
@@ -41,7 +41,7 @@ class Mailbox:
         self._queue: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closing = False
-        self._thread = threading.Thread(target=self._read, name="mailbox", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="server_socket", daemon=True)
 
     def open(self) -> None:
         """Start reading."""

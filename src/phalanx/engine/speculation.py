@@ -22,19 +22,19 @@ from phalanx.dist.reduce import Reducer
 from phalanx.errors import ConfigError
 from phalanx.model import registry
 from phalanx.model.cache.layout import CacheFacts, row_bytes
-from phalanx.model.check import probe
+from phalanx.model.check import check_model
 from phalanx.model.loading import load
 from phalanx.model.loading.resolve import resolve
 from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner
-from phalanx.model.sampling.metadata import Position
+from phalanx.model.sampling.metadata import SamplingMetadata
 from phalanx.sched.scheduler import Scheduler
 from phalanx.spec import rules
 from phalanx.spec.comparison import Comparison
 from phalanx.spec.draft_model import DraftModel
 from phalanx.spec.drafters import Drafter, RandomDrafter
 from phalanx.spec.ngram import NgramDrafter
-from phalanx.spec.sampling_metadata import Positions
+from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter
 from phalanx.spec.suffix import SuffixDrafter
@@ -93,7 +93,7 @@ class DraftWeights:
         loaded = self._prepared.materialise(guard, report)
         absorb_short_queries(loaded.model)
         runner = Runner(loaded.model, registry.inspect(loaded.model, loaded.config), loaded.dtype, Reducer(None))
-        probe(runner, loaded.model)
+        check_model(runner, loaded.model)
         return runner
 
 
@@ -114,7 +114,7 @@ def describe(config: SpeculativeConfig | None, facts: CacheFacts) -> str:
 def make_speculator(
     config: SpeculativeConfig | None,
     scheduler: Scheduler,
-    positions: Positions,
+    metadata: SamplingMetadataCache,
     vocab_size: int,
     draft: Runner | None,
     draft_kv: int,
@@ -128,8 +128,8 @@ def make_speculator(
     if config is None or scheduler.config.recurrent:
         return None
 
-    def place(number: int, drafts: Sequence[int]) -> Position:
-        return positions.after(scheduler.by_number[number], drafts)
+    def place(number: int, drafts: Sequence[int]) -> SamplingMetadata:
+        return metadata.after(scheduler.by_number[number], drafts)
 
     if draft is not None:
         drafter: Drafter = DraftModel(draft, vocab_size, draft_kv, place, scheduler.config.largest_logits)

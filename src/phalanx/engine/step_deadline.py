@@ -12,7 +12,7 @@ UNKNOWN = 12.0  # times the least limit, before anything was measured
 FADE = 0.98  # per step: a machine that was slow once is not slow for ever
 
 
-class StepClock:
+class StepDeadline:
     """Remembers the slowest recent prefill token and decode steps.
 
     Args:

@@ -22,7 +22,7 @@ class Trace:
         self._encoder = msgspec.json.Encoder()
 
     def message(self, message: ToEngine) -> None:
-        """A message was taken from the mailbox."""
+        """A message was taken from the server_socket."""
         self._line({"message": message})
 
     def plan(self, plan: Plan) -> None:

@@ -7,7 +7,7 @@ import socket
 
 import mlx.core as mx
 
-from phalanx.dist.fault_injection import Injection, strike
+from phalanx.dist.fault_injection import Injection, inject
 from phalanx.engine.execute import execute
 from phalanx.engine.link import WorkerLink
 from phalanx.engine.mirror import Mirror
@@ -43,17 +43,17 @@ class Worker:
 
     def _step(self, step: Step, limit_s: float) -> None:
         if self._injection is not None:
-            disturb(self._injection, step.id, self.mirror)
+            inject_fault(self._injection, step.id, self.mirror)
         self._link.enter(step.id, limit_s)
         execute(step, self.mirror, self.runner)
         self._link.leave(step.id)
 
 
-def disturb(injection: Injection, step: int, mirror: Mirror) -> None:
+def inject_fault(injection: Injection, step: int, mirror: Mirror) -> None:
     """Do to this rank what an injected fault says, before it executes a step."""
     if injection.kind == "tamper" and step >= injection.step and mirror.rows:
         next(iter(mirror.rows.values())).crc ^= 1
-    strike(injection, step)
+    inject(injection, step)
 
 
 def rank_stats(rank: int, mirror: Mirror, runner: Runner) -> RankStats:

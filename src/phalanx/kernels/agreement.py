@@ -59,10 +59,10 @@ def disagreements(ops: Ops, precision: str) -> list[str]:
                 numbers = mx.dequantize(codes, scales, biases, group_size=group, bits=bits, mode=mode)
                 kind = "bfloat16" if value.dtype == mx.bfloat16 else "float32"
                 pairs[f"{mode} {bits} bits of {len(x)} in {kind}"] = ours, product(value, numbers)
-                if ops.turns(len(w), w.shape[-1], mode, group, bits):
-                    turned = _turned(ops, codes, scales, biases)
-                    ours = ops.quantized_matmul(value, *turned, True, group, bits, mode, precision=precision)
-                    pairs[f"{mode} {bits} bits of {len(x)} in {kind}, turned"] = ours, product(value, numbers)
+                if ops.repacks(len(w), w.shape[-1], mode, group, bits):
+                    repacked = _repacked(ops, codes, scales, biases)
+                    ours = ops.quantized_matmul(value, *repacked, True, group, bits, mode, precision=precision)
+                    pairs[f"{mode} {bits} bits of {len(x)} in {kind}, repacked"] = ours, product(value, numbers)
 
     def limit(name: str, ours: mx.array) -> float:
         if precision == "fast" and "bits" in name:
@@ -72,11 +72,11 @@ def disagreements(ops: Ops, precision: str) -> list[str]:
     return [name for name, (ours, theirs) in pairs.items() if not _distance(ours, theirs) <= limit(name, ours)]
 
 
-def _turned(ops: Ops, *parts: mx.array | None) -> list[mx.array | None]:
-    """Copies of codes, scales and biases that lie turned."""
+def _repacked(ops: Ops, *parts: mx.array | None) -> list[mx.array | None]:
+    """Copies of codes, scales and biases that are repacked."""
     copies = [None if part is None else part + mx.zeros(part.shape, part.dtype) for part in parts]
     mx.eval([copy for copy in copies if copy is not None])
-    return [None if copy is None else ops.turn_rows(copy) for copy in copies]
+    return [None if copy is None else ops.repack_rows(copy) for copy in copies]
 
 
 def _distance(ours: mx.array, theirs: mx.array) -> float:

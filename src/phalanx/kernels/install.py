@@ -81,30 +81,30 @@ def buffer(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
     return zeros
 
 
-def turns(rows: int, width: int, mode: str, group_size: int, bits: int) -> bool:
-    """Whether products with such quantised matrices are faster when their rows lie turned (`turn`)."""
-    return active() and mode in MODES and bool(preload.OPS.turns(rows, width, mode, group_size, bits))
+def repacks(rows: int, width: int, mode: str, group_size: int, bits: int) -> bool:
+    """Whether products with such quantised matrices are faster when their rows are repacked (`repack`)."""
+    return active() and mode in MODES and bool(preload.OPS.repacks(rows, width, mode, group_size, bits))
 
 
-def turn(array: mx.array) -> mx.array:
-    """Codes, scales or biases [..., rows, columns] of quantised matrices, turned in place: of each sixteen rows, the
+def repack(array: mx.array) -> mx.array:
+    """Codes, scales or biases [..., rows, columns] of quantised matrices, repacked in place: of each sixteen rows, the
     elements of a column lie together. Codes are int32 then, by which native operations know them and MLX's refuse them.
 
     Args:
         array: evaluated, and nobody else's memory.
     """
-    turned: mx.array = preload.OPS.turn_rows(array)
-    return turned
+    repacked: mx.array = preload.OPS.repack_rows(array)
+    return repacked
 
 
-def install(precision: CpuPrecision, threads: int, *, run_ahead: bool = True) -> Installed | None:
+def install(precision: CpuPrecision, threads: int, *, dispatch_next: bool = True) -> Installed | None:
     """Replace MLX's entry points; None where MLX does not compute on the CPU or the kernels are not there.
 
     Args:
         precision: of quantised products; `auto` is exact: with 8-bit activations a resumed stream, whose tokens are
             read again as a prompt, must have been computed that way in the first place, so it is all or nothing.
         threads: of each operation.
-        run_ahead: hand over a step's whole graph at once. A rank that shares its processors with others does better
+        dispatch_next: hand over a step's whole graph at once. A rank that shares its processors with others does better
             to hand over a little at a time, while it waits for their sums.
 
     Raises:
@@ -118,7 +118,7 @@ def install(precision: CpuPrecision, threads: int, *, run_ahead: bool = True) ->
         raise RuntimeError("the native kernels are installed already")
     ops: Ops = preload.OPS
     preload.OPS.set_threads(threads)
-    preload.OPS.run_ahead(run_ahead)
+    preload.OPS.run_ahead(dispatch_next)
     chosen = "fast" if precision == "fast" else "exact"
     if wrong := disagreements(ops, chosen):
         raise ConfigError(
@@ -232,7 +232,7 @@ def _quantised(ops: Ops, precision: str) -> Replacements:
         bits: int | None = None, mode: str = "affine", global_scale: Any = None, dtype: Any = None, *,
         stream: Any = None,
     ) -> mx.array:  # fmt: skip
-        # what is turned (int32) is for `TurnedEmbedding`: rows that somebody cut out of it mean nothing, which MLX says
+        # Repacked tables (int32) are for `RepackedEmbedding`: rows cut out of one mean nothing, which MLX says
         if stream is None and global_scale is None and w.dtype == mx.uint32 and (dtype is None or dtype in FLOATS):
             if mode in MODES and (mode != "affine" or scales.dtype in FLOATS):
                 return ops.dequantize_rows(w, scales, biases, None, group_size, bits, mode, dtype)

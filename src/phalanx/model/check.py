@@ -45,7 +45,7 @@ expert that flips on a rounding error in 16 bits gives ~0.1."""
 Compared = tuple[str, mx.array, mx.array]
 
 
-def probe(runner: Runner, model: Module, *, may_pack: bool = False) -> None:
+def check_model(runner: Runner, model: Module, *, may_pack: bool = False) -> None:
     """Compare `runner` with `model` on mlx-lm's caches; may turn `runner.facts` to computing rows one by one, or to
     packing them.
 

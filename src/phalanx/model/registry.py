@@ -1,7 +1,7 @@
 """Which models can be served, and how: decided by running them, not by guessing from names (DESIGN section 3).
 
-`inspect` runs a model on mlx-lm's own caches without evaluating anything and reads the shapes it left there; `probe`
-(`probe.py`) compares ragged rows with those caches on a handful of tokens, and is what finally says yes. Between them
+`inspect` runs a model on mlx-lm's own caches without evaluating anything and reads the shapes it left there.
+`check_model` (`check.py`) compares ragged rows with those caches on a few tokens, and finally says yes. Between them
 stand short tables of facts that neither can see in a few tokens; `tools/conformance.py` runs every model file of mlx-lm
 and shows that they are complete (`docs/models.md`). Does not know plans, memory budgets or how a model was loaded.
 """
@@ -36,10 +36,10 @@ from phalanx.model.cache.layout import (
     bytes_per_token,
     leaves,
 )
-from phalanx.model.check import FOREIGN, probe
+from phalanx.model.check import FOREIGN, check_model
 from phalanx.model.modules import model_files
 
-__all__ = ["CacheFacts", "inspect", "probe"]
+__all__ = ["CacheFacts", "check_model", "inspect"]
 
 GROUPED_MASK = frozenset({"gemma2"})
 """Model files that split heads into groups before masking: their mask is `[rows, 1, 1, L, S]`."""

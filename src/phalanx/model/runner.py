@@ -18,11 +18,11 @@ from phalanx.kernels import install
 from phalanx.model.cache.buffers import Arena, Snapshot
 from phalanx.model.cache.layout import CacheFacts
 from phalanx.model.cache.ragged import RowView
-from phalanx.model.cpu.graph_cache import Replays
+from phalanx.model.cpu.graph_cache import GraphCache
 from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, RowOp, Share, Store, Swap
 
 
-class _Ahead(NamedTuple):
+class _InFlight(NamedTuple):
     """A forward that was handed over before its turn, for it is the one that probably comes next."""
 
     arena: int
@@ -55,14 +55,14 @@ class Runner:
         self.reducer = reducer or Reducer(None)
         self.samples = True
         """Whether logits are asked for at all; a rank that only obeys need not compute them."""
-        self._replays = Replays(model, facts.mask_dims, self.reducer)
+        self._graphs = GraphCache(model, facts.mask_dims, self.reducer)
         self._step = 0
         self._arenas: dict[int, Arena] = {}
         self._entries: dict[int, Snapshot] = {}
         self._touched: Arena | None = None
         self._logits: mx.array | None = None
         self._last: tuple[Forward, list[int]] | None = None  # that sampled one token per row, and lengths before it
-        self._ahead: _Ahead | None = None
+        self._in_flight: _InFlight | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -87,7 +87,7 @@ class Runner:
         """
         self._flush()
         if ops:
-            self._give_up_ahead()
+            self._discard_in_flight()
         for op in ops:
             self._apply(op)
 
@@ -105,7 +105,7 @@ class Runner:
         self._flush()
         arena = self._arena(fwd.arena)
         arena.check_state(fwd.start, kv_len)
-        ahead, self._ahead, self._last = self._ahead, None, None
+        ahead, self._in_flight, self._last = self._in_flight, None, None
         if self.facts.recurrent and min(fwd.valid) < len(fwd.tokens[0]):
             raise EngineError("Rows with recurrent state cannot be padded.")
         if fwd.packed:
@@ -132,7 +132,7 @@ class Runner:
     @property
     def prepared(self) -> int:
         """Forwards so far that took longer than their like, because they were also prepared to be replayed."""
-        return self._replays.tried
+        return self._graphs.tried
 
     def returns_early(self, forwards: Sequence[Forward]) -> bool:
         """Whether these forwards are handed to the device without waiting for any of it: a single sampling one, of a
@@ -141,11 +141,11 @@ class Runner:
         return alone and len(forwards) == 1 and forwards[0].sample
 
     @property
-    def is_ahead(self) -> bool:
+    def has_in_flight(self) -> bool:
         """Whether a forward has been handed over before its turn."""
-        return self._ahead is not None
+        return self._in_flight is not None
 
-    def run_ahead(self, tokens: mx.array) -> None:
+    def dispatch_next(self, tokens: mx.array) -> None:
         """Hand over the forward that comes next if nothing happens: the rows of the last one, a token later.
 
         What the processor does with a token after it has been drawn takes as long as a few layers; the device computes
@@ -161,16 +161,16 @@ class Runner:
         if max(kv_len) >= arena.capacity:
             return
         view = self._view(arena, fwd.start, kv_len, 1, True)
-        logits = self._replays.call_ahead(arena, view, tokens[:, None])
+        logits = self._graphs.call_in_flight(arena, view, tokens[:, None])
         if logits is not None:
             arena.reach(view)
-            self._ahead = _Ahead(fwd.arena, fwd.start, kv_len, tokens, logits)
+            self._in_flight = _InFlight(fwd.arena, fwd.start, kv_len, tokens, logits)
 
-    def _give_up_ahead(self) -> None:
+    def _discard_in_flight(self) -> None:
         """Wait for it: what it reads and writes may be moved or given back."""
-        if self._ahead is not None:
-            mx.eval(self._ahead.logits)
-        self._ahead = self._last = None
+        if self._in_flight is not None:
+            mx.eval(self._in_flight.logits)
+        self._in_flight = self._last = None
 
     def settle(self) -> list[mx.array]:
         """Cache arrays the last forward wrote, to be evaluated together with its logits."""
@@ -178,9 +178,9 @@ class Runner:
 
     def reset(self) -> None:
         """Forget results nobody evaluated and calls that are replayed; give MLX's cached buffers back to the system."""
-        self._give_up_ahead()
+        self._discard_in_flight()
         self._logits = self._touched = None
-        self._replays.rest()
+        self._graphs.rest()
         mx.clear_cache()
 
     def _view(self, arena: Arena, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
@@ -199,7 +199,7 @@ class Runner:
     ) -> mx.array | None:
         """One model call over rows of one arena; logits [rows, L, V] where they are asked for."""
         arena.open(view, [length + n for length, n in zip(kv_len, valid, strict=True)])
-        if (answer := self._replays.call(arena, view, tokens, samples=self.samples)) is not None:
+        if (answer := self._graphs.call(arena, view, tokens, samples=self.samples)) is not None:
             logits, sums = answer
         else:
             caches: list[Any] = list(arena.caches)  # a copy: models may extend the list

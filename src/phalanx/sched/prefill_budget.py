@@ -6,7 +6,7 @@ SMALLEST_CHUNK = 16  # tokens a step gives to prefill at least, however slow the
 ALONE = 4  # times longer than its target a step may take in which nobody decodes: wide products are faster ones
 
 
-class Pace:
+class PrefillBudget:
     """
     Args:
         first: tokens, until the speed is known; doubled from step to step at most.

@@ -21,7 +21,7 @@ from phalanx.sched.arena import Layout
 from phalanx.sched.drafts import Drafts, fit_drafts, useful_drafts
 from phalanx.sched.forwards import decode_forwards, prefill_forwards
 from phalanx.sched.plan import Commit, Evict, Forward, Restore, Share, Step, Store
-from phalanx.sched.prefill_budget import SMALLEST_CHUNK, Pace
+from phalanx.sched.prefill_budget import SMALLEST_CHUNK, PrefillBudget
 from phalanx.sched.prefix import BLOCK, PrefixIndex, common_prefix
 from phalanx.sched.sequence import Sequence, extend_crc
 from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs, Tokens
@@ -77,7 +77,7 @@ class Scheduler:
             config.limits.bytes_per_row,
             exact_only=config.recurrent,
         )
-        self.pace = Pace(config.first_chunk, config.max_num_batched_tokens, config.target_step_s)
+        self.prefill_budget = PrefillBudget(config.first_chunk, config.max_num_batched_tokens, config.target_step_s)
         self.counters = Counters()
         self.waiting: deque[Sequence] = deque()
         self.by_id: dict[str, Sequence] = {}
@@ -361,7 +361,7 @@ class Scheduler:
         """
         rows = [row for row in self.layout.rows() if not row.decoding]
         decoding = self.n_running - len(rows) + sum(map(len, drafts.values()))
-        left = self.pace.tokens(decoding)
+        left = self.prefill_budget.tokens(decoding)
         chunks: dict[int, int] = {}
         rows.sort(key=lambda row: (row.to_prefill, row.number))
         for i, row in enumerate(rows):

@@ -14,7 +14,7 @@ from phalanx.types import PromptScored, SequenceRequest, TokenLogprobs, Tokens
 
 
 class ChoiceDecoder:
-    """Feed it a choice's events in order; it answers with what the client gains."""
+    """OutputQueue it a choice's events in order; it answers with what the client gains."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: Options, request: SequenceRequest, index: int, echo: str | None
@@ -72,16 +72,16 @@ class ChoiceDecoder:
 
     def ending(self, event: Ended) -> Ending:
         """How it ended, clipped to a stop string."""
-        finished, stamps = event.finished, event.stamps
+        finished, timings = event.finished, event.timings
         n = finished.n_tokens if self.stopped_at is None else min(self.stopped_at, finished.n_tokens)
         detail = finished.detail
         if finished.reason == "timeout":
             detail = detail or f"The request's timeout of {self._options.timeout_s:g} s passed."
         stopped = self.stopped_at is not None or finished.reason == "stop"
         tpot = None
-        if stamps.first_token is not None and stamps.last_token is not None and finished.n_tokens > 1:
+        if timings.first_token is not None and timings.last_token is not None and finished.n_tokens > 1:
             # Tokens may come in a burst where this process had to wait; the engine's clock begins anew on a restart.
-            decode_s = max(stamps.last_token - stamps.first_token, finished.timing.decode_s)
+            decode_s = max(timings.last_token - timings.first_token, finished.timing.decode_s)
             tpot = decode_s / (finished.n_tokens - 1)
         return Ending(
             reason="stop" if stopped and self._limit != 0 else "length",
@@ -91,7 +91,7 @@ class ChoiceDecoder:
             drafted_tokens=finished.drafted_tokens,
             accepted_tokens=finished.accepted_tokens,
             timing=finished.timing,
-            ttft_s=None if stamps.first_token is None else stamps.first_token - stamps.arrived,
+            ttft_s=None if timings.first_token is None else timings.first_token - timings.arrived,
             tpot_s=tpot,
         )
 

@@ -1,4 +1,4 @@
-"""One request being answered: its feed of events, a decoder per choice, and what they add up to.
+"""One request being answered: its output of events, a decoder per choice, and what they add up to.
 
 Yields deltas (text, scored tokens, endings) for `routes.py` to stream or to collect. Does not know HTTP or OpenAI's
 objects, nor what a model is.
@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from phalanx.server.answers import Delta, Ending, Scored, Usage
 from phalanx.server.decode import ChoiceDecoder
-from phalanx.server.journal import Seats
+from phalanx.server.journal import RequestSlots
 from phalanx.server.output_queue import Ended, Event
 from phalanx.server.parsed import Options
 from phalanx.text.tokenizer import Tokenizer
@@ -31,16 +31,16 @@ class Generation:
             for index, request in enumerate(requests)
         ]
         self._endings: dict[int, Ending] = {}
-        self._seats: Seats | None = None
+        self._seats: RequestSlots | None = None
 
-    def begin(self, seats: Seats) -> list[Delta]:
+    def begin(self, slots: RequestSlots) -> list[Delta]:
         """Hand the choices to the engine; what there is to show at once (an echoed prompt).
 
         Raises:
             EngineUnavailable: the engine went down meanwhile.
         """
-        seats.submit(self._requests)
-        self._seats = seats
+        slots.submit(self._requests)
+        self._seats = slots
         return [delta for decoder in self._decoders if (delta := decoder.opening()) is not None]
 
     async def deltas(self, keepalive_s: float | None) -> AsyncGenerator[list[Delta]]:
@@ -50,26 +50,26 @@ class Generation:
             PhalanxError: the request failed.
         """
         assert self._seats is not None, "begin comes first"
-        seats = self._seats
+        slots = self._seats
         while len(self._endings) < len(self._requests):
             try:
                 async with asyncio.timeout(keepalive_s):
-                    events = await seats.feed.read()
+                    events = await slots.output.read()
             except TimeoutError:
                 yield []
                 continue
-            deltas = [delta for index, event in events for delta in self._decode(seats, index, event)]
+            deltas = [delta for index, event in events for delta in self._decode(slots, index, event)]
             if deltas:
                 yield merge(deltas)
 
-    async def choices(self, seats: Seats) -> list[Delta]:
+    async def choices(self, slots: RequestSlots) -> list[Delta]:
         """All choices, complete.
 
         Raises:
             PhalanxError: the request failed.
         """
         gained: list[list[Delta]] = [[] for _ in self._requests]
-        for delta in self.begin(seats):
+        for delta in self.begin(slots):
             gained[delta.index].append(delta)
         async for deltas in self.deltas(None):
             for delta in deltas:
@@ -93,14 +93,14 @@ class Generation:
         """How choice 0 ended; only after the deltas are exhausted."""
         return self._endings[0]
 
-    def _decode(self, seats: Seats, index: int, event: Event) -> list[Delta]:
+    def _decode(self, slots: RequestSlots, index: int, event: Event) -> list[Delta]:
         decoder = self._decoders[index]
         delta: Delta | None
         match event:
             case Tokens():
                 delta = decoder.tokens(event)
                 if decoder.stopped_at is not None:
-                    seats.finish(index, decoder.stopped_at)
+                    slots.finish(index, decoder.stopped_at)
             case PromptScored():
                 delta = decoder.scored_prompt(event)
             case Ended():

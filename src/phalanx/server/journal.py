@@ -24,7 +24,7 @@ from phalanx.errors import (
     SlowClient,
 )
 from phalanx.server.metrics import Metrics
-from phalanx.server.output_queue import Ended, Feed, Stamps
+from phalanx.server.output_queue import Ended, OutputQueue, Timings
 from phalanx.supervision.client import EngineClient
 from phalanx.types import (
     Batch,
@@ -48,12 +48,12 @@ RETRY_AFTER_S = (1.0, 30.0)  # least and most seconds a client is told to wait
 class _Entry:
     """One unfinished sequence."""
 
-    def __init__(self, request: SequenceRequest, index: int, seats: Seats, now: float) -> None:
+    def __init__(self, request: SequenceRequest, index: int, slots: RequestSlots, now: float) -> None:
         self.request = request
         self.index = index
-        self.seats = seats
+        self.slots = slots
         self.submitted = now
-        self.stamps = Stamps(seats.arrived)
+        self.timings = Timings(slots.arrived)
         self.committed: list[int] = list(request.committed)
         self.scored = request.prompt_logprobs is None
         self.finish_at: int | None = None  # a stop string ended it there; the engine was told
@@ -71,24 +71,24 @@ class _Entry:
         )
 
 
-class Seats:
+class RequestSlots:
     """Room for one request's choices, taken before it is tokenised and given back when it ends, however it ends."""
 
     def __init__(self, journal: Journal, n: int, arrived: float) -> None:
         self.arrived = arrived
-        self.feed = Feed(limit=UNREAD_TOKENS)
+        self.output = OutputQueue(limit=UNREAD_TOKENS)
         self._journal = journal
-        self.free = n  # seats without a sequence
+        self.free = n  # slots without a sequence
         self.ids: set[str] = set()
 
-    def __enter__(self) -> Seats:
+    def __enter__(self) -> RequestSlots:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._journal.release(self)
 
     def submit(self, requests: Sequence[SequenceRequest]) -> None:
-        """Hand the choices to the engine; `requests[i]` becomes choice i of the feed.
+        """Hand the choices to the engine; `requests[i]` becomes choice i of the output.
 
         Raises:
             EngineUnavailable: the engine went down meanwhile.
@@ -112,7 +112,7 @@ class Journal:
         self._capacity = max_num_seqs + queue
         self._clock = clock
         self._entries: dict[str, _Entry] = {}  # in order of arrival
-        self._reserved = 0  # seats taken whose request is still being tokenised
+        self._reserved = 0  # slots taken whose request is still being tokenised
         self._closing = ""  # why no new request is taken
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -124,11 +124,11 @@ class Journal:
 
     @property
     def unfinished(self) -> int:
-        """Choices that hold a seat."""
+        """Choices that hold a slot."""
         return len(self._entries) + self._reserved
 
-    def reserve(self, n: int) -> Seats:
-        """Take seats for n choices. The one place that answers "the queue is full".
+    def reserve(self, n: int) -> RequestSlots:
+        """Take slots for n choices. The one place that answers "the queue is full".
 
         Raises:
             EngineUnavailable: loading, restarting, failed or shutting down.
@@ -146,7 +146,7 @@ class Journal:
             )
         self._reserved += n
         self._quiet.clear()
-        return Seats(self, n, self._clock())
+        return RequestSlots(self, n, self._clock())
 
     def require_ready(self) -> ModelInfo:
         """What is served, or EngineUnavailable with the reason."""
@@ -157,35 +157,35 @@ class Journal:
             raise EngineUnavailable(describe(state.phase, state.reason), retry_after=2.0)
         return info
 
-    def submit(self, seats: Seats, requests: Sequence[SequenceRequest]) -> None:
-        """See `Seats.submit`."""
-        if len(requests) > seats.free:
-            raise ValueError(f"{len(requests)} sequences for {seats.free} seats")
+    def submit(self, slots: RequestSlots, requests: Sequence[SequenceRequest]) -> None:
+        """See `RequestSlots.submit`."""
+        if len(requests) > slots.free:
+            raise ValueError(f"{len(requests)} sequences for {slots.free} slots")
         now = self._clock()
         for index, request in enumerate(requests):
             self._engine.send(Submit(request))
-            self._entries[request.id] = _Entry(request, index, seats, now)
-            seats.ids.add(request.id)
-            seats.free -= 1
+            self._entries[request.id] = _Entry(request, index, slots, now)
+            slots.ids.add(request.id)
+            slots.free -= 1
             self._reserved -= 1
 
-    def finish(self, seats: Seats, index: int, n_tokens: int) -> None:
-        """See `Seats.finish`. Without an engine the sequence ends here; there is nothing to wait for."""
-        for entry in [entry for entry in self._entries.values() if entry.seats is seats and entry.index == index]:
+    def finish(self, slots: RequestSlots, index: int, n_tokens: int) -> None:
+        """See `RequestSlots.finish`. Without an engine the sequence ends here; there is nothing to wait for."""
+        for entry in [entry for entry in self._entries.values() if entry.slots is slots and entry.index == index]:
             entry.finish_at = n_tokens
             try:
                 self._engine.send(Finish(entry.request.id, n_tokens))
             except EngineUnavailable:
                 self._end_here(entry)
 
-    def release(self, seats: Seats) -> None:
+    def release(self, slots: RequestSlots) -> None:
         """The request is over: whatever of it is unfinished is cancelled."""
-        for id in list(seats.ids):
+        for id in list(slots.ids):
             self._forget(id)
             with suppress(EngineUnavailable):  # an engine that is down has forgotten it already
                 self._engine.send(Cancel(id))
-        self._reserved -= seats.free
-        seats.free = 0
+        self._reserved -= slots.free
+        slots.free = 0
         self._notice_quiet()
 
     def close(self, reason: str) -> None:
@@ -199,9 +199,9 @@ class Journal:
     def fail_all(self, error: PhalanxError) -> None:
         """End every request with this error."""
         for entry in list(self._entries.values()):
-            entry.seats.feed.fail(error)
-        for seats in {entry.seats for entry in self._entries.values()}:
-            self._drop(seats)
+            entry.slots.output.fail(error)
+        for slots in {entry.slots for entry in self._entries.values()}:
+            self._drop(slots)
 
     # The engine's side -----------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class Journal:
                     self._on_tokens(entry, event, now)
                 case PromptScored():
                     entry.scored = True
-                    entry.seats.feed.push(entry.index, event)
+                    entry.slots.output.push(entry.index, event)
                 case Finished():
                     self._on_finished(entry, event, now)
 
@@ -255,17 +255,17 @@ class Journal:
         if event.start != len(entry.committed):
             message = f"tokens of {event.id} start at {event.start}, but {len(entry.committed)} are committed"
             log.error("engine protocol broken: %s", message)
-            self._fail(entry.seats, EngineError(f"The engine lost count: {message}."))
+            self._fail(entry.slots, EngineError(f"The engine lost count: {message}."))
             return
         entry.committed.extend(event.tokens)
         entry.progressed = True
-        self._metrics.tokens(entry.stamps, len(entry.request.prompt), len(event.tokens), now)
-        if entry.stamps.first_token is None:
-            entry.stamps.first_token = now
-        entry.stamps.last_token = now
-        if entry.finish_at is None and not entry.seats.feed.push(entry.index, event):
+        self._metrics.tokens(entry.timings, len(entry.request.prompt), len(event.tokens), now)
+        if entry.timings.first_token is None:
+            entry.timings.first_token = now
+        entry.timings.last_token = now
+        if entry.finish_at is None and not entry.slots.output.push(entry.index, event):
             self._fail(
-                entry.seats,
+                entry.slots,
                 SlowClient(f"The stream was cancelled: its reader is more than {UNREAD_TOKENS} tokens behind."),
             )
 
@@ -273,11 +273,11 @@ class Journal:
         if entry.finish_at is not None and event.reason != "error":
             event = replace(event, reason="stop", n_tokens=min(event.n_tokens, entry.finish_at), stop_id=None)
         if event.reason in ("error", "cancelled"):  # nobody who reads asked for a cancellation
-            self._fail(entry.seats, EngineError(event.detail or "The engine could not compute this request."))
+            self._fail(entry.slots, EngineError(event.detail or "The engine could not compute this request."))
             return
         self._note_end(now)
-        self._metrics.finished(entry.stamps, event, len(entry.request.prompt), now)
-        entry.seats.feed.push(entry.index, Ended(event, entry.stamps))
+        self._metrics.finished(entry.timings, event, len(entry.request.prompt), now)
+        entry.slots.output.push(entry.index, Ended(event, entry.timings))
         self._forget(entry.request.id)
         self._notice_quiet()
 
@@ -292,16 +292,16 @@ class Journal:
             f"the last one: {reason}.",
             remedy="Do not send it again unchanged; the server's log has the crashes.",
         )
-        self._fail(entry.seats, error)
+        self._fail(entry.slots, error)
 
-    def _fail(self, seats: Seats, error: PhalanxError) -> None:
+    def _fail(self, slots: RequestSlots, error: PhalanxError) -> None:
         self._metrics.failed()
-        seats.feed.fail(error)
-        self._drop(seats)
+        slots.output.fail(error)
+        self._drop(slots)
 
-    def _drop(self, seats: Seats) -> None:
-        """Forget a request's sequences here and in the engine; its reader finds the feed's error."""
-        for id in list(seats.ids):
+    def _drop(self, slots: RequestSlots) -> None:
+        """Forget a request's sequences here and in the engine; its reader finds the output's error."""
+        for id in list(slots.ids):
             self._forget(id)
             with suppress(EngineUnavailable):
                 self._engine.send(Cancel(id))
@@ -310,7 +310,7 @@ class Journal:
     def _forget(self, id: str) -> None:
         entry = self._entries.pop(id, None)
         if entry is not None:
-            entry.seats.ids.discard(id)
+            entry.slots.ids.discard(id)
 
     def _notice_quiet(self) -> None:
         if self.unfinished == 0:

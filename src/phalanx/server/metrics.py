@@ -1,14 +1,14 @@
 """Prometheus metrics under vLLM's names with the prefix `phalanx:` (M2), label `model_name`.
 
 Latencies are what the server saw; counters of the engine are carried over its restarts, so that they never fall.
-Does not know requests, HTTP routes or the engine's messages beyond `EngineStats`, `Finished` and the feed's stamps.
+Does not know requests, HTTP routes or the engine's messages beyond `EngineStats`, `Finished` and the output's timings.
 """
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from phalanx.server.output_queue import Stamps
+from phalanx.server.output_queue import Timings
 from phalanx.types import EngineStats, Finished, SpecStats
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -149,21 +149,21 @@ class Metrics:
         for gauge in self._gauges.values():
             gauge.set(0)
 
-    def tokens(self, stamps: Stamps, prompt_tokens: int, n: int, now: float) -> None:
-        """n tokens of a sequence arrived; `stamps` are still those from before."""
+    def tokens(self, timings: Timings, prompt_tokens: int, n: int, now: float) -> None:
+        """n tokens of a sequence arrived; `timings` are still those from before."""
         self._generated.inc(n)
-        if stamps.first_token is None:
+        if timings.first_token is None:
             self._prompt.inc(prompt_tokens)
-            self._histograms["ttft"].observe(now - stamps.arrived)
-        elif stamps.last_token is not None:
+            self._histograms["ttft"].observe(now - timings.arrived)
+        elif timings.last_token is not None:
             for _ in range(n):
-                self._histograms["itl"].observe((now - stamps.last_token) / n)
+                self._histograms["itl"].observe((now - timings.last_token) / n)
 
-    def finished(self, stamps: Stamps, event: Finished, prompt_tokens: int, now: float) -> None:
+    def finished(self, timings: Timings, event: Finished, prompt_tokens: int, now: float) -> None:
         """A sequence ended as it should."""
         timing = event.timing
         observed = {
-            "e2e": now - stamps.arrived,
+            "e2e": now - timings.arrived,
             "queue": timing.queue_s,
             "prefill": timing.prefill_s,
             "decode": timing.decode_s,

@@ -1,6 +1,6 @@
 """The bounded buffer between the engine's events and the one reader of a request's answer.
 
-All choices of a request share a feed, so that one reader interleaves them in the order in which they were committed.
+All choices of a request share a output, so that one reader interleaves them in the order in which they were committed.
 The writer never waits: a reader that falls too far behind is given up (DESIGN section 11). Does not know HTTP.
 """
 
@@ -14,7 +14,7 @@ from phalanx.errors import PhalanxError
 from phalanx.types import Finished, PromptScored, Tokens
 
 
-class Stamps(Struct):
+class Timings(Struct):
     """Seconds on the server's monotonic clock (G3: the first token and the first flushed byte are separate)."""
 
     arrived: float
@@ -26,13 +26,13 @@ class Ended(Struct, frozen=True):
     """The last event of a choice."""
 
     finished: Finished
-    stamps: Stamps
+    timings: Timings
 
 
 Event = Tokens | PromptScored | Ended
 
 
-class Feed:
+class OutputQueue:
     """Events of one request's choices: (index of the choice, event)."""
 
     def __init__(self, *, limit: int) -> None:
@@ -51,7 +51,7 @@ class Feed:
         return self._unread <= self._limit
 
     def fail(self, error: PhalanxError) -> None:
-        """End the feed: `read` raises this once the events before it were taken. The first failure counts."""
+        """End the output: `read` raises this once the events before it were taken. The first failure counts."""
         self._error = self._error or error
         self._news.set()
 

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: read, parse, take seats, tokenise, generate, answer. Decides nothing by itself.
+"""OpenAI's endpoints: read, parse, take slots, tokenise, generate, answer. Decides nothing by itself.
 
 Which status an error has is `app.py`'s table; what a field means is `validate.py`'s; whether there is room is the
 journal's. Does not know the engine process.
@@ -116,19 +116,19 @@ class Completions:
         return await unless_gone(request, self._whole(job))
 
     async def _whole(self, job: Job) -> Response:
-        with self._journal.reserve(job.n_prompts * job.options.n) as seats:
+        with self._journal.reserve(job.n_prompts * job.options.n) as slots:
             generation = await self._prepare(job)
-            choices = await generation.choices(seats)
+            choices = await generation.choices(slots)
         timing = timing_json(generation.first_ending, None) if job.options.timing else None
         body = job.format(self._head(job)).whole(choices, generation.usage(), timing)
         return JSONResponse(body)
 
     async def _stream(self, job: Job) -> Response:
         with ExitStack() as stack:
-            seats = stack.enter_context(self._journal.reserve(job.n_prompts * job.options.n))
+            slots = stack.enter_context(self._journal.reserve(job.n_prompts * job.options.n))
             generation = await self._prepare(job)
-            first = generation.begin(seats)  # what fails until here is answered with a status
-            events = self._events(job, generation, seats.arrived, first)
+            first = generation.begin(slots)  # what fails until here is answered with a status
+            events = self._events(job, generation, slots.arrived, first)
             return EventStream(events, stack.pop_all().close)
 
     async def _prepare(self, job: Job) -> Generation:

@@ -15,7 +15,7 @@ import mlx.core as mx
 from msgspec.structs import replace as with_fields
 
 from phalanx.model.runner import Runner
-from phalanx.model.sampling.metadata import Position
+from phalanx.model.sampling.metadata import SamplingMetadata
 from phalanx.model.sampling.sampler import sample
 from phalanx.sched.admission import round_up
 from phalanx.sched.plan import Admit, Forward, Free, Move, Resize
@@ -25,7 +25,7 @@ ARENA = 0
 AT_ONCE = 8
 """Known tokens that a first drafting forward may feed at most: as many as a row usually gains in a step."""
 
-Place = Callable[[int, Sequence[int]], Position]
+Place = Callable[[int, Sequence[int]], SamplingMetadata]
 """Where a sequence draws its next token after some more drafts."""
 
 
@@ -236,7 +236,7 @@ def _forward(start: int, inputs: Sequence[Sequence[int]], *, sample: bool) -> Fo
     )
 
 
-def _unscored(position: Position) -> Position:
+def _unscored(position: SamplingMetadata) -> SamplingMetadata:
     """Without log-probabilities, which nobody would read."""
     if position.sampling.logprobs is None:
         return position

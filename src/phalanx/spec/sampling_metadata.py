@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-from phalanx.model.sampling.metadata import Position, TokenCounts
+from phalanx.model.sampling.metadata import SamplingMetadata, TokenCounts
 from phalanx.sched.sequence import Sequence
 
 
-class Positions:
+class SamplingMetadataCache:
     """By sequence number. A sequence is met when it is first asked for."""
 
     def __init__(self) -> None:
-        self._next: dict[int, Position] = {}
+        self._next: dict[int, SamplingMetadata] = {}
 
-    def next(self, seq: Sequence) -> Position:
+    def next(self, seq: Sequence) -> SamplingMetadata:
         """Where the token after the last known one is drawn. The same object is changed by a later call."""
         position = self._next.get(seq.number)
         if position is None:
             history = TokenCounts(seq.request.prompt, seq.tokens[seq.prompt_len :])
-            position = Position(sampling=seq.request.sampling, index=seq.n_output, history=history)
+            position = SamplingMetadata(sampling=seq.request.sampling, index=seq.n_output, history=history)
             self._next[seq.number] = position
         else:
             position.history.add(seq.tokens[seq.prompt_len + position.index :])
@@ -31,12 +31,12 @@ class Positions:
         position.banned = _banned(seq, position.index)
         return position
 
-    def behind(self, seq: Sequence, drafts: Seq[int]) -> list[Position]:
+    def behind(self, seq: Sequence, drafts: Seq[int]) -> list[SamplingMetadata]:
         """Where the tokens behind y and behind each draft are drawn, as if the drafts before were output: [k + 1]."""
         first = self.next(seq)
         return [first, *(_after(seq, first, tuple(drafts[: i + 1])) for i in range(len(drafts)))]
 
-    def after(self, seq: Sequence, drafts: Seq[int]) -> Position:
+    def after(self, seq: Sequence, drafts: Seq[int]) -> SamplingMetadata:
         """Where the token behind the last of these drafts is drawn."""
         return _after(seq, self.next(seq), tuple(drafts))
 
@@ -46,9 +46,9 @@ class Positions:
             self._next = {number: position for number, position in self._next.items() if number in alive}
 
 
-def _after(seq: Sequence, first: Position, drafts: tuple[int, ...]) -> Position:
+def _after(seq: Sequence, first: SamplingMetadata, drafts: tuple[int, ...]) -> SamplingMetadata:
     index = first.index + len(drafts)
-    return Position(first.sampling, index, first.history, _banned(seq, index), drafts)
+    return SamplingMetadata(first.sampling, index, first.history, _banned(seq, index), drafts)
 
 
 def _banned(seq: Sequence, index: int) -> frozenset[int]:

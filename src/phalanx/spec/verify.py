@@ -18,7 +18,7 @@ from phalanx.model.sampling.sampler import sample
 from phalanx.sched.commit import accept
 from phalanx.sched.plan import Forward
 from phalanx.sched.sequence import Sequence
-from phalanx.spec.sampling_metadata import Positions
+from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.types import TokenLogprobs
 
 
@@ -32,7 +32,7 @@ class Verified(NamedTuple):
 def verify(
     outputs: Seq[tuple[Forward, mx.array]],
     sequences: Mapping[int, Sequence],
-    positions: Positions,
+    metadata: SamplingMetadataCache,
     also_evaluate: Seq[mx.array] = (),
     meanwhile: Callable[[mx.array], None] | None = None,
 ) -> Verified:
@@ -54,7 +54,7 @@ def verify(
         for forward, _ in outputs
         for number, fed, valid in zip(forward.seqs, forward.tokens, forward.valid, strict=True)
     ]
-    places = [position for number, drafts in rows for position in positions.behind(sequences[number], drafts)]
+    places = [position for number, drafts in rows for position in metadata.behind(sequences[number], drafts)]
     logits = [_needed(forward, logits) for forward, logits in outputs]
     sampled = sample(logits[0] if len(logits) == 1 else mx.concatenate(logits), places, also_evaluate, meanwhile)
     start = 0

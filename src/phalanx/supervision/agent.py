@@ -23,11 +23,11 @@ from phalanx.errors import ConfigError, ExitCode, FrameError
 from phalanx.supervision.agent_protocol import (
     HANDSHAKE_S,
     SILENT_S,
+    AgentConnection,
     AskPorts,
-    Beat,
     Challenge,
     Ended,
-    Line,
+    KeepAlive,
     Output,
     Ports,
     Proof,
@@ -59,7 +59,7 @@ class Agent:
     def __init__(self, secret: str, directory: Path) -> None:
         self._secret = secret
         self._directory = directory
-        self._errand: _Errand | None = None
+        self._process: _AgentProcess | None = None
         self._turn = asyncio.Lock()  # to start a process
 
     async def serve(self, host: str, port: int) -> int:
@@ -73,7 +73,7 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, leave.set)
         try:
-            listener = await asyncio.start_server(self._meet, host, port)
+            listener = await asyncio.start_server(self._accept, host, port)
         except OSError as error:
             raise ConfigError(
                 f"The agent cannot listen on {host} port {port}: {error.strerror or error}.",
@@ -83,61 +83,61 @@ class Agent:
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         await leave.wait()
         listener.close()
-        if self._errand is not None:
-            await self._errand.finish(LEAVE_S)
+        if self._process is not None:
+            await self._process.finish(LEAVE_S)
         for file in self._directory.iterdir():
             file.unlink()
         self._directory.rmdir()
         return ExitCode.OK
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = Line(reader, writer, ToAgent)
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = AgentConnection(reader, writer, ToAgent)
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                await self._authenticate(line)
-            line.limit = FRAME_LIMIT
-            await self._converse(line)
+                await self._authenticate(connection)
+            connection.limit = FRAME_LIMIT
+            await self._converse(connection)
         except (FrameError, TimeoutError, ConnectionError) as error:
             log.warning("a connection from %s ended: %s", writer.get_extra_info("peername"), error or "it fell silent")
         finally:
-            line.close()
+            connection.close()
 
-    async def _authenticate(self, line: Line) -> None:
+    async def _authenticate(self, connection: AgentConnection) -> None:
         mine = nonce()
-        line.send(Challenge(mine))
-        theirs = await line.expect(Proof)
+        connection.send(Challenge(mine))
+        theirs = await connection.expect(Proof)
         if not proves(theirs.mac, self._secret, "server", mine, theirs.nonce):
             raise FrameError("it does not know this cluster's secret")
         mac = proof(self._secret, "agent", mine, theirs.nonce)
-        line.send(Welcome(mac, sys.executable, str(self._directory)))
+        connection.send(Welcome(mac, sys.executable, str(self._directory)))
 
-    async def _converse(self, line: Line) -> None:
-        errand: _Errand | None = None
+    async def _converse(self, connection: AgentConnection) -> None:
+        process: _AgentProcess | None = None
         try:
             while True:
                 async with asyncio.timeout(SILENT_S):
-                    message = await line.receive()
+                    message = await connection.receive()
                 match message:
                     case None:
                         return
-                    case Beat():
-                        line.send(Beat())
+                    case KeepAlive():
+                        connection.send(KeepAlive())
                     case AskPorts():
-                        line.send(_ports(message))
-                    case Run() if errand is None:
-                        errand = await self._run(line, message)
-                    case Signal() if errand is not None:
-                        errand.signal(message.number)
+                        connection.send(_ports(message))
+                    case Run() if process is None:
+                        process = await self._run(connection, message)
+                    case Signal() if process is not None:
+                        process.signal(message.number)
                     case _:
                         raise FrameError(f"{type(message).__name__} out of turn")
         finally:
-            if errand is not None:
-                await errand.finish(0.0)
+            if process is not None:
+                await process.finish(0.0)
 
-    async def _run(self, line: Line, run: Run) -> _Errand | None:
+    async def _run(self, connection: AgentConnection, run: Run) -> _AgentProcess | None:
         async with self._turn:
-            if self._errand is not None:
-                await self._errand.finish(0.0)
+            if self._process is not None:
+                await self._process.finish(0.0)
             variables = {**environment(), **run.variables}
             for name, text in run.files.items():
                 file = self._directory / f"{Path(name).name}.json"
@@ -153,19 +153,19 @@ class Agent:
                     start_new_session=True,
                 )
             except OSError as error:
-                line.send(Ended(ExitCode.CONFIG, f"{run.command[0]} cannot be run: {error.strerror or error}"))
+                connection.send(Ended(ExitCode.CONFIG, f"{run.command[0]} cannot be run: {error.strerror or error}"))
                 return None
-            line.send(Started(process.pid))
-            self._errand = _Errand(process, line)
-            return self._errand
+            connection.send(Started(process.pid))
+            self._process = _AgentProcess(process, connection)
+            return self._process
 
 
-class _Errand:
+class _AgentProcess:
     """A process, its output on its way to the server and into this agent's log, and its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, line: Line) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, connection: AgentConnection) -> None:
         self._process = process
-        self._line = line
+        self._connection = connection
         self._report = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -173,10 +173,10 @@ class _Errand:
         while piece := await self._process.stdout.read(PIECE):
             sys.stderr.buffer.write(piece)
             sys.stderr.buffer.flush()
-            self._line.send(Output(piece))
+            self._connection.send(Output(piece))
         status = await self._process.wait()
         log.info("process %d ended with status %d", self._process.pid, status)
-        self._line.send(Ended(status))
+        self._connection.send(Ended(status))
 
     def signal(self, number: int) -> None:
         """To the process and those of its session that it started."""

@@ -4,8 +4,8 @@
     Challenge(nonce)        ->
                             <-     Proof(own nonce, HMAC(secret, "server", both nonces))
     Welcome(HMAC(secret, "agent", both nonces), python, directory)  ->
-                            <-     AskPorts, Run, Signal, Beat
-    Ports, Started, Output, Ended, Beat  ->
+                            <-     AskPorts, Run, Signal, KeepAlive
+    Ports, Started, Output, Ended, KeepAlive  ->
 
 A connection has one process at most, which ends with it. This authenticates; it does not encrypt. Does not know what is
 run.
@@ -99,17 +99,17 @@ class Signal(Struct, frozen=True, tag=True):
     number: int
 
 
-class Beat(Struct, frozen=True, tag=True):
+class KeepAlive(Struct, frozen=True, tag=True):
     """A sign of life, both ways."""
 
 
-ToAgent = Proof | AskPorts | Run | Signal | Beat
-FromAgent = Challenge | Welcome | Ports | Started | Output | Ended | Beat
+ToAgent = Proof | AskPorts | Run | Signal | KeepAlive
+FromAgent = Challenge | Welcome | Ports | Started | Output | Ended | KeepAlive
 
 Expected = TypeVar("Expected")
 
 
-class Line:
+class AgentConnection:
     """One end of a connection: whole messages in, whole messages out."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, union: object) -> None:
@@ -141,7 +141,7 @@ class Line:
         Raises:
             FrameError: it is another one, or the line has ended.
         """
-        while isinstance(message := await self.receive(), Beat):
+        while isinstance(message := await self.receive(), KeepAlive):
             pass
         if not isinstance(message, kind):
             said = "closed the connection" if message is None else f"sent {type(message).__name__}"

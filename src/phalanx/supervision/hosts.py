@@ -202,7 +202,7 @@ def _cluster_file(cluster: ClusterConfig, socket_path: Path) -> Path:
     return file
 
 
-async def errand(cluster: ClusterConfig, secret: str, name: str, words: Sequence[str]) -> int:
+async def run_on_agent(cluster: ClusterConfig, secret: str, name: str, words: Sequence[str]) -> int:
     """What `mpirun` takes for ssh: run a shell's command line on a host, pass its output on; its exit status.
 
     The words that follow the host's name are one command line for a shell, as with ssh.

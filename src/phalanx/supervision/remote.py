@@ -16,12 +16,12 @@ from phalanx.supervision.agent_protocol import (
     BEAT_S,
     HANDSHAKE_S,
     SILENT_S,
+    AgentConnection,
     AskPorts,
-    Beat,
     Challenge,
     Ended,
     FromAgent,
-    Line,
+    KeepAlive,
     Output,
     Ports,
     Proof,
@@ -40,11 +40,11 @@ CONNECT_S = 2.0
 class Reached:
     """A connection to an agent, before it runs something."""
 
-    def __init__(self, host: HostConfig, line: Line, welcome: Welcome) -> None:
+    def __init__(self, host: HostConfig, connection: AgentConnection, welcome: Welcome) -> None:
         self.host = host
         self.python = welcome.python
         self.directory = welcome.directory
-        self._line = line
+        self._connection = connection
 
     async def free_ports(self, address: str, count: int) -> list[int]:
         """TCP ports of the host that nobody uses now.
@@ -53,9 +53,9 @@ class Reached:
             HostUnreachable: the address is not the host's, all its ports are taken, or the agent has gone.
         """
         with _naming(self.host):
-            self._line.send(AskPorts(address, count))
+            self._connection.send(AskPorts(address, count))
             async with asyncio.timeout(HANDSHAKE_S):
-                ports = await self._line.expect(Ports)
+                ports = await self._connection.expect(Ports)
         if ports.problem:
             raise HostUnreachable(f"{self.host.name}: {ports.problem}.", remedy=ports.remedy)
         return ports.numbers
@@ -69,19 +69,19 @@ class Reached:
             HostUnreachable: the process could not be started; says why.
         """
         with _naming(self.host):
-            self._line.send(Run(list(command), dict(variables), dict(files or {})))
+            self._connection.send(Run(list(command), dict(variables), dict(files or {})))
             async with asyncio.timeout(HANDSHAKE_S + SILENT_S):
-                answer = await self._line.receive()
-                while isinstance(answer, Beat):
-                    answer = await self._line.receive()
+                answer = await self._connection.receive()
+                while isinstance(answer, KeepAlive):
+                    answer = await self._connection.receive()
         if isinstance(answer, Ended):
             raise HostUnreachable(f"{self.host.name}: {answer.problem}.")
         if not isinstance(answer, Started):
             raise HostUnreachable(f"{self.host.name}: its agent closed the connection.")
-        return RemoteProcess(self.host, self._line, answer.pid)
+        return RemoteProcess(self.host, self._connection, answer.pid)
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()
 
 
 async def reach(host: HostConfig, port: int, secret: str) -> Reached:
@@ -93,21 +93,21 @@ async def reach(host: HostConfig, port: int, secret: str) -> Reached:
     with _naming(host, port):
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(host.address, port)
-    line = Line(reader, writer, FromAgent)
+    connection = AgentConnection(reader, writer, FromAgent)
     try:
         with _naming(host, port):
             async with asyncio.timeout(HANDSHAKE_S):
-                challenge = await line.expect(Challenge)
+                challenge = await connection.expect(Challenge)
                 mine = nonce()
-                line.send(Proof(mine, proof(secret, "server", challenge.nonce, mine)))
-                welcome = await line.expect(Welcome)
+                connection.send(Proof(mine, proof(secret, "server", challenge.nonce, mine)))
+                welcome = await connection.expect(Welcome)
             if not proves(welcome.mac, secret, "agent", challenge.nonce, mine):
                 raise FrameError("it does not know this cluster's secret")
     except HostUnreachable:
-        line.close()
+        connection.close()
         raise
-    line.limit = MAX_FRAME
-    return Reached(host, line, welcome)
+    connection.limit = MAX_FRAME
+    return Reached(host, connection, welcome)
 
 
 @contextlib.contextmanager
@@ -137,12 +137,12 @@ class RemoteProcess:
     here will hear of it, and its agent ends it.
     """
 
-    def __init__(self, host: HostConfig, line: Line, pid: int) -> None:
+    def __init__(self, host: HostConfig, connection: AgentConnection, pid: int) -> None:
         self.host = host
         self.pid = pid
         self.returncode: int | None = None
         self.stderr: asyncio.StreamReader | None = asyncio.StreamReader()
-        self._line = line
+        self._connection = connection
         self._ended = asyncio.Event()
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
 
@@ -152,14 +152,14 @@ class RemoteProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        self._line.send(Signal(number))
+        self._connection.send(Signal(number))
 
     async def _listen(self) -> None:
         status, why = int(ExitCode.PEER_LOST), "its agent closed the connection"
         try:
             while True:
                 async with asyncio.timeout(SILENT_S):
-                    message = await self._line.receive()
+                    message = await self._connection.receive()
                 if isinstance(message, Output):
                     assert self.stderr is not None
                     self.stderr.feed_data(message.data)
@@ -177,11 +177,11 @@ class RemoteProcess:
             self.stderr.feed_data(f"{self.host.name} is lost: {why}\n".encode())
         self.stderr.feed_eof()
         self.returncode = status
-        self._line.close()
+        self._connection.close()
         self._tasks[1].cancel()
         self._ended.set()
 
     async def _beat(self) -> None:
         while True:
-            self._line.send(Beat())
+            self._connection.send(KeepAlive())
             await asyncio.sleep(BEAT_S)

@@ -55,10 +55,10 @@ class Scene:
         return self.rig["b"]
 
     def doctor(self) -> tuple[int, list[dict[str, str]]]:
-        """Exit code, and findings that are not ok, each with its host."""
+        """Exit code, and results that are not ok, each with its host."""
         done = phalanx(self.desk, "doctor", *self.hosts, *self.flags, "--json", check=False)
         assert done.stdout.startswith("{"), done.stderr
-        found = json.loads(done.stdout)["findings"]
+        found = json.loads(done.stdout)["results"]
         flat = [{"host": host, **one} for host, ones in found.items() for one in ones]
         return done.returncode, [one for one in flat if one["level"] != "ok"]
 

@@ -34,7 +34,7 @@ def addresses(host: Host, interface: str) -> list[str]:
 def doctor(hosts: Rig) -> dict[str, str]:
     """Checks that complain, by host."""
     done = phalanx(hosts["desk"], "doctor", "macs.json", "--backend", "jaccl", "--json", check=False)
-    found = json.loads(done.stdout)["findings"]
+    found = json.loads(done.stdout)["results"]
     return {one["check"]: host for host, ones in found.items() for one in ones if one["level"] != "ok"}
 
 

@@ -25,7 +25,7 @@ from support.channels import (
 
 from phalanx.dist import watchdog
 from phalanx.dist.channel import LeaderChannel, Limits, WorkerChannel
-from phalanx.dist.peers import Beat, Challenge, Goodbye, PeerFailure, Welcome
+from phalanx.dist.peers import Challenge, Goodbye, Heartbeat, PeerFailure, Welcome
 from phalanx.errors import ConfigError, ExitCode, PeerLate, PeerLost, exit_code_of
 
 # Payloads --------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_silence_is_judged_while_serving_only():
     assert "rank 1 (host1" in str(failure) and "no sign of life for " in str(failure)
     heard = raw.hear()
     while not isinstance(heard, Goodbye):
-        assert isinstance(heard, Beat)
+        assert isinstance(heard, Heartbeat)
         heard = raw.hear()
     assert heard.failure == failure
     raw.close()
@@ -214,7 +214,7 @@ def test_a_peer_that_beats_but_takes_no_data():
     def beat() -> None:
         try:
             while not done.wait(0.05):
-                raw.say(Beat())
+                raw.say(Heartbeat())
         except OSError:
             pass
 

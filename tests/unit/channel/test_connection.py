@@ -11,7 +11,7 @@ import pytest
 from support.channels import RawPeer, listen
 
 from phalanx.dist.connection import Connection
-from phalanx.dist.peers import Beat, Payload, encode
+from phalanx.dist.peers import Heartbeat, Payload, encode
 
 Pair = tuple[Connection, RawPeer]
 BUFFER = 65_536  # bytes, of either end; less than a tenth of the frames that fill them
@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_refused_and_what_was_begun_arrives_whole(pair: Pai
     connection, other = pair
     fill(connection)
     for _ in range(100):
-        assert not connection.offer(encode(Beat(1)))
+        assert not connection.offer(encode(Heartbeat(1)))
     with pytest.raises(TimeoutError, match=r"bytes not taken within 0\.05 s"):
         connection.send(encode(Payload(b"behind")), 0.05)
     with ThreadPoolExecutor(1) as pool:
@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused_and_what_was_begun_arrives_whole(pair: Pai
             connection.offer(b"")  # what is kept goes on as room appears
             time.sleep(0.001)
     assert set(arriving.result()) <= {bytes(1_000_000), b"probe"}
-    assert connection.offer(encode(Beat(2))) and other.hear() == Beat(2)
+    assert connection.offer(encode(Heartbeat(2))) and other.hear() == Heartbeat(2)
 
 
 def test_a_broken_connection_is_no_error_to_offer_and_one_to_send(pair: Pair):
@@ -74,15 +74,15 @@ def test_a_broken_connection_is_no_error_to_offer_and_one_to_send(pair: Pair):
     with pytest.raises(OSError):
         for _ in range(100):
             connection.send(encode(Payload(bytes(100_000))), 1.0)
-    assert not connection.offer(encode(Beat()))
+    assert not connection.offer(encode(Heartbeat()))
 
 
 def test_an_end_amid_a_message_is_told(pair: Pair):
     connection, other = pair
-    other.socket.sendall(encode(Beat(3)) + encode(Beat(4))[:-1])
+    other.socket.sendall(encode(Heartbeat(3)) + encode(Heartbeat(4))[:-1])
     other.close()
     heard = []
     while not connection.ended:
         connection.wait_readable(1.0)
         heard += connection.read()
-    assert heard == [Beat(3)] and connection.ended == "closed its connection amid a message"
+    assert heard == [Heartbeat(3)] and connection.ended == "closed its connection amid a message"

@@ -16,7 +16,7 @@ from support.channels import FAST, SECRET, WAIT_S, Gatherer, RawPeer, connect, i
 from phalanx.dist.channel import WorkerChannel
 from phalanx.dist.frames import VERSION
 from phalanx.dist.handshake import STRANGERS, mismatch, prove
-from phalanx.dist.peers import PROTOCOL, Beat, Challenge, Hello, Payload, Proof, Refused, Welcome, encode
+from phalanx.dist.peers import PROTOCOL, Challenge, Heartbeat, Hello, Payload, Proof, Refused, Welcome, encode
 from phalanx.errors import ExitCode, GroupError, PeerMissing, PeerRefused, exit_code_of
 
 IMPATIENT = replace(FAST, hello_s=0.5)
@@ -88,7 +88,7 @@ def test_the_proof_depends_on_everything():
 
 
 @pytest.mark.parametrize(
-    "message", [Hello(identity(1), PROTOCOL, 2), Beat(), Proof(bytes(32), bytes(32)), Proof(b"", b"")], ids=repr
+    "message", [Hello(identity(1), PROTOCOL, 2), Heartbeat(), Proof(bytes(32), bytes(32)), Proof(b"", b"")], ids=repr
 )
 def test_nothing_goes_without_a_proof(gatherer: Gatherer, message: Any):
     raw = RawPeer.to(gatherer.address)
@@ -195,7 +195,7 @@ def test_what_the_leader_sends_right_behind_the_welcome_is_not_lost(pool: Thread
     worker = pool.submit(connect, address)
     leader = RawPeer.of(listener)
     leader.lead()
-    leader.socket.sendall(b"".join(map(encode, (Welcome(identity(0)), Beat(3), Payload(bytes(9000))))))
+    leader.socket.sendall(b"".join(map(encode, (Welcome(identity(0)), Heartbeat(3), Payload(bytes(9000))))))
     channel = worker.result(WAIT_S)
     assert channel.receive() == bytes(9000)
     leader.close()

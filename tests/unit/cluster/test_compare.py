@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from phalanx.cluster.check_results import Facts, Finding, ModelFacts, worst
+from phalanx.cluster.check_results import CheckResult, Facts, ModelFacts, worst
 from phalanx.cluster.discovery import discover
 from phalanx.cluster.doctor import compare
 from phalanx.cluster.hostfile import Host, Hostfile
@@ -35,8 +35,8 @@ def facts(number: int, device: str = "rdma_en5", state: str = "PORT_ACTIVE") -> 
 A, B = facts(1), facts(2, "rdma_en3")
 
 
-def bad(one: Facts, other: Facts, backend: str = "ring") -> list[Finding]:
-    return [finding for finding in compare({"a": one, "b": other}, PAIR, backend) if finding.level == "bad"]
+def bad(one: Facts, other: Facts, backend: str = "ring") -> list[CheckResult]:
+    return [result for result in compare({"a": one, "b": other}, PAIR, backend) if result.level == "bad"]
 
 
 def test_hosts_that_fit_are_not_complained_about():
@@ -73,7 +73,7 @@ def test_a_cable_needs_both_ends(one, other, seen):
 
 
 def test_the_worst_level_counts():
-    levels = [Finding(check="x", level=level, seen="") for level in ("ok", "bad", "warning")]
+    levels = [CheckResult(check="x", level=level, seen="") for level in ("ok", "bad", "warning")]
     assert worst(levels) == "bad" and worst(levels[::2]) == "warning" and worst([]) == "ok"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.engine.step_deadline import FACTOR, UNKNOWN, StepClock
+from phalanx.engine.step_deadline import FACTOR, UNKNOWN, StepDeadline
 from phalanx.sched.plan import Forward, Step
 
 
@@ -17,17 +17,17 @@ def step(prefill: int = 0, rows: int = 1, width: int = 1) -> Step:
 
 
 def test_before_anything_was_measured_there_is_much_time():
-    assert StepClock(10.0).limit(step()) == 10.0 * UNKNOWN
+    assert StepDeadline(10.0).limit(step()) == 10.0 * UNKNOWN
 
 
 def test_fast_steps_get_the_least_limit():
-    clock = StepClock(10.0)
+    clock = StepDeadline(10.0)
     clock.observe(100, 0.1, 0.01)
     assert clock.limit(step(prefill=100)) == 10.0
 
 
 def test_slow_machines_get_more():
-    clock = StepClock(10.0)
+    clock = StepDeadline(10.0)
     clock.observe(100, 50.0, 4.0)  # 0.5 s a token, 4 s a decoding step
     assert clock.limit(step()) == FACTOR * 4.0
     assert clock.limit(step(prefill=200)) == FACTOR * (200 * 0.5 + 4.0)
@@ -35,7 +35,7 @@ def test_slow_machines_get_more():
 
 def test_a_verification_may_take_as_many_times_longer_as_it_has_tokens():
     """Also when wide steps were last seen so long ago that what they took is forgotten."""
-    clock = StepClock(1.0)
+    clock = StepDeadline(1.0)
     clock.observe(0, 0.0, 27.0, width=9)
     for _ in range(500):
         clock.observe(0, 0.0, 3.0)
@@ -45,7 +45,7 @@ def test_a_verification_may_take_as_many_times_longer_as_it_has_tokens():
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.floats(0, 100), st.floats(1e-6, 100)), min_size=1, max_size=50))
 def test_a_step_like_the_last_one_is_never_too_slow(seen):
-    clock = StepClock(1.0)
+    clock = StepDeadline(1.0)
     for tokens, prefill_s, decode_s in seen:
         clock.observe(tokens, prefill_s if tokens else 0.0, decode_s)
     tokens, prefill_s, decode_s = seen[-1]

@@ -297,7 +297,9 @@ def test_random_lives(data: st.DataObject):
         if draw(st.integers(0, 9)) == 0:
             sim.scheduler.reset_prefix_cache()
         if draw(st.integers(0, 5)) == 0:
-            sim.scheduler.pace.observe(draw(st.integers(16, 64)), draw(st.floats(0.001, 10)), draw(st.floats(0, 10)))
+            sim.scheduler.prefill_budget.observe(
+                draw(st.integers(16, 64)), draw(st.floats(0.001, 10)), draw(st.floats(0, 10))
+            )
     sim.run()
     assert set(sim.finished) == set(requests)
     assert sim.largest_kv <= config.limits.kv_budget
@@ -326,11 +328,11 @@ def test_chunks_start_small_and_follow_the_machines_speed(decoding: bool):
     sizes = []
     for tokens_per_second in (1000, 1000, 1000, 1000, 1000, 1000, 100, 1000, 3):
         sizes.append(step())
-        sim.scheduler.pace.observe(sizes[-1], sizes[-1] / tokens_per_second, 0.1)
+        sim.scheduler.prefill_budget.observe(sizes[-1], sizes[-1] / tokens_per_second, 0.1)
     follow = [100, 200] if decoding else [400, 513]
     assert sizes == [16, 32, 64, 128, 256, 512, 512 if decoding else 513, *follow]
     assert step() == 16
-    sim.scheduler.pace.observe(16, 16.0, 30.0)  # 1 token/s, and decoding takes 30 s: prefill may take as long
+    sim.scheduler.prefill_budget.observe(16, 16.0, 30.0)  # 1 token/s, and decoding takes 30 s: prefill may take as long
     assert step() == 30
 
 

@@ -9,7 +9,7 @@ import pytest
 from phalanx.errors import EngineError, EngineUnavailable, InvalidRequest, Quarantined, QueueFull, SlowClient
 from phalanx.server.journal import UNREAD_TOKENS, Journal
 from phalanx.server.metrics import Metrics
-from phalanx.server.output_queue import Ended, Feed
+from phalanx.server.output_queue import Ended, OutputQueue
 from phalanx.supervision.client import FakeEngine, hashed
 from phalanx.types import (
     Batch,
@@ -44,9 +44,9 @@ class Bench:
         )
 
     def submit(self, *requests: SequenceRequest):
-        seats = self.journal.reserve(len(requests))
-        seats.submit(requests)
-        return seats, seats.feed
+        slots = self.journal.reserve(len(requests))
+        slots.submit(requests)
+        return slots, slots.output
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def bench() -> Bench:
     return bench
 
 
-def read(feed: Feed):
+def read(output: OutputQueue):
     async def soon():
         async with asyncio.timeout(5):
-            return await feed.read()
+            return await output.read()
 
     return asyncio.run(soon())
 
@@ -75,10 +75,10 @@ def expected(sequence: SequenceRequest, n: int) -> list[int]:
 
 def test_events_of_a_group_arrive_by_index(bench):
     first, second = request("r/0", 2), request("r/1", 1, sampling=Sampling(seed=7, choice=1))
-    _, feed = bench.submit(first, second)
+    _, output = bench.submit(first, second)
     bench.engine.step()
     bench.engine.step()
-    events = read(feed)
+    events = read(output)
     assert tokens_of(events, 0) == expected(first, 2)
     assert tokens_of(events, 1) == expected(second, 1) != expected(first, 1)
     assert [(i, e.finished.reason) for i, e in events if isinstance(e, Ended)] == [(1, "length"), (0, "length")]
@@ -87,7 +87,7 @@ def test_events_of_a_group_arrive_by_index(bench):
 
 @pytest.mark.parametrize("crashes_at", [0, 1, 5, 7])
 def test_a_crash_is_invisible(bench, crashes_at):
-    _, feed = bench.submit(request())
+    _, output = bench.submit(request())
     for _ in range(crashes_at):
         bench.engine.step()
     bench.engine.crash()
@@ -96,13 +96,13 @@ def test_a_crash_is_invisible(bench, crashes_at):
     assert isinstance(resumed, Submit) and resumed.request.committed == expected(request(), crashes_at)
     for _ in range(8 - crashes_at):
         bench.engine.step()
-    events = read(feed)
+    events = read(output)
     assert tokens_of(events) == expected(request(), 8)
     assert isinstance(events[-1][1], Ended) and events[-1][1].finished.n_tokens == 8
 
 
 def test_a_resumed_request_has_less_time_and_no_second_scoring(bench):
-    _, feed = bench.submit(request(timeout_s=10.0, prompt_logprobs=1))
+    _, output = bench.submit(request(timeout_s=10.0, prompt_logprobs=1))
     bench.now += 1.0
     bench.engine.step()
     bench.engine.crash()
@@ -112,7 +112,7 @@ def test_a_resumed_request_has_less_time_and_no_second_scoring(bench):
     assert resumed.timeout_s == pytest.approx(6.0)
     assert resumed.prompt_logprobs is None
     bench.engine.step()
-    assert len([event for _, event in read(feed) if isinstance(event, PromptScored)]) == 1
+    assert len([event for _, event in read(output) if isinstance(event, PromptScored)]) == 1
 
 
 def test_second_crash_quarantines_what_was_computed_but_not_what_waited(bench):
@@ -129,34 +129,34 @@ def test_second_crash_quarantines_what_was_computed_but_not_what_waited(bench):
 
 
 def test_crashes_of_two_requests_do_not_add_up(bench):
-    seats, _ = bench.submit(request("a/0"))
+    slots, _ = bench.submit(request("a/0"))
     bench.engine.crash()
     bench.engine.recover()
-    bench.journal.release(seats)
-    _, feed = bench.submit(request("b/0"))
+    bench.journal.release(slots)
+    _, output = bench.submit(request("b/0"))
     bench.engine.crash()
     bench.engine.recover()
     bench.engine.step()
-    assert tokens_of(read(feed)) == expected(request(), 1)
+    assert tokens_of(read(output)) == expected(request(), 1)
 
 
 def test_an_engine_that_stays_away_ends_everything(bench):
-    _, feed = bench.submit(request())
+    _, output = bench.submit(request())
     bench.engine.crash("out of memory", will_restart=False)
     with pytest.raises(EngineError, match="out of memory"):
-        read(feed)
+        read(output)
     with pytest.raises(EngineUnavailable, match="out of memory"):
         bench.journal.reserve(1)
     assert bench.journal.unfinished == 0
 
 
 def test_events_before_a_failure_are_read_first(bench):
-    _, feed = bench.submit(request())
+    _, output = bench.submit(request())
     bench.engine.step()
     bench.engine.crash("gone", will_restart=False)
-    assert tokens_of(read(feed)) == expected(request(), 1)
+    assert tokens_of(read(output)) == expected(request(), 1)
     with pytest.raises(EngineError, match="gone"):
-        read(feed)
+        read(output)
 
 
 def test_no_new_requests_while_restarting(bench):
@@ -168,7 +168,7 @@ def test_no_new_requests_while_restarting(bench):
 
 
 def test_places_are_counted_from_the_reservation_on(bench):
-    seats = [bench.journal.reserve(1), bench.journal.reserve(2)]
+    slots = [bench.journal.reserve(1), bench.journal.reserve(2)]
     with pytest.raises(QueueFull) as caught:
         bench.journal.reserve(2)
     assert 1.0 <= caught.value.retry_after <= 30.0
@@ -176,7 +176,7 @@ def test_places_are_counted_from_the_reservation_on(bench):
         bench.journal.reserve(5)  # never possible
     last = bench.journal.reserve(1)
     last.submit([request("x/0")])
-    for given_back in (seats[1], last):
+    for given_back in (slots[1], last):
         bench.journal.release(given_back)
     assert bench.journal.unfinished == 1
     bench.journal.reserve(3)
@@ -189,73 +189,73 @@ def test_a_finished_choice_frees_its_place(bench):
 
 
 def test_release_cancels_what_is_unfinished(bench):
-    seats, _ = bench.submit(request("a/0", 1), request("a/1", 5))
+    slots, _ = bench.submit(request("a/0", 1), request("a/1", 5))
     bench.engine.step()
-    bench.journal.release(seats)
-    bench.journal.release(seats)
+    bench.journal.release(slots)
+    bench.journal.release(slots)
     assert [m for m in bench.engine.received if isinstance(m, Cancel)] == [Cancel("a/1")]
     assert bench.journal.unfinished == 0
 
 
 def test_a_slow_reader_is_cancelled(bench):
-    _, feed = bench.submit(request(max_tokens=UNREAD_TOKENS + 10))
+    _, output = bench.submit(request(max_tokens=UNREAD_TOKENS + 10))
     for _ in range(UNREAD_TOKENS):
         bench.engine.step()
     assert bench.journal.unfinished == 1
     bench.engine.step()
     assert bench.journal.unfinished == 0
     assert bench.engine.received[-1] == Cancel("r/0")
-    assert len(tokens_of(read(feed))) == UNREAD_TOKENS + 1
+    assert len(tokens_of(read(output))) == UNREAD_TOKENS + 1
     with pytest.raises(SlowClient):
-        read(feed)
+        read(output)
 
 
 def test_finish_is_confirmed_by_the_engine(bench):
-    seats, feed = bench.submit(request())
+    slots, output = bench.submit(request())
     for _ in range(5):
         bench.engine.step()
-    seats.finish(0, 3)
+    slots.finish(0, 3)
     assert bench.engine.received[-1] == Finish("r/0", 3)
     assert bench.journal.unfinished == 1
     bench.engine.step()
-    ended = read(feed)[-1][1]
+    ended = read(output)[-1][1]
     assert (ended.finished.reason, ended.finished.n_tokens) == ("stop", 3)
 
 
 @pytest.mark.parametrize("told_before", [True, False])
 def test_finish_around_a_crash(bench, told_before):
-    seats, feed = bench.submit(request())
+    slots, output = bench.submit(request())
     for _ in range(5):
         bench.engine.step()
     if told_before:
-        seats.finish(0, 3)
+        slots.finish(0, 3)
     bench.engine.crash()
     if not told_before:
-        seats.finish(0, 3)
+        slots.finish(0, 3)
     bench.engine.recover()
-    ended = read(feed)[-1][1]
+    ended = read(output)[-1][1]
     assert (ended.finished.reason, ended.finished.n_tokens) == ("stop", 3)
     assert not isinstance(bench.engine.received[-1], Submit) or bench.engine.received[-1].request.committed == []
 
 
 def test_lost_count_is_an_error_not_wrong_text(bench):
-    _, feed = bench.submit(request())
+    _, output = bench.submit(request())
     bench.engine.emit_batch(Batch(1, [Tokens("r/0", 1, [5])]))
     with pytest.raises(EngineError, match="lost count"):
-        read(feed)
+        read(output)
     assert bench.engine.received[-1] == Cancel("r/0")
 
 
 def test_quiet_when_the_last_request_ended(bench):
     async def scenario():
-        seats, _ = bench.submit(request(max_tokens=1))
+        slots, _ = bench.submit(request(max_tokens=1))
         other = bench.journal.reserve(1)
         quiet = asyncio.create_task(bench.journal.quiet())
         bench.engine.step()
         await asyncio.sleep(0)
         assert not quiet.done()
         bench.journal.release(other)
-        bench.journal.release(seats)
+        bench.journal.release(slots)
         await asyncio.wait_for(quiet, 5)
 
     asyncio.run(scenario())

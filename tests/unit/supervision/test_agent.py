@@ -19,8 +19,8 @@ from phalanx.dist.ports import free_ports
 from phalanx.errors import ConfigError, ExitCode, FrameError, HostUnreachable
 from phalanx.supervision import remote
 from phalanx.supervision.agent import Agent
-from phalanx.supervision.agent_protocol import Challenge, FromAgent, Line, Proof
-from phalanx.supervision.hosts import errand, load_cluster
+from phalanx.supervision.agent_protocol import AgentConnection, Challenge, FromAgent, Proof
+from phalanx.supervision.hosts import load_cluster, run_on_agent
 from phalanx.supervision.remote import RemoteProcess, reach
 
 SECRET = "a secret"
@@ -93,7 +93,7 @@ def test_it_ends_with_its_connection(tmp_path, ending):
         process = await there.run(["sleep", "60"], {})
         child = psutil.Process(process.pid)
         if ending == "connection lost":
-            process._line.close()
+            process._connection.close()
         else:
             again = await reach(served.host, served.port, SECRET)
             assert await (await again.run(["true"], {})).wait() == 0
@@ -146,20 +146,20 @@ def test_a_stranger_is_not_let_in(tmp_path):
         with pytest.raises(HostUnreachable, match=f"agent of b at 127.0.0.1 port {served.port} cannot be used"):
             await reach(served.host, served.port, "a guess")
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        line = Line(reader, writer, FromAgent)
-        await line.expect(Challenge)
-        line.send(Proof(b"", b""))
+        connection = AgentConnection(reader, writer, FromAgent)
+        await connection.expect(Challenge)
+        connection.send(Proof(b"", b""))
         with pytest.raises(FrameError):
-            await line.expect(Proof)
+            await connection.expect(Proof)
 
     with_agent(tmp_path, test)
 
 
 def test_an_agent_that_does_not_know_the_secret_is_not_trusted(tmp_path):
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = Line(reader, writer, Proof)
-        line.send(Challenge(bytes(32)))
-        await line.expect(Proof)
+        connection = AgentConnection(reader, writer, Proof)
+        connection.send(Challenge(bytes(32)))
+        await connection.expect(Proof)
         writer.close()
 
     async def main() -> None:
@@ -182,14 +182,16 @@ def test_nobody_there():
 
 def test_a_silent_agent_is_lost(tmp_path, monkeypatch):
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = Line(reader, writer, FromAgent)
+        connection = AgentConnection(reader, writer, FromAgent)
         await asyncio.sleep(30)
-        line.close()
+        connection.close()
 
     async def main() -> None:
         from_agent = await asyncio.start_server(silent, "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*from_agent.sockets[0].getsockname())
-        process = RemoteProcess(HostConfig(name="b", address="x", ips=()), Line(reader, writer, FromAgent), 1)
+        process = RemoteProcess(
+            HostConfig(name="b", address="x", ips=()), AgentConnection(reader, writer, FromAgent), 1
+        )
         assert await process.wait() == ExitCode.PEER_LOST
         assert process.stderr is not None
         assert b"b is lost: its agent has been silent for 0.2 s" in await process.stderr.read()
@@ -202,9 +204,9 @@ def test_a_silent_agent_is_lost(tmp_path, monkeypatch):
 def test_mpirun_reaches_hosts_by_name(tmp_path, capfd):
     async def test(served: Served) -> None:
         cluster = ClusterConfig(hosts=(served.host, served.host), agent_port=served.port)
-        assert await errand(cluster, SECRET, "b", ["echo", "$((1+2));", "exit", "4"]) == 4
+        assert await run_on_agent(cluster, SECRET, "b", ["echo", "$((1+2));", "exit", "4"]) == 4
         with pytest.raises(ConfigError, match="c is not a host"):
-            await errand(cluster, SECRET, "c", ["true"])
+            await run_on_agent(cluster, SECRET, "c", ["true"])
 
     with_agent(tmp_path, test)
     assert "3\n" in capfd.readouterr().err

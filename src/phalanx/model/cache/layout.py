@@ -81,7 +81,7 @@ class CacheFacts:
     description: str
     """One line: which cache classes were replaced by what."""
     packs: bool = False
-    """Rows can be fed several tokens each without padding; found out by `probe.py`."""
+    """Rows can be fed several tokens each without padding; found out by `check.py`."""
 
 
 def leaves(layouts: Sequence[Layout]) -> Iterator[KvLayout | StateLayout]:

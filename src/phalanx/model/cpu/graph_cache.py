@@ -40,7 +40,7 @@ MOST_KINDS = 16
 """Each keeps the memory of its results, some hundred kilobytes a token."""
 
 
-class Kind(NamedTuple):
+class GraphKey(NamedTuple):
     """What must be alike for a call to be the same but for its position and tokens."""
 
     slots: int
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
     filled: int  # windows that are smaller than the rows
 
 
-class Kept(NamedTuple):
+class CapturedGraph(NamedTuple):
     """A call to be replayed."""
 
     replay: Any
@@ -67,7 +67,7 @@ class Answer(NamedTuple):
     sums: list[mx.array]  # as from `Reducer.finish`
 
 
-class Replays:
+class GraphCache:
     """The calls of one model that are replayed.
 
     Args:
@@ -80,8 +80,8 @@ class Replays:
         self._model = model
         self._reducer = reducer
         self._mask_dims = mask_dims
-        self._seen: Counter[Kind] = Counter()
-        self._kept: dict[Kind, Kept | None] = {}  # None: refused
+        self._seen: Counter[GraphKey] = Counter()
+        self._captured: dict[GraphKey, CapturedGraph | None] = {}  # None: refused
         self.done = 0
         """Calls that were replayed."""
         self.tried = 0
@@ -98,62 +98,62 @@ class Replays:
             samples: whether logits are asked for.
         """
         ops = install.operations()
-        if ops is None or (kind := self._kind(arena, view, samples)) is None:
+        if ops is None or (key := self._key(arena, view, samples)) is None:
             return None
-        if kind not in self._kept:
-            self._seen[kind] += 1
-            if self._seen[kind] < WORTH and not self._plain_is_kept(kind):
+        if key not in self._captured:
+            self._seen[key] += 1
+            if self._seen[key] < WORTH and not self._one_token_is_captured(key):
                 return None
             self._make_room()
             self.tried += 1
-            self._kept[kind] = self._capture(ops, arena, kind)
+            self._captured[key] = self._capture(ops, arena, key)
             arena.resume(view)
-        return self._run(arena, view, kind, mx.array([list(row) for row in tokens], dtype=mx.int32))
+        return self._run(arena, view, key, mx.array([list(row) for row in tokens], dtype=mx.int32))
 
-    def call_ahead(self, arena: Arena, view: RowView, tokens: mx.array) -> mx.array | None:
+    def call_in_flight(self, arena: Arena, view: RowView, tokens: mx.array) -> mx.array | None:
         """Logits [rows, L, V] for tokens [rows, L] that are still being computed; None where that is not kept."""
-        kind = self._kind(arena, view, True)
-        if kind is None or kind not in self._kept:
+        key = self._key(arena, view, True)
+        if key is None or key not in self._captured:
             return None
         mx.async_eval(ids := tokens.astype(mx.int32))  # type: ignore[no-untyped-call]
-        answer = self._run(arena, view, kind, ids)
+        answer = self._run(arena, view, key, ids)
         return answer.logits if answer is not None else None
 
-    def _kind(self, arena: Arena, view: RowView, samples: bool) -> Kind | None:
+    def _key(self, arena: Arena, view: RowView, samples: bool) -> GraphKey | None:
         if view.prefill or view.shortest < LOWEST or view.slots is not None:
             return None
         filled = sum(view.need > window for window in arena.windows) if view.uniform else 0
         rows = view.stop - view.start
-        kind = Kind(arena.rows, arena.capacity, view.start, rows, view.length, samples, not view.uniform, filled)
-        return kind if kind.rows * kind.length <= REPLAYED else None
+        key = GraphKey(arena.rows, arena.capacity, view.start, rows, view.length, samples, not view.uniform, filled)
+        return key if key.rows * key.length <= REPLAYED else None
 
-    def _run(self, arena: Arena, view: RowView, kind: Kind, tokens: mx.array) -> Answer | None:
-        kept, position = self._kept[kind], view.need - view.length
+    def _run(self, arena: Arena, view: RowView, key: GraphKey, tokens: mx.array) -> Answer | None:
+        kept, position = self._captured[key], view.need - view.length
         if kept is None or not kept.replay.low <= position <= kept.replay.high:
             return None
         results = kept.replay.run([tokens, *view.lengths, *self._reducer.tags()], arena.arrays(), position)
         self._reducer.replayed(kept.summed)
         self.done += 1
-        return Answer(results.pop() if kind.samples else None, results)
+        return Answer(results.pop() if key.samples else None, results)
 
     def rest(self) -> None:
         """Keep no calls and so no memory, but know which are worth it: they are kept again when they come again."""
-        self._kept = {kind: None for kind, kept in self._kept.items() if kept is None}
+        self._captured = {key: None for key, kept in self._captured.items() if kept is None}
 
-    def _plain_is_kept(self, kind: Kind) -> bool:
+    def _one_token_is_captured(self, key: GraphKey) -> bool:
         """Whether these rows are replayed with one token each, however they say their lengths."""
-        return any(kept and other.length == 1 and other[:4] == kind[:4] for other, kept in self._kept.items())
+        return any(kept and other.length == 1 and other[:4] == key[:4] for other, kept in self._captured.items())
 
     def _make_room(self) -> None:
-        if len(self._kept) >= MOST_KINDS:
-            self._kept.clear()
+        if len(self._captured) >= MOST_KINDS:
+            self._captured.clear()
             self._seen.clear()
 
-    def _capture(self, ops: Any, arena: Arena, kind: Kind) -> Kept | None:
+    def _capture(self, ops: Any, arena: Arena, key: GraphKey) -> CapturedGraph | None:
         # Tokens of a row before the call. Of a full buffer no part is read, but all.
-        full = [] if kind.ragged else [window - kind.length for window in arena.windows]
-        lowest = max([LOWEST, *(last + 1 for last in full[: kind.filled])])
-        highest = min([kind.capacity - 1 - kind.length, *full[kind.filled :]])
+        full = [] if key.ragged else [window - key.length for window in arena.windows]
+        lowest = max([LOWEST, *(last + 1 for last in full[: key.filled])])
+        highest = min([key.capacity - 1 - key.length, *full[key.filled :]])
         try:
             if arena.recurrent:
                 raise ValueError("it keeps recurrent state")
@@ -161,28 +161,28 @@ class Replays:
                 raise ValueError("there are no two positions to compare")
             if not self._reducer.repeats:
                 raise ValueError("its sums over ranks are not alike")
-            (low, summed), (high, _) = (self._built(ops, arena, kind, position) for position in (lowest, highest))
-            return Kept(ops.Replay(low, high, arena.arrays()), summed)
+            (low, summed), (high, _) = (self._built(ops, arena, key, position) for position in (lowest, highest))
+            return CapturedGraph(ops.Replay(low, high, arena.arrays()), summed)
         except TypeError:  # what MLX says to a position that is traced
-            self._refuse(kind, "the model computes with the position")
+            self._refuse(key, "the model computes with the position")
         except (ValueError, RuntimeError, LookupError, EngineError) as error:
-            self._refuse(kind, str(error).partition("\n")[0])
+            self._refuse(key, str(error).partition("\n")[0])
         return None
 
-    def _refuse(self, kind: Kind, why: str) -> None:
+    def _refuse(self, key: GraphKey, why: str) -> None:
         if why not in self.refusals:
             self.refusals.append(why)
-            log.debug("decoding %d x %d tokens is built anew in each step: %s", kind.rows, kind.length, why)
+            log.debug("decoding %d x %d tokens is built anew in each step: %s", key.rows, key.length, why)
 
-    def _built(self, ops: Any, arena: Arena, kind: Kind, position: int) -> tuple[Any, list[Summed]]:
+    def _built(self, ops: Any, arena: Arena, key: GraphKey, position: int) -> tuple[Any, list[Summed]]:
         """The call at a position, not computed, and its sums over ranks; the buffers stay as they are."""
-        view = RowView(kind.start, [position] * kind.rows, kind.length, mask_dims=self._mask_dims, ragged=kind.ragged)
-        if kind.ragged:
-            view.give(*(ops.placeholder([kind.rows], mx.int32) for _ in view.lengths))
+        view = RowView(key.start, [position] * key.rows, key.length, mask_dims=self._mask_dims, ragged=key.ragged)
+        if key.ragged:
+            view.give(*(ops.placeholder([key.rows], mx.int32) for _ in view.lengths))
         traces = view.trace()
         leaves = [leaf for leaf in arena.leaves if isinstance(leaf, RaggedKV)]
         buffers = [(leaf.keys, leaf.values) for leaf in leaves]
-        tokens = ops.placeholder([kind.rows, kind.length], mx.int32)
+        tokens = ops.placeholder([key.rows, key.length], mx.int32)
         tags = [ops.placeholder([], mx.float32) for _ in self._reducer.tags()]
         try:
             for leaf, (keys, values) in zip(leaves, buffers, strict=True):
@@ -190,7 +190,7 @@ class Replays:
                 leaf.open(view)
             with self._reducer.tracing(tags):
                 logits = self._model(tokens, cache=list(arena.caches))
-                results = [*self._reducer.finish(), *([logits] if kind.samples else [])]
+                results = [*self._reducer.finish(), *([logits] if key.samples else [])]
                 summed = self._reducer.summed()
             results += arena.arrays()
         finally:

@@ -1,4 +1,4 @@
-"""Which weights lie turned in memory: sixteen rows beside each other, as the native kernels multiply them.
+"""Which weights are repacked in memory: sixteen rows beside each other, as the native kernels multiply them.
 
 Integer products need codes of many rows side by side, and to put them there takes as long as multiplying some rows of
 activations (docs/log.md, "Weights that lie turned"). So it is done once, when a tensor has been read. Only layers take
@@ -22,15 +22,15 @@ from phalanx.model.loading.parallel import SummedQuantizedLinear
 FIELDS = ("weight", "scales", "biases")
 
 
-class TurnedEmbedding(nn.QuantizedEmbedding):  # type: ignore[misc]
-    """A quantised table whose rows lie turned."""
+class RepackedEmbedding(nn.QuantizedEmbedding):  # type: ignore[misc]
+    """A quantised table whose rows are repacked."""
 
     looked_up: mx.Dtype | None
     """What rows become; None: as MLX has it."""
 
     def __call__(self, x: mx.array) -> mx.array:
         native = install.operations()
-        assert native is not None  # it was they who turned it
+        assert native is not None  # it was they who repacked it
         return native.dequantize_rows(
             self["weight"],
             self["scales"],
@@ -54,8 +54,8 @@ _TABLES = {nn.QuantizedEmbedding: None, WideQuantizedEmbedding: mx.float32}
 """A table's class -> what its rows become."""
 
 
-def turn_over(model: Module, computed: Callable[[str], bool]) -> set[str]:
-    """Names of parameters to turn when they have been read. Tables change their class.
+def repackable(model: Module, computed: Callable[[str], bool]) -> set[str]:
+    """Names of parameters to repack when they have been read. Tables change their class.
 
     Args:
         computed: whether mlx-lm makes a parameter, whose memory may be another one's as well.
@@ -66,15 +66,15 @@ def turn_over(model: Module, computed: Callable[[str], bool]) -> set[str]:
         if not multiplies and type(module) not in _TABLES:
             continue
         of_module = {f"{path}.{field}" if path else field for field in FIELDS if module.get(field) is not None}
-        if any(map(computed, of_module)) or not _turns(module):
+        if any(map(computed, of_module)) or not _repacks(module):
             continue
         names |= of_module
         if not multiplies:
             module.looked_up = _TABLES[type(module)]
-            module.__class__ = TurnedEmbedding
+            module.__class__ = RepackedEmbedding
     return names
 
 
-def _turns(module: Any) -> bool:
+def _repacks(module: Any) -> bool:
     rows, words = module["weight"].shape[-2:]
-    return install.turns(rows, words * 32 // module.bits, module.mode, module.group_size, module.bits)
+    return install.repacks(rows, words * 32 // module.bits, module.mode, module.group_size, module.bits)

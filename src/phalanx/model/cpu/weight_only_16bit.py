@@ -60,7 +60,7 @@ _CALLS: dict[Callable[..., Any], tuple[str, ...]] = {
 _WIDE = {nn.Embedding: WideEmbedding, nn.QuantizedEmbedding: WideQuantizedEmbedding}
 
 
-def keep_narrow(model: Module) -> set[str]:
+def keep_16bit_weights(model: Module) -> set[str]:
     """Names of parameters that may stay in 16 bits while the model computes in float32.
 
     Tables change their class, so that what is looked up in them is float32.

@@ -8,12 +8,12 @@ import mlx.core as mx
 
 from phalanx.kernels import install
 
-SLAB = 64 << 20
+BLOCK = 64 << 20
 """Bytes of memory for many tensors that are asked for at once."""
-LINE = 64  # bytes, of which a slab is a multiple; tensors begin at multiples
+LINE = 64  # bytes, of which a block is a multiple; tensors begin at multiples
 
 
-class Slabs:
+class HugePages:
     """Memory for tensors that are kept as they are stored, many in one piece.
 
     A tensor with memory of its own begins and ends within a huge page, so one of 2 MB has none; and a processor that
@@ -25,27 +25,27 @@ class Slabs:
         Args:
             sizes: bytes of the tensors, in the order in which they will be asked for.
         """
-        self._sizes = {name: size for name, size in sizes.items() if 0 < size <= SLAB and install.active()}
-        self._slab: mx.array | None = None
+        self._sizes = {name: size for name, size in sizes.items() if 0 < size <= BLOCK and install.active()}
+        self._block: mx.array | None = None
         self._at = 0
 
     def buffer(self, name: str, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         """An evaluated array for a tensor, to be filled from outside. Changes state."""
         if name not in self._sizes:
             return install.buffer(shape, dtype)
-        if self._slab is None or self._at == self._slab.nbytes:
-            self._slab, self._at = install.buffer([self._together()], mx.uint8), 0
+        if self._block is None or self._at == self._block.nbytes:
+            self._block, self._at = install.buffer([self._together()], mx.uint8), 0
         size = self._sizes.pop(name)
-        array = self._slab[self._at : self._at + size].view(dtype).reshape(shape)
+        array = self._block[self._at : self._at + size].view(dtype).reshape(shape)
         mx.eval(array)
         self._at += _lines(size)
         return array
 
     def _together(self) -> int:
-        """Bytes of the tensors that come next, as many as a slab has room for."""
+        """Bytes of the tensors that come next, as many as a block has room for."""
         total = 0
         for size in self._sizes.values():
-            if total + _lines(size) > SLAB:
+            if total + _lines(size) > BLOCK:
                 break
             total += _lines(size)
         return total

@@ -27,9 +27,9 @@ from phalanx.config import Dtype
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import ModelUnsupported
 from phalanx.kernels import install
-from phalanx.model.cpu.repack import turn_over
-from phalanx.model.cpu.weight_only_16bit import keep_narrow
-from phalanx.model.loading.huge_pages import Slabs
+from phalanx.model.cpu.repack import repackable
+from phalanx.model.cpu.weight_only_16bit import keep_16bit_weights
+from phalanx.model.loading.huge_pages import HugePages
 from phalanx.model.loading.lazy_model import Built, build, check_config
 from phalanx.model.loading.parallel import take_over
 from phalanx.model.loading.reading import Copying, Reader
@@ -89,7 +89,7 @@ class _Entry:
     nbytes: int  # bytes as kept
     source: TensorInfo | None  # None: mlx-lm computes it
     cut: Cut | None  # the rows of the source; None is all
-    turned: bool  # once it has been read
+    repacked: bool  # once it has been read
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -146,8 +146,10 @@ def prepare(path: Path, *, dtype: Dtype, trust_remote_code: bool, reducer: Reduc
     target = DTYPES.get(dtype)
     if dtype == "auto" and mx.default_device() == mx.Device(mx.cpu):
         target = mx.float32  # MLX's own 16-bit kernels are 10-30 times slower there
-    narrow = keep_narrow(built.model) if dtype == "auto" and target is not None and install.active() else set()
-    plan = _plan(built, parts, target, narrow, ranks)
+    kept_16bit = (
+        keep_16bit_weights(built.model) if dtype == "auto" and target is not None and install.active() else set()
+    )
+    plan = _plan(built, parts, target, kept_16bit, ranks)
     return Prepared(path, built, plan, sums, tuple(unchecked), target or _main_dtype(plan))
 
 
@@ -256,9 +258,9 @@ class Prepared:
                     array = array.astype(entry.dtype)
                     mx.eval(array)
                     mx.clear_cache()
-                if entry.turned:
+                if entry.repacked:
                     mx.eval(array)
-                    array = install.turn(array)
+                    array = install.repack(array)
                 self.model.update(tree_unflatten([(entry.name, array)]))
                 del array
                 done += entry.nbytes
@@ -273,7 +275,7 @@ class Prepared:
     def _arrays(self, reader: Reader) -> Iterator[tuple[_Entry, mx.array]]:
         """Every tensor as stored; while one is cast and kept, the next ones are being copied."""
         lazy = dict(tree_flatten(self.model.parameters()))
-        slabs = Slabs(
+        pages = HugePages(
             {
                 entry.name: entry.nbytes
                 for entry in self.plan
@@ -283,7 +285,7 @@ class Prepared:
         coming: deque[_Coming] = deque()
         ahead = 0
         for entry in self.plan:
-            coming.append(_Coming.begin(reader, entry, lazy.pop(entry.name), slabs))
+            coming.append(_Coming.begin(reader, entry, lazy.pop(entry.name), pages))
             ahead += entry.stored
             while len(coming) > 1 and ahead > AHEAD:
                 ahead -= coming[0].entry.stored
@@ -302,11 +304,11 @@ class _Coming:
     staging: npt.NDArray[np.uint8] | None  # where it is copied to if not into `array`
 
     @staticmethod
-    def begin(reader: Reader, entry: _Entry, lazy: mx.array, slabs: Slabs) -> _Coming:
+    def begin(reader: Reader, entry: _Entry, lazy: mx.array, pages: HugePages) -> _Coming:
         """Begin to copy the part of a tensor that is kept."""
         if entry.source is None or not entry.source.nbytes:
             return _Coming(entry, lazy, None, None)
-        here = slabs.buffer(entry.name, entry.shape, UNSIGNED[lazy.dtype.size])
+        here = pages.buffer(entry.name, entry.shape, UNSIGNED[lazy.dtype.size])
         staging = None
         if mx.cuda.is_available():  # a device may have memory of its own, which cannot be written from here
             staging = np.empty(here.nbytes, np.uint8)
@@ -322,26 +324,26 @@ class _Coming:
         return self.entry, mx.array(self.staging).view(self.array.dtype).reshape(self.array.shape)
 
 
-def _plan(built: Built, parts: Split, target: mx.Dtype | None, narrow: set[str], ranks: int) -> list[_Entry]:
+def _plan(built: Built, parts: Split, target: mx.Dtype | None, kept_16bit: set[str], ranks: int) -> list[_Entry]:
     """Source and dtype of every parameter, in the order of the files; what is computed comes last.
 
     Args:
         target: what floating parameters are cast to; None leaves them.
-        narrow: names of those that are left in any case.
+        kept_16bit: names of those that are left in any case.
     """
     castable = _cast_predicate(built.model, target)
-    turning = turn_over(built.model, lambda name: name in parts.computed or name not in built.origins)
+    repacking = repackable(built.model, lambda name: name in parts.computed or name not in built.origins)
     entries = []
     for name, array in tree_flatten(built.model.parameters()):
         floating = mx.issubdtype(array.dtype, mx.floating)
         kept = target if target is not None and floating and castable(name) else array.dtype
-        kept = array.dtype if name in narrow else kept
+        kept = array.dtype if name in kept_16bit else kept
         source = None if name in parts.computed else built.origins.get(name)
         cut = None if source is None else parts.cuts.get(name)
         split_up = name in parts.computed or name in parts.cuts
         stored = array.nbytes * (ranks if source is None and split_up else 1)
         nbytes = array.size * kept.size
-        entries.append(_Entry(name, array.size, kept, stored, nbytes, source, cut, turned=name in turning))
+        entries.append(_Entry(name, array.size, kept, stored, nbytes, source, cut, repacked=name in repacking))
     return sorted(entries, key=_place)
 
 

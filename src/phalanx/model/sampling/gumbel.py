@@ -20,7 +20,7 @@ BITS = 31  # of the 64 are used: a signed conversion to float is several times f
 TINY = 1e-30
 
 
-def noise_key(seed: int, choice: int, index: int) -> int:
+def gumbel_key(seed: int, choice: int, index: int) -> int:
     """The 64-bit key of one position of one choice.
 
     A cryptographic hash, so that neighbouring seeds, choices and positions have nothing in common.
@@ -38,7 +38,7 @@ def gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
     """Standard Gumbel noise.
 
     Args:
-        keys: uint64, from `noise_key`; broadcasts against `tokens`, usually [rows, 1].
+        keys: uint64, from `gumbel_key`; broadcasts against `tokens`, usually [rows, 1].
         tokens: uint64 token ids, [V] or [rows, K].
 
     Returns:

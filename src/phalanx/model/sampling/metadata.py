@@ -65,7 +65,7 @@ class TokenCounts:
 
 
 @dataclass(slots=True)
-class Position:
+class SamplingMetadata:
     """One row of logits and what is to be drawn from it."""
 
     sampling: Sampling

@@ -12,13 +12,13 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.model.sampling.metadata import Position
+from phalanx.model.sampling.metadata import SamplingMetadata
 from phalanx.types import Sampling
 
 Column = npt.NDArray[np.generic]
 
 
-def adjust(raw: mx.array, positions: Sequence[Position]) -> mx.array:
+def adjust(raw: mx.array, positions: Sequence[SamplingMetadata]) -> mx.array:
     """Logit bias, bans, repetition, then frequency and presence penalties.
 
     Args:
@@ -31,7 +31,7 @@ def adjust(raw: mx.array, positions: Sequence[Position]) -> mx.array:
     return _penalise(_bias(raw, positions), positions)
 
 
-def _bias(raw: mx.array, positions: Sequence[Position]) -> mx.array:
+def _bias(raw: mx.array, positions: Sequence[SamplingMetadata]) -> mx.array:
     entries = [
         (row, token, bias)
         for row, position in enumerate(positions)
@@ -44,7 +44,7 @@ def _bias(raw: mx.array, positions: Sequence[Position]) -> mx.array:
     return raw.at[mx.array(rows), mx.array(tokens)].add(mx.array(biases, dtype=mx.float32))
 
 
-def _penalise(x: mx.array, positions: Sequence[Position]) -> mx.array:
+def _penalise(x: mx.array, positions: Sequence[SamplingMetadata]) -> mx.array:
     parts = [_columns(row, p, x.shape[1]) for row, p in enumerate(positions) if _penalised(p.sampling)]
     if not parts:
         return x
@@ -60,7 +60,7 @@ def _penalised(sampling: Sampling) -> bool:
     return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def _columns(row: int, position: Position, vocabulary: int) -> tuple[Column, Column, Column, Column]:
+def _columns(row: int, position: SamplingMetadata, vocabulary: int) -> tuple[Column, Column, Column, Column]:
     """Row, token, repetition penalty and amount to subtract, for every logit of a row that changes."""
     sampling = position.sampling
     ids, counts = position.history.columns(position.ahead)

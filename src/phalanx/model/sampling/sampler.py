@@ -24,13 +24,13 @@ import numpy as np
 
 from phalanx.errors import NonFiniteLogits
 from phalanx.kernels import install
-from phalanx.model.sampling.gumbel import gumbel, noise_key
+from phalanx.model.sampling.gumbel import gumbel, gumbel_key
 from phalanx.model.sampling.logprobs import Scorer, ranked
-from phalanx.model.sampling.metadata import Position, TokenCounts
+from phalanx.model.sampling.metadata import SamplingMetadata, TokenCounts
 from phalanx.model.sampling.penalties import adjust
 from phalanx.types import Sampling, TokenLogprobs
 
-__all__ = ["Position", "Sampled", "TokenCounts", "sample", "score"]
+__all__ = ["Sampled", "SamplingMetadata", "TokenCounts", "sample", "score"]
 
 NUCLEUS = 1024
 """Candidates ranked for top_p. Rows whose nucleus is wider (a flat distribution) are done again with more."""
@@ -57,7 +57,7 @@ class Sampled:
 
 def sample(
     logits: mx.array,
-    positions: Sequence[Position],
+    positions: Sequence[SamplingMetadata],
     also_evaluate: Sequence[mx.array] = (),
     meanwhile: Callable[[mx.array], None] | None = None,
 ) -> Sampled:
@@ -103,7 +103,7 @@ def score(logits: mx.array, targets: Sequence[int], top: int) -> list[TokenLogpr
 
 def _sample(
     logits: mx.array,
-    positions: Sequence[Position],
+    positions: Sequence[SamplingMetadata],
     also_evaluate: Sequence[mx.array],
     nucleus: int,
     meanwhile: Callable[[mx.array], None] | None = None,
@@ -192,7 +192,7 @@ class _Draw:
         return [] if self.wide is None else [self.rows[i] for i in np.flatnonzero(np.array(self.wide))]
 
 
-def _draws(x: mx.array, peaks: _Peaks, positions: Sequence[Position], nucleus: int) -> list[_Draw]:
+def _draws(x: mx.array, peaks: _Peaks, positions: Sequence[SamplingMetadata], nucleus: int) -> list[_Draw]:
     """Rows grouped by what they need, in blocks; [P, V] processed logits and their peaks."""
     vocabulary = x.shape[1]
     groups: dict[str, list[int]] = {"greedy": [], "free": [], "top_k": [], "nucleus": []}
@@ -233,9 +233,9 @@ def _take(x: mx.array, rows: list[int]) -> mx.array:
 class _Rows:
     """Rows that are drawn with noise. `z` is (logit - largest) / T, so that it is never above 0."""
 
-    def __init__(self, x: mx.array, positions: Sequence[Position]) -> None:
+    def __init__(self, x: mx.array, positions: Sequence[SamplingMetadata]) -> None:
         sampling = [position.sampling for position in positions]
-        keys = [noise_key(p.sampling.seed, p.sampling.choice, p.index) for p in positions]
+        keys = [gumbel_key(p.sampling.seed, p.sampling.choice, p.index) for p in positions]
         temperatures = [max(s.temperature, COLDEST) for s in sampling]
         self._sampling = sampling
         self._keys = mx.array(np.array(keys, dtype=np.uint64)[:, None])
@@ -304,7 +304,9 @@ def _power_of_two(n: int) -> int:
 # -- log-probabilities of what was drawn ---------------------------------------------------------------------------
 
 
-def _scorers(raw: mx.array, draws: list[_Draw], positions: Sequence[Position]) -> tuple[list[int], list[Scorer]]:
+def _scorers(
+    raw: mx.array, draws: list[_Draw], positions: Sequence[SamplingMetadata]
+) -> tuple[list[int], list[Scorer]]:
     """The rows that want log-probabilities, and scorers for them in the same order."""
     tops = [position.sampling.logprobs for position in positions]
     wanting = [row for row, top in enumerate(tops) if top is not None]

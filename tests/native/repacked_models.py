@@ -1,6 +1,6 @@
-"""Loads models whose weights lie turned, and the same ones whose do not; prints in what they differ, as JSON.
+"""Loads models whose weights are repacked, and the same ones whose do not; prints in what they differ, as JSON.
 
-python tests/native/turned_models.py FAMILY[/MODE[BITS]][@DTYPE] ...
+python tests/native/repacked_models.py FAMILY[/MODE[BITS]][@DTYPE] ...
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mlx_lm.utils import load_model
 from support.models import make_model
 
 from phalanx.kernels import install
-from phalanx.model.cpu.repack import TurnedEmbedding
+from phalanx.model.cpu.repack import RepackedEmbedding
 from phalanx.model.loading import load as loading
 
 TOKENS = mx.array([[7, 11, 30, 5, 80, 41, 9, 100, 23, 17], [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]])
 BATCH = 20
-"""Rows that a product meets: matrices that do not lie turned are turned from eight on."""
+"""Rows that a product meets: matrices that do not are repacked are repacked from eight on."""
 
 
 def load(path: Path, dtype: str) -> Any:
@@ -47,23 +47,23 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     how = {"mode": mode, "bits": bits, "group_size": group} if format else None
     path = make_model(family, folder / family, quantize=how, dtype=mx.bfloat16)
     model = load(path, dtype or "auto")
-    turns = install.turns
-    install.turns = lambda *_: False
+    turns = install.repacks
+    install.repacks = lambda *_: False
     plain = load(path, dtype or "auto")
-    install.turns = turns
+    install.repacks = turns
     parameters = dict(tree_flatten(model.parameters()))
     found, wanted = logits(model), logits(plain)
     refused = True
-    if (table := next((m for m in model.modules() if isinstance(m, TurnedEmbedding)), None)) is not None:
+    if (table := next((m for m in model.modules() if isinstance(m, RepackedEmbedding)), None)) is not None:
         how = {"group_size": table.group_size, "bits": table.bits, "mode": table.mode}
         try:
             mx.eval(mx.dequantize(table["weight"][:16], table["scales"][:16], _first(table.get("biases")), **how))
             refused = False
         except ValueError:
             pass
-    alone = logits(model, TOKENS[:1, :3])  # fewer rows than are turned where they do not lie so
+    alone = logits(model, TOKENS[:1, :3])  # fewer rows than are repacked where they do not lie so
     return {
-        "turned": sorted(key for key, array in parameters.items() if array.dtype == mx.int32),
+        "repacked": sorted(key for key, array in parameters.items() if array.dtype == mx.int32),
         "not": sorted(key for key, array in parameters.items() if array.dtype == mx.uint32),
         "refused": refused,
         "same": bool(np.array_equal(found, wanted)),

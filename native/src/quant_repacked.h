@@ -1,10 +1,10 @@
 // x @ w.T for some rows of x, W rows of w at a time.
 //
 // A row of w that streams by (`quant_stream.h`) leaves a sum in each lane, which meets the group's scale lane by lane:
-// beside two products of four codes stand three instructions that only put them together. Here W rows of w are turned,
+// beside two products of four codes stand three instructions that only put them together. Here W rows of w are repacked,
 // so that lane n has codes of row n: nothing is summed over lanes, a group's scale meets W rows at once, and what four
-// activations are multiplied with is one vector. Turning takes as long as three rows of x, so it needs some; where rows
-// of w lie turned already, one is enough, and a row of x has the same result among any number of others.
+// activations are multiplied with is one vector. Repacking takes as long as three rows of x, so it needs some; where rows
+// of w are repacked already, one is enough, and a row of x has the same result among any number of others.
 //
 // Of a layout it wants
 //   words_of()         a block of a row of w as words, one per lane
@@ -34,7 +34,7 @@ template <int M>
 using Rows = std::integral_constant<int, M>;
 
 template <class X>
-struct Turned {
+struct Repacked {
   using F = typename X::Format;
   static constexpr int words = X::digits * X::vectors;      // of a row of x for each lane of a block
   static constexpr int kept = X::late ? 1 : X::vectors;     // vectors for each lane of a block
@@ -118,7 +118,7 @@ struct Turned {
     for (int m = 0; m < M; m++) store(c + m * ld, total[m]);
   }
 
-  // c[m][n] for M rows of x and `strips` times W rows of w that lie turned, SOME lanes at a time. Where there is little to
+  // c[m][n] for M rows of x and `strips` times W rows of w that are repacked, SOME lanes at a time. Where there is little to
   // do for a group, scales of a TYPE that is known, and biases, go without a branch.
   template <int M, int SOME, bool FETCH, int TYPE>
   static __attribute__((noinline)) void stream(const int32_t* codes, int64_t lanes, int64_t count, BesideRows x,
@@ -203,7 +203,7 @@ struct Turned {
     }
 
     // Blocks [first, last): [block][lane of a block][of `kept`], lane n of each being row n.
-    __attribute__((noinline)) void turn(int64_t first, int64_t last, vi* out) const {
+    __attribute__((noinline)) void repack(int64_t first, int64_t last, vi* out) const {
       for (int64_t b = first; b < last; b++, out += kept * W) {
         vi low[W], high[F::bits == 5 ? W : 1];
 #pragma GCC unroll 16
@@ -225,19 +225,19 @@ struct Turned {
   };
 
   // W groups from `g` on of W rows of w: [group], lane n of each being row n.
-  static __attribute__((noinline)) void turn_scales(const kern_quant& w, const void* values, int64_t row, int64_t rows,
+  static __attribute__((noinline)) void repack_scales(const kern_quant& w, const void* values, int64_t row, int64_t rows,
                                                     int64_t g, vf* out) {
     const int64_t count = groups(w);
     const int type = scale_type(w);
-    vi turned[W];
+    vi repacked[W];
 #pragma GCC unroll 1
     for (int r = 0; r < W; r++)
-      turned[r] = (vi)scales_at(values, type, (row + least(r, rows - 1)) * count + g, count - g);
-    transpose(turned);
-    memcpy(out, turned, sizeof turned);
+      repacked[r] = (vi)scales_at(values, type, (row + least(r, rows - 1)) * count + g, count - g);
+    transpose(repacked);
+    memcpy(out, repacked, sizeof repacked);
   }
 
-  // Of rows that lie turned, from number `at` on.
+  // Of rows that are repacked, from number `at` on.
   static Scales lying_scales(const kern_quant& w, int64_t at) {
     const int64_t bytes = scale_bytes(w);
     const auto begin = [&](const void* of) {
@@ -246,7 +246,7 @@ struct Turned {
     return {begin(w.scales), begin(w.biases), scale_type(w), W * bytes};
   }
 
-  // As run(), for up to kMost rows of x and those of w that lie turned.
+  // As run(), for up to kMost rows of x and those of w that are repacked.
   static void run_few(const kern_quant& w, int64_t row, int64_t rows, const Beside& x, int64_t slot, int64_t count,
                       float* c, int64_t ld) {
     const int64_t lanes = w.group / F::per_lane, at = row * groups(w);
@@ -257,8 +257,8 @@ struct Turned {
     });
   }
 
-  // As run(), for rows of w that lie turned.
-  static void run_turned(const kern_quant& w, int64_t row, int64_t rows, const Beside& x, int64_t slot, int64_t count,
+  // As run(), for rows of w that are repacked.
+  static void run_repacked(const kern_quant& w, int64_t row, int64_t rows, const Beside& x, int64_t slot, int64_t count,
                          float* c) {
     vf scales[panels * W], biases[panels * W];
     const int64_t lanes = w.group / F::per_lane, used = (rows + W - 1) / W;
@@ -286,12 +286,12 @@ struct Turned {
   }
 
   // c[m][n], `ld` apart, for `count` rows of x and rows [row, row + rows) of w, counted over all matrices. But for few
-  // rows of x and those of w that lie turned kPanelN apart, and no more than that.
+  // rows of x and those of w that are repacked kPanelN apart, and no more than that.
   static void run(const kern_quant& w, int64_t row, int64_t rows, const Beside& x, int64_t slot, int64_t count,
                   float* c, int64_t ld) {
     if constexpr (X::late) {
-      if (w.turned && count <= kMost) return run_few(w, row, rows, x, slot, count, c, ld);
-      if (w.turned) return run_turned(w, row, rows, x, slot, count, c);
+      if (w.repacked && count <= kMost) return run_few(w, row, rows, x, slot, count, c, ld);
+      if (w.repacked) return run_repacked(w, row, rows, x, slot, count, c);
     }
     vi codes[panels][blocks_at_once * kept * W];
     vf scales[panels][W], biases[panels][W];
@@ -301,12 +301,12 @@ struct Turned {
     memset(c, 0, static_cast<size_t>(count * kPanelN) * sizeof(float));
     for (int64_t g = 0; g < groups(w); g += W) {
       for (int64_t p = 0; p < used; p++) {
-        turn_scales(w, w.scales, row + p * W, rows - p * W, g, scales[p]);
-        if (w.biases != nullptr) turn_scales(w, w.biases, row + p * W, rows - p * W, g, biases[p]);
+        repack_scales(w, w.scales, row + p * W, rows - p * W, g, scales[p]);
+        if (w.biases != nullptr) repack_scales(w, w.biases, row + p * W, rows - p * W, g, biases[p]);
       }
       for (int64_t from = g, end = least(groups(w), g + W); from < end; from += in_piece) {
         const int64_t some = least(in_piece, end - from), block = from * lanes / W;
-        for (int64_t p = 0; p < used; p++) panel[p].turn(block, ((from + some) * lanes + W - 1) / W, codes[p]);
+        for (int64_t p = 0; p < used; p++) panel[p].repack(block, ((from + some) * lanes + W - 1) / W, codes[p]);
         each_tile(count, [&](auto size, int64_t m) {
           // the rows of w that come next, in the order in which they lie: as many of them as are multiplied meanwhile
           const uint8_t* soon = panel[0].codes[0] + kPanelN * panel[0].bytes + block * panels * W * F::block_bytes;

@@ -1,4 +1,4 @@
-"""Weights that lie turned, as MLX arrays and in models that are loaded."""
+"""Weights that are repacked, as MLX arrays and in models that are loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 ops = phalanx_cpu.ops
-SCRIPT = Path(__file__).with_name("turned_models.py")
-TURNS = ops.turns(96, 256, "affine", 64, 4)
-turning = pytest.mark.skipif(not TURNS, reason="rows do not lie turned with this instruction set")
+SCRIPT = Path(__file__).with_name("repacked_models.py")
+TURNS = ops.repacks(96, 256, "affine", 64, 4)
+repacking = pytest.mark.skipif(not TURNS, reason="rows do not are repacked with this instruction set")
 
 
 def quantised(shape, mode="affine", group=64, bits=4):
@@ -26,42 +26,42 @@ def quantised(shape, mode="affine", group=64, bits=4):
     return list(parts)
 
 
-def turned(parts):
+def repacked(parts):
     copies = [mx.array(np.array(part)) for part in parts]
     mx.eval(copies)
-    return [ops.turn_rows(part) for part in copies]
+    return [ops.repack_rows(part) for part in copies]
 
 
-@turning
+@repacking
 @pytest.mark.parametrize("precision", ["exact", "fast"])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_products(rows, precision):
     x, q = mx.random.normal((rows, 256)), quantised((96, 256))
-    found = ops.quantized_matmul(x, *turned(q), precision=precision)
+    found = ops.quantized_matmul(x, *repacked(q), precision=precision)
     wanted = ops.quantized_matmul(mx.repeat(x, 8, axis=0), *q, precision=precision)[::8]
     assert mx.array_equal(found, wanted)
 
 
-@turning
+@repacking
 def test_experts():
     x, q = mx.random.normal((5, 1, 1, 256)), quantised((4, 32, 256))
     pick = mx.array([[0, 3], [1, 1], [2, 0], [3, 2], [0, 1]])
-    found = ops.gather_qmm(x, *turned(q), rhs_indices=pick)
+    found = ops.gather_qmm(x, *repacked(q), rhs_indices=pick)
     assert mx.allclose(found, ops.gather_qmm(x, *q, rhs_indices=pick), atol=1e-4)
 
 
-@turning
+@repacking
 @pytest.mark.parametrize("dtype", [mx.int32, mx.uint32, mx.int64])
 def test_decoded_rows(dtype):
     q = quantised((96, 256))
     rows = mx.array([[3, 95, 3], [0, 16, 17]]).astype(dtype)
     for some in (rows, rows[:, ::2]):
-        assert mx.array_equal(ops.dequantize_rows(*turned(q), some), ops.dequantize_rows(*q, some))
+        assert mx.array_equal(ops.dequantize_rows(*repacked(q), some), ops.dequantize_rows(*q, some))
 
 
-@turning
-def test_turned_codes_are_no_codes_to_mlx():
-    x, lying = mx.random.normal((2, 256)), turned(quantised((96, 256)))
+@repacking
+def test_repacked_codes_are_no_codes_to_mlx():
+    x, lying = mx.random.normal((2, 256)), repacked(quantised((96, 256)))
     assert [part.dtype for part in lying] == [mx.int32, mx.float32, mx.float32]
     with pytest.raises(ValueError, match="uint32"):
         mx.quantized_matmul(x, *lying)
@@ -69,23 +69,23 @@ def test_turned_codes_are_no_codes_to_mlx():
         ops.quantized_matmul(mx.random.normal((2, 96)), *lying, transpose=False)
 
 
-def test_what_does_not_lie_turned_anywhere_is_refused():
+def test_what_does_not_lie_repacked_anywhere_is_refused():
     x, (codes, *scales) = mx.random.normal((2, 256)), quantised((20, 256))
-    with pytest.raises(ValueError, match="cannot lie turned"):
+    with pytest.raises(ValueError, match="cannot are repacked"):
         ops.quantized_matmul(x, codes.view(mx.int32), *scales)
 
 
 @pytest.mark.parametrize(
     "array", [mx.zeros((20, 4)), mx.zeros((16,)), mx.zeros((16, 2), mx.uint64), mx.zeros((16, 8)).T.T[:, ::2]]
 )
-def test_only_whole_sixteens_of_rows_are_turned(array):
+def test_only_whole_sixteens_of_rows_are_repacked(array):
     mx.eval(array)
     with pytest.raises(ValueError, match="whole sixteens of rows"):
-        ops.turn_rows(array)
+        ops.repack_rows(array)
 
 
-@turning
-def test_loaded_models_lie_turned_and_compute_the_same():
+@repacking
+def test_loaded_models_lie_repacked_and_compute_the_same():
     dense = ["llama/4", "gemma3_text/4", "llama/8@bfloat16", "llama/2"]
     mixed = ["qwen3_moe/4", "deepseek_v3/4", "gpt_oss/mxfp4", "mixtral/nvfp4", "llama/3"]
     command = [sys.executable, str(SCRIPT), *dense, *mixed]
@@ -94,11 +94,11 @@ def test_loaded_models_lie_turned_and_compute_the_same():
     for name, found in json.loads(done.stdout.splitlines()[-1]).items():
         limit = 0.05 if "bfloat16" in name else 1e-5
         assert found["distance"] <= limit and found["plain distance"] <= limit, name
-        assert bool(found["turned"]) == (name != "llama/3"), name
-        assert found["refused"], name  # rows that are cut out of a turned table
+        assert bool(found["repacked"]) == (name != "llama/3"), name
+        assert found["refused"], name  # rows that are cut out of a repacked table
         if name in dense:
-            assert found["not"] == [] and any("embed_tokens" in path for path in found["turned"]), name
+            assert found["not"] == [] and any("embed_tokens" in path for path in found["repacked"]), name
             assert found["same"] and found["same alone"], name
-        else:  # experts meet few rows, and those add up in another order where they do not lie turned
-            assert name == "llama/3" or any("mlp" in path or "experts" in path for path in found["turned"]), name
-            assert not any("embed_q" in path or "unembed_out" in path for path in found["turned"]), name
+        else:  # experts meet few rows, and those add up in another order where they do not are repacked
+            assert name == "llama/3" or any("mlp" in path or "experts" in path for path in found["repacked"]), name
+            assert not any("embed_q" in path or "unembed_out" in path for path in found["repacked"]), name

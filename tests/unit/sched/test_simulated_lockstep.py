@@ -82,7 +82,7 @@ class Conversation(RuleBasedStateMachine):
                 return
             type(self).steps += 1
             tokens = sum(sum(f.valid) for f in self.sim.steps[-1].forwards if not f.sample)
-            self.sim.scheduler.pace.observe(tokens, tokens * pace, 0.01)
+            self.sim.scheduler.prefill_budget.observe(tokens, tokens * pace, 0.01)
             self.agree()
 
     @precondition(lambda self: self.sim.scheduler.n_running)

@@ -1,4 +1,4 @@
-"""Matrices whose rows lie turned (kern_turn) against the same ones that do not."""
+"""Matrices whose rows are repacked (kern_repack) against the same ones that do not."""
 
 from __future__ import annotations
 
@@ -9,19 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kern import BF16, F16, F32, Int, Int64, Pointer, call, encode, library, pointer, unaligned
-from quant import AFFINE, EXACT, FAST, FORMATS, MXFP4, NVFP4, Dequantize, Matmul, matmul, random_matrices, turned, turns
+from quant import (
+    AFFINE,
+    EXACT,
+    FAST,
+    FORMATS,
+    MXFP4,
+    NVFP4,
+    Dequantize,
+    Matmul,
+    matmul,
+    random_matrices,
+    repacked,
+    repacks,
+)
 
 KINDS = [F32, F16, BF16]
-TURNING = library.kern_isa() in (b"avx512", b"avx512bf16")
-TURNED = [
+REPACKING = library.kern_isa() in (b"avx512", b"avx512bf16")
+REPACKED = [
     (mode, bits, group) for mode, bits, group in FORMATS if mode in (MXFP4, NVFP4) or (mode, 32 % bits) == (AFFINE, 0)
 ]
 """Formats whose codes do not cross words."""
-turning = pytest.mark.skipif(not TURNING, reason="rows do not lie turned with this instruction set")
+repacking = pytest.mark.skipif(not REPACKING, reason="rows are not repacked with this instruction set")
 few = settings(max_examples=6, deadline=None)
 
 
-class Turn(ctypes.Structure):
+class RepackArguments(ctypes.Structure):
     _fields_ = [("data", Pointer), ("panels", Int64), ("columns", Int64), ("element_bytes", Int)]
 
 
@@ -31,26 +44,26 @@ class Turn(ctypes.Structure):
 def test_turning_puts_sixteen_rows_beside_each_other(dtype, panels, columns, offset):
     rows = np.random.default_rng(0).integers(0, 200, (panels, 16, columns)).astype(dtype)
     data = unaligned(rows, offset)
-    assert call("kern_turn", Turn(pointer(data), panels, columns, data.itemsize)) == 0
+    assert call("kern_repack", RepackArguments(pointer(data), panels, columns, data.itemsize)) == 0
     assert np.array_equal(data.reshape(panels, columns, 16), rows.swapaxes(1, 2))
 
 
 def test_elements_of_other_sizes_are_refused():
     data = np.zeros((16, 2), np.uint64)
-    assert call("kern_turn", Turn(pointer(data), 1, 2, 8)) == 1
+    assert call("kern_repack", RepackArguments(pointer(data), 1, 2, 8)) == 1
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_may_lie_turned(format):
+def test_what_may_lie_repacked(format):
     mode, bits, group = format
     for rows in (16, 48, 20):
         w = random_matrices(np.random.default_rng(0), mode, bits, group, 1, rows, 128)
-        assert turns(w) == (TURNING and format in TURNED and rows % 16 == 0)
+        assert repacks(w) == (REPACKING and format in REPACKED and rows % 16 == 0)
 
 
-@turning
+@repacking
 @pytest.mark.parametrize("precision", [EXACT, FAST])
-@pytest.mark.parametrize("format", TURNED)
+@pytest.mark.parametrize("format", REPACKED)
 @given(
     x_type=st.sampled_from(KINDS),
     out_type=st.sampled_from([F32, BF16]),
@@ -65,20 +78,20 @@ def test_what_may_lie_turned(format):
 def test_products_have_the_bits_of_many_rows(
     format, precision, x_type, out_type, scale_type, rows, sixteens, groups, offset, seed
 ):
-    """Others are turned for eight rows of x and more; here the same comes out, for fewer as well."""
+    """Others are repacked for eight rows of x and more; here the same comes out, for fewer as well."""
     random = np.random.default_rng(seed)
     mode, bits, group = format
     width = max(group, 32) * groups
     w = random_matrices(random, mode, bits, group, 1, 16 * sixteens, width, scale_type)
     x = unaligned(encode(random.normal(size=(1, rows, width)), x_type), offset)
     wanted = matmul(w, x, x_type, out_type, precision=precision)
-    lying = turned(w, offset)
+    lying = repacked(w, offset)
     for some in (rows, *range(1, 8)):
         found = matmul(lying, x[:, :some].copy(), x_type, out_type, precision=precision)
         assert np.array_equal(found, wanted[:, :some])
 
 
-@turning
+@repacking
 @pytest.mark.parametrize("precision", [EXACT, FAST])
 @pytest.mark.parametrize("kind", KINDS)
 def test_matrices_that_many_rows_meet_and_few(precision, kind):
@@ -88,16 +101,16 @@ def test_matrices_that_many_rows_meet_and_few(precision, kind):
     rhs = random.permutation(np.repeat(np.arange(len(counts), dtype=np.uint32), counts))
     lhs = np.arange(len(rhs), dtype=np.uint32)
     x = encode(random.normal(size=(len(rhs), 1, 256)), kind)
-    found = matmul(turned(w), x, kind, F32, precision=precision, lhs=lhs, rhs=rhs)
+    found = matmul(repacked(w), x, kind, F32, precision=precision, lhs=lhs, rhs=rhs)
     for matrix in np.flatnonzero(counts):
         alone = random_matrices(np.random.default_rng(0), AFFINE, 4, 64, 1, 64, 256)
         for name in ("codes", "scales", "biases", "values"):
             setattr(alone, name, getattr(w, name)[matrix : matrix + 1].copy())
-        rows = np.repeat(x[rhs == matrix].swapaxes(0, 1), 8, 1)  # as many as are turned
+        rows = np.repeat(x[rhs == matrix].swapaxes(0, 1), 8, 1)  # as many as are repacked
         assert np.array_equal(matmul(alone, rows, kind, F32, precision=precision)[0, ::8], found[rhs == matrix][:, 0])
 
 
-@turning
+@repacking
 @pytest.mark.parametrize("precision", [EXACT, FAST])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e38])
 @pytest.mark.parametrize("rows", [1, 3, 30])
@@ -112,15 +125,15 @@ def test_what_is_no_number_or_far_from_one(precision, bad, rows, kind):
     pick = np.array([1, 0], np.uint32)
     found, wanted = (
         matmul(some, x, kind, F32, precision=precision, lhs=pick, rhs=pick).astype(np.float32)
-        for some in (turned(w), w)
+        for some in (repacked(w), w)
     )
     assert np.array_equal(np.isfinite(found), np.isfinite(wanted))
     some = np.isfinite(wanted)
     assert np.allclose(found[some], wanted[some], rtol=1e-3, atol=1e-3)
 
 
-@turning
-@pytest.mark.parametrize("format", TURNED)
+@repacking
+@pytest.mark.parametrize("format", REPACKED)
 def test_decoded_rows(format):
     random = np.random.default_rng(0)
     mode, bits, group = format
@@ -129,12 +142,12 @@ def test_decoded_rows(format):
     for picked in (None, indices):
         count = 48 if picked is None else len(picked)
         found, wanted = np.zeros((count, 256), np.float32), np.zeros((count, 256), np.float32)
-        for some, out in ((turned(w, 1), found), (w, wanted)):
+        for some, out in ((repacked(w, 1), found), (w, wanted)):
             assert call("kern_dequantize", Dequantize(some.struct(), pointer(picked), pointer(out), count, F32)) == 0
         assert np.array_equal(found, wanted)
 
 
-def test_what_cannot_lie_turned_is_refused():
+def test_what_cannot_lie_repacked_is_refused():
     x, out = np.zeros((1, 1, 96), np.float32), np.zeros((1, 1, 96), np.float32)
 
     def status(w, transpose):
@@ -142,10 +155,10 @@ def test_what_cannot_lie_turned_is_refused():
         return call("kern_quant_matmul", Matmul(*args))
 
     random = np.random.default_rng(0)
-    w = turned(random_matrices(random, AFFINE, 4, 32, 1, 96, 96))
-    assert (status(w, 1), status(w, 0)) == (0 if TURNING else 1, 1)
-    assert status(turned(random_matrices(random, AFFINE, 3, 32, 1, 96, 96)), 1) == 1
+    w = repacked(random_matrices(random, AFFINE, 4, 32, 1, 96, 96))
+    assert (status(w, 1), status(w, 0)) == (0 if REPACKING else 1, 1)
+    assert status(repacked(random_matrices(random, AFFINE, 3, 32, 1, 96, 96)), 1) == 1
     short = random_matrices(random, AFFINE, 4, 32, 1, 20, 96)
-    short.turned = True
+    short.repacked = True
     assert status(short, 1) == 1
     assert call("kern_dequantize", Dequantize(short.struct(), None, pointer(out), 20, F32)) == 1
