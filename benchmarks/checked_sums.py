@@ -78,7 +78,7 @@ def run_rank(path: Path, blocks: int) -> None:
     logging.disable(logging.INFO)
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     mx.disable_compile()
-    install.install("fast", 1, dispatch_next=False)
+    install.install("fast", 1, async_dispatch=False)
     reducer = Reducer(join("mpi", rank, RANKS, 5, where="", deadline_s=60), checksum=NativeChecksum())
     prepared = load.prepare(path, dtype="auto", trust_remote_code=False, reducer=reducer)
     loaded = prepared.materialise(memory.guard_bytes(GUARD, None), lambda *_: None, ranks_here=RANKS)

@@ -1,4 +1,4 @@
-"""What is architecture and not style, kept by plain `ast`: layers, homes of decisions, purity (DESIGN section 8).
+"""What is architecture and not style, kept by plain `ast`: layers, homes of decisions, purity (design: Layers).
 
 Each rule takes one source file and yields what is wrong with it. Rules are tested on bad sources below, so that none of
 them can rot into one that never fails. Exceptions are data at the top of this file, each with its reason.

@@ -108,7 +108,8 @@ def test_without_the_native_kernels_the_tokens_are_the_same(llama):
 
 
 def test_with_8_bit_activations_a_stream_goes_on_with_the_tokens_it_had(tmp_path):
-    """`fast` rounds what it multiplies, so prompts must be read the way tokens are generated (DESIGN section 4)."""
+    """`fast` rounds what it multiplies, so prompts must be read the way tokens are generated (design: Keyed
+    sampling)."""
     path = make_model("llama", tmp_path / "llama", quantize={"bits": 4, "group_size": 64}, hidden_size=256)
     asked = prompts(6, 500)
 
@@ -135,7 +136,7 @@ MIXED = [
 
 
 def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_a_kill(llama):
-    """DESIGN section 4: tokens depend on (seed, choice, position) and the logits, not on what else runs."""
+    """Tokens depend on (seed, choice, position) and the logits, not on what else runs."""
     prompt = prompts(4, 500)[2]
 
     async def main():

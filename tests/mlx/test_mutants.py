@@ -1,4 +1,4 @@
-"""Deliberately broken caches must fail the same drive that the real one passes (DESIGN section 10)."""
+"""Deliberately broken caches must fail the same drive that the real one passes (design: Proof)."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_padding_leaves_other_rows_and_the_end_alone() -> None:
 
 
 def test_nan_left_behind_does_not_poison_the_next_row() -> None:
-    """A slot is zeroed on admission: 0 x NaN behind a mask is NaN (DESIGN section 3)."""
+    """A slot is zeroed on admission: 0 x NaN behind a mask is NaN (design: Ragged rows)."""
     runner = make_runner()
     admitted(runner, 2, 16)
     for slot in (0, 1):
@@ -295,7 +295,7 @@ def test_entries_own_their_memory() -> None:
 
 
 def test_growth_holds_one_layer_twice_at_most() -> None:
-    """Old and new buffers of one layer, not of all (DESIGN section 3)."""
+    """Old and new buffers of one layer, not of all (design: Ragged rows)."""
     runner = make_runner("llama", **{**BIG, "num_hidden_layers": 8})
     admitted(runner, 4, 1024)
     feed(runner, 0, [PROMPT], [0], sample=False)

@@ -1,4 +1,5 @@
-"""Speculation draws from the model's distribution, position by position (DESIGN 4): 20,000 sequences per case.
+"""Speculation draws from the model's distribution, position by position (design: Keyed sampling): 20,000 sequences per
+case.
 
 The model is a table: the logits behind a token depend on that token only, so that the distribution of every position,
 and of every pair of neighbours, can be written down. The drafters are as different as they can be: a good guess, noise,

@@ -1,4 +1,4 @@
-"""Whoever drafts, and however much: the tokens are those without speculation (A2, A3, A7, DESIGN section 4).
+"""Whoever drafts, and however much: the tokens are those without speculation (A2, A3, A7; design: Keyed sampling).
 
 The real leader, scheduler, runner and sampler in this process. Every combination is tried by `make soak`; CI runs a
 set in which every drafter meets every k, every family and every number of rows.
@@ -136,7 +136,7 @@ def check(bench: Bench, drafter: str, k: int, family: str, rows: int, longest: i
         assert stats.accepted > 0.95 * stats.drafted
     if drafter in ("draft model", "erring oracle"):
         assert 0 < stats.accepted < stats.drafted
-    assert engine.scheduler.idle and not engine.positions._next
+    assert engine.scheduler.idle and not engine.metadata._next
     for number, answer in plain.items():
         assert len(got[number].logprobs) == len(answer.logprobs)
         for mine, theirs in zip(got[number].logprobs, answer.logprobs, strict=True):

@@ -174,7 +174,7 @@ def main() -> None:
         decode(twins)
         replays = twins.replaying._graphs
         replayed = replays.done
-        handed = sorted({op for kept in replays._kept.values() if kept for op in kept.replay.handed})
+        handed = sorted({op for kept in replays._captured.values() if kept for op in kept.replay.handed})
         again, more = (0, 0) if twins.recurrent else rest(twins)
         came, forgotten = (0, 0) if twins.recurrent else ahead(twins)
         found[name] = {

@@ -71,7 +71,7 @@ def test_repacked_codes_are_no_codes_to_mlx():
 
 def test_what_does_not_lie_repacked_anywhere_is_refused():
     x, (codes, *scales) = mx.random.normal((2, 256)), quantised((20, 256))
-    with pytest.raises(ValueError, match="cannot are repacked"):
+    with pytest.raises(ValueError, match="cannot be repacked"):
         ops.quantized_matmul(x, codes.view(mx.int32), *scales)
 
 

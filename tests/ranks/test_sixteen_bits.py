@@ -1,4 +1,4 @@
-"""Models in 16 bits, with the kernels where they are: tokens are float32's but for near ties (DESIGN section 10)."""
+"""Models in 16 bits, with the kernels where they are: tokens are float32's but for near ties (design: Proof)."""
 
 from __future__ import annotations
 

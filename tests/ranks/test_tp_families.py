@@ -22,7 +22,7 @@ from phalanx.dist.ports import free_ports
 
 PROMPT = [5, 9, 30, 7, 8, 100, 200, 33, 2, 11]
 TOKENS = 12
-NEAR_TIE = 1e-4  # between the two largest log-probabilities, in float32 (DESIGN section 10)
+NEAR_TIE = 1e-4  # between the two largest log-probabilities, in float32 (design: Proof)
 FOUR = ["deepseek_v3", "glm4_moe", "gpt_oss", "kimi_k25", "llama", "olmo2", "qwen3", "qwen3_moe"]
 
 RANK = Path(__file__).with_name("greedy_rank.py")

@@ -1,7 +1,7 @@
 """Tiny random models on disk: config, weights and a working tokenizer, in mlx-lm's file format.
 
 Matrices are scaled, because at default initialisation greedy output is one repeated token and a cache that never
-rolls back passes every test (DESIGN section 10). Also run as a script:
+rolls back passes every test (design: Proof). Also run as a script:
 `cd tests && python -m support.models FAMILY DIRECTORY`.
 """
 

@@ -1,4 +1,4 @@
-"""DESIGN section 10's rule for 16 bits: where greedy tokens may differ from those of float32, and how often.
+"""The rule (design: Proof) for 16 bits: where greedy tokens may differ from those of float32, and how often.
 
 Of two likely tokens rounding may choose either. So what was said is forced on mlx-lm's own model in float32 and again
 in 16 bits, in a process that has none of our code in it: the most by which any of their logits differ on that text is

@@ -3,7 +3,7 @@
 As a script: `python tests/support/reference.py JOBS.json OUT.json`, where JOBS is a list of
 `{"model": directory, "prompt": [ids], "max_tokens": n, "stop_ids": [ids]}` and OUT becomes a list of
 `{"tokens": [ids], "gaps": [floats]}`: the gap between the two largest logits at each step, for the near-tie rule
-(DESIGN section 10). A stop id is the last token of its output. As a module: `reference_greedy(path, jobs)` runs that
+(design: Proof). A stop id is the last token of its output. As a module: `reference_greedy(path, jobs)` runs that
 script; `reference_many` for jobs on several models.
 """
 

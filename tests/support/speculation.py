@@ -93,7 +93,7 @@ class Engine:
         self.scheduler = Scheduler(
             SchedulerConfig(limits=limits, max_num_batched_tokens=batched, target_step_s=0.1, prefix_budget=1 << 24)
         )
-        self.positions = SamplingMetadataCache()
+        self.metadata = SamplingMetadataCache()
         self.post = Post()
         self.vocab = vocab
         self.meter = SpecMeter("test")
@@ -108,12 +108,12 @@ class Engine:
 
     def place(self, number: int, drafts: Sequence[int]) -> Any:
         """Where a draft model draws."""
-        return self.positions.after(self.scheduler.by_number[number], drafts)
+        return self.metadata.after(self.scheduler.by_number[number], drafts)
 
     def _lead(self, speculator: Speculator | None) -> Leader:
         return Leader(
             self.scheduler, self._runner, self.post, link=SingleRank(), clock=StepDeadline(1e6),
-            positions=self.positions, speculator=speculator,
+            metadata=self.metadata, speculator=speculator,
         )  # fmt: skip
 
     def step(self) -> None:

@@ -1,4 +1,4 @@
-"""The rule for 16 bits lets through what rounding does, and nothing else (DESIGN section 10)."""
+"""The rule for 16 bits lets through what rounding does, and nothing else (design: Proof)."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Flags that several commands share, named as `vllm serve` names them where it has them (FACTS section 4).
+"""Flags that several commands share, named as `vllm serve` names them where it has them.
 
 Each is a type for a command's signature; typer checks ranges and says flag, value and what is allowed. Does not know
 what the settings do: `config.py` documents them.

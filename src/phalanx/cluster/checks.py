@@ -28,7 +28,7 @@ from phalanx.errors import ConfigError
 from phalanx.memory import guard_bytes, read_machine
 
 GB = 1 << 30
-WIRED_LIMIT = 350 * GB  # about 23 million pages: the leak of the field report (L2)
+WIRED_LIMIT = 350 * GB  # about 23 million pages: a known leak of wired memory (L2)
 WIRED_SHARE = 0.7  # on machines that are smaller than that
 DISK_GB = 5
 OPEN_FILES = 1024

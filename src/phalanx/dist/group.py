@@ -1,4 +1,4 @@
-"""Joining a group of ranks, strictly: once, under a deadline, and verified (DESIGN section 2).
+"""Joining a group of ranks, strictly: once, under a deadline, and verified (design: Fail-stop, then resume).
 
 MLX's `init` can block for ever while it holds the interpreter's lock, can come up as several groups of one, and can
 connect to another job's rank. So a timer of the operating system ends the process when joining takes too long, and

@@ -285,7 +285,7 @@ def _alike(summed: list[Summed]) -> list[list[int]]:
 def tolerance(width: int, dtype: mx.Dtype) -> float:
     """How large a residual rounding can leave, relative to the summed magnitudes of the ranks' vectors.
 
-    In 16 bits the elements' own rounding dominates: 6 eps (measured; DESIGN section 2). In 32 bits it is that of adding
+    In 16 bits the elements' own rounding dominates: 6 eps (measured). In 32 bits it is that of adding
     `width` products one after the other, whose error grows with the square root of their number.
     """
     if dtype == mx.float32:

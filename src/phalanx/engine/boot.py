@@ -235,7 +235,7 @@ def _kernels(config: EngineConfig, ranks_here: int) -> str:
     installed = None
     if config.cpu_kernels:
         threads = config.threads or install.threads_for(ranks_here)
-        installed = install.install(config.cpu_precision, threads, dispatch_next=ranks_here == 1)
+        installed = install.install(config.cpu_precision, threads, async_dispatch=ranks_here == 1)
     if installed is not None:
         return f"native: {installed}"
     on_cpu = mx.default_device() == mx.Device(mx.cpu)

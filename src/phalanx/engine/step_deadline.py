@@ -1,4 +1,5 @@
-"""How long may this step take? A deadline per step, from what steps of its kind took before (DESIGN section 2).
+"""How long may this step take? A deadline per step, from what steps of its kind took before (design: Fail-stop, then
+resume).
 
 A rank that is alive but stands still is found by this. Pure arithmetic; does not know clocks.
 """

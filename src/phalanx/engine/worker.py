@@ -1,4 +1,4 @@
-"""A worker: receives plans and executes them. No policy, no sampler, no stop list, no tokenizer (DESIGN section 1)."""
+"""A worker: receives plans and executes them. No policy, no sampler, no stop list, no tokenizer (design: Lock step)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts the native kernels into MLX: the one place where phalanx changes what MLX does (DESIGN section 7).
+"""Puts the native kernels into MLX: the one place where phalanx changes what MLX does (design: Native kernels).
 
 Models call `mx.fast.rms_norm`, `mx.quantized_matmul`, `x @ w.T` and the like; each of these is replaced once per
 process by a function of the same signature that computes natively what it can, and otherwise calls what it replaced.
@@ -97,14 +97,15 @@ def repack(array: mx.array) -> mx.array:
     return repacked
 
 
-def install(precision: CpuPrecision, threads: int, *, dispatch_next: bool = True) -> Installed | None:
+def install(precision: CpuPrecision, threads: int, *, async_dispatch: bool = True) -> Installed | None:
     """Replace MLX's entry points; None where MLX does not compute on the CPU or the kernels are not there.
 
     Args:
         precision: of quantised products; `auto` is exact: with 8-bit activations a resumed stream, whose tokens are
             read again as a prompt, must have been computed that way in the first place, so it is all or nothing.
         threads: of each operation.
-        dispatch_next: hand over a step's whole graph at once. A rank that shares its processors with others does better
+        async_dispatch: hand over a step's whole graph at once. A rank that shares its processors with others does
+        better
             to hand over a little at a time, while it waits for their sums.
 
     Raises:
@@ -118,7 +119,7 @@ def install(precision: CpuPrecision, threads: int, *, dispatch_next: bool = True
         raise RuntimeError("the native kernels are installed already")
     ops: Ops = preload.OPS
     preload.OPS.set_threads(threads)
-    preload.OPS.run_ahead(dispatch_next)
+    preload.OPS.run_ahead(async_dispatch)
     chosen = "fast" if precision == "fast" else "exact"
     if wrong := disagreements(ops, chosen):
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 mlx-lm's blocks take the absorbed path, which works on the latent cache as it is, for one token per row only; for more
 they expand the whole cache into heads, which is right for a long chunk and costs many times the attention itself for
-a few tokens (FACTS section 2: 3,578 ms against 163 at 5 tokens behind 4,096). The blocks here hand few tokens per row
+a few tokens (3,578 ms against 163 at 5 tokens behind 4,096). The blocks here hand few tokens per row
 to mlx-lm's own code as that many rows of one token which share a cache. Does not know plans or who drafts.
 """
 

@@ -1,4 +1,4 @@
-"""Which models can be served, and how: decided by running them, not by guessing from names (DESIGN section 3).
+"""Which models can be served, and how: decided by running them, not by guessing from names (design: Ragged rows).
 
 `inspect` runs a model on mlx-lm's own caches without evaluating anything and reads the shapes it left there.
 `check_model` (`check.py`) compares ragged rows with those caches on a few tokens, and finally says yes. Between them

@@ -1,4 +1,4 @@
-"""The runner: executes buffer operations and forwards on one rank. Obeys; decides nothing (DESIGN section 1).
+"""The runner: executes buffer operations and forwards on one rank. Obeys; decides nothing (design: Lock step).
 
 Knows arenas, slots and model calls. Does not know sequences, sampling, who commits what, or other ranks.
 """

@@ -1,7 +1,7 @@
 """May a row have this much KV memory? The one place that spends the KV budget.
 
-A buffer costs rows x capacity, so what counts is what is really allocated, not the sum of row lengths (DESIGN
-section 3). Short rows share arena 0, whose capacity never exceeds `long_threshold`; longer ones share arena 1. The
+A buffer costs rows x capacity, so what counts is what is really allocated, not the sum of row lengths (design:
+Ragged rows). Short rows share arena 0, whose capacity never exceeds `long_threshold`; longer ones share arena 1. The
 threshold is chosen so that a full arena 0 takes at most half of the budget.
 """
 

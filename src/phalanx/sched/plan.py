@@ -1,7 +1,7 @@
 """The plan: plain data, the only contract between the leader and the ranks that execute it.
 
 A `Step` says everything a rank does in one step: what the last step committed, which rows move where in the KV
-buffers, and which rectangular forwards run. Ranks decide nothing (DESIGN section 1). Does not know models or arrays.
+buffers, and which rectangular forwards run. Ranks decide nothing (design: Lock step). Does not know models or arrays.
 
 Rows live in *arenas*. An arena is one set of KV buffers `[rows, heads, capacity, head_dim]` per layer; all its rows
 share one capacity. Arena 0 holds short rows, arena 1 long ones, so that one long prompt does not inflate every row.

@@ -1,8 +1,8 @@
 """Every unfinished sequence: what was asked, what is committed, who reads it. Survives the engine process.
 
-The journal is why streams pause and do not break when a rank dies (DESIGN section 2): it listens to the engine, keeps
-the committed tokens, and submits every unfinished sequence again when the engine is back. It is also the one place
-that decides whether there is room for one more request (429). Does not know HTTP, text or processes.
+The journal is why streams pause and do not break when a rank dies (design: Fail-stop, then resume): it listens to the
+engine, keeps the committed tokens, and submits every unfinished sequence again when the engine is back. It is also the
+one place that decides whether there is room for one more request (429). Does not know HTTP, text or processes.
 """
 
 from __future__ import annotations

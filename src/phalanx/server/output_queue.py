@@ -1,7 +1,8 @@
 """The bounded buffer between the engine's events and the one reader of a request's answer.
 
 All choices of a request share a output, so that one reader interleaves them in the order in which they were committed.
-The writer never waits: a reader that falls too far behind is given up (DESIGN section 11). Does not know HTTP.
+The writer never waits: a reader that falls too far behind is given up (design: The server never blocks). Does not know
+HTTP.
 """
 
 from __future__ import annotations

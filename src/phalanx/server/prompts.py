@@ -1,4 +1,5 @@
-"""Text and messages to token ids, off the event loop (DESIGN section 11). Does not know HTTP or the engine."""
+"""Text and messages to token ids, off the event loop (design: The server never blocks). Does not know HTTP or the
+engine."""
 
 from __future__ import annotations
 

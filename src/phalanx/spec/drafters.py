@@ -1,7 +1,8 @@
 """What a drafter is, and the one that is always wrong.
 
-A draft is a guess of a sequence's next tokens; verification makes the output independent of it (DESIGN section 4), so
-a drafter can cost time but never change a token. Only the leader has one. Does not know models, plans or memory.
+A draft is a guess of a sequence's next tokens; verification makes the output independent of it (design: Keyed
+sampling), so a drafter can cost time but never change a token. Only the leader has one. Does not know models, plans or
+memory.
 """
 
 from __future__ import annotations

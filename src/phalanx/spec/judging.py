@@ -1,7 +1,7 @@
 """What drafts are expected to bring, by how far earlier ones were right.
 
-Tokens do not depend on speculation (DESIGN section 4), so a draft that was not verified is judged all the same, by
-comparing it with what is committed: to learn that drafts became good costs drafting, and no forward. Pure.
+Tokens do not depend on speculation (design: Keyed sampling), so a draft that was not verified is judged all the same,
+by comparing it with what is committed: to learn that drafts became good costs drafting, and no forward. Pure.
 """
 
 from __future__ import annotations

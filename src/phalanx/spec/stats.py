@@ -98,7 +98,7 @@ def report(stats: SpecStats) -> dict[str, object]:
 
 
 def line(stats: SpecStats) -> str:
-    """For people: the field report's figures in one line.
+    """For people: steps, acceptance and tokens per step in one line (A8).
 
     `at` lists, by position in the draft, the share of the drafts that long which were accepted up to there.
     """

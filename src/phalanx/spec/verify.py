@@ -1,4 +1,5 @@
-"""Verification: what the model itself would have said, in all places that drafts reach, in one call (A2, DESIGN 4).
+"""Verification: what the model itself would have said, in all places that drafts reach, in one call (A2; design: Keyed
+sampling).
 
 A forward over `[y, d1..dk]` gives the logits behind every one of them. In each place the keyed Gumbel-max token is
 drawn as it would have been without speculation: with that output position's noise, and with penalties and bans over a

@@ -1,4 +1,4 @@
-"""The agent of a host: runs a process here for the server on the first host (DESIGN section 2, supervision).
+"""The agent of a host: runs a process here for the server on the first host (design: Fail-stop, then resume).
 
 It listens on one address, lets in whoever knows the cluster's secret, starts what it is told to, passes its output on
 and into a log file, and reports its end. When the connection ends or falls silent, the process is ended: the server has

@@ -1,9 +1,9 @@
 """The engine as child processes: started, watched, restarted; an `EngineClient` for the server.
 
-The supervisor of the local machine (DESIGN section 2): it starts the ranks, forwards their logs, asks the leader for a
-sign of life every second, kills all when none comes or when one has ended, and starts them again unless a restart
-cannot help. It does not know requests: what was unfinished is submitted again by the server's journal. Runs on one
-asyncio loop.
+The supervisor of the local machine (design: Fail-stop, then resume): it starts the ranks, forwards their logs, asks the
+leader for a sign of life every second, kills all when none comes or when one has ended, and starts them again unless a
+restart cannot help. It does not know requests: what was unfinished is submitted again by the server's journal. Runs on
+one asyncio loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One arena: the buffers of all layers for rows that share a capacity, and what may happen to its slots.
 
 Executes; does not decide which row lives where, and does not know models. Growth holds one extra layer, copies hold
-BATCH extra bytes (DESIGN section 3). MLX writes into a buffer in place only when nothing else refers to it, and work
+BATCH extra bytes (design: Ragged rows). MLX writes into a buffer in place only when nothing else refers to it, and work
 that has been started but not finished does refer to it: so whatever reads a buffer is evaluated before it is written.
 """
 

@@ -1,4 +1,4 @@
-"""The caches a model sees: ragged rows of keys and values, and rows of recurrent state (DESIGN section 3).
+"""The caches a model sees: ragged rows of keys and values, and rows of recurrent state (design: Ragged rows).
 
 Row r's valid region is `[0, kv_len[r])`; new keys and values are scattered at `kv_len[r]`, the mask is made from the
 lengths and RoPE takes one offset per row. Rolling back is passing a smaller `kv_len` next time, so nothing is stored

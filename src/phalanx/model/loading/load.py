@@ -1,7 +1,7 @@
 """A model from its directory into memory: the whole of it, or one rank's part, and never much more (B1-B5).
 
 Everything that can go wrong is checked before the first tensor is read (`prepare`); then tensors are read, cast and
-kept one at a time (`Prepared.materialise`). Reads only what this rank owns (DESIGN section 6): `origin.py` knows which
+kept one at a time (`Prepared.materialise`). Reads only what this rank owns (design: Loading): `origin.py` knows which
 parameter is which file tensor, `shard.py` which rows of it are this rank's, `parallel.py` lets the ranks' sums go
 through the reducer. A model that is not split takes the same path.
 """

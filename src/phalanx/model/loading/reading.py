@@ -1,4 +1,4 @@
-"""Copies parts of tensors out of files, straight into the caller's buffers (DESIGN section 6).
+"""Copies parts of tensors out of files, straight into the caller's buffers (design: Loading).
 
 What the kernel has in its cache is copied from there. What it has not is read past the cache, in large requests and
 several at once: that keeps a fast disk busy at a fraction of the CPU time, and pushes nothing else out of memory. A

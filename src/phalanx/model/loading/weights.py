@@ -1,4 +1,4 @@
-"""What a model's safetensors files hold, and any part of it (DESIGN section 6).
+"""What a model's safetensors files hold, and any part of it (design: Loading).
 
 Headers say names, dtypes, shapes and places; files are checked to be whole before anything is loaded (`reading.py`
 copies out of them). Does not know models, MLX or who owns what.

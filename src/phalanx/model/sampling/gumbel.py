@@ -1,4 +1,5 @@
-"""Keyed Gumbel noise: a number for every (seed, choice, position, token), with no state and no stream (DESIGN 4).
+"""Keyed Gumbel noise: a number for every (seed, choice, position, token), with no state and no stream (design: Keyed
+sampling).
 
 The generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) used by
 index: token t of the stream that starts at a key gets the stream's t-th output, so that noise for a few candidates

@@ -1,4 +1,5 @@
-"""Tokens from logits: a pure function of the logits and of (seed, choice, position), never of the batch (DESIGN 4).
+"""Tokens from logits: a pure function of the logits and of (seed, choice, position), never of the batch (design: Keyed
+sampling).
 
     token = argmax(processed / T + gumbel(seed, choice, position))
 
