@@ -59,7 +59,7 @@ class Work:
 
 def works() -> list[Work]:
     """What people have models do. Each prompt is longer than prompt and answer of the one before."""
-    prose = re.sub(r"[`*|]", "", (ROOT / "docs" / "architecture.md").read_text())
+    prose = re.sub(r"[`*|]", "", (ROOT / "docs" / "design.md").read_text())
     code = (ROOT / "src" / "phalanx" / "sched" / "prefix.py").read_text()
     draw = random.Random(3)
     rows = [(draw.choice(NAMES), draw.choice(TOWNS), draw.randint(2, 99), draw.choice(THINGS)) for _ in range(80)]

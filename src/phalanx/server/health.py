@@ -1,4 +1,4 @@
-"""Is the engine alive? Pings it once a second and when an answer has ended; answers /health from what came back (H1).
+"""Is the engine alive? Pings it once a second and when an answer has ended; answers /health from what came back.
 
 Ready is not enough: 200 is given only while the engine's own loop answers. Killing an engine that stopped answering is
 the engine client's matter; this only tells. Does not know HTTP frameworks.

@@ -38,7 +38,7 @@ def records() -> tuple[str, str]:
 
 
 def prose() -> tuple[str, str]:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "design.md").read_text()
     return "Describe the system.", text[text.index("Ranks are replicas") :][:6000]
 
 
