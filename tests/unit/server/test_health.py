@@ -1,4 +1,4 @@
-"""When the engine is asked for its counters (H1)."""
+"""When the engine is asked for its counters."""
 
 from __future__ import annotations
 
