@@ -60,7 +60,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test-units: $(READY)
-	$(BIN)/pytest -q tests/test_architecture.py tests/unit
+	$(BIN)/pytest -q tests/test_architecture.py tests/test_documents.py tests/unit
 
 # $(call each_isa,COMMAND): COMMAND with the kernels for each instruction set that runs here.
 each_isa = isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
@@ -82,7 +82,7 @@ test-families: $(READY)
 
 test-everything-else: $(READY)
 	$(call each_isa,$(BIN)/pytest -q tests/native)
-	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/test_architecture.py --ignore=tests/native \
+	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/test_architecture.py --ignore=tests/test_documents.py --ignore=tests/native \
 		--ignore=tests/ranks --ignore=tests/e2e/hosts
 
 # The kernels under sanitizers: memory and undefined behaviour, then threads, where MLX must not be, which is built
