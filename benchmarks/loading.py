@@ -118,7 +118,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Paper:
+class StubGroup:
     """The same for mlx-lm, which calls methods."""
 
     number: int
@@ -181,7 +181,7 @@ def run_rank(method: str, path: Path, number: int, together: int) -> dict[str, A
         model, copied = loaded.model, loaded.copied_bytes
     else:
         model, _ = load_model(path, lazy=True, strict=False)
-        model.shard(Paper(number))
+        model.shard(StubGroup(number))
         mx.eval(model.parameters())
     seconds = time.perf_counter() - started
     watch.ended.set()

@@ -178,7 +178,7 @@ def test_tensors_that_stay_as_stored_lie_one_behind_the_other(
     kept = [array for array in found.values() if array.dtype == mx.uint32 or dtype == "bfloat16"]
     small = sum(array.nbytes <= block for array in kept)
     assert max(asked) <= max(block, max(array.nbytes for array in found.values()))
-    assert sum(asked) < sum(array.nbytes for array in found.values()) + huge_pages.LINE * len(found)
+    assert sum(asked) < sum(array.nbytes for array in found.values()) + huge_pages.ALIGNMENT * len(found)
     if block > 5000:
         assert small == len(kept)
         assert len(asked) == len(found) - small + -(-sum(array.nbytes for array in kept) // block)
@@ -215,7 +215,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(
                  on_progress=lambda phase, done, total, calls=calls: calls.append(phase))  # fmt: skip
         assert calls == ["reading headers"]
         assert mx.get_active_memory() - before < 1 << 20
-    give(needed + loading.AHEAD + (8 << 20))
+    give(needed + loading.READ_AHEAD + (8 << 20))
     assert loaded(tmp_path).weights_bytes == needed
 
 
@@ -225,7 +225,7 @@ def test_memory_that_runs_out_while_loading_is_noticed(llama: Path, monkeypatch:
     def shrinking() -> Any:
         return answers.pop() if answers else loading.memory.MachineMemory(physical=1 << 33, available=0)
 
-    monkeypatch.setattr(loading, "CHECK_EVERY", 1)
+    monkeypatch.setattr(loading, "CHECK_MEMORY_EVERY", 1)
     monkeypatch.setattr(loading.memory, "read_machine", shrinking)
     with pytest.raises(MemoryShortage, match="rest of the weights"):
         loaded(llama)

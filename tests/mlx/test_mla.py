@@ -10,7 +10,7 @@ from mlx_lm.utils import load_model
 from support.models import make_model
 
 from phalanx.model import registry
-from phalanx.model.mla import LONGEST, absorb_short_queries
+from phalanx.model.mla import MAX_SHORT_QUERY, absorb_short_queries
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Admit, Forward, Resize
 
@@ -38,7 +38,7 @@ def logits(path, width: int, *, absorbed: bool, same_length: bool) -> mx.array:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("width", [1, 2, 5, LONGEST])
+@pytest.mark.parametrize("width", [1, 2, 5, MAX_SHORT_QUERY])
 @pytest.mark.parametrize("same_length", [True, False])
 def test_short_queries_are_computed_the_same(family, width, same_length, tmp_path):
     path = make_model(family, tmp_path / family)
@@ -59,9 +59,9 @@ def test_a_long_chunk_takes_mlx_lms_own_path(monkeypatch, tmp_path):
         return stock(self, x, *args)
 
     monkeypatch.setattr(deepseek_v3.DeepseekV3Attention, "__call__", spy)
-    logits(path, LONGEST, absorbed=True, same_length=True)
-    assert (3 * LONGEST, 1) in seen
+    logits(path, MAX_SHORT_QUERY, absorbed=True, same_length=True)
+    assert (3 * MAX_SHORT_QUERY, 1) in seen
     assert (1, 21) in seen
     seen.clear()
-    logits(path, LONGEST + 1, absorbed=True, same_length=True)
-    assert (3, LONGEST + 1) in seen
+    logits(path, MAX_SHORT_QUERY + 1, absorbed=True, same_length=True)
+    assert (3, MAX_SHORT_QUERY + 1) in seen

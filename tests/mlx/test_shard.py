@@ -20,7 +20,7 @@ from support.splitting import CHECKED, NO_RECIPE, OVERRIDES, SPLIT, UNCHECKED, B
 from phalanx.errors import ModelUnsupported, WeightsError
 from phalanx.model.loading import shard
 from phalanx.model.loading.load import Prepared, prepare
-from phalanx.model.loading.shard import Paper
+from phalanx.model.loading.shard import StubGroup
 from phalanx.model.loading.weights import read_headers
 
 PROMPT = [5, 9, 30, 7, 8, 100, 200, 33, 2, 11]
@@ -116,7 +116,7 @@ def assert_recipe(path: Path, size: int) -> None:
     for rank in range(size):
         lazy, _ = load_model(path, lazy=True)
         recipe = shard._recipe(lazy, path.name)
-        shard._apply(recipe, lazy, Paper(rank, size))
+        shard._apply(recipe, lazy, StubGroup(rank, size))
         expected = parameters(lazy)
         loaded = part(path, rank, size, "float32").materialise(0, lambda *_: None)
         ours = parameters(loaded.model)
@@ -231,7 +231,7 @@ def test_one_scale_per_expert_is_not_split(tmp_path: Path) -> None:
         for name in ("gate_proj", "up_proj", "down_proj"):
             layer.mlp.switch_mlp[name].global_scale = mx.ones((4,))
     with pytest.raises(ModelUnsupported, match="one scale per expert"):
-        shard.split(model, "m", Paper(0, 2))
+        shard.split(model, "m", StubGroup(0, 2))
 
 
 def test_activations_that_are_quantised_are_not_split(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_copy_shares_weights_but_not_changes(tmp_path: Path) -> None:
     model, _ = load_model(tmp_path)
     spare = shard._copy(model)
     expected = {name: np.array(array) for name, array in parameters(copy.deepcopy(model)).items()}
-    shard._apply(shard._recipe(spare, "m"), spare, Paper(0, 2))
+    shard._apply(shard._recipe(spare, "m"), spare, StubGroup(0, 2))
     for array in parameters(spare).values():
         array /= 2
     assert all(np.array_equal(np.array(array), expected[name]) for name, array in parameters(model).items())

@@ -40,9 +40,9 @@ def test_operations_give_what_the_reducer_computes(dtype, rows, width):
     assert mx.abs(figures[:, 0]).max() < (1e-5 if dtype == mx.float32 else 1e-2)
     assert (figures[:, 1] == (wire + wire)[:, -2].astype(mx.float32)).all()
     assert (figures[:, 2] == 10.0).all()
-    mine, theirs = figures, ComposedChecksum().read(wire + wire, weights[:, 0])[1]
+    mine, theirs = figures, ComposedChecksum().decode(wire + wire, weights[:, 0])[1]
     assert mx.allclose(mine[:, 1:], theirs[:, 1:], rtol=1e-5)
-    assert ComposedChecksum().load(y, weights[:, 0], mx.array(5.0)).shape == wire.shape
+    assert ComposedChecksum().encode(y, weights[:, 0], mx.array(5.0)).shape == wire.shape
 
 
 @pytest.mark.parametrize("sites", [1, 5])

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.dist.channel import Identity, LeaderChannel, Limits, OnFailure, PeerFailure, WorkerChannel
+from phalanx.dist.channel import Identity, LeaderChannel, OnFailure, PeerFailure, WatchdogLimits, WorkerChannel
 from phalanx.dist.frames import receive_frame
 from phalanx.dist.handshake import prove
 from phalanx.dist.peers import PROTOCOL, Challenge, Hello, Message, Proof, decode, encode
@@ -26,8 +26,13 @@ from phalanx.errors import ExitCode
 
 SECRET = b"the secret of this test's group"
 WAIT_S = 60.0  # for what will happen; only a failing test waits so long
-FAST = Limits(
-    hello_s=WAIT_S, stranger_s=0.3, silence_s=WAIT_S, loading_silence_s=WAIT_S, beat_s=0.05, stall_grace_s=WAIT_S
+FAST = WatchdogLimits(
+    hello_s=WAIT_S,
+    authenticate_s=0.3,
+    silence_s=WAIT_S,
+    loading_silence_s=WAIT_S,
+    heartbeat_s=0.05,
+    stall_grace_s=WAIT_S,
 )
 """Beats are fast. A busy machine is slow to beat, so limits are short only where a test is about them."""
 STRICT = msgspec.structs.replace(FAST, silence_s=1.0)
@@ -68,7 +73,7 @@ def connect(
     size: int = 2,
     *,
     secret: bytes = SECRET,
-    limits: Limits = FAST,
+    limits: WatchdogLimits = FAST,
     recorder: Recorder | None = None,
     **changes: Any,
 ) -> WorkerChannel:
@@ -80,7 +85,7 @@ def connect(
 class Group:
     """Ranks in threads of this process."""
 
-    def __init__(self, size: int, limits: Limits = FAST) -> None:
+    def __init__(self, size: int, limits: WatchdogLimits = FAST) -> None:
         self.recorders = [Recorder() for _ in range(size)]
         listener, address = listen()
         self.leader = LeaderChannel(listener, size, SECRET, identity(0), limits, self.recorders[0])
@@ -104,7 +109,7 @@ class Group:
 
 
 @contextmanager
-def group(size: int, limits: Limits = FAST) -> Iterator[Group]:
+def group(size: int, limits: WatchdogLimits = FAST) -> Iterator[Group]:
     ranks = Group(size, limits)
     try:
         yield ranks
@@ -115,7 +120,7 @@ def group(size: int, limits: Limits = FAST) -> Iterator[Group]:
 class Gatherer:
     """A leader that gathers in a thread of its own."""
 
-    def __init__(self, size: int, limits: Limits = FAST, *, port: int = 0, **changes: Any) -> None:
+    def __init__(self, size: int, limits: WatchdogLimits = FAST, *, port: int = 0, **changes: Any) -> None:
         listener, self.address = listen(port)
         self.recorder = Recorder()
         self.joined: list[WorkerChannel] = []
@@ -213,7 +218,7 @@ def rank_main(
         listener: file descriptor of the leader's listening socket.
     """
     me = identity(rank)
-    settings = msgspec.convert(limits, Limits)
+    settings = msgspec.convert(limits, WatchdogLimits)
     channel: Any
     if rank == 0:
         channel = LeaderChannel(socket.socket(fileno=listener), size, SECRET, me, settings, on_failure)
@@ -226,7 +231,7 @@ def rank_main(
         "leave": channel.leave,
         "close": lambda: channel.close("done"),
         "fail": lambda code, cause: channel.fail(ExitCode(code), cause.replace("_", " ")),
-        "turns": lambda: channel.turns,
+        "turns": lambda: channel.wakeups,
         "receive": lambda: channel.receive(),
         "broadcast": lambda text: channel.broadcast(text.encode()),
         "stop_in_turn": lambda: stop_in_turn(channel),
@@ -243,7 +248,11 @@ class Processes:
     """Ranks as processes; `limits` for all, `own` for single ones. `callback` names an `on_failure` of this module."""
 
     def __init__(
-        self, size: int, limits: Limits = FAST, own: dict[int, Limits] | None = None, callback: str = "None"
+        self,
+        size: int,
+        limits: WatchdogLimits = FAST,
+        own: dict[int, WatchdogLimits] | None = None,
+        callback: str = "None",
     ) -> None:
         self._callback = callback
         self._pool = ThreadPoolExecutor(size)
@@ -254,7 +263,7 @@ class Processes:
         for rank in range(size):
             assert self._line(rank) == "ready", self.end(rank)
 
-    def _start(self, rank: int, size: int, listener: socket.socket, limits: Limits) -> subprocess.Popen[str]:
+    def _start(self, rank: int, size: int, listener: socket.socket, limits: WatchdogLimits) -> subprocess.Popen[str]:
         where = f"{listener.fileno()}, {self._port}"
         arguments = f"{rank}, {size}, {where}, {msgspec.to_builtins(limits)}, {self._callback}"
         return subprocess.Popen(

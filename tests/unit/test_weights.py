@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from phalanx.errors import WeightsError
 from phalanx.model.loading import reading
-from phalanx.model.loading.reading import Reader
+from phalanx.model.loading.reading import WeightReader
 from phalanx.model.loading.weights import Cut, fingerprint, read_headers
 
 RNG = np.random.default_rng(0)
@@ -46,7 +46,7 @@ def read(model: Path, name: str, cut: Cut | None) -> np.ndarray:
     info = read_headers(model)[name]
     whole = TENSORS[name]
     out = np.empty(whole.shape if cut is None else cut.shape(whole.shape), whole.dtype)
-    with Reader() as reader:
+    with WeightReader() as reader:
         reader.begin(info, cut, out.reshape(-1).view(np.uint8)).wait()
         assert reader.copied == out.nbytes
     return out
@@ -68,9 +68,9 @@ def cuts(draw: st.DrawFn) -> tuple[str, Cut]:
 def test_any_rows_along_any_axis(cached: bool, chunk: int, narrow: int, model: Path, chosen: tuple[str, Cut]) -> None:
     name, cut = chosen
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading._Cache, "holds", lambda *_: cached)
+        patch.setattr(reading._PageCache, "holds", lambda *_: cached)
         patch.setattr(reading, "CHUNK", chunk)
-        patch.setattr(reading, "NARROW", narrow)
+        patch.setattr(reading, "MIN_SPAN", narrow)
         indices = np.concatenate([np.arange(*run) for run in cut.runs])
         assert np.array_equal(read(model, name, cut), np.take(TENSORS[name], indices, axis=cut.axis))
 
@@ -78,7 +78,7 @@ def test_any_rows_along_any_axis(cached: bool, chunk: int, narrow: int, model: P
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("name", ["vector", "matrix", "experts"])
 def test_whole_tensors(name: str, cached: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading._Cache, "holds", lambda *_: cached)
+    monkeypatch.setattr(reading._PageCache, "holds", lambda *_: cached)
     assert np.array_equal(read(model, name, None), TENSORS[name])
 
 
@@ -86,17 +86,17 @@ def test_whole_tensors(name: str, cached: bool, model: Path, monkeypatch: pytest
 def test_a_file_that_shrinks_while_it_is_read_is_named(
     cached: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading._Cache, "holds", lambda *_: cached)
+    monkeypatch.setattr(reading._PageCache, "holds", lambda *_: cached)
     path = Path(shutil.copytree(model, tmp_path / "m"))
     info = read_headers(path)["matrix"]
     with (path / "model.safetensors").open("rb+") as file:
         file.truncate(info.start + 10)
-    with Reader() as reader:
+    with WeightReader() as reader:
         copying = reader.begin(info, None, np.empty(info.nbytes, np.uint8))
         with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read: it ended"):
             copying.wait()
     (path / "model.safetensors").unlink()
-    with Reader() as reader, pytest.raises(WeightsError, match="cannot be read"):
+    with WeightReader() as reader, pytest.raises(WeightsError, match="cannot be read"):
         reader.begin(info, None, np.empty(info.nbytes, np.uint8))
 
 
@@ -107,7 +107,7 @@ def test_what_the_kernel_has_in_its_cache_is_seen(tmp_path: Path) -> None:
         file.write(bytes(1 << 20))
         file.truncate(2 << 20)  # nobody has read or written the second half
         file.flush()
-        cache = reading._Cache(file.fileno(), 2 << 20)
+        cache = reading._PageCache(file.fileno(), 2 << 20)
         assert cache.holds(5000, 100_000) and cache.holds(0, 1 << 20)
         assert not cache.holds((1 << 20) - 1, 2) and not cache.holds(1 << 20, 1 << 20)
         cache.close()
@@ -116,19 +116,19 @@ def test_what_the_kernel_has_in_its_cache_is_seen(tmp_path: Path) -> None:
 @LINUX
 def test_a_slow_disk_is_read_through_the_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     past: list[int] = []
-    monkeypatch.setattr(reading._Cache, "holds", lambda *_: False)
-    real = reading._File._read_past
+    monkeypatch.setattr(reading._PageCache, "holds", lambda *_: False)
+    real = reading._WeightFile._read_direct
 
     def counted(*args: Any) -> Any:
         found = real(*args)
         past.extend([args[1]] if found is not None else [])
         return found
 
-    monkeypatch.setattr(reading._File, "_read_past", counted)
+    monkeypatch.setattr(reading._WeightFile, "_read_direct", counted)
     info = read_headers(model)["matrix"]
-    with Reader() as reader:
+    with WeightReader() as reader:
         for seconds_per_gb, count in ((1.0, 1), (0.1, 2), (1e3, 2)):
-            reader._disk.tell(reading.JUDGED, seconds_per_gb * reading.JUDGED / 1e9)
+            reader._direct_speed.record(reading.SPEED_AFTER, seconds_per_gb * reading.SPEED_AFTER / 1e9)
             out = np.empty(info.nbytes, np.uint8)
             reader.begin(info, None, out).wait()
             assert bytes(out) == TENSORS["matrix"].tobytes()
@@ -139,7 +139,7 @@ def test_a_slow_disk_is_read_through_the_cache(model: Path, monkeypatch: pytest.
 def test_a_file_system_that_refuses_when_it_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks may be larger than ours: no reason to say that the model is damaged."""
     real, refused = os.preadv, []
-    monkeypatch.setattr(reading._Cache, "holds", lambda *_: False)
+    monkeypatch.setattr(reading._PageCache, "holds", lambda *_: False)
 
     def refuse(file: int, *rest: Any) -> int:
         if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:

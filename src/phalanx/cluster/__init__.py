@@ -1,1 +1,1 @@
-"""From cables to a healthy server and back: hosts, ssh, processes, networks. Runs where MLX is not installed."""
+"""Starts, stops, checks and connects the hosts of a cluster. Runs where MLX is not installed."""

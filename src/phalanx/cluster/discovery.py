@@ -1,11 +1,14 @@
-"""From what hosts say about themselves to a hostfile, with the reason for every choice. Pure."""
+"""Makes a hostfile from the facts about hosts, with the reason for every choice. Pure.
+
+Does not know how hosts are asked.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
 
-from phalanx.cluster.check_results import Facts
+from phalanx.cluster.check_results import HostFacts
 from phalanx.cluster.hostfile import Host, Hostfile
 from phalanx.cluster.machine import Interface
 from phalanx.errors import ConfigError
@@ -13,8 +16,8 @@ from phalanx.errors import ConfigError
 RDMA = "rdma_"
 
 
-def discover(facts: Mapping[str, Facts]) -> tuple[Hostfile, list[str]]:
-    """A hostfile, and why it is as it is, one sentence per choice.
+def discover(facts: Mapping[str, HostFacts]) -> tuple[Hostfile, list[str]]:
+    """Make a hostfile. Returns it with a sentence per choice that gives the reason.
 
     Raises:
         ConfigError: the hosts share no network.
@@ -42,28 +45,28 @@ def discover(facts: Mapping[str, Facts]) -> tuple[Hostfile, list[str]]:
     return Hostfile(hosts=hosts, backend="jaccl" if rdma else None), reasons
 
 
-def _common(facts: Mapping[str, Facts], reasons: list[str]) -> dict[str, str]:
-    """An address of every host in a network that all are in: Ethernet before Wi-Fi, never a Thunderbolt cable (F3)."""
-    shared: dict[str, dict[str, Interface]] = {}
+def _common(facts: Mapping[str, HostFacts], reasons: list[str]) -> dict[str, str]:
+    """Each host's address in a network that all share: Ethernet rather than Wi-Fi, never a Thunderbolt cable (F3)."""
+    by_network: dict[str, dict[str, Interface]] = {}
     for name, fact in facts.items():
         for each in fact.interfaces:
             if not each.kind.startswith("Thunderbolt"):
-                shared.setdefault(each.network, {})[name] = each
-    whole = {network: found for network, found in shared.items() if len(found) == len(facts)}
-    if not whole:
+                by_network.setdefault(each.network, {})[name] = each
+    shared = {network: interfaces for network, interfaces in by_network.items() if len(interfaces) == len(facts)}
+    if not shared:
         seen = "; ".join(f"{name}: {_addresses(fact.interfaces)}" for name, fact in facts.items())
         raise ConfigError(
             f"The hosts share no network ({seen}).",
             remedy="Join them by Ethernet or Wi-Fi: the control connections need it; Thunderbolt cables come on top.",
         )
-    network = min(whole, key=lambda n: (any(i.kind == "Wi-Fi" for i in whole[n].values()), ipaddress.ip_network(n)))
-    kinds = sorted({each.kind or each.name for each in whole[network].values()})
-    reasons.append(f"addresses in {network} ({', '.join(kinds)}): all hosts are in it" + _others(whole, network))
-    return {name: whole[network][name].address for name in facts}
+    network = min(shared, key=lambda n: (any(i.kind == "Wi-Fi" for i in shared[n].values()), ipaddress.ip_network(n)))
+    kinds = sorted({each.kind or each.name for each in shared[network].values()})
+    reasons.append(f"addresses in {network} ({', '.join(kinds)}): all hosts are in it" + _others(shared, network))
+    return {name: shared[network][name].address for name in facts}
 
 
-def _others(whole: Mapping[str, object], network: str) -> str:
-    others = [other for other in whole if other != network]
+def _others(shared: Mapping[str, object], network: str) -> str:
+    others = [other for other in shared if other != network]
     return f"; also possible: {', '.join(others)}" if others else ""
 
 
@@ -71,8 +74,8 @@ def _addresses(interfaces: Sequence[Interface]) -> str:
     return ", ".join(f"{each.address}/{each.prefix}" for each in interfaces) or "no address"
 
 
-def _device(facts: Mapping[str, Facts], one: str, other: str) -> str | None:
-    """The RDMA device of a host towards another: that of the interface that shares a small network with it."""
+def _device(facts: Mapping[str, HostFacts], one: str, other: str) -> str | None:
+    """The RDMA device of a host towards another: its interface shares a small network (/29 or less) with that host."""
     if one == other:
         return None
     theirs = {each.network for each in facts[other].interfaces}

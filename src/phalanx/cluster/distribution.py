@@ -1,6 +1,6 @@
-"""Brings a model from this machine to hosts: asks what each lacks, sends it through ssh, verifies (model push).
+"""Copies a model from this machine to hosts (`model push`): asks which files each lacks, sends them by ssh, verifies.
 
-Hosts are served at once, each through one connection. Does not know how a host keeps files (`parcels.py`).
+Hosts are served in parallel, each through one connection. Does not know how a host stores files (`file_transfer.py`).
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.cluster.file_transfer import BLOCK, Inventory, Manifest, Parcel, Taken, manifest, missing_shards
+from phalanx.cluster.file_transfer import BLOCK, Inventory, Manifest, ModelFile, ReceivedFile, manifest, missing_shards
 from phalanx.cluster.library import model_path
 from phalanx.cluster.ssh import ANSWER, Remote, end, failure, run
 from phalanx.config import hub_cache
 from phalanx.errors import ClusterError, ModelNotFound
 
-VERIFY_S = 3600.0  # reading a terabyte
-PART_S = 60.0  # for a host to take a file's last block and check it, per GB
+VERIFY_S = 3600.0  # enough to read a terabyte
+PART_S = 60.0  # per GB: for a host to receive a file's last block and verify the file
 GB = 1 << 30
 
 Progress = Callable[[str, int], None]
-"""Hears of a host and of bytes that it has more."""
+"""Called with a host and the number of bytes that it received since the last call."""
 
 
 def prepare(model: str, progress: Callable[[int], None] = lambda _: None, *, needed: bool = False) -> Manifest:
-    """What is to be on every host: all files of the model, or only those that serving reads.
+    """The manifest of a model on this machine: all its files, or (`needed`) only those that serving reads.
 
     Raises:
-        ModelNotFound: the model is not on this machine, or not whole.
+        ModelNotFound: the model is not on this machine, or not complete.
     """
     path = model_path(model)
     if path is None:
@@ -47,7 +47,7 @@ def prepare(model: str, progress: Callable[[int], None] = lambda _: None, *, nee
 
 
 def place_of(path: Path) -> str:
-    """Where a model belongs on other hosts: the same place, below their own home directory or hub cache."""
+    """The model's place on other hosts: the same path, relative to their own home directory or hub cache."""
     cache = hub_cache()
     if path.is_relative_to(cache) and path.parent.name == "snapshots":
         name = path.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
@@ -56,7 +56,7 @@ def place_of(path: Path) -> str:
 
 
 async def lacking(wanted: Manifest, remotes: Sequence[Remote]) -> dict[str, Inventory | ClusterError]:
-    """What every host lacks, checksums compared."""
+    """The files that each host lacks, by checksum; or the error of a host that did not answer."""
     found = await asyncio.gather(
         *(remote.call("inventory", wanted, Inventory, timeout_s=VERIFY_S) for remote in remotes), return_exceptions=True
     )
@@ -69,10 +69,10 @@ async def lacking(wanted: Manifest, remotes: Sequence[Remote]) -> dict[str, Inve
 
 
 async def push(model: str, wanted: Manifest, remotes: Sequence[Remote], progress: Progress) -> None:
-    """Send every host what it lacks, then look at everything once more.
+    """Send every host the files that it lacks, then verify all files.
 
     Raises:
-        ClusterError: names the host; what has arrived stays there.
+        ClusterError: names the host; received bytes stay there.
     """
     path = model_path(model)
     assert path is not None
@@ -99,8 +99,8 @@ async def _push(path: Path, wanted: Manifest, remote: Remote, progress: Progress
         raise ClusterError(f"{remote.name} still lacks {left.missing[0].path}.", remedy="Run the same command again.")
 
 
-async def _send(file: Path, place: str, parcel: Parcel, have: int, remote: Remote, progress: Progress) -> None:
-    """One file through one `phalanx host take`."""
+async def _send(file: Path, place: str, parcel: ModelFile, have: int, remote: Remote, progress: Progress) -> None:
+    """Send one file through one `phalanx host take`."""
     process = await asyncio.create_subprocess_exec(
         *remote.command("host", "take"),
         stdin=asyncio.subprocess.PIPE,
@@ -118,13 +118,13 @@ async def _send(file: Path, place: str, parcel: Parcel, have: int, remote: Remot
                     await process.stdin.drain()
                     progress(remote.name, len(block))
             except ConnectionError:
-                pass  # the far end says why
+                pass  # the host's answer says why
         async with asyncio.timeout(PART_S * (1 + parcel.bytes / GB)):
             out, err = await process.communicate()
         answers = [line for line in out.decode().splitlines() if line.startswith(ANSWER)]
         if process.returncode or not answers:
             raise failure(remote.name, process.returncode or 0, err.decode(errors="replace"))
-        msgspec.json.decode(answers[-1][len(ANSWER) :], type=Taken)
+        msgspec.json.decode(answers[-1][len(ANSWER) :], type=ReceivedFile)
     except TimeoutError as error:
         raise ClusterError(f"{remote.name} did not confirm {parcel.path} in time.") from error
     finally:
@@ -134,10 +134,10 @@ async def _send(file: Path, place: str, parcel: Parcel, have: int, remote: Remot
 async def pull(
     model: str, first: Remote, others: Sequence[str], show: Callable[[str], None], *, needed: bool = False
 ) -> None:
-    """Download on the first host, then push from there to the others.
+    """Download a model on the first host, then push it from there to the others.
 
     Raises:
-        ClusterError: the download or a push failed, with its own words.
+        ClusterError: the download or the push failed; has its message.
     """
     commands: list[tuple[str, ...]] = [("fetch", model)]
     if others:

@@ -1,4 +1,7 @@
-"""Examines all hosts at once and compares them with each other (L2, F5). Does not change anything."""
+"""Examines all hosts in parallel and compares them with each other (L2, F5). Changes nothing.
+
+Does not know how a host checks itself (`checks.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from phalanx.cluster.check_results import CheckResult, Examination, Facts, Wanted, worst
+from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts, worst
 from phalanx.cluster.hostfile import Host, Hostfile
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ClusterError
@@ -14,18 +17,18 @@ from phalanx.faults import recognise
 
 CLOCK_S = 5.0
 TOGETHER = "between hosts"
-"""The name under which results about several hosts are filed."""
+"""The key of results about several hosts."""
 
 SAME = ("python", "phalanx", "mlx", "mlx-lm")
 
 __all__ = ["TOGETHER", "compare", "examine", "wanted", "worst"]
 
 
-def wanted(hostfile: Hostfile, *, backend: str, running: bool, **settings: object) -> list[Wanted]:
-    """What each host is examined for. `settings`: model, api_host, api_port, agent_port, guard_gb."""
+def wanted(hostfile: Hostfile, *, backend: str, running: bool, **settings: object) -> list[ExamineRequest]:
+    """The request to each host. `settings`: model, api_host, api_port, agent_port, guard_gb."""
     hosts = hostfile.placed()
     return [
-        Wanted(
+        ExamineRequest(
             host=host, rank=rank, peers=hosts[:rank] + hosts[rank + 1 :], backend=backend, running=running,
             **settings,  # type: ignore[arg-type]
         )
@@ -34,31 +37,33 @@ def wanted(hostfile: Hostfile, *, backend: str, running: bool, **settings: objec
 
 
 async def examine(
-    hostfile: Hostfile, remotes: Sequence[Remote], asked: Sequence[Wanted]
+    hostfile: Hostfile, remotes: Sequence[Remote], requests: Sequence[ExamineRequest]
 ) -> dict[str, list[CheckResult]]:
-    """Findings by host, in the hosts' order, and those between hosts."""
-    found = await asyncio.gather(*(_examine(remote, one) for remote, one in zip(remotes, asked, strict=True)))
+    """The results by host, in the hosts' order; last, under `TOGETHER`, those about several hosts."""
+    answers = await asyncio.gather(
+        *(_examine(remote, request) for remote, request in zip(remotes, requests, strict=True))
+    )
     results: dict[str, list[CheckResult]] = {}
-    facts: dict[str, Facts] = {}
-    for host, (one, skew) in zip(hostfile.hosts, found, strict=True):
-        if isinstance(one, ClusterError):
-            fault = recognise(one.message)
+    facts: dict[str, HostFacts] = {}
+    for host, (answer, skew) in zip(hostfile.hosts, answers, strict=True):
+        if isinstance(answer, ClusterError):
+            fault = recognise(answer.message)
             name = fault.name if fault is not None else "ssh"
             results[host.ssh] = [
-                CheckResult(check=name, level="bad", seen=one.message, wanted="an answer", remedy=one.remedy)
+                CheckResult(check=name, level="bad", seen=answer.message, wanted="an answer", remedy=answer.remedy)
             ]
         else:
-            results[host.ssh] = [CheckResult(check="ssh", level="ok", seen="answers"), _clock(skew), *one.results]
-            facts[host.ssh] = one.facts
-    results[TOGETHER] = list(compare(facts, hostfile, asked[0].backend))
+            results[host.ssh] = [CheckResult(check="ssh", level="ok", seen="answers"), _clock(skew), *answer.results]
+            facts[host.ssh] = answer.facts
+    results[TOGETHER] = list(compare(facts, hostfile, requests[0].backend))
     return results
 
 
-async def _examine(remote: Remote, asked: Wanted) -> tuple[Examination | ClusterError, float]:
-    """The answer, and by how many seconds that host's clock differs from this one's."""
+async def _examine(remote: Remote, request: ExamineRequest) -> tuple[Examination | ClusterError, float]:
+    """A host's answer, and the seconds by which its clock differs from this machine's."""
     before = time.time()
     try:
-        answer = await remote.call("check", asked, Examination)
+        answer = await remote.call("check", request, Examination)
     except ClusterError as error:
         return error, 0.0
     after = time.time()
@@ -78,8 +83,8 @@ def _clock(skew: float) -> CheckResult:
     )
 
 
-def compare(facts: Mapping[str, Facts], hostfile: Hostfile, backend: str) -> Iterator[CheckResult]:
-    """Whether hosts that answered fit each other. Pure."""
+def compare(facts: Mapping[str, HostFacts], hostfile: Hostfile, backend: str) -> Iterator[CheckResult]:
+    """Compare the hosts that answered. Pure."""
     yield from _versions(facts)
     yield from _models(facts)
     if backend.startswith("jaccl"):
@@ -87,7 +92,7 @@ def compare(facts: Mapping[str, Facts], hostfile: Hostfile, backend: str) -> Ite
     yield from _fast_synch(facts, hostfile, backend)
 
 
-def _versions(facts: Mapping[str, Facts]) -> Iterator[CheckResult]:
+def _versions(facts: Mapping[str, HostFacts]) -> Iterator[CheckResult]:
     for package in SAME:
         by_version: dict[str, list[str]] = {}
         for host, fact in facts.items():
@@ -105,7 +110,7 @@ def _versions(facts: Mapping[str, Facts]) -> Iterator[CheckResult]:
             yield CheckResult(check=f"version of {package}", level="ok", seen=next(iter(by_version)))
 
 
-def _models(facts: Mapping[str, Facts]) -> Iterator[CheckResult]:
+def _models(facts: Mapping[str, HostFacts]) -> Iterator[CheckResult]:
     by_digest: dict[str, list[str]] = {}
     for host, fact in facts.items():
         if fact.model is not None:
@@ -120,8 +125,8 @@ def _models(facts: Mapping[str, Facts]) -> Iterator[CheckResult]:
         )
 
 
-def _cables(facts: Mapping[str, Facts], hosts: Sequence[Host]) -> Iterator[CheckResult]:
-    """A pair of hosts works only if the port at both ends is active (F5)."""
+def _cables(facts: Mapping[str, HostFacts], hosts: Sequence[Host]) -> Iterator[CheckResult]:
+    """Two hosts can use RDMA only if the ports at both ends of their cable are active (F5)."""
     for i, one in enumerate(hosts):
         for j, other in enumerate(hosts[:i]):
             if one.ssh not in facts or other.ssh not in facts or not one.rdma or not other.rdma:
@@ -149,12 +154,12 @@ def _cables(facts: Mapping[str, Facts], hosts: Sequence[Host]) -> Iterator[Check
                 yield CheckResult(check=cable, level="ok", seen="active at both ends")
 
 
-def _state(facts: Facts, device: str) -> str:
+def _state(facts: HostFacts, device: str) -> str:
     return next((port.state for port in facts.rdma.ports if port.device == device), "missing")
 
 
-def _fast_synch(facts: Mapping[str, Facts], hostfile: Hostfile, backend: str) -> Iterator[CheckResult]:
-    """Advice on a flag with two sides; only where it matters."""
+def _fast_synch(facts: Mapping[str, HostFacts], hostfile: Hostfile, backend: str) -> Iterator[CheckResult]:
+    """Advice on a setting that has advantages and disadvantages; only for jaccl, which it concerns."""
     if not backend.startswith("jaccl"):
         return
     on = any(entry.startswith("MLX_METAL_FAST_SYNCH=1") for entry in hostfile.envs)

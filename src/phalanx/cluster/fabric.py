@@ -1,6 +1,6 @@
-"""Sets up, tests and undoes the network between hosts, from the machine where the user sits (F4, F6).
+"""Sets up, tests and undoes the network between hosts, from the user's machine (F4, F6).
 
-Plans come from `network.py`, hosts carry them out (`links.py`). Does not know how anything is shown.
+`network.py` makes the plans, `links.py` carries them out on the hosts. Does not know how results are printed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.cluster.check_results import Examination, Facts
+from phalanx.cluster.check_results import Examination, HostFacts
 from phalanx.cluster.discovery import discover
 from phalanx.cluster.doctor import wanted
 from phalanx.cluster.host import GroupTest, StopRequest, TestRequest
 from phalanx.cluster.hostfile import Host, Hostfile
 from phalanx.cluster.lifecycle import Plan, specs
-from phalanx.cluster.links import Done, Listening, Measured, Probe, Reach, Reached, Setup
+from phalanx.cluster.links import Done, LinkSpeed, Listening, MeasureRequest, ReachRequest, ReachResult, SetupRequest
 from phalanx.cluster.network import Cable, Node, Steps, matrix
 from phalanx.cluster.ssh import Remote, on_all
-from phalanx.cluster.supervisor import Started, Stopped
+from phalanx.cluster.supervisor import Stopped, SupervisorStarted
 from phalanx.config import AGENT_PORT
 from phalanx.errors import ClusterError
 
@@ -30,31 +30,31 @@ TEST_S = 180.0
 
 
 class Pair(Struct, frozen=True, kw_only=True):
-    """A link as measured, or why it was not."""
+    """The measurement of the link between two hosts, or why it failed."""
 
     one: str
     other: str
     address: str
-    measured: Measured | None = None
+    measured: LinkSpeed | None = None
     problem: str = ""
 
 
-async def facts_of(remotes: Sequence[Remote]) -> dict[str, Facts]:
-    """What the hosts say about themselves.
+async def facts_of(remotes: Sequence[Remote]) -> dict[str, HostFacts]:
+    """Ask all hosts for their facts.
 
     Raises:
         ClusterError: a host does not answer.
     """
     names = Hostfile(hosts=tuple(Host(ssh=remote.name) for remote in remotes))
-    asked = wanted(names, backend="auto", running=True)
-    found = await asyncio.gather(
-        *(remote.call("facts", one, Examination) for remote, one in zip(remotes, asked, strict=True))
+    requests = wanted(names, backend="auto", running=True)
+    answers = await asyncio.gather(
+        *(remote.call("facts", one, Examination) for remote, one in zip(remotes, requests, strict=True))
     )
-    return {remote.name: one.facts for remote, one in zip(remotes, found, strict=True)}
+    return {remote.name: answer.facts for remote, answer in zip(remotes, answers, strict=True)}
 
 
 async def addressed(hostfile: Hostfile, remotes: Sequence[Remote]) -> Hostfile:
-    """The same hosts, with addresses for those whose entry has none.
+    """The hostfile, with addresses added to hosts that have none.
 
     Raises:
         ClusterError: a host does not answer.
@@ -62,23 +62,23 @@ async def addressed(hostfile: Hostfile, remotes: Sequence[Remote]) -> Hostfile:
     """
     if all(host.ips for host in hostfile.hosts):
         return hostfile
-    found, _ = discover(await facts_of(remotes))
+    discovered, _ = discover(await facts_of(remotes))
     hosts = tuple(
-        host if host.ips else replace(host, ips=known.ips)
-        for host, known in zip(hostfile.hosts, found.hosts, strict=True)
+        host if host.ips else replace(host, ips=found.ips)
+        for host, found in zip(hostfile.hosts, discovered.hosts, strict=True)
     )
     return replace(hostfile, hosts=hosts)
 
 
 def order(nodes: Sequence[Node]) -> list[str]:
-    """The hosts of a set-up, in the order in which they were named: that of ranks."""
+    """The hosts of a set-up, in the order in which they were named: the order of ranks."""
     return list(dict.fromkeys(node.host for node in nodes))
 
 
 async def set_up(
     remotes: Mapping[str, Remote], plans: Sequence[Steps], joined: Sequence[Cable], *, rdma: bool
 ) -> dict[str, Done]:
-    """Carry out plans on all hosts, then look whether every cable works both ways.
+    """Carry out plans on all hosts, then verify that every cable works in both directions.
 
     Raises:
         ClusterError: a step failed, or a cable does not work; names the host or both.
@@ -86,71 +86,77 @@ async def set_up(
     names = [steps.host for steps in plans]
     rows = matrix(joined if rdma else (), names)
     done = await asyncio.gather(
-        *(remotes[steps.host].call("net-setup", Setup(steps=steps, matrix=rows), Done) for steps in plans)
+        *(remotes[steps.host].call("net-setup", SetupRequest(steps=steps, matrix=rows), Done) for steps in plans)
     )
     await verify(remotes, joined)
     return dict(zip(names, done, strict=True))
 
 
 async def verify(remotes: Mapping[str, Remote], joined: Sequence[Cable]) -> None:
-    """Whether both ends of every cable reach each other.
+    """Check that both ends of every cable reach each other.
 
     Raises:
         ClusterError: names the cable and the direction.
     """
-    ways = [way for cable in joined for way in ((cable.a, cable.b), (cable.b, cable.a))]
-    found = await asyncio.gather(
-        *(remotes[a.host].call("reach", Reach(address=b.address, port=AGENT_PORT), Reached) for a, b in ways)
+    directions = [direction for cable in joined for direction in ((cable.a, cable.b), (cable.b, cable.a))]
+    answers = await asyncio.gather(
+        *(
+            remotes[a.host].call("reach", ReachRequest(address=b.address, port=AGENT_PORT), ReachResult)
+            for a, b in directions
+        )
     )
-    for (here, there), one in zip(ways, found, strict=True):
-        if one.problem:
+    for (source, target), answer in zip(directions, answers, strict=True):
+        if answer.problem:
             raise ClusterError(
-                f"{here.host} ({here.interface}) does not reach {there.host} ({there.interface}, {there.address}).",
-                remedy=f"Is the cable between {here.host} and {there.host} in these two ports? Re-seat it.",
+                f"{source.host} ({source.interface}) does not reach "
+                f"{target.host} ({target.interface}, {target.address}).",
+                remedy=f"Is the cable between {source.host} and {target.host} in these two ports? Re-seat it.",
             )
 
 
 async def undo(remotes: Sequence[Remote]) -> dict[str, Done | ClusterError]:
-    """Take back the last set-up on every host."""
+    """Undo the set-up on every host."""
     return await on_all(remotes, "net-undo", {}, Done)
 
 
 async def measure_pairs(hostfile: Hostfile, remotes: Sequence[Remote]) -> list[Pair]:
-    """Latency and bandwidth between every two hosts, one pair at a time so that they do not disturb each other."""
+    """Measure latency and bandwidth between every two hosts, one pair at a time: pairs must not share bandwidth."""
     pairs = []
-    for (one, here), (other, there) in itertools.combinations(zip(hostfile.hosts, remotes, strict=True), 2):
+    for (one, one_remote), (other, other_remote) in itertools.combinations(
+        zip(hostfile.hosts, remotes, strict=True), 2
+    ):
         try:
-            pairs.append(await _measure(one, here, other, there))
+            pairs.append(await _measure(one, one_remote, other, other_remote))
         except ClusterError as error:
             pairs.append(Pair(one=one.ssh, other=other.ssh, address=other.address, problem=str(error)))
     return pairs
 
 
-async def _measure(one: Host, here: Remote, other: Host, there: Remote) -> Pair:
-    answers = there.listen("listen", {}, Listening)
+async def _measure(one: Host, one_remote: Remote, other: Host, other_remote: Remote) -> Pair:
+    answers = other_remote.listen("listen", {}, Listening)
     try:
         listening = await anext(answers)
-        probe = Probe(address=other.address, port=listening.port)
-        measured = await here.call("measure", probe, Measured)
+        probe = MeasureRequest(address=other.address, port=listening.port)
+        measured = await one_remote.call("measure", probe, LinkSpeed)
     finally:
         await answers.aclose()
     return Pair(one=one.ssh, other=other.ssh, address=other.address, measured=measured)
 
 
 async def test_group(plan: Plan) -> GroupTest:
-    """Sums over all ranks, on real ranks of a small model (F4). Nothing is left running.
+    """Test sums over all ranks with a small model (F4). Leaves nothing running.
 
     Raises:
-        ClusterError: a host cannot start its part, or the test failed: with the reason.
+        ClusterError: a host cannot start its agent, or the test failed; says why.
     """
     first, *others = plan.remotes()
     server, *agents = specs(plan, secrets.token_hex(32))
-    begun: list[Remote] = []
+    started: list[Remote] = []
     try:
         for remote, spec in zip(others, agents, strict=True):
-            await remote.call("start", spec, Started)
-            begun.append(remote)
+            await remote.call("start", spec, SupervisorStarted)
+            started.append(remote)
         return await first.call("group-test", TestRequest(spec=server), GroupTest, timeout_s=TEST_S)
     finally:
-        if begun:
-            await asyncio.shield(on_all(begun, "stop", StopRequest(), Stopped))
+        if started:
+            await asyncio.shield(on_all(started, "stop", StopRequest(), Stopped))

@@ -1,7 +1,7 @@
-"""Model files on their way into this host: what is here, taking in what is not, checking what came (L2, model push).
+"""A host's side of `model push`: lists which files are missing, receives them, verifies them (L2).
 
-A file grows as NAME.part and gets its name when its checksum is right, so an interrupted transfer goes on where it
-ended and a half file is never taken for a whole one. Does not know where files come from.
+A file is received as NAME.part and renamed once its checksum is right, so an interrupted transfer continues where it
+ended, and an incomplete file is never taken for a complete one. Does not know where files come from.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.errors import ClusterError, ConfigError
 BLOCK = 1 << 20  # bytes
 
 
-class Parcel(Struct, frozen=True, kw_only=True):
+class ModelFile(Struct, frozen=True, kw_only=True):
     """A file of a model."""
 
     path: str  # relative to the model's directory, with /
@@ -31,36 +31,36 @@ class Parcel(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """A model: where it belongs and what it consists of."""
+    """A model: its place on hosts, and its files."""
 
-    place: str  # absolute, or below the home directory, or `hub:OWNER/NAME@REVISION`
-    parcels: list[Parcel]
+    place: str  # an absolute path, a path below the home directory, or `hub:OWNER/NAME@REVISION`
+    parcels: list[ModelFile]
 
 
-class Missing(Struct, frozen=True, kw_only=True):
-    """A file that is not whole here, and how many of its bytes are."""
+class MissingFile(Struct, frozen=True, kw_only=True):
+    """A file that is not complete on this host."""
 
     path: str
-    have: int
+    have: int  # bytes that were received already
 
 
 class Inventory(Struct, frozen=True, kw_only=True):
-    """What a host lacks of a manifest."""
+    """The files of a manifest that a host lacks."""
 
-    directory: str
-    missing: list[Missing] = []
-    free: int = 0  # bytes on that disk
+    directory: str  # of the model
+    missing: list[MissingFile] = []
+    free: int = 0  # bytes on the directory's disk
 
 
-class Taken(Struct, frozen=True, kw_only=True):
-    """A file that is whole now."""
+class ReceivedFile(Struct, frozen=True, kw_only=True):
+    """A file that is complete now."""
 
     path: str
-    bytes: int  # that came this time
+    bytes: int  # received this time
 
 
-class Reader(Protocol):
-    """A stream of bytes."""
+class ByteStream(Protocol):
+    """A stream of bytes, such as stdin."""
 
     def read(self, count: int, /) -> bytes: ...
 
@@ -68,9 +68,13 @@ class Reader(Protocol):
 def manifest(
     path: Path, place: str, progress: Callable[[int], None] = lambda _: None, *, needed: bool = False
 ) -> Manifest:
-    """Everything a directory holds, or only what serving reads of it. `progress` hears of bytes read."""
+    """The manifest of a directory: all its files, or (`needed`) only those that serving reads.
+
+    Args:
+        progress: called with the number of bytes read since the last call.
+    """
     parcels = [
-        Parcel(path=file.relative_to(path).as_posix(), bytes=file.stat().st_size, sha256=digest(file, progress))
+        ModelFile(path=file.relative_to(path).as_posix(), bytes=file.stat().st_size, sha256=digest(file, progress))
         for file in (needed_files(path) if needed else files_of(path))
         if not file.name.endswith(".part")
     ]
@@ -90,21 +94,21 @@ def digest(file: Path, progress: Callable[[int], None] = lambda _: None) -> str:
 
 
 def directory_of(place: str) -> Path:
-    """Where a model belongs on this host.
+    """The directory of a model on this host.
 
     Raises:
-        ConfigError: the place is not one.
+        ConfigError: `place` is not of the form that `Manifest.place` describes.
     """
     if place.startswith("hub:"):
         name, at, revision = place.removeprefix("hub:").partition("@")
         if name.count("/") != 1 or not at or not revision.isalnum():
             raise ConfigError(f"{place!r} is not hub:OWNER/NAME@REVISION.")
         return hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots" / revision
-    return Path.home() / place  # an absolute place stays one
+    return Path.home() / place  # an absolute path stays as it is
 
 
 def inventory(wanted: Manifest) -> Inventory:
-    """What is missing here, by size and checksum."""
+    """The files that are missing here or differ, by size and checksum."""
     directory = directory_of(wanted.place)
     missing = []
     for parcel in wanted.parcels:
@@ -113,19 +117,19 @@ def inventory(wanted: Manifest) -> Inventory:
             continue
         part = _part(file)
         have = part.stat().st_size if part.is_file() else 0
-        missing.append(Missing(path=parcel.path, have=have if have <= parcel.bytes else 0))
-    standing = next(folder for folder in (directory, *directory.parents) if folder.exists())
-    return Inventory(directory=str(directory), missing=missing, free=shutil.disk_usage(standing).free)
+        missing.append(MissingFile(path=parcel.path, have=have if have <= parcel.bytes else 0))
+    existing = next(folder for folder in (directory, *directory.parents) if folder.exists())
+    return Inventory(directory=str(directory), missing=missing, free=shutil.disk_usage(existing).free)
 
 
-def take(place: str, parcel: Parcel, have: int, stream: Reader) -> Taken:
-    """Take in the rest of a file.
+def take(place: str, parcel: ModelFile, have: int, stream: ByteStream) -> ReceivedFile:
+    """Receive the rest of a file.
 
     Args:
-        have: bytes that are here already.
+        have: bytes that were received already.
 
     Raises:
-        ClusterError: the stream ended early (what came stays), or the checksum is wrong (nothing stays).
+        ClusterError: the stream ended early (received bytes are kept), or the checksum is wrong (they are deleted).
     """
     directory = directory_of(place)
     file = _inside(directory, parcel.path)
@@ -151,7 +155,7 @@ def take(place: str, parcel: Parcel, have: int, stream: Reader) -> Taken:
             remedy="Run the same command again. If it comes again, the disk or the memory of a host is faulty.",
         )
     part.replace(file)
-    return Taken(path=parcel.path, bytes=parcel.bytes - have)
+    return ReceivedFile(path=parcel.path, bytes=parcel.bytes - have)
 
 
 def _write(out: BinaryIO, block: bytes) -> None:
@@ -160,7 +164,7 @@ def _write(out: BinaryIO, block: bytes) -> None:
 
 
 def finish(wanted: Manifest) -> Inventory:
-    """All files are here: make a hub's snapshot the one that its name stands for; what is still missing."""
+    """End a transfer: make a hub snapshot the current one of its repository. Returns what is still missing."""
     directory = directory_of(wanted.place)
     if wanted.place.startswith("hub:"):
         refs = directory.parent.parent / "refs"
@@ -170,7 +174,11 @@ def finish(wanted: Manifest) -> Inventory:
 
 
 def _inside(directory: Path, path: str) -> Path:
-    """A file of a manifest; never outside its directory."""
+    """The path of a manifest's file.
+
+    Raises:
+        ConfigError: it would be outside the model's directory.
+    """
     parts = PurePosixPath(path).parts
     if not parts or ".." in parts or path.startswith("/"):
         raise ConfigError(f"{path!r} is not a file of a model.")
@@ -182,7 +190,7 @@ def _part(file: Path) -> Path:
 
 
 def missing_shards(path: Path, names: Sequence[str]) -> list[str]:
-    """Weight files that a model's index names and that are not among `names`."""
+    """The weight files in a model's index that are not among `names`."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return []

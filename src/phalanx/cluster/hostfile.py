@@ -1,10 +1,10 @@
-"""Hostfiles in the format of `mlx.launch`, read, checked and written (F2). Pure: does not look at hosts or networks.
+"""Reads, checks and writes hostfiles in the format of `mlx.launch` (F2). Pure.
 
     {"backend": "jaccl", "envs": ["K=V"],
      "hosts": [{"ssh": "studio1", "ips": ["192.168.1.11"], "rdma": [null, "rdma_en5"]}, ...]}
 
-A list of hosts alone is the same without backend and envs. `rdma[j]` of host i names the device or devices of host i
-towards host j, null for itself.
+A plain list of hosts is a hostfile without backend and envs. `rdma[j]` of host i names the device or devices of host i
+towards host j; null for itself. Does not know whether hosts and devices exist.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Devices = str | tuple[str, ...] | None
 
 
 class Host(Struct, frozen=True, kw_only=True):
-    """One machine. The first of `ips` is its address for control; all are used by a ring."""
+    """One machine. The first of `ips` is its address for control connections; a ring uses all of them."""
 
     ssh: str
     ips: tuple[str, ...] = ()
@@ -35,22 +35,22 @@ class Host(Struct, frozen=True, kw_only=True):
 
     @property
     def address(self) -> str:
-        """Where others reach it: its first IP, else its name."""
+        """The address at which other hosts reach it: its first IP, else its name."""
         return self.ips[0] if self.ips else self.ssh.rpartition("@")[2]
 
 
 class Hostfile(Struct, frozen=True, kw_only=True):
-    """The machines of a cluster, rank by rank."""
+    """The machines of a cluster, in rank order."""
 
     hosts: tuple[Host, ...]
     backend: str | None = None
     envs: tuple[str, ...] = ()
 
     def first(self, count: int) -> Hostfile:
-        """Its first hosts alone.
+        """A hostfile of the first `count` hosts.
 
         Raises:
-            ConfigError: it has fewer.
+            ConfigError: there are fewer.
         """
         if not 1 <= count <= len(self.hosts):
             raise ConfigError(
@@ -60,7 +60,7 @@ class Hostfile(Struct, frozen=True, kw_only=True):
         return replace(self, hosts=tuple(replace(host, rdma=host.rdma[:count]) for host in self.hosts[:count]))
 
     def placed(self) -> tuple[HostConfig, ...]:
-        """As the engine reads it."""
+        """The hosts as the engine's configuration."""
         return tuple(
             HostConfig(name=host.ssh, address=host.address, ips=host.ips or (host.address,), rdma=host.rdma)
             for host in self.hosts
@@ -68,10 +68,10 @@ class Hostfile(Struct, frozen=True, kw_only=True):
 
 
 def from_names(text: str) -> Hostfile:
-    """`a,b` of `--hosts`: names or addresses for ssh.
+    """Parse the value `a,b` of `--hosts`: names or addresses for ssh.
 
     Raises:
-        ConfigError: a name is missing or there twice.
+        ConfigError: a name is empty or occurs twice.
     """
     hosts = tuple(Host(ssh=name.strip(), ips=_own_ip(name.strip())) for name in text.split(","))
     return _checked(Hostfile(hosts=hosts), "--hosts")
@@ -86,13 +86,13 @@ def _own_ip(name: str) -> tuple[str, ...]:
 
 
 def parse(text: str, where: str) -> Hostfile:
-    """A hostfile's text.
+    """Parse a hostfile.
 
     Args:
         where: the file's name, for messages.
 
     Raises:
-        ConfigError: names the file, the host and the field, and says what belongs there.
+        ConfigError: names the file, the host and the field, and says what it should be.
     """
     try:
         value = json.loads(text)
@@ -148,7 +148,7 @@ def _devices(value: Any, where: str) -> Devices:
 
 
 def _checked(hostfile: Hostfile, where: str) -> Hostfile:
-    """What fields together must be."""
+    """Check what concerns several hosts or fields together."""
     hosts = hostfile.hosts
     if not 1 <= len(hosts) <= MOST_RANKS:
         raise ConfigError(f"{where} names {len(hosts)} hosts; 1 to {MOST_RANKS} make a group.")
@@ -163,7 +163,7 @@ def _checked(hostfile: Hostfile, where: str) -> Hostfile:
 
 
 def check_matrix(matrix: Sequence[Sequence[object]], names: Sequence[str], where: str) -> None:
-    """The device matrix must be N x N with null on its diagonal and a device wherever the other end has one.
+    """Check a device matrix: N x N, null on its diagonal, and devices at both ends of a cable or at none.
 
     Raises:
         ConfigError: names the two hosts.
@@ -188,12 +188,12 @@ def check_matrix(matrix: Sequence[Sequence[object]], names: Sequence[str], where
 
 
 def matrix_text(hosts: Sequence[Host]) -> str:
-    """The device matrix file that MLX_IBV_DEVICES names."""
+    """The content of the device matrix file for MLX_IBV_DEVICES."""
     return json.dumps([host.rdma for host in hosts])
 
 
 def render(hostfile: Hostfile) -> str:
-    """The file's text; `parse` gives the same back, and `mlx.launch` reads it."""
+    """The hostfile's text, which `parse` and `mlx.launch` read."""
     value: dict[str, Any] = {} if hostfile.backend is None else {"backend": hostfile.backend}
     value["envs"] = list(hostfile.envs)
     lines = []

@@ -1,6 +1,6 @@
-"""Which processes are ours: a process id with its start time and its command, since ids are used again.
+"""Identifies phalanx's processes by id, start time and command, since the system uses process ids again.
 
-Nothing is ever signalled that does not match all three. Does not know why a process should end.
+A process is signalled only if it matches all three. Does not know why a process should end.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-SAME_S = 0.005  # Linux counts in hundredths of a second
+SAME_S = 0.005  # largest difference of equal start times; Linux counts in hundredths of a second
 POLL_S = 0.05
 VERBS = ("rank", "agent", "serve", "host")
-"""What processes of a group are called: `... -m phalanx VERB ...`, or `.../phalanx VERB ...`."""
+"""The commands of a group's processes: `... -m phalanx VERB ...`, or `.../phalanx VERB ...`."""
 
 
 class Record(Struct, frozen=True):
-    """A process as it was started."""
+    """A process, as a PID file records it."""
 
     pid: int
-    created: float  # seconds: since boot on Linux, so that setting the clock changes nothing; since the epoch elsewhere
+    created: float  # start time in seconds: on Linux since boot (independent of the clock), elsewhere since the epoch
     command: list[str]
 
 
 def record(pid: int) -> Record:
-    """The process as it is now; psutil.NoSuchProcess if it is gone."""
+    """The record of a running process.
+
+    Raises:
+        psutil.NoSuchProcess: it is gone.
+    """
     process = psutil.Process(pid)
     return Record(pid, _created(process), process.cmdline())
 
@@ -41,11 +45,11 @@ def _created(process: psutil.Process) -> float:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return float(process.create_time())
-    return int(fields[19]) / os.sysconf("SC_CLK_TCK")  # `starttime`; see proc(5), where it is number 22
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")  # `starttime`, number 22 in proc(5)
 
 
 def find(known: Record | None) -> psutil.Process | None:
-    """The process of a record if it is still the same and alive."""
+    """The process of a record; None if it ended, or if its id belongs to another process now."""
     if known is None:
         return None
     try:
@@ -57,7 +61,7 @@ def find(known: Record | None) -> psutil.Process | None:
 
 
 def read(file: Path) -> Record | None:
-    """A record from a PID file; None if there is none or it is unreadable (a crash while it was written)."""
+    """The record in a PID file; None if the file does not exist or cannot be decoded."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Record)
     except (OSError, msgspec.DecodeError):
@@ -65,14 +69,14 @@ def read(file: Path) -> Record | None:
 
 
 def write(file: Path, known: Record) -> None:
-    """A PID file, whole or not at all."""
+    """Write a PID file atomically."""
     fresh = file.with_suffix(".new")
     fresh.write_bytes(msgspec.json.encode(known))
     fresh.replace(file)
 
 
 def strays() -> list[psutil.Process]:
-    """Processes of this user that belong to a group, whoever started them; not this one, nor those above it."""
+    """All processes of this user that belong to a group, except this process and its parents."""
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
     for process in psutil.process_iter():
@@ -84,7 +88,7 @@ def strays() -> list[psutil.Process]:
 
 
 def is_group_member(command: list[str]) -> bool:
-    """Whether a command line is a rank, an agent, a server or a supervisor of ours."""
+    """Whether a command line is that of a phalanx rank, agent, server or supervisor."""
     for index, word in enumerate(command[:-1]):
         module = word == "phalanx" and index > 0 and command[index - 1] == "-m"
         script = Path(word).name == "phalanx" and (index == 0 or (index == 1 and _is_python(command[0])))
@@ -99,7 +103,7 @@ def _is_python(word: str) -> bool:
 
 
 def family(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Processes and all those below them, each once."""
+    """The processes and all their descendants, each once."""
     found: dict[int, psutil.Process] = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -108,23 +112,23 @@ def family(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    """Signal processes that are still the ones they were (psutil compares start times)."""
+    """Signal processes. psutil compares start times, so a reused id is not signalled."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)
 
 
-def left(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until all are gone, or for so many seconds; those that are not."""
+def wait_gone(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until all processes ended, at most `timeout_s` seconds. Returns those that did not."""
     deadline = time.monotonic() + timeout_s
-    remaining = [process for process in processes if _there(process)]
+    remaining = [process for process in processes if _is_alive(process)]
     while remaining and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        remaining = [process for process in remaining if _there(process)]
+        remaining = [process for process in remaining if _is_alive(process)]
     return remaining
 
 
-def _there(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

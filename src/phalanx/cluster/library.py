@@ -1,4 +1,4 @@
-"""Model files on this machine: where they are, and whether two copies are the same. Does not know MLX or networks."""
+"""Finds model files on this machine, and computes a digest that compares copies. Does not know MLX or networks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from phalanx.config import hub_cache
 from phalanx.demo import MODEL_DIR
 
 DIGESTED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-"""Small files whose contents tell one model from another; weights are told by name and size here."""
+"""Small files whose content is part of a model's digest. Of weight files, only name and size are."""
 NEEDED = (
     "model*.safetensors", "model*.safetensors.index.json", "*.json", "*.jsonl", "*.txt", "*.jinja", "*.py",
     "tokenizer.model", "tiktoken.model", "*.tiktoken",
 )  # fmt: skip
-"""What serving reads of a model's directory: what mlx-lm fetches of a repository."""
+"""The files in a model's directory that serving reads: those that mlx-lm downloads from a repository."""
 NEEDED_BELOW = ("*.py", "additional_chat_templates/*.jinja")
-"""... and of directories in it."""
+"""The same for subdirectories."""
 
 
 def model_path(model: str) -> Path | None:
-    """The directory of a model: given, bundled, or in the hub's cache; None if it is not here."""
+    """The directory of a model: a path, the bundled model, or in the hub's cache; None if it is not on this machine."""
     if model == "demo":
         return MODEL_DIR
     given = Path(model).expanduser()
@@ -30,13 +30,13 @@ def model_path(model: str) -> Path | None:
         return given.absolute()
     snapshots = hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots"
     if model.count("/") == 1 and snapshots.is_dir():
-        found = [path for path in snapshots.iterdir() if (path / "config.json").is_file()]
-        return max(found, key=lambda path: path.stat().st_mtime, default=None)
+        complete = [path for path in snapshots.iterdir() if (path / "config.json").is_file()]
+        return max(complete, key=lambda path: path.stat().st_mtime, default=None)
     return None
 
 
 def files_of(path: Path) -> list[Path]:
-    """A model's files, in order of name; hidden ones are not its."""
+    """A model's files, sorted by name, without hidden ones."""
     return sorted(
         file
         for file in path.rglob("*")
@@ -45,25 +45,25 @@ def files_of(path: Path) -> list[Path]:
 
 
 def is_needed(name: str) -> bool:
-    """Whether serving reads a file of a model: its weights, configuration, tokenizer, templates and Python code, not
-    the same weights in other formats, nor what is for people. Pure.
+    """Whether serving reads a file of a model: weights, configuration, tokenizer, templates and Python code, but not
+    the same weights in other formats, nor documentation. Pure.
 
     Args:
         name: relative to the model's directory, with /.
     """
     inside = len(PurePosixPath(name).parts) > 1
     if name.endswith(".index.json") and not fnmatchcase(name, "model*.safetensors.index.json"):
-        return False  # of another format
+        return False  # the index of another format
     return any(fnmatchcase(name, pattern) for pattern in (NEEDED_BELOW if inside else NEEDED))
 
 
 def needed_files(path: Path) -> list[Path]:
-    """A model's files that serving reads, in order of name."""
+    """A model's files that serving reads, sorted by name."""
     return [file for file in files_of(path) if is_needed(file.relative_to(path).as_posix())]
 
 
 def find_model(model: str) -> ModelFacts | None:
-    """What to compare between hosts."""
+    """The facts about a model that are compared between hosts; None if it is not on this machine."""
     path = model_path(model)
     if path is None:
         return None

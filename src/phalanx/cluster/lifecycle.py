@@ -1,7 +1,7 @@
-"""Start, stop and look at a cluster from any machine that can ssh (L1, L4, L5).
+"""Starts, stops and observes a cluster from any machine that can reach its hosts by ssh (L1, L4, L5).
 
-The first host gets a supervisor with the server, every other one a supervisor with an agent; from then on this machine
-is not needed. Does not know how a host does its part (`host.py`), nor how anything is shown (`cli/`).
+The first host gets a supervisor with the server, every other host one with an agent. After that, this machine is not
+needed. Does not know how a host does its part (`host.py`), nor how results are printed (`cli/`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from msgspec import Struct
 from phalanx.cluster.host import HostStatus, LogLines, LogRequest, StopRequest, flag
 from phalanx.cluster.hostfile import Hostfile
 from phalanx.cluster.ssh import Remote, on_all
-from phalanx.cluster.supervisor import KILL_HOLD_S, Spec, Started, Stopped
+from phalanx.cluster.supervisor import KILL_HOLD_S, Spec, Stopped, SupervisorStarted
 from phalanx.config import AGENT_PORT, CLUSTER_VARIABLE, DEFAULT_PORT, Backend, ClusterConfig
 from phalanx.errors import ClusterError, ConfigError, StartFailed
 from phalanx.faults import recognise
 
 CLUSTER_FILE = ".phalanx/run/cluster.json"
 LOGS = ".phalanx/logs"
-DRAIN_S = "8"  # less than `down` waits before it kills
-SSH_MARGIN_S = 60.0  # beyond what a verb itself waits
+DRAIN_S = "8"  # less than the time after which `down` kills
+SSH_MARGIN_S = 60.0  # in addition to a verb's own time limit
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ OURS = ("--tp", "-tp", "--tensor-parallel-size", "--cluster", "--backend", "--at
 
 
 def check(plan: Plan) -> Plan:
-    """What the parts of a plan must be together.
+    """Check a plan, and return it.
 
     Raises:
         ConfigError: names the flag.
@@ -77,17 +77,17 @@ def check(plan: Plan) -> Plan:
 
 
 def backend_of(plan: Plan) -> str:
-    """The flag's, else the hostfile's, else auto."""
+    """The backend of the flag, else of the hostfile, else auto."""
     return plan.backend if plan.backend != "auto" else plan.hostfile.backend or "auto"
 
 
 def model_of(plan: Plan) -> str:
-    """What is served: the first word after `--`, unless that is a flag."""
+    """The model to serve: the first word after `--`, unless that is a flag; else the demo."""
     return "demo" if not plan.serve or plan.serve[0].startswith("-") else plan.serve[0]
 
 
 def specs(plan: Plan, secret: str) -> list[Spec]:
-    """What each host's supervisor keeps running, rank by rank."""
+    """The specification of each host's supervisor, in rank order."""
     hosts = plan.hostfile.placed()
     variables = dict(entry.partition("=")[::2] for entry in (*plan.hostfile.envs, *plan.envs))
     cluster = ClusterConfig(
@@ -100,26 +100,26 @@ def specs(plan: Plan, secret: str) -> list[Spec]:
     if len(hosts) > 1:
         serve += ["--tp", str(len(hosts)), "--backend", backend_of(plan), "--cluster", CLUSTER_FILE]
         files = {"cluster.json": msgspec.json.encode(cluster).decode()}
-    known = {CLUSTER_VARIABLE: secret, **variables}
-    found = [Spec(role="server", command=serve, variables=known, log=f"{plan.log_dir}/rank-0.log", files=files)]
+    exported = {CLUSTER_VARIABLE: secret, **variables}
+    specs = [Spec(role="server", command=serve, variables=exported, log=f"{plan.log_dir}/rank-0.log", files=files)]
     for rank, host in enumerate(hosts[1:], 1):
         command = ["agent", "--host", host.address, "--port", str(plan.agent_port), "--directory", ".phalanx/run/agent"]
-        found.append(Spec(role="agent", command=command, variables=known, log=f"{plan.log_dir}/rank-{rank}.log"))
-    return found
+        specs.append(Spec(role="agent", command=command, variables=exported, log=f"{plan.log_dir}/rank-{rank}.log"))
+    return specs
 
 
-async def start_all(plan: Plan) -> dict[str, Started]:
-    """Start the supervisors, on all hosts at once: a server waits for its agents. All or none.
+async def start_all(plan: Plan) -> dict[str, SupervisorStarted]:
+    """Start the supervisors on all hosts in parallel (the server waits for its agents): all of them, or none.
 
     Raises:
-        ClusterError: a host could not start its part; the others have stopped again.
+        ClusterError: a host could not start its supervisor; the others were stopped again.
     """
     return await _start(list(zip(plan.remotes(), specs(plan, secrets.token_hex(32)), strict=True)))
 
 
-async def _start(todo: Sequence[tuple[Remote, Spec]]) -> dict[str, Started]:
+async def _start(todo: Sequence[tuple[Remote, Spec]]) -> dict[str, SupervisorStarted]:
     tasks = {
-        remote: asyncio.create_task(remote.call("start", spec, Started, timeout_s=SSH_MARGIN_S + KILL_HOLD_S))
+        remote: asyncio.create_task(remote.call("start", spec, SupervisorStarted, timeout_s=SSH_MARGIN_S + KILL_HOLD_S))
         for remote, spec in todo
     }
     try:
@@ -128,14 +128,16 @@ async def _start(todo: Sequence[tuple[Remote, Spec]]) -> dict[str, Started]:
     except (ClusterError, asyncio.CancelledError):
         for task in tasks.values():
             task.cancel()
-        found = await asyncio.gather(*tasks.values(), return_exceptions=True)
-        begun = [remote for remote, one in zip(tasks, found, strict=True) if isinstance(one, Started)]
-        await on_all(begun, "stop", StopRequest(), Stopped)
+        answers = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        started = [
+            remote for remote, answer in zip(tasks, answers, strict=True) if isinstance(answer, SupervisorStarted)
+        ]
+        await on_all(started, "stop", StopRequest(), Stopped)
         raise
 
 
 class Cluster:
-    """Statuses of all hosts, kept up to date through one ssh connection each."""
+    """The statuses of all hosts, kept up to date through one ssh connection to each."""
 
     def __init__(self, remotes: Sequence[Remote]) -> None:
         self.statuses: dict[str, HostStatus | None] = {remote.name: None for remote in remotes}
@@ -144,7 +146,7 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[Cluster]:
-        """Inside, statuses follow what happens."""
+        """A context in which the statuses are kept up to date."""
         tasks = [asyncio.create_task(self._follow(remote)) for remote in self._remotes]
         try:
             yield self
@@ -165,15 +167,15 @@ class Cluster:
 
 
 async def wait_healthy(plan: Plan, cluster: Cluster, show: Callable[[Cluster], None]) -> None:
-    """Wait until /health is good.
+    """Wait until the server is healthy.
 
     Raises:
-        StartFailed: it will not be: the first cause, with host and remedy.
-        ClusterError: it was not in time.
+        StartFailed: a host failed to start; has the first cause, the host and the remedy.
+        ClusterError: the server was not healthy within the plan's timeout.
     """
     deadline = time.monotonic() + plan.timeout_s
     first = plan.hostfile.hosts[0].ssh
-    begun: dict[str, int] = {}  # host -> process that was started first
+    started: dict[str, int] = {}  # host -> process that was started first
     while True:
         show(cluster)
         for name, status in cluster.statuses.items():
@@ -181,7 +183,7 @@ async def wait_healthy(plan: Plan, cluster: Cluster, show: Callable[[Cluster], N
                 continue
             if (cause := final_cause(name, status)) is not None:
                 raise cause
-            if status.child is not None and begun.setdefault(name, status.child) != status.child:
+            if status.child is not None and started.setdefault(name, status.child) != status.child:
                 raise _caused(name, f"its {status.role} crashed while it started", status)
         server = cluster.statuses[first]
         if server is not None and server.health is not None and server.health.ok:
@@ -195,16 +197,16 @@ async def wait_healthy(plan: Plan, cluster: Cluster, show: Callable[[Cluster], N
 
 
 def _why_late(first: str, cluster: Cluster) -> str:
-    """What the server waits for, and which hosts do not answer this machine."""
+    """The server's reason for not being ready, and the hosts that do not answer this machine."""
     server = cluster.statuses[first]
     health = None if server is None or first in cluster.problems else server.health
-    said = ["no status came"] if health is None and not cluster.problems else []
-    said += [health.reason] if health is not None and health.reason else []
-    return " ".join([*said, *cluster.problems.values()])
+    reasons = ["no status came"] if health is None and not cluster.problems else []
+    reasons += [health.reason] if health is not None and health.reason else []
+    return " ".join([*reasons, *cluster.problems.values()])
 
 
 def final_cause(name: str, status: HostStatus) -> StartFailed | None:
-    """Why a host will not come up by itself, if it will not."""
+    """Why a host's start failed for good; None if it may still succeed."""
     if status.health is not None and status.health.phase == "failed":
         return _caused(name, status.health.reason, status)
     if status.ended is not None:
@@ -221,57 +223,57 @@ def _caused(name: str, said: str, status: HostStatus) -> StartFailed:
 
 
 async def stop_all(remotes: Sequence[Remote], *, timeout_s: float, force: bool) -> dict[str, Stopped | ClusterError]:
-    """SIGTERM everywhere at once, wait, SIGKILL what is left; per host what was done."""
+    """Send SIGTERM on all hosts in parallel, wait, and SIGKILL remaining processes. Returns each host's report."""
     request = StopRequest(timeout_s=timeout_s, force=force)
-    found = await asyncio.gather(
+    answers = await asyncio.gather(
         *(remote.call("stop", request, Stopped, timeout_s=timeout_s + SSH_MARGIN_S) for remote in remotes),
         return_exceptions=True,
     )
     result: dict[str, Stopped | ClusterError] = {}
-    for remote, one in zip(remotes, found, strict=True):
-        if isinstance(one, BaseException) and not isinstance(one, ClusterError):
-            raise one
-        result[remote.name] = one
+    for remote, answer in zip(remotes, answers, strict=True):
+        if isinstance(answer, BaseException) and not isinstance(answer, ClusterError):
+            raise answer
+        result[remote.name] = answer
     return result
 
 
 async def statuses(remotes: Sequence[Remote]) -> Mapping[str, HostStatus | ClusterError]:
-    """The status of every host now."""
+    """The current status of every host."""
     return await on_all(remotes, "status", {}, HostStatus)
 
 
 async def restart_all(remotes: Sequence[Remote], *, timeout_s: float) -> None:
-    """Stop all hosts and start them again as they were.
+    """Stop all hosts and start them again with the same specifications.
 
     Raises:
         ClusterError: a host does not answer, or nothing was started there.
     """
-    found = await on_all(remotes, "spec", {}, Spec)
-    known: list[Spec] = []
-    for one in found.values():
-        if isinstance(one, ClusterError):
-            raise one
-        known.append(one)
+    answers = await on_all(remotes, "spec", {}, Spec)
+    specs: list[Spec] = []
+    for answer in answers.values():
+        if isinstance(answer, ClusterError):
+            raise answer
+        specs.append(answer)
     for name, stopped in (await stop_all(remotes, timeout_s=timeout_s, force=False)).items():
         if isinstance(stopped, ClusterError):
             raise stopped
         if stopped.left:
             raise ClusterError(f"{name}: {', '.join(stopped.left)} cannot be ended.", remedy="Reboot that host.")
-    await _start(list(zip(remotes, known, strict=True)))
+    await _start(list(zip(remotes, specs, strict=True)))
 
 
 async def read_logs(
     remotes: Sequence[Remote], lines: int, follow: bool, show: Callable[[str, str], None]
 ) -> list[ClusterError]:
-    """Show the logs of hosts line by line: `show(host, line)`. Ends when all logs have, never when they are followed.
+    """Read the logs of hosts and call `show(host, line)` for each line. With `follow`, runs until cancelled.
 
     Returns:
-        What kept hosts from being read.
+        The errors of hosts whose logs could not be read.
     """
-    found = await asyncio.gather(
+    answers = await asyncio.gather(
         *(_read_log(remote, lines, follow, show) for remote in remotes), return_exceptions=True
     )
-    problems = [one for one in found if isinstance(one, BaseException)]
+    problems = [one for one in answers if isinstance(one, BaseException)]
     for problem in problems:
         if not isinstance(problem, ClusterError):
             raise problem

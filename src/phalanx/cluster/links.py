@@ -1,6 +1,6 @@
-"""A host's part in network set-up and in measuring links: runs plans, remembers how to undo them, answers probes.
+"""A host's side of network set-up and link measurements: runs plans, records how to undo them, answers probes.
 
-Does not decide what is set up (`network.py` does), nor between which hosts is measured.
+Does not know how plans are made (`network.py`), nor which hosts are measured (`fabric.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.cluster.checks import reach
 from phalanx.cluster.network import Steps, refuse
 from phalanx.errors import ClusterError
 
-MEMORY = "net.json"  # in ~/.phalanx
+UNDO_FILE = "net.json"  # in ~/.phalanx: the plan that was carried out
 COMMAND_S = 30.0
 ROUNDS = 200  # small messages for the latency
 SMALL = 64  # bytes
@@ -31,99 +31,99 @@ PROBE_S = 20.0
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """What was run, in order, with what it printed."""
+    """A plan was carried out or undone."""
 
-    ran: list[str]
-    matrix: str = ""  # the file, if one was written
+    ran: list[str]  # commands, in order
+    matrix: str = ""  # path of the device matrix file
 
 
-class Setup(Struct, frozen=True, kw_only=True):
-    """A plan to carry out."""
+class SetupRequest(Struct, frozen=True, kw_only=True):
+    """Carry out a plan."""
 
     steps: Steps
-    matrix: list[list[str | None]]
+    matrix: list[list[str | None]]  # RDMA devices; see `network.matrix`
 
 
-class Reach(Struct, frozen=True, kw_only=True):
-    """Is somebody there?"""
+class ReachRequest(Struct, frozen=True, kw_only=True):
+    """Test whether an address answers."""
 
     address: str
     port: int
 
 
-class Reached(Struct, frozen=True, kw_only=True):
-    """The errno of the attempt, 0 if somebody is; a refused connection counts as somebody."""
+class ReachResult(Struct, frozen=True, kw_only=True):
+    """The errno of the attempt; 0 if the address answers, even by refusing the connection."""
 
     problem: int
 
 
 class Listening(Struct, frozen=True, kw_only=True):
-    """A port that answers probes for a while."""
+    """A port that answers one measurement."""
 
     port: int
 
 
-class Probe(Struct, frozen=True, kw_only=True):
-    """Measure towards this."""
+class MeasureRequest(Struct, frozen=True, kw_only=True):
+    """Measure the link to this address."""
 
     address: str
     port: int
 
 
-class Measured(Struct, frozen=True, kw_only=True):
-    """Of one TCP connection."""
+class LinkSpeed(Struct, frozen=True, kw_only=True):
+    """Latency and bandwidth of one TCP connection."""
 
-    median_us: float  # there and back, 64 bytes
+    median_us: float  # round trip of 64 bytes
     p99_us: float
     gbit_per_s: float
 
 
-def set_up(asked: Setup, home: Path) -> Done:
-    """Carry out a plan. What earlier ones did is remembered as well, so that `undo` leads back to the beginning.
+def set_up(request: SetupRequest, home: Path) -> Done:
+    """Carry out a plan. First records it, merged with earlier ones, so that `undo` reverts all of them.
 
     Raises:
-        ClusterError: a command failed: it, and what it said. What was done so far can be undone.
-        ConfigError: a command must never be run.
+        ClusterError: a command failed; has the command and its output. The commands before it can be undone.
+        ConfigError: a command is one that must never be run.
     """
-    memory = home / ".phalanx" / MEMORY
-    memory.parent.mkdir(exist_ok=True)
-    memory.write_bytes(msgspec.json.encode(_together(asked.steps, _remembered(memory))))
-    for path, text in asked.steps.files.items():
+    undo_file = home / ".phalanx" / UNDO_FILE
+    undo_file.parent.mkdir(exist_ok=True)
+    undo_file.write_bytes(msgspec.json.encode(_merge(request.steps, _read_memory(undo_file))))
+    for path, text in request.steps.files.items():
         _write(Path(path), text)
-    ran = [_run(command) for command in (*asked.steps.commands, *asked.steps.after)]
+    ran = [_run(command) for command in (*request.steps.commands, *request.steps.after)]
     file = home / ".phalanx" / "devices.json"
-    if any(device is not None for row in asked.matrix for device in row):
-        file.write_bytes(msgspec.json.encode(asked.matrix))
+    if any(device is not None for row in request.matrix for device in row):
+        file.write_bytes(msgspec.json.encode(request.matrix))
     return Done(ran=ran, matrix=str(file))
 
 
 def undo(home: Path) -> Done:
-    """Take back what the last `set_up` did.
+    """Undo every `set_up` since the last `undo`.
 
     Raises:
-        ClusterError: nothing is known to be undone, or a command failed.
+        ClusterError: no set-up is recorded, or a command failed.
     """
-    memory = home / ".phalanx" / MEMORY
-    steps = _remembered(memory)
+    undo_file = home / ".phalanx" / UNDO_FILE
+    steps = _read_memory(undo_file)
     if steps is None:
         raise ClusterError("No network set-up is known here.", remedy="`phalanx net setup` remembers what it did.")
     for path in steps.files:
         _remove(Path(path))
     ran = [_run(command) for command in (*steps.undo_after, *steps.undo)]
-    for file in (memory, home / ".phalanx" / "devices.json"):
+    for file in (undo_file, home / ".phalanx" / "devices.json"):
         file.unlink(missing_ok=True)
     return Done(ran=ran)
 
 
-def _remembered(memory: Path) -> Steps | None:
+def _read_memory(undo_file: Path) -> Steps | None:
     try:
-        return msgspec.json.decode(memory.read_bytes(), type=Steps)
+        return msgspec.json.decode(undo_file.read_bytes(), type=Steps)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def _together(new: Steps, old: Steps | None) -> Steps:
-    """A plan whose undo also takes back the plan before it."""
+def _merge(new: Steps, old: Steps | None) -> Steps:
+    """The new plan, with undo commands that also revert the old one."""
     if old is None:
         return new
     return replace(
@@ -171,16 +171,16 @@ def _pipe(command: list[str], text: str) -> None:
         raise ClusterError(f"`{' '.join(command)}` failed: {done.stderr.strip()}", remedy="It needs sudo rights.")
 
 
-def is_there(asked: Reach) -> Reached:
-    """Whether an address answers."""
-    return Reached(problem=reach(asked.address, asked.port) or 0)
+def is_there(request: ReachRequest) -> ReachResult:
+    """Test whether an address answers."""
+    return ReachResult(problem=reach(request.address, request.port) or 0)
 
 
 # Measuring -------------------------------------------------------------------------------------------------------
 
 
 def listener() -> tuple[Listening, threading.Thread]:
-    """A port that answers one probe; the thread ends with it, or after `PROBE_S`."""
+    """Open a port that answers one measurement. The thread ends after it, or after `PROBE_S`."""
     server = socket.create_server(("", 0))
     server.settimeout(PROBE_S)
     thread = threading.Thread(target=_answer, args=(server,), daemon=True)
@@ -205,33 +205,33 @@ def _answer(server: socket.socket) -> None:
             connection.sendall(b"." * SMALL)
 
 
-def measure(asked: Probe) -> Measured:
-    """Latency and bandwidth of one connection.
+def measure(request: MeasureRequest) -> LinkSpeed:
+    """Measure latency and bandwidth of one connection.
 
     Raises:
-        ClusterError: it broke.
+        ClusterError: the connection broke.
     """
     try:
-        with socket.create_connection((asked.address, asked.port), timeout=PROBE_S) as connection:
+        with socket.create_connection((request.address, request.port), timeout=PROBE_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             times = []
             for _ in range(ROUNDS):
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 connection.sendall(b"." * SMALL)
                 _exactly(connection, SMALL)
-                times.append((time.perf_counter() - begun) * 1e6)
+                times.append((time.perf_counter() - started) * 1e6)
             block = bytes(LARGE)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             for _ in range(BULK // LARGE):
                 connection.sendall(block)
             _exactly(connection, SMALL)
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - started
     except OSError as error:
         raise ClusterError(
-            f"The connection to {asked.address} broke: {error.strerror or error}.",
+            f"The connection to {request.address} broke: {error.strerror or error}.",
             remedy="Check the cable and the firewall between them.",
         ) from error
-    return Measured(
+    return LinkSpeed(
         median_us=statistics.median(times),
         p99_us=statistics.quantiles(times, n=100)[98],
         gbit_per_s=BULK * 8 / seconds / 1e9,

@@ -1,7 +1,7 @@
-"""What this machine says about itself: memory, addresses, RDMA ports, bridges. Reads through the system's own tools.
+"""Reads facts about this machine from the system's own tools: memory, addresses, RDMA ports, bridges.
 
 On macOS: sysctl, vm_stat, ifconfig, networksetup, rdma_ctl, ibv_devices, ibv_devinfo. On Linux: /proc and `ip`. Does
-not judge what it reads (`checks.py` does).
+not know which values are good (`checks.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psutil
 from msgspec import Struct
 
 TOOL_S = 10.0
-PAGE = 16384  # bytes, where vm_stat does not say
+PAGE = 16384  # bytes, if vm_stat does not say
 
 
 class Interface(Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class Interface(Struct, frozen=True, kw_only=True):
     name: str
     address: str
     prefix: int  # bits of the network part
-    kind: str = ""  # "Wi-Fi", "Thunderbolt 1", ... where the system says
+    kind: str = ""  # "Wi-Fi", "Thunderbolt 1", ...; "" if the system does not say
 
     @property
     def network(self) -> str:
@@ -39,7 +39,7 @@ class Port(Struct, frozen=True, kw_only=True):
     """An RDMA port."""
 
     device: str
-    state: str  # as ibv_devinfo says: PORT_ACTIVE, PORT_DOWN, ...
+    state: str  # from ibv_devinfo: PORT_ACTIVE, PORT_DOWN, ...
 
 
 class Rdma(Struct, frozen=True, kw_only=True):
@@ -58,12 +58,12 @@ class Bridge(Struct, frozen=True, kw_only=True):
 
 @cache
 def is_mac() -> bool:
-    """Whether this is macOS (a stand-in for `sysctl` that says so counts, on test rigs)."""
+    """Whether this is macOS, or a test that replaces `sysctl` to look like it."""
     return platform.system() == "Darwin" or tool("sysctl", "-n", "kern.ostype").strip() == "Darwin"
 
 
 def tool(*command: str) -> str:
-    """What a system tool prints; "" if it is not there, fails or takes too long."""
+    """The output of a system tool; "" if it is not installed, fails or takes too long."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -74,7 +74,7 @@ def tool(*command: str) -> str:
 
 
 def wired_bytes() -> int:
-    """Memory that cannot be paged out (macOS, `vm_stat`), or that is in use (Linux)."""
+    """Bytes of memory that cannot be paged out (macOS, `vm_stat`), or that are in use (Linux)."""
     text = tool("vm_stat") if is_mac() else ""
     found = re.search(r"Pages wired down:\s+(\d+)", text)
     if found is None:
@@ -90,7 +90,7 @@ def physical_bytes() -> int:
 
 
 def interfaces() -> list[Interface]:
-    """Those with an IPv4 address, but for loopback."""
+    """The interfaces with an IPv4 address, except loopback."""
     found = parse_ifconfig(tool("ifconfig")) if is_mac() else parse_ip(tool("ip", "-j", "-4", "address"))
     kinds = parse_ports(tool("networksetup", "-listallhardwareports")) if is_mac() else {}
     return [
@@ -119,11 +119,11 @@ def rdma() -> Rdma:
     return Rdma(enabled=enabled, ports=parse_devinfo(tool("ibv_devinfo")))
 
 
-# Readers of what tools print; pure ---------------------------------------------------------------------------------
+# Parsers of the tools' output; pure --------------------------------------------------------------------------------
 
 
 def parse_ifconfig(text: str) -> list[Interface]:
-    """Interfaces of macOS's `ifconfig`."""
+    """The interfaces in the output of macOS's `ifconfig`."""
     found, name = [], ""
     for line in text.splitlines():
         if head := re.match(r"(\w+): flags=", line):
@@ -134,7 +134,7 @@ def parse_ifconfig(text: str) -> list[Interface]:
 
 
 def parse_bridge(text: str) -> Bridge | None:
-    """Flags and members of `ifconfig bridge0`."""
+    """The flags and members in the output of `ifconfig bridge0`."""
     head = re.match(r"\w+: flags=\w+<([^>]*)>", text)
     if head is None:
         return None
@@ -142,7 +142,7 @@ def parse_bridge(text: str) -> Bridge | None:
 
 
 def parse_ip(text: str) -> list[Interface]:
-    """Interfaces of `ip -j -4 address`."""
+    """The interfaces in the output of `ip -j -4 address`."""
     return [
         Interface(name=link["ifname"], address=entry["local"], prefix=entry["prefixlen"])
         for link in (json.loads(text) if text.strip() else [])
@@ -151,12 +151,12 @@ def parse_ip(text: str) -> list[Interface]:
 
 
 def parse_ports(text: str) -> dict[str, str]:
-    """Interface -> hardware port of `networksetup -listallhardwareports`."""
+    """Interface -> hardware port, in the output of `networksetup -listallhardwareports`."""
     return {name: kind.strip() for kind, name in re.findall(r"Hardware Port: (.+)\nDevice: (\w+)", text)}
 
 
 def parse_devinfo(text: str) -> list[Port]:
-    """Ports of `ibv_devinfo`."""
+    """The ports in the output of `ibv_devinfo`."""
     found, device = [], ""
     for line in text.splitlines():
         if head := re.match(r"hca_id:\s*(\S+)", line):

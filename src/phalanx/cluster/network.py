@@ -1,8 +1,8 @@
-"""Plans for the network between hosts: static addresses on direct cables, out of every bridge (F6). Pure.
+"""Plans the network between hosts: static addresses on direct cables, and no bridge that contains them (F6). Pure.
 
-A plan is a list of commands per host, shown before they run. What must never be done is refused here, whoever asks:
-`route` (kernel panics), an interface taken down or up (spoils the table of RDMA addresses until a reboot), network
-locations (drop the Wi-Fi), addresses inside the Wi-Fi's network. Does not know ssh; runs nothing.
+A plan is a list of commands per host, which the user sees before they run. This module refuses commands that must never
+be run: `route` (kernel panics), taking an interface down or up (breaks the table of RDMA addresses until a reboot),
+changing network locations (the Wi-Fi drops), and addresses inside the Wi-Fi's network. Does not know ssh; runs nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from phalanx.cluster.check_results import Facts
+from phalanx.cluster.check_results import HostFacts
 from phalanx.cluster.hostfile import Host
 from phalanx.cluster.machine import wifi
 from phalanx.errors import ConfigError
@@ -32,7 +32,7 @@ class Node(Struct, frozen=True):
 
 
 class Cable(Struct, frozen=True):
-    """Two ends in one small network."""
+    """A cable between two hosts: its ends share a network of their own."""
 
     a: Node
     b: Node
@@ -40,21 +40,21 @@ class Cable(Struct, frozen=True):
 
 
 class Steps(Struct, frozen=True, kw_only=True):
-    """What one host does, and how it is undone."""
+    """The commands of one host, and those that undo them."""
 
     host: str
     commands: list[list[str]]
     undo: list[list[str]]
     files: dict[str, str] = {}  # path -> text, written before the commands (--persist)
-    after: list[list[str]] = []  # commands that make the files count
+    after: list[list[str]] = []  # commands that activate the files
     undo_after: list[list[str]] = []
 
 
 def parse_node(text: str) -> Node:
-    """`HOST:IFACE:IP`.
+    """Parse `HOST:IFACE:IP`.
 
     Raises:
-        ConfigError: it is not that.
+        ConfigError: the text has another form.
     """
     host, _, rest = text.partition(":")
     interface, _, address = rest.partition(":")
@@ -70,10 +70,11 @@ def parse_node(text: str) -> Node:
 
 
 def cables(nodes: Sequence[Node], prefix: int) -> list[Cable]:
-    """Which ends belong together: two addresses in one network of `prefix` bits are a cable.
+    """Find the cables: two ends whose addresses are in one network of `prefix` bits.
 
     Raises:
-        ConfigError: an end is alone, or three share a network, or an address is no host's, or one is there twice.
+        ConfigError: a network does not have exactly two ends on two hosts, an address is a network or broadcast
+            address, or an address or interface occurs twice.
     """
     groups: dict[str, list[Node]] = {}
     for node in nodes:
@@ -99,11 +100,11 @@ def cables(nodes: Sequence[Node], prefix: int) -> list[Cable]:
     return [Cable(ends[0], ends[1], name) for name, ends in groups.items()]
 
 
-def steps(nodes: Sequence[Node], prefix: int, facts: Mapping[str, Facts], *, persist: bool) -> list[Steps]:
-    """What every host does.
+def steps(nodes: Sequence[Node], prefix: int, facts: Mapping[str, HostFacts], *, persist: bool) -> list[Steps]:
+    """The plan of every host. With `persist`, it also applies after a reboot.
 
     Raises:
-        ConfigError: an interface is not there, or an address is in the Wi-Fi's network; names host and interface.
+        ConfigError: an interface or address is the Wi-Fi's, or in its network; names host and interface.
     """
     plans = []
     for host in dict.fromkeys(node.host for node in nodes):
@@ -118,7 +119,7 @@ def steps(nodes: Sequence[Node], prefix: int, facts: Mapping[str, Facts], *, per
     return plans
 
 
-def _refuse_wireless(nodes: Sequence[Node], prefix: int, facts: Facts) -> None:
+def _refuse_wireless(nodes: Sequence[Node], prefix: int, facts: HostFacts) -> None:
     wireless = wifi(facts.interfaces)
     if wireless is None:
         return
@@ -135,13 +136,13 @@ def _refuse_wireless(nodes: Sequence[Node], prefix: int, facts: Facts) -> None:
             )
 
 
-def _mac(host: str, nodes: Sequence[Node], prefix: int, facts: Facts) -> Steps:
+def _mac(host: str, nodes: Sequence[Node], prefix: int, facts: HostFacts) -> Steps:
     mask = str(ipaddress.ip_network(f"0.0.0.0/{prefix}").netmask)
     commands, undo = [], []
     if facts.bridge is not None:
-        wanted = [node.interface for node in nodes if node.interface in facts.bridge.members]
-        commands += [["ifconfig", BRIDGE, "deletem", name] for name in wanted]
-        undo += [["ifconfig", BRIDGE, "addm", name] for name in wanted]
+        bridged = [node.interface for node in nodes if node.interface in facts.bridge.members]
+        commands += [["ifconfig", BRIDGE, "deletem", name] for name in bridged]
+        undo += [["ifconfig", BRIDGE, "addm", name] for name in bridged]
         if facts.bridge.up:
             commands.append(["ifconfig", BRIDGE, "down"])
             undo.append(["ifconfig", BRIDGE, "up"])
@@ -152,16 +153,16 @@ def _mac(host: str, nodes: Sequence[Node], prefix: int, facts: Facts) -> Steps:
 
 
 def _linux(host: str, nodes: Sequence[Node], prefix: int) -> Steps:
-    place = [(f"{node.address}/{prefix}", node.interface) for node in nodes]
+    addresses = [(f"{node.address}/{prefix}", node.interface) for node in nodes]
     return Steps(
         host=host,
-        commands=[["ip", "address", "replace", address, "dev", name] for address, name in place],
-        undo=[["ip", "address", "del", address, "dev", name] for address, name in place],
+        commands=[["ip", "address", "replace", address, "dev", name] for address, name in addresses],
+        undo=[["ip", "address", "del", address, "dev", name] for address, name in addresses],
     )
 
 
 def _persistent(plan: Steps, nodes: Sequence[Node], prefix: int, *, mac: bool) -> Steps:
-    """The same at every start of the machine."""
+    """The plan, with files that apply it at every start of the machine."""
     if mac:
         return Steps(
             host=plan.host,
@@ -181,7 +182,7 @@ def _persistent(plan: Steps, nodes: Sequence[Node], prefix: int, *, mac: bool) -
 
 
 def daemon(commands: Sequence[Sequence[str]]) -> str:
-    """A LaunchDaemon that runs commands once when the machine starts. A command that has nothing to do is no error."""
+    """A LaunchDaemon that runs commands once at every start of the machine, and ignores their failures."""
     script = "; ".join(" ".join(command) for command in commands)
     return (
         '<?xml version="1.0" encoding="UTF-8"?>\n'
@@ -193,10 +194,10 @@ def daemon(commands: Sequence[Sequence[str]]) -> str:
 
 
 def refuse(command: Sequence[str]) -> None:
-    """Let a command pass that may be run; a host asks again before it runs one.
+    """Check that a command may be run. A host checks again before it runs one.
 
     Raises:
-        ConfigError: it is one of those that must never be run, or none that a plan has.
+        ConfigError: it must never be run, or it is not a command of plans.
     """
     words = list(command)
     match words:
@@ -217,15 +218,15 @@ def refuse(command: Sequence[str]) -> None:
     raise ConfigError(f"{' '.join(words)} is not a command of a network plan.")
 
 
-def matrix(found: Sequence[Cable], names: Sequence[str]) -> list[list[str | None]]:
-    """RDMA devices: `[i][j]` is host i's towards host j. On macOS a device is named after its interface."""
+def matrix(joined: Sequence[Cable], names: Sequence[str]) -> list[list[str | None]]:
+    """The device matrix: `[i][j]` is host i's RDMA device towards host j. macOS names a device after its interface."""
     rows: list[list[str | None]] = [[None] * len(names) for _ in names]
-    for cable in found:
-        for here, there in ((cable.a, cable.b), (cable.b, cable.a)):
-            rows[names.index(here.host)][names.index(there.host)] = f"rdma_{here.interface}"
+    for cable in joined:
+        for one, other in ((cable.a, cable.b), (cable.b, cable.a)):
+            rows[names.index(one.host)][names.index(other.host)] = f"rdma_{one.interface}"
     return rows
 
 
 def with_matrix(hosts: Sequence[Host], rows: Sequence[Sequence[str | None]]) -> tuple[Host, ...]:
-    """Hosts of a hostfile with their devices."""
+    """Hosts of a hostfile, with the rows of a device matrix."""
     return tuple(Host(ssh=host.ssh, ips=host.ips, rdma=tuple(row)) for host, row in zip(hosts, rows, strict=True))

@@ -1,7 +1,7 @@
-"""Runs phalanx on other hosts through OpenSSH's own `ssh`, so that the user's configuration, keys and jump hosts work.
+"""Runs phalanx on other hosts through OpenSSH's `ssh`, so that the user's configuration, keys and jump hosts apply.
 
-A call is `phalanx host VERB` there, with one JSON object in and one out. Whatever goes wrong is an error that names the
-host and, where `faults` knows it, the cause and the remedy. Does not know what the verbs do.
+A call is `phalanx host VERB` on the host, with one JSON object as input and one as output. Every error names the host
+and, if `faults` knows it, the cause and the remedy. Does not know what the verbs do.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import msgspec
 from phalanx.errors import ClusterError
 from phalanx.faults import recognise
 
-CONNECT_S = 4  # less than the 5 s within which `status` names a host that is away
+CONNECT_S = 4  # less than the 5 s within which `status` reports a host that does not answer
 SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"),
     *("-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"),
 )
 SSH_FAILED = 255  # ssh's own exit status
-ANSWER = "phalanx-answer:"  # before the JSON, since login scripts may print whatever they like
+ANSWER = "phalanx-answer:"  # before the JSON, since login scripts may print other lines
 LAST_LINES = 6  # of stderr in a message
 LINE_LIMIT = 1 << 24  # bytes
 
@@ -36,8 +36,8 @@ class Remote:
     """phalanx on one host.
 
     Args:
-        name: as ssh knows it. This machine's own names are not reached through ssh.
-        python: of phalanx there; where it is not, `phalanx` on the login shell's PATH is used.
+        name: the host's name for ssh. For this machine's own names, commands run without ssh.
+        python: the host's Python with phalanx; if it does not exist, `phalanx` on the login shell's PATH is used.
     """
 
     def __init__(self, name: str, *, python: str = sys.executable) -> None:
@@ -45,22 +45,22 @@ class Remote:
         self._python = python
 
     def command(self, *words: str) -> list[str]:
-        """What runs `phalanx WORDS` there."""
+        """The local command that runs `phalanx WORDS` on the host."""
         if is_here(self.name):
             return [sys.executable, "-m", "phalanx", *words]
         return self.shell_command(_phalanx(self._python, words))
 
     def shell_command(self, script: str) -> list[str]:
-        """What runs a line for sh there."""
+        """The local command that runs a line for sh on the host."""
         if is_here(self.name):
             return ["/bin/sh", "-c", script]
         return [*SSH, "--", self.name, f"exec /bin/sh -c {shlex.quote(script)}"]
 
     async def call(self, verb: str, request: object, kind: type[T], *, timeout_s: float = 60.0) -> T:
-        """One question, one answer.
+        """Send one request and return its answer.
 
         Raises:
-            ClusterError: ssh or the verb failed, or there was no answer in time; names host, cause and remedy.
+            ClusterError: ssh or the verb failed, or the answer did not arrive in time; names host, cause and remedy.
         """
         payload = msgspec.json.encode(request)
         code, out, err = await run(self.command("host", verb), payload, timeout_s, self.name)
@@ -70,10 +70,10 @@ class Remote:
         return _decode(self.name, answer, kind)
 
     async def listen(self, verb: str, request: object, kind: type[T]) -> AsyncGenerator[T, None]:
-        """One question, answers until the loop is left.
+        """Send one request and yield answers until the generator is closed.
 
         Raises:
-            ClusterError: as `call`; also when the answers end.
+            ClusterError: as `call`; also if the answers end.
         """
         process = await asyncio.create_subprocess_exec(
             *self.command("host", verb),
@@ -94,15 +94,15 @@ class Remote:
 
 
 def is_here(name: str) -> bool:
-    """Whether a host's name is this machine."""
+    """Whether a name is this machine's."""
     return name in ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
 
 def _phalanx(python: str, words: Sequence[str]) -> str:
-    rest = shlex.join(words)
-    there = shlex.quote(python)
-    return f"if [ -x {there} ]; then exec {there} -m phalanx {rest}; fi; " + (
-        f'exec "${{SHELL:-/bin/sh}}" -lc {shlex.quote(f"exec phalanx {rest}")}'
+    arguments = shlex.join(words)
+    program = shlex.quote(python)
+    return f"if [ -x {program} ]; then exec {program} -m phalanx {arguments}; fi; " + (
+        f'exec "${{SHELL:-/bin/sh}}" -lc {shlex.quote(f"exec phalanx {arguments}")}'
     )
 
 
@@ -117,7 +117,7 @@ def _decode(name: str, line: str, kind: type[T]) -> T:
 
 
 async def run(command: Sequence[str], payload: bytes, timeout_s: float, name: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a local command that talks to a host.
+    """Run a local command that talks to a host. Returns its exit status, stdout and stderr.
 
     Raises:
         ClusterError: ssh is missing, or did not end in time.
@@ -140,7 +140,7 @@ async def run(command: Sequence[str], payload: bytes, timeout_s: float, name: st
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """See a child of ours gone."""
+    """End a child process: SIGTERM, then SIGKILL after 2 s."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
@@ -153,7 +153,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 def failure(name: str, code: int, said: str) -> ClusterError:
-    """What to tell of a call that failed."""
+    """The error of a failed call, from its exit status and output."""
     lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith(ANSWER)]
     for line in lines:
         if (fault := recognise(line)) is not None:
@@ -164,12 +164,12 @@ def failure(name: str, code: int, said: str) -> ClusterError:
 
 
 async def on_all(hosts: Iterable[Remote], verb: str, request: object, kind: type[T]) -> dict[str, T | ClusterError]:
-    """The same question to all hosts at once: name -> answer, or why there is none."""
+    """Send the same request to all hosts in parallel. Returns each host's answer or error, by name."""
     remotes = list(hosts)
-    found = await asyncio.gather(*(remote.call(verb, request, kind) for remote in remotes), return_exceptions=True)
+    results = await asyncio.gather(*(remote.call(verb, request, kind) for remote in remotes), return_exceptions=True)
     answers: dict[str, T | ClusterError] = {}
-    for remote, one in zip(remotes, found, strict=True):
-        if isinstance(one, BaseException) and not isinstance(one, ClusterError):
-            raise one
-        answers[remote.name] = one
+    for remote, result in zip(remotes, results, strict=True):
+        if isinstance(result, BaseException) and not isinstance(result, ClusterError):
+            raise result
+        answers[remote.name] = result
     return answers

@@ -1,8 +1,8 @@
 """The supervisor of a host: keeps one process running, in a session of its own that outlives shell and ssh (L3).
 
-On the first host that process is the server, on the others the agent. The supervisor starts it again after a crash,
-not after an error that a restart cannot mend, nor without end. The process writes its own log and does not need the
-supervisor: it goes on if the supervisor is killed, and `stop` finds it by its PID file. Does not know ssh, or other
+On the first host that process is the server, on the others the agent. The supervisor starts it again after a crash, up
+to a limit, but not after an error that a restart cannot fix. The process writes its own log and does not depend on the
+supervisor: it continues if the supervisor is killed, and `stop` finds it by its PID file. Does not know ssh or other
 hosts.
 """
 
@@ -26,19 +26,19 @@ from phalanx.cluster import identity
 from phalanx.config import RUNTIME_VARIABLE, environment
 from phalanx.errors import ClusterError, ExitCode
 
-RESTARTS = 5  # within
+RESTARTS = 5  # at most, within WINDOW_S
 WINDOW_S = 300.0
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-READY_S = 10.0  # for a supervisor to have written its PID file
-KILL_HOLD_S = 30.0  # after a SIGKILL: RDMA devices stay busy for so long (F7, EBUSY)
-SUPERVISOR_SAYS = " supervisor: "  # in lines of the log that are not the process's
-LAST_S = 3.0  # after SIGKILL
+READY_S = 10.0  # until a new supervisor must have written its PID file
+KILL_HOLD_S = 30.0  # nothing is started for so long after a SIGKILL: RDMA devices stay busy (F7, EBUSY)
+SUPERVISOR_SAYS = " supervisor: "  # marks the supervisor's own lines in the log
+LAST_S = 3.0  # longest wait after SIGKILL
 PROGRAM = (sys.executable, "-m", "phalanx")
 
 
 class Spec(Struct, frozen=True, kw_only=True):
-    """What a supervisor keeps running."""
+    """The process that a supervisor keeps running."""
 
     role: str  # "server" or "agent"
     command: list[str]  # after `python -m phalanx`
@@ -47,23 +47,23 @@ class Spec(Struct, frozen=True, kw_only=True):
     files: dict[str, str] = {}  # name in the run directory -> text
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
-    """How a supervised process ended for good."""
+class ProcessOutcome(Struct, frozen=True, kw_only=True):
+    """The end of a supervised process that is not started again."""
 
     status: int
     at: float  # seconds since the epoch
     restarts: int
 
 
-class Started(Struct, frozen=True, kw_only=True):
-    """A supervisor runs."""
+class SupervisorStarted(Struct, frozen=True, kw_only=True):
+    """A supervisor was started."""
 
     pid: int
-    waited_s: float  # for a hold after a SIGKILL
+    waited_s: float  # for the hold after a SIGKILL
 
 
 class Stopped(Struct, frozen=True, kw_only=True):
-    """What `stop` found and did. Bytes of wired memory (macOS) or used memory (Linux), before and after."""
+    """The report of `stop`: processes found, killed and left; bytes of wired (macOS) or used (Linux) memory."""
 
     found: list[str] = []
     killed: list[str] = []
@@ -72,8 +72,8 @@ class Stopped(Struct, frozen=True, kw_only=True):
     after: int = 0
 
 
-class Place:
-    """Where a host keeps what it knows about its part of a cluster: `~/.phalanx/run`."""
+class RunDirectory:
+    """The directory with the state of a host's part of a cluster: `~/.phalanx/run`."""
 
     def __init__(self, home: Path | None = None) -> None:
         self.run = (home or Path.home()) / ".phalanx" / "run"
@@ -83,21 +83,21 @@ class Place:
         self.outcome = self.run / "outcome.json"
         self.hold = self.run / "hold"
         self.scratch = self.run / "tmp"
-        """Sockets and PID files of what runs, which it leaves behind when it is killed."""
+        """For sockets and PID files of the running process, which remain if it is killed."""
 
     def held_s(self) -> float:
-        """Seconds until something may be started here again after a SIGKILL."""
+        """Seconds until something may be started again after a SIGKILL."""
         try:
             return max(0.0, float(self.hold.read_text()) - time.time())
         except (OSError, ValueError):
             return 0.0
 
     def named(self) -> tuple[psutil.Process | None, psutil.Process | None]:
-        """The supervisor and its process, as the PID files name them."""
+        """The supervisor and its process, by their PID files; None for each one that does not run."""
         return identity.find(identity.read(self.supervisor)), identity.find(identity.read(self.child))
 
     def running(self) -> list[psutil.Process]:
-        """The supervisor and its process, as far as they are there."""
+        """Those of the supervisor and its process that run."""
         return [process for process in self.named() if process is not None]
 
     def read_spec(self) -> Spec | None:
@@ -106,14 +106,14 @@ class Place:
         except (OSError, msgspec.DecodeError):
             return None
 
-    def read_outcome(self) -> Outcome | None:
+    def read_outcome(self) -> ProcessOutcome | None:
         try:
-            return msgspec.json.decode(self.outcome.read_bytes(), type=Outcome)
+            return msgspec.json.decode(self.outcome.read_bytes(), type=ProcessOutcome)
         except (OSError, msgspec.DecodeError):
             return None
 
     def clear(self) -> None:
-        """Forget everything but a hold; the directories go when they are empty."""
+        """Delete all files except an active hold, and then empty directories."""
         if self.run.is_dir():
             for file in self.run.iterdir():
                 if file.is_file() and (file != self.hold or self.held_s() == 0.0):
@@ -125,24 +125,24 @@ class Place:
                 folder.rmdir()
 
 
-def start(spec: Spec, place: Place) -> int:
-    """Start a supervisor in the background; its process id once it has taken over.
+def start(spec: Spec, run_dir: RunDirectory) -> int:
+    """Start a supervisor in the background. Returns its process id once it has written its PID file.
 
     Raises:
-        ClusterError: something is running already, or the supervisor ended at once.
+        ClusterError: something runs here already, or the supervisor ended at once.
     """
-    if running := place.running():
+    if running := run_dir.running():
         raise ClusterError(
             f"Something is running here already: {describe(running[0])}.",
             remedy="`phalanx status` shows it, `phalanx down` ends it, `phalanx restart` does both.",
         )
-    while held := place.held_s():
-        time.sleep(min(held, 1.0))
-    place.clear()
-    place.run.mkdir(parents=True, exist_ok=True, mode=0o700)
+    while held_s := run_dir.held_s():
+        time.sleep(min(held_s, 1.0))
+    run_dir.clear()
+    run_dir.run.mkdir(parents=True, exist_ok=True, mode=0o700)
     log = _open_log(spec)
     for name, text in spec.files.items():
-        (place.run / name).write_text(text)
+        (run_dir.run / name).write_text(text)
     with log.open("ab") as output:
         process = subprocess.Popen(
             [*PROGRAM, "host", "supervise"],
@@ -156,7 +156,7 @@ def start(spec: Spec, place: Place) -> int:
     process.stdin.write(msgspec.json.encode(spec))
     process.stdin.close()
     deadline = time.monotonic() + READY_S
-    while identity.read(place.supervisor) is None:
+    while identity.read(run_dir.supervisor) is None:
         if process.poll() is not None or time.monotonic() > deadline:
             last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             raise ClusterError(f"The supervisor did not start: {last[0]}", remedy=f"See {log} on this host.")
@@ -165,12 +165,12 @@ def start(spec: Spec, place: Place) -> int:
 
 
 def log_file(spec: Spec) -> Path:
-    """The log on this host."""
+    """The path of the log on this host."""
     return Path.home() / spec.log
 
 
 def _open_log(spec: Spec) -> Path:
-    """A fresh log; the one before is kept beside it."""
+    """Create an empty log; the previous one is kept as NAME.1."""
     log = log_file(spec)
     log.parent.mkdir(parents=True, exist_ok=True)
     if log.exists():
@@ -180,37 +180,37 @@ def _open_log(spec: Spec) -> Path:
 
 
 def describe(process: psutil.Process) -> str:
-    """A process in a message."""
+    """Command and id of a process, for messages."""
     with contextlib.suppress(psutil.Error):
         words = process.cmdline()
-        at = words.index("phalanx") if "phalanx" in words else 0
-        return f"{' '.join(words[at : at + 3])} (pid {process.pid})"
+        index = words.index("phalanx") if "phalanx" in words else 0
+        return f"{' '.join(words[index : index + 3])} (pid {process.pid})"
     return f"pid {process.pid}"
 
 
-def stop(place: Place, *, timeout_s: float, force: bool) -> tuple[list[str], list[str], list[str]]:
-    """End what runs here: SIGTERM, and SIGKILL after the time-out to what is left of it.
+def stop(run_dir: RunDirectory, *, timeout_s: float, force: bool) -> tuple[list[str], list[str], list[str]]:
+    """End the processes that run here: SIGTERM, and SIGKILL for those that remain after `timeout_s` seconds.
 
     Args:
         force: also end processes of groups that no PID file names.
 
     Returns:
-        Descriptions of what was there, what had to be killed, and what is there still.
+        Descriptions of the processes that were found, that were killed, and that still run.
     """
-    roots = place.running()
+    roots = run_dir.running()
     strays = [process for process in identity.strays() if process not in roots] if force else []
-    everyone = identity.family([*roots, *strays])
+    processes = identity.family([*roots, *strays])
     found = [describe(process) for process in [*roots, *strays]]
-    identity.send([*roots[:1], *strays], signal.SIGTERM)  # the supervisor passes it on
-    remaining = identity.left(everyone, timeout_s)
+    identity.send([*roots[:1], *strays], signal.SIGTERM)  # the supervisor passes it on to its process
+    remaining = identity.wait_gone(processes, timeout_s)
     killed = [describe(process) for process in remaining]
     if remaining:
         identity.send(remaining, signal.SIGKILL)
-        remaining = identity.left(remaining, LAST_S)
-        place.run.mkdir(parents=True, exist_ok=True)
-        place.hold.write_text(str(time.time() + KILL_HOLD_S))
+        remaining = identity.wait_gone(remaining, LAST_S)
+        run_dir.run.mkdir(parents=True, exist_ok=True)
+        run_dir.hold.write_text(str(time.time() + KILL_HOLD_S))
     if not remaining:
-        place.clear()
+        run_dir.clear()
     return found, killed, [describe(process) for process in remaining]
 
 
@@ -218,82 +218,82 @@ def stop(place: Place, *, timeout_s: float, force: bool) -> tuple[list[str], lis
 
 
 class _Supervisor:
-    def __init__(self, spec: Spec, place: Place) -> None:
+    def __init__(self, spec: Spec, run_dir: RunDirectory) -> None:
         self._spec = spec
-        self._place = place
+        self._run_dir = run_dir
         self._child: subprocess.Popen[bytes] | None = None
-        self._leaving = False
+        self._terminating = False
         self._crashes: list[float] = []
 
     def run(self) -> int:
-        """Keep the process running; the exit code."""
+        """Keep the process running until it ends for good or SIGTERM arrives. Returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._leave)
-        self._place.spec.touch(mode=0o600)
-        self._place.spec.write_bytes(msgspec.json.encode(self._spec))
-        identity.write(self._place.supervisor, identity.record(os.getpid()))
-        while not self._leaving:
+            signal.signal(number, self._terminate)
+        self._run_dir.spec.touch(mode=0o600)
+        self._run_dir.spec.write_bytes(msgspec.json.encode(self._spec))
+        identity.write(self._run_dir.supervisor, identity.record(os.getpid()))
+        while not self._terminating:
             status = self._run_once()
-            if self._leaving:
+            if self._terminating:
                 break
             if not self._restart_helps(status):
-                outcome = Outcome(status=status, at=time.time(), restarts=len(self._crashes))
-                self._place.outcome.write_bytes(msgspec.json.encode(outcome))
-                for file in (self._place.child, self._place.supervisor):
+                outcome = ProcessOutcome(status=status, at=time.time(), restarts=len(self._crashes))
+                self._run_dir.outcome.write_bytes(msgspec.json.encode(outcome))
+                for file in (self._run_dir.child, self._run_dir.supervisor):
                     file.unlink(missing_ok=True)
                 return status
             self._pause()
-        self._place.clear()
+        self._run_dir.clear()
         return ExitCode.OK
 
     def _run_once(self) -> int:
-        shutil.rmtree(self._place.scratch, ignore_errors=True)
-        self._place.scratch.mkdir(mode=0o700)
+        shutil.rmtree(self._run_dir.scratch, ignore_errors=True)
+        self._run_dir.scratch.mkdir(mode=0o700)
         self._child = subprocess.Popen(
             [*PROGRAM, *self._spec.command],
             stdin=subprocess.DEVNULL,
-            env={**environment(), **self._spec.variables, RUNTIME_VARIABLE: str(self._place.scratch)},
+            env={**environment(), **self._spec.variables, RUNTIME_VARIABLE: str(self._run_dir.scratch)},
             process_group=0,
         )
-        if self._leaving:  # the signal came while it was being started
+        if self._terminating:  # the signal arrived while the process was being started
             self._child.terminate()
         with contextlib.suppress(psutil.Error):
-            identity.write(self._place.child, self._started())
+            identity.write(self._run_dir.child, self._started())
         status = self._child.wait()
-        _say(f"{self._spec.role} (pid {self._child.pid}) ended with status {status}")
+        _log(f"{self._spec.role} (pid {self._child.pid}) ended with status {status}")
         return status
 
     def _started(self) -> identity.Record:
-        """The child, once it is itself: between fork and exec it has its parent's command line."""
+        """The child's record, after exec: between fork and exec it has its parent's command line."""
         assert self._child is not None
         mine = psutil.Process().cmdline()
-        while (found := identity.record(self._child.pid)).command in ([], mine) and self._child.poll() is None:
+        while (child := identity.record(self._child.pid)).command in ([], mine) and self._child.poll() is None:
             time.sleep(0.005)
-        return found
+        return child
 
     def _restart_helps(self, status: int) -> bool:
         now = time.monotonic()
-        self._crashes = [at for at in self._crashes if now - at <= WINDOW_S] + [now]
+        self._crashes = [crash for crash in self._crashes if now - crash <= WINDOW_S] + [now]
         final = (ExitCode.OK, ExitCode.USAGE, ExitCode.CONFIG, ExitCode.MEMORY)
         return status not in final and len(self._crashes) <= RESTARTS
 
     def _pause(self) -> None:
-        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (len(self._crashes) - 1))
-        _say(f"starting it again in {pause:g} s")
-        deadline = time.monotonic() + pause
-        while not self._leaving and time.monotonic() < deadline:
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (len(self._crashes) - 1))
+        _log(f"starting it again in {pause_s:g} s")
+        deadline = time.monotonic() + pause_s
+        while not self._terminating and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _leave(self, number: int, frame: FrameType | None) -> None:
-        self._leaving = True
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self._terminating = True
         if self._child is not None and self._child.poll() is None:
             self._child.terminate()
 
 
-def supervise(spec: Spec, place: Place) -> int:
-    """Be the supervisor: returns when its process has ended for good, or after SIGTERM."""
-    return _Supervisor(spec, place).run()
+def supervise(spec: Spec, run_dir: RunDirectory) -> int:
+    """Run as the supervisor until its process ends for good, or until SIGTERM. Returns the exit code."""
+    return _Supervisor(spec, run_dir).run()
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}{SUPERVISOR_SAYS}{text}", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""Groups of ranks: the only users of `mx.distributed` and of the control port."""
+"""Groups of ranks: collectives and the control channel. The only package that uses `mx.distributed`."""

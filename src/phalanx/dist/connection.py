@@ -1,8 +1,8 @@
-"""One TCP connection of the control channel: messages in and out, never waiting longer than it was told.
+"""One TCP connection of the control channel: reads and writes messages, and never blocks longer than its caller allows.
 
-The socket is non-blocking. One thread reads (`read`); several may write, whole frames, in an order that a lock decides.
-What the kernel does not take at once is kept and goes first next time, so that a frame is never cut. Does not know who
-is at the other end, nor when a silent peer is lost.
+The socket is non-blocking. One thread reads (`read`); several may write whole frames, in turn by a lock. Bytes that the
+kernel does not take at once are kept and sent before the next frame, so that frames stay whole. Does not know the rank
+at the other end, nor when a silent peer is lost.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Connection:
         self._lock = threading.Lock()
         self._unsent = memoryview(b"")
         self.ended = ""
-        """How the other end was lost, once it is."""
+        """How the connection ended; "" while it is open."""
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def trust(self) -> None:
-        """From now on messages may have any size that a frame can."""
+    def accept_large_messages(self) -> None:
+        """Accept messages up to the frame limit from now on. Called once the other end is authenticated."""
         self._splitter.limit = MAX_FRAME
 
     def read(self) -> list[Message]:
-        """The messages that are complete with what has arrived; does not wait. Sets `ended` at the end.
+        """The messages that have arrived completely. Does not block. Sets `ended` at the end of the stream.
 
         Raises:
-            FrameError: the other end sends something else.
+            FrameError: the other end sent something that is not a message.
         """
         payloads: list[bytes] = []
         for _ in range(_PIECES):
@@ -68,18 +68,18 @@ class Connection:
         return [decode(payload) for payload in payloads]
 
     def wait_readable(self, timeout_s: float) -> None:
-        """Return when there is something to read, or after `timeout_s`."""
+        """Wait until there is something to read, at most `timeout_s` seconds."""
         _wait(self._socket, select.POLLIN, timeout_s)
 
     def offer(self, data: bytes, *, wait_s: float = 0.0) -> bool:
-        """Send a frame if that takes no waiting.
+        """Send a frame without blocking, or do not send it.
 
         Args:
-            wait_s: for the lock, while another thread is sending.
+            wait_s: seconds to wait for the lock while another thread is sending.
 
         Returns:
-            Whether the frame will be delivered if the other end reads. A broken connection is not an error here:
-            reading tells why.
+            Whether the frame will be delivered if the other end reads. A broken connection is not an error here: the
+            next `read` reports it.
         """
         if not self._lock.acquire(timeout=wait_s):
             return False
@@ -98,7 +98,7 @@ class Connection:
         """Send a frame.
 
         Raises:
-            TimeoutError: the other end has not taken all of it within `timeout_s`.
+            TimeoutError: the kernel did not take the whole frame within `timeout_s` seconds.
             OSError: the connection is broken.
         """
         deadline = time.monotonic() + timeout_s
@@ -112,7 +112,7 @@ class Connection:
                 self._push()
 
     def _push(self, data: bytes = b"") -> None:
-        """Give the kernel what it takes of what is kept and of `data`; keep the rest. The lock is held."""
+        """Write unsent bytes and then `data`, as far as the kernel takes them; keep the rest. The lock is held."""
         if data:
             self._unsent = memoryview(bytes(self._unsent) + data if self._unsent else data)
         try:
@@ -122,12 +122,12 @@ class Connection:
             pass
 
     def finish(self) -> None:
-        """Nothing more will be sent; the other end sees the end of the stream after all that was."""
+        """Send nothing more: the other end gets the end of the stream after all frames."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Give the socket back. Nobody may be reading or writing."""
+        """Close the socket. No thread may be reading or writing."""
         self._socket.close()
 
 

@@ -1,4 +1,7 @@
-"""Buffers as a bad fabric delivers them, on demand (`inject.py` says when). Does not know who notices."""
+"""Injects corrupt buffers, as a faulty fabric delivers them, for tests and drills (`fault_injection.py`).
+
+Does not know how they are detected.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from phalanx.dist.fault_injection import Injection
 
 
 class CorruptBuffer:
-    """Spoils one reduction on one rank, once. A `reduce.Fault`."""
+    """Corrupts one reduction on one rank, once. A `reduce.FaultInjector`."""
 
     def __init__(self, injection: Injection) -> None:
         self._injection = injection
@@ -19,7 +22,7 @@ class CorruptBuffer:
         self._done = False
 
     def at_step(self, step: int) -> None:
-        """A step begins."""
+        """Tell the number of the step that begins."""
         self._armed = step >= self._injection.step
 
     def __call__(self, wire: mx.array, forward: int, site: int) -> mx.array:
@@ -34,12 +37,12 @@ class CorruptBuffer:
                 corrupt = mx.random.normal(wire.shape, key=mx.random.key(forward)).astype(wire.dtype) * 10
             case "stale":
                 if previous is None or previous.shape != wire.shape:
-                    return wire  # wait for a forward of the same shape
+                    return wire  # corrupt the next forward of the same shape instead
                 corrupt = previous
             case "zero":
                 corrupt = mx.zeros_like(wire)
             case _:
                 corrupt = wire.reshape(-1)[::-1].reshape(wire.shape)
         self._done = True
-        # The sum itself still happens, or this rank's next one would pair with the others' this one.
+        # The sum itself must still happen, or this rank's next sum would pair with the other ranks' present one.
         return cast("mx.array", mx.depends(corrupt, wire))

@@ -1,6 +1,6 @@
-"""Does the fabric add up, and how fast? Sums of known values at several sizes and dtypes (F4, A6).
+"""Tests that the fabric sums correctly, and measures how fast: known values at several sizes and dtypes (F4, A6).
 
-Run by every rank at start and by `phalanx selftest`. Does not know models.
+Every rank runs it at start, and `phalanx selftest` does. Does not know models.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from phalanx.types import FabricFigure
 
 SIZES = (1, 1024, 16384, 262144)  # elements
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-ROUNDS = 9  # for a median
+ROUNDS = 9  # measurements per median
 
 
 def test_fabric(group: mx.distributed.Group) -> list[FabricFigure]:
-    """Check every size in every dtype; measure float32.
+    """Check every size in every dtype, then measure every size in float32.
 
     Raises:
-        CollectiveFault: a sum is wrong; names size, dtype, the value expected and the one received.
+        CollectiveFault: a sum is wrong; names its size and dtype, the expected value and the received one.
     """
     for dtype in DTYPES:
         for size in SIZES:
@@ -32,7 +32,7 @@ def test_fabric(group: mx.distributed.Group) -> list[FabricFigure]:
 
 
 def sum_of_ranks(group: mx.distributed.Group) -> float:
-    """all_sum of rank + 1, the simplest thing that proves that all are there."""
+    """all_sum of rank + 1: the smallest sum to which every rank must contribute."""
     return float(cast(float, mx.distributed.all_sum(mx.array(float(group.rank() + 1)), group=group).item()))
 
 

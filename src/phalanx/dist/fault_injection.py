@@ -1,8 +1,7 @@
-"""Faults on demand, for drills and tests: what a bad fabric or a lost rank looks like, at a chosen rank and step.
+"""Fault injection for tests and drills: a corrupt buffer or a lost rank, at a chosen rank and step.
 
-`phalanx serve --inject garbage:rank=1,step=40,layer=3`. A fault happens once per start of the group, on the first one
-only (`EngineConfig.inject` is dropped at a restart), so that recovery can be watched. Does not know what the ranks
-compute.
+`phalanx serve --inject garbage:rank=1,step=40,layer=3`. A fault happens once, after the group's first start: a restart
+drops `EngineConfig.inject`, so that the recovery can be watched. Does not know what the ranks compute.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ BufferFault = Literal["garbage", "stale", "zero", "permute"]
 RankFault = Literal["kill", "suspend", "wedge", "tamper", "crash", "late", "slow", "version"]
 BUFFER_FAULTS = get_args(BufferFault)
 RANK_FAULTS = get_args(RankFault)
-SLOW_S = 4.0  # between meeting the others and joining the fabric
+SLOW_S = 4.0  # that the rank of a "slow" fault waits between the handshake and joining the fabric
 
 
 class Injection(Struct, frozen=True, kw_only=True):
-    """One fault: buffers are corrupt at reduction `layer` of the first forward from `step` on, ranks at `step`."""
+    """One fault: a rank fault happens at `step`, a buffer fault at reduction `layer` of the first forward from it."""
 
     kind: BufferFault | RankFault
     rank: int
@@ -36,7 +35,7 @@ def parse(text: str) -> Injection:
     """`KIND:rank=R,step=S,layer=L`.
 
     Raises:
-        ConfigError: says what is wrong and what kinds there are.
+        ConfigError: the text is not of this form; says what is wrong and which kinds there are.
     """
     kind, _, rest = text.partition(":")
     fields: dict[str, int] = {}
@@ -54,7 +53,7 @@ def parse(text: str) -> Injection:
 
 
 def inject(injection: Injection, step: int) -> None:
-    """Do to this process what a rank fault says, if this is the step.
+    """Inject a rank fault into this process if this is its step.
 
     Raises:
         IndexError: the fault is a crash.
@@ -70,6 +69,6 @@ def inject(injection: Injection, step: int) -> None:
             while True:
                 time.sleep(3600)
         case "crash":
-            raise IndexError(f"injected at step {step}")  # nothing of ours expects one
+            raise IndexError(f"injected at step {step}")  # an error that no code handles
         case _:
             return

@@ -1,9 +1,8 @@
-"""Frames: how messages stand in a stream of bytes, on every socket of ours.
+"""Frames: how phalanx separates messages in a stream of bytes, on all its sockets.
 
-A frame is a version byte, a 4-byte little-endian length, and the payload. The version is that of this layout only; what
-the payload says has versions of its own. Whoever is not one of us is recognised by the first bytes (HTTP's `G` is no
-version, a random length exceeds the limit) before anything is stored. Does not know what payloads mean, nor who is at
-the other end.
+A frame is a version byte, a 4-byte little-endian length, and the payload. The version is that of this layout only;
+payloads have versions of their own. A foreign peer is recognised by its first bytes (HTTP's `G` is not the version, a
+random length exceeds the limit) before anything is stored. Does not know payloads, nor the peer.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _HEADER = struct.Struct("<BI")
 
 
 def frame(payload: bytes) -> bytes:
-    """The bytes to send.
+    """The frame of a payload.
 
     Raises:
         FrameError: the payload is longer than a receiver accepts.
@@ -36,7 +35,7 @@ def _check_version(start: bytes | bytearray) -> None:
 
 
 def _announced(header: bytes | bytearray, limit: int) -> int:
-    """The length of the payload behind a header."""
+    """The length of the payload that follows a header, in bytes."""
     _check_version(header)
     _, length = _HEADER.unpack_from(header)
     if length > limit:
@@ -45,10 +44,10 @@ def _announced(header: bytes | bytearray, limit: int) -> int:
 
 
 class Splitter:
-    """Cuts a stream that arrives in arbitrary pieces into payloads.
+    """Splits a stream, which arrives in pieces of any size, into payloads.
 
-    `limit` is the largest payload accepted, in bytes; it may be changed between calls. At most `limit` bytes plus one
-    piece are held.
+    `limit` is the largest accepted payload, in bytes; it may change between calls. The splitter buffers at most `limit`
+    bytes and one piece.
     """
 
     def __init__(self, limit: int = MAX_FRAME) -> None:
@@ -56,15 +55,15 @@ class Splitter:
         self._buffer = bytearray()
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The payloads that are complete with this piece, in order.
+        """Add a piece. Returns the payloads that it completes, in order.
 
         Raises:
-            FrameError: what arrived is not a frame of ours; the stream is useless from here on.
+            FrameError: the stream does not have this layout; it cannot be read any further.
         """
         self._buffer += piece
         payloads = []
         while self._buffer:
-            _check_version(self._buffer)  # one byte tells a stranger
+            _check_version(self._buffer)  # the first byte is enough to recognise a foreign peer
             if len(self._buffer) < _HEADER.size:
                 break
             end = _HEADER.size + _announced(self._buffer, self.limit)
@@ -76,12 +75,16 @@ class Splitter:
 
     @property
     def between_frames(self) -> bool:
-        """No frame has begun and not ended."""
+        """Whether no frame is incomplete."""
         return not self._buffer
 
 
 async def read_frame(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> bytes | None:
-    """The next payload, of at most `limit` bytes, or None at the end of the stream."""
+    """The next payload, of at most `limit` bytes; None at the end of the stream.
+
+    Raises:
+        FrameError: as `Splitter.feed`.
+    """
     try:
         header = await reader.readexactly(_HEADER.size)
         return await reader.readexactly(_announced(header, limit))
@@ -90,7 +93,11 @@ async def read_frame(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> by
 
 
 def receive_frame(connection: socket.socket) -> bytes | None:
-    """The next payload from a blocking socket, or None at the end of the stream."""
+    """The next payload from a blocking socket; None at the end of the stream.
+
+    Raises:
+        FrameError: as `Splitter.feed`.
+    """
     header = _receive_exactly(connection, _HEADER.size)
     return None if header is None else _receive_exactly(connection, _announced(header, MAX_FRAME))
 

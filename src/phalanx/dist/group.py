@@ -1,8 +1,8 @@
-"""Joining a group of ranks, strictly: once, under a deadline, and verified (design: Fail-stop, then resume).
+"""Joins a group of ranks: once, before a deadline, and verified (design: Fail-stop, then resume).
 
-MLX's `init` can block for ever while it holds the interpreter's lock, can come up as several groups of one, and can
-connect to another job's rank. So a timer of the operating system ends the process when joining takes too long, and
-size, rank and a nonce of this start are compared over the new group before anything else uses it. Does not know models
+MLX's `init` can block for ever while it holds the interpreter's lock, can return several groups of one rank, and can
+connect to a rank of another job. So a timer of the operating system ends the process if joining takes too long, and the
+ranks compare size, rank and a nonce of this start over the new group before anything else uses it. Does not know models
 or plans.
 """
 
@@ -25,22 +25,22 @@ from phalanx.errors import GroupError
 log = logging.getLogger("phalanx.group")
 
 Fabric = mx.distributed.Group
-"""The ranks that a rank sums with."""
+"""The group over which ranks sum."""
 
-_MLX_NAME = {"jaccl-ring": "jaccl"}  # a launcher's name; MLX is told by MLX_JACCL_RING
-MESSAGE = 256  # bytes that rank 0 can tell over the fabric
+_MLX_NAME = {"jaccl-ring": "jaccl"}  # for MLX a variant of jaccl, which MLX_JACCL_RING selects
+MESSAGE_BYTES = 256  # of the message that rank 0 sends over the fabric
 
 
 def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, deadline_s: float) -> Fabric:
-    """The group of this start.
+    """Join the group of this start and verify it.
 
     Args:
-        nonce: below 2**48, the same on all ranks of this start and on no others.
-        where: how the other ranks reach this one, for messages.
-        deadline_s: the process ends by SIGALRM when joining and verifying take longer.
+        nonce: below 2**48; the same on all ranks of this start, different for every start.
+        where: the address at which other ranks reach this one, for messages.
+        deadline_s: SIGALRM ends the process if joining and verifying take longer.
 
     Raises:
-        GroupError: the backend cannot start, or what came up is not the group that was meant.
+        GroupError: the backend cannot start, or its group is not the intended one.
     """
     started = time.monotonic()
     log.info("joining %d ranks over %s%s, %g s at most", size, backend, where and f" at {where}", deadline_s)
@@ -58,32 +58,34 @@ def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, dead
 
 
 def agree(group: Fabric, backend: Backend, host: str) -> tuple[GroupConfig, bytes]:
-    """What a launcher of ours would have told every rank, from rank 0 over the fabric.
+    """Send the control address and secret of a group from rank 0 to all ranks, over the fabric.
+
+    For ranks that `mpirun` or `mlx.launch` started; phalanx's own launcher passes both to every rank itself.
 
     Args:
-        host: rank 0's address, as the other ranks reach it.
+        host: the address at which the other ranks reach rank 0.
 
     Returns:
-        The group, with a free port of `host` for control connections, and its secret.
+        The group's configuration, with a free port of `host` for control connections, and its secret.
     """
-    told = bytearray(MESSAGE)
+    message = bytearray(MESSAGE_BYTES)
     if group.rank() == 0:
         (port,) = free_ports(1, host)
         text = f"{host}:{port} {secrets.token_hex(32)}".encode()
-        told[: len(text)] = text
+        message[: len(text)] = text
     with mx.stream(mx.Device(mx.cpu)):
-        heard = mx.distributed.all_sum(mx.array(list(told), dtype=mx.int32), group=group)
-        values = cast("list[int]", heard.tolist())
+        received = mx.distributed.all_sum(mx.array(list(message), dtype=mx.int32), group=group)
+        values = cast("list[int]", received.tolist())
     control, _, secret = bytes(values).rstrip(b"\0").decode().partition(" ")
     same_host = host in ("127.0.0.1", "::1", "localhost")
-    here = group.size() if same_host else 1
-    config = GroupConfig(size=group.size(), backend=backend, nonce=0, control=control, ranks_here=here)
+    ranks_here = group.size() if same_host else 1
+    config = GroupConfig(size=group.size(), backend=backend, nonce=0, control=control, ranks_here=ranks_here)
     return config, secret.encode()
 
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Ends the process by SIGALRM, whatever it is blocked in, unless the block is left in time."""
+    """End the process by SIGALRM, wherever it blocks, unless the `with` block ends within `seconds`."""
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -101,14 +103,14 @@ def _verify(group: Fabric, backend: Backend, rank: int, size: int, nonce: int) -
         )
     cpu = mx.Device(mx.cpu)
     with mx.stream(cpu):
-        mine = mx.array([1 if i == rank else 0 for i in range(size)] + _digits(nonce), dtype=mx.int32)
+        mine = mx.array([1 if i == rank else 0 for i in range(size)] + _split_nonce(nonce), dtype=mx.int32)
         least = mx.distributed.all_min(mine[size:], group=group)
         most = mx.distributed.all_max(mine[size:], group=group)
         present = mx.distributed.all_sum(mine[:size], group=group)
         mx.eval(least)
         mx.eval(most)
         mx.eval(present)
-    if least.tolist() != _digits(nonce) or most.tolist() != _digits(nonce):
+    if least.tolist() != _split_nonce(nonce) or most.tolist() != _split_nonce(nonce):
         raise GroupError(
             f"Rank {rank} is connected to a rank of another job, or of an earlier start ({backend}).",
             remedy="Another group uses the same ports; phalanx starts again on fresh ones.",
@@ -117,6 +119,6 @@ def _verify(group: Fabric, backend: Backend, rank: int, size: int, nonce: int) -
         raise GroupError(f"{backend} counts ranks {present.tolist()} instead of one of each; the group is not whole.")
 
 
-def _digits(nonce: int) -> list[int]:
-    """A nonce as three numbers that every backend and dtype sums exactly."""
+def _split_nonce(nonce: int) -> list[int]:
+    """A nonce of 48 bits as three numbers of 16, which every backend sums exactly."""
     return [(nonce >> shift) & 0xFFFF for shift in (0, 16, 32)]

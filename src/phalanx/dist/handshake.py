@@ -1,14 +1,14 @@
-"""How ranks find each other: a connection proves that it knows the group's secret, then says who it is.
+"""The handshake by which workers join the leader: both ends prove that they know the group's secret.
 
     leader                        worker
     Challenge(nonce)        ->
                             <-    Proof(own nonce, HMAC(secret, "worker", both nonces))
     Proof(HMAC(secret, "leader", both nonces))  ->
                             <-    Hello(identity, protocol, size)
-    Welcome | Refused       ->    when all are here, or will not be
+    Welcome | Refused       ->    once the group is complete, or cannot form
 
-Until the proof a connection is a stranger: there may be many at once, each has little time and little memory, and none
-delays the others. This authenticates; it does not encrypt. Does not know what the group does once it is complete.
+Any process may connect, so a connection is only a candidate until its proof: it gets little time and little memory, and
+cannot delay others. The handshake authenticates; it does not encrypt. Does not know what the complete group does.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from phalanx.dist.peers import (
     Challenge,
     Hello,
     Identity,
-    Limits,
     Message,
     Proof,
     Refused,
+    WatchdogLimits,
     Welcome,
     encode,
 )
@@ -41,14 +41,14 @@ from phalanx.errors import FrameError, GroupError, PeerMissing, PeerRefused
 
 log = logging.getLogger("phalanx.channel")
 
-STRANGERS = 64  # at once; one more drops the oldest, and a rank that was dropped tries again
-STRANGER_BYTES = 4096  # per message before a connection is trusted; a Hello takes a few hundred
+MAX_CANDIDATES = 64  # one more drops the oldest; a rank that was dropped connects again
+CANDIDATE_BYTES = 4096  # per message before authentication; a Hello takes a few hundred
 NONCE_BYTES = 32
 RETRY_S = 0.1  # between a worker's attempts to connect
-VERDICT_S = 5.0  # that a worker waits longer than the leader for the group, so that the leader says what is wrong
+OUTCOME_WAIT_S = 5.0  # a worker waits so much longer than the leader for the group, so that the leader reports first
 
 MUST_MATCH = ("version", "mlx", "mlx_lm", "fingerprint")
-"""Fields of `Identity` in which ranks may not differ; an empty one is not known yet and passes."""
+"""Fields of `Identity` that must be equal on all ranks. An empty one is not known yet and is not compared."""
 
 _Expected = TypeVar("_Expected", Challenge, Proof, Welcome)
 
@@ -56,25 +56,29 @@ _ERRORS = {error.__name__: error for error in (GroupError, PeerMissing, PeerRefu
 
 
 class Member(NamedTuple):
-    """A rank that has proved itself."""
+    """An authenticated rank."""
 
     identity: Identity
     connection: Connection
-    early: tuple[Message, ...] = ()  # what it sent right after the handshake
+    early: tuple[Message, ...] = ()  # messages that arrived together with the last one of the handshake
 
 
-def _proves(mac: bytes, secret: bytes, role: str, leader_nonce: bytes, worker_nonce: bytes) -> bool:
-    whole = len(leader_nonce) == len(worker_nonce) == NONCE_BYTES
-    return whole and hmac.compare_digest(mac, prove(secret, role, leader_nonce, worker_nonce))
+def _is_valid_mac(mac: bytes, secret: bytes, role: str, leader_nonce: bytes, worker_nonce: bytes) -> bool:
+    complete = len(leader_nonce) == len(worker_nonce) == NONCE_BYTES
+    return complete and hmac.compare_digest(mac, prove(secret, role, leader_nonce, worker_nonce))
 
 
 def prove(secret: bytes, role: str, leader_nonce: bytes, worker_nonce: bytes) -> bytes:
-    """The MAC. Naming the speaker's role keeps one end from being answered with its own words."""
+    """The MAC of one end of the handshake. It includes the role, so that an attacker cannot send an end its own MAC."""
     return hmac.digest(secret, role.encode() + b"\0" + leader_nonce + worker_nonce, hashlib.sha256)
 
 
 def mismatch(mine: Identity, hello: Hello, size: int, present: Iterable[Identity]) -> str:
-    """Why a rank cannot be in the leader's group: names field, rank, host and both values. "" if it can."""
+    """Why a rank cannot join the leader's group: names field, rank, host and both values. "" if it can.
+
+    Args:
+        present: the ranks that have joined so far.
+    """
     theirs = hello.identity
     if hello.protocol != PROTOCOL:
         return f"{theirs} speaks control protocol {hello.protocol}; the leader, {mine}, speaks {PROTOCOL}."
@@ -95,39 +99,39 @@ def mismatch(mine: Identity, hello: Hello, size: int, present: Iterable[Identity
 # The leader's side -----------------------------------------------------------------------------------------------
 
 
-class _Guest:
-    """A connection that is not a member yet."""
+class _Candidate:
+    """A connection to the leader that has not joined the group yet."""
 
     def __init__(self, accepted: socket.socket, address: str, deadline: float) -> None:
-        self.connection = Connection(accepted, limit=STRANGER_BYTES)
+        self.connection = Connection(accepted, limit=CANDIDATE_BYTES)
         self.address = address
         self.deadline = deadline
         self.nonce = os.urandom(NONCE_BYTES)
-        self.proven = False
+        self.authenticated = False
 
 
-class Gathering:
-    """The leader's start: waits until every other rank of the group has come.
+class LeaderHandshake:
+    """The leader's side: accepts connections until every other rank has joined.
 
-    Owns the listener, which is closed at the end whatever happens: who comes later finds nobody.
+    Owns the listener and closes it at the end, so that later connections are refused.
     """
 
-    def __init__(self, listener: socket.socket, size: int, secret: bytes, me: Identity, limits: Limits) -> None:
+    def __init__(self, listener: socket.socket, size: int, secret: bytes, me: Identity, limits: WatchdogLimits) -> None:
         self._listener = listener
         self._size = size
         self._secret = secret
         self._me = me
         self._limits = limits
-        self._guests: list[_Guest] = []  # oldest first
+        self._candidates: list[_Candidate] = []  # oldest first
         self._members: dict[int, Member] = {}
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> list[Member]:
-        """The other ranks, by rank, once all are here. The caller owns their connections.
+        """Wait for the other ranks. Returns them in rank order; the caller owns their connections.
 
         Raises:
-            PeerMissing: some did not come in time, or left; names them.
-            PeerRefused: one came that cannot be in this group; it gets the same message.
+            PeerMissing: ranks did not join in time, or disconnected; names them.
+            PeerRefused: a rank connected that cannot be in this group; it gets the same message.
         """
         try:
             self._gather()
@@ -140,8 +144,8 @@ class Gathering:
                 member.connection.close()
             raise
         finally:
-            for guest in self._guests:
-                guest.connection.close()
+            for candidate in self._candidates:
+                candidate.connection.close()
             self._selector.close()
             self._listener.close()
         return [self._members[rank] for rank in sorted(self._members)]
@@ -152,17 +156,17 @@ class Gathering:
         self._selector.register(self._listener, selectors.EVENT_READ)
         while len(self._members) < self._size - 1:
             now = time.monotonic()
-            for guest in [guest for guest in self._guests if guest.deadline <= now]:
-                self._drop(guest, f"did not prove itself within {self._limits.stranger_s:g} s")
+            for candidate in [candidate for candidate in self._candidates if candidate.deadline <= now]:
+                self._drop(candidate, f"did not prove itself within {self._limits.authenticate_s:g} s")
             if now >= deadline:
                 raise self._missing()
-            next_deadline = min([deadline, *(guest.deadline for guest in self._guests)])
+            next_deadline = min([deadline, *(candidate.deadline for candidate in self._candidates)])
             for key, _ in self._selector.select(next_deadline - now):
                 if key.data is None:
                     self._accept()
                 elif isinstance(key.data, Member):
-                    self._watch(key.data)
-                elif key.data in self._guests:  # else dropped since the select
+                    self._check_member(key.data)
+                elif key.data in self._candidates:  # else dropped since the select
                     self._receive(key.data)
 
     def _missing(self) -> PeerMissing:
@@ -177,24 +181,24 @@ class Gathering:
     def _accept(self) -> None:
         try:
             accepted, address = self._listener.accept()
-        except OSError as error:  # gone again, or no more files: neither is the group's end
+        except OSError as error:  # it disconnected, or this process has too many open files: the leader goes on waiting
             log.warning("a connection could not be accepted: %s", error)
             return
-        if len(self._guests) >= STRANGERS:
-            self._drop(self._guests[0], f"made room: {STRANGERS} connections wait")
-        guest = _Guest(accepted, _name(address), time.monotonic() + self._limits.stranger_s)
-        self._guests.append(guest)
-        self._selector.register(guest.connection, selectors.EVENT_READ, guest)
-        guest.connection.offer(encode(Challenge(guest.nonce)))
+        if len(self._candidates) >= MAX_CANDIDATES:
+            self._drop(self._candidates[0], f"made room: {MAX_CANDIDATES} connections wait")
+        candidate = _Candidate(accepted, _name(address), time.monotonic() + self._limits.authenticate_s)
+        self._candidates.append(candidate)
+        self._selector.register(candidate.connection, selectors.EVENT_READ, candidate)
+        candidate.connection.offer(encode(Challenge(candidate.nonce)))
 
-    def _drop(self, guest: _Guest, why: str) -> None:
-        log.warning("the connection from %s was dropped: it %s", guest.address, why)
-        self._selector.unregister(guest.connection)
-        self._guests.remove(guest)
-        guest.connection.close()
+    def _drop(self, candidate: _Candidate, why: str) -> None:
+        log.warning("the connection from %s was dropped: it %s", candidate.address, why)
+        self._selector.unregister(candidate.connection)
+        self._candidates.remove(candidate)
+        candidate.connection.close()
 
-    def _watch(self, member: Member) -> None:
-        """A member has nothing to say now; it can only be lost."""
+    def _check_member(self, member: Member) -> None:
+        """A member sends nothing while the group forms, so its connection is readable only if it was lost."""
         try:
             member.connection.read()
         except FrameError as error:
@@ -205,56 +209,56 @@ class Gathering:
                 remedy="Its own log says why.",
             )
 
-    def _receive(self, guest: _Guest) -> None:
+    def _receive(self, candidate: _Candidate) -> None:
         try:
-            messages = guest.connection.read()
+            messages = candidate.connection.read()
         except FrameError as error:
-            self._drop(guest, f"is none of ours. {error}")
+            self._drop(candidate, f"is none of ours. {error}")
             return
         for message in messages:
-            if not self._answer(guest, message):
+            if not self._answer(candidate, message):
                 return
-        if guest.connection.ended:
-            self._drop(guest, guest.connection.ended)
+        if candidate.connection.ended:
+            self._drop(candidate, candidate.connection.ended)
 
-    def _answer(self, guest: _Guest, message: Message) -> bool:
-        """Whether the guest is still one."""
+    def _answer(self, candidate: _Candidate, message: Message) -> bool:
+        """Handle a message. Returns whether the connection is still a candidate."""
         match message:
-            case Proof() if not guest.proven:
-                return self._examine(guest, message)
-            case Hello() if guest.proven:
-                self._admit(guest, message)
+            case Proof() if not candidate.authenticated:
+                return self._check_proof(candidate, message)
+            case Hello() if candidate.authenticated:
+                self._admit(candidate, message)
             case _:
-                self._drop(guest, f"sent {type(message).__name__} out of turn")
+                self._drop(candidate, f"sent {type(message).__name__} out of turn")
         return False
 
-    def _examine(self, guest: _Guest, proof: Proof) -> bool:
-        if not _proves(proof.mac, self._secret, "worker", guest.nonce, proof.nonce):
+    def _check_proof(self, candidate: _Candidate, proof: Proof) -> bool:
+        if not _is_valid_mac(proof.mac, self._secret, "worker", candidate.nonce, proof.nonce):
             refused = Refused(
                 GroupError.__name__,
                 f"The leader at this address, {self._me}, is of another job: its secret is not ours.",
                 "Another group uses the same port; start this one on another.",
             )
-            guest.connection.offer(encode(refused))
-            self._drop(guest, "belongs to another job: its secret is not ours")
+            candidate.connection.offer(encode(refused))
+            self._drop(candidate, "belongs to another job: its secret is not ours")
             return False
-        guest.proven = True
-        mac = prove(self._secret, "leader", guest.nonce, proof.nonce)
-        guest.connection.offer(encode(Proof(b"", mac)))
+        candidate.authenticated = True
+        mac = prove(self._secret, "leader", candidate.nonce, proof.nonce)
+        candidate.connection.offer(encode(Proof(b"", mac)))
         return True
 
-    def _admit(self, guest: _Guest, hello: Hello) -> None:
+    def _admit(self, candidate: _Candidate, hello: Hello) -> None:
         present = [member.identity for member in self._members.values()]
         if reason := mismatch(self._me, hello, self._size, present):
             error = PeerRefused(reason, remedy="All ranks need the same installation, model and start.")
-            guest.connection.offer(encode(Refused(type(error).__name__, error.message, error.remedy)))
+            candidate.connection.offer(encode(Refused(type(error).__name__, error.message, error.remedy)))
             raise error
-        member = Member(hello.identity, guest.connection)
-        self._guests.remove(guest)
+        member = Member(hello.identity, candidate.connection)
+        self._candidates.remove(candidate)
         self._members[hello.identity.rank] = member
-        member.connection.trust()
+        member.connection.accept_large_messages()
         self._selector.modify(member.connection, selectors.EVENT_READ, member)
-        log.info("%s on %s has come from %s", member.identity, member.identity.device, guest.address)
+        log.info("%s on %s has come from %s", member.identity, member.identity.device, candidate.address)
 
 
 def _name(address: tuple[str, int] | tuple[str, int, int, int] | str) -> str:
@@ -264,17 +268,17 @@ def _name(address: tuple[str, int] | tuple[str, int, int, int] | str) -> str:
 # The worker's side -----------------------------------------------------------------------------------------------
 
 
-class _NotYet(Exception):
-    """What answered is not the leader, or no longer; another attempt may succeed."""
+class _Retry(Exception):
+    """The other end is not the leader, or the connection was lost; another attempt may succeed."""
 
 
-def introduce(address: tuple[str, int], size: int, secret: bytes, me: Identity, limits: Limits) -> Member:
-    """The leader, once the whole group is complete. The caller owns the connection.
+def join_leader(address: tuple[str, int], size: int, secret: bytes, me: Identity, limits: WatchdogLimits) -> Member:
+    """Connect to the leader and wait until the group is complete. The caller owns the leader's connection.
 
     Raises:
-        PeerMissing: the leader could not be reached by the deadline, or other ranks did not come.
+        PeerMissing: the leader was not reached before the deadline, or other ranks did not join.
         PeerRefused: this rank, or another one, cannot be in the leader's group.
-        GroupError: another job's leader listens there.
+        GroupError: the leader of another job listens at this address.
     """
     deadline = time.monotonic() + limits.hello_s
     where = _name(address)
@@ -282,7 +286,7 @@ def introduce(address: tuple[str, int], size: int, secret: bytes, me: Identity, 
     while (left := deadline - time.monotonic()) > 0:
         try:
             return _attempt(address, size, secret, me, left)
-        except (OSError, FrameError, _NotYet) as error:
+        except (OSError, FrameError, _Retry) as error:
             last = str(error)
         time.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))
     raise PeerMissing(
@@ -293,51 +297,51 @@ def introduce(address: tuple[str, int], size: int, secret: bytes, me: Identity, 
 
 def _attempt(address: tuple[str, int], size: int, secret: bytes, me: Identity, left_s: float) -> Member:
     deadline = time.monotonic() + left_s
-    connection = Connection(_connect(address, left_s), limit=STRANGER_BYTES)
+    connection = Connection(_connect(address, left_s), limit=CANDIDATE_BYTES)
     with contextlib.ExitStack() as on_error:
         on_error.callback(connection.close)
-        dialogue = _Dialogue(connection)
-        leader_nonce, nonce = dialogue.expect(Challenge, deadline).nonce, os.urandom(NONCE_BYTES)
+        reader = _MessageReader(connection)
+        leader_nonce, nonce = reader.expect(Challenge, deadline).nonce, os.urandom(NONCE_BYTES)
         connection.send(encode(Proof(nonce, prove(secret, "worker", leader_nonce, nonce))), left_s)
-        mac = dialogue.expect(Proof, deadline).mac
-        if not _proves(mac, secret, "leader", leader_nonce, nonce):
-            raise _NotYet("what listens there does not know this group's secret")
-        connection.trust()
+        mac = reader.expect(Proof, deadline).mac
+        if not _is_valid_mac(mac, secret, "leader", leader_nonce, nonce):
+            raise _Retry("what listens there does not know this group's secret")
+        connection.accept_large_messages()
         connection.send(encode(Hello(me, PROTOCOL, size)), left_s)
         try:
-            leader = dialogue.expect(Welcome, deadline + VERDICT_S).leader
-        except (OSError, FrameError, _NotYet) as error:  # it was our leader: it will not be another time
+            leader = reader.expect(Welcome, deadline + OUTCOME_WAIT_S).leader
+        except (OSError, FrameError, _Retry) as error:  # this was the group's leader: another attempt is useless
             raise PeerMissing(f"{me} had joined, but the group did not form: {error}.") from error
         on_error.pop_all()
-    return Member(leader, connection, tuple(dialogue.arrived))
+    return Member(leader, connection, tuple(reader.unread))
 
 
 def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
     connected = socket.create_connection(address, timeout=timeout_s)
     if connected.getsockname() == connected.getpeername():
-        connected.close()  # TCP's simultaneous open: a local port that nobody listens on yet may connect to itself
-        raise _NotYet("nobody listens there")
+        connected.close()  # TCP's simultaneous open: a connection to a free local port may connect to itself
+        raise _Retry("nobody listens there")
     return connected
 
 
-class _Dialogue:
-    """Messages one at a time. What arrives behind the one that was expected stays in `arrived`."""
+class _MessageReader:
+    """Reads messages one at a time. Messages that arrive together with the expected one stay in `unread`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.arrived: list[Message] = []
+        self.unread: list[Message] = []
 
     def expect(self, kind: type[_Expected], deadline: float) -> _Expected:
-        while not self.arrived:
+        while not self.unread:
             if (left := deadline - time.monotonic()) <= 0:
-                raise _NotYet("what listens there did not answer in time")
+                raise _Retry("what listens there did not answer in time")
             self._connection.wait_readable(left)
-            self.arrived += self._connection.read()
-            if self._connection.ended and not self.arrived:
-                raise _NotYet(f"the leader {self._connection.ended}")
-        message = self.arrived.pop(0)
+            self.unread += self._connection.read()
+            if self._connection.ended and not self.unread:
+                raise _Retry(f"the leader {self._connection.ended}")
+        message = self.unread.pop(0)
         if isinstance(message, Refused):
             raise _ERRORS.get(message.kind, GroupError)(message.message, remedy=message.remedy)
         if not isinstance(message, kind):
-            raise _NotYet(f"what listens there sent {type(message).__name__} instead of {kind.__name__}")
+            raise _Retry(f"what listens there sent {type(message).__name__} instead of {kind.__name__}")
         return message

@@ -1,6 +1,6 @@
-"""Who the ranks of a group are to each other, and all they say on the control channel.
+"""The plain data of the control channel: identities of ranks, time limits, failures, messages.
 
-Plain data: identities, limits, failures, messages. Does not know sockets, clocks or threads, nor what a payload means.
+Does not know sockets, clocks or threads, nor what a payload means.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from phalanx.dist.frames import frame
 from phalanx.errors import ConfigError, ExitCode, FrameError
 
 PROTOCOL = 1
-"""Of the messages below; ranks with different ones do not form a group."""
+"""Version of the messages below. Ranks with different versions do not form a group."""
 
 
 class Identity(Struct, frozen=True, kw_only=True):
-    """One rank process, as it names itself."""
+    """One rank process: its place, and the versions that all ranks must share."""
 
     rank: int
     pid: int
@@ -26,67 +26,68 @@ class Identity(Struct, frozen=True, kw_only=True):
     mlx_lm: str
     python: str
     device: str
-    fingerprint: str = ""  # of the model's files; "" is not known yet
+    fingerprint: str = ""  # of the model's files; "" if not known yet
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
-class Limits(Struct, frozen=True, kw_only=True):
-    """How long the channel waits for what, in seconds."""
+class WatchdogLimits(Struct, frozen=True, kw_only=True):
+    """Time limits of the control channel, in seconds."""
 
-    hello_s: float = 30.0  # for all ranks to have connected
-    stranger_s: float = 5.0  # for a connection to prove that it is of this group
-    silence_s: float = 2.0  # without a byte from a rank while serving
-    loading_silence_s: float = 60.0  # the same before: loading holds the interpreter's lock for long
-    beat_s: float = 0.25  # between signs of life
-    stall_grace_s: float = 2.0  # that workers give the leader to judge a stalled step first
+    hello_s: float = 30.0  # until all ranks must have joined
+    authenticate_s: float = 5.0  # until a new connection must have proved that it knows the secret
+    silence_s: float = 2.0  # without a byte from a rank, while serving, until it counts as lost
+    loading_silence_s: float = 60.0  # the same before serving: loading holds the interpreter's lock for long
+    heartbeat_s: float = 0.25  # between heartbeats
+    stall_grace_s: float = 2.0  # that workers wait longer than the leader before they report a stalled step
 
     def __post_init__(self) -> None:
-        if not 0 < 2 * self.beat_s <= min(self.silence_s, self.loading_silence_s):
+        if not 0 < 2 * self.heartbeat_s <= min(self.silence_s, self.loading_silence_s):
             raise ConfigError(
-                f"A rank that beats every {self.beat_s:g} s is not silent after {self.silence_s:g} s.",
+                f"A rank that beats every {self.heartbeat_s:g} s is not silent after {self.silence_s:g} s.",
                 remedy="The silence limit must be at least twice the beat.",
             )
 
 
 class PeerFailure(Struct, frozen=True, kw_only=True):
-    """Why the group ends. The leader's verdict travels to every rank, so that all say the same."""
+    """Why the group ends. The leader sends its decision to every rank, so that all report the same cause."""
 
     code: ExitCode
     cause: str
-    rank: int | None = None  # at fault; None when it is several, or nobody in particular
+    rank: int | None = None  # the rank at fault; None if there are several or none
     host: str = ""
     pid: int = 0
 
     @classmethod
-    def of(cls, who: Identity, code: ExitCode, cause: str) -> PeerFailure:
+    def of(cls, rank: Identity, code: ExitCode, cause: str) -> PeerFailure:
         """A failure of one rank."""
-        return cls(code=code, cause=cause, rank=who.rank, host=who.host, pid=who.pid)
+        return cls(code=code, cause=cause, rank=rank.rank, host=rank.host, pid=rank.pid)
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank} ({self.host}, pid {self.pid}) "
         return " ".join(f"{where}{self.cause}".split())
 
 
-# Messages are maps, so that a Hello of another version can still be read and its sender named. Before trust:
+# Messages are maps, so that the leader can decode a Hello of another version and name its sender.
+# During the handshake (`handshake.py`):
 
 
 class Challenge(Struct, frozen=True, tag=True):
-    """Leader, first: prove that you know the secret."""
+    """Leader to worker, first: asks for a proof that the worker knows the secret."""
 
     nonce: bytes
 
 
 class Proof(Struct, frozen=True, tag=True):
-    """Both ways: HMAC-SHA256 over both nonces and who is speaking (`handshake.py`)."""
+    """Both ways: HMAC-SHA256 over the sender's role and both nonces."""
 
-    nonce: bytes  # the worker's own; empty from the leader, who has sent its nonce before
+    nonce: bytes  # the worker's nonce; empty from the leader, which sent its own in the Challenge
     mac: bytes
 
 
 class Hello(Struct, frozen=True, tag=True):
-    """Worker: who I am, and the group I mean."""
+    """Worker to leader: the worker's identity, and the size of the group that it was started for."""
 
     identity: Identity
     protocol: int
@@ -94,38 +95,38 @@ class Hello(Struct, frozen=True, tag=True):
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """Leader: all ranks are here."""
+    """Leader to workers: the group is complete."""
 
     leader: Identity
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """Leader: this group does not come about, or not with you."""
+    """Leader to worker: the worker cannot join, or the group cannot form."""
 
     kind: str  # name of the error class that the leader raises
     message: str
     remedy: str
 
 
-# Afterwards:
+# After the handshake:
 
 
 class Payload(Struct, frozen=True, tag=True):
-    """What the engines say to each other; opaque here."""
+    """A message between engines, which the channel does not decode."""
 
     data: bytes
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """A sign of life, and where the rank stands."""
+    """Sent regularly: the rank is alive, and its engine thread is at this step."""
 
     step: int = -1  # the last step that the engine thread entered
-    inside: bool = False
-    inside_s: float = 0.0
+    inside: bool = False  # the engine thread has not left it
+    inside_s: float = 0.0  # seconds since it entered
 
 
 class Goodbye(Struct, frozen=True, tag=True):
-    """The last word: orderly without a failure."""
+    """The sender's last message. Without a failure, it leaves in order."""
 
     reason: str
     failure: PeerFailure | None = None
@@ -138,7 +139,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """The whole frame."""
+    """The frame of a message."""
     return frame(_encoder.encode(message))
 
 
@@ -146,7 +147,7 @@ def decode(payload: bytes) -> Message:
     """A message from a frame's payload.
 
     Raises:
-        FrameError: the peer speaks another protocol.
+        FrameError: the payload is not one of these messages.
     """
     try:
         return _decoder.decode(payload)

@@ -1,4 +1,4 @@
-"""Ports for the connections of one start. Does not know who connects."""
+"""Chooses free TCP ports for the connections of one start. Does not know what they are used for."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import random
 import socket
 
 PORTS = range(20000, 30000)
-"""Below what Linux (32768 and up) and macOS (49152 and up) give to outgoing connections: one from there may go to any
-of them between being chosen and being listened on. Also below the agents' port."""
+"""Below the ports that Linux (32768 and up) and macOS (49152 and up) give to outgoing connections: between the choice
+of such a port and a rank's listening on it, the system could give it away. Also below the agents' port."""
 LOOPBACK = "127.0.0.1"
-TAKEN = (errno.EADDRINUSE, errno.EACCES)  # somebody has it, or it is reserved
+TAKEN = (errno.EADDRINUSE, errno.EACCES)  # in use, or reserved
 
 
 def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Different TCP ports of this machine that nobody uses now, by chance: starts side by side choose others.
+    """`count` different TCP ports of this machine that are free now, chosen at random so that parallel starts differ.
 
     Raises:
-        OSError: the address is not one of this machine's; `EADDRINUSE`: all ports are taken.
+        OSError: the address is not one of this machine's; or `EADDRINUSE`: all ports are taken.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     found: list[int] = []
@@ -34,7 +34,7 @@ def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
                 if error.errno not in TAKEN:
                     raise
             else:
-                stack.enter_context(probe)  # until all are found, so that each is found once
+                stack.enter_context(probe)  # stays bound until all are found, so that each is found once
                 found.append(port)
     if len(found) < count:
         taken = f"all ports from {PORTS[0]} to {PORTS[-1]} of {address} are taken"

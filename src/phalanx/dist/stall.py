@@ -1,4 +1,4 @@
-"""Whether a rank is stuck in a step, and which ranks keep it there. Pure."""
+"""Decides whether a rank is stuck in a step, and which ranks cause it. Pure. Does not know what a step computes."""
 
 from __future__ import annotations
 
@@ -9,47 +9,60 @@ from phalanx.dist.peers import Heartbeat, Identity, PeerFailure
 from phalanx.errors import ExitCode
 
 
-class Position(NamedTuple):
-    """Where the own engine thread stands. Replaced as a whole, so that the watchdog reads it without a lock."""
+class StepPosition(NamedTuple):
+    """The step of this rank's engine thread. Replaced as a whole, so that the watchdog reads it without a lock."""
 
     step: int = -1
-    since: float | None = None  # awake seconds at which it entered; None is outside
-    limit_s: float = 0.0
+    since: float | None = None  # when the thread entered it, by the `AwakeClock`; None if it has left the step
+    limit_s: float = 0.0  # how long the step may take
 
     def inside_s(self, now: float) -> float:
         return 0.0 if self.since is None else now - self.since
 
 
 def stalled(
-    me: Identity, position: Position, others: Sequence[tuple[Identity, Heartbeat]], now: float, *, grace_s: float = 0.0
+    me: Identity,
+    position: StepPosition,
+    others: Sequence[tuple[Identity, Heartbeat]],
+    now: float,
+    *,
+    grace_s: float = 0.0,
 ) -> PeerFailure | None:
-    """Whether the own engine thread is in its step for too long, and who keeps it there.
+    """The failure of a step that takes longer than its limit; None while it does not.
 
-    That is the ranks that have not come to the step, where heartbeats show any; else all that are in it.
+    The failure names the ranks that have not reached the step, by their heartbeats; if there are none, it names all
+    ranks that are in it.
+
+    Args:
+        now: seconds on the clock of `position.since`.
+        grace_s: seconds beyond the limit.
     """
     seconds = position.inside_s(now)
     if position.since is None or seconds <= position.limit_s + grace_s:
         return None
     step = position.step
-    behind = [(who, beat) for who, beat in others if beat.step < step]
+    behind = [(rank, heartbeat) for rank, heartbeat in others if heartbeat.step < step]
     if behind:
-        return _blame(
-            [(who, f"stands {_place(beat)}") for who, beat in behind],
+        return _failure(
+            [(rank, f"stands {_describe(heartbeat)}") for rank, heartbeat in behind],
             f"while the others are in step {step} (limit {position.limit_s:.3g} s)",
         )
-    inside = [(me, seconds), *((who, beat.inside_s) for who, beat in others if beat.inside and beat.step == step)]
-    return _blame(
-        [(who, f"is inside step {step} for {s:.1f} s") for who, s in inside], f"(limit {position.limit_s:.3g} s)"
+    inside = [(me, seconds)]
+    inside += [(rank, beat.inside_s) for rank, beat in others if beat.inside and beat.step == step]
+    return _failure(
+        [(rank, f"is inside step {step} for {s:.1f} s") for rank, s in inside], f"(limit {position.limit_s:.3g} s)"
     )
 
 
-def _place(beat: Heartbeat) -> str:
+def _describe(beat: Heartbeat) -> str:
     if beat.step < 0:
         return "before its first step"
     return f"at step {beat.step} " + (f"(inside for {beat.inside_s:.1f} s)" if beat.inside else "(which it has left)")
 
 
-def _blame(what: Sequence[tuple[Identity, str]], tail: str) -> PeerFailure:
-    if len(what) == 1:
-        return PeerFailure.of(what[0][0], ExitCode.STALLED, f"{what[0][1]} {tail}")
-    return PeerFailure(code=ExitCode.STALLED, cause=", ".join(f"{who} {text}" for who, text in what) + f" {tail}")
+def _failure(stuck: Sequence[tuple[Identity, str]], reason: str) -> PeerFailure:
+    if len(stuck) == 1:
+        ((rank, text),) = stuck
+        return PeerFailure.of(rank, ExitCode.STALLED, f"{text} {reason}")
+    causes = ", ".join(f"{rank} {text}" for rank, text in stuck)
+    return PeerFailure(code=ExitCode.STALLED, cause=f"{causes} {reason}")

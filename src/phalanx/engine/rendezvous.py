@@ -14,8 +14,8 @@ from phalanx import __version__
 from phalanx.config import EngineConfig, GroupConfig
 from phalanx.dist import fault_injection
 from phalanx.dist.channel import LeaderChannel, WorkerChannel
-from phalanx.dist.peers import Identity, Limits, PeerFailure
-from phalanx.dist.watchdog import last_words
+from phalanx.dist.peers import Identity, PeerFailure, WatchdogLimits
+from phalanx.dist.watchdog import write_stderr
 from phalanx.engine.link import LeaderLink, WorkerLink
 from phalanx.errors import GroupError
 
@@ -33,13 +33,14 @@ def rendezvous(
         EngineError: ranks are missing, or are not of this group; names them. Or the port has been taken; names it.
     """
     host, _, port = group.control.rpartition(":")
-    limits = Limits(hello_s=config.join_s, silence_s=config.silence_s, beat_s=min(0.25, config.silence_s / 4))
+    heartbeat_s = min(0.25, config.silence_s / 4)
+    limits = WatchdogLimits(hello_s=config.join_s, silence_s=config.silence_s, heartbeat_s=heartbeat_s)
     me = identity(rank, config.inject)
     if me.rank == rank and _late(config, rank):
         time.sleep(config.join_s * 10)
 
     def broken(lost: PeerFailure) -> NoReturn:
-        last_words(f"rank {rank}: {lost}")
+        write_stderr(f"rank {rank}: {lost}")
         on_lost(lost)
         os._exit(lost.code)
 

@@ -14,11 +14,11 @@ class NativeChecksum:
     def __init__(self) -> None:
         self._ops: Ops = preload.OPS
 
-    def load(self, y: mx.array, signs: mx.array, tag: mx.array) -> mx.array:
+    def encode(self, y: mx.array, signs: mx.array, tag: mx.array) -> mx.array:
         wire: mx.array = self._ops.checksum_load(y, signs, tag)
         return wire
 
-    def read(self, wire: mx.array, signs: mx.array) -> tuple[mx.array, mx.array]:
+    def decode(self, wire: mx.array, signs: mx.array) -> tuple[mx.array, mx.array]:
         total, figures = self._ops.checksum_read(wire, signs)
         return total, figures
 

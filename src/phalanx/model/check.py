@@ -1,9 +1,9 @@
-"""The proof at start-up: ragged rows against mlx-lm's own caches, on a dozen tokens, in the model's own dtype.
+"""The model check at start: compares ragged rows with mlx-lm's own caches, on a dozen tokens, in the model's dtype.
 
-Two rows of different length are prefilled, decoded together, verified with padding and rolled back; every logits
-vector must be what the model gives with mlx-lm's caches, one row at a time. If rows cannot be computed together they
-are tried one after the other; if that is wrong as well, the model is refused. Whether rows can be packed, so that what
-pads them is not computed, is found out in the same way. Leaves no state behind.
+Two rows of different length are prefilled, decoded together, verified with padding and rolled back. All logits must
+equal those of the model with mlx-lm's caches, one row at a time, up to a tolerance. If rows cannot be computed
+together, the check tries them one after another; if that is wrong as well, it refuses the model. In the same way it
+finds out whether rows can be packed, without padding. Leaves no state behind. Does not know the scheduler or requests.
 """
 
 from __future__ import annotations
@@ -31,43 +31,45 @@ FOREIGN = (
     TypeError,
     ValueError,
 )
-"""What a model's own code may raise when it meets a config or a cache it was not written for."""
+"""Errors that a model's own code may raise with a config or a cache that it was not written for."""
 
 ARENA = -1
 PROMPTS = ((11, 7), (5, 3, 8, 2, 9))
 NEXT = (4, 6)
-"""Forced tokens after the prompts: any ids will do, if every vocabulary has them."""
+"""Tokens after the prompts: any ids that every vocabulary has."""
 
 TOLERANCE = {mx.float32: 0.01, mx.float16: 0.25, mx.bfloat16: 0.25}
-"""Largest allowed RMS of the difference, in RMS of the logits about their mean. A wrong mask or position gives ~1; one
-expert that flips on a rounding error in 16 bits gives ~0.1."""
+"""Largest RMS of the difference, in units of the logits' standard deviation. A wrong mask or position gives ~1; in 16
+bits, a rounding error that selects another expert gives ~0.1."""
 
 Compared = tuple[str, mx.array, mx.array]
 
 
 def check_model(runner: Runner, model: Module, *, may_pack: bool = False) -> None:
-    """Compare `runner` with `model` on mlx-lm's caches; may turn `runner.facts` to computing rows one by one, or to
-    packing them.
+    """Compare `runner` with `model` on mlx-lm's caches. May set `one_row` or `packs` in `runner.facts`.
 
     Args:
-        may_pack: whether all ranks have what packing takes. Says the same on each of them.
+        may_pack: whether all ranks can pack rows (have the native kernels). Must be the same on all ranks.
 
     Raises:
-        ModelUnsupported: rows of different lengths disagree with mlx-lm, or mlx-lm fails; says where and how.
+        ModelUnsupported: rows of different lengths differ from mlx-lm's results, or mlx-lm fails; says where and how.
     """
     try:
-        expected = [_stock(model, prompt, follow, runner.reducer) for prompt, follow in zip(PROMPTS, NEXT, strict=True)]
+        expected = [
+            _reference_logits(model, prompt, follow, runner.reducer)
+            for prompt, follow in zip(PROMPTS, NEXT, strict=True)
+        ]
     except FOREIGN as error:
         raise ModelUnsupported(
             f"mlx-lm itself cannot run the model here in {str(runner.dtype).rpartition('.')[2]}: {error}",
             remedy="Try --dtype float32, or a quantised version of the model.",
         ) from error
-    problem = _problem(runner, expected)
+    problem = _first_difference(runner, expected)
     if problem and not runner.facts.one_row:
         reason = f"together they disagree with mlx-lm ({problem})"
         facts = runner.facts
         runner.facts = replace(facts, one_row=reason, description=f"{facts.description}; rows one by one: {reason}")
-        problem = _problem(runner, expected)
+        problem = _first_difference(runner, expected)
     if problem:
         raise ModelUnsupported(
             f"The model's output on rows of different lengths is not mlx-lm's: {problem}.",
@@ -75,11 +77,11 @@ def check_model(runner: Runner, model: Module, *, may_pack: bool = False) -> Non
         )
     facts = runner.facts
     if may_pack and facts.rolls_back and not facts.one_row:
-        runner.facts = replace(facts, packs=not _problem(runner, expected, packed=True))
+        runner.facts = replace(facts, packs=not _first_difference(runner, expected, packed=True))
 
 
-def _stock(model: Module, prompt: Sequence[int], follow: int, reducer: Reducer) -> list[mx.array]:
-    """Logits after the prompt and after one more token, from mlx-lm's own caches."""
+def _reference_logits(model: Module, prompt: Sequence[int], follow: int, reducer: Reducer) -> list[mx.array]:
+    """The logits after the prompt and after one more token, with mlx-lm's own caches."""
     caches = make_prompt_cache(model)
     outputs = []
     for tokens in (prompt[:-1], prompt[-1:], [follow]):
@@ -91,14 +93,14 @@ def _stock(model: Module, prompt: Sequence[int], follow: int, reducer: Reducer) 
     return outputs[1:]
 
 
-def _problem(runner: Runner, expected: list[list[mx.array]], *, packed: bool = False) -> str:
-    """The first disagreement in words, or nothing."""
+def _first_difference(runner: Runner, expected: list[list[mx.array]], *, packed: bool = False) -> str:
+    """The first difference beyond the tolerance, or the first error, in words; "" if there is none."""
     tolerance = TOLERANCE.get(runner.dtype, 0.01)
     try:
-        for what, ours, theirs in (_compare_packed if packed else _compare)(runner, expected):
+        for place, ours, theirs in (_compare_packed if packed else _compare)(runner, expected):
             distance = _distance(ours, theirs)
             if not distance <= tolerance:
-                return f"{what}: relative difference {distance:.2g}, allowed {tolerance:g}"
+                return f"{place}: relative difference {distance:.2g}, allowed {tolerance:g}"
     except CollectiveFault:
         raise
     except (EngineError, *FOREIGN) as error:
@@ -111,7 +113,7 @@ def _problem(runner: Runner, expected: list[list[mx.array]], *, packed: bool = F
 
 
 def _compare(runner: Runner, expected: list[list[mx.array]]) -> Iterator[Compared]:
-    """Run the probe; yields what was compared, our logits and mlx-lm's."""
+    """Run the forwards of the check. Yields a description, the runner's logits and mlx-lm's."""
     short, long = PROMPTS
     lengths = _prefill(runner)
     logits = _feed(runner, 0, [short[-1:], long[-1:]], lengths, sample=True)
@@ -129,7 +131,7 @@ def _compare(runner: Runner, expected: list[list[mx.array]]) -> Iterator[Compare
 
 
 def _compare_packed(runner: Runner, expected: list[list[mx.array]]) -> Iterator[Compared]:
-    """The same with two tokens of one row and one of the other, either way round."""
+    """As `_compare`, with packed rows: two tokens of one row and one of the other, and the reverse."""
     short, long = PROMPTS
     lengths = _prefill(runner)
     logits = _feed(runner, 0, [(short[-1], NEXT[0]), long[-1:]], lengths, sample=True, packed=True)
@@ -143,7 +145,7 @@ def _compare_packed(runner: Runner, expected: list[list[mx.array]]) -> Iterator[
 
 
 def _prefill(runner: Runner) -> list[int]:
-    """Both prompts but for their last tokens; their lengths."""
+    """Prefill both prompts except for their last tokens. Returns the lengths."""
     short, long = PROMPTS
     admits = [Admit(arena=ARENA, slot=slot, seq=slot) for slot in range(2)]
     runner.apply([Resize(arena=ARENA, rows=2, capacity=len(long) + 3), *admits])
@@ -180,7 +182,7 @@ def _feed(
 
 
 def _distance(ours: mx.array, theirs: mx.array) -> float:
-    """RMS of the difference in units of the spread of the reference; NaN where anything is not a number."""
+    """RMS of the difference, in standard deviations of `theirs`; NaN if any value is."""
     a, b = ours.astype(mx.float32), theirs.astype(mx.float32)
     distance = mx.sqrt(mx.mean((a - b) ** 2)) / mx.maximum(mx.std(b), 1e-6)
     return float(cast(float, distance.item()))

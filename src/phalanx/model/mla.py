@@ -1,9 +1,9 @@
-"""Latent attention (MLA) for short queries: the tokens of a verification are attended to like single ones.
+"""MLA absorption for short queries: makes multi-head latent attention (MLA) verify a few tokens as fast as it decodes.
 
-mlx-lm's blocks take the absorbed path, which works on the latent cache as it is, for one token per row only; for more
-they expand the whole cache into heads, which is right for a long chunk and costs many times the attention itself for
-a few tokens (3,578 ms against 163 at 5 tokens behind 4,096). The blocks here hand few tokens per row
-to mlx-lm's own code as that many rows of one token which share a cache. Does not know plans or who drafts.
+mlx-lm's blocks use absorption, which works directly on the latent cache, only for one token per row. For more tokens
+they expand the whole cache into heads: right for a long chunk, but for a few tokens it costs many times the attention
+itself (3,578 ms against 163 for 5 tokens after 4,096). The blocks here pass a few tokens per row to mlx-lm's own code
+as rows of one token each that share a cache. Does not know plans or drafts.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ BLOCKS = {
     ("glm4_moe_lite", "Glm4MoeLiteAttention"),
     ("longcat_flash", "LongcatFlashMLA"),
 }
-"""Blocks called as (x, mask, cache) that take the absorbed path for single tokens."""
+"""Blocks that are called as (x, mask, cache) and use absorption for single tokens."""
 
-LONGEST = 17
-"""Tokens of a short query: y and as many drafts as can be asked for."""
+MAX_SHORT_QUERY = 17
+"""Most tokens of a short query: the last committed token and the largest number of drafts."""
 
 
 def absorb_short_queries(model: Module) -> int:
-    """Let the latent attention of a model that is loaded take short queries so; how many blocks that are."""
-    found = [module for module in model.modules() if class_key(module) in BLOCKS]
-    classes = {type(module): _short_queries(type(module)) for module in found}
-    for module in found:
+    """Make the MLA blocks of a loaded model use absorption for short queries. Returns the number of blocks."""
+    modules = [module for module in model.modules() if class_key(module) in BLOCKS]
+    classes = {type(module): _short_queries(type(module)) for module in modules}
+    for module in modules:
         module.__class__ = classes[type(module)]
-    return len(found)
+    return len(modules)
 
 
 def _short_queries(cls: type[Module]) -> type[Module]:
-    """The block with another way to call it; its state stays as it is."""
+    """The block's class with another `__call__`; the state of blocks stays as it is."""
 
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows, length, width = x.shape
-        if not 1 < length <= LONGEST or cache is None or not isinstance(mask, mx.array):
-            whole: mx.array = cls.__call__(self, x, mask, cache)
-            return whole
-        seen = mx.broadcast_to(mask, (rows, 1, length, mask.shape[-1])).reshape(rows * length, 1, 1, -1)
-        singles = _SingleTokens(cache, rows, length)
-        flat = cls.__call__(self, x.reshape(rows * length, 1, width), seen, singles)
-        several: mx.array = flat.reshape(rows, length, -1)
-        return several
+        if not 1 < length <= MAX_SHORT_QUERY or cache is None or not isinstance(mask, mx.array):
+            expanded: mx.array = cls.__call__(self, x, mask, cache)
+            return expanded
+        visible = mx.broadcast_to(mask, (rows, 1, length, mask.shape[-1])).reshape(rows * length, 1, 1, -1)
+        cache_view = _SingleTokens(cache, rows, length)
+        flat = cls.__call__(self, x.reshape(rows * length, 1, width), visible, cache_view)
+        output: mx.array = flat.reshape(rows, length, -1)
+        return output
 
     return type(f"Short{cls.__name__}", (cls,), {"__call__": call, "__module__": cls.__module__})
 
 
 class _SingleTokens:
-    """A cache seen as rows of one token each: token i of row r is row `r * length + i`, at its own position."""
+    """A view of a cache as rows of one token each: token i of row r is row `r * length + i`, at its own position."""
 
     def __init__(self, cache: Any, rows: int, length: int) -> None:
         self._cache = cache
@@ -64,7 +64,7 @@ class _SingleTokens:
         self.offset = (starts + mx.arange(length, dtype=starts.dtype)).reshape(-1)  # [rows * length]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append what each token adds, [rows * length, heads, 1, dim]; all keys and values, for every token."""
+        """Append keys and values [rows * length, heads, 1, dim]. Returns all keys and values for each of these rows."""
         fetched = self._cache.update_and_fetch(self._together(keys), self._together(values))
         return self._for_each(fetched[0]), self._for_each(fetched[1])
 

@@ -1,4 +1,7 @@
-"""Finding one's way in an mlx-lm model: which model file a module is from, and modules by path. Changes nothing."""
+"""Finds modules of an mlx-lm model by path, and the model file of a module's class. Changes nothing.
+
+Does not know what the modules compute.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ PACKAGE = "mlx_lm.models."
 
 
 def class_key(module: Module) -> tuple[str, str]:
-    """The mlx-lm model file of a module's class ("" if it is none of mlx-lm's) and the class's name."""
+    """The mlx-lm model file of a module's class ("" if it is not from mlx-lm), and the class's name."""
     cls = type(module)
     return (cls.__module__.removeprefix(PACKAGE) if cls.__module__.startswith(PACKAGE) else "", cls.__name__)
 
@@ -22,14 +25,14 @@ def model_files(model: Module) -> frozenset[str]:
 
 
 def descend(module: Module, path: str) -> list[Any]:
-    """Modules or arrays at a dotted path below a module, `*` standing for all of a list; none where it ends early."""
-    found: list[Any] = [module]
+    """The modules or arrays at a dotted path below a module; `*` stands for all entries of a list. Empty if none."""
+    nodes: list[Any] = [module]
     for name in path.split("."):
-        below = []
-        for node in found:
+        children = []
+        for node in nodes:
             if name == "*":
-                below += node if isinstance(node, list) else []
+                children += node if isinstance(node, list) else []
             elif isinstance(node, dict) and isinstance(node.get(name), (Module, mx.array, list)):
-                below.append(node[name])
-        found = below
-    return found
+                children.append(node[name])
+        nodes = children
+    return nodes

@@ -1,7 +1,7 @@
-"""OpenAI's answer objects: what goes into a response body or an SSE chunk. Pure.
+"""OpenAI's response objects: the JSON of a response body or of an SSE chunk. Pure.
 
-One class per endpoint with the same methods, so that `routes.py` streams and collects without knowing which it is.
-Does not know tokens' decoding, the engine or HTTP.
+Each endpoint has one `ResponseFormat`, so that `routes.py` streams and collects answers of every endpoint alike.
+Does not know how tokens become text, the engine or HTTP.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from msgspec import Struct
 
 from phalanx.types import Timing
 
-LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON has not
+LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot write
 
 
-class Piece(Struct, frozen=True):
-    """A token as text. `data` are its bytes, which may be part of a character only."""
+class TokenText(Struct, frozen=True):
+    """A token as text. `data` holds its bytes, which may be only a part of a UTF-8 character."""
 
     text: str
     data: bytes
     logprob: float
 
 
-class Scored(Struct, frozen=True):
-    """A token with its log-probability. None: the first prompt token, which nothing predicts."""
+class ScoredToken(Struct, frozen=True):
+    """A token with its log-probability; None for the first prompt token, which the model does not predict."""
 
-    token: Piece
+    token: TokenText
     logprob: float | None
-    top: tuple[Piece, ...]
-    offset: int  # characters of the choice's text before it
+    top: tuple[TokenText, ...]  # the most likely tokens at this position
+    offset: int  # characters of the choice's text before this token
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """How a choice ended."""
+    """Why a choice ended, and its token counts and times (seconds)."""
 
     reason: Literal["stop", "length"]
     detail: str = ""
@@ -48,11 +48,11 @@ class Ending(Struct, frozen=True, kw_only=True):
 
 
 class Delta(Struct, frozen=True, kw_only=True):
-    """What a choice gained: text, scored tokens, its end."""
+    """The new part of a choice: text, scored tokens and, in the last delta, the ending."""
 
     index: int
     text: str = ""
-    scored: tuple[Scored, ...] = ()
+    scored: tuple[ScoredToken, ...] = ()
     ending: Ending | None = None
 
 
@@ -62,7 +62,7 @@ class Usage(Struct, frozen=True):
     prompt: int
     completion: int
     cached: int
-    predicted: tuple[int, int] | None = None  # accepted, rejected drafts, where asked for
+    predicted: tuple[int, int] | None = None  # accepted and rejected draft tokens, if the client asked for them
 
     def json(self) -> dict[str, Any]:
         """OpenAI's `usage` object."""
@@ -79,36 +79,36 @@ class Usage(Struct, frozen=True):
         }
 
 
-class Head(Struct, frozen=True):
-    """What every chunk of a request repeats."""
+class ResponseHead(Struct, frozen=True):
+    """The fields that every chunk of a response repeats."""
 
     id: str
     created: int
     model: str
     logprobs: bool
-    null_usage: bool  # chunks before the usage chunk say `usage: null`
+    null_usage: bool  # write `usage: null` into the chunks before the usage chunk
 
 
-class Format(Protocol):
-    """An endpoint's answer objects."""
+class ResponseFormat(Protocol):
+    """How one endpoint writes its response objects."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a choice, if the endpoint has one."""
+        """The first chunk of a choice; None if the endpoint has no such chunk."""
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """A chunk for what a choice gained."""
+        """The chunk that carries a delta."""
 
     def usage_chunk(self, usage: Usage, timing: dict[str, float] | None) -> dict[str, Any]:
         """The chunk after the last choice ended."""
 
     def whole(self, choices: Sequence[Delta], usage: Usage, timing: dict[str, float] | None) -> dict[str, Any]:
-        """The body of an answer that is not streamed; each delta is a complete choice."""
+        """The body of a response that is not streamed; each delta is a complete choice."""
 
 
 class ChatFormat:
     """`chat.completion` and `chat.completion.chunk`."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: ResponseHead) -> None:
         self._head = head
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -138,12 +138,12 @@ class ChatFormat:
         return {**_base(self._head, "chat.completion.chunk"), "choices": choices, **usage}
 
     def _choice(
-        self, index: int, content: dict[str, str], scored: Sequence[Scored], ending: Ending | None
+        self, index: int, content: dict[str, str], scored: Sequence[ScoredToken], ending: Ending | None
     ) -> dict[str, Any]:
         logprobs = self._logprobs(scored) if scored else None
         return {"index": index, "delta": content, "logprobs": logprobs, **_finish(ending)}
 
-    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._head.logprobs:
             return None
         content = [{**_token(entry.token), "top_logprobs": [_token(piece) for piece in entry.top]} for entry in scored]
@@ -153,7 +153,7 @@ class ChatFormat:
 class CompletionFormat:
     """`text_completion`, streamed or not."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: ResponseHead) -> None:
         self._head = head
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -178,7 +178,7 @@ class CompletionFormat:
             **_finish(delta.ending),
         }
 
-    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._head.logprobs or not scored:
             return None
         return {
@@ -193,7 +193,7 @@ class CompletionFormat:
 
 
 def timing_json(ending: Ending, first_byte_s: float | None) -> dict[str, float]:
-    """Our `timing` extension: seconds; what is unknown is left out. `first_byte` is streams only (G3)."""
+    """The `timing` extension, in seconds, without unknown values. Only streams have a `first_byte` (G3)."""
     values = {
         "queue": ending.timing.queue_s,
         "prefill": ending.timing.prefill_s,
@@ -204,7 +204,7 @@ def timing_json(ending: Ending, first_byte_s: float | None) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _base(head: Head, kind: str) -> dict[str, Any]:
+def _base(head: ResponseHead, kind: str) -> dict[str, Any]:
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
 
 
@@ -219,19 +219,22 @@ def _finish(ending: Ending | None) -> dict[str, Any]:
     return {"finish_reason": ending.reason, **detail}
 
 
-def _token(piece: Piece) -> dict[str, Any]:
+def _token(piece: TokenText) -> dict[str, Any]:
     return {"token": piece.text, "logprob": _finite(piece.logprob), "bytes": list(piece.data)}
 
 
-def _named(entry: Scored) -> list[Piece]:
-    """The most likely tokens, and the chosen one (OpenAI: up to logprobs + 1 entries). The likeliest name wins."""
-    pieces = [*entry.top, entry.token]
-    pieces.sort(key=lambda piece: piece.logprob)
-    return pieces
+def _named(entry: ScoredToken) -> list[TokenText]:
+    """The most likely tokens and the chosen one (OpenAI: up to logprobs + 1 entries), least likely first.
+
+    The caller makes a dictionary by text: of two tokens with the same text the more likely one stays.
+    """
+    tokens = [*entry.top, entry.token]
+    tokens.sort(key=lambda token: token.logprob)
+    return tokens
 
 
-def _plain(piece: Piece) -> str:
-    """The token's text, or "bytes:\\xe2\\x80" where it is a part of a character (as OpenAI's completions)."""
+def _plain(piece: TokenText) -> str:
+    """The token's text, or "bytes:\\xe2\\x80" if it is a part of a character (as OpenAI's completions)."""
     try:
         return piece.data.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""The FastAPI application: what is wired to what, and the one table from errors to HTTP status.
+"""The FastAPI application: builds the server's parts, adds the routes, and maps errors to HTTP status in one table.
 
 Does not know how the engine runs, nor sockets and signals (`run.py`).
 """
@@ -32,14 +32,14 @@ from phalanx.errors import (
     WrongMediaType,
 )
 from phalanx.server.health import Health
-from phalanx.server.info import Information
+from phalanx.server.info import InfoEndpoints
 from phalanx.server.intake import check_key
 from phalanx.server.journal import Journal
 from phalanx.server.metrics import Metrics
 from phalanx.server.openapi import describe_bodies, json_body
 from phalanx.server.parsed import GenerationDefaults, Served
 from phalanx.server.prompts import Prompts
-from phalanx.server.routes import CLIENT_GONE, Completions
+from phalanx.server.routes import CLIENT_GONE, CompletionEndpoints
 from phalanx.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Status(Struct, frozen=True):
-    """How an error looks over HTTP."""
+    """The HTTP status of an error, and OpenAI's name for its kind."""
 
     status: int
     type: str  # OpenAI's `error.type`
@@ -65,7 +65,7 @@ STATUS: Mapping[type[PhalanxError], Status] = {
     EngineUnavailable: Status(503, "service_unavailable_error"),
     PhalanxError: Status(500, "server_error"),
 }
-"""The table. An error has the status of its nearest ancestor here."""
+"""An error has the status of its nearest ancestor in this table."""
 
 
 def status_of(error: PhalanxError) -> Status:
@@ -82,7 +82,7 @@ def error_object(error: PhalanxError) -> dict[str, Any]:
 
 
 def error_response(error: PhalanxError) -> JSONResponse:
-    """The answer to a request that failed before its answer began."""
+    """The response to a request that failed before the first byte of its answer."""
     headers = {}
     if isinstance(error, (QueueFull, EngineUnavailable)):
         milliseconds = max(1, round(error.retry_after * 1000))
@@ -104,8 +104,8 @@ def create_app(
     """The server as an ASGI application. Its lifespan starts and closes the engine.
 
     Args:
-        defaults: sampling where a request says nothing; see `defaults.read_defaults`.
-        on_failure: told when the engine cannot be started at all, or a background task ended by a bug.
+        defaults: sampling parameters for fields that a request leaves out; see `defaults.read_defaults`.
+        on_failure: called when the engine cannot be started at all, or when a bug ended a background task.
         clock: monotonic seconds.
     """
     served = Served(
@@ -119,9 +119,9 @@ def create_app(
     journal = Journal(engine, metrics, max_num_seqs=config.engine.max_num_seqs, queue=config.queue, clock=clock)
     health = Health(engine, metrics, stall_s=config.stall_s)
     prompts = Prompts(tokenizer)
-    side = Prompts(tokenizer, threads=1)  # /tokenize must not hold up completions
-    information = Information(config, engine, served, side, health, metrics)
-    completions = Completions(config, served, prompts, journal, metrics, error_object, clock)
+    tokenize_prompts = Prompts(tokenizer, threads=1)  # a thread of its own: /tokenize must not delay completions
+    information = InfoEndpoints(config, engine, served, tokenize_prompts, health, metrics)
+    completions = CompletionEndpoints(config, served, prompts, journal, metrics, error_object, clock)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -136,10 +136,10 @@ def create_app(
             await asyncio.gather(*tasks, return_exceptions=True)
             await engine.close()
             prompts.close()
-            side.close()
+            tokenize_prompts.close()
 
     app = FastAPI(title="phalanx", version=__version__, lifespan=lifespan)
-    app.state.journal = journal  # run.py drains it
+    app.state.journal = journal  # run.py waits for its requests when the server stops
     _add_routes(app, config, completions, information)
     _add_error_handlers(app)
     describe_bodies(app)
@@ -147,7 +147,7 @@ def create_app(
 
 
 def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None] | None) -> None:
-    """A background task ended; an error in it must not go unnoticed."""
+    """Log the error that ended a background task, if any, and pass it to `on_failure`."""
     error = None if task.cancelled() else task.exception()
     if error is None:
         return
@@ -156,20 +156,22 @@ def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None
         on_failure(error)
 
 
-def _add_routes(app: FastAPI, config: ServerConfig, completions: Completions, information: Information) -> None:
+def _add_routes(
+    app: FastAPI, config: ServerConfig, completions: CompletionEndpoints, information: InfoEndpoints
+) -> None:
     async def require_key(request: Request) -> None:
         request.state.api_key = check_key(request.headers.get("authorization"), config.api_keys)
 
-    keyed = [Depends(require_key)]  # /v1 and what changes state need a key; what only tells does not
+    authenticated = [Depends(require_key)]  # for /v1 and for endpoints that change state
     add = app.add_api_route
     chat, complete = json_body(ChatBody), json_body(CompletionBody)
-    add("/v1/chat/completions", completions.chat, methods=["POST"], dependencies=keyed, openapi_extra=chat)
-    add("/v1/completions", completions.complete, methods=["POST"], dependencies=keyed, openapi_extra=complete)
-    add("/v1/models", information.models, methods=["GET"], dependencies=keyed)
-    add("/v1/models/{name:path}", information.model, methods=["GET"], dependencies=keyed)
+    add("/v1/chat/completions", completions.chat, methods=["POST"], dependencies=authenticated, openapi_extra=chat)
+    add("/v1/completions", completions.complete, methods=["POST"], dependencies=authenticated, openapi_extra=complete)
+    add("/v1/models", information.models, methods=["GET"], dependencies=authenticated)
+    add("/v1/models/{name:path}", information.model, methods=["GET"], dependencies=authenticated)
     add("/tokenize", information.tokenize, methods=["POST"], openapi_extra=json_body(TokenizeBody))
     add("/detokenize", information.detokenize, methods=["POST"], openapi_extra=json_body(DetokenizeBody))
-    add("/reset_prefix_cache", information.reset_prefix_cache, methods=["POST"], dependencies=keyed)
+    add("/reset_prefix_cache", information.reset_prefix_cache, methods=["POST"], dependencies=authenticated)
     add("/version", information.version, methods=["GET"])
     add("/health", information.health, methods=["GET"])
     add("/ping", information.health, methods=["GET"])
@@ -177,25 +179,25 @@ def _add_routes(app: FastAPI, config: ServerConfig, completions: Completions, in
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def ours(request: Request, error: Exception) -> Response:
+    async def phalanx_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, PhalanxError)
         if status_of(error).status >= 500 and not isinstance(error, EngineUnavailable):
             log.error("%s %s: %s", request.method, request.url.path, error)
         return error_response(error)
 
-    async def frameworks(request: Request, error: Exception) -> Response:
+    async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{error.detail}: {request.method} {request.url.path}"
         body = {"message": message, "type": "invalid_request_error", "param": None, "code": error.status_code}
         return JSONResponse({"error": body}, error.status_code, error.headers)
 
-    async def gone(request: Request, error: Exception) -> Response:
+    async def client_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
-    async def bug(request: Request, error: Exception) -> Response:
+    async def unexpected_error(request: Request, error: Exception) -> Response:
         return JSONResponse(error_object(PhalanxError("Internal server error; the server's log has the details.")), 500)
 
-    app.add_exception_handler(PhalanxError, ours)
-    app.add_exception_handler(HTTPException, frameworks)
-    app.add_exception_handler(ClientDisconnect, gone)
-    app.add_exception_handler(Exception, bug)
+    app.add_exception_handler(PhalanxError, phalanx_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(ClientDisconnect, client_disconnect)
+    app.add_exception_handler(Exception, unexpected_error)

@@ -1,25 +1,25 @@
-"""Tokens of one choice to text: incremental decoding, stop strings, log-probabilities.
+"""From the tokens of one choice to text: incremental decoding, stop strings, log-probabilities.
 
-Text exists only in the server, so stop strings are found here (A9): the engine is told where (`stopped_at`) and
-everything counted after that is clipped. Does not know HTTP or OpenAI's objects.
+Text exists only in the server, so the server finds stop strings (A9). It tells the engine after which token the choice
+stops (`stopped_at`) and clips the tokens that the engine computed meanwhile. Does not know HTTP or OpenAI's objects.
 """
 
 from __future__ import annotations
 
-from phalanx.server.answers import Delta, Ending, Piece, Scored
-from phalanx.server.output_queue import Ended
+from phalanx.server.answers import Delta, Ending, ScoredToken, TokenText
+from phalanx.server.output_queue import StreamEnd
 from phalanx.server.parsed import Options
 from phalanx.text.tokenizer import StopStrings, Tokenizer
 from phalanx.types import PromptScored, SequenceRequest, TokenLogprobs, Tokens
 
 
 class ChoiceDecoder:
-    """OutputQueue it a choice's events in order; it answers with what the client gains."""
+    """Takes the events of one choice in order and returns the deltas for the client."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: Options, request: SequenceRequest, index: int, echo: str | None
     ) -> None:
-        self.stopped_at: int | None = None  # output tokens after which a stop string was complete
+        self.stopped_at: int | None = None  # number of output tokens that completed a stop string
         self._tokenizer = tokenizer
         self._options = options
         self._request = request
@@ -28,11 +28,11 @@ class ChoiceDecoder:
         self._text = tokenizer.stream(skip_special_tokens=options.skip_special_tokens)
         self._stops = StopStrings(options.stop_strings, include=options.include_stop) if options.stop_strings else None
         self._n_tokens = 0
-        self._n_chars = 0 if echo is None else len(echo)  # of the choice's text, held-back text included
-        self._limit = options.max_tokens  # 0: nothing of what is generated counts
+        self._n_chars = 0 if echo is None else len(echo)  # of the choice's text, including text that is held back
+        self._limit = options.max_tokens  # 0 (echo only): no generated token is part of the answer
 
     def opening(self) -> Delta | None:
-        """The echoed prompt, unless its log-probabilities come first."""
+        """The echoed prompt; None if there is no echo or if `scored_prompt` will send it with its log-probabilities."""
         if self._echo is None or self._request.prompt_logprobs is not None:
             return None
         return Delta(index=self._index, text=self._echo)
@@ -48,7 +48,7 @@ class ChoiceDecoder:
         return Delta(index=self._index, text=self._echo or "", scored=tuple(scored))
 
     def tokens(self, event: Tokens) -> Delta | None:
-        """New tokens. None: nothing to show yet (text held back, or beyond a stop)."""
+        """The delta of new tokens; None while their text is held back, and for tokens after a stop."""
         text = ""
         scored = []
         for i, token in enumerate(event.tokens):
@@ -61,8 +61,8 @@ class ChoiceDecoder:
             return None
         return Delta(index=self._index, text=text, scored=tuple(scored))
 
-    def end(self, event: Ended) -> Delta:
-        """What was held back, and how it ended."""
+    def end(self, event: StreamEnd) -> Delta:
+        """The last delta: text that was held back, and the ending."""
         text = ""
         if self.stopped_at is None and self._limit != 0:
             text = self._show(self._text.finish())
@@ -70,8 +70,8 @@ class ChoiceDecoder:
                 text += self._stops.finish()
         return Delta(index=self._index, text=text, ending=self.ending(event))
 
-    def ending(self, event: Ended) -> Ending:
-        """How it ended, clipped to a stop string."""
+    def ending(self, event: StreamEnd) -> Ending:
+        """The choice's ending, with counts clipped to the stop string."""
         finished, timings = event.finished, event.timings
         n = finished.n_tokens if self.stopped_at is None else min(self.stopped_at, finished.n_tokens)
         detail = finished.detail
@@ -80,7 +80,8 @@ class ChoiceDecoder:
         stopped = self.stopped_at is not None or finished.reason == "stop"
         tpot = None
         if timings.first_token is not None and timings.last_token is not None and finished.n_tokens > 1:
-            # Tokens may come in a burst where this process had to wait; the engine's clock begins anew on a restart.
+            # This process may receive tokens in a burst if it was busy; the engine's clock restarts with the engine.
+            # Each of the two can only be too short.
             decode_s = max(timings.last_token - timings.first_token, finished.timing.decode_s)
             tpot = decode_s / (finished.n_tokens - 1)
         return Ending(
@@ -99,13 +100,13 @@ class ChoiceDecoder:
         self._n_tokens += 1
         is_stop = token in self._request.stop.stop_ids and self._n_tokens > self._request.stop.min_tokens
         if is_stop and not self._options.include_stop:
-            return ""  # the sequence ends here; a stop token's text is not part of the answer
+            return ""  # the text of a stop token is not part of the answer
         text = self._text.add(token)
         self._n_chars += len(text)
         return self._show(text)
 
     def _show(self, text: str) -> str:
-        """What of new text can be shown now; before `min_tokens` nothing can stop the sequence."""
+        """The part of the text so far that can be sent now. Stop strings count only after `min_tokens` tokens."""
         if self._stops is None or self._n_tokens <= self._options.min_tokens:
             return text
         shown = self._stops.add(text, self._n_tokens)
@@ -113,11 +114,11 @@ class ChoiceDecoder:
             self.stopped_at = self._stops.matched.n_tokens
         return shown
 
-    def _scored(self, token: int, logprobs: TokenLogprobs | None, offset: int) -> Scored:
+    def _scored(self, token: int, logprobs: TokenLogprobs | None, offset: int) -> ScoredToken:
         if logprobs is None:
-            return Scored(self._piece(token, 0.0), None, (), offset)
+            return ScoredToken(self._piece(token, 0.0), None, (), offset)
         top = tuple(self._piece(other, logprob) for other, logprob in logprobs.top)
-        return Scored(self._piece(token, logprobs.logprob), logprobs.logprob, top, offset)
+        return ScoredToken(self._piece(token, logprobs.logprob), logprobs.logprob, top, offset)
 
-    def _piece(self, token: int, logprob: float) -> Piece:
-        return Piece(self._tokenizer.token_text(token), self._tokenizer.token_bytes(token), logprob)
+    def _piece(self, token: int, logprob: float) -> TokenText:
+        return TokenText(self._tokenizer.token_text(token), self._tokenizer.token_bytes(token), logprob)

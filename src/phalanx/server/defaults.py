@@ -1,7 +1,7 @@
-"""Sampling defaults from a model directory's generation_config.json, as `vllm serve` takes them.
+"""Sampling defaults from a model directory's generation_config.json, as in `vllm serve`.
 
-Where a request names no temperature, the model's authors' choice is better than OpenAI's 1.0. `do_sample` is ignored
-(vLLM does, too): a request that wants greedy output says temperature 0. Knows one file and nothing else.
+If a request has no temperature, the choice of the model's authors is better than OpenAI's 1.0. `do_sample` is ignored,
+as in vLLM: a request for greedy output sets temperature 0. Does not know requests or any other file.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from phalanx.server.parsed import GenerationDefaults
 FILE = "generation_config.json"
 
 
-class _File(Struct):
-    """The fields we read; others are ignored, null is absent."""
+class _GenerationConfig(Struct):
+    """The fields that are used. Other fields are ignored; null means absent."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -28,7 +28,7 @@ class _File(Struct):
 
 
 def read_defaults(model_dir: Path) -> GenerationDefaults:
-    """The file's values, or OpenAI's where it has none.
+    """The file's values, and OpenAI's defaults for fields that it does not have.
 
     Raises:
         ModelError: the file is not JSON or has values of wrong types; names the file.
@@ -39,8 +39,8 @@ def read_defaults(model_dir: Path) -> GenerationDefaults:
     except FileNotFoundError:
         return GenerationDefaults()
     try:
-        values = msgspec.json.decode(data, type=_File)
+        config = msgspec.json.decode(data, type=_GenerationConfig)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}.", remedy="Repair or delete the file.") from error
-    given = {name: value for name in _File.__struct_fields__ if (value := getattr(values, name)) is not None}
-    return GenerationDefaults(**given)
+    values = msgspec.structs.asdict(config)
+    return GenerationDefaults(**{name: value for name, value in values.items() if value is not None})

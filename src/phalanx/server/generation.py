@@ -1,7 +1,7 @@
-"""One request being answered: its output of events, a decoder per choice, and what they add up to.
+"""The generation of one request's answer: reads its output queue, decodes every choice, counts its tokens.
 
-Yields deltas (text, scored tokens, endings) for `routes.py` to stream or to collect. Does not know HTTP or OpenAI's
-objects, nor what a model is.
+Yields deltas (text, scored tokens, endings) that `routes.py` streams or collects. Does not know HTTP, OpenAI's objects
+or the model.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from phalanx.server.answers import Delta, Ending, Scored, Usage
+from phalanx.server.answers import Delta, Ending, ScoredToken, Usage
 from phalanx.server.decode import ChoiceDecoder
 from phalanx.server.journal import RequestSlots
-from phalanx.server.output_queue import Ended, Event
+from phalanx.server.output_queue import Event, StreamEnd
 from phalanx.server.parsed import Options
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import PromptScored, SequenceRequest, Tokens
@@ -31,26 +31,26 @@ class Generation:
             for index, request in enumerate(requests)
         ]
         self._endings: dict[int, Ending] = {}
-        self._seats: RequestSlots | None = None
+        self._slots: RequestSlots | None = None
 
     def begin(self, slots: RequestSlots) -> list[Delta]:
-        """Hand the choices to the engine; what there is to show at once (an echoed prompt).
+        """Submit the choices to the engine. Returns the deltas that exist already: echoed prompts.
 
         Raises:
             EngineUnavailable: the engine went down meanwhile.
         """
         slots.submit(self._requests)
-        self._seats = slots
+        self._slots = slots
         return [delta for decoder in self._decoders if (delta := decoder.opening()) is not None]
 
     async def deltas(self, keepalive_s: float | None) -> AsyncGenerator[list[Delta]]:
-        """What was gained, whenever something was. An empty list after every `keepalive_s` seconds of silence.
+        """Yield new deltas, at most one per choice; an empty list after every `keepalive_s` seconds without any.
 
         Raises:
             PhalanxError: the request failed.
         """
-        assert self._seats is not None, "begin comes first"
-        slots = self._seats
+        assert self._slots is not None, "begin comes first"
+        slots = self._slots
         while len(self._endings) < len(self._requests):
             try:
                 async with asyncio.timeout(keepalive_s):
@@ -63,21 +63,21 @@ class Generation:
                 yield merge(deltas)
 
     async def choices(self, slots: RequestSlots) -> list[Delta]:
-        """All choices, complete.
+        """Submit the choices and wait for all of them. Returns one complete delta per choice.
 
         Raises:
             PhalanxError: the request failed.
         """
-        gained: list[list[Delta]] = [[] for _ in self._requests]
+        by_choice: list[list[Delta]] = [[] for _ in self._requests]
         for delta in self.begin(slots):
-            gained[delta.index].append(delta)
+            by_choice[delta.index].append(delta)
         async for deltas in self.deltas(None):
             for delta in deltas:
-                gained[delta.index].append(delta)
-        return [join(deltas) for deltas in gained]
+                by_choice[delta.index].append(delta)
+        return [join(deltas) for deltas in by_choice]
 
     def usage(self) -> Usage:
-        """Tokens of the ended choices. A prompt counts once, however many choices it has."""
+        """Token counts of the choices that ended. A prompt counts once, however many choices it has."""
         first_choices = range(0, len(self._requests), self._options.n)
         accepted = sum(ending.accepted_tokens for ending in self._endings.values())
         drafted = sum(ending.drafted_tokens for ending in self._endings.values())
@@ -90,7 +90,7 @@ class Generation:
 
     @property
     def first_ending(self) -> Ending:
-        """How choice 0 ended; only after the deltas are exhausted."""
+        """The ending of choice 0. Valid once `deltas` is exhausted."""
         return self._endings[0]
 
     def _decode(self, slots: RequestSlots, index: int, event: Event) -> list[Delta]:
@@ -103,7 +103,7 @@ class Generation:
                     slots.finish(index, decoder.stopped_at)
             case PromptScored():
                 delta = decoder.scored_prompt(event)
-            case Ended():
+            case StreamEnd():
                 delta = decoder.end(event)
         if delta is None:
             return []
@@ -113,7 +113,7 @@ class Generation:
 
 
 def merge(deltas: Sequence[Delta]) -> list[Delta]:
-    """At most one delta per choice, so that a reader that fell behind gets fewer and longer chunks."""
+    """Join the deltas of each choice, so that a client that reads slowly gets fewer and longer chunks."""
     by_index: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)
@@ -121,9 +121,9 @@ def merge(deltas: Sequence[Delta]) -> list[Delta]:
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
-    """Consecutive deltas of one choice as one. At least one."""
+    """Join consecutive deltas of one choice into one. `deltas` is not empty."""
     if len(deltas) == 1:
         return deltas[0]
-    scored: tuple[Scored, ...] = tuple(entry for delta in deltas for entry in delta.scored)
+    scored: tuple[ScoredToken, ...] = tuple(entry for delta in deltas for entry in delta.scored)
     text = "".join(delta.text for delta in deltas)
     return Delta(index=deltas[0].index, text=text, scored=scored, ending=deltas[-1].ending)

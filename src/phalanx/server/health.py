@@ -1,7 +1,7 @@
-"""Is the engine alive? Pings it once a second and when an answer has ended; answers /health from what came back.
+"""The engine's health: pings the engine every second and after each answer, and reports the result for /health.
 
-Ready is not enough: 200 is given only while the engine's own loop answers. Killing an engine that stopped answering is
-the engine client's matter; this only tells. Does not know HTTP frameworks.
+An engine that is ready may still hang, so /health is 200 only while the engine's own loop answers pings. The engine
+client kills an engine that stopped answering; this module only reports. Does not know the HTTP framework.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ from phalanx.supervision.client import EngineClient
 from phalanx.types import Batch, EngineStats, Finished, ModelInfo
 
 PING_EVERY_S = 1.0
-LEAST_GAP_S = 0.1  # between pings, however many answers end
+LEAST_GAP_S = 0.1  # least time between two pings, however many answers end
 SILENT_S = 15.0  # longer than any step should take; less than the default limit for killing the engine
 
 
 class Health:
-    """Listens, pings, reports."""
+    """Listens to the engine's events, pings the engine, and reports its state."""
 
     def __init__(self, engine: EngineClient, metrics: Metrics, *, stall_s: float) -> None:
         self._engine = engine
         self._metrics = metrics
         self._silent_s = min(SILENT_S, stall_s)
         self._ready = asyncio.Event()
-        self._ended = asyncio.Event()  # an answer, since the last ping: what was counted for it is worth asking for
+        self._answer_ended = asyncio.Event()  # since the last ping: a new one fetches the counters it changed
         self._stats: EngineStats | None = None
         engine.subscribe(self)
 
     async def watch(self) -> None:
-        """Ping for ever, while the engine is ready."""
+        """Ping the engine while it is ready. Runs until cancelled."""
         while True:
             await self._ready.wait()
-            self._ended.clear()
-            with suppress(EngineUnavailable):  # down: on_down has stopped the pings, on_ready lets them go on
+            self._answer_ended.clear()
+            with suppress(
+                EngineUnavailable
+            ):  # the engine went down: `on_down` stops the pings, `on_ready` resumes them
                 self._stats = await self._engine.ping()
                 self._metrics.stats(self._stats)
             await asyncio.sleep(LEAST_GAP_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(PING_EVERY_S - LEAST_GAP_S):
-                    await self._ended.wait()
+                    await self._answer_ended.wait()
 
     def report(self) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of /health."""
@@ -81,11 +83,11 @@ class Health:
         self._ready.set()
 
     def on_down(self, reason: str, will_restart: bool) -> None:
-        """Stop pinging; what the old ranks said counts no more."""
+        """Stop pinging, and drop the statistics of the ranks that ended."""
         self._ready.clear()
         self._stats = None
 
     def on_batch(self, batch: Batch) -> None:
-        """A batch is not an answer of an idle engine; but it may be the last of a request."""
+        """Ping soon if the batch ends a sequence. (A batch is no substitute for a pong: an idle engine sends none.)"""
         if any(isinstance(event, Finished) for event in batch.events):
-            self._ended.set()
+            self._answer_ended.set()

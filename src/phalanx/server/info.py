@@ -1,4 +1,7 @@
-"""The endpoints that compute nothing: models, tokenise, version, health, metrics."""
+"""The endpoints that do not run the model: models, tokenize, version, health, metrics.
+
+Does not know requests in progress; `routes.py` has the completion endpoints.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from phalanx.supervision.client import EngineClient
 from phalanx.types import ModelInfo, ResetPrefixCache
 
 
-class Information:
-    """Handlers; every one answers at once."""
+class InfoEndpoints:
+    """The handlers. None of them waits for a request that the model computes."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Information:
         return JSONResponse({"prompt": await self._prompts.decode(tokens)})
 
     async def reset_prefix_cache(self) -> JSONResponse:
-        """`POST /reset_prefix_cache`, as vLLM: drop every kept prefix. Answers when the memory is free."""
+        """`POST /reset_prefix_cache`, as in vLLM: drop all cached prefixes. Answers once the memory is free."""
         self._engine.send(ResetPrefixCache())
         stats = await self._engine.ping()
         self._metrics.stats(stats)
@@ -96,7 +99,11 @@ class Information:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def _info(self) -> ModelInfo:
-        """The model; known from the first time the engine is ready, also while it restarts."""
+        """The served model. Known since the engine was ready for the first time, also during a restart.
+
+        Raises:
+            EngineUnavailable: the engine has never been ready.
+        """
         info = self._engine.info
         if info is None:
             state = self._engine.state

@@ -1,6 +1,6 @@
-"""From an HTTP request to a typed body: media type, size, JSON, shape, key. Every failure is an InvalidRequest.
+"""From an HTTP request to a typed body: checks media type, size, JSON, field types and API key.
 
-Does not know what the fields mean (`validate.py`).
+Every failure is an `InvalidRequest`. Does not know what the fields mean (`validate.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ async def read_body(request: Request, kind: type[B], max_bytes: int) -> B:
     """The request's JSON body as `kind`.
 
     Raises:
-        InvalidRequest: not JSON by its type or content, too large (noticed while reading), or of the wrong shape.
+        WrongMediaType: the Content-Type is not JSON.
+        RequestTooLarge: more than `max_bytes`, by its Content-Length or while reading.
+        InvalidRequest: the body is not JSON, not an object, or has a field of a wrong type.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Insisting on JSON also keeps web pages out: a browser sends it across origins only after a pre-flight.
+    # Requiring JSON also keeps foreign web pages out: a browser sends it across origins only after a pre-flight.
     if not (media_type == "application/json" or media_type.endswith("+json")):
         raise WrongMediaType(f"Content-Type is {media_type[:80] or 'missing'!r}; it must be application/json.")
     try:
@@ -45,15 +47,18 @@ async def read_body(request: Request, kind: type[B], max_bytes: int) -> B:
 
 
 def check_key(authorization: str | None, keys: Sequence[str]) -> str:
-    """The accepted key in an Authorization header; "" when no key is needed.
+    """The accepted key in an Authorization header; "" if the server needs no key.
 
-    All keys are compared, each in constant time, so that the answer's delay tells nothing.
+    Compares with every key, each time in constant time, so that the delay does not reveal how close a guess is.
+
+    Raises:
+        InvalidApiKey: no key, or one that is not among `keys`.
     """
     if not keys:
         return ""
     scheme, _, given = (authorization or "").partition(" ")
     given = given.strip() if scheme.lower() == "bearer" else ""
-    raw = given.encode("latin-1")  # how headers are decoded; the bytes the client sent
+    raw = given.encode("latin-1")  # headers are decoded as latin-1: these are the bytes that the client sent
     matches = [key for key in keys if hmac.compare_digest(_digest(key.encode()), _digest(raw))]
     if not matches:
         seen = "Incorrect API key provided." if given else "You didn't provide an API key."
@@ -62,7 +67,7 @@ def check_key(authorization: str | None, keys: Sequence[str]) -> str:
 
 
 def cache_salt(key: str) -> str:
-    """What keeps the prefix cache of one key apart from another's; tells nothing about the key."""
+    """A salt that separates the cached prefixes of different API keys. It does not reveal the key."""
     return _digest(key.encode()).hex()[:16] if key else ""
 
 
@@ -87,7 +92,7 @@ def _too_large(max_bytes: int) -> RequestTooLarge:
 
 
 def _shape_error(error: ValidationError, value: dict[str, Any]) -> InvalidRequest:
-    """The deepest of pydantic's complaints: of a union's branches, that is the one the client meant."""
+    """The deepest of pydantic's errors in the first wrong field: in a union, that is the branch the client meant."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = errors[0]["loc"][:1]
     chosen = max(
@@ -103,7 +108,7 @@ def _shape_error(error: ValidationError, value: dict[str, Any]) -> InvalidReques
 
 
 def _path(loc: tuple[int | str, ...], value: Any) -> list[int | str]:
-    """The parts of `loc` that exist in the client's value; pydantic mixes in names of union branches."""
+    """The parts of `loc` that exist in the client's value; pydantic also puts names of union branches into it."""
     path: list[int | str] = []
     for part in loc:
         in_object = isinstance(value, dict) and part in value

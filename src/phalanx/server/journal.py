@@ -1,8 +1,9 @@
-"""Every unfinished sequence: what was asked, what is committed, who reads it. Survives the engine process.
+"""The journal of unfinished sequences: each one's request, its committed tokens and its output queue.
 
-The journal is why streams pause and do not break when a rank dies (design: Fail-stop, then resume): it listens to the
-engine, keeps the committed tokens, and submits every unfinished sequence again when the engine is back. It is also the
-one place that decides whether there is room for one more request (429). Does not know HTTP, text or processes.
+The journal lives in the server and survives the engine, so that streams pause instead of breaking when a rank dies
+(design: Fail-stop, then resume). It listens to the engine, keeps the committed tokens, and submits every unfinished
+sequence again once a new engine is ready. It also decides, alone, whether there is room for one more request (429).
+Does not know HTTP, text or processes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from phalanx.errors import (
     SlowClient,
 )
 from phalanx.server.metrics import Metrics
-from phalanx.server.output_queue import Ended, OutputQueue, Timings
+from phalanx.server.output_queue import OutputQueue, StreamEnd, Timings
 from phalanx.supervision.client import EngineClient
 from phalanx.types import (
     Batch,
@@ -41,11 +42,11 @@ from phalanx.types import (
 log = logging.getLogger(__name__)
 
 UNREAD_TOKENS = 2048  # per request; about 8 KiB of text, or a minute of a fast model
-CRASHES = 2  # a sequence that was being computed in so many crashes is not tried again
-RETRY_AFTER_S = (1.0, 30.0)  # least and most seconds a client is told to wait
+MAX_CRASHES = 2  # a sequence that was being computed during so many crashes is quarantined
+RETRY_AFTER_S = (1.0, 30.0)  # least and most seconds of a Retry-After header
 
 
-class _Entry:
+class _JournalEntry:
     """One unfinished sequence."""
 
     def __init__(self, request: SequenceRequest, index: int, slots: RequestSlots, now: float) -> None:
@@ -56,12 +57,12 @@ class _Entry:
         self.timings = Timings(slots.arrived)
         self.committed: list[int] = list(request.committed)
         self.scored = request.prompt_logprobs is None
-        self.finish_at: int | None = None  # a stop string ended it there; the engine was told
-        self.progressed = False  # since it was last submitted
+        self.finish_at: int | None = None  # number of output tokens that completed a stop string
+        self.progressed = False  # got tokens since it was last submitted
         self.crashes = 0
 
-    def again(self, now: float) -> SequenceRequest:
-        """The request that continues this sequence on an engine that knows nothing."""
+    def resubmission(self, now: float) -> SequenceRequest:
+        """The request that continues this sequence on a new engine: with committed tokens and the remaining timeout."""
         timeout = self.request.timeout_s
         return replace(
             self.request,
@@ -72,7 +73,10 @@ class _Entry:
 
 
 class RequestSlots:
-    """Room for one request's choices, taken before it is tokenised and given back when it ends, however it ends."""
+    """Room for the choices of one request. A context manager: leaving it cancels what is unfinished and frees the room.
+
+    The server reserves slots before it tokenises a request, so that a full server answers 429 at once.
+    """
 
     def __init__(self, journal: Journal, n: int, arrived: float) -> None:
         self.arrived = arrived
@@ -88,7 +92,7 @@ class RequestSlots:
         self._journal.release(self)
 
     def submit(self, requests: Sequence[SequenceRequest]) -> None:
-        """Hand the choices to the engine; `requests[i]` becomes choice i of the output.
+        """Submit the choices to the engine; the events of `requests[i]` have index i in the output queue.
 
         Raises:
             EngineUnavailable: the engine went down meanwhile.
@@ -96,12 +100,12 @@ class RequestSlots:
         self._journal.submit(self, requests)
 
     def finish(self, index: int, n_tokens: int) -> None:
-        """A stop string ended choice `index` after `n_tokens` output tokens."""
+        """End choice `index` after `n_tokens` output tokens, where the server found a stop string."""
         self._journal.finish(self, index, n_tokens)
 
 
 class Journal:
-    """Listens to the engine; see the module's docstring. Used on the event loop's thread only."""
+    """See the module's docstring. Used only on the event loop's thread."""
 
     def __init__(
         self, engine: EngineClient, metrics: Metrics, *, max_num_seqs: int, queue: int, clock: Callable[[], float]
@@ -111,29 +115,29 @@ class Journal:
         self._max_num_seqs = max_num_seqs
         self._capacity = max_num_seqs + queue
         self._clock = clock
-        self._entries: dict[str, _Entry] = {}  # in order of arrival
-        self._reserved = 0  # slots taken whose request is still being tokenised
-        self._closing = ""  # why no new request is taken
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self._entries: dict[str, _JournalEntry] = {}  # by sequence id, in order of arrival
+        self._reserved = 0  # reserved slots that have no sequence yet
+        self._closing = ""  # why new requests are refused
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._last_end: float | None = None
-        self._end_interval = 1.0  # seconds between ends, smoothed
+        self._end_interval = 1.0  # seconds between ends of sequences, smoothed
         engine.subscribe(self)
 
-    # The requests' side ----------------------------------------------------------------------------------------
+    # Called by requests ----------------------------------------------------------------------------------------
 
     @property
     def unfinished(self) -> int:
-        """Choices that hold a slot."""
+        """Number of choices that hold a slot."""
         return len(self._entries) + self._reserved
 
     def reserve(self, n: int) -> RequestSlots:
-        """Take slots for n choices. The one place that answers "the queue is full".
+        """Take slots for n choices.
 
         Raises:
-            EngineUnavailable: loading, restarting, failed or shutting down.
-            QueueFull: with the seconds after which trying again makes sense.
-            InvalidRequest: so many choices have never room.
+            EngineUnavailable: the engine is loading, restarting, failed or shutting down.
+            QueueFull: no room now; `retry_after` estimates the seconds until there is.
+            InvalidRequest: n is more than this server can ever hold.
         """
         self.require_ready()
         if n > self._capacity:
@@ -145,11 +149,15 @@ class Journal:
                 retry_after=self._retry_after(n),
             )
         self._reserved += n
-        self._quiet.clear()
+        self._idle.clear()
         return RequestSlots(self, n, self._clock())
 
     def require_ready(self) -> ModelInfo:
-        """What is served, or EngineUnavailable with the reason."""
+        """The served model.
+
+        Raises:
+            EngineUnavailable: the engine is not ready, or the server is shutting down; says why.
+        """
         if self._closing:
             raise EngineUnavailable(self._closing, retry_after=5.0)
         state, info = self._engine.state, self._engine.info
@@ -164,37 +172,37 @@ class Journal:
         now = self._clock()
         for index, request in enumerate(requests):
             self._engine.send(Submit(request))
-            self._entries[request.id] = _Entry(request, index, slots, now)
+            self._entries[request.id] = _JournalEntry(request, index, slots, now)
             slots.ids.add(request.id)
             slots.free -= 1
             self._reserved -= 1
 
     def finish(self, slots: RequestSlots, index: int, n_tokens: int) -> None:
-        """See `RequestSlots.finish`. Without an engine the sequence ends here; there is nothing to wait for."""
+        """See `RequestSlots.finish`. While the engine is down, the journal ends the sequence itself."""
         for entry in [entry for entry in self._entries.values() if entry.slots is slots and entry.index == index]:
             entry.finish_at = n_tokens
             try:
                 self._engine.send(Finish(entry.request.id, n_tokens))
             except EngineUnavailable:
-                self._end_here(entry)
+                self._end_locally(entry)
 
     def release(self, slots: RequestSlots) -> None:
-        """The request is over: whatever of it is unfinished is cancelled."""
+        """Cancel the request's unfinished sequences and free its slots."""
         for id in list(slots.ids):
             self._forget(id)
-            with suppress(EngineUnavailable):  # an engine that is down has forgotten it already
+            with suppress(EngineUnavailable):  # an engine that is down has no sequences
                 self._engine.send(Cancel(id))
         self._reserved -= slots.free
         slots.free = 0
-        self._notice_quiet()
+        self._set_if_idle()
 
     def close(self, reason: str) -> None:
-        """Take no new requests from now on."""
+        """Refuse new requests from now on, with this reason."""
         self._closing = reason
 
     async def quiet(self) -> None:
-        """Wait until no request is left."""
-        await self._quiet.wait()
+        """Wait until no request holds a slot."""
+        await self._idle.wait()
 
     def fail_all(self, error: PhalanxError) -> None:
         """End every request with this error."""
@@ -203,10 +211,10 @@ class Journal:
         for slots in {entry.slots for entry in self._entries.values()}:
             self._drop(slots)
 
-    # The engine's side -----------------------------------------------------------------------------------------
+    # Called by the engine client -------------------------------------------------------------------------------
 
     def on_batch(self, batch: Batch) -> None:
-        """Route a step's events to their requests."""
+        """Pass a step's events to the output queues of their requests."""
         now = self._clock()
         for event in batch.events:
             entry = self._entries.get(event.id)
@@ -222,17 +230,17 @@ class Journal:
                     self._on_finished(entry, event, now)
 
     def on_ready(self, info: ModelInfo) -> None:
-        """Submit what is unfinished again, in the old order."""
+        """Submit unfinished sequences again, in their order of arrival."""
         self._metrics.engine_up()
         now = self._clock()
         for entry in list(self._entries.values()):
             entry.progressed = False
-            self._engine.send(Submit(entry.again(now)))
+            self._engine.send(Submit(entry.resubmission(now)))
         if self._entries:
             log.info("resumed %d unfinished sequences", len(self._entries))
 
     def on_down(self, reason: str, will_restart: bool) -> None:
-        """Count the crash against what was being computed; end everything if the engine stays away."""
+        """Count the crash for every sequence that may have caused it. Without a restart, fail all requests."""
         self._metrics.engine_down()
         if not will_restart:
             self.fail_all(EngineError(f"The engine stopped and will not be started again: {reason}"))
@@ -240,18 +248,18 @@ class Journal:
         computing = [
             entry
             for i, entry in enumerate(self._entries.values())
-            if entry.progressed or i < self._max_num_seqs  # first come, first served: these may have held a row
+            if entry.progressed or i < self._max_num_seqs  # first come, first served: these may have had a row
         ]
         for entry in computing:
             if entry.request.id not in self._entries:
-                continue  # went with a sibling
+                continue  # dropped together with another choice of its request
             entry.crashes += 1
             if entry.finish_at is not None:
-                self._end_here(entry)
-            elif entry.crashes >= CRASHES:
+                self._end_locally(entry)
+            elif entry.crashes >= MAX_CRASHES:
                 self._quarantine(entry, reason)
 
-    def _on_tokens(self, entry: _Entry, event: Tokens, now: float) -> None:
+    def _on_tokens(self, entry: _JournalEntry, event: Tokens, now: float) -> None:
         if event.start != len(entry.committed):
             message = f"tokens of {event.id} start at {event.start}, but {len(entry.committed)} are committed"
             log.error("engine protocol broken: %s", message)
@@ -269,23 +277,23 @@ class Journal:
                 SlowClient(f"The stream was cancelled: its reader is more than {UNREAD_TOKENS} tokens behind."),
             )
 
-    def _on_finished(self, entry: _Entry, event: Finished, now: float) -> None:
+    def _on_finished(self, entry: _JournalEntry, event: Finished, now: float) -> None:
         if entry.finish_at is not None and event.reason != "error":
             event = replace(event, reason="stop", n_tokens=min(event.n_tokens, entry.finish_at), stop_id=None)
-        if event.reason in ("error", "cancelled"):  # nobody who reads asked for a cancellation
+        if event.reason in ("error", "cancelled"):  # the client did not cancel it: its entry would be gone
             self._fail(entry.slots, EngineError(event.detail or "The engine could not compute this request."))
             return
         self._note_end(now)
         self._metrics.finished(entry.timings, event, len(entry.request.prompt), now)
-        entry.slots.output.push(entry.index, Ended(event, entry.timings))
+        entry.slots.output.push(entry.index, StreamEnd(event, entry.timings))
         self._forget(entry.request.id)
-        self._notice_quiet()
+        self._set_if_idle()
 
-    def _end_here(self, entry: _Entry) -> None:
-        """End a sequence whose stop string was found although no engine can confirm it."""
+    def _end_locally(self, entry: _JournalEntry) -> None:
+        """End a sequence at its stop string without the engine, which is down."""
         self._on_finished(entry, Finished(entry.request.id, "stop", len(entry.committed)), self._clock())
 
-    def _quarantine(self, entry: _Entry, reason: str) -> None:
+    def _quarantine(self, entry: _JournalEntry, reason: str) -> None:
         log.error("quarantined %s after %d engine crashes; the last: %s", entry.request.id, entry.crashes, reason)
         error = Quarantined(
             f"This request was being computed in {entry.crashes} engine crashes and is not tried again; "
@@ -300,21 +308,21 @@ class Journal:
         self._drop(slots)
 
     def _drop(self, slots: RequestSlots) -> None:
-        """Forget a request's sequences here and in the engine; its reader finds the output's error."""
+        """Cancel a request's sequences here and in the engine. Its reader gets the error from the output queue."""
         for id in list(slots.ids):
             self._forget(id)
             with suppress(EngineUnavailable):
                 self._engine.send(Cancel(id))
-        self._notice_quiet()
+        self._set_if_idle()
 
     def _forget(self, id: str) -> None:
         entry = self._entries.pop(id, None)
         if entry is not None:
             entry.slots.ids.discard(id)
 
-    def _notice_quiet(self) -> None:
+    def _set_if_idle(self) -> None:
         if self.unfinished == 0:
-            self._quiet.set()
+            self._idle.set()
 
     def _note_end(self, now: float) -> None:
         if self._last_end is not None:
@@ -322,11 +330,11 @@ class Journal:
         self._last_end = now
 
     def _retry_after(self, n: int) -> float:
-        """Seconds until about n places are free, going by the recent pace."""
+        """Seconds until about n slots are free, estimated from the recent rate of ends."""
         least, most = RETRY_AFTER_S
         return min(most, max(least, n * self._end_interval))
 
 
 def describe(phase: str, reason: str) -> str:
-    """One sentence on an engine that is not ready."""
+    """One sentence on the phase of an engine that is not ready, for an error message."""
     return f"The engine is {phase}{f': {reason}' if reason else ''}."

@@ -1,7 +1,7 @@
 """Prometheus metrics under vLLM's names with the prefix `phalanx:` (M2), label `model_name`.
 
-Latencies are what the server saw; counters of the engine are carried over its restarts, so that they never fall.
-Does not know requests, HTTP routes or the engine's messages beyond `EngineStats`, `Finished` and the output's timings.
+The server measures latencies itself. Counters that the engine reports continue over its restarts, so they never fall.
+Does not know requests, HTTP routes, or messages of the engine other than `EngineStats` and `Finished`.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ LABELS = ("model_name",)
 
 
 class Metrics:
-    """One registry per server. Methods are named after what happened."""
+    """The server's metrics, in a registry of their own. Each method records one kind of event."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._seen = EngineStats()  # of this life of the engine
+        self._last_stats = EngineStats()  # of the running engine process; zero after a restart
         label = (model_name,)
         self._gauges = {
             key: Gauge(PREFIX + name, text, LABELS, registry=self.registry).labels(*label)
@@ -108,49 +108,49 @@ class Metrics:
         )
         self._label = label
         for reason in ("stop", "length"):
-            self._ended.labels(*label, reason)  # present from the start
+            self._ended.labels(*label, reason)  # exported as 0 before the first one
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """All metrics in Prometheus' exposition format."""
         return generate_latest(self.registry)
 
     def stats(self, stats: EngineStats) -> None:
-        """The engine's own numbers arrived."""
+        """Record statistics that the engine sent: set gauges, add what its counters gained."""
         for key, gauge in self._gauges.items():
             gauge.set(getattr(stats, key))
         for key, counter in self._engine.items():
-            counter.inc(max(0.0, getattr(stats, key) - getattr(self._seen, key)))
+            counter.inc(max(0.0, getattr(stats, key) - getattr(self._last_stats, key)))
         if stats.spec is not None:
-            self._speculated(stats.spec, self._seen.spec or SpecStats(method=stats.spec.method))
-        self._seen = stats
+            self._spec_stats(stats.spec, self._last_stats.spec or SpecStats(method=stats.spec.method))
+        self._last_stats = stats
 
-    def _speculated(self, stats: SpecStats, seen: SpecStats) -> None:
+    def _spec_stats(self, stats: SpecStats, last: SpecStats) -> None:
         for key, counter in self._speculation.items():
-            counter.inc(max(0, getattr(stats, key) - getattr(seen, key)))
+            counter.inc(max(0, getattr(stats, key) - getattr(last, key)))
         for position, count in enumerate(stats.accepted_at):
-            before = seen.accepted_at[position] if position < len(seen.accepted_at) else 0
+            before = last.accepted_at[position] if position < len(last.accepted_at) else 0
             self._accepted_at.labels(*self._label, str(position)).inc(max(0, count - before))
-        for drafts, taken, taken_before in (
-            ("yes", stats.compared_drafted, seen.compared_drafted),
-            ("no", stats.compared_plain, seen.compared_plain),
+        for drafts, measured, measured_before in (
+            ("yes", stats.compared_drafted, last.compared_drafted),
+            ("no", stats.compared_plain, last.compared_plain),
         ):
-            for key, now, then in zip(COMPARED, taken or (), taken_before or (0, 0.0), strict=False):
-                self._compared[key].labels(*self._label, drafts).inc(max(0.0, now - then))
+            for key, new, old in zip(COMPARED, measured or (), measured_before or (0, 0.0), strict=False):
+                self._compared[key].labels(*self._label, drafts).inc(max(0.0, new - old))
 
     def engine_up(self) -> None:
-        """The engine serves; its counters start at 0."""
-        self._seen = EngineStats()
+        """A new engine is ready; its counters start at 0."""
+        self._last_stats = EngineStats()
         self._up.set(1)
 
     def engine_down(self) -> None:
-        """The engine is gone: gauges of it are 0."""
+        """The engine went down: count it, and set the engine's gauges to 0."""
         self._restarts.inc()
         self._up.set(0)
         for gauge in self._gauges.values():
             gauge.set(0)
 
     def tokens(self, timings: Timings, prompt_tokens: int, n: int, now: float) -> None:
-        """n tokens of a sequence arrived; `timings` are still those from before."""
+        """Record n new tokens of a sequence; `timings` do not include them yet. Times in seconds."""
         self._generated.inc(n)
         if timings.first_token is None:
             self._prompt.inc(prompt_tokens)
@@ -160,7 +160,7 @@ class Metrics:
                 self._histograms["itl"].observe((now - timings.last_token) / n)
 
     def finished(self, timings: Timings, event: Finished, prompt_tokens: int, now: float) -> None:
-        """A sequence ended as it should."""
+        """Record a sequence that ended without an error."""
         timing = event.timing
         observed = {
             "e2e": now - timings.arrived,
@@ -176,11 +176,11 @@ class Metrics:
         self._ended.labels(*self._label, event.reason).inc()
 
     def first_byte(self, seconds: float) -> None:
-        """The first bytes of text of a stream were handed to the network."""
+        """Record the seconds from a request's arrival to the first byte of text handed to the network."""
         self._histograms["first_byte"].observe(seconds)
 
     def failed(self) -> None:
-        """A request ended with an error that was not the client's."""
+        """Count a request that ended with an error."""
         self._errors.inc()
 
     def _counter(self, name: str, text: str, label: tuple[str, ...]) -> Counter:

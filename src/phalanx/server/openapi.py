@@ -1,4 +1,8 @@
-"""Request bodies in /openapi.json, although the routes read them themselves (`intake.py`)."""
+"""Describes request bodies in /openapi.json.
+
+FastAPI cannot do it by itself, because the endpoints read their bodies themselves (`intake.py`). Does not know what the
+fields mean.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,13 @@ REF = "#/components/schemas/{model}"
 
 
 def json_body(kind: type[Body]) -> dict[str, Any]:
-    """`openapi_extra` of a route that takes this body."""
+    """The `openapi_extra` argument for a route with this body."""
     schema = {"$ref": REF.format(model=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def describe_bodies(app: FastAPI) -> None:
-    """Let `app.openapi()` carry the bodies' schemas."""
+    """Make `app.openapi()` include the schemas of the bodies."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -36,7 +40,7 @@ def describe_bodies(app: FastAPI) -> None:
 
 
 def _drop_422(document: dict[str, Any]) -> None:
-    """FastAPI promises its own validation error; this server answers 400 with OpenAI's error object."""
+    """Remove FastAPI's own validation error: this server answers 400 with OpenAI's error object instead."""
     for path in document["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)

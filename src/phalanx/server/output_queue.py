@@ -1,8 +1,8 @@
-"""The bounded buffer between the engine's events and the one reader of a request's answer.
+"""The bounded queue from the engine's events to the one reader of a request's answer.
 
-All choices of a request share a output, so that one reader interleaves them in the order in which they were committed.
-The writer never waits: a reader that falls too far behind is given up (design: The server never blocks). Does not know
-HTTP.
+All choices of a request share one queue, so that its reader gets their events in the order of their commits. The writer
+never waits; the server cancels the request of a reader that falls too far behind (design: The server never blocks).
+Does not know HTTP.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from phalanx.types import Finished, PromptScored, Tokens
 
 
 class Timings(Struct):
-    """Seconds on the server's monotonic clock (G3: the first token and the first flushed byte are separate)."""
+    """When a sequence's request and tokens arrived: seconds on the server's monotonic clock.
+
+    The time of the first byte that reaches the network is another measurement (G3), made in `routes.py`.
+    """
 
     arrived: float
     first_token: float | None = None
     last_token: float | None = None
 
 
-class Ended(Struct, frozen=True):
+class StreamEnd(Struct, frozen=True):
     """The last event of a choice."""
 
     finished: Finished
     timings: Timings
 
 
-Event = Tokens | PromptScored | Ended
+Event = Tokens | PromptScored | StreamEnd
 
 
 class OutputQueue:
@@ -44,7 +47,7 @@ class OutputQueue:
         self._news = asyncio.Event()
 
     def push(self, index: int, event: Event) -> bool:
-        """Append an event; False when the reader is too far behind (the event is kept all the same)."""
+        """Append an event. Returns False if the reader is now too far behind; the event is kept all the same."""
         self._events.append((index, event))
         if isinstance(event, Tokens):
             self._unread += len(event.tokens)
@@ -52,15 +55,15 @@ class OutputQueue:
         return self._unread <= self._limit
 
     def fail(self, error: PhalanxError) -> None:
-        """End the output: `read` raises this once the events before it were taken. The first failure counts."""
+        """Fail the request: `read` raises this error after it returned the events before it. The first error counts."""
         self._error = self._error or error
         self._news.set()
 
     async def read(self) -> list[tuple[int, Event]]:
-        """All unread events, at least one; waits for them.
+        """Wait for events and return all unread ones.
 
         Raises:
-            PhalanxError: the request failed and everything before that was read.
+            PhalanxError: the request failed, and all events before that were read.
         """
         await self._news.wait()
         self._news.clear()
@@ -69,5 +72,5 @@ class OutputQueue:
         if self._error is not None:
             if not events:
                 raise self._error
-            self._news.set()  # the failure is next
+            self._news.set()  # the next call raises the error
         return events

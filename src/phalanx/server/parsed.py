@@ -1,6 +1,6 @@
-"""Requests after parsing: frozen, complete, every default filled in. Only these can be scheduled.
+"""Parsed requests: frozen, with every default filled in. The server schedules only these.
 
-Does not know the JSON they came from.
+Does not know the JSON bodies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from phalanx.types import Sampling
 
 
 class GenerationDefaults(Struct, frozen=True, kw_only=True):
-    """Sampling where the client says nothing: the model's generation_config.json, else OpenAI's (as vLLM)."""
+    """Sampling parameters for fields that a request leaves out: generation_config.json's, else OpenAI's (as vLLM)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -23,28 +23,28 @@ class GenerationDefaults(Struct, frozen=True, kw_only=True):
 
 
 class Served(Struct, frozen=True, kw_only=True):
-    """What this server serves and allows."""
+    """The served model as the API shows it, and the API's limits."""
 
-    names: tuple[str, ...]
-    max_n: int
+    names: tuple[str, ...]  # the first one is the default
+    max_n: int  # choices per request
     defaults: GenerationDefaults
     eos_ids: frozenset[int]
     template_kwargs: Mapping[str, object]
 
 
 class Options(Struct, frozen=True, kw_only=True):
-    """What chat and text completions share."""
+    """The options of a request, the same for chat and text completions."""
 
     model: str
     n: int
     stream: bool
     include_usage: bool
     timing: bool
-    speculation: bool  # count drafts in `usage`
-    most_drafts: int | None  # in a step; None: as the engine thinks best
+    speculation: bool  # report accepted and rejected draft tokens in `usage`
+    most_drafts: int | None  # drafted tokens per step, at most; None: the engine decides
     sampling: Sampling  # of choice 0, with the client's seed
     seeded: bool  # False: the server draws a seed
-    max_tokens: int | None  # None: what the context has room for
+    max_tokens: int | None  # None: as many as the context has room for
     min_tokens: int
     stop_strings: tuple[str, ...]
     stop_token_ids: frozenset[int]

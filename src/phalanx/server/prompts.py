@@ -1,5 +1,7 @@
-"""Text and messages to token ids, off the event loop (design: The server never blocks). Does not know HTTP or the
-engine."""
+"""Tokenises texts and messages on threads of its own, off the event loop (design: The server never blocks).
+
+Does not know HTTP or the engine.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +14,29 @@ from phalanx.errors import InvalidRequest
 from phalanx.server.parsed import Conversation
 from phalanx.text.tokenizer import Tokenizer
 
-THREADS = 2  # a long prompt must not hold up a short one; more would take cores from the model
-PROBE_CHARS = 12  # per token of the context; texts in all languages have 1 to 6 characters per token
+THREADS = 2  # so that a long prompt does not delay a short one; more threads would take cores from the model
+PROBE_CHARS = 12  # characters per token of the context; texts of all languages have 1 to 6 characters per token
 
 T = TypeVar("T")
 
 
 class Prompts:
-    """A tokenizer behind a small pool of threads."""
+    """A tokenizer with a small pool of threads."""
 
     def __init__(self, tokenizer: Tokenizer, *, threads: int = THREADS) -> None:
         self.tokenizer = tokenizer
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
 
     async def encode_chat(self, conversation: Conversation, *, limit: int | None = None) -> list[int]:
-        """The chat template's tokens. Texts that are hopelessly longer than `limit` tokens are not tokenised whole.
+        """Render messages with the chat template and tokenise them. `limit`: see `_refuse_if_too_long`; None: no limit.
 
         Raises:
-            InvalidRequest: the template refuses these messages, there is none, or they are much too long.
+            InvalidRequest: there is no template, it refuses these messages, or they are much too long.
         """
 
         def work() -> list[int]:
-            self._probe("".join(message["content"] for message in conversation.messages), limit, "messages")
+            text = "".join(message["content"] for message in conversation.messages)
+            self._refuse_if_too_long(text, limit, "messages")
             return self.tokenizer.encode_chat(
                 conversation.messages,
                 add_generation_prompt=conversation.add_generation_prompt,
@@ -46,7 +49,7 @@ class Prompts:
     async def encode(
         self, prompt: str | list[int], *, add_special_tokens: bool = True, limit: int | None = None
     ) -> list[int]:
-        """A text's tokens; token ids are themselves. `limit` as for `encode_chat`.
+        """Tokenise a text; token ids are returned as they are. `limit` as for `encode_chat`.
 
         Raises:
             InvalidRequest: the text is much too long.
@@ -55,7 +58,7 @@ class Prompts:
             return prompt
 
         def work() -> list[int]:
-            self._probe(prompt, limit, "prompt")
+            self._refuse_if_too_long(prompt, limit, "prompt")
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
         return await self._run(work)
@@ -65,11 +68,14 @@ class Prompts:
         return await self._run(lambda: self.tokenizer.decode(tokens))
 
     def close(self) -> None:
-        """Drop what is queued; a running one is left to end."""
+        """Cancel queued work and return at once; running work continues to its end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _probe(self, text: str, limit: int | None, field: str) -> None:
-        """Refuse a text whose first part alone is twice too long: 8 MB take many seconds, this a fraction of one."""
+    def _refuse_if_too_long(self, text: str, limit: int | None, field: str) -> None:
+        """Refuse a text whose first `PROBE_CHARS * limit` characters alone have more than twice `limit` tokens.
+
+        Tokenising a whole text of 8 MB takes many seconds, this a fraction of one.
+        """
         if limit is None or len(text) <= PROBE_CHARS * limit:
             return
         n_tokens = len(self.tokenizer.encode(text[: PROBE_CHARS * limit], add_special_tokens=False))

@@ -1,7 +1,7 @@
-"""OpenAI's endpoints: read, parse, take slots, tokenise, generate, answer. Decides nothing by itself.
+"""OpenAI's endpoints. Each request is read, parsed, given slots, tokenised, generated and answered, in this order.
 
-Which status an error has is `app.py`'s table; what a field means is `validate.py`'s; whether there is room is the
-journal's. Does not know the engine process.
+Other modules decide: `validate.py` what a field means, the journal whether there is room, `app.py` which status an
+error has. Does not know the engine process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 
 from phalanx.config import ServerConfig
 from phalanx.errors import PhalanxError
-from phalanx.server.answers import ChatFormat, CompletionFormat, Delta, Format, Head, timing_json
+from phalanx.server.answers import ChatFormat, CompletionFormat, Delta, ResponseFormat, ResponseHead, timing_json
 from phalanx.server.generation import Generation
 from phalanx.server.intake import cache_salt, read_body
 from phalanx.server.journal import Journal
@@ -32,26 +32,26 @@ from phalanx.server.schema import ChatBody, CompletionBody
 from phalanx.server.stream import DONE, KEEP_ALIVE, EventStream, disconnected, event
 from phalanx.server.validate import parse_chat, parse_completion, plan_sequences
 
-CLIENT_GONE = 499  # nginx's number; nobody reads it
+CLIENT_GONE = 499  # nginx's status for its log; the client, which has left, never sees it
 
 ErrorObject = Callable[[PhalanxError], Mapping[str, Any]]
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """A parsed request, before it is tokenised."""
+    """A parsed request that is not tokenised yet."""
 
     options: Options
-    encode: Callable[[int], Coroutine[Any, Any, list[list[int]]]]  # of the context's length
+    encode: Callable[[int], Coroutine[Any, Any, list[list[int]]]]  # (max_model_len) -> token ids of each prompt
     n_prompts: int
-    field: str  # where the prompts came from
+    field: str  # "prompt" or "messages", for errors
     id: str
-    format: Callable[[Head], Format]
-    texts: tuple[str | None, ...] = (None,)  # per prompt, where it was text
+    format: Callable[[ResponseHead], ResponseFormat]
+    texts: tuple[str | None, ...] = (None,)  # per prompt; None if the client sent token ids or messages
     echo: bool = False
-    salt: str = ""
+    salt: str = ""  # of the prefix cache
 
 
-class Completions:
+class CompletionEndpoints:
     """`/v1/chat/completions` and `/v1/completions`."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Completions:
         self._clock = clock
 
     async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
+        """`POST /v1/chat/completions`"""
         parsed = parse_chat(await read_body(request, ChatBody, self._config.max_body_bytes), self._served)
 
         async def encode(limit: int) -> list[list[int]]:
@@ -91,7 +91,7 @@ class Completions:
         return await self._answer(request, job)
 
     async def complete(self, request: Request) -> Response:
-        """Continue one or more texts."""
+        """`POST /v1/completions`"""
         parsed = parse_completion(await read_body(request, CompletionBody, self._config.max_body_bytes), self._served)
 
         async def encode(limit: int) -> list[list[int]]:
@@ -113,7 +113,7 @@ class Completions:
     async def _answer(self, request: Request, job: Job) -> Response:
         if job.options.stream:
             return await self._stream(job)
-        return await unless_gone(request, self._whole(job))
+        return await unless_disconnected(request, self._whole(job))
 
     async def _whole(self, job: Job) -> Response:
         with self._journal.reserve(job.n_prompts * job.options.n) as slots:
@@ -127,7 +127,7 @@ class Completions:
         with ExitStack() as stack:
             slots = stack.enter_context(self._journal.reserve(job.n_prompts * job.options.n))
             generation = await self._prepare(job)
-            first = generation.begin(slots)  # what fails until here is answered with a status
+            first = generation.begin(slots)  # errors up to here become an HTTP status
             events = self._events(job, generation, slots.arrived, first)
             return EventStream(events, stack.pop_all().close)
 
@@ -154,7 +154,7 @@ class Completions:
     async def _events(
         self, job: Job, generation: Generation, arrived: float, first: list[Delta]
     ) -> AsyncGenerator[bytes]:
-        """The stream's bytes. An error after the start is an event, as the status was sent long ago."""
+        """The stream's bytes. An error becomes an event, because the status was sent before."""
         form = job.format(self._head(job))
         openings = [form.opening(index) for index in range(job.n_prompts * job.options.n)]
         yield b"".join(event(chunk) for chunk in openings if chunk is not None) or KEEP_ALIVE
@@ -163,9 +163,9 @@ class Completions:
         first_byte_s: float | None = None
         try:
             async with aclosing(generation.deltas(self._config.keepalive_s)) as deltas:
-                async for gained in deltas:
-                    yield b"".join(event(form.chunk(delta)) for delta in gained) or KEEP_ALIVE
-                    if first_byte_s is None and any(delta.text for delta in gained):
+                async for new in deltas:
+                    yield b"".join(event(form.chunk(delta)) for delta in new) or KEEP_ALIVE
+                    if first_byte_s is None and any(delta.text for delta in new):
                         first_byte_s = self._clock() - arrived
                         self._metrics.first_byte(first_byte_s)
         except PhalanxError as error:
@@ -176,8 +176,8 @@ class Completions:
             yield event(form.usage_chunk(generation.usage(), timing))
         yield DONE
 
-    def _head(self, job: Job) -> Head:
-        return Head(
+    def _head(self, job: Job) -> ResponseHead:
+        return ResponseHead(
             id=job.id,
             created=int(time.time()),
             model=job.options.model,
@@ -186,8 +186,8 @@ class Completions:
         )
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Do the work, but stop at once when the client leaves."""
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The response that `work` makes; cancels the work when the client disconnects."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(disconnected(request.receive))
     try:

@@ -1,7 +1,7 @@
-"""The JSON bodies clients send, as pydantic models: shapes and types only.
+"""The JSON bodies that clients send, as pydantic models: names and types of fields.
 
-They give the OpenAPI description and the first line of refusal (wrong types). What the values mean, and which of them
-this server enforces, is decided in `validate.py`. Fields nobody declared are kept, so that they can be refused by name.
+They describe the API in OpenAPI and refuse values of wrong types. Undeclared fields are kept, so that `validate.py` can
+refuse them by name. Does not know what values mean, nor which of them the server supports (`validate.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LATER = "Not supported yet: anything but its neutral value is answered 400."
 
 
 class Body(BaseModel):
-    """Strict types (no "5" for 5); unknown fields survive in `model_extra`."""
+    """Strict types ("5" is not 5); unknown fields are kept in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -41,7 +41,7 @@ class ChatMessage(Body):
 
 
 class SamplingBody(Body):
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
 
     model: str | None = Field(None, description="A served model's name; the first one when left out.")
     max_tokens: int | None = Field(None, description="Most output tokens; all the context has room for by default.")

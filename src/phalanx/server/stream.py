@@ -1,6 +1,6 @@
-"""Server-sent events: framing, keep-alive comments, slow readers and readers that leave.
+"""Server-sent events: framing, keep-alive comments, slow clients and clients that disconnect.
 
-Does not know what is in the events, nor the engine.
+Does not know the content of events, nor the engine.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-SLOW_WRITE_S = 30.0  # a reader that takes nothing for so long is given up
+SLOW_WRITE_S = 30.0  # a stream ends if its client reads nothing for so long
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold the events back
+    (b"x-accel-buffering", b"no"),  # nginx would buffer the events
 ]
 
 _encoder = msgspec.json.Encoder()
 _LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
-"""Which JSON may hold, but at which many clients end a line (httpx does, as `str.splitlines`)."""
+"""Characters that JSON may contain, but that many clients take for the end of a line (httpx does: `str.splitlines`)."""
 
 
 def event(payload: object) -> bytes:
@@ -38,7 +38,7 @@ def event(payload: object) -> bytes:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client has gone. Only after the request's body was read."""
+    """Wait until the client disconnects. To be called only after the request's body was read."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -46,7 +46,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Writes what `events` yields as it comes; `close` is called once, however the response ends."""
+    """A response that sends each item of `events` at once, and calls `close` once, however it ends."""
 
     def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None]) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ class EventStream(Response):
             await asyncio.wait((writer, watcher), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._close()
-            gone = not writer.done()
+            client_left = not writer.done()
             for task in (writer, watcher):
                 task.cancel()
             await asyncio.gather(writer, watcher, return_exceptions=True)
             await self._events.aclose()
-        if not gone:
+        if not client_left:
             writer.result()
 
     async def _write(self, send: Send) -> None:

@@ -1,8 +1,8 @@
-"""Parse, do not validate: bodies become frozen requests, and only those can be scheduled.
+"""Parses bodies into frozen requests; the server schedules only these. Pure: no I/O, no clock, no tokenizer.
 
-Pure: no I/O, no clock, no tokenizer. Two steps, because tokenising lies between them: `parse_*` takes a body to what
-was asked for, `plan_sequences` takes token ids to the engine's `SequenceRequest`s. A field that would change the
-answer and is not implemented is refused by name; null is the same as absent everywhere.
+Two steps, because tokenising lies between them: `parse_*` turns a body into a request, `plan_sequences` turns its token
+ids into the engine's `SequenceRequest`s. A field that would change the answer, but is not implemented, is refused by
+name. null counts as absent everywhere. Does not know HTTP.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from phalanx.server.parsed import (
     Served,
     TokenizeRequest,
 )
-from phalanx.server.refusals import bad, check_ids, count, in_range, refuse_unknown, unsupported
+from phalanx.server.refusals import check_ids, count, in_range, invalid, refuse_unknown, unsupported
 from phalanx.server.sampling import MAX_TOP_LOGPROBS, parse_options, resolve_model
 from phalanx.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from phalanx.types import ModelInfo, SequenceRequest, StopRule
 
 
 def parse_chat(body: ChatBody, served: Served) -> ChatRequest:
-    """A chat request.
+    """Parse a chat request.
 
     Raises:
         InvalidRequest: names the field.
@@ -46,7 +46,7 @@ def parse_chat(body: ChatBody, served: Served) -> ChatRequest:
 
 
 def parse_completion(body: CompletionBody, served: Served) -> CompletionRequest:
-    """A text completion request.
+    """Parse a text completion request.
 
     Raises:
         InvalidRequest: names the field.
@@ -63,12 +63,12 @@ def parse_completion(body: CompletionBody, served: Served) -> CompletionRequest:
     prompts = parse_prompts(body.prompt)
     options = parse_options(body, served, max_tokens, body.logprobs)
     if len(prompts) * options.n > served.max_n:
-        raise bad("prompt", f"{len(prompts)} prompts times n={options.n} is more than the {served.max_n} allowed.")
+        raise invalid("prompt", f"{len(prompts)} prompts times n={options.n} is more than the {served.max_n} allowed.")
     return CompletionRequest(options=options, prompts=prompts, echo=echo)
 
 
 def parse_tokenize(body: TokenizeBody, served: Served) -> TokenizeRequest:
-    """What to tokenise.
+    """Parse a tokenize request.
 
     Raises:
         InvalidRequest: names the field.
@@ -76,23 +76,23 @@ def parse_tokenize(body: TokenizeBody, served: Served) -> TokenizeRequest:
     refuse_unknown(body)
     resolve_model(body.model, served)
     if (body.prompt is None) == (body.messages is None):
-        raise bad("prompt", "Send either prompt or messages.")
+        raise invalid("prompt", "Send either prompt or messages.")
     source: str | Conversation
     if body.prompt is not None:
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(body, name) is not None:
-                raise bad(name, f"{name} goes with messages, not with prompt.")
+                raise invalid(name, f"{name} goes with messages, not with prompt.")
         source = body.prompt
     else:
         if body.add_special_tokens is not None:
-            raise bad("add_special_tokens", "add_special_tokens goes with prompt, not with messages.")
+            raise invalid("add_special_tokens", "add_special_tokens goes with prompt, not with messages.")
         source = parse_conversation(body, dict(body.chat_template_kwargs or {}), served)
     special = body.add_special_tokens is not False
     return TokenizeRequest(source=source, add_special_tokens=special, with_texts=bool(body.return_token_strs))
 
 
 def parse_detokenize(body: DetokenizeBody, served: Served, vocab_size: int) -> list[int]:
-    """The token ids, all inside the vocabulary.
+    """Parse a detokenize request: token ids, all inside the vocabulary.
 
     Raises:
         InvalidRequest: names the field.
@@ -118,7 +118,10 @@ def plan_sequences(
     """The engine's requests for `len(prompts)` prompts with n choices each, in the order of the answer's `index`.
 
     Args:
-        field: where the prompts came from ("prompt" or "messages"), for errors.
+        field: the prompts' field ("prompt" or "messages"), for errors.
+        group: id of the whole request; sequence i is `{group}/{i}`.
+        seed: shared by all choices; a choice's index is a part of its sampling key as well.
+        cache_salt: sequences share cached prefixes only with sequences of the same salt.
 
     Raises:
         InvalidRequest: a prompt is empty, has an id outside the vocabulary, or leaves no room in the context.
@@ -149,7 +152,7 @@ def plan_sequences(
 
 def _max_tokens(wanted: int | None, n_prompt: int, max_model_len: int, field: str) -> int:
     if n_prompt == 0:
-        raise bad(field, "The prompt has no tokens.")
+        raise invalid(field, "The prompt has no tokens.")
     room = max_model_len - n_prompt
     limit = f"This model's maximum context length is {max_model_len} tokens."
     code = "context_length_exceeded"
@@ -162,13 +165,13 @@ def _max_tokens(wanted: int | None, n_prompt: int, max_model_len: int, field: st
             "completion). Please reduce the length of the prompt or of the completion."
         )
         raise InvalidRequest(message, param="max_tokens", code=code)
-    return room if wanted is None else max(1, wanted)  # 0 (echo only): one token is generated and clipped away
+    return room if wanted is None else max(1, wanted)  # 0 (echo only): the engine computes one token, which is dropped
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise bad("max_tokens", "max_tokens and max_completion_tokens differ; send one of them.")
+        raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; send one of them.")
     return count("max_tokens", old, least=1) if new is None else count("max_completion_tokens", new, least=1)
 
 
@@ -176,7 +179,7 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     top = body.top_logprobs or 0
     in_range("top_logprobs", top, 0, MAX_TOP_LOGPROBS)
     if top and not body.logprobs:
-        raise bad("top_logprobs", "top_logprobs needs logprobs to be true.")
+        raise invalid("top_logprobs", "top_logprobs needs logprobs to be true.")
     return top if body.logprobs else None
 
 

@@ -28,7 +28,7 @@ from phalanx.config import (
     GroupConfig,
     cluster_secret,
 )
-from phalanx.dist.backend import Choice, environment_of, mpirun_on_hosts
+from phalanx.dist.backend import ChosenBackend, environment_of, mpirun_on_hosts
 from phalanx.dist.ports import free_ports
 from phalanx.errors import ConfigError, HostUnreachable, PhalanxError
 from phalanx.supervision.launch import NONCE_BITS, Child, RankProcesses, pid_file, spawn
@@ -70,7 +70,7 @@ def load_cluster(file: Path | None, ranks: int) -> tuple[ClusterConfig, str] | N
 
 
 async def start_on_hosts(
-    config: EngineConfig, choice: Choice, socket_path: Path, cluster: ClusterConfig, secret: str
+    config: EngineConfig, choice: ChosenBackend, socket_path: Path, cluster: ClusterConfig, secret: str
 ) -> RankProcesses:
     """Start all ranks of a group.
 
@@ -102,7 +102,7 @@ def _all(problems: Sequence[BaseException]) -> BaseException:
 
 async def _start(
     config: EngineConfig,
-    choice: Choice,
+    choice: ChosenBackend,
     socket_path: Path,
     cluster: ClusterConfig,
     reached: Sequence[Reached],
@@ -173,7 +173,7 @@ async def _ring(cluster: ClusterConfig, reached: Sequence[Reached], own: int) ->
     )
 
 
-def _files(choice: Choice, cluster: ClusterConfig, group: GroupConfig) -> dict[str, str]:
+def _files(choice: ChosenBackend, cluster: ClusterConfig, group: GroupConfig) -> dict[str, str]:
     """Files that MLX reads, by the variable that names them."""
     if choice.backend == "ring":
         ports = [address.rpartition(":")[2] for address in group.addresses]
@@ -187,7 +187,7 @@ def _files(choice: Choice, cluster: ClusterConfig, group: GroupConfig) -> dict[s
     return {}
 
 
-def _joining(choice: Choice, cluster: ClusterConfig, rank: int, meeting: int) -> dict[str, str]:
+def _joining(choice: ChosenBackend, cluster: ClusterConfig, rank: int, meeting: int) -> dict[str, str]:
     """What tells MLX where this rank stands."""
     first = cluster.hosts[0].address
     if choice.backend in ("jaccl", "jaccl-ring"):

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from phalanx.config import KERNELS_VARIABLE, SECRET_VARIABLE, EngineConfig, GroupConfig, environment
-from phalanx.dist.backend import Choice, environment_of, mpirun_command, ring_hostfile
+from phalanx.dist.backend import ChosenBackend, environment_of, mpirun_command, ring_hostfile
 from phalanx.dist.ports import LOOPBACK, free_ports
 
 
@@ -122,7 +122,7 @@ class RankProcesses:
         return ", ".join(left or [f"rank {rank} (pid {pid})" for rank, pid in self.rank_pids().items()])
 
 
-async def start_ranks(config: EngineConfig, choice: Choice | None, socket_path: Path) -> RankProcesses:
+async def start_ranks(config: EngineConfig, choice: ChosenBackend | None, socket_path: Path) -> RankProcesses:
     """Start all ranks of a group, or the one process of a rank that is alone (`choice` None).
 
     Raises:

@@ -22,7 +22,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from phalanx.config import ClusterConfig, EngineConfig, runtime_dir
-from phalanx.dist.backend import Choice, choose
+from phalanx.dist.backend import ChosenBackend, choose
 from phalanx.errors import ConfigError, EngineUnavailable, ExitCode, HostUnreachable
 from phalanx.supervision.engine_connection import EngineConnection, Streams
 from phalanx.supervision.hosts import start_on_hosts
@@ -57,7 +57,7 @@ class EngineProcess(EngineConnection):
         self._cluster = cluster
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: RankProcesses | None = None
-        self._choice: Choice | None = None
+        self._choice: ChosenBackend | None = None
         self._generation = 0
         self._stall_reason = ""
         self._why_down = "the engine is starting"  # once every host is there

@@ -24,7 +24,7 @@ from support.channels import (
 )
 
 from phalanx.dist import watchdog
-from phalanx.dist.channel import LeaderChannel, Limits, WorkerChannel
+from phalanx.dist.channel import LeaderChannel, WatchdogLimits, WorkerChannel
 from phalanx.dist.peers import Challenge, Goodbye, Heartbeat, PeerFailure, Welcome
 from phalanx.errors import ConfigError, ExitCode, PeerLate, PeerLost, exit_code_of
 
@@ -73,14 +73,14 @@ def test_a_group_of_one():
 
 def test_idle_ranks_turn_their_loops_a_few_times_a_second():
     """A turn costs about 0.1 ms, so a fixed number of turns a second is a fixed part of a core."""
-    limits = replace(FAST, beat_s=0.25)
+    limits = replace(FAST, heartbeat_s=0.25)
     with group(3, limits) as ranks:
-        before, started = [channel.turns for channel in ranks.channels], time.monotonic()
+        before, started = [channel.wakeups for channel in ranks.channels], time.monotonic()
         time.sleep(1.5)
-        turns = [channel.turns - count for channel, count in zip(ranks.channels, before, strict=True)]
+        wakeups = [channel.wakeups - count for channel, count in zip(ranks.channels, before, strict=True)]
         elapsed = time.monotonic() - started
-        for count, peers in zip(turns, (2, 1, 1), strict=True):
-            naps, beats = 2 * elapsed / limits.beat_s, peers * elapsed / limits.beat_s
+        for count, peers in zip(wakeups, (2, 1, 1), strict=True):
+            naps, beats = 2 * elapsed / limits.heartbeat_s, peers * elapsed / limits.heartbeat_s
             assert count <= naps + beats + 5
 
 
@@ -139,7 +139,7 @@ def test_a_cause_takes_the_place_of_a_symptom(monkeypatch: pytest.MonkeyPatch):
 # Peers that misbehave --------------------------------------------------------------------------------------------
 
 
-def raw_workers(size: int, limits: Limits = FAST) -> tuple[Gatherer, list[RawPeer]]:
+def raw_workers(size: int, limits: WatchdogLimits = FAST) -> tuple[Gatherer, list[RawPeer]]:
     """A leader, and workers spoken by hand."""
     leader = Gatherer(size, limits)
     workers = [RawPeer.to(leader.address) for _ in range(1, size)]
@@ -151,7 +151,7 @@ def raw_workers(size: int, limits: Limits = FAST) -> tuple[Gatherer, list[RawPee
     return leader, workers
 
 
-def raw_worker(limits: Limits = FAST) -> tuple[Gatherer, RawPeer]:
+def raw_worker(limits: WatchdogLimits = FAST) -> tuple[Gatherer, RawPeer]:
     leader, (raw,) = raw_workers(2, limits)
     return leader, raw
 
@@ -277,7 +277,7 @@ def test_the_leader_has_the_last_word_on_a_rank_that_spoke_of_itself(monkeypatch
     judged = PeerFailure.of(identity(1), ExitCode.PEER_LOST, "cannot be sent to: broken pipe")
     with ThreadPoolExecutor(1) as pool:
         speaking = pool.submit(worker.fail, ExitCode.CRASH, "crashed: IndexError: list index out of range")
-        time.sleep(3 * STRICT.beat_s)  # until its watchdog has heard it
+        time.sleep(3 * STRICT.heartbeat_s)  # until its watchdog has heard it
         raw.say(Goodbye(str(judged), judged))
         assert recorder.failure() == judged
         assert isinstance(speaking.exception(WAIT_S), PeerLost)
@@ -313,7 +313,7 @@ def test_a_worker_judges_after_the_grace_when_the_leader_does_not():
     with group(2, replace(FAST, stall_grace_s=0.2)) as ranks:
         ranks.leader.enter(7, WAIT_S)
         ranks.leader.leave(7)
-        time.sleep(3 * FAST.beat_s)  # for the leader's heartbeat
+        time.sleep(3 * FAST.heartbeat_s)  # for the leader's heartbeat
         ranks.workers[0].enter(7, 0.8)
         for recorder in ranks.recorders:
             failure = recorder.failure()
@@ -337,7 +337,7 @@ def test_a_step_that_ends_in_time_is_no_stall():
 
 def test_limits_that_contradict_each_other_are_refused():
     with pytest.raises(ConfigError, match=r"beats every 1 s is not silent after 1\.5 s"):
-        Limits(beat_s=1.0, silence_s=1.5)
+        WatchdogLimits(heartbeat_s=1.0, silence_s=1.5)
 
 
 def test_a_failure_is_one_line_that_names_host_rank_and_cause():

@@ -82,8 +82,8 @@ def test_a_leader_that_was_stopped_does_not_blame_workers_that_waited(start: Sta
     time.sleep(1.5 * STRICT.silence_s)
     ranks.send_signal(0, signal.SIGCONT)
     awake = int(ranks.ask(0, "turns"))
-    while int(ranks.ask(0, "turns")) < awake + 2 * STRICT.silence_s / STRICT.beat_s:
-        time.sleep(STRICT.beat_s)
+    while int(ranks.ask(0, "turns")) < awake + 2 * STRICT.silence_s / STRICT.heartbeat_s:
+        time.sleep(STRICT.heartbeat_s)
     ranks.ask(0, "close")
     assert ranks.end(0) == (0, "")
 
@@ -124,9 +124,11 @@ def test_the_process_ends_even_when_the_callback_breaks(start: Start):
 
 
 def test_a_full_stderr_keeps_nobody_alive():
-    program = "import os\nfrom support.channels import *\nfrom phalanx.dist.watchdog import ending\n"
+    program = "import os\nfrom support.channels import *\nfrom phalanx.dist.watchdog import exit_on_failure\n"
     program += "os.set_blocking(2, False)\ntry:\n  while os.write(2, bytes(4096)): pass\nexcept BlockingIOError: pass\n"
-    program += "os.set_blocking(2, True)\nending(identity(1))(PeerFailure(code=ExitCode.DESYNC, cause='differs'))"
+    program += (
+        "os.set_blocking(2, True)\nexit_on_failure(identity(1))(PeerFailure(code=ExitCode.DESYNC, cause='differs'))"
+    )
     process = subprocess.Popen([sys.executable, "-c", program], env=environment(), stderr=subprocess.PIPE)
     assert process.wait(WAIT_S) == ExitCode.DESYNC
     assert process.stderr is not None

@@ -15,7 +15,7 @@ from support.channels import FAST, SECRET, WAIT_S, Gatherer, RawPeer, connect, i
 
 from phalanx.dist.channel import WorkerChannel
 from phalanx.dist.frames import VERSION
-from phalanx.dist.handshake import STRANGERS, mismatch, prove
+from phalanx.dist.handshake import MAX_CANDIDATES, mismatch, prove
 from phalanx.dist.peers import PROTOCOL, Challenge, Heartbeat, Hello, Payload, Proof, Refused, Welcome, encode
 from phalanx.errors import ExitCode, GroupError, PeerMissing, PeerRefused, exit_code_of
 
@@ -240,8 +240,8 @@ def test_a_stray_client_is_dropped_and_the_group_forms(gatherer: Gatherer, sent:
 
 
 def test_a_crowd_of_strangers_does_not_keep_a_rank_out():
-    leader = Gatherer(2, replace(FAST, stranger_s=WAIT_S))  # none of them leaves by itself
-    crowd = [socket.create_connection(leader.address, timeout=WAIT_S) for _ in range(STRANGERS + 20)]
+    leader = Gatherer(2, replace(FAST, authenticate_s=WAIT_S))  # none of them leaves by itself
+    crowd = [socket.create_connection(leader.address, timeout=WAIT_S) for _ in range(MAX_CANDIDATES + 20)]
     for stray in crowd[:20]:  # the oldest made room
         raw = RawPeer(stray)
         assert isinstance(raw.hear(), Challenge) and raw.hear() is None

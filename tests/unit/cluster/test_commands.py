@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from phalanx.cli.clusters import chosen, phase, says
 from phalanx.cli.down import report
 from phalanx.cli.main import _passed_on, main
-from phalanx.cluster.host import Health, HostStatus
+from phalanx.cluster.host import HostStatus, ServerHealth
 from phalanx.cluster.supervisor import Stopped
 from phalanx.errors import ClusterError, ConfigError
 
@@ -72,7 +72,7 @@ def test_one_way_to_name_hosts():
         chosen(Path("x"), Path("y"), None)
 
 
-UP = HostStatus(host="a", role="server", child=5, supervisor=4, health=Health(ok=True, phase="ok"))
+UP = HostStatus(host="a", role="server", child=5, supervisor=4, health=ServerHealth(ok=True, phase="ok"))
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,11 @@ UP = HostStatus(host="a", role="server", child=5, supervisor=4, health=Health(ok
     [
         (HostStatus(host="a"), "down"),
         (UP, "ready"),
-        (replace(UP, health=Health(ok=False, phase="loading", step="loading", done=43, total=100)), "loading 43%"),
-        (replace(UP, health=Health(ok=False, phase="restarting")), "restarting"),
+        (
+            replace(UP, health=ServerHealth(ok=False, phase="loading", step="loading", done=43, total=100)),
+            "loading 43%",
+        ),
+        (replace(UP, health=ServerHealth(ok=False, phase="restarting")), "restarting"),
         (replace(UP, child=None), "restarting"),
         (replace(UP, child=None, supervisor=None), "gone"),
         (replace(UP, child=None, ended=64), "ended (64)"),
@@ -96,9 +99,11 @@ def test_phases(status, word):
 def test_what_a_host_says():
     assert says(UP) == ""
     assert "its supervisor is gone" in says(replace(UP, supervisor=None))
-    ill = replace(UP, health=Health(ok=False, phase="restarting", reason="b is away"), fault="x: y.", remedy="Do z.")
+    ill = replace(
+        UP, health=ServerHealth(ok=False, phase="restarting", reason="b is away"), fault="x: y.", remedy="Do z."
+    )
     assert says(ill) == "b is away; x: y. Do z."
-    away = Health(ok=False, phase="restarting", reason="b is away", since="2026-01-02T03:04:05+00:00")
+    away = ServerHealth(ok=False, phase="restarting", reason="b is away", since="2026-01-02T03:04:05+00:00")
     assert says(replace(UP, health=away)) == "b is away (not ready since 2026-01-02T03:04:05+00:00)"
     assert says(replace(UP, fault="old: fault.")) == "", "a fault of the past is not said of a healthy server"
     assert says(replace(UP, health=None, role="agent", last_line="rank 1: joined")) == "rank 1: joined"

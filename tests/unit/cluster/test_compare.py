@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from phalanx.cluster.check_results import CheckResult, Facts, ModelFacts, worst
+from phalanx.cluster.check_results import CheckResult, HostFacts, ModelFacts, worst
 from phalanx.cluster.discovery import discover
 from phalanx.cluster.doctor import compare
 from phalanx.cluster.hostfile import Host, Hostfile
@@ -16,9 +16,9 @@ VERSIONS = {"python": "3.12.1", "phalanx": "0.1.0", "mlx": "0.32.4", "mlx-lm": "
 PAIR = Hostfile(hosts=(Host(ssh="a", rdma=(None, "rdma_en5")), Host(ssh="b", rdma=("rdma_en3", None))))
 
 
-def facts(number: int, device: str = "rdma_en5", state: str = "PORT_ACTIVE") -> Facts:
+def facts(number: int, device: str = "rdma_en5", state: str = "PORT_ACTIVE") -> HostFacts:
     """A Mac with Ethernet, Wi-Fi and one cable."""
-    return Facts(
+    return HostFacts(
         host=f"m{number}",
         system="macOS",
         clock=0.0,
@@ -35,7 +35,7 @@ def facts(number: int, device: str = "rdma_en5", state: str = "PORT_ACTIVE") -> 
 A, B = facts(1), facts(2, "rdma_en3")
 
 
-def bad(one: Facts, other: Facts, backend: str = "ring") -> list[CheckResult]:
+def bad(one: HostFacts, other: HostFacts, backend: str = "ring") -> list[CheckResult]:
     return [result for result in compare({"a": one, "b": other}, PAIR, backend) if result.level == "bad"]
 
 

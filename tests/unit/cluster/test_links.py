@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.links import Probe, Reach, Setup, is_there, listener, measure, set_up, undo
+from phalanx.cluster.links import MeasureRequest, ReachRequest, SetupRequest, is_there, listener, measure, set_up, undo
 from phalanx.cluster.network import Steps
 from phalanx.errors import ClusterError, ConfigError
 
@@ -45,7 +45,7 @@ def test_a_plan_is_carried_out_and_taken_back(tools, tmp_path, monkeypatch, root
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 501)
     file = tmp_path / "daemon.plist"
     steps = Steps(**{f: getattr(STEPS, f) for f in STEPS.__struct_fields__} | {"files": {str(file): "text"}})
-    done = set_up(Setup(steps=steps, matrix=MATRIX), tmp_path)
+    done = set_up(SetupRequest(steps=steps, matrix=MATRIX), tmp_path)
     assert file.read_text() == "text"
     assert (tmp_path / ".phalanx/devices.json").read_text() == '[[null,"rdma_en5"],["rdma_en3",null]]'
     assert [line.removeprefix("sudo -n ") for line in done.ran] == calls(tools)
@@ -58,9 +58,9 @@ def test_a_plan_is_carried_out_and_taken_back(tools, tmp_path, monkeypatch, root
 
 
 def test_undo_leads_back_to_the_beginning(tools, tmp_path):
-    set_up(Setup(steps=STEPS, matrix=MATRIX), tmp_path)
+    set_up(SetupRequest(steps=STEPS, matrix=MATRIX), tmp_path)
     later = Steps(host="a", commands=[], undo=[["ifconfig", "en4", "inet", "10.90.0.5", "delete"]])
-    set_up(Setup(steps=later, matrix=MATRIX), tmp_path)
+    set_up(SetupRequest(steps=later, matrix=MATRIX), tmp_path)
     done = undo(tmp_path)
     assert done.ran[-2:] == ["ifconfig en4 inet 10.90.0.5 delete", "ifconfig en5 inet 10.90.0.1 delete"]
 
@@ -68,22 +68,22 @@ def test_undo_leads_back_to_the_beginning(tools, tmp_path):
 def test_a_command_that_fails_is_named(tools, tmp_path):
     steps = Steps(host="a", commands=[["ifconfig", "en5", "fail"]], undo=[])
     with pytest.raises(ClusterError, match="`ifconfig en5 fail` ended with status 1: it said nothing"):
-        set_up(Setup(steps=steps, matrix=[]), tmp_path)
+        set_up(SetupRequest(steps=steps, matrix=[]), tmp_path)
 
 
 def test_a_host_refuses_what_must_never_run_whoever_asks(tools, tmp_path):
     steps = Steps(host="a", commands=[["ifconfig", "en5", "down"]], undo=[])
     with pytest.raises(ConfigError, match="never taken down or up"):
-        set_up(Setup(steps=steps, matrix=[]), tmp_path)
+        set_up(SetupRequest(steps=steps, matrix=[]), tmp_path)
     assert calls(tools) == []
 
 
 def test_a_link_is_measured():
     listening, thread = listener()
-    assert is_there(Reach(address="127.0.0.1", port=1)).problem == 0  # refused: somebody is there
-    found = measure(Probe(address="127.0.0.1", port=listening.port))
+    assert is_there(ReachRequest(address="127.0.0.1", port=1)).problem == 0  # refused: somebody is there
+    found = measure(MeasureRequest(address="127.0.0.1", port=listening.port))
     thread.join(10)
     assert not thread.is_alive()
     assert 0 < found.median_us <= found.p99_us and found.gbit_per_s > 0
     with pytest.raises(ClusterError, match=r"The connection to 127\.0\.0\.1 broke"):
-        measure(Probe(address="127.0.0.1", port=listening.port))
+        measure(MeasureRequest(address="127.0.0.1", port=listening.port))

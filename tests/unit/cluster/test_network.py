@@ -6,7 +6,7 @@ import plistlib
 
 import pytest
 
-from phalanx.cluster.check_results import Facts
+from phalanx.cluster.check_results import HostFacts
 from phalanx.cluster.machine import Bridge, Interface
 from phalanx.cluster.network import DAEMON, Node, cables, matrix, parse_node, refuse, steps
 from phalanx.errors import ConfigError
@@ -15,13 +15,13 @@ WIFI = Interface(name="en0", address="192.168.1.7", prefix=24, kind="Wi-Fi")
 NODES = [Node("a", "en5", "10.90.0.1"), Node("b", "en3", "10.90.0.2")]
 
 
-def mac(*, members: list[str], up: bool) -> Facts:
-    return Facts(
+def mac(*, members: list[str], up: bool) -> HostFacts:
+    return HostFacts(
         host="m", system="macOS", clock=0.0, versions={}, interfaces=[WIFI], bridge=Bridge(up=up, members=members)
     )
 
 
-LINUX = Facts(host="l", system="Linux", clock=0.0, versions={}, interfaces=[WIFI])
+LINUX = HostFacts(host="l", system="Linux", clock=0.0, versions={}, interfaces=[WIFI])
 
 
 def test_nodes_are_read():

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from phalanx.cluster.host import Health, HostStatus, flag, last_words, serve_address
+from phalanx.cluster.host import HostStatus, ServerHealth, final_error, flag, serve_address
 from phalanx.cluster.hostfile import Host, Hostfile
 from phalanx.cluster.lifecycle import (
     Cluster,
@@ -23,7 +23,7 @@ from phalanx.cluster.lifecycle import (
     wait_healthy,
 )
 from phalanx.cluster.ssh import ANSWER, Remote, failure, run
-from phalanx.cluster.supervisor import Started, Stopped
+from phalanx.cluster.supervisor import Stopped, SupervisorStarted
 from phalanx.config import ClusterConfig
 from phalanx.errors import ClusterError, ConfigError
 
@@ -110,12 +110,12 @@ STATUS = HostStatus(host="h", role="server", log="the log")
 
 def test_a_host_that_comes_up_has_no_final_cause():
     assert final_cause("a", STATUS) is None
-    assert final_cause("a", replace(STATUS, health=Health(ok=False, phase="restarting", reason="x"))) is None
+    assert final_cause("a", replace(STATUS, health=ServerHealth(ok=False, phase="restarting", reason="x"))) is None
 
 
 def test_a_failed_engine_is_final_and_its_fault_is_explained():
     reason = "rank 1 was ended by SIGKILL (out of memory, or killed by hand)"
-    cause = final_cause("a", replace(STATUS, health=Health(ok=False, phase="failed", reason=reason)))
+    cause = final_cause("a", replace(STATUS, health=ServerHealth(ok=False, phase="failed", reason=reason)))
     assert cause is not None and reason in cause.message and "out of memory, or somebody" in cause.message
     assert "phalanx doctor" in cause.remedy
 
@@ -136,7 +136,7 @@ def test_an_ended_process_is_final():
     ],
 )
 def test_last_words(lines, words):
-    assert last_words(lines) == words
+    assert final_error(lines) == words
 
 
 # starting ---------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_hosts_start_at_once_and_all_or_none(monkeypatch):
     calls: list[tuple[str, str]] = []
     both = asyncio.Event()
 
-    async def call(remote: Remote, verb: str, *_: object, **__: object) -> Started | Stopped:
+    async def call(remote: Remote, verb: str, *_: object, **__: object) -> SupervisorStarted | Stopped:
         calls.append((remote.name, verb))
         if verb == "stop":
             return Stopped()
@@ -155,7 +155,7 @@ def test_hosts_start_at_once_and_all_or_none(monkeypatch):
         await both.wait()  # in turn, this would wait for ever
         if remote.name == "b":
             raise ClusterError("b: Something is running here already")
-        return Started(pid=7, waited_s=0.0)
+        return SupervisorStarted(pid=7, waited_s=0.0)
 
     monkeypatch.setattr(Remote, "call", call)
     with pytest.raises(ClusterError, match="b: Something"):
@@ -176,7 +176,7 @@ def test_hosts_start_at_once_and_all_or_none(monkeypatch):
 def test_up_that_is_late_says_what_it_waits_for(health, problems, said):
     cluster = Cluster(PLAN.remotes())
     if health is not None:
-        cluster.statuses["a"] = replace(STATUS, health=Health(ok=False, phase="starting", reason=health))
+        cluster.statuses["a"] = replace(STATUS, health=ServerHealth(ok=False, phase="starting", reason=health))
     cluster.problems |= problems
     with pytest.raises(ClusterError) as late:
         asyncio.run(wait_healthy(replace(PLAN, timeout_s=0.1), cluster, lambda _: None))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from phalanx.cluster import identity, supervisor
-from phalanx.cluster.supervisor import KILL_HOLD_S, Place, Spec, start, stop, supervise
+from phalanx.cluster.supervisor import KILL_HOLD_S, RunDirectory, Spec, start, stop, supervise
 from phalanx.errors import ClusterError
 
 COUNTING = """
@@ -27,8 +27,8 @@ sys.exit(int(sys.argv[2 + min(len(log.read_text()) - 1, len(sys.argv) - 3)]))
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    found = Place(tmp_path)
+def place(tmp_path: Path) -> RunDirectory:
+    found = RunDirectory(tmp_path)
     found.run.mkdir(parents=True)
     return found
 
@@ -97,7 +97,7 @@ def test_what_a_killed_process_leaves_behind_is_removed(place, handlers, monkeyp
 class Pair:
     """A supervisor's PID files, made of ordinary processes."""
 
-    def __init__(self, place: Place, *children: str) -> None:
+    def __init__(self, place: RunDirectory, *children: str) -> None:
         self.processes = [subprocess.Popen([sys.executable, "-c", child]) for child in children]
         for file, process in zip((place.supervisor, place.child), self.processes, strict=False):
             while (

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from phalanx.server.answers import Usage
 from phalanx.server.decode import ChoiceDecoder
 from phalanx.server.generation import join
-from phalanx.server.output_queue import Ended, Timings
+from phalanx.server.output_queue import StreamEnd, Timings
 from phalanx.server.parsed import GenerationDefaults, Served
 from phalanx.server.schema import CompletionBody
 from phalanx.server.validate import parse_completion, plan_sequences
@@ -48,7 +48,7 @@ def play(decoder: ChoiceDecoder, tokens, reason: FinishReason = "length", *, chu
         delta = decoder.tokens(Tokens("g/0", start, part, scored(part) if logprobs else None))
         if delta is not None:
             deltas.append(delta)
-    deltas.append(decoder.end(Ended(Finished("g/0", reason, len(tokens)), Timings(0.0, 1.0, 3.0))))
+    deltas.append(decoder.end(StreamEnd(Finished("g/0", reason, len(tokens)), Timings(0.0, 1.0, 3.0))))
     return join(deltas)
 
 
@@ -158,14 +158,14 @@ def test_time_per_token(tokenizer):
 @pytest.mark.parametrize(("engine_s", "wanted_s"), [(6.0, 6.0), (0.5, 2.0)])
 def test_time_per_token_of_a_burst_and_of_a_stream_that_was_resumed(tokenizer, engine_s, wanted_s):
     finished = Finished("g/0", "stop", 5, timing=Timing(decode_s=engine_s))
-    ending = decoder_for(tokenizer).ending(Ended(finished, Timings(0.0, 1.0, 3.0)))
+    ending = decoder_for(tokenizer).ending(StreamEnd(finished, Timings(0.0, 1.0, 3.0)))
     assert ending.tpot_s == pytest.approx(wanted_s / 4)
 
 
 def test_figures_of_speculation_reach_the_ending(tokenizer):
     decoder = decoder_for(tokenizer, speculation=True)
     ending = decoder.ending(
-        Ended(Finished("g/0", "length", 9, drafted_tokens=8, accepted_tokens=5), Timings(0.0, 1.0, 3.0))
+        StreamEnd(Finished("g/0", "length", 9, drafted_tokens=8, accepted_tokens=5), Timings(0.0, 1.0, 3.0))
     )
     assert (ending.drafted_tokens, ending.accepted_tokens) == (8, 5)
     assert Usage(1, 9, 0, (5, 3)).json()["completion_tokens_details"] == {

@@ -9,7 +9,7 @@ import pytest
 from phalanx.errors import EngineError, EngineUnavailable, InvalidRequest, Quarantined, QueueFull, SlowClient
 from phalanx.server.journal import UNREAD_TOKENS, Journal
 from phalanx.server.metrics import Metrics
-from phalanx.server.output_queue import Ended, OutputQueue
+from phalanx.server.output_queue import OutputQueue, StreamEnd
 from phalanx.supervision.client import FakeEngine, hashed
 from phalanx.types import (
     Batch,
@@ -81,7 +81,7 @@ def test_events_of_a_group_arrive_by_index(bench):
     events = read(output)
     assert tokens_of(events, 0) == expected(first, 2)
     assert tokens_of(events, 1) == expected(second, 1) != expected(first, 1)
-    assert [(i, e.finished.reason) for i, e in events if isinstance(e, Ended)] == [(1, "length"), (0, "length")]
+    assert [(i, e.finished.reason) for i, e in events if isinstance(e, StreamEnd)] == [(1, "length"), (0, "length")]
     assert bench.journal.unfinished == 0
 
 
@@ -98,7 +98,7 @@ def test_a_crash_is_invisible(bench, crashes_at):
         bench.engine.step()
     events = read(output)
     assert tokens_of(events) == expected(request(), 8)
-    assert isinstance(events[-1][1], Ended) and events[-1][1].finished.n_tokens == 8
+    assert isinstance(events[-1][1], StreamEnd) and events[-1][1].finished.n_tokens == 8
 
 
 def test_a_resumed_request_has_less_time_and_no_second_scoring(bench):

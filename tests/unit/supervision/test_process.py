@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx.config import EngineConfig
-from phalanx.dist.backend import Choice
+from phalanx.dist.backend import ChosenBackend
 from phalanx.errors import ConfigError, ExitCode, HostUnreachable
 from phalanx.supervision.launch import End, RankProcesses
 from phalanx.supervision.process import RDMA_COOL_DOWN_S, RESTARTS, EngineProcess
@@ -32,7 +32,7 @@ def engine(
 ) -> EngineProcess:
     process = EngineProcess(EngineConfig(model="demo", tensor_parallel_size=2, join_s=7.0))
     process._ranks = ranks
-    process._choice = Choice(backend, "asked for")
+    process._choice = ChosenBackend(backend, "asked for")
     process._last_words = deque(words, maxlen=20)
     process._failure = Failed("PeerFailure", failure, code) if failure else None
     return process

@@ -1,1 +1,1 @@
-"""KV rows of unequal length: the caches models are called with, and the buffers behind them."""
+"""The KV cache: rows of unequal length, the cache objects for mlx-lm's models, and their buffers."""

@@ -1,8 +1,8 @@
-"""One arena: the buffers of all layers for rows that share a capacity, and what may happen to its slots.
+"""One arena: the buffers of all layers for rows of one capacity, and the operations on its slots.
 
-Executes; does not decide which row lives where, and does not know models. Growth holds one extra layer, copies hold
-BATCH extra bytes (design: Ragged rows). MLX writes into a buffer in place only when nothing else refers to it, and work
-that has been started but not finished does refer to it: so whatever reads a buffer is evaluated before it is written.
+Growing needs the memory of one extra layer, copying that of BATCH extra bytes (design: Ragged rows). MLX writes into a
+buffer in place only if nothing else refers to it, and unfinished work does refer to it: so everything that reads a
+buffer is evaluated before the buffer is written. Does not know models, nor decides which row gets which slot.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from phalanx.model.cache.layout import KvLayout, Layout
 from phalanx.model.cache.ragged import Leaf, RowView, StateRows, build
 
 BATCH = 64 << 20
-"""Bytes of row copies evaluated at once: few enough to fit, many enough to wait rarely."""
+"""Bytes of row copies that are evaluated together: few enough to fit, enough to keep waits rare."""
 
 
 class Snapshot:
-    """An owned, evaluated copy of the first `length` tokens of a row, in all layers."""
+    """An evaluated copy of the first `length` tokens of a row, in all layers, with memory of its own."""
 
     def __init__(self, length: int, parts: list[list[mx.array]]) -> None:
         self.length = length
@@ -30,7 +30,7 @@ class Snapshot:
 
 
 class Arena:
-    """Buffers of one length class. `caches` is what a model is called with."""
+    """The buffers of one arena. `caches` is the cache list for the model's call."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self.caches: list[Any]
@@ -41,9 +41,9 @@ class Arena:
         self.windows = sorted({layout.window for layout in kv if layout.window is not None})  # tokens
         self.rows = 0
         self.capacity = 0
-        self._live: list[bool] = []
-        self._extent: list[int] = []  # tokens of the slot that may differ from zero
-        self._length: list[int] = []  # tokens behind the slot's recurrent state
+        self._live: list[bool] = []  # by slot: holds a row
+        self._extent: list[int] = []  # by slot: tokens that may differ from zero
+        self._length: list[int] = []  # by slot: tokens in the recurrent state
 
     @property
     def nbytes(self) -> int:
@@ -55,11 +55,11 @@ class Arena:
         return [array for leaf in self.leaves for array in leaf.arrays()]
 
     def touched(self) -> list[mx.array]:
-        """What the last forward wrote: evaluate it together with the logits."""
+        """The arrays that the last forward wrote: evaluate them together with the logits."""
         return [array for leaf in self.leaves for array in leaf.touched()]
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Reallocate; live rows below both sizes keep their tokens, as far as they fit."""
+        """Reallocate. Live rows in slots that remain keep their tokens, up to the new capacity."""
         kept = [slot for slot in range(min(rows, self.rows)) if self._live[slot]]
         length = min(capacity, max((self._extent[slot] for slot in kept), default=0))
         for leaf in self.leaves:
@@ -71,18 +71,18 @@ class Arena:
         self.rows, self.capacity = rows, capacity
 
     def admit(self, slot: int) -> None:
-        """A new sequence takes the slot: zero what was written there (a NaN behind a mask still poisons)."""
+        """Give the slot to a new sequence. Clears it, because a NaN spreads even from a masked position."""
         self._check(slot)
         self._clear(slot)
         self._live[slot] = True
 
     def free(self, slot: int) -> None:
-        """The slot's row is gone; its tokens are cleared when somebody moves in."""
+        """Free the slot. Its tokens are cleared when the next row takes it."""
         self._check(slot)
         self._live[slot] = False
 
     def save(self, slot: int, length: int) -> Snapshot:
-        """Copy the first `length` tokens of a row. Recurrent state exists only at the row's own length."""
+        """Copy the first `length` tokens of a row. A recurrent row can be copied only at its own length."""
         self._check_live(slot)
         self._check_state(slot, length, "keep")
         parts = [leaf.copied(slot, length) for leaf in self.leaves]
@@ -96,13 +96,13 @@ class Arena:
             raise EngineError(f"{length} tokens of an entry of {snapshot.length} do not fit in {self.capacity}.")
         if self.recurrent and length != snapshot.length:
             raise EngineError(f"Recurrent state kept at {snapshot.length} tokens cannot serve {length}.")
-        self._arrive(slot, length, extent=length)
+        self._occupy(slot, length, extent=length)
         for leaf, part in zip(self.leaves, snapshot.parts, strict=True):
             leaf.paste(slot, part, length)
         mx.eval(self.arrays())
 
     def copy(self, src: int, target: Arena, dst: int, length: int | None = None) -> None:
-        """Copy the first `length` tokens (None: all that were written) of a row into a slot of an arena."""
+        """Copy the first `length` tokens (None: all written ones) of a row into a slot of an arena, maybe this one."""
         self._check_live(src)
         target._check(dst)
         written = self._extent[src] if length is None else length
@@ -110,7 +110,7 @@ class Arena:
             raise EngineError(f"A row of {written} tokens does not fit in a slot of {target.capacity}.")
         state = self._length[src] if length is None else length
         self._check_state(src, state, "copy")
-        target._arrive(dst, state, extent=written)
+        target._occupy(dst, state, extent=written)
         for leaves in self._batches(written):
             rows = [self.leaves[i].copied(src, written) for i in leaves]
             mx.eval(rows)
@@ -135,7 +135,7 @@ class Arena:
         self._length[a], self._length[b] = self._length[b], self._length[a]
 
     def open(self, view: RowView, lengths: Sequence[int]) -> None:
-        """Prepare all layers for one model call; `lengths` are the rows' tokens afterwards."""
+        """Prepare all layers for one model call; `lengths` are the rows' lengths after it."""
         if view.need > self.capacity:
             raise EngineError(f"A forward needs {view.need} tokens per row; the buffers hold {self.capacity}.")
         for slot, length in zip(range(view.start, view.stop), lengths, strict=True):
@@ -145,22 +145,22 @@ class Arena:
         self.resume(view)
 
     def reach(self, view: RowView) -> None:
-        """Rows of this view are written as far as it needs."""
+        """Record that a forward over this view writes its rows up to `view.need` tokens."""
         for slot in range(view.start, view.stop):
             self._extent[slot] = max(self._extent[slot], view.need)
 
     def resume(self, view: RowView) -> None:
-        """All layers are at this view, whatever view they were opened for meanwhile."""
+        """Set all layers to this view, which `open` prepared before another view was opened."""
         for leaf in self.leaves:
             leaf.open(view)
 
     def close(self) -> None:
-        """The model call has returned."""
+        """End a model call."""
         for leaf in self.leaves:
             leaf.close()
 
     def check_state(self, start: int, kv_len: Sequence[int]) -> None:
-        """Recurrent rows continue where they are, or start alone: they can neither roll back nor skip."""
+        """Check that recurrent rows continue at their own length, or start alone: they cannot roll back or skip."""
         if not self.recurrent:
             return
         if len(kv_len) > 1 and min(kv_len) == 0:
@@ -169,7 +169,7 @@ class Arena:
             if length:
                 self._check_state(slot, length, "continue")
 
-    def _arrive(self, slot: int, length: int, *, extent: int) -> None:
+    def _occupy(self, slot: int, length: int, *, extent: int) -> None:
         self._clear(slot)
         self._live[slot], self._length[slot], self._extent[slot] = True, length, extent
 
@@ -202,8 +202,9 @@ class Arena:
         if not self._live[slot]:
             raise EngineError(f"Slot {slot} holds no row.")
 
-    def _check_state(self, slot: int, length: int, what: str) -> None:
+    def _check_state(self, slot: int, length: int, operation: str) -> None:
         if self.recurrent and length != self._length[slot]:
             raise EngineError(
-                f"Cannot {what} slot {slot} at {length} tokens: its recurrent state is that of {self._length[slot]}."
+                f"Cannot {operation} slot {slot} at {length} tokens: "
+                f"its recurrent state is that of {self._length[slot]}."
             )

@@ -1,7 +1,7 @@
-"""What one layer of a model keeps per row, as plain data.
+"""The layout of a layer's cache as plain data: shapes and dtypes per token or per row.
 
-Found by running a model on mlx-lm's own caches without evaluating anything (`registry.py`), used to allocate
-(`cache.py`) and to count bytes (`CacheFacts`, what the engine knows). Does not know models, rows or plans.
+`registry.py` finds it by building a call of the model on mlx-lm's own caches, without evaluating it. `buffers.py`
+allocates by it, and `CacheFacts` counts bytes for the engine. Does not know models, rows or plans.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class KvLayout:
-    """Keys and values per token. `window` is the number of tokens a query sees, itself included; None is all.
+    """Keys and values per token.
 
-    `keys` and `values` are None for a cache that the model makes but never writes.
+    `window` is the number of tokens that a query attends to, including its own; None: all tokens. `keys` and `values`
+    are None for a cache that the model makes but never writes.
     """
 
     keys: Heads | None
@@ -58,34 +59,35 @@ Layout = KvLayout | StateLayout | GroupLayout
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """What the engine and the scheduler need to know about a model's caches."""
+    """The facts about a model's caches that the engine and the scheduler need."""
 
     layouts: tuple[Layout, ...]
-    """What every cache holds per token or per row, in the order of the model's cache list."""
+    """In the order of the model's cache list."""
     rolls_back: bool
-    """Rows can be set back to a shorter length; False with recurrent state (A3)."""
+    """Whether a row can be set back to a shorter length; False with recurrent state (A3)."""
     recurrent: bool
-    """Some state is per row: prefill one row at a time, unpadded; several rows only with one token each."""
+    """Whether there is state per row: prefill then takes one row at a time, unpadded, and a forward over several rows
+    takes one token of each."""
     exact_prefix_only: bool
-    """A kept prefix serves only at its full length."""
+    """Whether a cached prefix can be used only at its full length."""
     bytes_per_token: int
-    """All layers, per row and token of capacity."""
+    """Bytes of all layers, per row and token of capacity."""
     bytes_per_row: int
-    """Recurrent state, per row."""
+    """Bytes of recurrent state, per row."""
     one_row: str
-    """Why rows of one forward are computed one after the other; empty when they are computed together."""
+    """Why the rows of a forward are computed one after another; "" if they are computed together."""
     mask_dims: int
-    """Dimensions of the mask the model expects for several rows."""
+    """Number of dimensions of the mask that the model expects for several rows."""
     max_len: int | None
-    """Longest prompt and output the model can take; None where its config does not say."""
+    """Most tokens of prompt and output together; None if the model's config does not say."""
     description: str
-    """One line: which cache classes were replaced by what."""
+    """One line on which cache classes were replaced by which."""
     packs: bool = False
-    """Rows can be fed several tokens each without padding; found out by `check.py`."""
+    """Whether rows can be fed different numbers of tokens without padding; `check.py` finds out."""
 
 
 def leaves(layouts: Sequence[Layout]) -> Iterator[KvLayout | StateLayout]:
-    """All caches, groups resolved, in the model's order."""
+    """All caches in the model's order, with groups flattened."""
     for layout in layouts:
         if isinstance(layout, GroupLayout):
             yield from leaves(layout.parts)
@@ -94,18 +96,18 @@ def leaves(layouts: Sequence[Layout]) -> Iterator[KvLayout | StateLayout]:
 
 
 def bytes_per_token(layouts: Sequence[Layout]) -> int:
-    """Bytes that one more token of one row takes in all layers."""
+    """Bytes of one token of one row, in all layers."""
     kv = [leaf for leaf in leaves(layouts) if isinstance(leaf, KvLayout)]
     return sum(heads.nbytes for leaf in kv for heads in (leaf.keys, leaf.values) if heads is not None)
 
 
 def row_bytes(layouts: Sequence[Layout], dtype: mx.Dtype) -> int:
-    """As `bytes_per_token`, if keys and values were of this dtype: for a model whose weights are cast when read."""
+    """As `bytes_per_token`, but with keys and values of this dtype: for a model whose weights are cast when read."""
     kv = [leaf for leaf in leaves(layouts) if isinstance(leaf, KvLayout)]
     return sum(h.heads * h.dim * dtype.size for leaf in kv for h in (leaf.keys, leaf.values) if h is not None)
 
 
 def bytes_per_row(layouts: Sequence[Layout]) -> int:
-    """Bytes of recurrent state that one row takes, whatever its length."""
+    """Bytes of recurrent state of one row, whatever its length."""
     states = [leaf for leaf in leaves(layouts) if isinstance(leaf, StateLayout)]
     return sum(math.prod(e[0]) * e[1].size for leaf in states for e in leaf.entries if e is not None)

@@ -1,12 +1,13 @@
-"""The caches a model sees: ragged rows of keys and values, and rows of recurrent state (design: Ragged rows).
+"""The cache objects for models: ragged rows of keys and values, and rows of recurrent state (design: Ragged rows).
 
-Row r's valid region is `[0, kv_len[r])`; new keys and values are scattered at `kv_len[r]`, the mask is made from the
-lengths and RoPE takes one offset per row. Rolling back is passing a smaller `kv_len` next time, so nothing is stored
-here about lengths. mlx-lm's models run unmodified: they touch a cache only through `offset`, `make_mask`,
-`update_and_fetch`, `keys_and_values`, `keys`/`values`, and indexing (recurrent state).
+The valid region of row r is `[0, kv_len[r])`. New keys and values are scattered at `kv_len[r]`, the mask is made from
+the lengths, and RoPE gets one offset per row. A rollback is a smaller `kv_len` in the next forward, so the caches store
+no lengths. mlx-lm's models run unmodified: they use a cache only through `offset`, `make_mask`, `update_and_fetch`,
+`keys_and_values`, `keys`/`values`, and indexing (recurrent state).
 
-When all rows of a forward have one length (a single row, above all), offset and masks are exactly mlx-lm's own: an
-integer, None, "causal". Does not know plans, slots' owners or prefixes; `arena.py` allocates and copies.
+If all rows of a forward have the same length (above all, if there is one row), offset and mask are exactly those of
+mlx-lm's caches: an integer, None or "causal". Does not know plans, sequences or prefixes; `buffers.py` allocates and
+copies.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from phalanx.model.cache.layout import GroupLayout, Heads, KvLayout, Layout, Sta
 Mask = mx.array | str | None
 
 EARLY_FIRST, EARLY_EVERY = 2, 4
-"""Layers after which evaluation is started: 12.9 -> 12.0 ms per step of the 8-layer demo model on 2 CPU cores; more
+"""Layers after which evaluation starts early: 12.9 -> 12.0 ms per step of the 8-layer demo model on 2 CPU cores. More
 often is no better."""
 
 
 class RowView:
-    """The geometry of one forward, shared by all layers: which slots, at which positions, behind which masks.
+    """The geometry of one forward, shared by all layers: its slots, positions and masks.
 
     Args:
         start: first slot; the rows are `[start, start + len(kv_len))`.
         kv_len: valid tokens of each row before the forward.
-        length: tokens fed per row (L).
+        length: tokens per row in this forward (L).
         mask_dims: 4 for masks `[rows, 1, L, S]`; 5 for models that split heads into groups themselves.
-        prefill: the tokens are a prompt's (`RaggedKV.make_mask` says what that changes).
-        ragged: treat rows of one length as if they had several.
-        packed: feed so many tokens of each row, >= 1, and nothing else. For the model each token is a row of its own
-            (L is 1); those of one slot share its keys and values, which takes the native kernels.
+        prefill: the tokens are part of a prompt; see `RaggedKV.make_mask`.
+        ragged: treat rows of equal length as if their lengths differed.
+        packed: tokens of each row, >= 1, without padding. For the model each token is a row of its own (L is 1); tokens
+            of one slot share its keys and values. Needs the native kernels.
     """
 
     def __init__(
@@ -66,13 +67,13 @@ class RowView:
         self.offset: int | mx.array = self.shortest
         self.after: int | mx.array = self.need
         self.lengths: tuple[mx.array, ...] = ()
-        """Of rows of several lengths, before and after the forward: int32 `[rows]` each."""
+        """If rows differ in length: lengths before and after the forward, int32 `[rows]` each. Else empty."""
         self._mask_dims = mask_dims
         self._writes = 0
         self._early = True
         self._masks: dict[tuple[int | None, bool, int], Mask] = {}
         self.slots: mx.array | None = None
-        """Of packed tokens, where their keys and values are, counted from `start`: int32 `[tokens]`."""
+        """The slot of each packed token, counted from `start`: int32 `[tokens]`. None if not packed."""
         if packed is not None:
             self.need = max(n + fed for n, fed in zip(kv_len, packed, strict=True))
             before = [n + i for n, fed in zip(kv_len, packed, strict=True) for i in range(fed)]
@@ -83,12 +84,16 @@ class RowView:
             self.give(mx.array(before, dtype=mx.int32), mx.array(after, dtype=mx.int32))
 
     def give(self, before: mx.array, after: mx.array) -> None:
-        """The lengths of rows that have several."""
+        """Set the lengths of rows before and after the forward: int32 `[rows]` each."""
         self.offset, self.after = self.lengths = before, after
 
     def trace(self) -> tuple[Traced, ...]:
-        """For a call that is only built: what tells whether the model computes with the position, where that is a
-        number; nothing is started."""
+        """Prepare a call that is only built, to be captured: it starts no evaluation.
+
+        Returns:
+            If rows have equal length, the numbers that stand for offset and length: each tells afterwards whether the
+            model computed with it.
+        """
         self._early = False
         if not self.uniform:
             return ()
@@ -97,7 +102,7 @@ class RowView:
         return traces
 
     def write(self, buffer: mx.array, new: mx.array) -> mx.array:
-        """The buffer with `new` [rows, heads, L, dim] at each row's length; in place when nobody else holds it."""
+        """Write `new` [rows, heads, L, dim] at each row's length; in place if nothing else refers to the buffer."""
         if self.uniform:
             buffer[self.start : self.stop, :, self.shortest : self.need] = new
             return buffer
@@ -108,21 +113,21 @@ class RowView:
         return buffer
 
     def _positions(self) -> mx.array:
-        """Of each token, [rows, L]."""
+        """The position of each token, [rows, L]."""
         return self.lengths[0][:, None] + mx.arange(self.length, dtype=mx.int32)
 
     def start_early(self, buffer: mx.array) -> None:
-        """Let the device begin on what the model has built so far, now and then while it builds the rest.
+        """Start to evaluate the layers built so far, every few layers, while the model builds the rest.
 
-        Building a decode step's graph takes Python about as long as a few layers take to compute; without this the
-        device would wait for the last layer before it began with the first.
+        Building the graph of a decode step takes Python about as long as computing a few layers. Without this, the
+        device would start with the first layer only after Python has built the last.
         """
         self._writes += 1
         if self._early and self._writes % EARLY_EVERY == EARLY_FIRST:
             mx.async_eval(buffer)  # type: ignore[no-untyped-call]
 
     def first(self, window: int | None) -> int:
-        """The first key that is read: a single token that is decoded sees what mlx-lm's rotating cache would hold."""
+        """The first key to read. A single decoded token reads only the keys that mlx-lm's rotating cache would hold."""
         single = self.uniform and self.length == 1 and not self.prefill
         return max(0, self.need - window) if window is not None and single else 0
 
@@ -131,7 +136,7 @@ class RowView:
         return buffer[self.start : self.stop, :, self.first(window) : self.need]
 
     def mask(self, window: int | None, as_array: bool, first: int) -> Mask:
-        """Which of the S keys from `first` on each of the L queries sees; made once per forward and arguments."""
+        """Which of the S keys from `first` on each of the L queries attends to. Cached for the forward."""
         key = (window, as_array, first)
         if key not in self._masks:
             uniform = self.uniform
@@ -148,27 +153,27 @@ class RowView:
         return _visible(queries, mx.arange(first, self.need), window)  # [L, S]
 
     def _ragged_mask(self, window: int | None) -> mx.array:
-        seen = _visible(self._positions()[:, :, None], mx.arange(self.need, dtype=mx.int32), window)  # [rows, L, S]
-        mask = mx.expand_dims(seen, tuple(range(1, self._mask_dims - 2)))
+        visible = _visible(self._positions()[:, :, None], mx.arange(self.need, dtype=mx.int32), window)  # [rows, L, S]
+        mask = mx.expand_dims(visible, tuple(range(1, self._mask_dims - 2)))
         return RaggedMask.of(mask, self.lengths[1], window, self.slots) if self._mask_dims == 4 else mask
 
 
 def _visible(queries: mx.array, keys: mx.array, window: int | None) -> mx.array:
-    """Whether the query at a position sees the key at another; a window counts the query's own token."""
-    seen = keys <= queries
+    """Whether the query at one position attends to the key at another. A window includes the query's own token."""
+    visible = keys <= queries
     if window is not None:
-        seen = seen & (keys > queries - window)
-    return seen
+        visible = visible & (keys > queries - window)
+    return visible
 
 
 class RaggedKV:
     """Keys and values of one layer for all rows of an arena: `[rows, heads, capacity, dim]` each.
 
-    Replaces KVCache, RotatingKVCache (window), ConcatenateKVCache and ChunkedKVCache (whose front is never trimmed:
-    its models mask by chunk themselves). `keys` and `values` are plain attributes, because models assign to them.
+    Replaces KVCache, RotatingKVCache (with a window), ConcatenateKVCache and ChunkedKVCache (its front is not trimmed,
+    because its models mask by chunk themselves). `keys` and `values` are plain attributes, because models assign them.
     """
 
-    start_position = 0  # ChunkedKVCache's: index of the first token kept
+    start_position = 0  # of ChunkedKVCache: index of the first token that it keeps
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
@@ -177,10 +182,10 @@ class RaggedKV:
         self.offset: int | mx.array = 0
         self._view: RowView | None = None
 
-    # What models call ------------------------------------------------------------------------------------------
+    # Called by models ------------------------------------------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `keys`, `values` [rows, heads, L, dim]; returns views up to the longest row."""
+        """Append `keys` and `values`, [rows, heads, L, dim]. Returns `keys_and_values`."""
         view = self._current()
         self.keys = view.write(self._allocated(self.keys), keys)
         if values.shape[-1]:
@@ -190,15 +195,16 @@ class RaggedKV:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Views of what is seen of what has been written, `[rows, heads, S, dim]`; also for layers that share it."""
+        """Views of the keys and values to attend to, `[rows, heads, S, dim]`; also called by layers that share them."""
         view = self._current()
         window = self.layout.window
         return view.read(self._allocated(self.keys), window), view.read(self._allocated(self.values), window)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        """mlx-lm's signature. The model's window counts; while decoding, mlx-lm's cache holds no more than its own.
+        """The mask of a forward, with mlx-lm's signature.
 
-        (plamo3 asks for one token more than its cache holds, so its prefill sees a wider window than its decoding.)
+        A prefill uses the window that the model passes. Decoding uses at most the cache's own, as mlx-lm's cache holds
+        no more tokens: plamo3 passes one token more than its cache holds, so its prefill sees a wider window.
         """
         view = self._current()
         if view.length != N:
@@ -209,9 +215,9 @@ class RaggedKV:
         return view.mask(window, return_array, view.first(self.layout.window))
 
     def maybe_trim_front(self) -> None:
-        """ChunkedKVCache's; nothing is trimmed, so that rows can roll back."""
+        """Does nothing: ChunkedKVCache trims here, but rows must be able to roll back."""
 
-    # What the arena calls --------------------------------------------------------------------------------------
+    # Called by the arena ---------------------------------------------------------------------------------------
 
     def open(self, view: RowView) -> None:
         """Start a forward over the rows of `view`."""
@@ -223,12 +229,12 @@ class RaggedKV:
         self._view = None
 
     def allocate(self, rows: int, capacity: int, kept: Sequence[int], length: int) -> None:
-        """New zeroed buffers with the first `length` tokens of the slots `kept` copied over, evaluated."""
-        self.keys = _grown(self.keys, self.layout.keys, rows, capacity, kept, length)
-        self.values = _grown(self.values, self.layout.values, rows, capacity, kept, length)
+        """Allocate new zeroed buffers and copy the first `length` tokens of the slots `kept`; evaluated."""
+        self.keys = _reallocated(self.keys, self.layout.keys, rows, capacity, kept, length)
+        self.values = _reallocated(self.values, self.layout.values, rows, capacity, kept, length)
 
     def arrays(self) -> list[mx.array]:
-        """The buffers that hold something."""
+        """The buffers that are not empty."""
         return [b for b in (self.keys, self.values) if b is not None and b.size]
 
     touched = arrays
@@ -243,11 +249,11 @@ class RaggedKV:
             buffer[slot : slot + 1, :, :length] = mx.array(0, buffer.dtype)
 
     def copied(self, slot: int, length: int) -> list[mx.array]:
-        """Copies of the first `length` tokens of a slot, one per buffer; evaluate them before writing again."""
-        return [_owned(buffer[slot : slot + 1, :, :length]) for buffer in self.arrays()]
+        """Copies of the first `length` tokens of a slot, one per buffer, to be evaluated before the next write."""
+        return [_own_copy(buffer[slot : slot + 1, :, :length]) for buffer in self.arrays()]
 
     def paste(self, slot: int, parts: Sequence[mx.array], length: int) -> None:
-        """Write the first `length` tokens of what `copied` returned into a slot."""
+        """Write the first `length` tokens of copies from `copied` into a slot."""
         for buffer, part in zip(self.arrays(), parts, strict=True):
             buffer[slot : slot + 1, :, :length] = part[:, :, :length]
 
@@ -267,10 +273,10 @@ class RaggedKV:
 class StateRows(ArraysCache):  # type: ignore[misc]
     """Recurrent state of one layer for all rows of an arena: per entry `[rows, ...]`. Cannot roll back (A3).
 
-    A subclass, because models ask for `isinstance(cache, ArraysCache)`.
+    A subclass, because models test `isinstance(cache, ArraysCache)`.
 
-    During a forward `cache` holds the state of its rows (None for a row without tokens, as in mlx-lm); afterwards
-    what the model left there is written back.
+    During a forward `cache` holds the state of the forward's rows (None for a row without tokens, as in mlx-lm).
+    Afterwards the new state is written back.
     """
 
     def __init__(self, layout: StateLayout) -> None:
@@ -278,19 +284,19 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         self.layout = layout
         self.buffers: list[mx.array | None] = [None] * len(layout.entries)
         self._view: RowView | None = None
-        self._news: list[tuple[RowView, mx.array, mx.array]] = []  # view, buffer, what belongs into its rows
+        self._pending: list[tuple[RowView, mx.array, mx.array]] = []  # view, buffer, new state of the view's rows
 
     def open(self, view: RowView) -> None:
-        """Start a forward: hand the model the state of the rows of `view`."""
+        """Start a forward: give the model the state of the rows of `view`."""
         self._store()
         self._view = view
         fresh = view.need == view.length
         self.cache = [None if fresh or b is None else b[view.start : view.stop] for b in self.buffers]
 
     def close(self) -> None:
-        """End the forward: keep the state the model left, to be written back once it has been evaluated.
+        """End the forward: keep the new state, to be written back after it has been evaluated.
 
-        Writing it into the graph that reads the old state would copy the whole buffer.
+        A write in the same graph as the reads of the old state would copy the whole buffer.
         """
         if self._view is None:
             return
@@ -299,25 +305,25 @@ class StateRows(ArraysCache):  # type: ignore[misc]
                 continue
             if new.shape[1:] != buffer.shape[1:]:
                 raise EngineError(f"Recurrent state changed its shape from {buffer.shape[1:]} to {new.shape[1:]}.")
-            self._news.append((self._view, buffer, new))
+            self._pending.append((self._view, buffer, new))
         self.cache = [None] * len(self.buffers)
         self._view = None
 
     def touched(self) -> list[mx.array]:
-        """What must be evaluated after a forward."""
-        return [new for _, _, new in self._news]
+        """The new state, to be evaluated after a forward."""
+        return [new for _, _, new in self._pending]
 
     def row_bytes(self, length: int) -> int:
         """Bytes of one row, whatever its length."""
         return sum(math.prod(shape) * dtype.size for shape, dtype in filter(None, self.layout.entries))
 
     def _store(self) -> None:
-        for view, buffer, new in self._news:
+        for view, buffer, new in self._pending:
             buffer[view.start : view.stop] = new
-        self._news = []
+        self._pending = []
 
     def allocate(self, rows: int, capacity: int, kept: Sequence[int], length: int) -> None:
-        """New zeroed buffers with the slots `kept` copied over, evaluated."""
+        """Allocate new zeroed buffers and copy the slots `kept`; evaluated."""
         self._store()
         for i, entry in enumerate(self.layout.entries):
             if entry is None:
@@ -332,7 +338,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
             self.buffers[i] = new
 
     def arrays(self) -> list[mx.array]:
-        """The buffers, up to date."""
+        """The buffers, after pending state was written back."""
         self._store()
         return [b for b in self.buffers if b is not None]
 
@@ -342,11 +348,11 @@ class StateRows(ArraysCache):  # type: ignore[misc]
             buffer[slot : slot + 1] = mx.array(0, buffer.dtype)
 
     def copied(self, slot: int, length: int) -> list[mx.array]:
-        """Copies of a slot's state, one per buffer; evaluate them before writing again."""
-        return [_owned(buffer[slot : slot + 1]) for buffer in self.arrays()]
+        """Copies of a slot's state, one per buffer, to be evaluated before the next write."""
+        return [_own_copy(buffer[slot : slot + 1]) for buffer in self.arrays()]
 
     def paste(self, slot: int, parts: Sequence[mx.array], length: int) -> None:
-        """Write what `copied` returned into a slot."""
+        """Write copies from `copied` into a slot."""
         for buffer, part in zip(self.arrays(), parts, strict=True):
             buffer[slot : slot + 1] = part
 
@@ -355,7 +361,7 @@ Leaf = RaggedKV | StateRows
 
 
 def build(layouts: Sequence[Layout]) -> tuple[list[Any], list[Leaf]]:
-    """The cache list a model is called with, and its leaves (groups resolved), without memory yet."""
+    """The cache list for a model's call, and its leaves (groups flattened). Nothing is allocated yet."""
     leaves: list[Leaf] = []
     return [_make(layout, leaves) for layout in layouts], leaves
 
@@ -367,12 +373,12 @@ def _make(layout: Layout, leaves: list[Leaf]) -> Any:
     return leaves[-1]
 
 
-def _owned(view: mx.array) -> mx.array:
-    """A copy with its own memory. A contiguous slice would share, and so pin, the whole buffer."""
+def _own_copy(view: mx.array) -> mx.array:
+    """A copy with memory of its own. A contiguous slice would share the whole buffer, and keep it alive."""
     return view * mx.array(1, view.dtype)
 
 
-def _grown(
+def _reallocated(
     old: mx.array | None, heads: Heads | None, rows: int, capacity: int, kept: Sequence[int], length: int
 ) -> mx.array | None:
     if heads is None or rows == 0:

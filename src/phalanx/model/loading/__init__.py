@@ -1,1 +1,1 @@
-"""One rank's part of a checkpoint: which bytes it owns, and how they reach MLX's memory."""
+"""Loading: which bytes of a checkpoint one rank owns, and how they reach MLX's memory."""

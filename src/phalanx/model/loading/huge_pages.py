@@ -1,4 +1,4 @@
-"""Where weights lie: together, so that huge pages hold them. Does not know models or files."""
+"""Allocates weights in large blocks, so that huge pages hold them. Does not know models or files."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ import mlx.core as mx
 from phalanx.kernels import install
 
 BLOCK = 64 << 20
-"""Bytes of memory for many tensors that are asked for at once."""
-LINE = 64  # bytes, of which a block is a multiple; tensors begin at multiples
+"""Bytes of an allocation that many tensors share."""
+ALIGNMENT = 64  # bytes: a cache line. Tensors start at multiples of it
 
 
 class HugePages:
-    """Memory for tensors that are kept as they are stored, many in one piece.
+    """Memory for tensors that keep their stored dtype, many in one block.
 
-    A tensor with memory of its own begins and ends within a huge page, so one of 2 MB has none; and a processor that
-    looks up every 4 KB where they are reads a fifth slower (docs/log.md, "Weights in huge pages").
+    A tensor with memory of its own starts and ends inside a huge page, so a tensor of 2 MB gets none. Reading from
+    pages of 4 KB, each with an address lookup of its own, is a fifth slower (docs/log.md, "Weights in huge pages").
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         """
         Args:
-            sizes: bytes of the tensors, in the order in which they will be asked for.
+            sizes: bytes of each tensor, in the order of the calls of `buffer`.
         """
         self._sizes = {name: size for name, size in sizes.items() if 0 < size <= BLOCK and install.active()}
         self._block: mx.array | None = None
-        self._at = 0
+        self._offset = 0
 
     def buffer(self, name: str, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-        """An evaluated array for a tensor, to be filled from outside. Changes state."""
+        """An evaluated array for a tensor, for the caller to fill. Changes state."""
         if name not in self._sizes:
             return install.buffer(shape, dtype)
-        if self._block is None or self._at == self._block.nbytes:
-            self._block, self._at = install.buffer([self._together()], mx.uint8), 0
+        if self._block is None or self._offset == self._block.nbytes:
+            self._block, self._offset = install.buffer([self._next_block_bytes()], mx.uint8), 0
         size = self._sizes.pop(name)
-        array = self._block[self._at : self._at + size].view(dtype).reshape(shape)
+        array = self._block[self._offset : self._offset + size].view(dtype).reshape(shape)
         mx.eval(array)
-        self._at += _lines(size)
+        self._offset += _aligned(size)
         return array
 
-    def _together(self) -> int:
-        """Bytes of the tensors that come next, as many as a block has room for."""
+    def _next_block_bytes(self) -> int:
+        """Bytes of as many of the next tensors as fit in a block."""
         total = 0
         for size in self._sizes.values():
-            if total + _lines(size) > BLOCK:
+            if total + _aligned(size) > BLOCK:
                 break
-            total += _lines(size)
+            total += _aligned(size)
         return total
 
 
-def _lines(size: int) -> int:
-    return -(-size // LINE) * LINE
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

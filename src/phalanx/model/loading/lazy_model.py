@@ -1,8 +1,8 @@
-"""Building a model with mlx-lm, lazily, and remembering which of its parameters are file tensors as they are.
+"""Builds a model with mlx-lm, lazily, and records which of its parameters are unchanged tensors of a file.
 
-mlx-lm knows the architectures, their checkpoints' quirks and their quantisation. What it passes on untouched can be
-read from the file piece by piece; what it renames is told apart from what it computes by the identity of the arrays.
-Does not know ranks, dtypes wanted or memory.
+mlx-lm knows the architectures, the quirks of their checkpoints and their quantisation. A parameter that it passes on
+unchanged can be read from the file in parts. The identity of arrays tells a renamed tensor from a computed one. Does
+not know ranks, target dtypes or memory.
 """
 
 from __future__ import annotations
@@ -29,62 +29,62 @@ DTYPES = {
     "BF16": mx.bfloat16, "U32": mx.uint32, "I32": mx.int32, "F32": mx.float32, "U64": mx.uint64, "I64": mx.int64,
     "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
 }  # fmt: skip
-"""What MLX makes of a file's dtype. Others are left to MLX."""
+"""The MLX dtypes of safetensors dtypes. A tensor of any other dtype is left to MLX."""
 
-FOREIGN = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError, OSError)
-"""What building a model from somebody's config.json can raise inside mlx-lm and MLX."""
+BUILD_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError, OSError)
+"""Errors that mlx-lm and MLX can raise while they build a model from an unknown config.json."""
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """A model whose weights are lazy: nothing but headers was read."""
+class LazyModel:
+    """A model whose weights are lazy: only headers were read."""
 
     model: Module
     config: dict[str, Any]
     origins: dict[str, TensorInfo]
-    """The file tensor behind a parameter, for those that are one, unchanged."""
+    """The file tensor of each parameter that mlx-lm passed on unchanged."""
 
 
-def build(path: Path, headers: Mapping[str, TensorInfo], *, trust_remote_code: bool) -> Built:
-    """The model of a directory, every tensor accounted for.
+def build(path: Path, headers: Mapping[str, TensorInfo], *, trust_remote_code: bool) -> LazyModel:
+    """Build the model of a directory; all its parameters and all tensors of the files must match.
 
     Raises:
-        ModelUnsupported: the architecture or configuration is not one that mlx-lm knows.
+        ModelUnsupported: mlx-lm does not know the architecture or the configuration.
         WeightsError: tensors are missing, surplus or of the wrong shape.
     """
-    watch = _Watch()
+    hook = _SanitizeHook()
     try:
         model, config = load_model(
-            path, lazy=True, strict=True, get_model_classes=watch.classes, trust_remote_code=trust_remote_code
+            path, lazy=True, strict=True, get_model_classes=hook.classes, trust_remote_code=trust_remote_code
         )
-    except FOREIGN as error:
+    except BUILD_ERRORS as error:
         raise _translate(path, error) from error
-    if watch.original is not None:
-        model.__class__ = watch.original
+    if hook.original is not None:
+        model.__class__ = hook.original
     origins = {}
     for name, array in tree_flatten(model.parameters()):
-        info = headers.get(watch.seen.get(id(array), ""))
+        info = headers.get(hook.names.get(id(array), ""))
         if info is not None and array.dtype == DTYPES.get(info.dtype) and tuple(array.shape) == info.shape:
             origins[name] = info
-    return Built(model, config, origins)
+    return LazyModel(model, config, origins)
 
 
-class _Watch:
-    """Stands between mlx-lm's loader and a model class, to see the arrays before the model renames them."""
+class _SanitizeHook:
+    """Records the names of a checkpoint's arrays before the model's `sanitize` renames them."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         self.original: type[Module] | None = None
-        self._held: list[mx.array] = []  # an id is an array's only while it lives
+        self._alive: list[mx.array] = []  # keeps the arrays alive, so that their ids stay unique
 
     def classes(self, config: dict[str, Any]) -> tuple[type[Module], Any]:
-        """For mlx-lm's loader: a model class whose `sanitize` shows us what it is given."""
+        """For mlx-lm's loader: the model class, with a `sanitize` that first records its argument."""
         original, arguments = _get_classes(config)
         self.original = original
 
         def sanitize(model: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            self._held = list(weights.values())
-            self.seen = {id(array): name for name, array in weights.items()}
+            self._alive = list(weights.values())
+            self.names = {id(array): name for name, array in weights.items()}
             inherited = getattr(original, "sanitize", None)
             sanitized: dict[str, mx.array] = weights if inherited is None else inherited(model, weights)
             return sanitized
@@ -94,10 +94,11 @@ class _Watch:
 
 
 def check_config(path: Path, *, trust_remote_code: bool) -> None:
-    """Refuse what mlx-lm could not build, before it tries.
+    """Check config.json before mlx-lm builds the model.
 
     Raises:
-        ModelUnsupported: no config.json, not JSON, an unknown architecture, or code of the repository's own.
+        ModelUnsupported: it is missing or not JSON, mlx-lm does not know the architecture, or the repository brings
+            code that the user does not trust.
     """
     file = path / "config.json"
     if not path.is_dir() or not file.exists():
@@ -131,7 +132,7 @@ def known_architectures() -> list[str]:
 
 
 def _translate(path: Path, error: Exception) -> ModelError:
-    """An error of mlx-lm's loader as one of ours; its messages list every name, ours the first eight."""
+    """Map an error of mlx-lm's loader to one of phalanx's, which lists only the first eight names."""
     head, _, names = str(error).partition("\n")
     listed = some(name.strip(" .") for name in names.split(",\n"))
     if head.startswith("Received") and "not in model" in head:

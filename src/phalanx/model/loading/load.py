@@ -1,9 +1,9 @@
-"""A model from its directory into memory: the whole of it, or one rank's part, and never much more (B1-B5).
+"""Loads a model from its directory: the whole model or one rank's part of it, with little memory beyond that (B1-B5).
 
-Everything that can go wrong is checked before the first tensor is read (`prepare`); then tensors are read, cast and
-kept one at a time (`Prepared.materialise`). Reads only what this rank owns (design: Loading): `origin.py` knows which
-parameter is which file tensor, `shard.py` which rows of it are this rank's, `parallel.py` lets the ranks' sums go
-through the reducer. A model that is not split takes the same path.
+`prepare` checks everything before the first tensor is read; `Prepared.materialise` then reads, casts and keeps one
+tensor at a time. A rank reads only what it owns (design: Loading): `lazy_model.py` knows the file tensor of each
+parameter, `shard.py` the rows that this rank keeps, and `parallel.py` makes the ranks' sums go through the reducer. A
+model that is not split takes the same path. Does not know caches, plans or sampling.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from phalanx.kernels import install
 from phalanx.model.cpu.repack import repackable
 from phalanx.model.cpu.weight_only_16bit import keep_16bit_weights
 from phalanx.model.loading.huge_pages import HugePages
-from phalanx.model.loading.lazy_model import Built, build, check_config
-from phalanx.model.loading.parallel import take_over
-from phalanx.model.loading.reading import Copying, Reader
+from phalanx.model.loading.lazy_model import LazyModel, build, check_config
+from phalanx.model.loading.parallel import sum_through_reducer
+from phalanx.model.loading.reading import CopyJob, WeightReader
 from phalanx.model.loading.resolve import resolve
-from phalanx.model.loading.shard import Paper, Split, split
+from phalanx.model.loading.shard import Split, StubGroup, split
 from phalanx.model.loading.weights import Cut, TensorInfo, read_headers, some
 
 __all__ = ["Loaded", "Prepared", "Progress", "load", "prepare", "resolve"]
@@ -42,13 +42,13 @@ __all__ = ["Loaded", "Prepared", "Progress", "load", "prepare", "resolve"]
 log = logging.getLogger("phalanx.load")
 
 Progress = Callable[[str, int, int], None]
-"""Called with a phase, bytes done and bytes in all."""
+"""Called with the phase, the bytes done and the bytes in total."""
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-AHEAD = 32 << 20  # bytes of tensors that are on their way at once, or two tensors: so the disk has always work
-CHECK_EVERY = memory.GB // 4  # bytes between two looks at the machine's memory while loading
-COMPUTED_WORTH_A_LINE = 1 << 20  # bytes
+READ_AHEAD = 32 << 20  # bytes of tensors (or at least two tensors) being read at once, so that the disk is never idle
+CHECK_MEMORY_EVERY = memory.GB // 4  # loaded bytes between two checks of the machine's available memory
+COMPUTED_WORTH_A_LINE = 1 << 20  # bytes of computed weights from which the log mentions them
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-"""By bytes per element: what a tensor is read as, since not every dtype of a file is one of numpy's."""
+"""By bytes per element: the dtype in which a tensor is read, since numpy lacks some dtypes of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +71,29 @@ class Loaded:
     copied_bytes: int
     """Bytes copied from the files by this rank."""
     computed_bytes: int
-    """Bytes of weights that mlx-lm computed from the files, reading them by itself."""
+    """Bytes of weights that mlx-lm computed from file tensors, which it read itself."""
     sums: int
-    """Places in the model where the ranks' results are added up by the reducer."""
+    """Number of sites in the model where the reducer sums over ranks."""
     unchecked: tuple[str, ...]
-    """Classes of the blocks whose sums mlx-lm makes by itself, one entry per block."""
+    """Classes of the blocks that sum over ranks without the reducer, one entry per block."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """One parameter: where it comes from and what it becomes."""
+class _Parameter:
+    """One parameter: its source in the files, and the form in which it is kept."""
 
     name: str
-    size: int
-    dtype: mx.Dtype
-    stored: int  # bytes that are in memory besides the result while it is made
+    size: int  # elements
+    dtype: mx.Dtype  # as kept
+    stored: int  # bytes as stored: in memory besides the result while it is cast
     nbytes: int  # bytes as kept
     source: TensorInfo | None  # None: mlx-lm computes it
-    cut: Cut | None  # the rows of the source; None is all
-    repacked: bool  # once it has been read
+    cut: Cut | None  # the rows of the source to keep; None: all
+    repacked: bool  # repack it after reading
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part of the source that is kept."""
+        """Shape of the kept part of the source."""
         assert self.source is not None
         return self.source.shape if self.cut is None else self.cut.shape(self.source.shape)
 
@@ -107,10 +107,10 @@ def load(
     on_progress: Progress,
     reducer: Reducer | None = None,
 ) -> Loaded:
-    """`prepare` and `Prepared.materialise` in one.
+    """`prepare`, then `Prepared.materialise`.
 
     Args:
-        guard: bytes of memory that stay free (B2).
+        guard: bytes of memory that must stay free (B2).
         on_progress: see `Progress`.
     """
     on_progress("reading headers", 0, 1)
@@ -120,16 +120,17 @@ def load(
 
 
 def prepare(path: Path, *, dtype: Dtype, trust_remote_code: bool, reducer: Reducer | None = None) -> Prepared:
-    """Build a model lazily and split it; everything is checked, nothing is read but headers.
+    """Build a model lazily, split it and check everything. Reads only headers.
 
     Args:
-        path: its directory.
-        dtype: floating dtype of everything; `auto` is the checkpoint's, except float32 on the CPU.
-        trust_remote_code: whether a `model_file` of the repository may be run.
-        reducer: this rank's place in a group, and how its sums are made; None for the whole model.
+        path: the model's directory.
+        dtype: floating dtype of weights and activations; `auto`: the checkpoint's, but float32 on the CPU.
+        trust_remote_code: whether to run a `model_file` of the repository.
+        reducer: has this rank's number and group; None for the whole model.
 
     Raises:
-        ModelUnsupported: the architecture or configuration is not one that mlx-lm knows, or cannot be split so.
+        ModelUnsupported: mlx-lm does not know the architecture or configuration, or it cannot be split over so many
+            ranks.
         WeightsError: files or tensors are missing, surplus, damaged or of the wrong shape.
     """
     check_config(path, trust_remote_code=trust_remote_code)
@@ -139,13 +140,13 @@ def prepare(path: Path, *, dtype: Dtype, trust_remote_code: bool, reducer: Reduc
     if reducer is not None and reducer.size > 1:
         if built.config.get("quantize_activations"):
             raise ModelUnsupported(f"{path.name} quantises activations: it cannot be split.", remedy="Use --tp 1.")
-        group = Paper(reducer.rank, reducer.size) if reducer.group is None else reducer.group
+        group = StubGroup(reducer.rank, reducer.size) if reducer.group is None else reducer.group
         parts = split(built.model, path.name, group)
-        sums, unchecked = take_over(built.model, reducer)
+        sums, unchecked = sum_through_reducer(built.model, reducer)
     ranks = 1 if reducer is None else reducer.size
     target = DTYPES.get(dtype)
     if dtype == "auto" and mx.default_device() == mx.Device(mx.cpu):
-        target = mx.float32  # MLX's own 16-bit kernels are 10-30 times slower there
+        target = mx.float32  # on the CPU, MLX's own 16-bit kernels are 10-30 times slower
     kept_16bit = (
         keep_16bit_weights(built.model) if dtype == "auto" and target is not None and install.active() else set()
     )
@@ -155,19 +156,19 @@ def prepare(path: Path, *, dtype: Dtype, trust_remote_code: bool, reducer: Reduc
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model that is ready to be read."""
+    """A model that was built, split and checked, and whose weights are not read yet."""
 
     path: Path
-    built: Built
-    plan: list[_Entry]
+    built: LazyModel
+    plan: list[_Parameter]
     sums: int
     unchecked: tuple[str, ...]
     dtype: mx.Dtype
-    """Floating dtype of the activations, and of all weights but those that only products read."""
+    """Floating dtype of the activations, and of all weights except those kept in 16 bits (`weight_only_16bit.py`)."""
 
     @property
     def model(self) -> Module:
-        """The model; its weights are lazy, or the part of them that is already read."""
+        """The model. Its weights are lazy until `materialise` reads them."""
         return self.built.model
 
     @property
@@ -177,13 +178,13 @@ class Prepared:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes this rank keeps."""
+        """Bytes of weights that this rank keeps."""
         return sum(entry.nbytes for entry in self.plan)
 
     @property
     def working_bytes(self) -> int:
-        """Bytes in memory for a moment besides those kept: a tensor being cast, and the next on their way."""
-        ahead = min(AHEAD, sum(entry.stored for entry in self.plan))
+        """Largest number of bytes in memory besides kept weights: a tensor being cast, and the ones read ahead."""
+        ahead = min(READ_AHEAD, sum(entry.stored for entry in self.plan))
         pairs = zip(self.plan, [*self.plan[1:], None], strict=True)
         return max(
             (one.stored + one.nbytes + max(ahead, next_.stored if next_ else 0) for one, next_ in pairs), default=0
@@ -191,16 +192,16 @@ class Prepared:
 
     @property
     def quantization(self) -> str:
-        """How most of the weights are quantised, and in how many ways the rest."""
+        """The quantisation of most weights, and in brackets those of the rest; "none" without any."""
         return _describe_quantization(self.model)
 
     def predict(self, rank: int, host: str, kv: int, guard: int) -> memory.Prediction:
-        """What this rank will take, for the table of all ranks (`memory.check_group`).
+        """Predict this rank's memory, for the table of all ranks (`memory.check_group`).
 
         Args:
-            host: the name of this machine.
-            kv: bytes of KV buffers there must be room for.
-            guard: bytes of memory that stay free (B2).
+            host: name of this machine.
+            kv: bytes of KV buffers that must have room.
+            guard: bytes of memory that must stay free (B2).
         """
         machine = memory.read_machine()
         return memory.Prediction(
@@ -212,9 +213,9 @@ class Prepared:
         """Read the weights.
 
         Args:
-            guard: bytes of memory that stay free (B2).
+            guard: bytes of memory that must stay free (B2).
             on_progress: see `Progress`.
-            ranks_here: ranks on this machine that load at the same time and need as much.
+            ranks_here: number of ranks that load on this machine at the same time and need as much.
 
         Raises:
             MemoryShortage: the weights do not fit, or memory ran out while loading.
@@ -250,9 +251,9 @@ class Prepared:
         return loaded
 
     def _read(self, total: int, guard: int, on_progress: Progress, ranks_here: int) -> int:
-        """Read, cast and keep one tensor after the other; the file's version of each is gone before the next."""
+        """Read, cast and keep one tensor after another; each stored form is freed first. Returns the bytes copied."""
         done = checked = 0
-        with Reader(shared=ranks_here > 1) as reader:
+        with WeightReader(shared=ranks_here > 1) as reader:
             for entry, array in self._arrays(reader):
                 if entry.source is None or array.dtype != entry.dtype:
                     array = array.astype(entry.dtype)
@@ -265,15 +266,15 @@ class Prepared:
                 del array
                 done += entry.nbytes
                 on_progress("loading weights", done, total)
-                if done - checked >= CHECK_EVERY:
+                if done - checked >= CHECK_MEMORY_EVERY:
                     checked = done
                     rest = (total - done) * ranks_here
                     memory.check_fits("The rest of the weights", rest, memory.read_machine(), guard)
-        mx.eval(self.model.parameters())  # what is left are views of memory that is filled
+        mx.eval(self.model.parameters())  # the rest are views of arrays that are filled already
         return reader.copied
 
-    def _arrays(self, reader: Reader) -> Iterator[tuple[_Entry, mx.array]]:
-        """Every tensor as stored; while one is cast and kept, the next ones are being copied."""
+    def _arrays(self, reader: WeightReader) -> Iterator[tuple[_Parameter, mx.array]]:
+        """Yield every tensor as stored. The next ones are read while the caller casts one."""
         lazy = dict(tree_flatten(self.model.parameters()))
         pages = HugePages(
             {
@@ -282,54 +283,56 @@ class Prepared:
                 if entry.source is not None and entry.dtype == lazy[entry.name].dtype
             }
         )
-        coming: deque[_Coming] = deque()
+        pending: deque[_PendingTensor] = deque()
         ahead = 0
         for entry in self.plan:
-            coming.append(_Coming.begin(reader, entry, lazy.pop(entry.name), pages))
+            pending.append(_PendingTensor.begin(reader, entry, lazy.pop(entry.name), pages))
             ahead += entry.stored
-            while len(coming) > 1 and ahead > AHEAD:
-                ahead -= coming[0].entry.stored
-                yield coming.popleft().arrived()
-        while coming:
-            yield coming.popleft().arrived()
+            while len(pending) > 1 and ahead > READ_AHEAD:
+                ahead -= pending[0].entry.stored
+                yield pending.popleft().wait()
+        while pending:
+            yield pending.popleft().wait()
 
 
 @dataclass(frozen=True, slots=True)
-class _Coming:
-    """A tensor on its way from its file into memory of MLX's own, or one that mlx-lm will compute."""
+class _PendingTensor:
+    """A tensor that is being read from its file into MLX's memory, or that mlx-lm will compute."""
 
-    entry: _Entry
+    entry: _Parameter
     array: mx.array
-    copying: Copying | None
-    staging: npt.NDArray[np.uint8] | None  # where it is copied to if not into `array`
+    copy: CopyJob | None
+    staging: npt.NDArray[np.uint8] | None  # the buffer to read into, if not that of `array`
 
     @staticmethod
-    def begin(reader: Reader, entry: _Entry, lazy: mx.array, pages: HugePages) -> _Coming:
-        """Begin to copy the part of a tensor that is kept."""
+    def begin(reader: WeightReader, entry: _Parameter, lazy: mx.array, pages: HugePages) -> _PendingTensor:
+        """Start to read the kept part of a tensor."""
         if entry.source is None or not entry.source.nbytes:
-            return _Coming(entry, lazy, None, None)
-        here = pages.buffer(entry.name, entry.shape, UNSIGNED[lazy.dtype.size])
+            return _PendingTensor(entry, lazy, None, None)
+        buffer = pages.buffer(entry.name, entry.shape, UNSIGNED[lazy.dtype.size])
         staging = None
-        if mx.cuda.is_available():  # a device may have memory of its own, which cannot be written from here
-            staging = np.empty(here.nbytes, np.uint8)
-        out = np.array(here, copy=False).reshape(-1).view(np.uint8) if staging is None else staging
-        return _Coming(entry, here.view(lazy.dtype), reader.begin(entry.source, entry.cut, out), staging)
+        if mx.cuda.is_available():  # the processor cannot write to a device's own memory
+            staging = np.empty(buffer.nbytes, np.uint8)
+        out = np.array(buffer, copy=False).reshape(-1).view(np.uint8) if staging is None else staging
+        return _PendingTensor(entry, buffer.view(lazy.dtype), reader.begin(entry.source, entry.cut, out), staging)
 
-    def arrived(self) -> tuple[_Entry, mx.array]:
-        """Wait for it."""
-        if self.copying is not None:
-            self.copying.wait()
+    def wait(self) -> tuple[_Parameter, mx.array]:
+        """Wait until it is read. Returns the parameter and its array as stored."""
+        if self.copy is not None:
+            self.copy.wait()
         if self.staging is None:
             return self.entry, self.array
         return self.entry, mx.array(self.staging).view(self.array.dtype).reshape(self.array.shape)
 
 
-def _plan(built: Built, parts: Split, target: mx.Dtype | None, kept_16bit: set[str], ranks: int) -> list[_Entry]:
-    """Source and dtype of every parameter, in the order of the files; what is computed comes last.
+def _plan(
+    built: LazyModel, parts: Split, target: mx.Dtype | None, kept_16bit: set[str], ranks: int
+) -> list[_Parameter]:
+    """Source and dtype of every parameter, in the order of the files; computed ones come last.
 
     Args:
-        target: what floating parameters are cast to; None leaves them.
-        kept_16bit: names of those that are left in any case.
+        target: dtype to which floating parameters are cast; None: no cast.
+        kept_16bit: names of parameters that are not cast in any case.
     """
     castable = _cast_predicate(built.model, target)
     repacking = repackable(built.model, lambda name: name in parts.computed or name not in built.origins)
@@ -343,24 +346,24 @@ def _plan(built: Built, parts: Split, target: mx.Dtype | None, kept_16bit: set[s
         split_up = name in parts.computed or name in parts.cuts
         stored = array.nbytes * (ranks if source is None and split_up else 1)
         nbytes = array.size * kept.size
-        entries.append(_Entry(name, array.size, kept, stored, nbytes, source, cut, repacked=name in repacking))
-    return sorted(entries, key=_place)
+        entries.append(_Parameter(name, array.size, kept, stored, nbytes, source, cut, repacked=name in repacking))
+    return sorted(entries, key=_file_position)
 
 
-def _place(entry: _Entry) -> tuple[bool, str, int]:
+def _file_position(entry: _Parameter) -> tuple[bool, str, int]:
     source = entry.source
     return (True, "", 0) if source is None else (False, str(source.file), source.start)
 
 
 def _cast_predicate(model: Module, target: mx.Dtype | None) -> Callable[[str], bool]:
-    """Which floating parameters follow the target; those a model wants in float32 are left out of 16 bits."""
+    """Whether to cast a floating parameter to the target. A model can exempt parameters from 16 bits."""
     if target == mx.float32:
         return lambda name: True
     own = getattr(model, "cast_predicate", None) or (lambda name: True)
     return lambda name: bool(own(name)) and not name.endswith(".global_scale")
 
 
-def _main_dtype(plan: list[_Entry]) -> mx.Dtype:
+def _main_dtype(plan: list[_Parameter]) -> mx.Dtype:
     sizes: Counter[mx.Dtype] = Counter()
     for entry in plan:
         if mx.issubdtype(entry.dtype, mx.floating):

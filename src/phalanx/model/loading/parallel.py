@@ -1,8 +1,8 @@
-"""Layers that end in a sum over ranks, ours: they take the place of mlx-lm's after a model was split.
+"""Layers that sum over ranks through the `Reducer`: they replace mlx-lm's in a model that was split.
 
-mlx-lm's own sum with a collective nothing checks. Each of these registers where it stands with a `Reducer` and sums
-through it (A6). Parameters keep their names; a layer keeps its state and changes its class, since what it computes
-before the sum stays as it is. Does not know how weights are split or read.
+mlx-lm's own layers sum with an unchecked collective. Each layer here registers its site with a `Reducer` and sums
+through it (A6). A replaced layer keeps its state and its parameters' names and changes only its class, because its
+computation before the sum stays the same. Does not know how weights are split or read.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from phalanx.model.loading.recipes import ENDS_IN_SUM, RECIPES
 from phalanx.model.modules import class_key, descend
 
 Sum = Callable[[mx.array], mx.array]
-"""Adds up [..., width] over the ranks."""
+"""Sums an array [..., width] over the ranks."""
 
 
 class SummedLinear(nn.Linear):  # type: ignore[misc]
-    """A linear layer of which each rank has some of the inputs; the bias is added to the sum."""
+    """A linear layer of which each rank has some of the inputs. The bias is added after the sum."""
 
     all_sum: Sum
 
@@ -62,7 +62,7 @@ class SummedQuantizedLinear(nn.QuantizedLinear):  # type: ignore[misc]
 
 
 class SummedRMSNorm(nn.RMSNorm):  # type: ignore[misc]
-    """RMSNorm of a vector of which each rank has a part of equal size; computed in float32."""
+    """RMSNorm of a vector of which each rank has an equal part; computed in float32."""
 
     all_sum: Sum
     ranks: int
@@ -75,8 +75,8 @@ class SummedRMSNorm(nn.RMSNorm):  # type: ignore[misc]
         return normed
 
 
-def _summed(cls: type[Module]) -> type[Module]:
-    """A block of mlx-lm's whose output is the sum over ranks of what the block computes."""
+def _summed_block(cls: type[Module]) -> type[Module]:
+    """The class of an mlx-lm block, with its output summed over ranks."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
         total: mx.array = self.all_sum(cls.__call__(self, *args, **kwargs))
@@ -85,37 +85,39 @@ def _summed(cls: type[Module]) -> type[Module]:
     return type(f"Summed{cls.__name__}", (cls,), {"__call__": call, "__module__": cls.__module__})
 
 
-def take_over(model: Module, reducer: Reducer) -> tuple[int, list[str]]:
-    """Let every sum over ranks in a split model go through `reducer`, as far as its classes are known.
+def sum_through_reducer(model: Module, reducer: Reducer) -> tuple[int, list[str]]:
+    """Make the layers of a split model sum through `reducer`, if their classes are known. Changes the model.
 
     Returns:
-        How many places sum through the reducer, and the classes of blocks that still sum by themselves.
+        The number of sites that sum through the reducer, and the classes of blocks that sum without it.
     """
     before = len(reducer.sites)
-    left = []
+    unchecked = []
     norms = _split_norms(model)
-    for path, module in reversed(model.named_modules()):  # which go from the last layer to the first
+    for path, module in reversed(model.named_modules()):  # `named_modules` lists the last layer first
         if path in norms or isinstance(module, ShardedRMSNorm):
-            _become(module, SummedRMSNorm, reducer, path, 1)
+            _replace_class(module, SummedRMSNorm, reducer, path, 1)
             module.ranks = reducer.size
         elif isinstance(module, ShardedToAllLinear):
-            _become(module, SummedLinear, reducer, path, module["weight"].shape[0])
+            _replace_class(module, SummedLinear, reducer, path, module["weight"].shape[0])
         elif isinstance(module, QuantizedShardedToAllLinear):
-            _become(module, SummedQuantizedLinear, reducer, path, module["weight"].shape[0])
+            _replace_class(module, SummedQuantizedLinear, reducer, path, module["weight"].shape[0])
         elif isinstance(module, AllToShardedLinear):
-            _become(module, nn.Linear)
+            _replace_class(module, nn.Linear)
         elif isinstance(module, QuantizedAllToShardedLinear):
-            _become(module, nn.QuantizedLinear)
+            _replace_class(module, nn.QuantizedLinear)
         elif getattr(module, "sharding_group", None) is not None:
             if last := _last_projection(module):
-                _become(module, _summed(type(module)), reducer, path, last["weight"].shape[-2])
+                _replace_class(module, _summed_block(type(module)), reducer, path, last["weight"].shape[-2])
                 module.sharding_group = None
             else:
-                left.append(".".join(class_key(module)))
-    return len(reducer.sites) - before, left
+                unchecked.append(".".join(class_key(module)))
+    return len(reducer.sites) - before, unchecked
 
 
-def _become(module: Module, cls: type[Module], reducer: Reducer | None = None, path: str = "", width: int = 0) -> None:
+def _replace_class(
+    module: Module, cls: type[Module], reducer: Reducer | None = None, path: str = "", width: int = 0
+) -> None:
     vars(module).pop("group", None)
     module.__class__ = cls
     if reducer is not None:
@@ -123,15 +125,15 @@ def _become(module: Module, cls: type[Module], reducer: Reducer | None = None, p
 
 
 def _last_projection(module: Module) -> Module | None:
-    """Where a block's partial output comes from, if the sum over ranks is the last thing it does."""
+    """The projection that makes a block's partial output; None if the block does not end with the sum over ranks."""
     file, cls = class_key(module)
     paths = [path for block in RECIPES.get(file, ()) if block.cls == cls and block.summed for path in block.row]
     paths += [ENDS_IN_SUM[file, cls]] if (file, cls) in ENDS_IN_SUM else []
-    return next((found for path in paths for found in descend(module, path)), None)
+    return next((projection for path in paths for projection in descend(module, path)), None)
 
 
 def _split_norms(model: Module) -> set[str]:
-    """Paths of the norms over split vectors that our own recipes name."""
+    """Paths of the norms over split vectors, from phalanx's recipes."""
     paths = set()
     for path, module in model.named_modules():
         key = class_key(module)

@@ -1,9 +1,9 @@
-"""Copies parts of tensors out of files, straight into the caller's buffers (design: Loading).
+"""Reads parts of tensors from files directly into the caller's buffers (design: Loading).
 
-What the kernel has in its cache is copied from there. What it has not is read past the cache, in large requests and
-several at once: that keeps a fast disk busy at a fraction of the CPU time, and pushes nothing else out of memory. A
-slow disk is read through the cache, since that costs it nothing and the next start finds the file there. Does not know
-models or who owns what.
+Pages that are in the kernel's page cache are copied from it. Other pages are read with direct I/O (O_DIRECT), in large
+requests and several at once: that keeps a fast disk busy with little processor time, and evicts nothing from memory. A
+slow disk is read through the page cache, which costs no time there and helps the next start. Does not know models, nor
+which rank owns which part.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import WeightsError
-from phalanx.model.loading.weights import AGAIN, Cut, TensorInfo
+from phalanx.model.loading.weights import REDOWNLOAD, Cut, TensorInfo
 
 Bytes = npt.NDArray[np.uint8]
 
-CHUNK = 1 << 20  # bytes of a file that are read in one call; a thread's scratch of them stays in the processor's cache
-THREADS = 4  # the disk has several requests at once, page faults several cores
-NARROW = 64 << 10  # pieces from this size on are read by themselves, smaller ones with what is between them
-BLOCK = 4096  # bytes; reads past the cache start and end at multiples of the disk's own, which is 512 or this
-SLOW = 500e6  # bytes a second from a disk below which reading past the cache is given up
-JUDGED = 64 << 20  # bytes after which it is
+CHUNK = 1 << 20  # bytes per read call: a thread's buffer of this size stays in the processor's cache
+THREADS = 4  # so that the disk has several requests at once, and several cores handle page faults
+MIN_SPAN = 64 << 10  # bytes; larger spans are read one by one, smaller ones together with the bytes between them
+BLOCK = 4096  # bytes; direct reads start and end at multiples of the disk's block, which is 512 or 4096
+SLOW = 500e6  # bytes per second: a disk with slower direct reads is read through the page cache
+SPEED_AFTER = 64 << 20  # bytes of direct reads after which their speed is judged
 
 
-class Reader:
-    """Keeps the files open while it is entered. Counts what it copies.
+class WeightReader:
+    """Reads tensors on a pool of threads. A context manager: files stay open inside it.
 
     Args:
-        shared: other ranks of this machine read the same files now. What all of them need, be it for a part of every
-            page, is then read through the cache, so that the disk reads it once.
+        shared: other ranks of this machine read the same files at the same time. Pages that all of them need are then
+            read through the page cache, so that the disk reads them once.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
-        self.copied = 0
+        self.copied = 0  # bytes
         self._shared = shared
         self._pool = ThreadPoolExecutor(THREADS, "read")
-        self._disk = _Disk()
-        self._files: dict[Path, _File] = {}
+        self._direct_speed = _DirectSpeed()
+        self._files: dict[Path, _WeightFile] = {}
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> WeightReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,35 +60,35 @@ class Reader:
             file.close()
         self._files.clear()
 
-    def begin(self, info: TensorInfo, cut: Cut | None, out: Bytes) -> Copying:
-        """Begin to copy a tensor, or the rows of `cut`, into the bytes `out`.
+    def begin(self, info: TensorInfo, cut: Cut | None, out: Bytes) -> CopyJob:
+        """Start to read a tensor, or only the rows of `cut`, into `out`, which has exactly that size.
 
         Raises:
             WeightsError: the file cannot be opened.
         """
         if (file := self._files.get(info.file)) is None:
             try:
-                file = self._files[info.file] = _File(info.file, self._disk)
+                file = self._files[info.file] = _WeightFile(info.file, self._direct_speed)
             except OSError as error:
                 raise _unreadable(info, error) from error
         done, jobs = 0, []
-        for piece in _pieces(info, cut):
-            common = self._shared and (cut is None or piece.count > 1)
-            jobs.append(self._pool.submit(piece.copy, file, out[done : done + piece.size * piece.count], common))
-            done += piece.size * piece.count
+        for extent in _extents(info, cut):
+            shared = self._shared and (cut is None or extent.count > 1)
+            jobs.append(self._pool.submit(extent.copy, file, out[done : done + extent.size * extent.count], shared))
+            done += extent.size * extent.count
         self.copied += done
-        return Copying(info, jobs)
+        return CopyJob(info, jobs)
 
 
 @dataclass(frozen=True, slots=True)
-class Copying:
-    """A tensor on its way."""
+class CopyJob:
+    """A tensor that is being read."""
 
     info: TensorInfo
     jobs: list[Future[None]]
 
     def wait(self) -> None:
-        """Until it is there.
+        """Wait until it is read.
 
         Raises:
             WeightsError: the file ended early, or cannot be read.
@@ -101,90 +101,90 @@ class Copying:
 
 
 def _unreadable(info: TensorInfo, error: Exception) -> WeightsError:
-    return WeightsError(f"{info.file} cannot be read: {error}", remedy=AGAIN)
+    return WeightsError(f"{info.file} cannot be read: {error}", remedy=REDOWNLOAD)
 
 
-# -- which bytes ---------------------------------------------------------------------------------------------------
+# -- which bytes to read -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """`count` stretches of `size` bytes, the first at `start`, `stride` apart."""
+class _Extent:
+    """`count` spans of `size` bytes of a file; the first starts at `start`, the others `stride` bytes apart."""
 
     start: int
     size: int
     count: int
     stride: int
 
-    def copy(self, file: _File, out: Bytes, common: bool) -> None:
-        """Copy from a file to `out`, which has just the size. `common`: others read the same pages now."""
+    def copy(self, file: _WeightFile, out: Bytes, shared: bool) -> None:
+        """Read from a file into `out`, which has exactly the size. `shared`: other ranks read the same pages now."""
         if self.count == 1:
-            file.read(self.start, out, common=common)
+            file.read(self.start, out, shared=shared)
             return
-        around = file.view(self.start, (self.count - 1) * self.stride + self.size, common=common)
+        around = file.view(self.start, (self.count - 1) * self.stride + self.size, shared=shared)
         rows = np.lib.stride_tricks.as_strided(around, (self.count, self.size), (self.stride, 1), writeable=False)
         out.reshape(self.count, self.size)[:] = rows
 
 
-def _pieces(info: TensorInfo, cut: Cut | None) -> Iterator[_Piece]:
-    """What to copy, in the order of the result, in chunks."""
+def _extents(info: TensorInfo, cut: Cut | None) -> Iterator[_Extent]:
+    """The bytes to read, in the order of the result, in chunks."""
     if cut is None or not info.nbytes:
         yield from _chunks(info.start, info.nbytes)
         return
     outer = math.prod(info.shape[: cut.axis])
-    block = info.nbytes // outer  # bytes of one index of the axes before
+    block = info.nbytes // outer  # bytes per index of the axes before the cut's
     row = block // info.shape[cut.axis]
     spans = [(start * row, (stop - start) * row) for start, stop in cut.runs]
-    if len(spans) == 1 and spans[0][1] < NARROW and outer > 1:
+    if len(spans) == 1 and spans[0][1] < MIN_SPAN and outer > 1:
         [(offset, size)] = spans
         most = max(1, CHUNK // block)
         for first in range(0, outer, most):
-            yield _Piece(info.start + first * block + offset, size, min(most, outer - first), block)
+            yield _Extent(info.start + first * block + offset, size, min(most, outer - first), block)
         return
     for index in range(outer):
         for offset, size in spans:
             yield from _chunks(info.start + index * block + offset, size)
 
 
-def _chunks(start: int, size: int) -> Iterator[_Piece]:
+def _chunks(start: int, size: int) -> Iterator[_Extent]:
     for done in range(0, size, CHUNK):
-        yield _Piece(start + done, min(CHUNK, size - done), 1, 0)
+        yield _Extent(start + done, min(CHUNK, size - done), 1, 0)
 
 
-# -- how they are read ---------------------------------------------------------------------------------------------
+# -- how to read them ----------------------------------------------------------------------------------------------
 
 
-class _Disk:
-    """How fast reads past the cache are, and so whether they are worth it. Any thread may tell or ask."""
+class _DirectSpeed:
+    """Measures direct reads, and decides whether they are fast enough. Thread-safe."""
 
     def __init__(self) -> None:
-        self.worth_it = True
+        self.is_fast = True
         self._lock = threading.Lock()
         self._bytes = 0
-        self._seconds = 0.0  # of all threads
+        self._seconds = 0.0  # summed over threads
 
-    def tell(self, count: int, seconds: float) -> None:
+    def record(self, count: int, seconds: float) -> None:
         with self._lock:
             self._bytes += count
             self._seconds += seconds
-            if self._bytes >= JUDGED and self._bytes * THREADS < SLOW * self._seconds:
-                self.worth_it = False
+            if self._bytes >= SPEED_AFTER and self._bytes * THREADS < SLOW * self._seconds:
+                self.is_fast = False
 
 
-class _File:
-    """An open file, read through the kernel's cache or past it."""
+class _WeightFile:
+    """An open file, read through the page cache or with direct I/O."""
 
-    def __init__(self, path: Path, disk: _Disk) -> None:
-        self._disk = disk
+    def __init__(self, path: Path, speed: _DirectSpeed) -> None:
+        self._direct_speed = speed
         self._size = path.stat().st_size
         self._cached = os.open(path, os.O_RDONLY)
         self._direct = -1
-        self._cache: _Cache | None = None
+        self._cache: _PageCache | None = None
         if sys.platform == "linux" and self._size:
             try:
-                self._cache = _Cache(self._cached, self._size)
+                self._cache = _PageCache(self._cached, self._size)
                 self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            except OSError:  # not every file system can do both
+            except OSError:  # some file systems do not support mmap or O_DIRECT
                 pass
 
     def close(self) -> None:
@@ -194,25 +194,25 @@ class _File:
         if self._cache is not None:
             self._cache.close()
 
-    def read(self, start: int, out: Bytes, *, common: bool) -> None:
-        """Fill `out` with the bytes from `start` on; through the cache in any case where they are common."""
-        past = None if common else self._read_past(start, len(out))
-        if past is None:
+    def read(self, start: int, out: Bytes, *, shared: bool) -> None:
+        """Fill `out` with the bytes from `start` on; if `shared`, always through the page cache."""
+        data = None if shared else self._read_direct(start, len(out))
+        if data is None:
             _fill(self._cached, start, out)
         else:
-            out[:] = past
+            out[:] = data
 
-    def view(self, start: int, size: int, *, common: bool) -> Bytes:
-        """So many bytes from `start` on, in memory that the calling thread's next call overwrites."""
-        past = None if common else self._read_past(start, size)
-        if past is None:
-            past = _scratch(size)
-            _fill(self._cached, start, past)
-        return past
+    def view(self, start: int, size: int, *, shared: bool) -> Bytes:
+        """`size` bytes from `start` on, in memory that the calling thread's next call overwrites."""
+        data = None if shared else self._read_direct(start, size)
+        if data is None:
+            data = _scratch(size)
+            _fill(self._cached, start, data)
+        return data
 
-    def _read_past(self, start: int, size: int) -> Bytes | None:
-        """Past the cache; None where that is not worth it or does not work, and reading through it will say why."""
-        if self._direct < 0 or self._cache is None or not self._disk.worth_it or self._cache.holds(start, size):
+    def _read_direct(self, start: int, size: int) -> Bytes | None:
+        """Read with direct I/O; None if the page cache has the bytes, if direct reads are slow, or if they fail."""
+        if self._direct < 0 or self._cache is None or not self._direct_speed.is_fast or self._cache.holds(start, size):
             return None
         first = start - start % BLOCK
         stop = start + size
@@ -227,14 +227,14 @@ class _File:
             ):
                 done += n
         except OSError:
-            self._disk.worth_it = False
+            self._direct_speed.is_fast = False
             return None
-        self._disk.tell(done, time.perf_counter() - began)
+        self._direct_speed.record(done, time.perf_counter() - began)
         return buffer[start - first : stop - first] if first + done >= stop else None
 
 
-class _Cache:
-    """Which pages of a file the kernel has in memory."""
+class _PageCache:
+    """Tells which pages of a file are in the kernel's page cache."""
 
     def __init__(self, file: int, size: int) -> None:
         self._map = mmap.mmap(file, size, prot=mmap.PROT_READ)
@@ -243,7 +243,7 @@ class _Cache:
         self._mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
     def holds(self, start: int, size: int) -> bool:
-        """All of it; also where the kernel does not tell, as of files that this user could not write."""
+        """Whether all these bytes are cached. True if the kernel does not say (files that this user cannot write)."""
         first = start - start % mmap.PAGESIZE
         size = start + size - first
         pages = np.empty(-(-size // mmap.PAGESIZE), np.uint8)
@@ -254,14 +254,14 @@ class _Cache:
         self._map.close()
 
 
-_kept = threading.local()
+_thread = threading.local()
 
 
 def _scratch(size: int) -> Bytes:
-    """Bytes to read into, the same ones for every call of a thread; they start at a page."""
-    if len(getattr(_kept, "bytes", ())) < size:
-        _kept.bytes = np.frombuffer(mmap.mmap(-1, max(size, CHUNK + 2 * BLOCK)), np.uint8)
-    found: Bytes = _kept.bytes[:size]
+    """A page-aligned buffer, the same one for every call of a thread."""
+    if len(getattr(_thread, "bytes", ())) < size:
+        _thread.bytes = np.frombuffer(mmap.mmap(-1, max(size, CHUNK + 2 * BLOCK)), np.uint8)
+    found: Bytes = _thread.bytes[:size]
     return found
 
 

@@ -1,8 +1,8 @@
-"""How models are split over ranks, as data: which projections by outputs, which by inputs, where partial sums meet.
+"""Tensor-parallel recipes as data: which projections are split by outputs, which by inputs, where ranks sum.
 
-mlx-lm has recipes (`shard()`) in a fifth of its model files; the others are described here, by model file and class. A
-block takes a whole input and gives a whole output, so a model may be split in some of its blocks and whole in others
-(recurrent mixers are). Does not know how a split is carried out (`shard.py`) or what is in a checkpoint.
+A fifth of mlx-lm's model files have a recipe of their own (`shard()`); this module describes the others, by model file
+and class. A block's input and output are whole on every rank, so a model may have some blocks that are split and some
+that are not (recurrent mixers are not). Does not know how a split is done (`shard.py`) or what is in a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,44 +10,44 @@ from __future__ import annotations
 from typing import NamedTuple
 
 Names = tuple[str, ...]
-"""Children or attributes of a block; dotted paths, `*` for every entry of a list. Absent ones are passed over."""
+"""Children or attributes of a block: dotted paths, `*` for all entries of a list. Absent ones are ignored."""
 
 
 class Kv(NamedTuple):
-    """Key and value heads; where there are fewer than ranks, each is kept by several ranks."""
+    """Key and value heads. If there are fewer heads than ranks, several ranks keep the same head."""
 
-    heads: str  # the attribute that counts them
-    children: Names = ("k_proj", "v_proj")  # what has rows per key or value head
-    ratio: str = ""  # the attribute that holds query heads per key head, where there is one
+    heads: str  # attribute: number of key and value heads
+    children: Names = ("k_proj", "v_proj")  # modules with rows per key or value head
+    ratio: str = ""  # attribute: query heads per key head; "" if the block has none
 
 
 class Fused(NamedTuple):
     """Several projections in one matrix, each split by outputs."""
 
     child: str
-    sizes: Names = ()  # attributes whose ratio is that of the parts; two equal ones where none are named
+    sizes: Names = ()  # attributes in the ratio of the parts' sizes; empty: two equal parts
 
 
 class Block(NamedTuple):
-    """What becomes of the modules of one class."""
+    """How modules of one class are split."""
 
     cls: str
     column: Names = ()
     """Projections split by outputs."""
     row: Names = ()
-    """Projections split by inputs: each rank's result is a part of the sum."""
+    """Projections split by inputs: each rank's result is a partial sum."""
     fused: tuple[Fused, ...] = ()
     per_head: Names = ()
-    """Parameters, or modules all of whose parameters, have the heads as first axis."""
+    """Parameters with the heads as first axis, or modules with only such parameters."""
     norms: Names = ()
     """RMSNorms over a split vector: their sum of squares is a reduction of its own."""
     heads: Names = ()
-    """Integers of which a rank has 1/N."""
+    """Integer attributes that are divided by the number of ranks."""
     kv: Kv | None = None
     summed: bool = False
-    """The block's output is the partial sum, added up at its end, and not that of each of `row`."""
+    """Ranks sum the block's output, once, instead of the output of each projection in `row`."""
     unless: str = ""
-    """An attribute with which the block cannot be split."""
+    """A block that has this attribute set cannot be split."""
 
 
 def attention(
@@ -88,7 +88,7 @@ def packed_attention(
 
 
 def latent_attention(cls: str, *, out: str = "o_proj", gate: Names = ()) -> Block:
-    """Multi-head latent attention: what comes after the compression is per head."""
+    """Multi-head latent attention (MLA): the projections after the compression are per head."""
     return Block(
         cls, column=("q_proj", "q_b_proj", "kv_b_proj", *gate), row=(out,), heads=("num_heads",),
         per_head=("embed_q", "unembed_out"),
@@ -106,7 +106,7 @@ def packed_mlp(cls: str = "MLP", packed: str = "gate_up_proj", row: str = "down_
 
 
 def experts(cls: str, switch: str = "switch_mlp", shared: str = "shared_experts") -> Block:
-    """A mixture of experts, every expert split; the router is whole on every rank."""
+    """A mixture of experts: every expert is split, the router is whole on every rank."""
     both = (switch, shared)
     return Block(
         cls, column=tuple(f"{part}.{name}" for part in both for name in ("gate_proj", "up_proj", "fc1")),
@@ -126,7 +126,7 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     "Klear": (attention("KlearAttention", *NUM_HEADS), mlp("KlearMLP"), experts("KlearSparseMoeBlock", "experts")),
     "afmoe": (attention(gate=("gate_proj",)), mlp(), experts("AfmoeMoE", "experts")),
     "apertus": (attention("ApertusAttention", *NUM_HEADS), mlp("ApertusMLP", ("up_proj",))),
-    "baichuan_m1": (mlp(),),  # its attention convolves keys and values
+    "baichuan_m1": (mlp(),),  # attention is not split: it convolves keys and values
     "bailing_hybrid": (latent_attention("MultiLatentAttention", out="dense"), mlp(), experts("SparseMoeBlock")),
     "bailing_moe": (
         packed_attention("BailingMoeAttention", "query_key_value", "dense", *NUM_HEADS),
@@ -158,7 +158,7 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     "dots1": (attention("Dots1Attention"), mlp("Dots1MLP"), experts("Dots1MoE", "experts")),
     "ernie4_5": PLAIN,
     "ernie4_5_moe": (attention(), mlp("Ernie4_5_MLP"), experts("Ernie4_5_MoeMLP")),
-    "exaone": (mlp("MLP", ("c_fc_0", "c_fc_1"), "c_proj"),),  # its attention expects all heads
+    "exaone": (mlp("MLP", ("c_fc_0", "c_fc_1"), "c_proj"),),  # attention is not split: it expects all heads
     "exaone4": PLAIN,
     "falcon_h1": (attention("FalconH1Attention", "num_heads", "num_kv_heads"), mlp("FalconH1MLP")),
     "gear": PLAIN,
@@ -275,7 +275,7 @@ RECIPES: dict[str, tuple[Block, ...]] = {
         mlp("Qwen3NextMLP"),
         experts("Qwen3NextSparseMoeBlock", shared="shared_expert"),
     ),
-    "recurrent_gemma": (mlp("MLPBlock"),),  # its attention has one key head, written into the code
+    "recurrent_gemma": (mlp("MLPBlock"),),  # attention is not split: its code has one key head, fixed
     "seed_oss": PLAIN,
     "spark2_5": (
         packed_attention("Attention", "q_k_v_proj", "out_proj", "n_heads", "n_kv_heads", gate=("g_proj",))._replace(
@@ -298,12 +298,12 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     "telechat3": (attention("Telechat3Attention", *NUM_HEADS), mlp("Telechat3MLP")),
     "youtu_llm": (latent_attention("YoutuLLMAttention"), mlp("YoutuLLMMLP")),
 }
-"""Model files without a recipe of mlx-lm's, and those whose blocks other model files use."""
+"""By model file. Those for which mlx-lm has no recipe, and those whose blocks such model files use."""
 
 REFUSED = {
     "muse_spark": "mlx-lm's recipe reads the weights while it splits them",
 }
-"""Model files whose recipe of mlx-lm's is not used, and why."""
+"""Model files whose mlx-lm recipe cannot be used, and why."""
 
 ENDS_IN_SUM: dict[tuple[str, str], str] = {
     ("deepseek_v2", "DeepseekV2MoE"): "switch_mlp.down_proj",
@@ -321,7 +321,7 @@ ENDS_IN_SUM: dict[tuple[str, str], str] = {
     ("qwen3_next", "Qwen3NextSparseMoeBlock"): "switch_mlp.down_proj",
     ("step3p5", "Step3p5MoE"): "switch_mlp.down_proj",
 }
-"""Blocks of mlx-lm's recipes whose last act is the sum over ranks, with the projection whose outputs it sums."""
+"""Blocks with an mlx-lm recipe that end with the sum over ranks, and the projection whose output they sum."""
 
 FEWER_KV: dict[tuple[str, str], Kv] = {
     ("exaone_moe", "Attention"): Kv("n_kv_heads"),
@@ -336,7 +336,7 @@ FEWER_KV: dict[tuple[str, str], Kv] = {
     ("qwen3_moe", "Attention"): Kv("n_kv_heads"),
     ("step3p5", "Step3p5Attention"): Kv("num_kv_heads"),
 }
-"""Attention of mlx-lm's recipes that splits the same way when every key and value head is first repeated."""
+"""Attention with an mlx-lm recipe that also works for more ranks than heads, if each key and value head is repeated."""
 
 RATIOS = frozenset({"repeats", "num_key_value_groups", "n_kv_groups"})
-"""Integers that are neither counts nor sizes: query heads per key head."""
+"""Integer attributes that a split does not divide: query heads per key head."""

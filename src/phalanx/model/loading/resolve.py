@@ -1,4 +1,4 @@
-"""From what a person calls a model to a directory: the bundled one, a path, or a hub id. Reads no weights."""
+"""Finds the directory of a model by its name: the bundled model, a path, or a hub id. Reads no weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ DEMO = "demo"
 
 
 def resolve(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Path:
-    """The directory of a model; a hub id is downloaded, or taken from the hub's cache when there is no network.
+    """The directory of a model. A hub id is downloaded, or found in the hub's cache if there is no network.
 
     Args:
         model: `demo`, a directory, or a hub id such as `mlx-community/Qwen3-4B-4bit`.
         revision: branch, tag or commit, for a hub id.
-        trust_remote_code: whether Python files of a hub repository are fetched as well.
+        trust_remote_code: whether to download a hub repository's Python files as well.
 
     Raises:
-        ModelNotFound: says whether the path, the repository, the permission or the network is at fault.
+        ModelNotFound: says whether the path, the repository, the access or the network is the problem.
     """
     if model == DEMO:
         return MODEL_DIR
@@ -43,7 +43,7 @@ def resolve(model: str, *, revision: str | None = None, trust_remote_code: bool 
 
 
 def explain(model: str, revision: str | None, error: Exception) -> ModelNotFound:
-    """What the hub client's error means for a person. Specific errors first: some are kinds of others."""
+    """Map an error of the hub's client. Specific errors come first, because some are subclasses of others."""
     no_directory = f"There is no directory {model!r}, and"
     match error:
         case hub.HFValidationError():

@@ -1,9 +1,9 @@
-"""Who owns which part of a tensor: a model is split by its recipe, and what that does to every parameter is found out.
+"""Splits a model over ranks by its recipe, and finds out which rows of each parameter this rank keeps.
 
-The recipe is mlx-lm's own `shard()` where there is one, else ours (`recipes.py`). It runs twice on lazy arrays: once on
-the weights, to see which parameters it changes, and once on a copy whose changed parameters are row numbers, to see
-which rows are left. So a reader can fetch those rows and nothing else, whatever the recipe did to get them. Anything
-that is not a choice of rows along one axis stays what the recipe made it. Does not know files, dtypes or memory.
+The recipe is mlx-lm's own `shard()` if there is one, else phalanx's (`recipes.py`). It runs twice on lazy arrays: first
+on the weights, which shows which parameters it changes; then on a copy whose parameters are row numbers, which shows
+the rows that remain. So the loader can read exactly those rows, whatever the recipe did to select them. A parameter
+that is not a choice of rows along one axis stays as the recipe computed it. Does not know files, dtypes or memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from phalanx.model.loading.recipes import FEWER_KV, RATIOS, RECIPES, REFUSED, Bl
 from phalanx.model.loading.weights import Cut
 from phalanx.model.modules import class_key, descend, model_files
 
-FIRST_ROW = 1 << 22  # row numbers are float32 from here on: exact, and no arithmetic looks like a choice of rows
+FIRST_ROW = 1 << 22  # row numbers start here: exact in float32, and no arithmetic on them looks like a choice of rows
 
 
 class Group(Protocol):
-    """What a recipe asks of a group."""
+    """The part of a group that a recipe uses."""
 
     def rank(self) -> int: ...
 
@@ -38,8 +38,8 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Paper:
-    """A group that only exists on paper: enough to split a model, not to run it."""
+class StubGroup:
+    """A rank's number and the size of a group without connections: enough to split a model, not to run it."""
 
     number: int
     ranks: int
@@ -49,36 +49,36 @@ class Paper:
         return self.number
 
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What splitting did to the parameters. One named in neither is whole."""
+    """What splitting did to the parameters, by name. A parameter in neither field is whole."""
 
     cuts: dict[str, Cut]
-    """Those of which this rank has some rows along one axis."""
+    """Parameters of which this rank keeps some rows along one axis."""
     computed: frozenset[str]
-    """Those that the recipe computes: only the array itself says."""
+    """Parameters that the recipe computes."""
 
 
 def split(model: Module, name: str, group: Group) -> Split:
-    """Turn a model of lazy, whole weights into one rank's part of it, in place.
+    """Turn a model with lazy, whole weights into one rank's part of it, in place.
 
     Raises:
-        ModelUnsupported: there is no recipe, or it cannot split this model so many ways; lists the ways it can.
+        ModelUnsupported: there is no recipe, or it cannot split this model over so many ranks; lists what it can.
     """
     if group.size() == 1:
         return Split({}, frozenset())
     recipe = _recipe(model, name)
-    whole, spare = _copy(model), _copy(model)
+    whole, tracer = _copy(model), _copy(model)
     try:
         before = {key: array.shape for key, array in _arrays(model).items()}
         _apply(recipe, model, group)
         after = {key: array.shape for key, array in _arrays(model).items()}
         axes = {key: _axis(before[key], shape) for key, shape in after.items() if key in before}
-        cuts = _trace(recipe, spare, {key: axis for key, axis in axes.items() if axis is not None}, group)
+        cuts = _trace(recipe, tracer, {key: axis for key, axis in axes.items() if axis is not None}, group)
     except FOREIGN as error:
         raise _refusal(whole, name, group.size(), error) from error
     parts = {key: cut for key, cut in cuts.items() if cut.runs != ((0, before[key][cut.axis]),)}
@@ -86,7 +86,7 @@ def split(model: Module, name: str, group: Group) -> Split:
 
 
 def degrees(model: Module, name: str) -> list[int]:
-    """Into how many parts a model of whole weights can be split, up to `MOST_RANKS`."""
+    """The numbers of ranks over which a model with whole weights can be split, up to `MOST_RANKS`."""
     recipe = _recipe(model, name)
     return [1, *(n for n in range(2, MOST_RANKS + 1) if _splits(recipe, _copy(model), n))]
 
@@ -100,7 +100,9 @@ def _recipe(model: Module, name: str) -> Recipe:
     files = model_files(model)
     inner = getattr(model, "language_model", None)
     for file in sorted(files & REFUSED.keys()):
-        raise ModelUnsupported(f"{name} (mlx-lm's `{file}`) cannot be split over ranks: {REFUSED[file]}.", remedy=_ONE)
+        raise ModelUnsupported(
+            f"{name} (mlx-lm's `{file}`) cannot be split over ranks: {REFUSED[file]}.", remedy=_REMEDY
+        )
     if callable(getattr(model, "shard", None)):
         return lambda model, group: model.shard(group)
     if callable(getattr(inner, "shard", None)):
@@ -109,23 +111,23 @@ def _recipe(model: Module, name: str) -> Recipe:
         return _split_blocks
     file = class_key(model)[0] or "its own file"
     raise ModelUnsupported(
-        f"{name} cannot be split over ranks: neither mlx-lm nor phalanx has a recipe for `{file}`.", remedy=_ONE
+        f"{name} cannot be split over ranks: neither mlx-lm nor phalanx has a recipe for `{file}`.", remedy=_REMEDY
     )
 
 
-_ONE = "Serve it with --tp 1."
+_REMEDY = "Serve it with --tp 1."
 
 
 def _split_blocks(model: Module, group: Group) -> None:
-    """Our own recipes. A block that sums its output owns all modules below it."""
+    """Apply phalanx's recipes. A block that sums its output also covers all modules below it."""
     owned: set[int] = set()
-    found = []
+    matches = []
     for _, module in model.named_modules():
         file, cls = class_key(module)
-        found += [(module, block) for block in RECIPES.get(file, ()) if block.cls == cls]
-    if not found:
+        matches += [(module, block) for block in RECIPES.get(file, ()) if block.cls == cls]
+    if not matches:
         raise ValueError("none of its blocks are those of the recipe")
-    for module, block in sorted(found, key=lambda pair: not pair[1].summed):
+    for module, block in sorted(matches, key=lambda pair: not pair[1].summed):
         if id(module) not in owned:
             _split_block(module, block, group)
             if block.summed:
@@ -137,7 +139,7 @@ def _split_block(module: Module, block: Block, group: Group) -> None:
         raise ValueError(f"{block.cls} with {block.unless}")
     parts = {fused.child: _segments(module, fused.child, fused.sizes) for fused in block.fused}
     for name in block.heads:
-        setattr(module, name, _share(name, getattr(module, name), group.size()))
+        setattr(module, name, _divide(name, getattr(module, name), group.size()))
     if block.kv is not None:
         _repeat_kv(module, block.kv, group.size())
         setattr(module, block.kv.heads, getattr(module, block.kv.heads) // group.size())
@@ -152,7 +154,7 @@ def _split_block(module: Module, block: Block, group: Group) -> None:
     for path in block.per_head:
         _split_heads(module, path, group)
     for path in block.row:
-        for child, parent, key in _places(module, path):
+        for child, parent, key in _children(module, path):
             if block.summed:
                 shard_inplace(child, _by_input, group=group)
                 if "bias" in child:
@@ -164,7 +166,7 @@ def _split_block(module: Module, block: Block, group: Group) -> None:
 
 
 def _segments(module: Module, child: str, sizes: tuple[str, ...]) -> list[int]:
-    """Rows at which the parts of a fused matrix meet."""
+    """The rows at which the second and later parts of a fused matrix start."""
     [matrix] = descend(module, child)
     rows = matrix["weight"].shape[0]
     shares = [getattr(module, size) for size in sizes] or [1, 1]
@@ -187,31 +189,31 @@ def _by_input(path: str, weight: mx.array) -> int | None:
 
 
 def _split_heads(module: Module, path: str, group: Group) -> None:
-    for child, parent, key in _places(module, path):
+    for child, parent, key in _children(module, path):
         if isinstance(child, mx.array):
             parent[key] = mx.split(child, group.size(), axis=0)[group.rank()]
         else:
             shard_inplace(child, lambda path, weight: 0, group=group)
 
 
-def _places(module: Module, path: str) -> list[tuple[Any, Any, str]]:
-    """Children at a path, with what holds them and under which name."""
+def _children(module: Module, path: str) -> list[tuple[Any, Any, str]]:
+    """The children at a path, each with its parent and its name there."""
     parent, _, key = path.rpartition(".")
     holders = descend(module, parent) if parent else [module]
     return [(child, holder, key) for holder in holders for child in descend(holder, key)]
 
 
-def _share(name: str, count: int, ranks: int) -> int:
+def _divide(name: str, count: int, ranks: int) -> int:
     if count % ranks:
         raise ValueError(f"{name} is {count}, which {ranks} does not divide")
     return count // ranks
 
 
 def _repeat_kv(module: Module, kv: Kv, ranks: int) -> None:
-    """Where ranks outnumber key and value heads, let there be one for each rank."""
+    """If there are fewer key and value heads than ranks, repeat the heads so that each rank gets one."""
     heads = getattr(module, kv.heads)
     if heads >= ranks:
-        _share(kv.heads, heads, ranks)
+        _divide(kv.heads, heads, ranks)
         return
     if ranks % heads:
         raise ValueError(f"{kv.heads} is {heads}, neither a multiple nor a divisor of {ranks}")
@@ -230,10 +232,10 @@ def _repeat_kv(module: Module, kv: Kv, ranks: int) -> None:
 
 
 def _apply(recipe: Recipe, model: Module, group: Group) -> None:
-    """Split, and check what shapes alone would not show.
+    """Run the recipe, and check the results that shapes alone do not show.
 
     Raises:
-        ValueError: an integer is not what it was divided by the ranks, or a matrix does not fit its scales.
+        ValueError: an integer attribute was not divided exactly, or a quantised matrix does not fit its scales.
     """
     before = {path: _integers(module) for path, module in model.named_modules()}
     whole = {path: module["global_scale"] for path, module in model.named_modules() if "global_scale" in module}
@@ -272,7 +274,7 @@ def _check_quantised(path: str, module: Module) -> None:
 
 def _splits(recipe: Recipe, model: Module, ranks: int) -> bool:
     try:
-        _apply(recipe, model, Paper(0, ranks))
+        _apply(recipe, model, StubGroup(0, ranks))
     except FOREIGN:
         return False
     return True
@@ -280,7 +282,7 @@ def _splits(recipe: Recipe, model: Module, ranks: int) -> bool:
 
 def _refusal(model: Module, name: str, ranks: int, error: Exception) -> ModelUnsupported:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if reason.startswith("[quantize]"):  # the constructor of a quantised layer's part
+    if reason.startswith("[quantize]"):  # from the constructor of the quantised layer for a part
         reason = f"a part of a matrix would end inside a quantisation group ({reason.removeprefix('[quantize] ')})"
     possible = [str(n) for n in degrees(model, name)]
     return ModelUnsupported(
@@ -293,9 +295,9 @@ def _refusal(model: Module, name: str, ranks: int, error: Exception) -> ModelUns
 
 
 def _copy(model: Module) -> Module:
-    """A copy of a model's structure, on the same weights."""
+    """A copy of a model's structure, with the same weights."""
     arrays = _arrays(model).values()
-    # Other array objects, since a recipe may write `bias /= n`, which changes the object.
+    # New array objects, since a recipe may write `bias /= n`, which changes the object.
     return copy.deepcopy(model, {id(array): array.reshape(array.shape) for array in arrays})
 
 
@@ -304,55 +306,56 @@ def _arrays(model: Module) -> dict[str, mx.array]:
 
 
 def _axis(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
-    """The one axis along which a shape changed; where none did, the last."""
+    """The only axis along which a shape changed; the last one if none did; None if several did."""
     if len(before) != len(after) or not before or max(before) >= FIRST_ROW or not min(before):
         return None
     axes = [axis for axis, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
     return None if len(axes) > 1 else (axes or [len(before) - 1])[0]
 
 
-def _trace(recipe: Recipe, spare: Module, axes: dict[str, int], group: Group) -> dict[str, Cut]:
-    """Run the recipe on row numbers instead of weights, each tensor one row wide but for its axis.
+def _trace(recipe: Recipe, tracer: Module, axes: dict[str, int], group: Group) -> dict[str, Cut]:
+    """Run the recipe on row numbers instead of weights. Each tensor has size 1 along all axes except its own.
 
     Returns:
-        The rows that are left of a tensor, for those of which the recipe took rows and did nothing else.
+        The remaining rows of each tensor from which the recipe only chose rows.
     """
-    modules, arrays = dict(spare.named_modules()), _arrays(spare)
+    modules, arrays = dict(tracer.named_modules()), _arrays(tracer)
     numbers = {}
     for name, axis in axes.items():
         path, _, leaf = name.rpartition(".")
         shape = [1] * arrays[name].ndim
         if leaf == "weight" and "scales" in modules[path]:
-            shape[-1] = modules[path].group_size * modules[path].bits // 32  # one group, as constructors want
+            shape[-1] = modules[path].group_size * modules[path].bits // 32  # one group, as constructors require
         shape[axis] = arrays[name].shape[axis]
         rows = mx.arange(FIRST_ROW, FIRST_ROW + shape[axis], dtype=mx.float32)
         rows = rows.reshape([-1 if i == axis else 1 for i in range(len(shape))])
         numbers[name] = mx.broadcast_to(rows, shape)
-    given = {name: array.shape for name, array in numbers.items()}
-    spare.update(tree_unflatten(list(numbers.items())))
-    _apply(recipe, spare, group)
-    arrays = _arrays(spare)
-    left = {name: _rows(arrays[name], given[name], axis) for name, axis in axes.items()}
-    mx.eval([rows for rows in left.values() if rows is not None])
-    found = {name: _runs(rows, given[name][axes[name]]) for name, rows in left.items() if rows is not None}
-    return {name: Cut(axes[name], runs) for name, runs in found.items() if runs is not None}
+    shapes = {name: array.shape for name, array in numbers.items()}
+    tracer.update(tree_unflatten(list(numbers.items())))
+    _apply(recipe, tracer, group)
+    arrays = _arrays(tracer)
+    remaining = {name: _rows(arrays[name], shapes[name], axis) for name, axis in axes.items()}
+    mx.eval([rows for rows in remaining.values() if rows is not None])
+    runs_of = {name: _runs(rows, shapes[name][axes[name]]) for name, rows in remaining.items() if rows is not None}
+    return {name: Cut(axes[name], runs) for name, runs in runs_of.items() if runs is not None}
 
 
-def _rows(left: mx.array, given: tuple[int, ...], axis: int) -> mx.array | None:
-    """What is left as `[rows, width]`; None where more than the axis has changed."""
-    if left.dtype != mx.float32 or [*left.shape[:axis], given[axis], *left.shape[axis + 1 :]] != list(given):
+def _rows(remaining: mx.array, shape: tuple[int, ...], axis: int) -> mx.array | None:
+    """The remaining row numbers as [rows, width]; None if the recipe changed more of `shape` than the axis."""
+    unsplit = (*remaining.shape[:axis], shape[axis], *remaining.shape[axis + 1 :])
+    if remaining.dtype != mx.float32 or unsplit != shape:
         return None
-    return mx.moveaxis(left, axis, 0).reshape(left.shape[axis], -1)
+    return mx.moveaxis(remaining, axis, 0).reshape(remaining.shape[axis], -1)
 
 
-def _runs(left: mx.array, given: int) -> tuple[tuple[int, int], ...] | None:
-    """The rows that are left of `given`, as runs; None if this is not a choice of rows."""
-    rows = np.array(left)
+def _runs(remaining: mx.array, size: int) -> tuple[tuple[int, int], ...] | None:
+    """The remaining ones of `size` rows, as runs; None if the recipe computed instead of choosing rows."""
+    rows = np.array(remaining)
     exact = rows[:, 0]
     numbers = exact.astype(np.int64) - FIRST_ROW
     if not (np.all(rows == rows[:, :1]) and np.all(exact == numbers + FIRST_ROW)):
         return None
-    if numbers.min() < 0 or numbers.max() >= given:
+    if numbers.min() < 0 or numbers.max() >= size:
         return None
     starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist()]
     stops = [*starts[1:], len(numbers)]

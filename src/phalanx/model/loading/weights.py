@@ -1,7 +1,7 @@
-"""What a model's safetensors files hold, and any part of it (design: Loading).
+"""The tensors in a model's safetensors files, by their headers, and the model's fingerprint (design: Loading).
 
-Headers say names, dtypes, shapes and places; files are checked to be whole before anything is loaded (`reading.py`
-copies out of them). Does not know models, MLX or who owns what.
+Headers give names, dtypes, shapes and offsets. Files are checked to be complete before anything is loaded (`reading.py`
+reads tensors). Does not know models, MLX, or which rank owns which part.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16,
     "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4,
 }  # fmt: skip
-AGAIN = "Download or copy the file again."
+REDOWNLOAD = "Download or copy the file again."
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file: bytes `[start, stop)` of it, row-major."""
+    """One tensor: bytes `[start, stop)` of a file, row-major."""
 
     file: Path
     dtype: str
@@ -55,11 +55,11 @@ class Cut:
 
     @property
     def rows(self) -> int:
-        """How many rows are kept."""
+        """Number of rows."""
         return sum(stop - start for start, stop in self.runs)
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what is kept of a tensor."""
+        """The shape of these rows of a tensor whose shape is `whole`."""
         return (*whole[: self.axis], self.rows, *whole[self.axis + 1 :])
 
 
@@ -67,8 +67,8 @@ def read_headers(path: Path) -> dict[str, TensorInfo]:
     """The tensors of a model's directory, by name.
 
     Raises:
-        WeightsError: no weights, a file cut short or not safetensors, a shard the index names but is not there, or a
-            tensor that is in two files.
+        WeightsError: there are no weights, a file is truncated or not safetensors, a file of the index is missing, or
+            two files have the same tensor.
     """
     files = sorted(path.glob(PATTERN))
     _check_index(path, {file.name for file in files})
@@ -94,27 +94,27 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file.
 
     Raises:
-        WeightsError: not a safetensors file, or not whole; says how many bytes there are and should be.
+        WeightsError: not a safetensors file, or not complete; names the actual and the expected size.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= MAX_HEADER:
-            raise WeightsError(f"{file} is not a safetensors file ({size} bytes).", remedy=AGAIN)
+            raise WeightsError(f"{file} is not a safetensors file ({size} bytes).", remedy=REDOWNLOAD)
         if size < 8 + length:
-            raise WeightsError(f"{file} ends inside its header: {size} bytes, {8 + length} wanted.", remedy=AGAIN)
+            raise WeightsError(f"{file} ends inside its header: {size} bytes, {8 + length} wanted.", remedy=REDOWNLOAD)
         text = stream.read(length)
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
         tensors = {name: _parse(file, 8 + length, entry) for name, entry in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{file} has a damaged header: {error}", remedy=AGAIN) from error
+        raise WeightsError(f"{file} has a damaged header: {error}", remedy=REDOWNLOAD) from error
     wanted = max((info.stop for info in tensors.values()), default=8 + length)
     if size != wanted:
         kind = "cut short" if size < wanted else "longer than its header says"
-        raise WeightsError(f"{file} is {kind}: {size} bytes, {wanted} wanted.", remedy=AGAIN)
+        raise WeightsError(f"{file} is {kind}: {size} bytes, {wanted} wanted.", remedy=REDOWNLOAD)
     return tensors
 
 
@@ -134,7 +134,7 @@ def _check_index(path: Path, present: set[str]) -> None:
     try:
         shards = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is damaged: {error}", remedy=AGAIN) from error
+        raise WeightsError(f"{index} is damaged: {error}", remedy=REDOWNLOAD) from error
     absent = sorted(shards - present)
     if absent:
         raise WeightsError(
@@ -144,20 +144,20 @@ def _check_index(path: Path, present: set[str]) -> None:
 
 
 def some(names: Iterable[str], most: int = 8) -> str:
-    """At most `most` names for a message."""
+    """The first `most` names, for a message, and how many more there are."""
     listed = list(names)
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
 # -- the model's identity ------------------------------------------------------------------------------------------
 
-SAMPLE = 64  # bytes that a fingerprint takes of every tensor's start, middle and end
+SAMPLE = 64  # bytes from each of a tensor's start, middle and end
 
 
 def fingerprint(path: Path) -> str:
-    """A number by which ranks see that they hold the same model: config, tensors and a sample of each one's bytes.
+    """A hash by which ranks compare their models: of the config, the headers, and a sample of each tensor's bytes.
 
-    Not of every byte, which would be as slow as loading. How tensors are spread over files does not matter.
+    Hashing every byte would be as slow as loading. The distribution of tensors over files does not matter.
 
     Raises:
         WeightsError: as `read_headers`, or no config.json.
@@ -175,7 +175,7 @@ def fingerprint(path: Path) -> str:
         for name, info in sorted(headers.items()):
             if (file := files.get(info.file)) is None:
                 file = files[info.file] = info.file.open("rb", buffering=0)
-                if sys.platform == "linux":  # nothing of what is around the samples
+                if sys.platform == "linux":  # no read-ahead around the samples
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             digest.update(f"{name} {info.dtype} {info.shape}".encode())
             for start in (info.start, (info.start + info.stop) // 2, info.stop - SAMPLE):

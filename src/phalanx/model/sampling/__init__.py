@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, filters, keyed Gumbel noise, log-probabilities."""
+"""Sampling: penalties, filters, keyed Gumbel noise, log-probabilities."""

@@ -1,6 +1,6 @@
-"""Log-probabilities under the raw distribution: of a token, its rank, and of the most likely tokens.
+"""Log-probabilities and ranks of tokens under the raw distribution, and the most likely tokens.
 
-Also the order of a vocabulary that the sampler's filters use. Does not know sampling parameters.
+Also orders the vocabulary for the sampler's filters. Does not know sampling parameters.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from phalanx.types import TokenLogprobs
 def ranked(z: mx.array, width: int) -> tuple[mx.array, mx.array]:
     """The first `width` tokens in the order "value descending, token id ascending".
 
-    The order is one of integers, so that no sort's instability shows: a float that is not positive, read as an
-    unsigned integer, grows as its value falls.
+    Sorts integers that contain both, so that the result does not depend on the sort's stability: the bits of a float
+    that is not positive, as an unsigned integer, increase as its value decreases.
 
     Args:
         z: [R, V] float32, every value <= 0 (-inf included).
@@ -46,12 +46,12 @@ def log_of_sum(centred: mx.array) -> mx.array:
 
 
 class Scorer:
-    """Log-probabilities of one token per row, as arrays to evaluate with others and read afterwards.
+    """Log-probabilities of one token per row. The caller evaluates `arrays` together with others, then calls `read`.
 
     Args:
         raw: [R, V] float32, unprocessed logits.
         tokens: [R] integers.
-        tops: [R], how many of the most likely tokens each row wants.
+        tops: [R], number of most likely tokens to report for each row.
     """
 
     def __init__(self, raw: mx.array, tokens: mx.array, tops: Sequence[int]) -> None:
@@ -68,7 +68,7 @@ class Scorer:
             self.arrays += [values - log_total, ids]
 
     def read(self) -> list[TokenLogprobs]:
-        """One entry per row; the arrays have been evaluated."""
+        """One entry per row. The arrays must have been evaluated."""
         tokens, values, ranks, *top = (np.array(array) for array in self.arrays)
         entries = []
         for row, m in enumerate(self._tops):

@@ -1,6 +1,6 @@
-"""Changes to single logits: bias, bans, and the three penalties. Everything that depends on what was said before.
+"""Changes single logits before filters and noise: logit bias, banned tokens, and the three penalties.
 
-All rows of a batch are changed by one gather and one scatter. Does not know temperature, filters or noise.
+One gather and one scatter change all rows of a batch. Does not know temperature, filters or noise.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Column = npt.NDArray[np.generic]
 
 
 def adjust(raw: mx.array, positions: Sequence[SamplingMetadata]) -> mx.array:
-    """Logit bias, bans, repetition, then frequency and presence penalties.
+    """Apply logit bias and bans, the repetition penalty, then frequency and presence penalties.
 
     Args:
-        raw: [P, V] float32; stays as it is.
+        raw: [P, V] float32; is not changed.
         positions: [P].
 
     Returns:
-        [P, V] float32; `raw` itself when no row asks for a change.
+        [P, V] float32; `raw` itself if no row needs a change.
     """
     return _penalise(_bias(raw, positions), positions)
 
@@ -61,7 +61,7 @@ def _penalised(sampling: Sampling) -> bool:
 
 
 def _columns(row: int, position: SamplingMetadata, vocabulary: int) -> tuple[Column, Column, Column, Column]:
-    """Row, token, repetition penalty and amount to subtract, for every logit of a row that changes."""
+    """For every logit of a row that changes: row, token, repetition penalty and amount to subtract."""
     sampling = position.sampling
     ids, counts = position.history.columns(position.ahead)
     keep = ids < vocabulary

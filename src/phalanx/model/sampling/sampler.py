@@ -1,16 +1,15 @@
-"""Tokens from logits: a pure function of the logits and of (seed, choice, position), never of the batch (design: Keyed
-sampling).
+"""Samples tokens: a pure function of the logits and of (seed, choice, position) (design: Keyed sampling).
 
     token = argmax(processed / T + gumbel(seed, choice, position))
 
-A row gives the same token alone and in any batch: maxima and integers do not care about the order of summation, the
-noise has no stream, and equal values are ordered by token id, lowest first. Only the leader samples. Does not know
-sequences, stop rules or who asked.
+A row gives the same token in any batch: maxima and integer sums do not depend on the order of operations, the noise has
+no state, and of equal values the one with the lowest token id comes first. Only the leader samples. Does not know
+sequences, stop rules or requests.
 
-Order of processing: logit_bias and the ban of stop ids, repetition penalty, frequency and presence penalties,
-temperature, top_k, top_p over what top_k left, min_p. top_k keeps exactly k tokens and top_p the shortest prefix of
-the order "value descending, id ascending" whose mass reaches p, never less than one token; min_p keeps every token
-whose probability is at least min_p times the largest.
+Order of processing: logit_bias and banned stop ids, repetition penalty, frequency and presence penalties, temperature,
+top_k, top_p over the tokens that top_k left, min_p. In the order "value descending, id ascending", top_k keeps exactly
+k tokens, and top_p keeps the shortest prefix whose mass reaches p, at least one token. min_p keeps every token whose
+probability is at least min_p times the largest.
 """
 
 from __future__ import annotations
@@ -34,23 +33,24 @@ from phalanx.types import Sampling, TokenLogprobs
 __all__ = ["Sampled", "SamplingMetadata", "TokenCounts", "sample", "score"]
 
 NUCLEUS = 1024
-"""Candidates ranked for top_p. Rows whose nucleus is wider (a flat distribution) are done again with more."""
+"""Candidates ranked for top_p. Rows with a wider nucleus (a flat distribution) are sampled again with more."""
 WIDEN = 16
+"""Factor by which the number of candidates grows then."""
 BLOCK_CPU, BLOCK_GPU = 1 << 18, 1 << 22
-"""Logits processed at once: what stays in a core's cache between passes; what keeps temporaries bounded."""
+"""Logits processed at once. CPU: they stay in a core's cache between passes. GPU: a bound for temporaries."""
 LANES = 16
-"""Vocabularies are padded to a multiple, so that no element's logarithm runs in a vector loop's remainder."""
+"""Vocabularies are padded to a multiple of this, so that no logarithm runs in the scalar remainder of a vector loop."""
 MASS_BITS = 40
-"""Probability relative to the largest, in fixed point, as integer sums have no order. V * 2**40 stays below 2**63."""
+"""Fixed point of probabilities relative to the largest; sums of integers have no order. V * 2**40 is below 2**63."""
 SHARE_BITS = 30
-"""top_p in fixed point."""
+"""Fixed point of top_p."""
 COLDEST = 1e-20
-"""Smallest temperature above 0 that float32 can divide by; colder ones are greedy in effect either way."""
+"""Smallest temperature above 0 by which float32 can divide; lower ones are as good as greedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token per position, and its log-probabilities where asked for."""
+    """One token per position, and its log-probabilities if its request wants them."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -64,17 +64,17 @@ def sample(
 ) -> Sampled:
     """Sample one token for every row.
 
-    Waits for the device once, for everything together; again only for rows whose nucleus is wider than `NUCLEUS`.
+    Waits for the device once for all rows, and once more for rows whose nucleus is wider than `NUCLEUS`.
 
     Args:
         logits: [P, V], any floating dtype.
         positions: [P].
-        also_evaluate: arrays to compute in the same wait (the caches the forward wrote).
-        meanwhile: called before waiting, with the tokens uint32 [P] that are being computed; not where rows need
-            different ways of drawing.
+        also_evaluate: arrays to evaluate in the same wait (the caches that the forward wrote).
+        meanwhile: called before the wait, with the tokens uint32 [P] that are being computed. Not called if rows are
+            drawn in different ways.
 
     Raises:
-        NonFiniteLogits: a row holds NaN or +inf, or nothing but -inf; names the row.
+        NonFiniteLogits: a row has NaN or +inf, or only -inf; names the row.
     """
     return _sample(logits, positions, also_evaluate, NUCLEUS, meanwhile)
 
@@ -85,7 +85,7 @@ def score(logits: mx.array, targets: Sequence[int], top: int) -> list[TokenLogpr
     Args:
         logits: [L, V].
         targets: [L], the token that followed each position.
-        top: how many of the most likely tokens to name.
+        top: number of most likely tokens to report.
 
     Raises:
         NonFiniteLogits: as `sample`.
@@ -97,7 +97,7 @@ def score(logits: mx.array, targets: Sequence[int], top: int) -> list[TokenLogpr
         check = _Finiteness(_peaks(raw), block[0])
         scorer = Scorer(raw, mx.array([targets[row] for row in block]), [top] * len(block))
         mx.eval(check.arrays, scorer.arrays)
-        check.raise_if_bad()
+        check.raise_if_not_finite()
         scores += scorer.read()
     return scores
 
@@ -116,50 +116,50 @@ def _sample(
     check = _Finiteness(peaks, 0)
     adjusted = adjust(raw, positions)
     draws = _draws(adjusted, peaks if adjusted is raw else _peaks(adjusted), positions, nucleus)
-    wanting, scorers = _scorers(raw, draws, positions)
+    scored_rows, scorers = _scorers(raw, draws, positions)
     arrays = [check.arrays, [draw.arrays for draw in draws], [scorer.arrays for scorer in scorers], *also_evaluate]
     if meanwhile is not None and len(draws) == 1:
         mx.async_eval(arrays)  # type: ignore[no-untyped-call]
         meanwhile(draws[0].tokens)
     mx.eval(arrays)
-    check.raise_if_bad()
+    check.raise_if_not_finite()
     tokens = {row: token for draw in draws for row, token in draw.read()}
     scores = [entry for scorer in scorers for entry in scorer.read()]
-    logprobs = dict(zip(wanting, scores, strict=True))
+    logprobs = dict(zip(scored_rows, scores, strict=True))
     wide = [row for draw in draws for row in draw.wide_rows()]
     if wide:
-        again = _sample(raw[mx.array(wide)], [positions[row] for row in wide], (), WIDEN * nucleus)
-        tokens.update(zip(wide, again.tokens, strict=True))
-        logprobs.update((row, entry) for row, entry in zip(wide, again.logprobs, strict=True) if entry is not None)
+        wider = _sample(raw[mx.array(wide)], [positions[row] for row in wide], (), WIDEN * nucleus)
+        tokens.update(zip(wide, wider.tokens, strict=True))
+        logprobs.update((row, entry) for row, entry in zip(wide, wider.logprobs, strict=True) if entry is not None)
     rows = range(len(positions))
     return Sampled([tokens[row] for row in rows], [logprobs.get(row) for row in rows])
 
 
 class _Peaks(NamedTuple):
-    """Of rows [P, V], not yet evaluated; each [P]."""
+    """Sums and maxima of rows [P, V], not evaluated yet; each [P]."""
 
     sums: mx.array
-    values: mx.array  # the largest
-    tokens: mx.array  # where those are, the first of equals
+    values: mx.array  # the largest value
+    tokens: mx.array  # its token; the first one of equals
 
 
 def _peaks(rows: mx.array) -> _Peaks:
-    """In one pass natively: MLX's reductions take a thread as long as a layer of a small model."""
+    """In one pass if there is a native kernel: MLX's three reductions take as long as a layer of a small model."""
     if (native := install.operations()) is not None:
         return _Peaks(*native.peaks(rows))
     return _Peaks(mx.sum(rows, axis=-1), mx.max(rows, axis=-1), mx.argmax(rows, axis=-1))
 
 
 class _Finiteness:
-    """Whether rows are usable, by arithmetic that no backend shortens: NaN and +inf survive every sum."""
+    """Checks that rows are usable by their sums: NaN and +inf survive every sum, on every backend."""
 
     def __init__(self, peaks: _Peaks, first_row: int) -> None:
         self.arrays = [peaks.sums, peaks.values]
         self._first_row = first_row
 
-    def raise_if_bad(self) -> None:
+    def raise_if_not_finite(self) -> None:
         sums, peaks = (np.array(array) for array in self.arrays)
-        # A sum of -inf is a masked vocabulary (or an overflow of finite masks), unless nothing is left of it.
+        # A sum of -inf comes from a masked vocabulary (or an overflow of finite masks): usable if some token is left.
         bad = ~np.isfinite(sums) & ~(np.isneginf(sums) & np.isfinite(peaks))
         if not bad.any():
             return
@@ -176,7 +176,7 @@ class _Finiteness:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Tokens of some rows, not yet evaluated. `wide`: the row's nucleus may reach beyond its candidates."""
+    """The tokens of some rows, not evaluated yet. `wide`: the row's nucleus may be wider than its candidates."""
 
     rows: list[int]
     tokens: mx.array  # [R]
@@ -194,7 +194,7 @@ class _Draw:
 
 
 def _draws(x: mx.array, peaks: _Peaks, positions: Sequence[SamplingMetadata], nucleus: int) -> list[_Draw]:
-    """Rows grouped by what they need, in blocks; [P, V] processed logits and their peaks."""
+    """Draw all rows of processed logits [P, V], grouped by the way of drawing, in blocks."""
     vocabulary = x.shape[1]
     groups: dict[str, list[int]] = {"greedy": [], "free": [], "top_k": [], "nucleus": []}
     for row, position in enumerate(positions):
@@ -232,7 +232,7 @@ def _take(x: mx.array, rows: list[int]) -> mx.array:
 
 
 class _Rows:
-    """Rows that are drawn with noise. `z` is (logit - largest) / T, so that it is never above 0."""
+    """Rows that are drawn with noise. `z` is (logit - largest) / T, so that no value is above 0."""
 
     def __init__(self, x: mx.array, positions: Sequence[SamplingMetadata]) -> None:
         sampling = [position.sampling for position in positions]
@@ -244,7 +244,7 @@ class _Rows:
         self._z = (x - mx.max(x, axis=-1, keepdims=True)) / _column(temperatures, mx.float32)
 
     def draw_from_all(self) -> mx.array:
-        """Tokens [R] when only min_p filters."""
+        """Tokens [R] from the whole vocabulary; only min_p filters."""
         if (native := install.operations()) is not None:
             return native.gumbel_argmax(self._z, self._keys, self._floor)
         scores = self._z + gumbel(self._keys, mx.arange(self._z.shape[1], dtype=mx.uint64))
@@ -253,7 +253,14 @@ class _Rows:
         return mx.argmax(scores, axis=-1)
 
     def draw_from_candidates(self, width: int | None) -> tuple[mx.array, mx.array | None]:
-        """Tokens [R] under top_k (width None: as many candidates as it keeps) or under top_p alone."""
+        """Draw from the most likely tokens.
+
+        Args:
+            width: number of candidates for top_p alone; None for top_k, which sets it.
+
+        Returns:
+            Tokens [R]; and which rows need more candidates, [R] bool, or None if none can.
+        """
         vocabulary = self._z.shape[1]
         limits = [s.top_k if width is None else vocabulary for s in self._sampling]
         width = min(vocabulary, _power_of_two(max(limits)) if width is None else width)
@@ -288,7 +295,7 @@ def _total_mass(z: mx.array) -> mx.array:
 
 
 def _share(total: mx.array, share: mx.array) -> mx.array:
-    """total * share / 2**SHARE_BITS, without leaving 64 bits."""
+    """total * share / 2**SHARE_BITS, without overflowing 64 bits."""
     high, low = total >> SHARE_BITS, total & (2**SHARE_BITS - 1)
     part: mx.array = high * share + ((low * share) >> SHARE_BITS)
     return part
@@ -302,21 +309,21 @@ def _power_of_two(n: int) -> int:
     return max(LANES, 1 << (n - 1).bit_length())
 
 
-# -- log-probabilities of what was drawn ---------------------------------------------------------------------------
+# -- log-probabilities of drawn tokens -----------------------------------------------------------------------------
 
 
 def _scorers(
     raw: mx.array, draws: list[_Draw], positions: Sequence[SamplingMetadata]
 ) -> tuple[list[int], list[Scorer]]:
-    """The rows that want log-probabilities, and scorers for them in the same order."""
+    """The rows whose requests want log-probabilities, and scorers for them in the same order."""
     tops = [position.sampling.logprobs for position in positions]
-    wanting = [row for row, top in enumerate(tops) if top is not None]
-    if not wanting:
+    scored_rows = [row for row, top in enumerate(tops) if top is not None]
+    if not scored_rows:
         return [], []
     drawn = [row for draw in draws for row in draw.rows]
     tokens = mx.concatenate([draw.tokens.astype(mx.uint32) for draw in draws])
     scorers = []
-    for rows in _blocks(wanting, raw.shape[1]):
+    for rows in _blocks(scored_rows, raw.shape[1]):
         chosen = tokens[mx.array([drawn.index(row) for row in rows])]
         scorers.append(Scorer(_take(raw, rows), chosen, [tops[row] or 0 for row in rows]))
-    return wanting, scorers
+    return scored_rows, scorers
