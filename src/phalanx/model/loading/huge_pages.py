@@ -17,7 +17,7 @@ class HugePages:
     """Memory for tensors that are kept as they are stored, many in one piece.
 
     A tensor with memory of its own begins and ends within a huge page, so one of 2 MB has none; and a processor that
-    looks up every 4 KB where they are reads a fifth slower (docs/log.md, "Weights in huge pages").
+    looks up every 4 KB where they are reads a fifth slower (docs/log/kernels-memory.md).
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
