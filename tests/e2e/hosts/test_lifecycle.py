@@ -16,6 +16,7 @@ from clusters import (
     up,
     wait_for,
 )
+from rig import CHECKOUT
 
 CHILD = "phalanx serve"
 
@@ -32,6 +33,13 @@ def test_a_cluster_serves_a_client_on_another_host_and_leaves_nothing(hosts, cou
         assert [one["role"] for one in status.values()] == ["server"] + ["agent"] * (count - 1)
         table = phalanx(hosts["desk"], "status", f"{count}.json").stdout
         assert "ready" in table and table.count("rank runs") == count - 1
+
+
+def test_the_example_of_two_hosts(hosts):
+    done = hosts["desk"].run([str(CHECKOUT / "examples/two_hosts.sh"), "a", "b", "demo", *SERVE[3:]], timeout=150.0)
+    (answer,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert "phalanx" in answer["choices"][0]["message"]["content"].lower()
+    assert_nothing_left(hosts)
 
 
 def test_logs_are_kept_per_rank(hosts):

@@ -1,7 +1,7 @@
 """Which weights are repacked in memory: sixteen rows beside each other, as the native kernels multiply them.
 
 Integer products need codes of many rows side by side, and to put them there takes as long as multiplying some rows of
-activations (docs/log.md, "Weights that lie turned"). So it is done once, when a tensor has been read. Only layers take
+activations (docs/log/kernels-quantised.md). So it is done once, when a tensor has been read. Only layers take
 part that are known to do nothing else with their weights. Does not read files.
 """
 

@@ -17,7 +17,7 @@ class HugePages:
     """Memory for tensors that keep their stored dtype, many in one block.
 
     A tensor with memory of its own starts and ends inside a huge page, so a tensor of 2 MB gets none. Reading from
-    pages of 4 KB, each with an address lookup of its own, is a fifth slower (docs/log.md, "Weights in huge pages").
+    pages of 4 KB, each with an address lookup of its own, is a fifth slower (docs/log/kernels-memory.md).
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
