@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import mlx.core as mx
 
 from phalanx.dist.fault_injection import Injection
-from phalanx.engine.execute import Output, execute
+from phalanx.engine.execute import ForwardOutput, execute
 from phalanx.engine.link import LeaderLink, SingleRank
 from phalanx.engine.mirror import Mirror
 from phalanx.engine.server_socket import ServerSocket
@@ -66,7 +66,7 @@ class Leader:
         server_socket: ServerSocket,
         *,
         link: LeaderLink | SingleRank,
-        clock: StepDeadline,
+        deadline: StepDeadline,
         trace: Trace | None = None,
         injection: Injection | None = None,
         metadata: SamplingMetadataCache | None = None,
@@ -77,7 +77,7 @@ class Leader:
         self.mirror = Mirror()
         self._server = server_socket
         self._link = link
-        self._clock = clock
+        self._deadline = deadline
         self._trace = trace
         self._injection = injection
         self._metadata = metadata or SamplingMetadataCache()
@@ -126,7 +126,7 @@ class Leader:
             decode_s = model_s - execution.prefill_s
             self._model_s += model_s
             self._link.leave(step.id)
-            self._clock.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
+            self._deadline.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
             self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s, decode_s)
             commits = self._commits(step, verified.tokens)
             self.scheduler.apply(commits, time.monotonic(), verified.logprobs)
@@ -145,7 +145,7 @@ class Leader:
     def _begin(self, step: Step) -> None:
         """Hand the plan to every rank, so that all begin at once."""
         before = time.perf_counter()
-        limit_s = self._clock.limit(step)
+        limit_s = self._deadline.limit(step)
         if self._injection is not None:
             inject_fault(self._injection, step.id, self.mirror)
         self._link.send(Order(step, limit_s))
@@ -222,7 +222,7 @@ class Leader:
     def _draft(self) -> dict[int, list[int]]:
         if self._speculator is None:
             return {}
-        return self._speculator.draft(self.scheduler.draftable(), bound=self.runner.has_in_flight)
+        return self._speculator.draft(self.scheduler.draftable(), overlapped=self.runner.has_in_flight)
 
     def _comes_again(self, step: Step) -> bool:
         """Whether the next step is probably the same rows again, each with the token that is drawn in this one."""
@@ -232,9 +232,9 @@ class Leader:
         rows = [self.scheduler.by_number[n] for n in numbers]
         if len(rows) > MAX_ASYNC_ROWS or not all(map(after_next, rows)):
             return False
-        return self._speculator is None or not any(map(useful_drafts, rows)) or self._speculator.rests(numbers)
+        return self._speculator is None or not any(map(useful_drafts, rows)) or self._speculator.can_overlap(numbers)
 
-    def _sample(self, outputs: list[Output[mx.array]], meanwhile: Callable[[mx.array], None] | None) -> Verified:
+    def _sample(self, outputs: list[ForwardOutput[mx.array]], meanwhile: Callable[[mx.array], None] | None) -> Verified:
         """Score prompts; sample and verify everything else at once."""
         for output in outputs:
             if output.forward.score:
@@ -242,7 +242,7 @@ class Leader:
         sampling = [(output.forward, output.logits) for output in outputs if output.forward.sample]
         return verify(sampling, self.scheduler.by_number, self._metadata, self.runner.settle(), meanwhile)
 
-    def _score(self, output: Output[mx.array]) -> None:
+    def _score(self, output: ForwardOutput[mx.array]) -> None:
         """Log-probabilities of the prompt tokens that follow the fed ones."""
         (number,), (start,), (valid,) = output.forward.seqs, output.kv_len, output.forward.valid
         seq = self.scheduler.by_number[number]

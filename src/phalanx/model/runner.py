@@ -15,7 +15,7 @@ from mlx.nn.layers.base import Module
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import EngineError
 from phalanx.kernels import install
-from phalanx.model.cache.buffers import Arena, Snapshot
+from phalanx.model.cache.buffers import ArenaBuffers, Snapshot
 from phalanx.model.cache.layout import CacheFacts
 from phalanx.model.cache.ragged import RowView
 from phalanx.model.cpu.graph_cache import GraphCache
@@ -57,9 +57,9 @@ class Runner:
         """Whether logits are asked for at all; a rank that only obeys need not compute them."""
         self._graphs = GraphCache(model, facts.mask_dims, self.reducer)
         self._step = 0
-        self._arenas: dict[int, Arena] = {}
+        self._arenas: dict[int, ArenaBuffers] = {}
         self._entries: dict[int, Snapshot] = {}
-        self._touched: Arena | None = None
+        self._touched: ArenaBuffers | None = None
         self._logits: mx.array | None = None
         self._last: tuple[Forward, list[int]] | None = None  # that sampled one token per row, and lengths before it
         self._in_flight: _InFlight | None = None
@@ -183,7 +183,7 @@ class Runner:
         self._graphs.rest()
         mx.clear_cache()
 
-    def _view(self, arena: Arena, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
+    def _view(self, arena: ArenaBuffers, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
         # Drafts beyond a window are masked by arrays, which change with the position; native attention takes lengths.
         beyond = sample and length > 1 and any(max(kv_len) + length > window for window in arena.windows)
         ragged = beyond and not self.facts.one_row and install.active()
@@ -191,7 +191,7 @@ class Runner:
 
     def _call(
         self,
-        arena: Arena,
+        arena: ArenaBuffers,
         view: RowView,
         tokens: Sequence[Sequence[int]],
         kv_len: Sequence[int],
@@ -210,7 +210,7 @@ class Runner:
             self._agree(arena, sums, logits)
         return logits if self.samples else None
 
-    def _agree(self, arena: Arena, sums: list[mx.array], logits: mx.array | None) -> None:
+    def _agree(self, arena: ArenaBuffers, sums: list[mx.array], logits: mx.array | None) -> None:
         """Evaluate all collectives of a call, the same arrays in the same order on every rank, and judge them.
 
         The logits come after them, on the rank that samples; unless mlx-lm has collectives of its own there.
@@ -218,7 +218,7 @@ class Runner:
         mx.eval(*sums, *arena.touched(), *([logits] if self.reducer.foreign else []))
         self.reducer.judge(self._step, sums)
 
-    def _packed(self, arena: Arena, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+    def _packed(self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
         """A call without padding: each token is a row of its own; logits [tokens, 1, V]."""
         if not install.active():
             raise EngineError(
@@ -229,7 +229,7 @@ class Runner:
         tokens = [(token,) for row, n in zip(fwd.tokens, fwd.valid, strict=True) for token in row[:n]]
         return self._call(arena, view, tokens, kv_len, fwd.valid)
 
-    def _rows_in_turn(self, arena: Arena, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+    def _rows_in_turn(self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
         """For models that take one position for all rows: a call per row, without padding; logits padded with 0."""
         width = len(fwd.tokens[0])
         parts = []
@@ -276,12 +276,12 @@ class Runner:
     def _resize(self, op: Resize) -> None:
         arena = self._arenas.get(op.arena)
         if arena is None:
-            arena = self._arenas[op.arena] = Arena(self.facts.layouts)
+            arena = self._arenas[op.arena] = ArenaBuffers(self.facts.layouts)
         arena.resize(op.rows, op.capacity)
         if op.rows == 0:
             del self._arenas[op.arena]
 
-    def _arena(self, number: int) -> Arena:
+    def _arena(self, number: int) -> ArenaBuffers:
         arena = self._arenas.get(number)
         if arena is None:
             raise EngineError(f"Arena {number} was never sized.")

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import msgspec
 from msgspec import Struct
 
-from phalanx.sched.admission import Admission, Limits
+from phalanx.sched.admission import Admission, KvLimits
 from phalanx.sched.arena import Layout
 from phalanx.sched.drafts import Drafts, fit_drafts, useful_drafts
 from phalanx.sched.forwards import decode_forwards, prefill_forwards
@@ -28,9 +28,9 @@ from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """Constants of one engine, beside the memory `Limits`."""
+    """Constants of one engine, beside the memory `KvLimits`."""
 
-    limits: Limits
+    limits: KvLimits
     max_num_batched_tokens: int
     target_step_s: float
     prefix_budget: int  # bytes

@@ -25,7 +25,7 @@ from mlx.nn.layers.base import Module
 from phalanx.dist.reduce import Reducer, Summed
 from phalanx.errors import EngineError
 from phalanx.kernels import install
-from phalanx.model.cache.buffers import Arena
+from phalanx.model.cache.buffers import ArenaBuffers
 from phalanx.model.cache.ragged import RaggedKV, RowView
 from phalanx.sched.forwards import REPLAYED
 
@@ -90,7 +90,7 @@ class GraphCache:
         """Why calls are built each time; each reason once."""
 
     def call(
-        self, arena: Arena, view: RowView, tokens: Sequence[Sequence[int]], *, samples: bool = True
+        self, arena: ArenaBuffers, view: RowView, tokens: Sequence[Sequence[int]], *, samples: bool = True
     ) -> Answer | None:
         """What the model would give for an opened arena, its caches written; None where it has to be called.
 
@@ -110,7 +110,7 @@ class GraphCache:
             arena.resume(view)
         return self._run(arena, view, key, mx.array([list(row) for row in tokens], dtype=mx.int32))
 
-    def call_in_flight(self, arena: Arena, view: RowView, tokens: mx.array) -> mx.array | None:
+    def call_in_flight(self, arena: ArenaBuffers, view: RowView, tokens: mx.array) -> mx.array | None:
         """Logits [rows, L, V] for tokens [rows, L] that are still being computed; None where that is not kept."""
         key = self._key(arena, view, True)
         if key is None or key not in self._captured:
@@ -119,7 +119,7 @@ class GraphCache:
         answer = self._run(arena, view, key, ids)
         return answer.logits if answer is not None else None
 
-    def _key(self, arena: Arena, view: RowView, samples: bool) -> GraphKey | None:
+    def _key(self, arena: ArenaBuffers, view: RowView, samples: bool) -> GraphKey | None:
         if view.prefill or view.shortest < LOWEST or view.slots is not None:
             return None
         filled = sum(view.need > window for window in arena.windows) if view.uniform else 0
@@ -127,7 +127,7 @@ class GraphCache:
         key = GraphKey(arena.rows, arena.capacity, view.start, rows, view.length, samples, not view.uniform, filled)
         return key if key.rows * key.length <= REPLAYED else None
 
-    def _run(self, arena: Arena, view: RowView, key: GraphKey, tokens: mx.array) -> Answer | None:
+    def _run(self, arena: ArenaBuffers, view: RowView, key: GraphKey, tokens: mx.array) -> Answer | None:
         kept, position = self._captured[key], view.need - view.length
         if kept is None or not kept.replay.low <= position <= kept.replay.high:
             return None
@@ -149,7 +149,7 @@ class GraphCache:
             self._captured.clear()
             self._seen.clear()
 
-    def _capture(self, ops: Any, arena: Arena, key: GraphKey) -> CapturedGraph | None:
+    def _capture(self, ops: Any, arena: ArenaBuffers, key: GraphKey) -> CapturedGraph | None:
         # Tokens of a row before the call. Of a full buffer no part is read, but all.
         full = [] if key.ragged else [window - key.length for window in arena.windows]
         lowest = max([LOWEST, *(last + 1 for last in full[: key.filled])])
@@ -174,7 +174,7 @@ class GraphCache:
             self.refusals.append(why)
             log.debug("decoding %d x %d tokens is built anew in each step: %s", key.rows, key.length, why)
 
-    def _built(self, ops: Any, arena: Arena, key: GraphKey, position: int) -> tuple[Any, list[Summed]]:
+    def _built(self, ops: Any, arena: ArenaBuffers, key: GraphKey, position: int) -> tuple[Any, list[Summed]]:
         """The call at a position, not computed, and its sums over ranks; the buffers stay as they are."""
         view = RowView(key.start, [position] * key.rows, key.length, mask_dims=self._mask_dims, ragged=key.ragged)
         if key.ragged:
