@@ -214,7 +214,7 @@ def _boot(
             prefix_budget=budget.prefix,
             recurrent=runner.facts.recurrent,
             largest_logits=budget.largest_logits(info.vocab_size),
-            packs=runner.facts.packs,
+            pack_above=runner.replay_limit if runner.facts.packs else None,
         )
     )
     trace = Trace(config.trace) if config.trace else None

@@ -51,9 +51,6 @@ from phalanx.types import (
 log = logging.getLogger("phalanx.engine")
 
 REST_AFTER_S = 2.0  # seconds without work after which freed buffers are not kept for reuse any more
-MAX_ASYNC_ROWS = 4
-"""Rows of a forward that is handed over before its turn, at most. With more, somebody comes or goes more often, so that
-what was computed is of no use; and what it saves is a smaller part of a step."""
 
 
 class Leader:
@@ -116,8 +113,8 @@ class Leader:
             if self._trace is not None:
                 self._trace.plan(step)
             self._begin(step)
-            before, prepared = time.perf_counter(), self.runner.prepared
-            if step.ops or not self.runner.returns_early(step.forwards):
+            before = time.perf_counter()
+            if self.runner.blocks(step):
                 self._send_events()
             execution = execute(step, self.mirror, self.runner)
             self._send_events()
@@ -132,7 +129,7 @@ class Leader:
             self.scheduler.apply(commits, time.monotonic(), verified.logprobs)
             if self._speculator is not None:
                 seconds = time.perf_counter() - started - execution.prefill_s
-                took = seconds if self.runner.prepared == prepared else None
+                took = None if self.runner.captured_graph else seconds
                 self._speculator.observe(step, verified.tokens, commits, took, draft_s)
         self._collect_events(step)
         if step is None or self.scheduler.idle:
@@ -226,11 +223,11 @@ class Leader:
 
     def _comes_again(self, step: Step) -> bool:
         """Whether the next step is probably the same rows again, each with the token that is drawn in this one."""
-        if self.scheduler.waiting or not self.runner.returns_early(step.forwards):
+        if self.scheduler.waiting or not self.runner.may_dispatch_next(step.forwards):
             return False
         numbers = step.forwards[0].seqs
         rows = [self.scheduler.by_number[n] for n in numbers]
-        if len(rows) > MAX_ASYNC_ROWS or not all(map(after_next, rows)):
+        if not all(map(after_next, rows)):
             return False
         return self._speculator is None or not any(map(useful_drafts, rows)) or self._speculator.can_overlap(numbers)
 
