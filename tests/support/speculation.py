@@ -85,7 +85,14 @@ class Engine:
     """A model behind a leader. One at a time runs in a test; the model may be shared."""
 
     def __init__(
-        self, runner: Runner, vocab: int, *, rows: int = 16, budget: int = 1 << 28, batched: int = 160
+        self,
+        runner: Runner,
+        vocab: int,
+        *,
+        rows: int = 16,
+        budget: int = 1 << 28,
+        batched: int = 160,
+        post: Post | None = None,
     ) -> None:
         limits = KvLimits(
             max_num_seqs=rows, max_model_len=1024, kv_budget=budget, bytes_per_token=runner.facts.bytes_per_token
@@ -94,7 +101,7 @@ class Engine:
             SchedulerConfig(limits=limits, max_num_batched_tokens=batched, target_step_s=0.1, prefix_budget=1 << 24)
         )
         self.metadata = SamplingMetadataCache()
-        self.post = Post()
+        self.post = post or Post()
         self.vocab = vocab
         self.meter = SpecMeter("test")
         self._runner = runner
@@ -120,7 +127,7 @@ class Engine:
         self.leader.step()
 
     def take(self, message: Any) -> None:
-        self.leader._take(message)
+        self.leader.handle(message)
 
     @property
     def stats(self) -> SpecStats:
