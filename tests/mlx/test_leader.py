@@ -38,8 +38,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def engine(loaded, monkeypatch: pytest.MonkeyPatch) -> Engine:
     runner, vocab = loaded
-    made = Engine(runner, vocab, batched=16)
-    made.post = made.leader._server = journal = Journal()
+    journal = Journal()
+    made = Engine(runner, vocab, batched=16, post=journal)
     forward, settle = runner.forward, runner.settle
 
     def noted(fwd, kv_len):
@@ -115,8 +115,7 @@ def test_tokens_do_not_wait_for_a_draft_model(engine, loaded):
             engine.post.lines.append("draft")
             return super().draft(wanted)
 
-    journal = engine.post
-    engine.speculate(Slow(loaded[1]), 2).leader._server = journal
+    engine.speculate(Slow(loaded[1]), 2)
     submit(engine, "one", random_prompts(1, 300)[0][:8], 40)
     steps(engine, 2)
     lines = steps(engine, 1)
@@ -129,5 +128,5 @@ def test_an_answered_ping_says_that_all_before_it_was_said(engine):
     engine.post.lines.clear()
     engine.take(Ping(3))
     engine.step()
-    engine.leader._answer_pings()
+    engine.leader.answer_pings()
     assert engine.post.lines[-2:] == ["1 sent", "pong"]

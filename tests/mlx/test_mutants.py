@@ -10,7 +10,7 @@ import pytest
 from support.conformance import conform
 from support.mutants import NoRollback
 
-from phalanx.model.cache.buffers import Arena
+from phalanx.model.cache.buffers import ArenaBuffers
 from phalanx.model.cache.ragged import Mask, RaggedKV, RowView
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Forward
@@ -73,7 +73,7 @@ class _OffsetPlusOne(RowView):
 
 def _viewing(view: type[RowView]) -> type[Runner]:
     class Mutant(Runner):
-        def _view(self, arena: Arena, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
+        def _view(self, arena: ArenaBuffers, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
             return view(start, kv_len, length, mask_dims=self.facts.mask_dims, prefill=not sample)
 
     return Mutant

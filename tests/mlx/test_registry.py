@@ -12,7 +12,7 @@ from test_mutants import MUTANTS, WINDOW_MUTANTS
 
 from phalanx.errors import ModelUnsupported
 from phalanx.model import registry
-from phalanx.model.cache.buffers import Arena
+from phalanx.model.cache.buffers import ArenaBuffers
 from phalanx.model.cache.layout import GroupLayout, Heads, KvLayout, StateLayout
 from phalanx.model.cache.ragged import RowView
 from phalanx.model.runner import Runner
@@ -137,7 +137,7 @@ class _OpenWhenRagged(RowView):
 class RaggedMaskOff(Runner):
     """Masks are wrong only for rows of different lengths."""
 
-    def _view(self, arena: Arena, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
+    def _view(self, arena: ArenaBuffers, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
         return _OpenWhenRagged(start, kv_len, length, mask_dims=self.facts.mask_dims, prefill=not sample)
 
 

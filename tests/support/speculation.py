@@ -22,7 +22,7 @@ from phalanx.engine.link import SingleRank
 from phalanx.engine.step_deadline import StepDeadline
 from phalanx.model import registry
 from phalanx.model.runner import Runner
-from phalanx.sched.admission import Limits
+from phalanx.sched.admission import KvLimits
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
 from phalanx.spec.control import Control
 from phalanx.spec.drafters import Draft, Drafter
@@ -85,16 +85,23 @@ class Engine:
     """A model behind a leader. One at a time runs in a test; the model may be shared."""
 
     def __init__(
-        self, runner: Runner, vocab: int, *, rows: int = 16, budget: int = 1 << 28, batched: int = 160
+        self,
+        runner: Runner,
+        vocab: int,
+        *,
+        rows: int = 16,
+        budget: int = 1 << 28,
+        batched: int = 160,
+        post: Post | None = None,
     ) -> None:
-        limits = Limits(
+        limits = KvLimits(
             max_num_seqs=rows, max_model_len=1024, kv_budget=budget, bytes_per_token=runner.facts.bytes_per_token
         )
         self.scheduler = Scheduler(
             SchedulerConfig(limits=limits, max_num_batched_tokens=batched, target_step_s=0.1, prefix_budget=1 << 24)
         )
         self.metadata = SamplingMetadataCache()
-        self.post = Post()
+        self.post = post or Post()
         self.vocab = vocab
         self.meter = SpecMeter("test")
         self._runner = runner
@@ -112,7 +119,7 @@ class Engine:
 
     def _lead(self, speculator: Speculator | None) -> Leader:
         return Leader(
-            self.scheduler, self._runner, self.post, link=SingleRank(), clock=StepDeadline(1e6),
+            self.scheduler, self._runner, self.post, link=SingleRank(), deadline=StepDeadline(1e6),
             metadata=self.metadata, speculator=speculator,
         )  # fmt: skip
 
@@ -120,7 +127,7 @@ class Engine:
         self.leader.step()
 
     def take(self, message: Any) -> None:
-        self.leader._take(message)
+        self.leader.handle(message)
 
     @property
     def stats(self) -> SpecStats:

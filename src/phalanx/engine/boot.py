@@ -42,7 +42,7 @@ from phalanx.engine.budget import find_limits, predict
 from phalanx.engine.leader import Leader
 from phalanx.engine.link import LeaderLink, SingleRank, WorkerLink
 from phalanx.engine.rendezvous import rendezvous
-from phalanx.engine.selftest import Facts, compare_facts, describe, self_test
+from phalanx.engine.selftest import RankFacts, compare_facts, describe, self_test
 from phalanx.engine.server_socket import ServerSocket
 from phalanx.engine.speculation import DraftWeights, make_speculator
 from phalanx.engine.speculation import describe as describe_speculation
@@ -60,7 +60,7 @@ from phalanx.model.loading.resolve import resolve
 from phalanx.model.loading.weights import fingerprint
 from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner
-from phalanx.sched.admission import Limits
+from phalanx.sched.admission import KvLimits
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.supervision.launch import pid_file
@@ -194,8 +194,8 @@ def _boot(
     check_model(runner, loaded.model, may_pack=all(link.share(install.active())))
     runner.facts = dataclasses.replace(runner.facts, packs=all(link.share(runner.facts.packs)))
     draft_runner = None if draft is None else draft.materialise(guard, report)
-    clock = StepDeadline(config.wedge_s)
-    tested = self_test(link, runner, _vocab_size(loaded.config), clock, unchecked=len(loaded.unchecked))
+    deadline = StepDeadline(config.wedge_s)
+    tested = self_test(link, runner, _vocab_size(loaded.config), deadline, unchecked=len(loaded.unchecked))
     limits, budget = find_limits(config, runner.facts, draft, guard, link, ranks_here)
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -214,7 +214,7 @@ def _boot(
             prefix_budget=budget.prefix,
             recurrent=runner.facts.recurrent,
             largest_logits=budget.largest_logits(info.vocab_size),
-            packs=runner.facts.packs,
+            pack_above=runner.replay_limit if runner.facts.packs else None,
         )
     )
     trace = Trace(config.trace) if config.trace else None
@@ -223,7 +223,7 @@ def _boot(
     speculator = make_speculator(config.speculative, scheduler, metadata, info.vocab_size, draft_runner, draft_kv)
     server_socket.send(Ready(info=info, pid=os.getpid()))
     return Leader(
-        scheduler, runner, server_socket, link=link, clock=clock, trace=trace, injection=injection,
+        scheduler, runner, server_socket, link=link, deadline=deadline, trace=trace, injection=injection,
         metadata=metadata, speculator=speculator,
     )  # fmt: skip
 
@@ -277,7 +277,7 @@ def _load(
     which is not read yet."""
     path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     if link.size > 1:
-        facts = Facts(
+        facts = RankFacts(
             phalanx=__version__,
             mlx=version("mlx"),
             mlx_lm=version("mlx-lm"),
@@ -302,7 +302,7 @@ def _load(
 def _describe(
     loaded: load.Loaded,
     facts: CacheFacts,
-    limits: Limits,
+    limits: KvLimits,
     budget: memory.Budget,
     group: GroupConfig | None,
     tested: SelfTest | None,

@@ -18,7 +18,7 @@ from phalanx.engine.speculation import DraftWeights
 from phalanx.errors import ConfigError, MemoryShortage
 from phalanx.model.cache.layout import CacheFacts, row_bytes
 from phalanx.model.loading import load
-from phalanx.sched.admission import GRANULE, Limits, largest_row
+from phalanx.sched.admission import GRANULE, KvLimits, largest_row
 
 log = logging.getLogger("phalanx.engine")
 
@@ -51,7 +51,7 @@ def find_limits(
     guard: int,
     link: LeaderLink | WorkerLink | SingleRank,
     ranks_here: int,
-) -> tuple[Limits, memory.Budget]:
+) -> tuple[KvLimits, memory.Budget]:
     """The memory limits of this group, which are those of its smallest rank, and the context that fits in them.
 
     A draft model's rows get as many tokens as the target's, from the same budget.
@@ -84,7 +84,7 @@ def find_limits(
         )
     if wanted > fits and link.rank == 0:
         log.warning("context limited to %d tokens by the KV budget (the model's own is %d)", fits, wanted)
-    limits = Limits(
+    limits = KvLimits(
         max_num_seqs=config.max_num_seqs,
         max_model_len=min(wanted, fits),
         kv_budget=budget.kv,

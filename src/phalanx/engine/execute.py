@@ -25,7 +25,7 @@ class Executor(Protocol[Logits]):
         """Run the model; logits [rows, L, V] where the forward samples or scores."""
 
 
-class Output(NamedTuple, Generic[Logits]):
+class ForwardOutput(NamedTuple, Generic[Logits]):
     """The logits of one forward, and the rows' valid KV lengths before it."""
 
     forward: Forward
@@ -36,7 +36,7 @@ class Output(NamedTuple, Generic[Logits]):
 class Execution(NamedTuple, Generic[Logits]):
     """What a step produced: outputs of forwards with logits, and how long its prefill chunks took."""
 
-    outputs: list[Output[Logits]]
+    outputs: list[ForwardOutput[Logits]]
     prefill_tokens: int
     prefill_s: float
 
@@ -51,7 +51,7 @@ def execute(step: Step, mirror: Mirror, runner: Executor[Logits]) -> Execution[L
     mirror.begin(step)
     runner.begin(step.id)
     runner.apply(step.ops)
-    outputs: list[Output[Logits]] = []
+    outputs: list[ForwardOutput[Logits]] = []
     prefill_tokens, prefill_s = 0, 0.0
     for forward in step.forwards:
         kv_len = mirror.lengths(forward)
@@ -62,5 +62,5 @@ def execute(step: Step, mirror: Mirror, runner: Executor[Logits]) -> Execution[L
             prefill_s += time.perf_counter() - before
         mirror.advance(forward)
         if logits is not None:
-            outputs.append(Output(forward, kv_len, logits))
+            outputs.append(ForwardOutput(forward, kv_len, logits))
     return Execution(outputs, prefill_tokens, prefill_s)

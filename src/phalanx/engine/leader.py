@@ -1,29 +1,30 @@
 """The leader: takes messages, plans, executes, samples, commits, answers. One thread, one loop.
 
-All policy is in the scheduler, all tokens are decided by `sched/commit.py`; this file only connects them with the
-model, with the other ranks and with the server. With no workers the leader is already the leader: what it executes is
-the plan.
+The scheduler holds all policy, and `sched/commit.py` decides all tokens. This file connects them with the model, with
+the other ranks and with the server. A leader without workers is still the leader: it executes its own plan.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import mlx.core as mx
 
 from phalanx.dist.fault_injection import Injection
-from phalanx.engine.execute import Output, execute
+from phalanx.engine.execute import Execution, execute
 from phalanx.engine.link import LeaderLink, SingleRank
 from phalanx.engine.mirror import Mirror
+from phalanx.engine.outbox import EventOutbox
+from phalanx.engine.prompt_scores import PromptScores
 from phalanx.engine.server_socket import ServerSocket
 from phalanx.engine.step_deadline import StepDeadline
+from phalanx.engine.step_timer import StepTimer
 from phalanx.engine.trace import Trace
 from phalanx.engine.worker import inject_fault, rank_stats
 from phalanx.memory import trim_heap
 from phalanx.model.runner import Runner
-from phalanx.model.sampling.sampler import score
 from phalanx.sched.commit import commit_chunk, commit_tokens
 from phalanx.sched.drafts import after_next, useful_drafts
 from phalanx.sched.plan import Commit, Forward, Order, Reset, Step, Stop
@@ -34,30 +35,24 @@ from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import line
 from phalanx.spec.verify import Verified, verify
 from phalanx.types import (
-    Batch,
     Cancel,
     EngineStats,
     Finish,
     Ping,
     Pong,
-    PromptScored,
     ResetPrefixCache,
     Shutdown,
     Submit,
     ToEngine,
-    TokenLogprobs,
 )
 
 log = logging.getLogger("phalanx.engine")
 
-REST_AFTER_S = 2.0  # seconds without work after which freed buffers are not kept for reuse any more
-MAX_ASYNC_ROWS = 4
-"""Rows of a forward that is handed over before its turn, at most. With more, somebody comes or goes more often, so that
-what was computed is of no use; and what it saves is a smaller part of a step."""
+IDLE_BEFORE_RELEASE_S = 2.0  # without work, after which the engine gives freed buffers back to the system
 
 
 class Leader:
-    """Owns the scheduler, the mirror, the model's runner, the lines to the server and to the other ranks."""
+    """Owns the scheduler, the mirror, the runner, and the connections to the server and to the other ranks."""
 
     def __init__(
         self,
@@ -66,7 +61,7 @@ class Leader:
         server_socket: ServerSocket,
         *,
         link: LeaderLink | SingleRank,
-        clock: StepDeadline,
+        deadline: StepDeadline,
         trace: Trace | None = None,
         injection: Injection | None = None,
         metadata: SamplingMetadataCache | None = None,
@@ -75,90 +70,144 @@ class Leader:
         self.scheduler = scheduler
         self.runner = runner
         self.mirror = Mirror()
-        self._server = server_socket
+        self._server_socket = server_socket
+        self._outbox = EventOutbox(server_socket)
         self._link = link
-        self._clock = clock
+        self._deadline = deadline
+        self._timer = StepTimer()
         self._trace = trace
         self._injection = injection
         self._metadata = metadata or SamplingMetadataCache()
         self._speculator = speculator
-        self._scores: dict[int, list[TokenLogprobs | None]] = {}
-        self._scored: list[PromptScored] = []
-        self._unsent: list[Batch] = []
-        self._pings: list[int] = []
-        self._reset = False  # the prefix cache was dropped: do not wait with giving memory back
-        self._kept_memory = True
+        self._prompt_scores = PromptScores()
+        self._pings: list[int] = []  # nonces to be answered after this step
+        self._release_at_once = False  # the prefix cache was dropped, and its memory should not wait
+        self._holds_memory = True  # buffers kept for reuse
         self._last_work = time.monotonic()
         self._stopping = False
-        self._step_s = 0.0
-        self._model_s = 0.0
-        self._control_s = 0.0
 
     def run(self) -> None:
         """Serve until the server says `Shutdown`."""
         while not self._stopping:
-            for message in self._server.drain(block=self._idle):
-                self._take(message)
+            for message in self._server_socket.drain(block=self._is_idle):
+                self.handle(message)
             self.step()
-            self._answer_pings()
-        self._send_events()
+            self._release_idle_memory()
+            self.answer_pings()
+        self._outbox.flush()
         self._link.send(Order(Stop()))
 
     def step(self) -> None:
-        """One step of the state machine: draft, plan, execute, verify, commit, answer."""
-        started = time.perf_counter()
-        if self._speculator is not None and self._speculator.computes:
-            self._send_events()
+        """One step: draft, schedule, broadcast, execute, verify, commit, apply, observe; then publish the events."""
+        self._timer.start()
         drafts = self._draft()
-        draft_s = time.perf_counter() - started
         step = self.scheduler.schedule(time.monotonic(), drafts)
         if step is not None:
-            if self._trace is not None:
-                self._trace.plan(step)
-            self._begin(step)
-            before, prepared = time.perf_counter(), self.runner.prepared
-            if step.ops or not self.runner.returns_early(step.forwards):
-                self._send_events()
-            execution = execute(step, self.mirror, self.runner)
-            self._send_events()
-            verified = self._sample(execution.outputs, self.runner.dispatch_next if self._comes_again(step) else None)
-            model_s = time.perf_counter() - before
-            decode_s = model_s - execution.prefill_s
-            self._model_s += model_s
-            self._link.leave(step.id)
-            self._clock.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
-            self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s, decode_s)
-            commits = self._commits(step, verified.tokens)
+            self._broadcast(step)
+            execution = self._execute(step)
+            verified = self._verify(step, execution)
+            commits = self._commit(step, verified.tokens)
             self.scheduler.apply(commits, time.monotonic(), verified.logprobs)
-            if self._speculator is not None:
-                seconds = time.perf_counter() - started - execution.prefill_s
-                took = seconds if self.runner.prepared == prepared else None
-                self._speculator.observe(step, verified.tokens, commits, took, draft_s)
-        self._collect_events(step)
-        if step is None or self.scheduler.idle:
-            self._send_events()
-        if step is not None:
-            self._kept_memory = True
-            self._last_work = time.monotonic()
-            self._step_s += time.perf_counter() - started
+            self._observe(step, execution, verified, commits)
+        self._publish(step)
+        self._timer.stop(planned=step is not None)
 
-    def _begin(self, step: Step) -> None:
+    # -- the phases of a step ----------------------------------------------------------------------------------------
+
+    def _draft(self) -> dict[int, list[int]]:
+        """Drafts by sequence number; none while a forward is in flight, which feeds one token per row."""
+        if self._speculator is None:
+            return {}
+        with self._timer.phase("draft"):
+            self._outbox.before_draft(computes=self._speculator.computes)
+            return self._speculator.draft(self.scheduler.draftable(), overlapped=self.runner.has_in_flight)
+
+    def _broadcast(self, step: Step) -> None:
         """Hand the plan to every rank, so that all begin at once."""
-        before = time.perf_counter()
-        limit_s = self._clock.limit(step)
-        if self._injection is not None:
-            inject_fault(self._injection, step.id, self.mirror)
-        self._link.send(Order(step, limit_s))
-        self._link.enter(step.id, limit_s)
-        self._control_s += time.perf_counter() - before
+        if self._trace is not None:
+            self._trace.plan(step)
+        with self._timer.phase("control"):
+            limit_s = self._deadline.limit(step)
+            if self._injection is not None:
+                inject_fault(self._injection, step.id, self.mirror)
+            self._link.send(Order(step, limit_s))
+            self._link.enter(step.id, limit_s)
+
+    def _execute(self, step: Step) -> Execution[mx.array]:
+        with self._timer.phase("model"):
+            self._outbox.before_execute(blocks=self.runner.blocks(step))
+            return execute(step, self.mirror, self.runner)
+
+    def _verify(self, step: Step, execution: Execution[mx.array]) -> Verified:
+        """Score prompts; draw behind everything else that was fed and verify the drafts, in one wait for the device."""
+        with self._timer.phase("model"):
+            self._outbox.while_computing()
+            by_number = self.scheduler.by_number
+            dispatch_next = self.runner.dispatch_next if self._rows_repeat(step) else None
+            for output in execution.outputs:
+                if output.forward.score:
+                    self._prompt_scores.add(by_number[output.forward.seqs[0]], output)
+            sampling = [(output.forward, output.logits) for output in execution.outputs if output.forward.sample]
+            verified = verify(sampling, by_number, self._metadata, self.runner.settle(), dispatch_next)
+        self._link.leave(step.id)
+        return verified
+
+    def _rows_repeat(self, step: Step) -> bool:
+        """Whether the next step probably feeds the same rows, each with the one token that is being drawn for it."""
+        if self.scheduler.waiting or not self.runner.may_dispatch_next(step.forwards):
+            return False
+        numbers = step.forwards[0].seqs
+        rows = [self.scheduler.by_number[number] for number in numbers]
+        if not all(map(after_next, rows)):
+            return False
+        return self._speculator is None or not any(map(useful_drafts, rows)) or self._speculator.can_overlap(numbers)
+
+    def _commit(self, step: Step, verified: Mapping[int, list[int]]) -> list[Commit]:
+        """One commit per row of the step; a row's last chunk and its sampling forward make one commit."""
+        commits: dict[int, Commit] = {}
+        for forward in step.forwards:
+            for number, valid in zip(forward.seqs, forward.valid, strict=True):
+                seq = self.scheduler.by_number[number]
+                commits[number] = self._commit_row(seq, forward, valid, verified)
+        return list(commits.values())
+
+    def _commit_row(self, seq: Sequence, forward: Forward, valid: int, verified: Mapping[int, list[int]]) -> Commit:
+        if forward.sample:
+            return commit_tokens(seq, len(seq.tokens) - 1, valid, verified[seq.number])
+        return commit_chunk(seq, seq.kv_len, valid)
+
+    def _observe(self, step: Step, execution: Execution[mx.array], verified: Verified, commits: list[Commit]) -> None:
+        """The deadline, the prefill budget and the speculator learn how long the step took."""
+        seconds = self._timer.elapsed_s - execution.prefill_s
+        decode_s = self._timer.phases_s["model"] - execution.prefill_s
+        self._deadline.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
+        self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s, decode_s)
+        if self._speculator is not None:
+            comparable_s = None if self.runner.captured_graph else seconds
+            self._speculator.observe(step, verified.tokens, commits, comparable_s, self._timer.phases_s["draft"])
+        self._holds_memory = True
+        self._last_work = time.monotonic()
+
+    def _publish(self, step: Step | None) -> None:
+        """Put the step's events into the outbox, and forget sequences that are over."""
+        events = [*self._prompt_scores.take_events(), *self.scheduler.take_events()]
+        self._outbox.add(step.id if step is not None else self.scheduler.step_id, events)
+        alive = self.scheduler.by_number.keys()
+        self._metadata.keep(alive)
+        self._prompt_scores.keep(alive)
+        if self._speculator is not None:
+            self._speculator.keep(alive)
+        self._outbox.after_step(idle=step is None or self.scheduler.idle)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
 
     @property
-    def _idle(self) -> bool:
-        return self.scheduler.idle and not self._pings and not self._reset
+    def _is_idle(self) -> bool:
+        """Whether there is nothing to do before the next message."""
+        return self.scheduler.idle and not self._pings and not self._release_at_once
 
-    # -- messages --------------------------------------------------------------------------------------------------
-
-    def _take(self, message: ToEngine) -> None:
+    def handle(self, message: ToEngine) -> None:
+        """Take a message from the server; it has its effect in the next step."""
         if self._trace is not None and not isinstance(message, Ping):
             self._trace.message(message)
         now = time.monotonic()
@@ -173,104 +222,37 @@ class Leader:
                 self._pings.append(message.nonce)
             case ResetPrefixCache():
                 self.scheduler.reset_prefix_cache()
-                self._reset = True
+                self._release_at_once = True
             case Shutdown():
                 self._stopping = True
 
-    def _answer_pings(self) -> None:
-        if self.scheduler.idle and (self._reset or time.monotonic() - self._last_work > REST_AFTER_S):
-            self._rest()
+    def answer_pings(self) -> None:
+        """Every ping gets the figures of now. Its answer proves that the engine loop turns, on every rank."""
         if self._pings:
-            self._send_events()
+            self._outbox.flush()  # an answer says that everything before it was said
             stats = self.stats()
             for nonce in self._pings:
-                self._server.send(Pong(nonce, stats))
+                self._server_socket.send(Pong(nonce, stats))
             self._pings.clear()
 
-    def _rest(self) -> None:
-        """An idle engine gives the buffers it keeps for reuse back to the system, once after each time of work."""
-        self._reset = False
-        if self._kept_memory:
-            self._kept_memory = False
+    def _release_idle_memory(self) -> None:
+        """An idle engine gives the buffers that it keeps for reuse back to the system, once after each time of work."""
+        idle_s = time.monotonic() - self._last_work
+        if not self.scheduler.idle or not (self._release_at_once or idle_s > IDLE_BEFORE_RELEASE_S):
+            return
+        self._release_at_once = False
+        if self._holds_memory:
+            self._holds_memory = False
             self._link.send(Order(Reset()))
             self.runner.reset()
             trim_heap()
             if self._speculator is not None:
                 log.info("%s", line(self._speculator.meter.stats()))
 
-    def _collect_events(self, step: Step | None) -> None:
-        """Note what the server has to know, and forget sequences that are over."""
-        events = [*self._scored, *self.scheduler.take_events()]
-        self._scored.clear()
-        if events:
-            self._unsent.append(Batch(step.id if step is not None else self.scheduler.step_id, events))
-        alive = self.scheduler.by_number.keys()
-        self._metadata.keep(alive)
-        if self._speculator is not None:
-            self._speculator.keep(alive)
-        if self._scores.keys() - alive:
-            self._scores = {n: s for n, s in self._scores.items() if n in alive}
-
-    def _send_events(self) -> None:
-        """Tell the server: where a device computes meanwhile, since the server, once woken, takes a processor."""
-        for batch in self._unsent:
-            self._server.send(batch)
-        self._unsent.clear()
-
-    # -- tokens ----------------------------------------------------------------------------------------------------
-
-    def _draft(self) -> dict[int, list[int]]:
-        if self._speculator is None:
-            return {}
-        return self._speculator.draft(self.scheduler.draftable(), bound=self.runner.has_in_flight)
-
-    def _comes_again(self, step: Step) -> bool:
-        """Whether the next step is probably the same rows again, each with the token that is drawn in this one."""
-        if self.scheduler.waiting or not self.runner.returns_early(step.forwards):
-            return False
-        numbers = step.forwards[0].seqs
-        rows = [self.scheduler.by_number[n] for n in numbers]
-        if len(rows) > MAX_ASYNC_ROWS or not all(map(after_next, rows)):
-            return False
-        return self._speculator is None or not any(map(useful_drafts, rows)) or self._speculator.rests(numbers)
-
-    def _sample(self, outputs: list[Output[mx.array]], meanwhile: Callable[[mx.array], None] | None) -> Verified:
-        """Score prompts; sample and verify everything else at once."""
-        for output in outputs:
-            if output.forward.score:
-                self._score(output)
-        sampling = [(output.forward, output.logits) for output in outputs if output.forward.sample]
-        return verify(sampling, self.scheduler.by_number, self._metadata, self.runner.settle(), meanwhile)
-
-    def _score(self, output: Output[mx.array]) -> None:
-        """Log-probabilities of the prompt tokens that follow the fed ones."""
-        (number,), (start,), (valid,) = output.forward.seqs, output.kv_len, output.forward.valid
-        seq = self.scheduler.by_number[number]
-        targets = seq.tokens[start + 1 : min(start + 1 + valid, seq.prompt_len)]
-        top = seq.request.prompt_logprobs or 0
-        known = self._scores.setdefault(number, [None])
-        known.extend(score(output.logits[0, : len(targets)], targets, top))
-        if len(known) == seq.prompt_len:
-            self._scored.append(PromptScored(seq.id, known))
-
-    def _commits(self, step: Step, verified: Mapping[int, list[int]]) -> list[Commit]:
-        """One commit per row of the step, chunk and sampling forward of one row taken together."""
-        commits: dict[int, Commit] = {}
-        for forward in step.forwards:
-            for number, valid in zip(forward.seqs, forward.valid, strict=True):
-                seq = self.scheduler.by_number[number]
-                commits[number] = self._commit(seq, forward, valid, verified)
-        return list(commits.values())
-
-    def _commit(self, seq: Sequence, forward: Forward, valid: int, verified: Mapping[int, list[int]]) -> Commit:
-        if forward.sample:
-            return commit_tokens(seq, len(seq.tokens) - 1, valid, verified[seq.number])
-        return commit_chunk(seq, seq.kv_len, valid)
-
-    # -- figures ---------------------------------------------------------------------------------------------------
+    # -- figures -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now; every rank has answered for itself."""
+        """Counters and gauges now; every rank reports its own."""
         ranks = self._link.report(rank_stats(0, self.mirror, self.runner))
         scheduler, counters = self.scheduler, self.scheduler.counters
         used, budget = scheduler.admission.used, scheduler.config.limits.kv_budget
@@ -287,9 +269,9 @@ class Leader:
             prefill_tokens=counters.prefill_tokens,
             generated_tokens=counters.generated_tokens,
             decode_steps=counters.decode_steps,
-            step_s=self._step_s,
-            model_s=self._model_s,
-            control_s=self._control_s,
+            step_s=self._timer.steps_s,
+            model_s=self._timer.totals_s["model"],
+            control_s=self._timer.totals_s["control"],
             active_bytes=ranks[0].active_bytes,
             peak_bytes=ranks[0].peak_bytes,
             cache_bytes=mx.get_cache_memory(),

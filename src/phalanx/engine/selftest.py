@@ -31,7 +31,7 @@ ROUND_TRIPS = 20
 SLOW_CONTROL_MS = 1.0
 
 
-class Facts(Struct, frozen=True, kw_only=True):
+class RankFacts(Struct, frozen=True, kw_only=True):
     """What must be the same on all ranks."""
 
     phalanx: str
@@ -41,13 +41,13 @@ class Facts(Struct, frozen=True, kw_only=True):
     dtype: str
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
+class SelfTestOutcome(Struct, frozen=True, kw_only=True):
     """What a rank computed."""
 
     tokens: list[int]
 
 
-def compare_facts(link: Link, facts: Facts) -> None:
+def compare_facts(link: Link, facts: RankFacts) -> None:
     """Check that all ranks run the same software on the same model.
 
     Raises:
@@ -55,7 +55,7 @@ def compare_facts(link: Link, facts: Facts) -> None:
     """
     everyone = link.share(facts)
     for rank, other in enumerate(everyone):
-        for name in Facts.__struct_fields__:
+        for name in RankFacts.__struct_fields__:
             mine, theirs = getattr(everyone[0], name), getattr(other, name)
             if mine != theirs:
                 raise GroupError(
@@ -65,7 +65,7 @@ def compare_facts(link: Link, facts: Facts) -> None:
 
 
 def self_test(
-    link: Link, runner: Runner, vocab_size: int, clock: StepDeadline, *, unchecked: int = 0
+    link: Link, runner: Runner, vocab_size: int, deadline: StepDeadline, *, unchecked: int = 0
 ) -> SelfTest | None:
     """Run the tests; None for a rank that is alone, which only warms up.
 
@@ -82,7 +82,7 @@ def self_test(
     total = 1.0 if group is None else sum_of_ranks(group)
     control_ms = _control(link) if link.size > 1 else 0.0
     before = runner.reducer.tally.reductions
-    tokens = _generate(runner, vocab_size, clock)
+    tokens = _generate(runner, vocab_size, deadline)
     _compare_tokens(link, tokens)
     if link.size == 1:
         return None
@@ -124,7 +124,7 @@ def _control(link: Link) -> float:
     return slowest * 1000
 
 
-def _generate(runner: Runner, vocab_size: int, clock: StepDeadline) -> list[int]:
+def _generate(runner: Runner, vocab_size: int, deadline: StepDeadline) -> list[int]:
     """Greedy tokens after a fixed prompt, as this rank computes them: what follows the prompt's chunks."""
     prompt = [(7919 * (i + 1)) % max(vocab_size, 2) for i in range(PROMPT)]
     capacity = -(-(PROMPT + TOKENS) // GRANULE) * GRANULE
@@ -136,7 +136,7 @@ def _generate(runner: Runner, vocab_size: int, clock: StepDeadline) -> list[int]
         chunk = prompt[start : min(start + CHUNK, PROMPT - 1)]
         before = time.perf_counter()
         runner.forward(_forward(chunk, sample=False), [length])
-        clock.observe(len(chunk), time.perf_counter() - before, 0.0)
+        deadline.observe(len(chunk), time.perf_counter() - before, 0.0)
         length += len(chunk)
     fed = prompt[-1]
     for _ in range(TOKENS):
@@ -145,7 +145,7 @@ def _generate(runner: Runner, vocab_size: int, clock: StepDeadline) -> list[int]
         assert logits is not None
         best = mx.argmax(logits[0, -1])
         mx.eval(best, runner.settle())
-        clock.observe(0, 0.0, time.perf_counter() - before)
+        deadline.observe(0, 0.0, time.perf_counter() - before)
         fed = int(cast(int, best.item()))
         tokens.append(fed)
         length += 1
@@ -159,7 +159,7 @@ def _forward(tokens: list[int], *, sample: bool) -> Forward:
 
 
 def _compare_tokens(link: Link, tokens: list[int]) -> None:
-    everyone = link.share(Outcome(tokens=tokens))
+    everyone = link.share(SelfTestOutcome(tokens=tokens))
     for rank, outcome in enumerate(everyone):
         for at, (mine, theirs) in enumerate(zip(everyone[0].tokens, outcome.tokens, strict=True)):
             if mine != theirs:

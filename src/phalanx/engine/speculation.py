@@ -137,7 +137,9 @@ def make_speculator(
         drafter = _drafter(config, vocab_size)
     comparison = None if config.compare_steps is None else Comparison(config.compare_steps)
     meter = SpecMeter(str(type(config).__struct_config__.tag), config.window, comparison)
-    return Speculator(drafter, rules.build(config, packs=scheduler.config.packs), meter, vocab_size, comparison)
+    return Speculator(
+        drafter, rules.build(config, pack_above=scheduler.config.pack_above), meter, vocab_size, comparison
+    )
 
 
 def _drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:

@@ -1,6 +1,6 @@
-"""The runner: executes buffer operations and forwards on one rank. Obeys; decides nothing (design: Lock step).
+"""The runner: executes buffer operations and forwards on one rank; decides nothing (design: Lock step).
 
-Knows arenas, slots and model calls. Does not know sequences, sampling, who commits what, or other ranks.
+Knows arenas, slots and model calls. Does not know sequences, sampling, commits or other ranks.
 """
 
 from __future__ import annotations
@@ -15,27 +15,32 @@ from mlx.nn.layers.base import Module
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import EngineError
 from phalanx.kernels import install
-from phalanx.model.cache.buffers import Arena, Snapshot
+from phalanx.model.cache.buffers import ArenaBuffers, Snapshot
 from phalanx.model.cache.layout import CacheFacts
 from phalanx.model.cache.ragged import RowView
 from phalanx.model.cpu.graph_cache import GraphCache
-from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, RowOp, Share, Store, Swap
+from phalanx.model.graphs import Graphs
+from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, RowOp, Share, Step, Store, Swap
+
+MAX_ASYNC_ROWS = 4
+"""Rows of a forward that is dispatched before its plan exists. With more rows, one of them arrives or ends more often,
+so that the result is discarded; and the time saved is a smaller part of a step."""
 
 
 class _InFlight(NamedTuple):
-    """A forward that was handed over before its turn, for it is the one that probably comes next."""
+    """A forward dispatched before its plan exists: the one that the next plan probably contains."""
 
     arena: int
     start: int
     kv_len: list[int]
-    tokens: mx.array  # [rows], drawn by the step before
+    tokens: mx.array  # [rows], drawn in the step before
     logits: mx.array  # [rows, 1, V]
 
-    def is_meant(self, fwd: Forward, kv_len: Sequence[int]) -> bool:
-        """Whether it is this forward."""
-        plain = fwd.sample and not fwd.score and len(fwd.tokens[0]) == 1
-        same = (fwd.arena, fwd.start, [*kv_len]) == (self.arena, self.start, self.kv_len)
-        return plain and same and [token for (token,) in fwd.tokens] == np.array(self.tokens).tolist()
+    def computes(self, fwd: Forward, kv_len: Sequence[int]) -> bool:
+        """Whether this is the forward that the plan asks for, token for token."""
+        one_token = fwd.sample and not fwd.score and len(fwd.tokens[0]) == 1
+        same_rows = (fwd.arena, fwd.start, [*kv_len]) == (self.arena, self.start, self.kv_len)
+        return one_token and same_rows and [token for (token,) in fwd.tokens] == np.array(self.tokens).tolist()
 
 
 class Runner:
@@ -45,7 +50,7 @@ class Runner:
         model: an mlx-lm model, its weights in memory.
         facts: what `registry.inspect` found about it.
         dtype: floating dtype of the activations.
-        reducer: what the model's layers sum over ranks with; None for a rank that is alone.
+        reducer: sums the layers' results over ranks; None for a single rank.
     """
 
     def __init__(self, model: Module, facts: CacheFacts, dtype: mx.Dtype, reducer: Reducer | None = None) -> None:
@@ -54,14 +59,16 @@ class Runner:
         self.dtype = dtype
         self.reducer = reducer or Reducer(None)
         self.samples = True
-        """Whether logits are asked for at all; a rank that only obeys need not compute them."""
-        self._graphs = GraphCache(model, facts.mask_dims, self.reducer)
+        """Whether logits are asked for at all; a worker need not compute them."""
+        ops = install.operations()
+        self._graphs = Graphs() if ops is None else GraphCache(ops, model, facts.mask_dims, self.reducer)
+        self._captured_before = 0
         self._step = 0
-        self._arenas: dict[int, Arena] = {}
+        self._arenas: dict[int, ArenaBuffers] = {}
         self._entries: dict[int, Snapshot] = {}
-        self._touched: Arena | None = None
+        self._touched: ArenaBuffers | None = None
         self._logits: mx.array | None = None
-        self._last: tuple[Forward, list[int]] | None = None  # that sampled one token per row, and lengths before it
+        self._last: tuple[Forward, list[int]] | None = None  # sampled one token per row; lengths before it
         self._in_flight: _InFlight | None = None
 
     @property
@@ -75,8 +82,9 @@ class Runner:
         return sum(entry.nbytes for entry in self._entries.values())
 
     def begin(self, step: int) -> None:
-        """A step begins: what goes wrong from now on is reported with its number."""
+        """A step begins: faults from now on are reported with its number."""
         self._step = step
+        self._captured_before = self._graphs.captured
         self.reducer.begin(step)
 
     def apply(self, ops: Sequence[RowOp]) -> None:
@@ -92,11 +100,11 @@ class Runner:
             self._apply(op)
 
     def forward(self, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
-        """Feed tokens; `kv_len[i]` is the valid length of row `start + i` before.
+        """Feed tokens; `kv_len[i]` is the valid length of row `start + i` before the forward.
 
         Returns:
             Logits `[rows, L, V]` (packed: `[tokens, 1, V]`), not evaluated, when the plan samples or scores and this
-            rank does: evaluate them together with `settle()`. Otherwise None, with the caches evaluated.
+            rank does too: evaluate them together with `settle()`. Otherwise None, with the caches evaluated.
 
         Raises:
             EngineError: the buffers are too short, or a recurrent row would be padded or rolled back.
@@ -105,7 +113,7 @@ class Runner:
         self._flush()
         arena = self._arena(fwd.arena)
         arena.check_state(fwd.start, kv_len)
-        ahead, self._in_flight, self._last = self._in_flight, None, None
+        in_flight, self._in_flight, self._last = self._in_flight, None, None
         if self.facts.recurrent and min(fwd.valid) < len(fwd.tokens[0]):
             raise EngineError("Rows with recurrent state cannot be padded.")
         if fwd.packed:
@@ -114,8 +122,8 @@ class Runner:
             logits = self._rows_in_turn(arena, fwd, kv_len)
         else:
             view = self._view(arena, fwd.start, kv_len, len(fwd.tokens[0]), fwd.sample)
-            if ahead is not None and ahead.is_meant(fwd, kv_len):
-                logits = ahead.logits
+            if in_flight is not None and in_flight.computes(fwd, kv_len):
+                logits = in_flight.logits
                 arena.open(view, [length + 1 for length in kv_len])
                 arena.close()
             else:
@@ -130,29 +138,44 @@ class Runner:
         return None
 
     @property
-    def prepared(self) -> int:
-        """Forwards so far that took longer than their like, because they were also prepared to be replayed."""
-        return self._graphs.tried
+    def captured_graph(self) -> bool:
+        """Whether this step captured a graph, so that it took longer than its like."""
+        return self._graphs.captured > self._captured_before
 
-    def returns_early(self, forwards: Sequence[Forward]) -> bool:
-        """Whether these forwards are handed to the device without waiting for any of it: a single sampling one, of a
-        rank that is alone."""
-        alone = self.reducer.size == 1 and not self.facts.one_row
-        return alone and len(forwards) == 1 and forwards[0].sample
+    @property
+    def replay_limit(self) -> int:
+        """Largest model call that is replayed, in rows x tokens per row; 0 where every call is built anew."""
+        return self._graphs.max_tokens
+
+    def blocks(self, step: Step) -> bool:
+        """Whether executing this step waits for the device before its logits are evaluated."""
+        return bool(step.ops) or not self._is_async(step.forwards)
+
+    def _is_async(self, forwards: Sequence[Forward]) -> bool:
+        """Whether these forwards are dispatched without waiting: one sampling forward, on a single rank."""
+        single = self.reducer.size == 1 and not self.facts.one_row
+        return single and len(forwards) == 1 and forwards[0].sample
+
+    # -- async scheduling ------------------------------------------------------------------------------------------
 
     @property
     def has_in_flight(self) -> bool:
-        """Whether a forward has been handed over before its turn."""
+        """Whether the next forward has been dispatched already."""
         return self._in_flight is not None
 
-    def dispatch_next(self, tokens: mx.array) -> None:
-        """Hand over the forward that comes next if nothing happens: the rows of the last one, a token later.
+    def may_dispatch_next(self, forwards: Sequence[Forward]) -> bool:
+        """Whether `dispatch_next` may follow these forwards: they do not wait, and their rows are few."""
+        return self._is_async(forwards) and len(forwards[0].seqs) <= MAX_ASYNC_ROWS
 
-        What the processor does with a token after it has been drawn takes as long as a few layers; the device computes
-        meanwhile. If something else comes, what was computed is forgotten: it lies behind all rows' lengths.
+    def dispatch_next(self, tokens: mx.array) -> None:
+        """Dispatch the forward that comes next if nothing changes: the rows of the last one, a token later.
+
+        After a token has been drawn the processor works on it for as long as a few layers take; the device computes
+        the next forward meanwhile. If the plan asks for another forward, the result is discarded: it lies behind all
+        rows' lengths.
 
         Args:
-            tokens: uint32 [rows], what the last forward's logits give, being computed.
+            tokens: uint32 [rows], drawn from the last forward's logits, still being computed.
         """
         if self._last is None or self.reducer.size > 1:
             return
@@ -167,31 +190,33 @@ class Runner:
             self._in_flight = _InFlight(fwd.arena, fwd.start, kv_len, tokens, logits)
 
     def _discard_in_flight(self) -> None:
-        """Wait for it: what it reads and writes may be moved or given back."""
+        """Wait until it is computed: the buffers that it reads and writes may be moved or freed next."""
         if self._in_flight is not None:
             mx.eval(self._in_flight.logits)
         self._in_flight = self._last = None
 
+    # -- model calls -----------------------------------------------------------------------------------------------
+
     def settle(self) -> list[mx.array]:
-        """Cache arrays the last forward wrote, to be evaluated together with its logits."""
+        """Cache arrays that the last forward wrote, to be evaluated together with its logits."""
         return self._touched.touched() if self._touched is not None else []
 
     def reset(self) -> None:
-        """Forget results nobody evaluated and calls that are replayed; give MLX's cached buffers back to the system."""
+        """Free all that can be made again: results not evaluated, captured graphs, MLX's cached buffers."""
         self._discard_in_flight()
         self._logits = self._touched = None
-        self._graphs.rest()
+        self._graphs.reset()
         mx.clear_cache()
 
-    def _view(self, arena: Arena, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
-        # Drafts beyond a window are masked by arrays, which change with the position; native attention takes lengths.
+    def _view(self, arena: ArenaBuffers, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
+        # Drafts beyond a window are masked by arrays, which change with the position. Native attention takes lengths.
         beyond = sample and length > 1 and any(max(kv_len) + length > window for window in arena.windows)
         ragged = beyond and not self.facts.one_row and install.active()
         return RowView(start, kv_len, length, mask_dims=self.facts.mask_dims, prefill=not sample, ragged=ragged)
 
     def _call(
         self,
-        arena: Arena,
+        arena: ArenaBuffers,
         view: RowView,
         tokens: Sequence[Sequence[int]],
         kv_len: Sequence[int],
@@ -199,8 +224,8 @@ class Runner:
     ) -> mx.array | None:
         """One model call over rows of one arena; logits [rows, L, V] where they are asked for."""
         arena.open(view, [length + n for length, n in zip(kv_len, valid, strict=True)])
-        if (answer := self._graphs.call(arena, view, tokens, samples=self.samples)) is not None:
-            logits, sums = answer
+        if (replayed := self._graphs.call(arena, view, tokens, samples=self.samples)) is not None:
+            logits, sums = replayed
         else:
             caches: list[Any] = list(arena.caches)  # a copy: models may extend the list
             logits = self.model(mx.array([list(row) for row in tokens], dtype=mx.int32), cache=caches)
@@ -210,15 +235,15 @@ class Runner:
             self._agree(arena, sums, logits)
         return logits if self.samples else None
 
-    def _agree(self, arena: Arena, sums: list[mx.array], logits: mx.array | None) -> None:
-        """Evaluate all collectives of a call, the same arrays in the same order on every rank, and judge them.
+    def _agree(self, arena: ArenaBuffers, sums: list[mx.array], logits: mx.array | None) -> None:
+        """Evaluate all collectives of a call, the same arrays in the same order on every rank, and check them.
 
-        The logits come after them, on the rank that samples; unless mlx-lm has collectives of its own there.
+        The rank that samples evaluates the logits later, unless mlx-lm has collectives of its own in them.
         """
         mx.eval(*sums, *arena.touched(), *([logits] if self.reducer.foreign else []))
         self.reducer.judge(self._step, sums)
 
-    def _packed(self, arena: Arena, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+    def _packed(self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
         """A call without padding: each token is a row of its own; logits [tokens, 1, V]."""
         if not install.active():
             raise EngineError(
@@ -229,20 +254,20 @@ class Runner:
         tokens = [(token,) for row, n in zip(fwd.tokens, fwd.valid, strict=True) for token in row[:n]]
         return self._call(arena, view, tokens, kv_len, fwd.valid)
 
-    def _rows_in_turn(self, arena: Arena, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
-        """For models that take one position for all rows: a call per row, without padding; logits padded with 0."""
+    def _rows_in_turn(self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+        """For models that take one position for all rows: one call per row, without padding; logits padded with 0."""
         width = len(fwd.tokens[0])
         parts = []
         for i, (row, n) in enumerate(zip(fwd.tokens, fwd.valid, strict=True)):
             view = self._view(arena, fwd.start + i, kv_len[i : i + 1], n, fwd.sample)
             part = self._call(arena, view, [row[:n]], kv_len[i : i + 1], [n])
-            mx.eval([] if part is None else part, arena.touched())  # before the next row writes (`arena.py` says why)
+            mx.eval([] if part is None else part, arena.touched())  # before the next row writes (see `buffers.py`)
             if part is not None:
                 parts.append(mx.pad(part, [(0, 0), (0, width - n), (0, 0)]) if n < width else part)
         return mx.concatenate(parts) if parts else None
 
     def _flush(self) -> None:
-        """Evaluate what an earlier forward of the step left lazy (`arena.py` says why)."""
+        """Evaluate what an earlier forward of the step left lazy (see `buffers.py`)."""
         if self._logits is not None and self._touched is not None:
             mx.eval(self._logits, self._touched.touched())
         self._logits = None
@@ -276,12 +301,12 @@ class Runner:
     def _resize(self, op: Resize) -> None:
         arena = self._arenas.get(op.arena)
         if arena is None:
-            arena = self._arenas[op.arena] = Arena(self.facts.layouts)
+            arena = self._arenas[op.arena] = ArenaBuffers(self.facts.layouts)
         arena.resize(op.rows, op.capacity)
         if op.rows == 0:
             del self._arenas[op.arena]
 
-    def _arena(self, number: int) -> Arena:
+    def _arena(self, number: int) -> ArenaBuffers:
         arena = self._arenas.get(number)
         if arena is None:
             raise EngineError(f"Arena {number} was never sized.")

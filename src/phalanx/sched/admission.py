@@ -15,7 +15,7 @@ GRANULE = 256  # tokens; capacities are multiples of it
 SMALLEST_THRESHOLD = 1024
 
 
-class Limits(Struct, frozen=True, kw_only=True):
+class KvLimits(Struct, frozen=True, kw_only=True):
     """Constants of one engine."""
 
     max_num_seqs: int
@@ -52,7 +52,7 @@ def largest_row(kv_budget: int, bytes_per_token: int, bytes_per_row: int) -> int
 class Admission:
     """Spends the budget on a layout's arenas by resizing them."""
 
-    def __init__(self, limits: Limits, layout: Layout) -> None:
+    def __init__(self, limits: KvLimits, layout: Layout) -> None:
         self.limits = limits
         self.layout = layout
 

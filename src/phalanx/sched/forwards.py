@@ -1,7 +1,7 @@
-"""Rows into rectangles: the forwards of one step, once it is decided what each row computes.
+"""Groups rows into rectangles: the forwards of one step, once `scheduler.py` has decided what each row computes.
 
-A forward runs over neighbouring slots of one arena, as many tokens for each. Knows slots and lengths; which rows run
-and how many tokens they get is decided in `scheduler.py`.
+A forward runs over neighbouring slots of one arena and feeds the same number of tokens to each. Knows slots and
+lengths; does not know which rows should run, nor why.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from phalanx.sched.arena import Arena, Layout
 from phalanx.sched.plan import Forward
 from phalanx.sched.sequence import Sequence
 
-REPLAYED = 32
-"""Tokens up to which ranks keep a rectangle's call and do it again; they build every call that is packed."""
-
 
 def prefill_forwards(layout: Layout, rows: list[Sequence], chunks: Mapping[int, int], *, pad: bool) -> list[Forward]:
-    """The chunks of these rows.
+    """Prefill forwards for these rows.
 
     Args:
         chunks: sequence number -> tokens to compute, >= 1 for every row.
@@ -34,13 +31,14 @@ def prefill_forwards(layout: Layout, rows: list[Sequence], chunks: Mapping[int, 
 
 
 def decode_forwards(
-    arena: Arena, drafts: Mapping[int, Seq[int]], *, fresh_alone: bool, packs: bool = False
+    arena: Arena, drafts: Mapping[int, Seq[int]], *, fresh_alone: bool, pack_above: int | None = None
 ) -> list[Forward]:
     """Sampling forwards over an arena's decoding rows: one, unless rows without any state must be fed alone.
 
     Args:
-        drafts: sequence number -> tokens to verify; the arena has room for the longest behind every row.
-        packs: whether the ranks can leave out what pads rows.
+        drafts: sequence number -> tokens to verify; the arena has room for the longest draft behind every row.
+        fresh_alone: rows that have computed nothing get a forward of their own (recurrent state).
+        pack_above: as in `SchedulerConfig`.
     """
     runs: list[list[Sequence]] = []
     joinable = False
@@ -51,21 +49,28 @@ def decode_forwards(
         else:
             runs.append([row])
         joinable = not alone
-    return [_decode_forward(arena, run, drafts, packs=packs) for run in runs]
+    return [_decode_forward(arena, run, drafts, pack_above) for run in runs]
 
 
-def computed(rows: int, tokens: int, widest: int, *, packs: bool) -> int:
-    """Tokens that a sampling forward computes for rows that are fed so many together, and so many at most."""
-    return tokens if packs and _is_packed(rows, tokens, widest) else rows * widest
+def computed(rows: int, tokens: int, widest: int, *, pack_above: int | None) -> int:
+    """Tokens that a sampling forward computes, padding included.
+
+    Args:
+        rows: that the forward feeds.
+        tokens: fed to all rows together.
+        widest: tokens fed to the row with the longest draft.
+        pack_above: as in `SchedulerConfig`.
+    """
+    return tokens if _is_packed(rows, tokens, widest, pack_above) else rows * widest
 
 
-def _is_packed(rows: int, tokens: int, widest: int) -> bool:
-    """Whether leaving padding out is worth a call that is built anew."""
-    return tokens < rows * widest > REPLAYED
+def _is_packed(rows: int, tokens: int, widest: int, pack_above: int | None) -> bool:
+    """Whether the forward is fed without padding: a packed call is never replayed, so a small one stays padded."""
+    return pack_above is not None and tokens < rows * widest > pack_above
 
 
 def _joins(layout: Layout, group: list[Sequence], row: Sequence, chunks: Mapping[int, int]) -> bool:
-    """Whether a row's chunk may share a rectangle: neighbours, little padding, room for the padding."""
+    """Whether a row's chunk may share the group's rectangle: neighbours, little padding, room for the padding."""
     last = group[-1]
     if row.arena != last.arena or row.slot != last.slot + 1 or row.wants_scores or last.wants_scores:
         return False
@@ -95,7 +100,9 @@ def _chunk_forward(rows: list[Sequence], chunks: Mapping[int, int]) -> Forward:
     )
 
 
-def _decode_forward(arena: Arena, rows: list[Sequence], drafts: Mapping[int, Seq[int]], *, packs: bool) -> Forward:
+def _decode_forward(
+    arena: Arena, rows: list[Sequence], drafts: Mapping[int, Seq[int]], pack_above: int | None
+) -> Forward:
     fed = [(row.tokens[-1], *drafts.get(row.number, ())) for row in rows]
     valid = tuple(map(len, fed))
     width = max(valid)
@@ -106,5 +113,5 @@ def _decode_forward(arena: Arena, rows: list[Sequence], drafts: Mapping[int, Seq
         tokens=tuple((*tokens, *(0,) * (width - len(tokens))) for tokens in fed),
         valid=valid,
         sample=True,
-        packed=packs and _is_packed(len(rows), sum(valid), width),
+        packed=_is_packed(len(rows), sum(valid), width, pack_above),
     )

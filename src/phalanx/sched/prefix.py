@@ -23,7 +23,7 @@ class Hit(NamedTuple):
     length: int
 
 
-class _Entry(NamedTuple):
+class _PrefixEntry(NamedTuple):
     salt: str
     tokens: array[int]
     blocks: list[int]
@@ -60,7 +60,7 @@ class PrefixIndex:
         self._bytes_per_token = bytes_per_token
         self._bytes_per_row = bytes_per_row
         self._exact_only = exact_only
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._entries: OrderedDict[int, _PrefixEntry] = OrderedDict()
         self._by_block: dict[int, dict[int, None]] = {}  # block hash -> entries that contain it, oldest first
         self._next = 0
 
@@ -114,7 +114,7 @@ class PrefixIndex:
             evicted.append(number)
         number = self._next
         self._next += 1
-        self._entries[number] = _Entry(salt, kept, blocks, n_bytes)
+        self._entries[number] = _PrefixEntry(salt, kept, blocks, n_bytes)
         for block in blocks:
             self._by_block.setdefault(block, {})[number] = None
         self.used += n_bytes
@@ -127,7 +127,7 @@ class PrefixIndex:
             self._drop(number)
         return numbers
 
-    def _usable(self, entry: _Entry, salt: str, known: array[int]) -> int:
+    def _usable(self, entry: _PrefixEntry, salt: str, known: array[int]) -> int:
         if entry.salt != salt:
             return 0
         length = common_prefix(entry.tokens, known, len(known))

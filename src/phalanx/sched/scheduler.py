@@ -16,7 +16,7 @@ from types import MappingProxyType
 import msgspec
 from msgspec import Struct
 
-from phalanx.sched.admission import Admission, Limits
+from phalanx.sched.admission import Admission, KvLimits
 from phalanx.sched.arena import Layout
 from phalanx.sched.drafts import Drafts, fit_drafts, useful_drafts
 from phalanx.sched.forwards import decode_forwards, prefill_forwards
@@ -28,16 +28,16 @@ from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """Constants of one engine, beside the memory `Limits`."""
+    """Constants of one engine, beside the memory `KvLimits`."""
 
-    limits: Limits
+    limits: KvLimits
     max_num_batched_tokens: int
     target_step_s: float
     prefix_budget: int  # bytes
     recurrent: bool = False  # rows hold recurrent state: no padding, a fresh row alone, prefixes whole
     first_chunk: int = SMALLEST_CHUNK  # until the machine's speed is known; doubled from step to step at most
     largest_logits: int = 256  # tokens x vocabulary: of a chunk that is scored, of all rows with their drafts
-    packs: bool = False  # all ranks can leave out what pads rows with drafts
+    pack_above: int | None = None  # rectangles of more tokens are fed without padding; None: ranks cannot
 
 
 class Counters(Struct):
@@ -385,11 +385,11 @@ class Scheduler:
     def _decode_forwards(self, drafts: Drafts) -> list[Forward]:
         """Sampling forwards for the decoding rows of each arena."""
         alone = self.config.recurrent
-        packs = self.config.packs
+        above = self.config.pack_above
         found = [
             forward
             for arena in self.layout.arenas
-            for forward in decode_forwards(arena, drafts, fresh_alone=alone, packs=packs)
+            for forward in decode_forwards(arena, drafts, fresh_alone=alone, pack_above=above)
         ]
         self.counters.decode_steps += bool(found)
         return found

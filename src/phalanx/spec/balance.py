@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from phalanx.sched.forwards import REPLAYED, computed
+from phalanx.sched.forwards import computed
 from phalanx.spec.control import Committed, Took, in_turn
 from phalanx.spec.cost import CostCurve, width
 from phalanx.spec.drafters import Draft
@@ -76,17 +76,17 @@ class CostControl:
     When neither purse has anything for asking, the control sleeps until the share has earned it.
     """
 
-    def __init__(self, most: int, *, cheap: bool, share: float = SHARE, packs: bool = False) -> None:
+    def __init__(self, most: int, *, cheap: bool, share: float = SHARE, pack_above: int | None = None) -> None:
         """
         Args:
             most: largest number of drafted tokens per sequence and step.
             cheap: drafting takes next to nothing (a lookup), so every sequence may as well be drafted for.
             share: of the time, for what brings no gain.
-            packs: whether rows with drafts of several lengths can be computed without padding.
+            pack_above: as in `SchedulerConfig`.
         """
         self._most = most
         self._cheap = cheap
-        self._packs = packs
+        self._pack_above = pack_above
         self._purses = Purses(share)
         self._saved_for = 0.0  # share of what is being read that the savings pay for
         self._costs = CostCurve()
@@ -325,13 +325,13 @@ class CostControl:
         for k in range(1, 1 + longest):
             gained += sum(row[k - 1] for row in chances if len(row) >= k)
             yield tuple(min(k, len(row)) for row in chances), gained
-        if self._packs and self._n_rows * (1 + longest) > REPLAYED:
+        if self._pack_above is not None and self._n_rows * (1 + longest) > self._pack_above:
             yield from _likeliest(chances, max(1, self._n_rows // 2))
 
     def _width(self, rows: int, takes: Collection[int]) -> float:
         """Of a step that verifies so many."""
         tokens = rows + sum(takes)
-        return width(rows, computed(rows, tokens, 1 + max(takes, default=0), packs=self._packs))
+        return width(rows, computed(rows, tokens, 1 + max(takes, default=0), pack_above=self._pack_above))
 
     def _settle(self, rows: int, width: float, gained: float, took: Took) -> None:
         """Measure the step and pay for it.

@@ -17,8 +17,8 @@ REST = 20
 """Windows for which it then rests before it begins anew; the field's own did not."""
 
 
-def build(config: SpeculativeConfig, *, packs: bool = False) -> Control:
-    """The control that a configuration asks for; `packs` as of `CostControl`."""
+def build(config: SpeculativeConfig, *, pack_above: int | None = None) -> Control:
+    """The control that a configuration asks for; `pack_above` as in `SchedulerConfig`."""
     control: Control
     most = config.num_speculative_tokens
     match config.control:
@@ -29,7 +29,9 @@ def build(config: SpeculativeConfig, *, packs: bool = False) -> Control:
             control = FloorControl(most, floor=floor, window=config.window)
         case "cost":
             share = SHARE if config.probe_share is None else config.probe_share
-            control = CostControl(most, cheap=not isinstance(config, DraftModelSpeculation), share=share, packs=packs)
+            control = CostControl(
+                most, cheap=not isinstance(config, DraftModelSpeculation), share=share, pack_above=pack_above
+            )
     if config.disable_by_batch_size is not None:
         control = UpToBatch(control, config.disable_by_batch_size)
     return control

@@ -55,7 +55,7 @@ class Speculator:
         """Whether drafting takes as long as a model does."""
         return self._drafter.computes
 
-    def rests(self, numbers: Collection[int]) -> bool:
+    def can_overlap(self, numbers: Collection[int]) -> bool:
         """Whether the next step of these sequences would hardly have drafts, nor wait for a drafter."""
         if self._nap or not (self._comparison is None or self._comparison.next_may_draft):
             return True
@@ -64,12 +64,12 @@ class Speculator:
         self._telling_s += time.perf_counter() - before
         return rests
 
-    def draft(self, draftable: Mapping[Sequence, int], *, bound: bool = False) -> dict[int, list[int]]:
+    def draft(self, draftable: Mapping[Sequence, int], *, overlapped: bool = False) -> dict[int, list[int]]:
         """Drafts for decoding rows.
 
         Args:
             draftable: decoding row -> how many drafts are of use to it.
-            bound: the step takes none. What a lookup finds is judged by what comes all the same.
+            overlapped: the step takes none. What a lookup finds is judged by what comes all the same.
 
         Returns:
             Sequence number -> at least one token; rows without are absent.
@@ -85,7 +85,7 @@ class Speculator:
             if self._sleepers == {seq.number for seq in draftable}:
                 return {}
             self._wake()
-        if bound and self.computes and not self._refused:
+        if overlapped and self.computes and not self._refused:
             self._control.forgo({})
             return {}
         for seq in draftable:
@@ -97,10 +97,10 @@ class Speculator:
         room = {seq.number: useful for seq, useful in draftable.items()}
         unread = self._read(room)
         useful = {number: 0 if number in unread else n for number, n in room.items()}
-        wanted = self._control.want(useful, bound=bound)
+        wanted = self._control.want(useful, bound=overlapped)
         drafts = self._drafter.draft(wanted) if wanted else {}
         known = {number: cut for number, draft in drafts.items() if (cut := self._known(draft)).tokens}
-        if bound:
+        if overlapped:
             self._control.forgo(known)
             return {}
         return {number: known[number].tokens[:k] for number, k in self._control.choose(known).items()}

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 
 from phalanx.engine.execute import execute
 from phalanx.engine.mirror import Mirror
-from phalanx.sched.admission import Limits
+from phalanx.sched.admission import KvLimits
 from phalanx.sched.commit import accept, commit_chunk, commit_tokens
 from phalanx.sched.plan import (
     Admit,
@@ -212,7 +212,7 @@ def make_request(seq_id: str, prompt: list[int], max_tokens: int = 8, **more) ->
 
 
 def make_config(**more) -> SchedulerConfig:
-    limits = Limits(
+    limits = KvLimits(
         max_num_seqs=more.pop("max_num_seqs", 4),
         max_model_len=more.pop("max_model_len", 2048),
         kv_budget=more.pop("kv_budget", 1 << 20),

@@ -6,7 +6,7 @@ import pytest
 from simulation import VOCAB, Simulation, half_right, make_config, make_request, next_token, reference
 
 from phalanx.sched.commit import accept
-from phalanx.sched.forwards import REPLAYED, computed
+from phalanx.sched.forwards import computed
 from phalanx.sched.plan import Forward
 
 PROMPTS = [[(7 * i + j) % VOCAB for j in range(1 + 19 * i % 90)] for i in range(12)]
@@ -64,14 +64,14 @@ def test_rows_of_one_forward_have_different_widths():
 
 
 def test_padding_is_left_out_where_much_would_be_computed():
-    sims = {packs: run(half_right(2), max_num_seqs=12, packs=packs) for packs in (False, True)}
-    assert not any(f.packed for f in sampling(sims[False]))
-    for forward in sampling(sims[True]):
+    never, above_32 = (run(half_right(2), max_num_seqs=12, pack_above=limit) for limit in (None, 32))
+    assert not any(f.packed for f in sampling(never))
+    for forward in sampling(above_32):
         rows, tokens, widest = len(forward.valid), sum(forward.valid), max(forward.valid)
-        assert forward.packed == (tokens < rows * widest > REPLAYED)
-        assert computed(rows, tokens, widest, packs=True) == (tokens if forward.packed else rows * widest)
-        assert computed(rows, tokens, widest, packs=False) == rows * widest
-    packed = [f.packed for f in sampling(sims[True])]
+        assert forward.packed == (tokens < rows * widest > 32)
+        assert computed(rows, tokens, widest, pack_above=32) == (tokens if forward.packed else rows * widest)
+        assert computed(rows, tokens, widest, pack_above=None) == rows * widest
+    packed = [f.packed for f in sampling(above_32)]
     assert any(packed) and not all(packed)
 
 

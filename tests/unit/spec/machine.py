@@ -135,7 +135,7 @@ class World:
         drafting = self.drafting_s * max(wanted.values(), default=0)
         late = self.waiting * self.curve(rows, 1) if self.ahead and not self.bound else 0.0
         tokens = rows + sum(chosen.values())
-        step_s = self.curve(rows, computed(rows, tokens, width, packs=True) / rows if self.packs else width)
+        step_s = self.curve(rows, computed(rows, tokens, width, pack_above=32) / rows if self.packs else width)
         seconds = (step_s + late) * (1 + self.noise * self.chance.uniform(-1, 1)) + drafting
         if self.noise and self.steps % 29 == 28:
             seconds *= 3

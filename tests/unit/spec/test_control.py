@@ -67,7 +67,7 @@ class TestPacked:
     """Sixteen rows, of which each has as many drafts as are worth it."""
 
     def control(self, packs: bool) -> CostControl:
-        return CostControl(8, cheap=True, packs=packs)
+        return CostControl(8, cheap=True, pack_above=32 if packs else None)
 
     @pytest.mark.parametrize("noise", [0.0, 0.1])
     @pytest.mark.parametrize("curve", CURVES)

@@ -100,7 +100,7 @@ def test_steps_whose_requests_all_refuse_drafts_are_only_learned_from():
     spec, recorder = speculator({0: [7]})
     commit = Commit(seq=0, tokens=(7,), computed=3, kv_len=3)
     refusing = row(0, [1, 2], most_drafts=0)
-    assert spec.draft({refusing: 0}) == spec.draft({refusing: 0}, bound=True) == {}
+    assert spec.draft({refusing: 0}) == spec.draft({refusing: 0}, overlapped=True) == {}
     spec.observe(decoding({0: (2,)}), {0: [7]}, [commit], 0.5, 0.1)
     assert recorder.heard == [("begin", 0, [1, 2], "key"), ("extend", 0, [7])]
     spec.draft({refusing: 0, row(1, [1]): 5})
@@ -185,7 +185,7 @@ def test_a_step_that_takes_no_drafts_still_judges_what_a_lookup_finds():
 
     judge = Judge({0: [7, 8]})
     spec = Speculator(judge, judge, SpecMeter("test"), VOCAB)
-    assert spec.draft({row(0, [1, 2]): 10}, bound=True) == {}
+    assert spec.draft({row(0, [1, 2]): 10}, overlapped=True) == {}
     assert judge.heard == [("begin", 0, [1, 2], "key"), ("forgo", {0: [7, 8]})]
 
 
@@ -199,7 +199,7 @@ def test_nobody_is_asked_while_the_control_sleeps():
 
     def step(rows: Mapping[int, Row]) -> dict[int, list[int]]:
         drafts = spec.draft(dict.fromkeys(rows.values(), 10))
-        spec.rests(rows)
+        spec.can_overlap(rows)
         commits = [Commit(seq=number, tokens=(5,), computed=3, kv_len=3) for number in rows]
         spec.observe(decoding(dict.fromkeys(rows, (2,))), {number: [5] for number in rows}, commits, 0.5, 0.1)
         return drafts
@@ -233,7 +233,7 @@ def test_a_model_is_not_asked_for_a_step_that_takes_no_drafts():
 
     model = Model({0: [7, 8]})
     spec = Speculator(model, model, SpecMeter("test"), VOCAB)
-    assert spec.draft({row(0, [1, 2]): 10}, bound=True) == {}
+    assert spec.draft({row(0, [1, 2]): 10}, overlapped=True) == {}
     assert model.heard == []
     assert spec.draft({row(0, [1, 2]): 10}) == {0: [7, 8]}
 
@@ -268,7 +268,7 @@ def test_steps_that_are_compared_with_cost_nothing_and_are_told_of_afterwards():
     def step(token: int) -> dict[int, list[int]]:
         drafts = spec.draft({one: 10})
         recorder.heard.append(("step",))
-        spec.rests({0})
+        spec.can_overlap({0})
         commit = Commit(seq=0, tokens=(token,), computed=3, kv_len=3)
         spec.observe(decoding({0: (2,)}), {0: [token]}, [commit], 0.5, 0.1)
         return drafts

@@ -29,7 +29,7 @@ class Snapshot:
         self.nbytes = sum(array.nbytes for part in parts for array in part)
 
 
-class Arena:
+class ArenaBuffers:
     """The buffers of one arena. `caches` is the cache list for the model's call."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
@@ -101,7 +101,7 @@ class Arena:
             leaf.paste(slot, part, length)
         mx.eval(self.arrays())
 
-    def copy(self, src: int, target: Arena, dst: int, length: int | None = None) -> None:
+    def copy(self, src: int, target: ArenaBuffers, dst: int, length: int | None = None) -> None:
         """Copy the first `length` tokens (None: all written ones) of a row into a slot of an arena, maybe this one."""
         self._check_live(src)
         target._check(dst)

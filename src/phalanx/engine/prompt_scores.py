@@ -1,0 +1,50 @@
+"""Log-probabilities of prompt tokens (`prompt_logprobs`), collected over the chunks of a prompt.
+
+Does not know when a prompt is computed (`sched/scheduler.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import mlx.core as mx
+
+from phalanx.engine.execute import ForwardOutput
+from phalanx.model.sampling.sampler import score
+from phalanx.sched.sequence import Sequence
+from phalanx.types import PromptScored, TokenLogprobs
+
+
+class PromptScores:
+    """Scores by sequence number, until a prompt is complete."""
+
+    def __init__(self) -> None:
+        self._scores: dict[int, list[TokenLogprobs | None]] = {}
+        self._complete: list[PromptScored] = []
+
+    def add(self, seq: Sequence, output: ForwardOutput[mx.array]) -> None:
+        """Score the prompt tokens that follow the fed ones.
+
+        Args:
+            output: of a forward that scores, which has one row.
+
+        Raises:
+            NonFiniteLogits: as `score`.
+        """
+        (start,), (valid,) = output.kv_len, output.forward.valid
+        targets = seq.tokens[start + 1 : min(start + 1 + valid, seq.prompt_len)]
+        top = seq.request.prompt_logprobs or 0
+        scores = self._scores.setdefault(seq.number, [None])
+        scores.extend(score(output.logits[0, : len(targets)], targets, top))
+        if len(scores) == seq.prompt_len:
+            self._complete.append(PromptScored(seq.id, scores))
+
+    def take_events(self) -> list[PromptScored]:
+        """Prompts completed since the last call."""
+        events, self._complete = self._complete, []
+        return events
+
+    def keep(self, alive: Collection[int]) -> None:
+        """All other sequences are over."""
+        for number in [number for number in self._scores if number not in alive]:
+            del self._scores[number]

@@ -1,0 +1,53 @@
+"""The seam between the runner and captured graphs: what the runner asks for, and the answer where none are kept.
+
+With the native kernels a runner asks `cpu/graph_cache.py`; with MLX's own kernels it asks the base class below, so that
+nothing of the graph cache runs there. Does not know how a model call is captured or replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from phalanx.model.cache.buffers import ArenaBuffers
+from phalanx.model.cache.ragged import RowView
+
+
+class Replayed(NamedTuple):
+    """The result of a replayed model call, not evaluated."""
+
+    logits: mx.array | None  # [rows, L, V]; None: not asked for
+    sums: list[mx.array]  # as from `Reducer.finish`
+
+
+class Graphs:
+    """Captured graphs of one model. This base class keeps none: every model call is built anew."""
+
+    max_tokens = 0
+    """Largest model call that is replayed, in rows x tokens per row."""
+    captured = 0
+    """Graphs captured so far. A forward that captures one takes longer than its like."""
+
+    def call(
+        self, arena: ArenaBuffers, view: RowView, tokens: Sequence[Sequence[int]], *, samples: bool = True
+    ) -> Replayed | None:
+        """Replay the model call for an opened arena, its caches written; None where the runner has to call the model.
+
+        Args:
+            tokens: [rows, L].
+            samples: whether logits are asked for.
+        """
+        return None
+
+    def call_in_flight(self, arena: ArenaBuffers, view: RowView, tokens: mx.array) -> mx.array | None:
+        """Replay the model call for tokens [rows, L] that the device is still computing.
+
+        Returns:
+            Logits [rows, L, V], not evaluated; None where no graph of this call is captured.
+        """
+        return None
+
+    def reset(self) -> None:
+        """Free the memory of all captured graphs."""
