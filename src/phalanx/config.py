@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from phalanx.errors import ConfigError
 
 DEFAULT_PORT = 8000
+MIB = 1 << 20
 GIB = 1 << 30
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -136,11 +137,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """All-reduce algorithm where the backend offers a choice (mpi): star gathers on one rank, ring passes round."""
     check_collectives: bool = True
     """Every reduction carries a checksum and a tag, judged before a token of the step is committed (A6)."""
-    join_s: float = 60.0
+    join_seconds: float = 60.0
     """Seconds that the ranks of a group have to find each other at start."""
-    silence_s: float = 2.0
+    silence_seconds: float = 2.0
     """Seconds without a sign of life after which a rank is taken for lost."""
-    wedge_s: float = 10.0
+    wedge_seconds: float = 10.0
     """Seconds a step may take at least before the group is ended as wedged; 5 times the predicted step if longer."""
     cpu_kernels: bool = True
     """Compute with the native kernels of phalanx-cpu, where they are installed and MLX runs on the CPU."""
@@ -148,7 +149,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Of products with quantised weights: exact sums in float32, fast rounds activations to 8 bits; `auto` is exact."""
     threads: int | None = None
     """Threads of the native kernels per rank; None shares the processors out among the ranks of this machine."""
-    speculative: SpeculativeConfig | None = None
+    speculative_config: SpeculativeConfig | None = None
     """How tokens are drafted (`--speculative-config`); None is not at all. The output does not depend on it."""
     inject: str | None = None
     """A fault to produce, for drills and tests: `KIND:rank=R,step=S[,layer=L]`; see `dist/fault_injection.py`."""
@@ -209,26 +210,31 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """TCP port; 0 picks a free one, which is printed."""
     served_model_name: tuple[str, ...] = ()
     """Names clients may use; empty is the model argument itself."""
-    api_keys: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = ()
     """Accepted Bearer keys; empty means no key is needed."""
     queue: int = 32
     """Requests (choices) that may wait beyond `max_num_seqs`; one more is answered 429."""
-    max_body_bytes: int = 8 << 20
-    """Largest HTTP request body."""
+    max_body_mb: float = 8.0
+    """Largest HTTP request body, MiB."""
     max_n: int = 16
     """Largest `n` (and number of prompts times n in one completions call)."""
-    keepalive_s: float = 5.0
+    keepalive_seconds: float = 5.0
     """Seconds of silence after which a stream gets a comment line."""
-    drain_s: float = 30.0
+    drain_seconds: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
-    stall_s: float = 60.0
+    stall_seconds: float = 60.0
     """Seconds without a step or an answer after which the engine process is killed and restarted."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the model's."""
-    chat_template_kwargs: dict[str, object] = {}
+    default_chat_template_kwargs: dict[str, object] = {}
     """Defaults for the template's variables; a request's own win."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Verbosity of the log on stderr."""
+
+    @property
+    def max_body_bytes(self) -> int:
+        """`max_body_mb` in bytes."""
+        return int(self.max_body_mb * MIB)
 
 
 def environment() -> Mapping[str, str]:

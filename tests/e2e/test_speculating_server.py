@@ -39,7 +39,9 @@ def server(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: p
         config = DraftModelSpeculation(model=str(folder), num_speculative_tokens=4, control="always")
     elif request.param == "random":
         config = RandomSpeculation(num_speculative_tokens=3, control="always", compare_steps=4)
-    engine = replace(CONFIG.engine, model=str(tiny_model), kv_cache_gb=0.25, prefix_cache_gb=0.05, speculative=config)
+    engine = replace(
+        CONFIG.engine, model=str(tiny_model), kv_cache_gb=0.25, prefix_cache_gb=0.05, speculative_config=config
+    )
     process = EngineProcess(engine)
     with running_server(Tokenizer.load(tiny_model), process, replace(CONFIG, engine=engine)) as running:
         yield request.param, running

@@ -201,7 +201,7 @@ def test_what_is_read_stays_for_the_longest_draft(runner, length):
 
 def speculating(draft: Path | str) -> tuple[EngineConfig, DraftModelSpeculation]:
     spec = DraftModelSpeculation(model=str(draft))
-    return EngineConfig(model="target", speculative=spec), spec
+    return EngineConfig(model="target", speculative_config=spec), spec
 
 
 def test_another_tokenizer_is_refused(llama, folder):

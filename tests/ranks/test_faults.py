@@ -47,7 +47,7 @@ def test_ranks_that_are_killed_or_stopped(group_model, expected, ranks, backend)
 
 @pytest.mark.parametrize(("ranks", "backend"), GROUPS)
 def test_ranks_that_stand_still_or_are_terminated_inside_a_collective(group_model, expected, ranks, backend):
-    with group_server(group_model, ranks, backend, inject="wedge:rank=1,step=30", wedge_s=2.0) as running:
+    with group_server(group_model, ranks, backend, inject="wedge:rank=1,step=30", wedge_seconds=2.0) as running:
         named(through_a_fault(running, expected), "rank 1", "step 29")
         named(through_a_fault(running, expected, signal_to(running, 1, signal.SIGTERM)), "rank 1", "SIGTERM")
 
@@ -91,7 +91,7 @@ def test_a_rank_that_cannot_be_in_the_group(group_model, ranks, backend, fault, 
     """Start-up ends by its deadline with the rank's name; the next one, without the fault, serves."""
     config = EngineConfig(
         model=str(group_model), kv_cache_gb=0.1, prefix_cache_gb=0.0, tensor_parallel_size=ranks, backend=backend,
-        inject=f"{fault}:rank=1", join_s=8.0,
+        inject=f"{fault}:rank=1", join_seconds=8.0,
     )  # fmt: skip
 
     async def main() -> list[str]:

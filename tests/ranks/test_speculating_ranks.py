@@ -96,7 +96,7 @@ def check(bench: Bench, family: str, method: str, k: int, rows: int, group: tupl
     config = EngineConfig(
         model=str(bench.path(family)), kv_cache_gb=0.25, prefix_cache_gb=0.02, max_num_batched_tokens=160,
         max_num_seqs=rows, tensor_parallel_size=group[0], backend="auto" if group[0] == 1 else group[1],
-        speculative=bench.config(method, family, k),
+        speculative_config=bench.config(method, family, k),
     )  # fmt: skip
 
     async def main() -> tuple[list[list[int]], EngineStats]:
@@ -138,6 +138,6 @@ def test_a_rank_that_is_killed_while_speculating(bench, group_model, expected, m
     config = RandomSpeculation(**fields)
     if method == "oracle":
         config = DraftModelSpeculation(model=str(group_model), **fields)
-    with group_server(group_model, 2, "mpi", inject="kill:rank=1,step=12", speculative=config) as server:
+    with group_server(group_model, 2, "mpi", inject="kill:rank=1,step=12", speculative_config=config) as server:
         reasons = through_a_fault(server, expected)
     assert any("rank 1" in reason for reason in reasons), reasons

@@ -113,7 +113,7 @@ def test_a_control_port_that_somebody_takes_first_is_named_and_the_next_start_ta
 def test_strays_on_a_ring_end_the_start_by_its_deadline_and_the_next_one_takes_other_ports(group_model, known_ports):
     ports = known_ports(3)
     with strays(ports[1:]) as reached:
-        tokens, downs = generate(config_for(group_model, "ring", join_s=12.0, inject="slow:rank=0"))
+        tokens, downs = generate(config_for(group_model, "ring", join_seconds=12.0, inject="slow:rank=0"))
     assert reached and len(tokens) == 20
     assert len(downs) == 1
     assert "could not join" in downs[0] or "could not start" in downs[0] or "connected to" in downs[0]
@@ -123,10 +123,10 @@ def test_strays_on_a_ring_end_the_start_by_its_deadline_and_the_next_one_takes_o
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_of_another_job_is_turned_away(group_model, known_ports, ranks):
     (port,) = known_ports(1)
-    config = config_for(group_model, "mpi", ranks, join_s=30.0)
+    config = config_for(group_model, "mpi", ranks, join_seconds=30.0)
     group = {"size": ranks, "backend": "mpi", "nonce": 1, "control": f"127.0.0.1:{port}"}
     command = [sys.executable, "-m", "phalanx", "rank", config.model, "--socket", str(group_model.parent / "none.sock")]
-    command += ["--rank", "1", "--config", json.dumps({"model": config.model, "join_s": 20.0})]
+    command += ["--rank", "1", "--config", json.dumps({"model": config.model, "join_seconds": 20.0})]
     intruder = subprocess.Popen(
         [*command, "--group", json.dumps(group)],
         env={**environment(), SECRET_VARIABLE: "another job's"},

@@ -80,7 +80,7 @@ def test_defaults(parsed: list[ServerConfig]) -> None:
 
 
 ENGINE_FLAGS: list[tuple[list[str], str, Any]] = [
-    (["--speculative-config", '{"method": "ngram"}'], "speculative", NgramSpeculation()),
+    (["--speculative-config", '{"method": "ngram"}'], "speculative_config", NgramSpeculation()),
     (["--no-cpu-kernels"], "cpu_kernels", False),
     (["--cpu-precision", "fast"], "cpu_precision", "fast"),
     (["--threads", "3"], "threads", 3),
@@ -105,9 +105,9 @@ GROUP_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--backend", "ring"], "backend", "ring"),
     (["--collective", "star"], "collective", "star"),
     (["--no-check-collectives"], "check_collectives", False),
-    (["--join-seconds", "9"], "join_s", 9.0),
-    (["--silence-seconds", "5"], "silence_s", 5.0),
-    (["--wedge-seconds", "20"], "wedge_s", 20.0),
+    (["--join-seconds", "9"], "join_seconds", 9.0),
+    (["--silence-seconds", "5"], "silence_seconds", 5.0),
+    (["--wedge-seconds", "20"], "wedge_seconds", 20.0),
     (["--inject", "garbage:rank=1,step=4"], "inject", "garbage:rank=1,step=4"),
 ]
 """Together with `--tp 2`."""
@@ -116,14 +116,14 @@ SERVER_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--host", "::1"], "host", "::1"),
     (["--port", "0"], "port", 0),
     (["--served-model-name", "a", "--served-model-name", "b"], "served_model_name", ("a", "b")),
-    (["--api-key", "k1", "--api-key", "k2"], "api_keys", ("k1", "k2")),
+    (["--api-key", "k1", "--api-key", "k2"], "api_key", ("k1", "k2")),
     (["--queue", "0"], "queue", 0),
-    (["--max-body-mb", "0.5"], "max_body_bytes", 1 << 19),
+    (["--max-body-mb", "0.5"], "max_body_mb", 0.5),
     (["--max-n", "3"], "max_n", 3),
-    (["--keepalive-seconds", "0.5"], "keepalive_s", 0.5),
-    (["--drain-seconds", "0"], "drain_s", 0.0),
-    (["--stall-seconds", "9"], "stall_s", 9.0),
-    (["--default-chat-template-kwargs", '{"a": 1}'], "chat_template_kwargs", {"a": 1}),
+    (["--keepalive-seconds", "0.5"], "keepalive_seconds", 0.5),
+    (["--drain-seconds", "0"], "drain_seconds", 0.0),
+    (["--stall-seconds", "9"], "stall_seconds", 9.0),
+    (["--default-chat-template-kwargs", '{"a": 1}'], "default_chat_template_kwargs", {"a": 1}),
     (["--log-level", "debug"], "log_level", "debug"),
 ]
 
@@ -170,7 +170,7 @@ def test_keys_from_file_and_environment(
     monkeypatch.setenv("PHALANX_API_KEY", "from-environment")
     assert main(["serve"]) == 0
     assert main(["serve", "--api-key-file", str(file), "--api-key", "zero"]) == 0
-    assert [config.api_keys for config in parsed] == [("from-environment",), ("zero", "one", "two")]
+    assert [config.api_key for config in parsed] == [("from-environment",), ("zero", "one", "two")]
 
 
 @pytest.mark.parametrize(

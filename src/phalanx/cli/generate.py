@@ -140,7 +140,7 @@ def command(
         cpu_precision=cpu_precision,
         threads=threads,
         trace=trace,
-        speculative=None if speculative_config is None else parse_speculation(speculative_config),
+        speculative_config=None if speculative_config is None else parse_speculation(speculative_config),
         tensor_parallel_size=tensor_parallel_size,
         backend=backend,
     )

@@ -65,7 +65,6 @@ from phalanx.supervision.hosts import load_cluster
 from phalanx.supervision.process import EngineProcess
 from phalanx.text.tokenizer import Tokenizer
 
-MIB = 1 << 20
 _DEFAULTS = ServerConfig(engine=DEFAULTS)
 _HTTP = "HTTP"
 _LIMITS = "Limits"
@@ -101,7 +100,7 @@ def command(
     keepalive_seconds: Annotated[
         float,
         typer.Option(**number(0.1), help="A comment after this much silence.", rich_help_panel=_HTTP),
-    ] = _DEFAULTS.keepalive_s,
+    ] = _DEFAULTS.keepalive_seconds,
     queue: Annotated[
         int, typer.Option(**whole(0), help="Requests that may wait; one more is a 429.", rich_help_panel=_LIMITS)
     ] = _DEFAULTS.queue,
@@ -111,15 +110,15 @@ def command(
     max_body_mb: Annotated[
         float,
         typer.Option(**number(0.001, 1024), help="Largest request, MiB.", rich_help_panel=_LIMITS),
-    ] = _DEFAULTS.max_body_bytes / MIB,
+    ] = _DEFAULTS.max_body_mb,
     drain_seconds: Annotated[
         float,
         typer.Option(**number(0.0), help="For running requests at the end.", rich_help_panel=_LIMITS),
-    ] = _DEFAULTS.drain_s,
+    ] = _DEFAULTS.drain_seconds,
     stall_seconds: Annotated[
         float,
         typer.Option(**number(1.0), help="Silence that ends the engine.", rich_help_panel=_LIMITS),
-    ] = _DEFAULTS.stall_s,
+    ] = _DEFAULTS.stall_seconds,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = DEFAULTS.max_num_seqs,
     max_num_batched_tokens: MaxNumBatchedTokens = DEFAULTS.max_num_batched_tokens,
@@ -140,9 +139,9 @@ def command(
     backend: BackendOption = DEFAULTS.backend,
     collective: CollectiveOption = DEFAULTS.collective,
     check_collectives: CheckCollectives = DEFAULTS.check_collectives,
-    join_seconds: JoinSeconds = DEFAULTS.join_s,
-    silence_seconds: SilenceSeconds = DEFAULTS.silence_s,
-    wedge_seconds: WedgeSeconds = DEFAULTS.wedge_s,
+    join_seconds: JoinSeconds = DEFAULTS.join_seconds,
+    silence_seconds: SilenceSeconds = DEFAULTS.silence_seconds,
+    wedge_seconds: WedgeSeconds = DEFAULTS.wedge_seconds,
     inject: Inject = None,
     attach: Annotated[
         Path | None,
@@ -175,7 +174,7 @@ def command(
         prefix_cache_gb=prefix_budget(prefix_cache_gb, no_prefix_caching),
         memory_guard_gb=memory_guard_gb,
         trace=trace,
-        speculative=None if speculative_config is None else parse_speculation(speculative_config),
+        speculative_config=None if speculative_config is None else parse_speculation(speculative_config),
         tensor_parallel_size=tensor_parallel_size,
         cpu_kernels=cpu_kernels,
         cpu_precision=cpu_precision,
@@ -183,9 +182,9 @@ def command(
         backend=backend,
         collective=collective,
         check_collectives=check_collectives,
-        join_s=join_seconds,
-        silence_s=silence_seconds,
-        wedge_s=wedge_seconds,
+        join_seconds=join_seconds,
+        silence_seconds=silence_seconds,
+        wedge_seconds=wedge_seconds,
         inject=inject,
     )
     config = ServerConfig(
@@ -193,15 +192,15 @@ def command(
         host=host,
         port=port,
         served_model_name=_names(served_model_name),
-        api_keys=_keys(api_key, api_key_file),
+        api_key=_keys(api_key, api_key_file),
         queue=queue,
-        max_body_bytes=int(max_body_mb * MIB),
+        max_body_mb=max_body_mb,
         max_n=max_n,
-        keepalive_s=keepalive_seconds,
-        drain_s=drain_seconds,
-        stall_s=stall_seconds,
+        keepalive_seconds=keepalive_seconds,
+        drain_seconds=drain_seconds,
+        stall_seconds=stall_seconds,
         chat_template=None if chat_template is None else str(chat_template),
-        chat_template_kwargs=_template_kwargs(default_chat_template_kwargs),
+        default_chat_template_kwargs=_template_kwargs(default_chat_template_kwargs),
         log_level=log_level,
     )
     if attach is not None and cluster is not None:
@@ -214,7 +213,7 @@ def command(
 
 def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None = None) -> int:
     """Serve until told to stop; with `attach`, an engine that comes to this socket; with `cluster`, on its hosts."""
-    if not is_loopback(config.host) and not config.api_keys:
+    if not is_loopback(config.host) and not config.api_key:
         note(f"warning: {config.host} can be reached from other machines, and no --api-key is set")
     path = resolve(
         config.engine.model, revision=config.engine.revision, trust_remote_code=config.engine.trust_remote_code
@@ -223,10 +222,12 @@ def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None =
     tokenizer = Tokenizer.load(path, chat_template=template, trust_remote_code=config.engine.trust_remote_code)
     engine = (
         EngineProcess(
-            config.engine, stall_s=config.stall_s, cluster=load_cluster(cluster, config.engine.tensor_parallel_size)
+            config.engine,
+            stall_s=config.stall_seconds,
+            cluster=load_cluster(cluster, config.engine.tensor_parallel_size),
         )
         if attach is None
-        else AttachedEngine(attach.absolute(), stall_s=config.stall_s)
+        else AttachedEngine(attach.absolute(), stall_s=config.stall_seconds)
     )
     with LoadingView(engine):
         return serve(config, engine, tokenizer, read_defaults(path))

@@ -104,7 +104,7 @@ def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str,
         raise ConfigError(f"{size} ranks were started; a group has {MOST_RANKS} at most.")
     default_environment(environment_of(launcher.backend, None, None))
     try:
-        fabric = join(launcher.backend, rank, size, 0, where="", deadline_s=config.join_s)
+        fabric = join(launcher.backend, rank, size, 0, where="", deadline_s=config.join_seconds)
         group, secret = agree(fabric, launcher.backend, control_host)
     except PhalanxError as error:
         log.error("%s: %s", type(error).__name__, error)
@@ -194,7 +194,7 @@ def _boot(
     check_model(runner, loaded.model, may_pack=all(link.share(install.active())))
     runner.facts = dataclasses.replace(runner.facts, packs=all(link.share(runner.facts.packs)))
     draft_runner = None if draft is None else draft.materialise(guard, report)
-    deadline = StepDeadline(config.wedge_s)
+    deadline = StepDeadline(config.wedge_seconds)
     tested = self_test(link, runner, _vocab_size(loaded.config), deadline, unchecked=len(loaded.unchecked))
     limits, budget = find_limits(config, runner.facts, draft, guard, link, ranks_here)
     mx.clear_cache()
@@ -204,7 +204,7 @@ def _boot(
         return Worker(runner, link, injection)
     assert server_socket is not None
     info = _describe(loaded, runner.facts, limits, budget, group, tested)
-    info = replace(info, kernels=kernels, speculation=describe_speculation(config.speculative, runner.facts))
+    info = replace(info, kernels=kernels, speculation=describe_speculation(config.speculative_config, runner.facts))
     _announce(config, info)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -220,7 +220,9 @@ def _boot(
     trace = Trace(config.trace) if config.trace else None
     metadata = SamplingMetadataCache()
     draft_kv = 0 if draft is None else budget.kv * draft.bytes_per_token // runner.facts.bytes_per_token
-    speculator = make_speculator(config.speculative, scheduler, metadata, info.vocab_size, draft_runner, draft_kv)
+    speculator = make_speculator(
+        config.speculative_config, scheduler, metadata, info.vocab_size, draft_runner, draft_kv
+    )
     server_socket.send(Ready(info=info, pid=os.getpid()))
     return Leader(
         scheduler, runner, server_socket, link=link, deadline=deadline, trace=trace, injection=injection,
@@ -258,7 +260,7 @@ def _reducer(
         return Reducer(None)
     if fabric is None:
         where = group.addresses[rank] if group.addresses else ""
-        fabric = join(group.backend, rank, group.size, group.nonce, where=where, deadline_s=config.join_s)
+        fabric = join(group.backend, rank, group.size, group.nonce, where=where, deadline_s=config.join_seconds)
     corrupt = injection is not None and injection.kind in fault_injection.BUFFER_FAULTS
     fault = CorruptBuffer(injection) if injection is not None and corrupt else None
     checksum = NativeChecksum() if install.active() else None
@@ -290,8 +292,8 @@ def _load(
     draft = None
     caches = registry.inspect(prepared.model, prepared.config)
     reducer.discard()  # inspecting only builds
-    if link.rank == 0 and isinstance(config.speculative, DraftModelSpeculation) and caches.rolls_back:
-        draft = DraftWeights(config, config.speculative, path)
+    if link.rank == 0 and isinstance(config.speculative_config, DraftModelSpeculation) and caches.rolls_back:
+        draft = DraftWeights(config, config.speculative_config, path)
     predictions = link.share(predict(config, link.rank, prepared, caches, draft, guard))
     if link.rank == 0:
         log.info("before loading:\n%s", memory.prediction_table(predictions))
@@ -353,7 +355,7 @@ def _announce(config: EngineConfig, info: ModelInfo) -> None:
     """The start-up lines: how the model is served and what it may use (`load` has said what it takes, B3)."""
     log.info("%s: model type %s, %s", config.model, info.model_type, info.caches)
     log.info("kernels: %s", info.kernels)
-    if config.speculative is not None:
+    if config.speculative_config is not None:
         log.log(logging.INFO if info.rolls_back else logging.WARNING, "speculation: %s", info.speculation)
     log.info(
         "context %d tokens; up to %d rows; KV budget %.2f GB (%d bytes a token), prefix cache %.2f GB",

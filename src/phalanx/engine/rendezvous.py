@@ -33,11 +33,11 @@ def rendezvous(
         EngineError: ranks are missing, or are not of this group; names them. Or the port has been taken; names it.
     """
     host, _, port = group.control.rpartition(":")
-    heartbeat_s = min(0.25, config.silence_s / 4)
-    limits = WatchdogLimits(hello_s=config.join_s, silence_s=config.silence_s, heartbeat_s=heartbeat_s)
+    heartbeat_s = min(0.25, config.silence_seconds / 4)
+    limits = WatchdogLimits(hello_s=config.join_seconds, silence_s=config.silence_seconds, heartbeat_s=heartbeat_s)
     me = identity(rank, config.inject)
     if me.rank == rank and _late(config, rank):
-        time.sleep(config.join_s * 10)
+        time.sleep(config.join_seconds * 10)
 
     def broken(lost: PeerFailure) -> NoReturn:
         write_stderr(f"rank {rank}: {lost}")

@@ -113,11 +113,11 @@ def create_app(
         max_n=config.max_n,
         defaults=defaults or GenerationDefaults(),
         eos_ids=frozenset(tokenizer.eos_ids),
-        template_kwargs=config.chat_template_kwargs,
+        template_kwargs=config.default_chat_template_kwargs,
     )
     metrics = Metrics(served.names[0])
     journal = Journal(engine, metrics, max_num_seqs=config.engine.max_num_seqs, queue=config.queue, clock=clock)
-    health = Health(engine, metrics, stall_s=config.stall_s)
+    health = Health(engine, metrics, stall_s=config.stall_seconds)
     prompts = Prompts(tokenizer)
     tokenize_prompts = Prompts(tokenizer, threads=1)  # a thread of its own: /tokenize must not delay completions
     information = InfoEndpoints(config, engine, served, tokenize_prompts, health, metrics)
@@ -160,7 +160,7 @@ def _add_routes(
     app: FastAPI, config: ServerConfig, completions: CompletionEndpoints, information: InfoEndpoints
 ) -> None:
     async def require_key(request: Request) -> None:
-        request.state.api_key = check_key(request.headers.get("authorization"), config.api_keys)
+        request.state.api_key = check_key(request.headers.get("authorization"), config.api_key)
 
     authenticated = [Depends(require_key)]  # for /v1 and for endpoints that change state
     add = app.add_api_route

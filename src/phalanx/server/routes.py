@@ -162,7 +162,7 @@ class CompletionEndpoints:
             yield b"".join(event(form.chunk(delta)) for delta in first)
         first_byte_s: float | None = None
         try:
-            async with aclosing(generation.deltas(self._config.keepalive_s)) as deltas:
+            async with aclosing(generation.deltas(self._config.keepalive_seconds)) as deltas:
                 async for new in deltas:
                     yield b"".join(event(form.chunk(delta)) for delta in new) or KEEP_ALIVE
                     if first_byte_s is None and any(delta.text for delta in new):

@@ -201,9 +201,9 @@ class Server(uvicorn.Server):
 
     async def _drain_then_exit(self) -> None:
         if self._journal.unfinished:
-            log.info("draining %d requests, %g s at most", self._journal.unfinished, self._settings.drain_s)
+            log.info("draining %d requests, %g s at most", self._journal.unfinished, self._settings.drain_seconds)
         try:
-            async with asyncio.timeout(self._settings.drain_s):
+            async with asyncio.timeout(self._settings.drain_seconds):
                 await self._journal.quiet()
         except TimeoutError:
             log.warning("%d requests did not end in time and are cancelled", self._journal.unfinished)

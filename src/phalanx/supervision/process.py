@@ -213,8 +213,8 @@ class EngineProcess(EngineConnection):
         if self._ranks is not None and (unjoined := self._ranks.ended_by(signal.SIGALRM)):
             ranks = " and ".join(f"{name}{self._join_address(name)}" for name in unjoined)
             return (
-                f"{ranks} could not join the group within {self._config.join_s:g} s: a rank is missing, or something "
-                "else is connected to the port"
+                f"{ranks} could not join the group within {self._config.join_seconds:g} s: a rank is missing, or "
+                "something else is connected to the port"
             )
         if end.status < 0:
             return _ended_by(who, -end.status)

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, MODEL, fake_engine, serving, sse
 
+from phalanx.config import MIB
 from phalanx.server.parsed import GenerationDefaults
 from phalanx.supervision.client import replying
 from phalanx.types import Cancel, Submit
@@ -271,7 +272,7 @@ def test_bad_bodies(tokenizer, content, headers, status):
             assert response.status_code == status, response.text
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
-    run(tokenizer, scenario, config=replace(CONFIG, max_body_bytes=4096 if status == 413 else 1 << 20))
+    run(tokenizer, scenario, config=replace(CONFIG, max_body_mb=4096 / MIB if status == 413 else 1.0))
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
@@ -316,7 +317,7 @@ def test_a_chunked_body_is_cut_off_while_it_is_read(tokenizer):
         assert response.status_code == 413
         assert sent <= 10
 
-    run(tokenizer, scenario, config=replace(CONFIG, max_body_bytes=4096))
+    run(tokenizer, scenario, config=replace(CONFIG, max_body_mb=4096 / MIB))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +351,7 @@ def test_keys(tokenizer):
         salts = [m.request.cache_salt for m in engine.received if isinstance(m, Submit)]
         assert len(set(salts)) == 2 and "" not in salts and not any("one" in salt for salt in salts)
 
-    run(tokenizer, scenario, config=replace(CONFIG, api_keys=("one", "zwei-ö")))
+    run(tokenizer, scenario, config=replace(CONFIG, api_key=("one", "zwei-ö")))
 
 
 def test_a_full_queue_is_429_with_both_retry_headers(tokenizer):
@@ -430,7 +431,7 @@ def test_a_crash_does_not_break_an_answer(tokenizer, stream):
         assert text == TEXT
 
     engine = fake_engine(tokenizer, replying([*tokenizer.encode(TEXT), 0]), manual=True)
-    run(tokenizer, scenario, engine=engine, config=replace(CONFIG, keepalive_s=0.01))
+    run(tokenizer, scenario, engine=engine, config=replace(CONFIG, keepalive_seconds=0.01))
 
 
 @pytest.mark.parametrize("stream", [True, False])

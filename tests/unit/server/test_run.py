@@ -79,7 +79,7 @@ def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer):
 
 def test_what_does_not_end_in_time_is_told(tokenizer):
     engine = fake_engine(tokenizer, manual=True)
-    config = replace(CONFIG, drain_s=0.05)
+    config = replace(CONFIG, drain_seconds=0.05)
     with (
         running_server(tokenizer, engine, config) as running,
         httpx.stream("POST", f"{running.base_url}/chat/completions", json={**CHAT, "stream": True}) as response,

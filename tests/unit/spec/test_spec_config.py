@@ -74,5 +74,5 @@ def test_what_is_wrong_is_named(text, said):
 
 @pytest.mark.parametrize("text", ['{"method": "ngram"}', '{"method": "draft_model", "model": "demo"}'])
 def test_it_survives_the_command_line_of_a_rank(text):
-    config = EngineConfig(model="demo", speculative=parse(text))
+    config = EngineConfig(model="demo", speculative_config=parse(text))
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config

@@ -30,7 +30,7 @@ def ended(**statuses: int) -> RankProcesses:
 def engine(
     ranks: RankProcesses, *words: str, failure: str = "", code: ExitCode = ExitCode.PEER_LOST, backend: str = "ring"
 ) -> EngineProcess:
-    process = EngineProcess(EngineConfig(model="demo", tensor_parallel_size=2, join_s=7.0))
+    process = EngineProcess(EngineConfig(model="demo", tensor_parallel_size=2, join_seconds=7.0))
     process._ranks = ranks
     process._choice = ChosenBackend(backend, "asked for")
     process._last_words = deque(words, maxlen=20)
