@@ -25,8 +25,9 @@ LAYERS = {
     **dict.fromkeys(("model", "server", "gateway"), 4),
     "spec": 5,
     "engine": 6,
-    "cli": 7,
-    "__main__": 8,
+    "offline": 7,
+    "cli": 8,
+    "__main__": 9,
 }
 """A file imports its own package or a lower layer; the name is the first part below `phalanx` ("" is the package)."""
 

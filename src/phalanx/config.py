@@ -1,6 +1,8 @@
 """All settings, parsed once and frozen, and every environment variable phalanx reads.
 
-The command line (`cli/`) builds these; nothing else reads `os.environ`. Does not know where a value came from.
+A field declares its type, its range (`Meta`), its default and its flag (`Flag`); the docstring below it documents it.
+`cli/flags.py` makes the flags of every command from these declarations, and `phalanx.LLM` checks its keywords against
+them. Nothing else reads `os.environ`. Does not know where a value came from.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from msgspec import Meta, Struct
 
 from phalanx.errors import ConfigError
 
+DEFAULT_MODEL = "demo"
 DEFAULT_PORT = 8000
 MIB = 1 << 20
 GIB = 1 << 30
@@ -32,8 +35,37 @@ AGENT_PORT = 32330
 COORDINATOR_PORT = 32323
 """Of JACCL. A stray connection is taken for a rank: nobody connects to it to see whether it is free (F3)."""
 KERNELS_VARIABLE = "PHALANX_CPU_KERNELS"
+API_KEY_VARIABLE = "PHALANX_API_KEY"
+GUARD_VARIABLES = ("PHALANX_MEMORY_GUARD_GB", "MLX_MEMORY_GUARD_GB")
 
 CpuPrecision = Literal["auto", "exact", "fast"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Panel = Literal["Engine", "Memory", "Ranks", "HTTP", "Limits", "Sampling"]
+
+Count = Annotated[int, Meta(ge=1)]
+Size = Annotated[float, Meta(ge=0.0)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Flag(Struct, frozen=True):
+    """How `--help` shows a setting. The flag is the field's name with hyphens; range and default are the field's."""
+
+    help: str = ""
+    """What the setting does, in one line."""
+    panel: Panel | None = None
+    """Heading under which the flag stands; None is `Options`."""
+    aliases: tuple[str, ...] = ()
+    """Other spellings of the flag."""
+    metavar: str | None = None
+    """Placeholder of the value, where its type does not say it."""
+    default: str | None = None
+    """What happens without the flag, in words, where the default alone does not say it."""
+    variable: str | None = None
+    """Environment variable that counts where the flag is not given."""
+    is_file: bool = False
+    """The value is the name of a file, which has to exist."""
+    positional: bool = False
+    """The value is an argument of the command; there is no flag."""
 
 
 Control = Literal["cost", "floor", "always"]
@@ -104,54 +136,105 @@ SpeculativeConfig = NgramSpeculation | SuffixSpeculation | DraftModelSpeculation
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """What a rank process needs to know. Travels as JSON on the command line of `phalanx rank`."""
 
-    model: str
+    model: Annotated[str, Flag("A directory, a hub id, or `demo`, the bundled model.", positional=True)]
     """A local directory, a hub id, or `demo` (the bundled model)."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id; None is the default branch."""
-    trust_remote_code: bool = False
-    """Run Python files that the model's repository ships (tokenizer or `model_file`)."""
-    dtype: Dtype = "auto"
+
+    max_model_len: Annotated[
+        Count | None, Flag("Prompt + output in tokens, at most.", "Engine", default="the model's")
+    ] = None
+    """Largest prompt + output in tokens; None is the model's own context."""
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096), Flag("Rows computed together, at most.", "Engine")] = 16
+    """Largest number of rows computed together."""
+    max_num_batched_tokens: Annotated[Count, Flag("Tokens of one step, at most.", "Engine")] = 512
+    """Largest number of tokens a step feeds to the model, prefill chunks and decoding rows together."""
+    target_step_ms: Annotated[
+        float, Meta(ge=1.0), Flag("Prefill chunks are cut so that a step takes about this long.", "Engine")
+    ] = 250.0
+    """Prefill chunks are cut so that a step takes about this long, whatever the machine's speed."""
+    dtype: Annotated[
+        Dtype,
+        Flag(
+            "`auto`: the checkpoint's, but float32 on CPUs. bfloat16 there: a GPU's rounding; quicker prompts and "
+            "streams where the processor has AVX-512 BF16.",
+            "Engine",
+        ),
+    ] = "auto"
     """Floating dtype of weights, scales and activations; `auto` is the checkpoint's, except float32 on the CPU, where
     matrices and scales that the native kernels read stay as they are stored."""
-    max_model_len: int | None = None
-    """Largest prompt + output in tokens; None is the model's own context."""
-    max_num_seqs: int = 16
-    """Largest number of rows computed together."""
-    max_num_batched_tokens: int = 512
-    """Largest number of tokens a step feeds to the model, prefill chunks and decoding rows together."""
-    target_step_ms: float = 250.0
-    """Prefill chunks are cut so that a step takes about this long, whatever the machine's speed."""
-    kv_cache_gb: float | None = None
-    """GiB for the KV buffers of running rows; None is 60 % of what the memory guard leaves after loading."""
-    prefix_cache_gb: float | None = None
-    """GiB for kept prefixes of finished rows; None is 20 % of what the guard leaves, 0 turns the cache off."""
-    memory_guard_gb: float | None = None
-    """GiB kept free for the rest of the machine; None is max(10 % of physical memory, 5 GB) (B2)."""
-    trace: str | None = None
+    revision: Annotated[str | None, Flag("Branch, tag or commit of a hub id.", "Engine")] = None
+    """Branch, tag or commit of a hub id; None is the default branch."""
+    trust_remote_code: Annotated[bool, Flag("Run Python files that come with the model.", "Engine")] = False
+    """Run Python files that the model's repository ships (tokenizer or `model_file`)."""
+    trace: Annotated[str | None, Flag("Append every plan as a line of JSON.", "Engine", metavar="FILE")] = None
     """File to which every plan is appended as a line of JSON; None is off."""
-    tensor_parallel_size: int = 1
-    """Ranks that share every layer; each is a process with its part of the weights and of the KV cache."""
-    backend: BackendChoice = "auto"
-    """What carries the collectives; `auto` takes the best that is there and says why (F1)."""
-    collective: Collective = "auto"
-    """All-reduce algorithm where the backend offers a choice (mpi): star gathers on one rank, ring passes round."""
-    check_collectives: bool = True
-    """Every reduction carries a checksum and a tag, judged before a token of the step is committed (A6)."""
-    join_seconds: float = 60.0
-    """Seconds that the ranks of a group have to find each other at start."""
-    silence_seconds: float = 2.0
-    """Seconds without a sign of life after which a rank is taken for lost."""
-    wedge_seconds: float = 10.0
-    """Seconds a step may take at least before the group is ended as wedged; 5 times the predicted step if longer."""
-    cpu_kernels: bool = True
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Flag(
+            """Guess tokens and verify them together; the output does not change. '{"method": "ngram"}', or suffix, """
+            "draft_model, random.",
+            "Engine",
+        ),
+    ] = None
+    """How tokens are drafted; None is not at all. The output does not depend on it."""
+    cpu_kernels: Annotated[
+        bool, Flag("Native kernels where MLX computes on the CPU and phalanx-cpu is installed.", "Engine")
+    ] = True
     """Compute with the native kernels of phalanx-cpu, where they are installed and MLX runs on the CPU."""
-    cpu_precision: CpuPrecision = "auto"
+    cpu_precision: Annotated[
+        CpuPrecision,
+        Flag(
+            "Of native products with quantised weights: `fast` rounds activations to 8 bits; `auto` is exact.", "Engine"
+        ),
+    ] = "auto"
     """Of products with quantised weights: exact sums in float32, fast rounds activations to 8 bits; `auto` is exact."""
-    threads: int | None = None
-    """Threads of the native kernels per rank; None shares the processors out among the ranks of this machine."""
-    speculative_config: SpeculativeConfig | None = None
-    """How tokens are drafted (`--speculative-config`); None is not at all. The output does not depend on it."""
-    inject: str | None = None
+    threads: Annotated[
+        Annotated[int, Meta(ge=1, le=256)] | None,
+        Flag("Of the native kernels, per rank.", "Engine", default="the processors, shared among the ranks"),
+    ] = None
+    """Threads of the native kernels per rank; None divides the processors among the ranks of this machine."""
+
+    kv_cache_gb: Annotated[Size | None, Flag("GiB for running rows.", "Memory", default="60 % of what is free")] = None
+    """GiB for the KV buffers of running rows; None is 60 % of what the memory guard leaves after loading."""
+    prefix_cache_gb: Annotated[
+        Size | None,
+        Flag("GiB for prefixes of finished rows; 0 is off.", "Memory", default="20 % of what is free"),
+    ] = None
+    """GiB for kept prefixes of finished rows; None is 20 % of what the guard leaves, 0 turns the cache off."""
+    memory_guard_gb: Annotated[
+        Size | None,
+        Flag("GiB that stay free.", "Memory", default="10 %, at least 5", variable=GUARD_VARIABLES[0]),
+    ] = None
+    """GiB kept free for the rest of the machine; None is max(10 % of physical memory, 5 GB) (B2)."""
+
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, le=MOST_RANKS), Flag("Processes that share every layer.", "Ranks", aliases=("-tp", "--tp"))
+    ] = 1
+    """Ranks that share every layer; each is a process with its part of the weights and of the KV cache."""
+    backend: Annotated[BackendChoice, Flag("What carries their sums; `auto` says what it took.", "Ranks")] = "auto"
+    """What carries the collectives; `auto` takes the best that is there and says why (F1)."""
+    collective: Annotated[Collective, Flag("All-reduce algorithm of mpi.", "Ranks")] = "auto"
+    """All-reduce algorithm where the backend offers a choice (mpi): star gathers on one rank, ring passes round."""
+    check_collectives: Annotated[bool, Flag("Checksums on every sum.", "Ranks")] = True
+    """Every reduction carries a checksum and a tag, judged before a token of the step is committed (A6)."""
+    join_seconds: Annotated[float, Meta(ge=1.0), Flag("To find each other at start.", "Ranks")] = 60.0
+    """Seconds that the ranks of a group have to find each other at start."""
+    silence_seconds: Annotated[float, Meta(ge=0.5), Flag("After which a rank is lost.", "Ranks")] = 2.0
+    """Seconds without a heartbeat after which a rank counts as lost."""
+    wedge_seconds: Annotated[
+        float,
+        Meta(ge=0.5),
+        Flag("A step that takes longer, and 5 times longer than predicted, ends the group.", "Ranks"),
+    ] = 10.0
+    """Seconds that any step may take; a step that takes longer, and 5 times longer than predicted, ends the group."""
+    inject: Annotated[
+        str | None,
+        Flag(
+            "Produce a fault once, to see what happens: "
+            "garbage, stale, zero, permute, kill, suspend, wedge, tamper, crash.",
+            "Ranks",
+            metavar="KIND:rank=R,step=S",
+        ),
+    ] = None
     """A fault to produce, for drills and tests: `KIND:rank=R,step=S[,layer=L]`; see `dist/fault_injection.py`."""
 
 
@@ -193,7 +276,7 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
 
     hosts: tuple[HostConfig, ...]
     """Rank i runs on host i; the server and rank 0 on the first."""
-    agent_port: int = AGENT_PORT
+    agent_port: Annotated[Port, Flag("Port of the agents.")] = AGENT_PORT
     """TCP port of the agents."""
     envs: tuple[str, ...] = ()
     """`NAME=value`, for every rank."""
@@ -202,33 +285,39 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
 class ServerConfig(Struct, frozen=True, kw_only=True):
     """What the HTTP server needs to know."""
 
+    host: Annotated[str, Flag("Address to bind.", "HTTP")] = "127.0.0.1"
+    """Address to bind; anything but a loopback address is a decision of the user."""
+    port: Annotated[int, Meta(ge=0, le=65535), Flag("Port; 0 picks a free one.", "HTTP")] = DEFAULT_PORT
+    """TCP port; 0 picks a free one, which is printed."""
+    api_key: Annotated[
+        tuple[str, ...], Flag("A key clients must send; may be repeated.", "HTTP", variable=API_KEY_VARIABLE)
+    ] = ()
+    """Accepted Bearer keys; empty means no key is needed."""
+    served_model_name: Annotated[
+        tuple[str, ...], Flag("Name clients use; may be repeated.", "HTTP", default="MODEL as given")
+    ] = ()
+    """Names clients may use; empty is the model argument itself."""
+    chat_template: Annotated[str | None, Flag("Jinja file instead of the model's.", "HTTP", is_file=True)] = None
+    """File with a Jinja chat template that replaces the model's."""
+    default_chat_template_kwargs: Annotated[dict[str, object], Flag("Variables of the chat template.", "HTTP")] = {}
+    """Defaults for the template's variables; a request's own win."""
+    keepalive_seconds: Annotated[float, Meta(ge=0.1), Flag("A comment after this much silence.", "HTTP")] = 5.0
+    """Seconds of silence after which a stream gets a comment line."""
+
+    queue: Annotated[int, Meta(ge=0), Flag("Requests that may wait; one more is a 429.", "Limits")] = 32
+    """Requests (choices) that may wait beyond `max_num_seqs`; one more is answered 429."""
+    max_n: Annotated[int, Meta(ge=1, le=1024), Flag("Largest `n`.", "Limits")] = 16
+    """Largest `n` (and number of prompts times n in one completions call)."""
+    max_body_mb: Annotated[float, Meta(ge=0.001, le=1024), Flag("Largest request, MiB.", "Limits")] = 8.0
+    """Largest HTTP request body, MiB."""
+    drain_seconds: Annotated[Size, Flag("For running requests at the end.", "Limits")] = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    stall_seconds: Annotated[float, Meta(ge=1.0), Flag("Silence that ends the engine.", "Limits")] = 60.0
+    """Seconds without a step or an answer after which the engine process is killed and restarted."""
+
     engine: EngineConfig
     """The engine this server starts and restarts."""
-    host: str = "127.0.0.1"
-    """Address to bind; anything but a loopback address is a decision of the user."""
-    port: int = DEFAULT_PORT
-    """TCP port; 0 picks a free one, which is printed."""
-    served_model_name: tuple[str, ...] = ()
-    """Names clients may use; empty is the model argument itself."""
-    api_key: tuple[str, ...] = ()
-    """Accepted Bearer keys; empty means no key is needed."""
-    queue: int = 32
-    """Requests (choices) that may wait beyond `max_num_seqs`; one more is answered 429."""
-    max_body_mb: float = 8.0
-    """Largest HTTP request body, MiB."""
-    max_n: int = 16
-    """Largest `n` (and number of prompts times n in one completions call)."""
-    keepalive_seconds: float = 5.0
-    """Seconds of silence after which a stream gets a comment line."""
-    drain_seconds: float = 30.0
-    """Seconds that running requests get to finish after SIGTERM."""
-    stall_seconds: float = 60.0
-    """Seconds without a step or an answer after which the engine process is killed and restarted."""
-    chat_template: str | None = None
-    """File with a Jinja chat template that replaces the model's."""
-    default_chat_template_kwargs: dict[str, object] = {}
-    """Defaults for the template's variables; a request's own win."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Annotated[LogLevel, Flag("Verbosity of the log on stderr.")] = "info"
     """Verbosity of the log on stderr."""
 
     @property
@@ -270,7 +359,7 @@ def memory_guard_override_gb() -> float | None:
     Raises:
         ConfigError: the variable is not a non-negative number.
     """
-    for name in ("PHALANX_MEMORY_GUARD_GB", "MLX_MEMORY_GUARD_GB"):
+    for name in GUARD_VARIABLES:
         text = os.environ.get(name)
         if text is None or text == "":
             continue
@@ -286,7 +375,7 @@ def memory_guard_override_gb() -> float | None:
 
 def api_key_from_environment() -> str | None:
     """`PHALANX_API_KEY` (as `vllm serve` reads VLLM_API_KEY); None when unset or empty."""
-    return os.environ.get("PHALANX_API_KEY") or None
+    return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def runtime_dir() -> Path:

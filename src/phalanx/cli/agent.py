@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.options import whole
+from phalanx.cli.flags import whole
 from phalanx.config import AGENT_PORT, CLUSTER_VARIABLE, cluster_secret
 from phalanx.errors import ConfigError
 from phalanx.supervision.agent import Agent

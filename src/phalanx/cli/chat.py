@@ -15,11 +15,12 @@ import typer
 from rich.console import Console
 
 from phalanx.bench.http_client import Exchange, RequestFailed, first_model, open_client, stream_chat
-from phalanx.cli.options import number, whole
+from phalanx.cli.flags import flag
 from phalanx.cli.private import PrivateServer
 from phalanx.cli.terminal import note, report
 from phalanx.config import api_key_from_environment
 from phalanx.errors import ConfigError, ExitCode
+from phalanx.offline.sampling_params import SamplingParams
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit (or Ctrl-D) ends"
 HISTORY_LINES = 1000
@@ -33,9 +34,9 @@ def command(
         list[str] | None, typer.Argument(metavar="[-- SERVE FLAGS]", help="With MODEL: flags for `phalanx serve`.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(**whole(1), help="Tokens of an answer, at most.")] = None,
-    temperature: Annotated[float | None, typer.Option(**number(0.0), help="0 is greedy.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+    max_tokens: Annotated[int | None, flag(SamplingParams, "max_tokens")] = None,
+    temperature: Annotated[float | None, flag(SamplingParams, "temperature", rich_help_panel=None)] = None,
+    seed: Annotated[int | None, flag(SamplingParams, "seed", rich_help_panel=None)] = None,
     model: Annotated[str | None, typer.Option("--model", help="With URL: which of the server's models.")] = None,
     api_key: Annotated[str | None, typer.Option(help="With URL. Also PHALANX_API_KEY.")] = None,
 ) -> int:
@@ -46,14 +47,14 @@ def command(
         if serve_flags:
             raise ConfigError(f"Flags for `serve` ({' '.join(serve_flags)}) need a MODEL, not a URL.")
         key = api_key or api_key_from_environment()
-        return talk(api_base(target), key, model, Conversation(system, options))
+        return talk(api_base(target), key, model, ChatSession(system, options))
     if model is not None or api_key is not None:
         raise ConfigError("--model and --api-key go with a URL, not with a MODEL.", remedy="Leave them out.")
     server = PrivateServer(target, ["--port", "0", *(serve_flags or [])])
     try:
         server.wait_ready(note)
         options["timing"] = True  # our own server knows how fast it was, even if it all arrives in one burst
-        return talk(server.url, api_key_from_environment(), server.model, Conversation(system, options))
+        return talk(server.url, api_key_from_environment(), server.model, ChatSession(system, options))
     finally:
         server.stop()
 
@@ -64,7 +65,7 @@ def api_base(url: str) -> str:
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
-class Conversation:
+class ChatSession:
     """What was said so far, and how to ask."""
 
     def __init__(self, system: str | None, options: dict[str, Any]) -> None:
@@ -94,7 +95,7 @@ class Conversation:
         return {"model": model, "messages": [*system, *self._turns], **self._options}
 
 
-def talk(base_url: str, api_key: str | None, model: str | None, conversation: Conversation) -> int:
+def talk(base_url: str, api_key: str | None, model: str | None, session: ChatSession) -> int:
     """The loop: read a line, show the answer. Ctrl-C ends an answer, Ctrl-D the conversation."""
     model = model or asyncio.run(_first_model(base_url, api_key))
     console = Console(highlight=False, soft_wrap=True)
@@ -104,13 +105,13 @@ def talk(base_url: str, api_key: str | None, model: str | None, conversation: Co
         if not line.strip():
             continue
         if line.startswith("/"):
-            if not _obey(line, conversation):
+            if not _obey(line, session):
                 break
             continue
-        conversation.ask(line)
+        session.ask(line)
         said: list[str] = []
         try:
-            exchange = asyncio.run(_answer(base_url, api_key, conversation.body(model), _shower(said)))
+            exchange = asyncio.run(_answer(base_url, api_key, session.body(model), _shower(said)))
             print()
             _after(exchange)
         except KeyboardInterrupt:
@@ -119,7 +120,7 @@ def talk(base_url: str, api_key: str | None, model: str | None, conversation: Co
         except RequestFailed as error:
             print()
             report(error)
-        conversation.answered("".join(said))
+        session.answered("".join(said))
     return ExitCode.OK
 
 
@@ -137,17 +138,17 @@ def _read(console: Console) -> str | None:
             return None
 
 
-def _obey(line: str, conversation: Conversation) -> bool:
+def _obey(line: str, session: ChatSession) -> bool:
     """Follow a command; False ends the conversation."""
     word, _, rest = line.partition(" ")
     match word:
         case "/quit" | "/exit":
             return False
         case "/reset":
-            conversation.reset()
+            session.reset()
             note("forgotten")
         case "/system":
-            conversation.reset(rest.strip())
+            session.reset(rest.strip())
             note("system message set, conversation forgotten" if rest.strip() else "system message removed")
         case _:
             note(HELP)

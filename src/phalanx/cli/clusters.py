@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.cli.options import whole
+from phalanx.cli.flags import whole
 from phalanx.cluster.check_results import CheckResult
 from phalanx.cluster.host import HostStatus
 from phalanx.cluster.hostfile import Hostfile, from_names, parse

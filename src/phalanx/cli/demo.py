@@ -18,10 +18,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.bench.http_client import Exchange, RequestFailed, open_client, stream_chat
-from phalanx.cli.options import whole
+from phalanx.cli.flags import flag
 from phalanx.cli.private import PrivateServer, free_port
 from phalanx.cli.terminal import note
-from phalanx.config import DEFAULT_PORT
+from phalanx.config import DEFAULT_PORT, ServerConfig
 from phalanx.errors import ExitCode, PhalanxError
 
 PROMPT = "What is phalanx?"
@@ -38,7 +38,7 @@ class DemoFailed(PhalanxError):
 def command(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask.")] = PROMPT,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running.")] = False,
-    port: Annotated[int, typer.Option(**whole(0, 65535), help="Port, if it is free.")] = DEFAULT_PORT,
+    port: Annotated[int, flag(ServerConfig, "port", help="Port, if it is free.", rich_help_panel=None)] = DEFAULT_PORT,
 ) -> int:
     """Serve the bundled model and stream one answer, with its speed."""
     console = Console(highlight=False, soft_wrap=True)

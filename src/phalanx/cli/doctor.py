@@ -21,11 +21,11 @@ from phalanx.cli.clusters import (
     check_results_table,
     chosen,
 )
-from phalanx.cli.options import MemoryGuardGb, whole
+from phalanx.cli.flags import flag, whole
 from phalanx.cluster.doctor import examine, wanted, worst
 from phalanx.cluster.fabric import addressed
 from phalanx.cluster.ssh import Remote
-from phalanx.config import AGENT_PORT, DEFAULT_PORT, BackendChoice
+from phalanx.config import AGENT_PORT, DEFAULT_PORT, BackendChoice, ClusterConfig, EngineConfig
 from phalanx.errors import ClusterError
 
 EXIT = {"ok": 0, "warning": 10, "bad": 20}
@@ -36,12 +36,14 @@ def command(
     hostfile_option: HostfileOption = None,
     hosts: Hosts = None,
     num_ranks: NumRanks = None,
-    backend: Annotated[BackendChoice, typer.Option(help="What will carry the sums.")] = "auto",
+    backend: Annotated[
+        BackendChoice, flag(EngineConfig, "backend", help="What will carry the sums.", rich_help_panel=None)
+    ] = "auto",
     model: Annotated[str | None, typer.Option(help="A model that every host shall have and hold.")] = None,
     host: Annotated[str, typer.Option(help="Address that the server will bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(**whole(1, 65535), help="Port of the server.")] = DEFAULT_PORT,
-    agent_port: Annotated[int, typer.Option(**whole(1, 65535), help="Port of the agents.")] = AGENT_PORT,
-    memory_guard_gb: MemoryGuardGb = None,
+    agent_port: Annotated[int, flag(ClusterConfig, "agent_port")] = AGENT_PORT,
+    memory_guard_gb: Annotated[float | None, flag(EngineConfig, "memory_guard_gb", rich_help_panel=None)] = None,
     all_checks: Annotated[bool, typer.Option("--all", help="Also show what is in order.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: everything.")] = False,
     python: Python = PYTHON,

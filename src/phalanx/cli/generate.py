@@ -16,31 +16,13 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from phalanx.cli.options import (
-    DEFAULTS,
-    BackendOption,
-    CpuKernels,
-    CpuPrecisionOption,
-    DtypeOption,
-    KvCacheGb,
-    LogLevelOption,
-    MaxModelLen,
-    MemoryGuardGb,
-    Model,
-    Revision,
-    SpeculativeConfigOption,
-    TensorParallelSize,
-    Threads,
-    Trace,
-    TrustRemoteCode,
-    check_engine,
-    number,
-    whole,
-)
+from phalanx.cli.flags import Flags, flag, with_settings
 from phalanx.cli.terminal import LoadingView, report, set_up_logging
-from phalanx.config import EngineConfig
+from phalanx.config import DEFAULT_MODEL, EngineConfig, LogLevel, ServerConfig
 from phalanx.errors import ConfigError, EngineUnavailable, ExitCode
 from phalanx.model.loading.resolve import resolve
+from phalanx.offline.sampling_params import SamplingParams
+from phalanx.offline.settings import check_engine
 from phalanx.server.answers import Ending, timing_json
 from phalanx.server.defaults import read_defaults
 from phalanx.server.generation import Generation
@@ -50,14 +32,18 @@ from phalanx.server.parsed import Served
 from phalanx.server.prompts import Prompts
 from phalanx.server.schema import ChatBody, CompletionBody
 from phalanx.server.validate import parse_chat, parse_completion, plan_sequences
-from phalanx.spec.parse_config import parse as parse_speculation
 from phalanx.spec.stats import report as speculation_report
 from phalanx.supervision.client import EngineClient
 from phalanx.supervision.process import EngineProcess
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, EngineStats, ModelInfo, Tokens
 
-_SAMPLING = "Sampling"
+SETTINGS = Flags(
+    "model", "max_model_len", "dtype", "revision", "trust_remote_code", "cpu_kernels", "cpu_precision", "threads",
+    "trace", "kv_cache_gb", "memory_guard_gb", "speculative_config", "tensor_parallel_size", "backend",
+    model=DEFAULT_MODEL, max_num_seqs=1, prefix_cache_gb=0.0,
+)  # fmt: skip
+SAMPLING = Flags("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -74,76 +60,30 @@ class Result(Struct, frozen=True, kw_only=True):
     seed: int
     """Give it as --seed to get the same tokens again."""
     speculation: dict[str, object] | None
-    """What it came to; null without --speculative-config."""
+    """Drafted and accepted tokens; null without --speculative-config."""
 
 
+@with_settings
 def command(
+    *,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to answer; `-` reads it from stdin.")],
-    model: Model = "demo",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(**whole(1), help="Output tokens, at most.", show_default="what the context has room for"),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(**number(0.0), help="0 is greedy.", show_default="the model's", rich_help_panel=_SAMPLING),
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(**number(0.0, 1.0), rich_help_panel=_SAMPLING)] = None,
-    top_k: Annotated[int | None, typer.Option(**whole(-1), help="0 is off.", rich_help_panel=_SAMPLING)] = None,
-    min_p: Annotated[float | None, typer.Option(**number(0.0, 1.0), rich_help_panel=_SAMPLING)] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same tokens.", rich_help_panel=_SAMPLING)
-    ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    sampling: Annotated[SamplingParams, SAMPLING],
+    config: Annotated[EngineConfig, SETTINGS],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
-    max_model_len: MaxModelLen = None,
-    dtype: DtypeOption = "auto",
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
-    cpu_kernels: CpuKernels = DEFAULTS.cpu_kernels,
-    cpu_precision: CpuPrecisionOption = DEFAULTS.cpu_precision,
-    threads: Threads = None,
-    trace: Trace = None,
-    kv_cache_gb: KvCacheGb = None,
-    memory_guard_gb: MemoryGuardGb = None,
-    speculative_config: SpeculativeConfigOption = None,
-    tensor_parallel_size: TensorParallelSize = DEFAULTS.tensor_parallel_size,
-    backend: BackendOption = DEFAULTS.backend,
-    log_level: LogLevelOption = "warning",
+    log_level: Annotated[LogLevel, flag(ServerConfig, "log_level")] = "warning",
 ) -> int:
     """Write one answer to a prompt, then end."""
     if raw and system is not None:
         raise ConfigError("--system needs the chat template, which --raw leaves out.", remedy="Give one of them.")
     text = sys.stdin.read() if prompt == "-" else prompt
-    shared = {
-        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
-        "seed": secrets.randbits(63) if seed is None else seed, "stop": stop or None,
-    }  # fmt: skip
+    shared = {"seed": secrets.randbits(63), **sampling.fields()}
     if raw:
         body: ChatBody | CompletionBody = CompletionBody.model_validate({"prompt": text, **shared})
     else:
         messages = [] if system is None else [{"role": "system", "content": system}]
         body = ChatBody.model_validate({"messages": [*messages, {"role": "user", "content": text}], **shared})
-    config = EngineConfig(
-        model=model,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=1,
-        kv_cache_gb=kv_cache_gb,
-        prefix_cache_gb=0.0,
-        memory_guard_gb=memory_guard_gb,
-        cpu_kernels=cpu_kernels,
-        cpu_precision=cpu_precision,
-        threads=threads,
-        trace=trace,
-        speculative_config=None if speculative_config is None else parse_speculation(speculative_config),
-        tensor_parallel_size=tensor_parallel_size,
-        backend=backend,
-    )
     set_up_logging(log_level)
     return asyncio.run(run(check_engine(config), body, json))
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
-from phalanx.cli.options import whole
+from phalanx.cli.flags import whole
 from phalanx.cluster.lifecycle import read_logs
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ConfigError, ExitCode

@@ -12,14 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
-from phalanx.cli.options import whole
+from phalanx.cli.flags import flag, whole
 from phalanx.cluster.fabric import facts_of, measure_pairs, order, set_up, test_group, undo
 from phalanx.cluster.hostfile import Hostfile
 from phalanx.cluster.lifecycle import Plan, check
 from phalanx.cluster.links import Done
 from phalanx.cluster.network import Steps, cables, parse_node, steps
 from phalanx.cluster.ssh import Remote
-from phalanx.config import AGENT_PORT, BackendChoice
+from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig
 from phalanx.errors import ClusterError, ConfigError, ExitCode
 
 
@@ -35,7 +35,7 @@ def command(
     persist: Annotated[bool, typer.Option("--persist", help="setup: also after every reboot.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="setup: show the commands, run none.")] = False,
     backend: Annotated[BackendChoice, typer.Option(help="test: what carries the sums.")] = "auto",
-    agent_port: Annotated[int, typer.Option(**whole(1, 65535), help="test: port of the agents.")] = AGENT_PORT,
+    agent_port: Annotated[int, flag(ClusterConfig, "agent_port", help="test: port of the agents.")] = AGENT_PORT,
     links_only: Annotated[bool, typer.Option("--links-only", help="test: no ranks, only links.")] = False,
     python: Python = PYTHON,
 ) -> int:

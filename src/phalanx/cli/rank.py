@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import msgspec
 import typer
 
-from phalanx.cli.options import whole
+from phalanx.cli.flags import whole
 from phalanx.config import EngineConfig, GroupConfig, environment
 from phalanx.dist.backend import foreign_launcher
 from phalanx.engine.boot import run_launched_rank, run_rank

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
-from phalanx.cli.options import number
+from phalanx.cli.flags import number
 from phalanx.cli.terminal import note
 from phalanx.cluster.hostfile import Hostfile
 from phalanx.cluster.lifecycle import Cluster, Plan, restart_all, wait_healthy

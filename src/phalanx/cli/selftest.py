@@ -1,4 +1,4 @@
-"""`phalanx selftest`: start a group, let it prove itself, print what it found, end it (F4).
+"""`phalanx selftest`: start a group of ranks, let it test itself, print the figures, end it (F4).
 
 Does not know how the tests are done (`engine/selftest.py`).
 """
@@ -14,68 +14,43 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.cli.options import (
-    DEFAULTS,
-    BackendOption,
-    CollectiveOption,
-    DtypeOption,
-    JoinSeconds,
-    LogLevelOption,
-    MemoryGuardGb,
-    Model,
-    Revision,
-    TensorParallelSize,
-    TrustRemoteCode,
-    check_engine,
-)
+from phalanx.cli.flags import Flags, flag, with_settings
 from phalanx.cli.terminal import LoadingView, report, set_up_logging
-from phalanx.config import GIB, ClusterConfig, EngineConfig
+from phalanx.config import DEFAULT_MODEL, GIB, ClusterConfig, EngineConfig, LogLevel, ServerConfig
 from phalanx.errors import EngineUnavailable, ExitCode
+from phalanx.offline.settings import check_engine
 from phalanx.supervision.hosts import load_cluster
 from phalanx.supervision.process import EngineProcess
 from phalanx.types import Batch, EngineStats, ModelInfo
 
+SETTINGS = Flags(
+    "model", "tensor_parallel_size", "backend", "collective", "join_seconds", "dtype", "revision", "trust_remote_code",
+    "memory_guard_gb", model=DEFAULT_MODEL, tensor_parallel_size=2,
+)  # fmt: skip
 
+
+@with_settings
 def command(
-    model: Model = "demo",
-    tensor_parallel_size: TensorParallelSize = 2,
-    backend: BackendOption = DEFAULTS.backend,
-    collective: CollectiveOption = DEFAULTS.collective,
-    join_seconds: JoinSeconds = DEFAULTS.join_seconds,
-    dtype: DtypeOption = DEFAULTS.dtype,
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
-    memory_guard_gb: MemoryGuardGb = None,
+    config: Annotated[EngineConfig, SETTINGS],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     cluster: Annotated[Path | None, typer.Option(hidden=True, help="Hosts of the ranks.")] = None,
-    log_level: LogLevelOption = "warning",
+    log_level: Annotated[LogLevel, flag(ServerConfig, "log_level")] = "warning",
 ) -> int:
     """Test a group of ranks: sums of known values, speed, equal tokens, the control connection, memory."""
-    config = EngineConfig(
-        model=model,
-        tensor_parallel_size=tensor_parallel_size,
-        backend=backend,
-        collective=collective,
-        join_seconds=join_seconds,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        memory_guard_gb=memory_guard_gb,
-    )
     set_up_logging(log_level)
-    return asyncio.run(run(check_engine(config), json, load_cluster(cluster, tensor_parallel_size)))
+    return asyncio.run(run(check_engine(config), json, load_cluster(cluster, config.tensor_parallel_size)))
 
 
 async def run(config: EngineConfig, as_json: bool, cluster: tuple[ClusterConfig, str] | None = None) -> int:
-    """Start, wait, print, end."""
+    """Start an engine, wait for its verdict, print it, end the engine; the exit code."""
     engine = EngineProcess(config, cluster=cluster)
-    outcome = Outcome(engine)
+    verdict = Verdict(engine)
     try:
         with LoadingView(engine):
             await engine.start()
-            info = await outcome.first
+            info = await verdict.info
         if info is None:
-            reason = (engine.state.reason or outcome.reason).rstrip(".")
+            reason = (engine.state.reason or verdict.reason).rstrip(".")
             report(EngineUnavailable(f"The self-test failed: {reason}."))
             return engine.state.exit_code or ExitCode.CRASH
         stats = await engine.ping()
@@ -110,24 +85,26 @@ def show(info: ModelInfo, stats: EngineStats) -> None:
     console.print(ranks)
 
 
-class Outcome:
-    """The first thing that becomes of an engine: its facts, or None when it failed. An `EngineListener`."""
+class Verdict:
+    """Whether the engine passed its self-test. An `EngineListener`."""
 
     def __init__(self, engine: EngineProcess) -> None:
-        self.first: asyncio.Future[ModelInfo | None] = asyncio.get_running_loop().create_future()
+        self.info: asyncio.Future[ModelInfo | None] = asyncio.get_running_loop().create_future()
+        """The engine's facts, with the test's figures; None when it failed."""
         self.reason = ""
+        """Why it failed first."""
         engine.subscribe(self)
 
     def on_ready(self, info: ModelInfo) -> None:
-        """It passed."""
-        if not self.first.done():
-            self.first.set_result(info)
+        """The test passed."""
+        if not self.info.done():
+            self.info.set_result(info)
 
     def on_down(self, reason: str, will_restart: bool) -> None:
-        """It did not: a self-test is not tried again."""
+        """The test failed. It is not tried again, even where the engine is."""
         self.reason = self.reason or reason
-        if not self.first.done():
-            self.first.set_result(None)
+        if not self.info.done():
+            self.info.set_result(None)
 
     def on_batch(self, batch: Batch) -> None:
-        """Nothing was asked."""
+        """No sequence runs."""

@@ -12,137 +12,39 @@ import threading
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
+from msgspec.structs import replace
 
-from phalanx.cli.options import (
-    DEFAULTS,
-    BackendOption,
-    CheckCollectives,
-    CollectiveOption,
-    CpuKernels,
-    CpuPrecisionOption,
-    DtypeOption,
-    Inject,
-    JoinSeconds,
-    KvCacheGb,
-    LogLevelOption,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    MemoryGuardGb,
-    Model,
-    NoPrefixCaching,
-    PrefixCacheGb,
-    Revision,
-    SilenceSeconds,
-    SpeculativeConfigOption,
-    TargetStepMs,
-    TensorParallelSize,
-    Threads,
-    Trace,
-    TrustRemoteCode,
-    WedgeSeconds,
-    check_engine,
-    number,
-    prefix_budget,
-    whole,
-)
+from phalanx.cli.flags import Flags, with_settings
 from phalanx.cli.terminal import LoadingView, note, set_up_logging
-from phalanx.config import (
-    DEFAULT_PORT,
-    EngineConfig,
-    ServerConfig,
-    api_key_from_environment,
-)
+from phalanx.config import DEFAULT_MODEL, ServerConfig, api_key_from_environment
 from phalanx.errors import ConfigError
 from phalanx.model.loading.resolve import resolve
+from phalanx.offline.settings import check_engine
 from phalanx.server.defaults import read_defaults
 from phalanx.server.run import serve
-from phalanx.spec.parse_config import parse as parse_speculation
 from phalanx.supervision.attach import AttachedEngine
 from phalanx.supervision.hosts import load_cluster
 from phalanx.supervision.process import EngineProcess
 from phalanx.text.tokenizer import Tokenizer
 
-_DEFAULTS = ServerConfig(engine=DEFAULTS)
-_HTTP = "HTTP"
-_LIMITS = "Limits"
 
-
+@with_settings
 def command(
-    model: Model = "demo",
-    host: Annotated[str, typer.Option(help="Address to bind.", rich_help_panel=_HTTP)] = _DEFAULTS.host,
-    port: Annotated[
-        int, typer.Option(**whole(0, 65535), help="Port; 0 picks a free one.", rich_help_panel=_HTTP)
-    ] = DEFAULT_PORT,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="A key clients must send; may be repeated. Also PHALANX_API_KEY.", rich_help_panel=_HTTP),
-    ] = None,
+    config: Annotated[ServerConfig, Flags(model=DEFAULT_MODEL)],
     api_key_file: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, readable=True, help="One key per line.", rich_help_panel=_HTTP),
+        typer.Option(exists=True, dir_okay=False, readable=True, help="One key per line.", rich_help_panel="HTTP"),
     ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="Name clients use; may be repeated.", show_default="MODEL as given", rich_help_panel=_HTTP),
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
+    no_prefix_caching: Annotated[
+        bool,
         typer.Option(
-            exists=True, dir_okay=False, readable=True, help="Jinja file instead of the model's.", rich_help_panel=_HTTP
+            "--no-prefix-caching",
+            "--no-enable-prefix-caching",
+            help="The same as --prefix-cache-gb 0.",
+            rich_help_panel="Memory",
         ),
-    ] = None,
-    default_chat_template_kwargs: Annotated[
-        str, typer.Option(metavar="JSON", help="Variables of the chat template.", rich_help_panel=_HTTP)
-    ] = "{}",
-    keepalive_seconds: Annotated[
-        float,
-        typer.Option(**number(0.1), help="A comment after this much silence.", rich_help_panel=_HTTP),
-    ] = _DEFAULTS.keepalive_seconds,
-    queue: Annotated[
-        int, typer.Option(**whole(0), help="Requests that may wait; one more is a 429.", rich_help_panel=_LIMITS)
-    ] = _DEFAULTS.queue,
-    max_n: Annotated[
-        int, typer.Option("--max-n", **whole(1, 1024), help="Largest `n`.", rich_help_panel=_LIMITS)
-    ] = _DEFAULTS.max_n,
-    max_body_mb: Annotated[
-        float,
-        typer.Option(**number(0.001, 1024), help="Largest request, MiB.", rich_help_panel=_LIMITS),
-    ] = _DEFAULTS.max_body_mb,
-    drain_seconds: Annotated[
-        float,
-        typer.Option(**number(0.0), help="For running requests at the end.", rich_help_panel=_LIMITS),
-    ] = _DEFAULTS.drain_seconds,
-    stall_seconds: Annotated[
-        float,
-        typer.Option(**number(1.0), help="Silence that ends the engine.", rich_help_panel=_LIMITS),
-    ] = _DEFAULTS.stall_seconds,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = DEFAULTS.max_num_seqs,
-    max_num_batched_tokens: MaxNumBatchedTokens = DEFAULTS.max_num_batched_tokens,
-    target_step_ms: TargetStepMs = DEFAULTS.target_step_ms,
-    dtype: DtypeOption = DEFAULTS.dtype,
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
-    trace: Trace = None,
-    kv_cache_gb: KvCacheGb = None,
-    prefix_cache_gb: PrefixCacheGb = None,
-    no_prefix_caching: NoPrefixCaching = False,
-    memory_guard_gb: MemoryGuardGb = None,
-    speculative_config: SpeculativeConfigOption = None,
-    tensor_parallel_size: TensorParallelSize = DEFAULTS.tensor_parallel_size,
-    cpu_kernels: CpuKernels = DEFAULTS.cpu_kernels,
-    cpu_precision: CpuPrecisionOption = DEFAULTS.cpu_precision,
-    threads: Threads = None,
-    backend: BackendOption = DEFAULTS.backend,
-    collective: CollectiveOption = DEFAULTS.collective,
-    check_collectives: CheckCollectives = DEFAULTS.check_collectives,
-    join_seconds: JoinSeconds = DEFAULTS.join_seconds,
-    silence_seconds: SilenceSeconds = DEFAULTS.silence_seconds,
-    wedge_seconds: WedgeSeconds = DEFAULTS.wedge_seconds,
-    inject: Inject = None,
+    ] = False,
     attach: Annotated[
         Path | None,
         typer.Option(
@@ -157,55 +59,19 @@ def command(
             metavar="FILE", help="Hosts of the ranks; `phalanx up` writes it.", rich_help_panel="Ranks", hidden=True
         ),
     ] = None,
-    log_level: LogLevelOption = "info",
     stop_on_eof: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> int:
     """Load a model and serve it over an OpenAI-compatible HTTP API until Ctrl-C or SIGTERM."""
-    engine = EngineConfig(
-        model=model,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        target_step_ms=target_step_ms,
-        kv_cache_gb=kv_cache_gb,
-        prefix_cache_gb=prefix_budget(prefix_cache_gb, no_prefix_caching),
-        memory_guard_gb=memory_guard_gb,
-        trace=trace,
-        speculative_config=None if speculative_config is None else parse_speculation(speculative_config),
-        tensor_parallel_size=tensor_parallel_size,
-        cpu_kernels=cpu_kernels,
-        cpu_precision=cpu_precision,
-        threads=threads,
-        backend=backend,
-        collective=collective,
-        check_collectives=check_collectives,
-        join_seconds=join_seconds,
-        silence_seconds=silence_seconds,
-        wedge_seconds=wedge_seconds,
-        inject=inject,
-    )
-    config = ServerConfig(
-        engine=check_engine(engine),
-        host=host,
-        port=port,
-        served_model_name=_names(served_model_name),
-        api_key=_keys(api_key, api_key_file),
-        queue=queue,
-        max_body_mb=max_body_mb,
-        max_n=max_n,
-        keepalive_seconds=keepalive_seconds,
-        drain_seconds=drain_seconds,
-        stall_seconds=stall_seconds,
-        chat_template=None if chat_template is None else str(chat_template),
-        default_chat_template_kwargs=_template_kwargs(default_chat_template_kwargs),
-        log_level=log_level,
-    )
     if attach is not None and cluster is not None:
         raise ConfigError("--attach waits for ranks that --cluster would start.", remedy="Give one of them.")
-    set_up_logging(log_level)
+    prefix_cache_gb = _prefix_cache_gb(config.engine.prefix_cache_gb, no_prefix_caching)
+    config = replace(
+        config,
+        engine=check_engine(replace(config.engine, prefix_cache_gb=prefix_cache_gb)),
+        served_model_name=_names(config.served_model_name),
+        api_key=_keys(config.api_key, api_key_file),
+    )
+    set_up_logging(config.log_level)
     if stop_on_eof:
         _stop_on_eof()
     return run(config, attach, cluster)
@@ -241,16 +107,22 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _names(given: list[str] | None) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(given or ()))
-    if any(not name.strip() for name in names):
+def _prefix_cache_gb(given: float | None, off: bool) -> float | None:
+    """The one setting behind two flags."""
+    if off and given:
+        raise ConfigError(f"--no-prefix-caching contradicts --prefix-cache-gb {given:g}.", remedy="Give one of them.")
+    return 0.0 if off else given
+
+
+def _names(given: tuple[str, ...]) -> tuple[str, ...]:
+    if any(not name.strip() for name in given):
         raise ConfigError("--served-model-name is empty.", remedy="Give the name that clients send as `model`.")
-    return names
+    return tuple(dict.fromkeys(given))
 
 
-def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+def _keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
     """Keys from flags and file; from the environment only when there are none."""
-    keys = list(given or ())
+    keys = list(given)
     if any(not key.strip() for key in keys):
         raise ConfigError("--api-key is empty.", remedy="Leave it out to need no key.")
     if file is not None:
@@ -264,18 +136,8 @@ def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(keys))
 
 
-def _template_kwargs(text: str) -> dict[str, object]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, object])
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"--default-chat-template-kwargs {text!r} is not a JSON object: {error}.",
-            remedy="""For example '{"enable_thinking": false}'.""",
-        ) from error
-
-
 def _stop_on_eof() -> None:
-    """End as on SIGTERM when stdin closes: whoever started this server privately is gone."""
+    """End as on SIGTERM when stdin closes: the process that started this server privately has ended."""
 
     def wait() -> None:
         while os.read(0, 4096):  # not sys.stdin, whose lock a daemon thread would still hold at exit

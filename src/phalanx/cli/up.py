@@ -21,7 +21,8 @@ from phalanx.cli.clusters import (
     chosen,
     status_table,
 )
-from phalanx.cli.options import number, whole
+from phalanx.cli.flags import flag as setting
+from phalanx.cli.flags import number
 from phalanx.cli.terminal import note
 from phalanx.cluster.doctor import examine, wanted, worst
 from phalanx.cluster.fabric import addressed
@@ -37,7 +38,7 @@ from phalanx.cluster.lifecycle import (
     stop_all,
     wait_healthy,
 )
-from phalanx.config import AGENT_PORT, BackendChoice
+from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig, EngineConfig
 from phalanx.errors import ClusterError, ExitCode, StartFailed
 
 DOWN_S = 15.0
@@ -50,7 +51,13 @@ def command(
     num_ranks: NumRanks = None,
     backend: Annotated[
         BackendChoice,
-        typer.Option(help="What carries the sums.", show_default="the hostfile's, or the best"),
+        setting(
+            EngineConfig,
+            "backend",
+            help="What carries the sums.",
+            show_default="the hostfile's, or the best",
+            rich_help_panel=None,
+        ),
     ] = "auto",
     env: Annotated[
         list[str] | None, typer.Option("--env", metavar="K=V", help="For every rank; may be repeated.")
@@ -59,7 +66,7 @@ def command(
     skip_checks: Annotated[bool, typer.Option("--skip-checks", help="Start without looking first.")] = False,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C ends the cluster.")] = False,
     log_dir: Annotated[str, typer.Option(help="On the hosts, below the home directory unless absolute.")] = LOGS,
-    agent_port: Annotated[int, typer.Option(**whole(1, 65535), help="Port of the agents.")] = AGENT_PORT,
+    agent_port: Annotated[int, setting(ClusterConfig, "agent_port")] = AGENT_PORT,
     python: Python = PYTHON,
     word: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
 ) -> int:

@@ -1,0 +1,284 @@
+"""Flags from settings: type, range, default, help and name of a flag are what the field of a settings class declares.
+
+A command takes a whole settings object, and `with_settings` gives the command line one flag per field of its class:
+
+    @with_settings
+    def command(config: Annotated[EngineConfig, Flags("model", "max_model_len", model="demo")]) -> int: ...
+
+typer parses the flags and writes `--help`. A bad value is answered with the flag, the value and what is allowed. Does
+not know what any setting does (`config.py` documents them).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import typer
+from msgspec import Meta, Struct
+from typer.models import ArgumentInfo, OptionInfo
+
+from phalanx.config import Flag
+from phalanx.errors import ConfigError
+from phalanx.spec.parse_config import parse as parse_speculation
+
+Info = ArgumentInfo | OptionInfo
+T = TypeVar("T", bound=Struct)
+
+REQUIRED = inspect.Parameter.empty
+
+
+class Flags:
+    """Which fields of a settings class a command offers as flags.
+
+    Args:
+        fields: names of the fields; none at all means every field.
+        defaults: values without a flag, where the class has none or another one. A field that is named here but not in
+            `fields` is fixed to this value.
+    """
+
+    def __init__(self, *fields: str, **defaults: object) -> None:
+        self._fields = fields
+        self.defaults = defaults
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields or not self._fields
+
+
+class Setting:
+    """One field of a settings class, as it is declared."""
+
+    def __init__(self, field: msgspec.structs.FieldInfo, hint: Any) -> None:
+        self.name = field.name
+        hint, metadata = _unwrap(hint)
+        self.flag = next((entry for entry in metadata if isinstance(entry, Flag)), Flag())
+        self.optional = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
+        if self.optional:
+            hint, inner = _unwrap(_without_none(hint))
+            metadata += inner
+        self.type: Any = hint
+        self.range = next((entry for entry in metadata if isinstance(entry, Meta)), None)
+        self.default: Any = REQUIRED
+        """`REQUIRED` where the class has none."""
+        if field.default_factory is not msgspec.NODEFAULT:
+            self.default = field.default_factory()
+        elif field.default is not msgspec.NODEFAULT:
+            self.default = field.default
+
+    @property
+    def spelled(self) -> str:
+        """The flag, for example `--max-model-len`."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def is_nested(self) -> bool:
+        """The field is a settings class itself: there is a flag for each of its fields."""
+        return isinstance(self.type, type) and issubclass(self.type, Struct)
+
+    @property
+    def is_list(self) -> bool:
+        """The flag may be repeated."""
+        return self.type in (tuple[str, ...], str | list[str])
+
+    @property
+    def is_json(self) -> bool:
+        """The flag's value is JSON."""
+        return not (self.is_list or self.type in (int, float, str, bool) or get_origin(self.type) is Literal)
+
+    def parameter(self, default: Any) -> inspect.Parameter:
+        """What a command's signature has for this setting; typer makes the flag of it.
+
+        Args:
+            default: the value without the flag, as the settings class has it.
+        """
+        base: Any = self._parsed_as()
+        if self.is_list:
+            base, default = list[str] | None, default or None
+        elif self.is_json and default is not None:
+            default = msgspec.json.encode(default).decode()
+        annotation: Any = Annotated[base | None if self.optional else base, self.info(is_on=default is True)]
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    def info(self, *, is_on: bool = False, **details: Any) -> Info:
+        """The declaration in typer's terms.
+
+        Args:
+            is_on: the setting is a switch that is on by default, so that it needs a flag that turns it off.
+            details: arguments of `typer.Option` that replace what is declared.
+        """
+        flag = self.flag
+        declared = {"help": f"{flag.help} Also {flag.variable}." if flag.variable else flag.help, **self._parser()}
+        if flag.metavar is not None:
+            declared["metavar"] = flag.metavar
+        if flag.default is not None:
+            declared["show_default"] = flag.default
+        if flag.positional:
+            found = typer.Argument(**{**declared, **details})
+        else:
+            name = f"{self.spelled}/--no-{self.spelled[2:]}" if is_on else self.spelled
+            found = typer.Option(name, *flag.aliases, **{"rich_help_panel": flag.panel, **declared, **details})
+        assert isinstance(found, Info)
+        return found
+
+    def value(self, given: Any) -> Any:
+        """The setting of what typer parsed.
+
+        Raises:
+            ConfigError: the text is not JSON of the setting's type.
+        """
+        if self.is_list:
+            return tuple(given or ()) if self.type == tuple[str, ...] else given or None
+        if self.is_json and given is not None:
+            return JSON_PARSERS[self.name](given)
+        return str(given) if isinstance(given, Path) else given
+
+    def _parsed_as(self) -> Any:
+        """The type that typer converts the text to."""
+        return Path if self.flag.is_file else str if self.is_json else self.type
+
+    def _parser(self) -> dict[str, Any]:
+        """Arguments of `typer.Option` that say how the text is checked."""
+        if self.flag.is_file:
+            return {"exists": True, "dir_okay": False, "readable": True}
+        if self.is_json:
+            return {"metavar": "JSON"}
+        if self.range is None or self.range.ge is None:
+            return {}
+        return _ranged(int if self.type is int else float, self.range.ge, self.range.le)
+
+
+@functools.cache
+def settings_of(owner: type[Struct]) -> dict[str, Setting]:
+    """The fields of a settings class, by name."""
+    hints = get_type_hints(owner, include_extras=True)
+    return {field.name: Setting(field, hints[field.name]) for field in msgspec.structs.fields(owner)}
+
+
+def flag(owner: type[Struct], name: str, **details: Any) -> Info:
+    """One field as a flag, for a command that takes it by itself: `port: Annotated[int, flag(ServerConfig, "port")]`.
+
+    Args:
+        details: arguments of `typer.Option` that replace what is declared.
+    """
+    return settings_of(owner)[name].info(**details)
+
+
+def with_settings(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command one flag per field for each of its parameters that is annotated with a class and `Flags`."""
+    signature = inspect.signature(command, eval_str=True)
+    build: dict[str, Callable[[Mapping[str, Any]], Struct]] = {}
+    flags: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        owner, marks = _unwrap(parameter.annotation)
+        if chosen := next((mark for mark in marks if isinstance(mark, Flags)), None):
+            flags += parameters(owner, chosen)
+            build[parameter.name] = functools.partial(build_settings, owner, chosen)
+        else:
+            flags.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> int:
+        own = {name: value for name, value in given.items() if name in signature.parameters}
+        return command(**own, **{name: builder(given) for name, builder in build.items()})
+
+    run.__signature__ = signature.replace(parameters=flags)  # type: ignore[attr-defined]
+    run.__annotations__ = {}
+    return run
+
+
+def parameters(owner: type[Struct], chosen: Flags) -> Iterator[inspect.Parameter]:
+    """One parameter per flag, in the order of the fields."""
+    for name, setting in settings_of(owner).items():
+        if setting.is_nested:
+            yield from parameters(setting.type, chosen)
+        elif name in chosen:
+            yield setting.parameter(chosen.defaults.get(name, setting.default))
+
+
+def build_settings(owner: type[T], chosen: Flags, given: Mapping[str, Any]) -> T:
+    """The settings object.
+
+    Args:
+        given: what typer parsed; more than the fields of `owner`, perhaps.
+
+    Raises:
+        ConfigError: a value is not JSON of its field's type.
+    """
+    values: dict[str, Any] = {}
+    for name, setting in settings_of(owner).items():
+        if setting.is_nested:
+            values[name] = build_settings(setting.type, chosen, given)
+        elif name in chosen:
+            values[name] = setting.value(given[name])
+        elif name in chosen.defaults:
+            values[name] = chosen.defaults[name]
+    return owner(**values)
+
+
+def _without_none(union: Any) -> Any:
+    """`A | B | None` as `A | B`."""
+    return functools.reduce(operator.or_, (arg for arg in get_args(union) if arg is not NoneType))
+
+
+def _unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """`Annotated[T, ...]` as T and its metadata."""
+    if get_origin(hint) is Annotated:
+        base, *metadata = get_args(hint)
+        return base, tuple(metadata)
+    return hint, ()
+
+
+# JSON ------------------------------------------------------------------------------------------------------------
+
+
+def _template_variables(text: str) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--default-chat-template-kwargs {text!r} is not a JSON object: {error}.",
+            remedy="""For example '{"enable_thinking": false}'.""",
+        ) from error
+
+
+JSON_PARSERS: dict[str, Callable[[str], Any]] = {
+    "speculative_config": parse_speculation,
+    "default_chat_template_kwargs": _template_variables,
+}
+"""Field -> how its flag's text is read."""
+
+
+# Ranges ----------------------------------------------------------------------------------------------------------
+
+
+def whole(low: int, high: int | None = None) -> dict[str, Any]:
+    """For `typer.Option`: a whole number in a range. Errors say what was given and what is allowed."""
+    return _ranged(int, low, high)
+
+
+def number(low: float, high: float | None = None) -> dict[str, Any]:
+    """As `whole`, for a finite number."""
+    return _ranged(float, low, high)
+
+
+def _ranged(kind: type[int] | type[float], low: float, high: float | None) -> dict[str, Any]:
+    article = "a whole number" if kind is int else "a number"
+    allowed = f"{article}, {low:g} or more" if high is None else f"{article}, {low:g} to {high:g}"
+
+    def parse(given: str | float) -> float:
+        try:
+            value = kind(given)
+        except ValueError:
+            raise typer.BadParameter(f"{given!r} is not {allowed}.") from None
+        if not (math.isfinite(value) and value >= low and (high is None or value <= high)):
+            raise typer.BadParameter(f"{given} is not {allowed}.")
+        return value
+
+    return {"parser": parse, "metavar": "N" if kind is int else "X"}

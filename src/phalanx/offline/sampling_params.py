@@ -1,0 +1,66 @@
+"""`SamplingParams`: how an answer is drawn, with vLLM's names. The flags of `phalanx generate` come from it.
+
+Only carries the values. `server/sampling.py` decides what they mean and which of them are out of range.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from phalanx.config import Count, Flag, Size
+
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """None stands for the default of `phalanx serve`: the model's generation_config.json, else OpenAI's.
+
+    Unlike vLLM's, `max_tokens` is not 16 by default, but what the context has room for.
+    """
+
+    n: int = 1
+    """Number of answers per prompt."""
+    max_tokens: Annotated[Count | None, Flag("Output tokens, at most.", default="what the context has room for")] = None
+    """Largest number of output tokens."""
+    temperature: Annotated[Size | None, Flag("0 is greedy.", "Sampling", default="the model's")] = None
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: Annotated[Share | None, Flag("", "Sampling")] = None
+    """Only the most likely tokens that together have this probability are drawn."""
+    top_k: Annotated[Annotated[int, Meta(ge=-1)] | None, Flag("0 is off.", "Sampling")] = None
+    """Only so many of the most likely tokens are drawn; 0 or -1: all."""
+    min_p: Annotated[Share | None, Flag("", "Sampling")] = None
+    """Only tokens with at least this share of the most likely token's probability are drawn."""
+    seed: Annotated[int | None, Flag("The same seed gives the same tokens.", "Sampling")] = None
+    """The same seed gives the same tokens; None draws a seed per prompt."""
+    stop: Annotated[str | list[str] | None, Flag("End before this text; may be repeated.")] = None
+    """The answer ends before the first of these texts."""
+    stop_token_ids: list[int] | None = None
+    """The answer ends with the first of these tokens."""
+    repetition_penalty: float | None = None
+    """Above 1: makes tokens of the prompt and the answer less likely."""
+    presence_penalty: float | None = None
+    """Above 0: makes tokens of the answer less likely."""
+    frequency_penalty: float | None = None
+    """Above 0: makes tokens of the answer less likely each time they occur."""
+    logit_bias: dict[int, float] | None = None
+    """Token id -> what is added to its logit."""
+    min_tokens: int | None = None
+    """Before so many tokens, no stop token and no stop text ends the answer."""
+    ignore_eos: bool | None = None
+    """The model's end token does not end the answer."""
+    include_stop_str_in_output: bool | None = None
+    """The text that ended the answer is part of it."""
+    skip_special_tokens: bool | None = None
+    """Special tokens have no text; None is yes."""
+    logprobs: int | None = None
+    """Log-probability of every output token and of so many of the most likely ones."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for the prompt's tokens."""
+
+    def fields(self) -> dict[str, Any]:
+        """What is set, as fields of an API request that chat and completions share; without log-probabilities."""
+        given: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return {name: value for name, value in given.items() if name not in ("logprobs", "prompt_logprobs")}
