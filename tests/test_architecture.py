@@ -65,7 +65,10 @@ PICKLES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "she
 IMPORTS_IN_FUNCTIONS: dict[str, str] = {}
 """file -> why (optional dependencies only)."""
 
-DYNAMIC_IMPORTS = {"cli/main.py": "a command's module is imported when the command runs, so that --help is fast"}
+DYNAMIC_IMPORTS = {
+    "cli/main.py": "a command's module is imported when the command runs, so that --help is fast",
+    "__init__.py": "phalanx.LLM is imported when it is used, so that `import phalanx` loads nothing",
+}
 
 BROAD_EXCEPTS: dict[str, str] = {
     "engine/boot.py": "the end of a process: server and other ranks have to know why, whatever it was",

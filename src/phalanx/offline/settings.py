@@ -5,9 +5,17 @@ A range of a single setting is declared in `config.py`. Does not know where sett
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
 from phalanx.config import EngineConfig
 from phalanx.dist.fault_injection import parse
 from phalanx.errors import ConfigError
+from phalanx.spec.parse_config import parse as parse_speculation
 
 
 def check_engine(config: EngineConfig) -> EngineConfig:
@@ -29,3 +37,35 @@ def check_engine(config: EngineConfig) -> EngineConfig:
         for flag in (flag for flag, given in unused.items() if given):
             raise ConfigError(f"{flag} says how several ranks talk, but there is one.", remedy="Add --tp N.")
     return config
+
+
+def engine_config(model: str | Path, settings: Mapping[str, Any]) -> EngineConfig:
+    """An `EngineConfig` from keywords.
+
+    Args:
+        settings: fields of `EngineConfig`; `speculative_config` may be a dictionary, as the flag's JSON.
+
+    Raises:
+        ConfigError: an unknown name, a wrong type, a number out of its range, or a contradiction; names the setting.
+    """
+    for name in settings:
+        if name not in EngineConfig.__struct_fields__ or name == "model":
+            close = get_close_matches(name, EngineConfig.__struct_fields__, n=1)
+            raise ConfigError(
+                f"There is no setting {name!r}.",
+                remedy=f"Did you mean {close[0]!r}?"
+                if close
+                else "Settings are the engine's flags of `phalanx serve`.",
+            )
+    values = {"model": str(model), **settings}
+    if isinstance(speculation := values.get("speculative_config"), Mapping):
+        values["speculative_config"] = parse_speculation(msgspec.json.encode(speculation).decode())
+    try:
+        return check_engine(msgspec.convert(values, EngineConfig))
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        raise ConfigError(
+            f"{name}={values[name]!r}: {what[:1].lower()}{what[1:]}.",
+            remedy="`phalanx serve --help` shows what is allowed.",
+        ) from error
