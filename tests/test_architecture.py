@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = {
-    **dict.fromkeys(("", "errors", "faults", "types", "demo"), 0),
+    **dict.fromkeys(("", "errors", "faults", "types", "demo", "mlx_lm_adapter"), 0),
     **dict.fromkeys(("config", "memory", "sched", "text", "bench"), 1),
     **dict.fromkeys(("dist", "kernels"), 2),
     **dict.fromkeys(("cluster", "supervision"), 3),
@@ -64,10 +64,17 @@ PICKLES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "she
 IMPORTS_IN_FUNCTIONS: dict[str, str] = {}
 """file -> why (optional dependencies only)."""
 
-DYNAMIC_IMPORTS = {"cli/main.py": "a command's module is imported when the command runs, so that --help is fast"}
+DYNAMIC_IMPORTS = {
+    "cli/main.py": "a command's module is imported when the command runs, so that --help is fast",
+    "mlx_lm_adapter.py": "a module of mlx-lm is imported while stand-ins keep it from importing transformers",
+    "model/loading/resolve.py": "the hub's client is imported for a hub id only",
+    "text/tokenizer.py": "a rank loads no tokenizer, and most models need no transformers",
+}
+"""file -> why it imports modules while it runs."""
 
 BROAD_EXCEPTS: dict[str, str] = {
     "engine/boot.py": "the end of a process: server and other ranks have to know why, whatever it was",
+    "text/fast_backend.py": "the library `tokenizers` raises nothing narrower",
 }
 """file -> why everything may be caught there."""
 
