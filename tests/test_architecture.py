@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = {
-    **dict.fromkeys(("", "errors", "faults", "types", "demo"), 0),
+    **dict.fromkeys(("", "errors", "faults", "types", "demo", "mlx_lm_adapter"), 0),
     **dict.fromkeys(("config", "memory", "sched", "text", "bench"), 1),
     **dict.fromkeys(("dist", "kernels"), 2),
     **dict.fromkeys(("cluster", "supervision"), 3),
@@ -68,10 +68,16 @@ IMPORTS_IN_FUNCTIONS: dict[str, str] = {}
 DYNAMIC_IMPORTS = {
     "cli/main.py": "a command's module is imported when the command runs, so that --help is fast",
     "__init__.py": "phalanx.LLM is imported when it is used, so that `import phalanx` loads nothing",
+    "mlx_lm_adapter.py": "a module of mlx-lm is imported while stand-ins keep it from importing transformers",
+    "model/loading/resolve.py": "the hub's client is imported for a hub id only",
+    "server/start.py": "the HTTP framework is imported while the ranks load",
+    "text/tokenizer.py": "a rank loads no tokenizer, and most models need no transformers",
 }
+"""file -> why it imports modules while it runs."""
 
 BROAD_EXCEPTS: dict[str, str] = {
     "engine/boot.py": "the end of a process: server and other ranks have to know why, whatever it was",
+    "text/fast_backend.py": "the library `tokenizers` raises nothing narrower",
 }
 """file -> why everything may be caught there."""
 

@@ -23,8 +23,9 @@ from phalanx.demo import MODEL_DIR
 from phalanx.errors import MemoryShortage, ModelNotFound, ModelUnsupported, WeightsError
 from phalanx.model.loading import huge_pages
 from phalanx.model.loading import load as loading
+from phalanx.model.loading.hub import explain
 from phalanx.model.loading.load import Loaded, load
-from phalanx.model.loading.resolve import explain, resolve
+from phalanx.model.loading.resolve import resolve
 from phalanx.model.loading.weights import read_headers
 
 FILE = "model.safetensors"
@@ -403,7 +404,7 @@ def test_what_is_fetched_is_what_is_copied_between_hosts():
 
 @pytest.mark.parametrize("name", ["/no/such", "./no", "../no", "~/no-such-model", "a/b/c", ""])
 def test_a_path_that_is_not_there_is_never_looked_up_in_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.model.loading.resolve.snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    monkeypatch.setattr("phalanx.model.loading.hub.snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
     with pytest.raises(ModelNotFound, match="No such directory"):
         resolve(name)
 
@@ -420,7 +421,7 @@ def test_a_hub_id_comes_from_the_cache_and_without_code(tmp_path: Path, monkeypa
         asked.append((repo, revision, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr("phalanx.model.loading.resolve.snapshot_download", download)
+    monkeypatch.setattr("phalanx.model.loading.hub.snapshot_download", download)
     assert resolve("owner/name", revision="v2") == tmp_path
     resolve("owner/name", trust_remote_code=True)
     assert asked[0][:2] == ("owner/name", "v2")

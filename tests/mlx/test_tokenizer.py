@@ -13,88 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import CHAT_TEMPLATE
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from support.tokenizers_of_each_kind import BYTE_KINDS, KINDS, SAMPLES, SPECIAL, byte_level
 from tokenizers import Tokenizer as Fast
 
 from phalanx.errors import InvalidRequest, ModelUnsupported
 from phalanx.text.text_stream import WindowStream
 from phalanx.text.tokenizer import Tokenizer
-
-SPECIAL = ["<unk>", "<s>", "</s>"]
-TEXT = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "  two  spaces\n\nand lines é"] * 5
-SAMPLES = [
-    "hello world",
-    " leading and  double spaces ",
-    "emoji 😀👩‍👩‍👧 in the middle",
-    "日本語 and ελληνικά",
-    "a ,b .c 'll do n't",  # what "clean-up" of spaces would change
-    "",
-    " ",
-    "\n\n",
-    "\ufffd is a character, too",
-]
-
-
-def save(fast: Fast, path: Path, **settings: Any) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    fast.save(str(path / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
-    (path / "tokenizer_config.json").write_text(json.dumps({**names, **settings}))
-    return path
-
-
-def byte_level(path: Path, **settings: Any) -> Path:
-    fast = Fast(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    fast.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet,
-                                                       special_tokens=SPECIAL, show_progress=False))  # fmt: skip
-    fast.add_tokens([AddedToken("<tool> é", special=False)])
-    return save(fast, path, **settings)
-
-
-def sentencepiece(path: Path, *, strip: bool) -> Path:
-    """As Llama 2's (strip) and Gemma's: ▁ for spaces, bytes for what is not in the vocabulary."""
-    fast = Fast(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    steps = [normalizers.Replace(" ", "▁")]
-    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *steps] if strip else steps)
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    fast.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strip else parts)
-    special = SPECIAL + [f"<0x{byte:02X}>" for byte in range(256)]
-    fast.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=360, special_tokens=special, show_progress=False))
-    saved = json.loads(fast.to_str())
-    saved["added_tokens"] = [t for t in saved["added_tokens"] if not t["content"].startswith("<0x")]
-    return save(Fast.from_str(json.dumps(saved)), path)
-
-
-def wordpiece(path: Path) -> Path:
-    fast = Fast(models.WordPiece(unk_token="<unk>"))
-    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    fast.decoder = decoders.WordPiece()
-    fast.train_from_iterator(TEXT, trainers.WordPieceTrainer(vocab_size=150, special_tokens=SPECIAL,
-                                                             show_progress=False))  # fmt: skip
-    return save(fast, path, unk_token="<unk>")
-
-
-def unigram(path: Path) -> Path:
-    """As T5's: a decoder that only knows ▁."""
-    fast = Fast(models.Unigram())
-    fast.pre_tokenizer = pre_tokenizers.Metaspace()
-    fast.decoder = decoders.Metaspace()
-    fast.train_from_iterator(TEXT, trainers.UnigramTrainer(vocab_size=80, special_tokens=SPECIAL, unk_token="<unk>",
-                                                           show_progress=False))  # fmt: skip
-    return save(fast, path, unk_token="<unk>")
-
-
-KINDS = {
-    "byte_level": byte_level,
-    "llama2": lambda path: sentencepiece(path, strip=True),
-    "gemma": lambda path: sentencepiece(path, strip=False),
-    "wordpiece": wordpiece,
-    "unigram": unigram,
-}
-BYTE_KINDS = ["byte_level", "llama2", "gemma"]  # every text has tokens
+from phalanx.text.transformers_backend import TransformersBackend, load
 
 
 @pytest.fixture(scope="module")
@@ -253,14 +178,14 @@ def test_a_saved_truncation_does_not_cut_prompts(tmp_path: Path) -> None:
     fast.save(str(tmp_path / "tokenizer.json"))
     text = "the quick brown fox jumps over"
     tokenizer = Tokenizer.load(tmp_path)
-    backend: Any = tokenizer._hf
-    assert backend.backend_tokenizer.truncation is None, "would be changed by the first call, while others run"
+    backend: Any = tokenizer._backend
+    assert backend.hf.backend_tokenizer.truncation is None, "would be changed by the first call, while others run"
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_tokenizers_with_an_encode_of_their_own(tokenizers: dict[str, Tokenizer]) -> None:
+def test_tokenizers_with_an_encode_of_their_own(tmp_path: Path) -> None:
     """Kimi's knows no `add_special_tokens` (B6)."""
-    plain = tokenizers["byte_level"]
+    plain = load(byte_level(tmp_path), trust_remote_code=False, chat_template=None)
 
     class Own:
         def __init__(self, inner: Any) -> None:
@@ -275,8 +200,8 @@ def test_tokenizers_with_an_encode_of_their_own(tokenizers: dict[str, Tokenizer]
         def encode(self, text: str, allow_special_tokens: bool = True) -> list[int]:
             return list(self.inner.encode(text, add_special_tokens=False))
 
-    wrapper = SimpleNamespace(_tokenizer=Own(plain._hf), has_chat_template=False)
-    own = Tokenizer(wrapper, frozenset({2}))
+    wrapper = SimpleNamespace(_tokenizer=Own(plain.hf), has_chat_template=False, eos_token_ids={2})
+    own = Tokenizer(TransformersBackend(wrapper), frozenset({2}))
     for special in (True, False):
         assert own.encode("hello", add_special_tokens=special) == plain.encode("hello", add_special_tokens=False)
     assert "".join(streamed(own, own.encode("hé 😀"))) == "hé 😀"

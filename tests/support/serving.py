@@ -21,7 +21,8 @@ from tokenizers import Tokenizer as Fast
 
 from phalanx.config import EngineConfig, ServerConfig
 from phalanx.server.app import create_app
-from phalanx.server.run import Server, bind
+from phalanx.server.run import Server
+from phalanx.server.start import bind
 from phalanx.supervision.client import FAKE_INFO, EngineClient, FakeEngine, Script
 from phalanx.text.tokenizer import Tokenizer
 

@@ -22,7 +22,7 @@ from phalanx.errors import ConfigError
 from phalanx.model.loading.resolve import resolve
 from phalanx.offline.settings import check_engine
 from phalanx.server.defaults import read_defaults
-from phalanx.server.run import serve
+from phalanx.server.start import serve
 from phalanx.supervision.attach import AttachedEngine
 from phalanx.supervision.hosts import load_cluster
 from phalanx.supervision.process import EngineProcess
@@ -85,7 +85,10 @@ def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None =
         config.engine.model, revision=config.engine.revision, trust_remote_code=config.engine.trust_remote_code
     )
     template = None if config.chat_template is None else Path(config.chat_template).read_text()
-    tokenizer = Tokenizer.load(path, chat_template=template, trust_remote_code=config.engine.trust_remote_code)
+
+    def load_tokenizer() -> Tokenizer:
+        return Tokenizer.load(path, chat_template=template, trust_remote_code=config.engine.trust_remote_code)
+
     engine = (
         EngineProcess(
             config.engine,
@@ -96,7 +99,7 @@ def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None =
         else AttachedEngine(attach.absolute(), stall_s=config.stall_seconds)
     )
     with LoadingView(engine):
-        return serve(config, engine, tokenizer, read_defaults(path))
+        return serve(config, engine, load_tokenizer, read_defaults(path))
 
 
 def is_loopback(host: str) -> bool:

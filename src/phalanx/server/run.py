@@ -1,4 +1,4 @@
-"""The server as a process: sockets, signals, draining, exit code. Does not know routes or messages."""
+"""The server as a process: signals, draining, exit code. Does not know routes or messages, nor how it is started."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from types import FrameType
 import uvicorn
 
 from phalanx.config import ServerConfig
-from phalanx.errors import ConfigError, EngineUnavailable, ExitCode
+from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.server.app import create_app
 from phalanx.server.journal import Journal
 from phalanx.server.parsed import GenerationDefaults
+from phalanx.server.start import BACKLOG
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, ModelInfo
@@ -27,54 +28,7 @@ from phalanx.types import Batch, ModelInfo
 log = logging.getLogger(__name__)
 
 FLUSH_S = 5.0  # for responses whose last bytes are on their way when the drain is over
-BACKLOG = 2048
 KEEP_ALIVE_S = 75  # longer than clients' pools keep a connection, or they send into one that is just being closed
-
-
-def serve(
-    config: ServerConfig,
-    engine: EngineClient,
-    tokenizer: Tokenizer,
-    defaults: GenerationDefaults | None = None,
-) -> int:
-    """Serve until a signal, or until the engine cannot be started. The exit code.
-
-    Raises:
-        ConfigError: the address cannot be bound; says which and what to do.
-        PhalanxError: what `engine.start` raised.
-    """
-    listener = bind(config.host, config.port)
-    with listener:
-        server = Server(config, engine, tokenizer, listener, defaults)
-        return asyncio.run(server.run_until_ended())
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound and listening TCP socket; `port` 0 takes a free one.
-
-    Raises:
-        ConfigError: the port is taken or not allowed, or the host is not an address of this machine.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        # asyncio sets TCP_NODELAY only where the socket says that it is TCP; without it every chunk may wait 40 ms.
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"--host {host} is not an address: {error}.", remedy="Use 127.0.0.1 or 0.0.0.0.") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"Cannot listen on {host} port {port}: {error.strerror or error}.",
-            remedy="Choose another --port (0 picks a free one), or stop what uses it "
-            f"(`ss -ltnp 'sport = :{port}'` or `lsof -i :{port}` shows what).",
-        ) from error
-    listener.setblocking(False)
-    return listener
 
 
 def base_url(host: str, port: int) -> str:

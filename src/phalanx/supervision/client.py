@@ -88,6 +88,16 @@ class EngineClient(ABC):
     def state(self) -> EngineState:
         """A snapshot, cheap enough to take per request."""
 
+    async def launch(self) -> None:
+        """Let the engine begin to load, ahead of `start`, while the caller imports and reads other things.
+
+        Listeners are told nothing before `start`, which is called without this as well. Does nothing by default.
+
+        Raises:
+            PhalanxError: it cannot be started, and starting it again would not help.
+        """
+        return
+
     @abstractmethod
     async def start(self) -> None:
         """Start the engine. May return before it is ready; `on_ready` or `on_down` tells.

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -41,6 +42,16 @@ MPIRUN_NOTICE = re.compile(r"process rank (\d+) with PID (\d+) on node (\S+) exi
 STDERR_LINES = 20  # of the child's last words that are kept for the reason
 
 
+@dataclass(frozen=True)
+class Launched:
+    """Rank processes that have been started, and the socket at which the leader's connection is awaited."""
+
+    ranks: RankProcesses
+    path: Path
+    listener: asyncio.Server
+    connected: asyncio.Future[Streams]
+
+
 class EngineProcess(EngineConnection):
     """One engine at a time, of one or more rank processes, under one socket directory.
 
@@ -57,6 +68,7 @@ class EngineProcess(EngineConnection):
         self._cluster = cluster
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: RankProcesses | None = None
+        self._launched: Launched | None = None  # and not supervised yet
         self._choice: ChosenBackend | None = None
         self._generation = 0
         self._stall_reason = ""
@@ -76,25 +88,44 @@ class EngineProcess(EngineConnection):
         """rank -> process id of the running ranks."""
         return {} if self._ranks is None else self._ranks.rank_pids()
 
-    async def start(self) -> None:
-        """Start the processes and their supervision; returns at once (`state` says how loading goes).
+    async def launch(self) -> None:
+        """Start this machine's ranks, which load while the caller does other work. Those of hosts wait for `start`.
 
         Raises:
             ConfigError: the backend that was asked for is not there.
         """
-        if self._config.tensor_parallel_size > 1:
-            hosts = () if self._cluster is None else self._cluster[0].hosts
-            cabled = all(host.rdma for host in hosts)
-            self._choice = choose(
-                self._config.backend, self._config.collective, machines=max(1, len(hosts)), cabled=cabled
-            )
-            size, (backend, reason) = self._config.tensor_parallel_size, self._choice
-            log.info("%d ranks over %s: %s", size, backend, reason)
-        self._directory = tempfile.TemporaryDirectory(prefix="phalanx-", dir=runtime_dir())
-        self._supervisor = asyncio.create_task(self._supervise(Path(self._directory.name)), name="engine supervisor")
+        directory = self._prepare()
+        if self._cluster is None:
+            with contextlib.suppress(OSError):  # met again, and reported, by the supervision
+                self._launched = await self._launch(directory)
+
+    async def start(self) -> None:
+        """Start the processes, unless `launch` did, and their supervision; returns at once (`state` says how it goes).
+
+        Raises:
+            ConfigError: the backend that was asked for is not there.
+        """
+        self._supervisor = asyncio.create_task(self._supervise(self._prepare()), name="engine supervisor")
+
+    def _prepare(self) -> Path:
+        """Choose the backend and make the directory for sockets, once."""
+        if self._directory is None:
+            size = self._config.tensor_parallel_size
+            if size > 1:
+                hosts = () if self._cluster is None else self._cluster[0].hosts
+                cabled = all(host.rdma for host in hosts)
+                machines = max(1, len(hosts))
+                self._choice = choose(self._config.backend, self._config.collective, machines=machines, cabled=cabled)
+                log.info("%d ranks over %s: %s", size, *self._choice)
+            self._directory = tempfile.TemporaryDirectory(prefix="phalanx-", dir=runtime_dir())
+        return Path(self._directory.name)
 
     async def close(self) -> None:
         self._closing = True
+        if self._launched is not None:
+            self._launched.ranks.signal_all(signal.SIGTERM)  # there is no connection for a Shutdown yet
+            await self._clean_up(self._launched)
+            self._launched = self._ranks = None
         if self._ranks is not None:
             with contextlib.suppress(EngineUnavailable):
                 self._write(Shutdown())
@@ -150,6 +181,34 @@ class EngineProcess(EngineConnection):
 
     async def _run_once(self, directory: Path) -> End:
         """Start the ranks, serve the leader's connection until one has ended; no process is left afterwards."""
+        launched, self._launched = self._launched or await self._launch(directory), None
+        ranks = launched.ranks
+        self._last_sign = time.monotonic()
+        self._state = replace(self._state, reason=self._why_down)
+        logs = [asyncio.create_task(self._forward_log(process)) for process in ranks.processes.values()]
+        connection = asyncio.create_task(self._serve(launched.connected), name="engine connection")
+        watch = asyncio.create_task(self._watch(ranks), name="engine watch")
+        tasks = [*logs, connection, watch]
+        try:
+            end = await ranks.first_end()
+            if not await ranks.all_ended(GRACE_S):
+                log.warning("killing what is left of the group: %s", ranks.describe())
+            await asyncio.wait([*logs, connection], timeout=1.0)  # the last words and messages
+        finally:
+            ranks.signal_all(signal.SIGKILL)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._hang_up()
+            await self._clean_up(launched)
+        return end
+
+    async def _launch(self, directory: Path) -> Launched:
+        """Start the ranks, and listen for the leader.
+
+        Raises:
+            HostUnreachable, OSError, ConfigError: a rank cannot be started.
+        """
         self._generation += 1
         self._failure, self._stall_reason = None, ""
         self._last_words.clear()
@@ -169,28 +228,17 @@ class EngineProcess(EngineConnection):
             listener.close()
             path.unlink(missing_ok=True)
             raise
-        self._last_sign = time.monotonic()
-        self._state = replace(self._state, reason=self._why_down)
-        logs = [asyncio.create_task(self._forward_log(process)) for process in ranks.processes.values()]
-        connection = asyncio.create_task(self._serve(connected), name="engine connection")
-        watch = asyncio.create_task(self._watch(ranks), name="engine watch")
-        tasks = [*logs, connection, watch]
-        try:
-            end = await ranks.first_end()
-            if not await ranks.all_ended(GRACE_S):
-                log.warning("killing what is left of the group: %s", ranks.describe())
-            await asyncio.wait([*logs, connection], timeout=1.0)  # the last words and messages
-        finally:
-            ranks.signal_all(signal.SIGKILL)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._hang_up()
-            listener.close()
-            await ranks.all_ended(EXIT_WAIT_S)
-            for file in (path, *(pid_file(path, rank) for rank in range(self._config.tensor_parallel_size))):
-                file.unlink(missing_ok=True)
-        return end
+        return Launched(ranks, path, listener, connected)
+
+    async def _clean_up(self, launched: Launched) -> None:
+        """Close the socket and remove the files of ranks that have been told to end; kill those that do not."""
+        launched.listener.close()
+        if not await launched.ranks.all_ended(EXIT_WAIT_S):
+            launched.ranks.signal_all(signal.SIGKILL)
+            await launched.ranks.all_ended(EXIT_WAIT_S)
+        ranks = range(self._config.tensor_parallel_size)
+        for file in (launched.path, *(pid_file(launched.path, rank) for rank in ranks)):
+            file.unlink(missing_ok=True)
 
     async def _start_ranks(self, path: Path) -> RankProcesses:
         if self._cluster is None or self._choice is None:

@@ -15,7 +15,8 @@ from support.serving import CHAT, CONFIG, fake_engine, running_server, sse
 from phalanx.errors import ConfigError, ExitCode, ModelError, ModelUnsupported
 from phalanx.server.defaults import read_defaults
 from phalanx.server.parsed import GenerationDefaults
-from phalanx.server.run import base_url, bind, serve
+from phalanx.server.run import base_url
+from phalanx.server.start import bind, serve
 from phalanx.supervision.client import FakeEngine, replying
 
 
@@ -108,11 +109,11 @@ class Broken(FakeEngine):
 
 
 def test_an_engine_that_cannot_start_ends_the_server(tokenizer, capfd):
-    assert serve(CONFIG, Broken(None), tokenizer) == ExitCode.MEMORY
+    assert serve(CONFIG, Broken(None), lambda: tokenizer) == ExitCode.MEMORY
     assert "phalanx could not start: too big" in capfd.readouterr().err
     for error in (ModelUnsupported("mamba"), ZeroDivisionError("a bug")):
         with pytest.raises(type(error)):
-            serve(CONFIG, Broken(error), tokenizer)
+            serve(CONFIG, Broken(error), lambda: tokenizer)
 
 
 def test_generation_defaults(tmp_path):

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.models as architectures
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
-from mlx_lm import models as architectures
-from mlx_lm.utils import MODEL_REMAPPING, _get_classes, load_model
 
 from phalanx.errors import ModelError, ModelUnsupported, WeightsError
+from phalanx.mlx_lm_adapter import import_utils
 from phalanx.model.loading.weights import TensorInfo, some
+
+lm = import_utils()
 
 DTYPES = {
     "BOOL": mx.bool_, "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16, "F16": mx.float16,
@@ -54,7 +56,7 @@ def build(path: Path, headers: Mapping[str, TensorInfo], *, trust_remote_code: b
     """
     hook = _SanitizeHook()
     try:
-        model, config = load_model(
+        model, config = lm.load_model(
             path, lazy=True, strict=True, get_model_classes=hook.classes, trust_remote_code=trust_remote_code
         )
     except BUILD_ERRORS as error:
@@ -79,7 +81,7 @@ class _SanitizeHook:
 
     def classes(self, config: dict[str, Any]) -> tuple[type[Module], Any]:
         """For mlx-lm's loader: the model class, with a `sanitize` that first records its argument."""
-        original, arguments = _get_classes(config)
+        original, arguments = lm._get_classes(config)
         self.original = original
 
         def sanitize(model: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -128,7 +130,7 @@ def check_config(path: Path, *, trust_remote_code: bool) -> None:
 
 def known_architectures() -> list[str]:
     """Values of `model_type` that have a model file in mlx-lm."""
-    return sorted({module.name for module in pkgutil.iter_modules(architectures.__path__)} | set(MODEL_REMAPPING))
+    return sorted({module.name for module in pkgutil.iter_modules(architectures.__path__)} | set(lm.MODEL_REMAPPING))
 
 
 def _translate(path: Path, error: Exception) -> ModelError:
