@@ -20,7 +20,7 @@ help:
 	@echo '             tests of several hosts (RIG=0 leaves that out)'
 	@echo 'make check   style, types, architecture, unit tests'
 	@echo 'make check-native  the native kernels under sanitizers'
-	@echo 'make soak    the long tests: whole grids of which make test runs a part'
+	@echo 'make soak    the long tests: whole grids of which make test runs a part (hours)'
 	@echo 'make format  rewrite the sources in the project'\''s style'
 	@echo 'make bench   phalanx against mlx_lm.server, side by side'
 	@echo 'make bench-cpu  the native kernels against llama.cpp (builds llama-cpp-python)'
@@ -54,7 +54,8 @@ $(READY): $(BASE)
 demo: $(READY)
 	@$(BIN)/phalanx demo $(if $(KEEP),--keep)
 
-check: lint test-units
+check:
+	@$(MAKE) --no-print-directory -j2 lint test-units
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -64,8 +65,9 @@ lint: $(READY)
 test-units: $(READY)
 	$(BIN)/pytest -q tests/test_architecture.py tests/unit
 
-# $(call each_isa,COMMAND): COMMAND with the kernels for each instruction set that runs here.
-each_isa = isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
+# $(call each_isa,COMMAND): COMMAND with the kernels for each instruction set that runs here, the best one first. There
+# are kernels for Linux only.
+each_isa = [ "$$(uname)" = Linux ] || exit 0; isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
 	for isa in $$isas; do echo "kernels: $$isa"; KERN_ISA=$$isa $(1) || exit 1; done
 
 # System packages come first, so that everything after them sees the same machine. Tests of several hosts often wait,
@@ -114,7 +116,8 @@ check-native: $(READY)
 	$(call each_isa,$(CHECK_THREADS))
 
 soak: $(READY)
-	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/native -m soak
+	SOAK=1 $(BIN)/pytest -q tests --ignore=tests/native -m 'soak or grows'
+	$(call each_isa,SOAK=1 $(BIN)/pytest -q tests/native)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

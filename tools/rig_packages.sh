@@ -9,7 +9,7 @@
 # RIG=0 installs nothing. The machine's own sshd is not started: the rig starts one inside each namespace.
 set -eu
 
-TOOLS='sshd ssh ssh-keygen ip ss unshare nsenter setpriv mount ps curl bash hostname'
+TOOLS='sshd ssh ssh-keygen ip ss tc unshare nsenter setpriv mount ps curl bash hostname'
 PACKAGES='openssh-server openssh-client iproute2 util-linux mount procps curl bash hostname'
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 
