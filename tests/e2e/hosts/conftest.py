@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import rig as rigs
+from clusters import SharedCluster
 
 VARIABLES = {
     "PYTHONPATH": f"{rigs.HOME / 'lib'}:{rigs.CHECKOUT / 'src'}",  # ~/lib: where tests put what a host's software says
@@ -30,12 +31,33 @@ def whole_rig() -> Iterator[rigs.Rig]:
         yield made
 
 
+@pytest.fixture(scope="session")
+def shared_cluster(whole_rig: rigs.Rig) -> Iterator[SharedCluster]:
+    shared = SharedCluster(whole_rig)
+    yield shared
+    shared.end()
+
+
 @pytest.fixture
-def hosts(whole_rig: rigs.Rig) -> Iterator[rigs.Rig]:
+def hosts(whole_rig: rigs.Rig, shared_cluster: SharedCluster) -> Iterator[rigs.Rig]:
     """The rig, with nothing of phalanx running or left on any host, and a hostfile for n hosts at the desk."""
+    shared_cluster.end()
     clean(whole_rig)
     yield whole_rig
     clean(whole_rig)
+
+
+@pytest.fixture
+def serving(whole_rig: rigs.Rig, shared_cluster: SharedCluster) -> Iterator[SharedCluster]:
+    """A cluster that serves, and does so again after the test, for tests that do not end it. Put them beside each
+    other: one that takes `hosts` ends it."""
+    if not shared_cluster.url:
+        clean(whole_rig)
+        shared_cluster.start()
+    yield shared_cluster
+    if shared_cluster.url and not shared_cluster.ready:  # the test has failed
+        shared_cluster.url = ""
+        clean(whole_rig)
 
 
 def clean(rig: rigs.Rig) -> None:
