@@ -11,14 +11,16 @@ READY := $(VENV)/.native-$(KEY)-$(NATIVE_KEY)
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-hosts test-ranks test-families test-units test-everything-else check lint check-native soak format bench bench-cpu clean
+.PHONY: help venv demo test rig test-hosts test-ranks test-families test-units \
+	test-everything-else check lint check-native soak format bench bench-cpu clean
 
 help:
 	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
-	@echo 'make test    all checks and tests'
+	@echo 'make test    all checks and tests; as root on Debian and Ubuntu, first installs sshd and other tools of the'
+	@echo '             tests of several hosts (RIG=0 leaves that out)'
 	@echo 'make check   style, types, architecture, unit tests'
 	@echo 'make check-native  the native kernels under sanitizers'
-	@echo 'make soak    the long tests: whole grids of which make test runs a part'
+	@echo 'make soak    the long tests: whole grids of which make test runs a part (hours)'
 	@echo 'make format  rewrite the sources in the project'\''s style'
 	@echo 'make bench   phalanx against mlx_lm.server, side by side'
 	@echo 'make bench-cpu  the native kernels against llama.cpp (builds llama-cpp-python)'
@@ -52,7 +54,8 @@ $(READY): $(BASE)
 demo: $(READY)
 	@$(BIN)/phalanx demo $(if $(KEEP),--keep)
 
-check: lint test-units
+check:
+	@$(MAKE) --no-print-directory -j2 lint test-units
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -62,16 +65,25 @@ lint: $(READY)
 test-units: $(READY)
 	$(BIN)/pytest -q tests/test_architecture.py tests/test_documents.py tests/unit
 
-# $(call each_isa,COMMAND): COMMAND with the kernels for each instruction set that runs here.
-each_isa = isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
+# $(call each_isa,COMMAND): COMMAND with the kernels for each instruction set that runs here, the best one first. There
+# are kernels for Linux only.
+each_isa = [ "$$(uname)" = Linux ] || exit 0; isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
 	for isa in $$isas; do echo "kernels: $$isa"; KERN_ISA=$$isa $(1) || exit 1; done
 
-# Tests of several hosts often wait, and ranks wait for each other: parts run side by side, most of about the same length.
-test: lint
+# System packages come first, so that everything after them sees the same machine. Tests of several hosts often wait,
+# and ranks wait for each other: the parts run side by side.
+test: rig
+	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory -j5 test-hosts test-ranks test-families test-everything-else test-units
+	@sh tools/rig_packages.sh report $(HOSTS_XML)
 
-test-hosts: $(READY)
-	$(BIN)/pytest -q tests/e2e/hosts
+rig:
+	@sh tools/rig_packages.sh install
+
+HOSTS_XML := $(VENV)/hosts.xml
+test-hosts: rig $(READY)
+	@rm -f $(HOSTS_XML)
+	$(BIN)/pytest -q -p no:cacheprovider --junitxml=$(HOSTS_XML) tests/e2e/hosts
 
 FAMILIES := tests/ranks/test_tp_families.py tests/ranks/test_sixteen_bits.py
 test-ranks: $(READY)
@@ -104,7 +116,8 @@ check-native: $(READY)
 	$(call each_isa,$(CHECK_THREADS))
 
 soak: $(READY)
-	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/native -m soak
+	SOAK=1 $(BIN)/pytest -q tests --ignore=tests/native -m 'soak or grows'
+	$(call each_isa,SOAK=1 $(BIN)/pytest -q tests/native)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

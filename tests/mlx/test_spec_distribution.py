@@ -174,7 +174,11 @@ def verdicts(tokens: Tokens, name: str) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+CASES = [pytest.param(name, marks=() if name in ("plain", "cool-filtered") else pytest.mark.soak) for name in SAMPLINGS]
+"""No filter, and all of them; `test_sampler.py` draws with each."""
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_every_position_has_the_models_distribution(name: str) -> None:
     tokens, per_step = speculative(name)
     assert per_step > 1.5, "drafts are accepted, or nothing was tested"
@@ -183,7 +187,7 @@ def test_every_position_has_the_models_distribution(name: str) -> None:
         assert distant < MOST_DISTANCE
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", CASES)
 def test_tokens_are_identical_without_speculation(name: str) -> None:
     assert np.array_equal(speculative(name)[0], plain(name))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from groups import undisturbed
+from support.lockstep import Models
 from support.models import make_model
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -21,3 +22,9 @@ def group_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(group_model: Path) -> dict[str, str]:
     """The answers of one rank, by prompt."""
     return undisturbed(group_model)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Random models of many families, and mlx-lm's answers."""
+    return Models(tmp_path_factory.mktemp("models"))

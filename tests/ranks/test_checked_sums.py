@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.examples import SOAK
 
 from phalanx.dist.backend import environment_of, find_mpi, mpirun_command
 
-ROUNDS = 48
+ROUNDS = 96 if SOAK else 24
+"""Every width, number of rows, spread, rank and layer comes round in twelve."""
 SCRIPT = Path(__file__).with_name("checked_sums.py")
 
 
+@pytest.mark.grows
 @pytest.mark.skipif(find_mpi() is None, reason="needs the mpi extra")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("checksum", ["composed", "native"])

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 from groups import group_server, through_a_fault
 from support.driver import running
-from support.models import make_model
-from support.reference import reference
+from support.lockstep import LONG, Models, assert_lockstep, compare, make_jobs, run_jobs
+from support.reference import Job
 from support.speculation import disturbed
-from test_lockstep import SIZES, assert_lockstep, compare, demo_prompts, make_jobs, run_jobs
 
 from phalanx.config import (
     DraftModelSpeculation,
@@ -26,7 +24,6 @@ from phalanx.config import (
     SpeculativeConfig,
     SuffixSpeculation,
 )
-from phalanx.demo import MODEL_DIR
 from phalanx.types import EngineStats
 
 pytestmark = pytest.mark.timeout(900)
@@ -51,52 +48,30 @@ SOAK = [
 ] + [(family, method, 4, 16, FOUR) for family, method in product(FAMILIES, METHODS)]
 
 
-class Bench:
-    """Models and mlx-lm's answers, made when first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._known: dict[tuple[str, int], tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
-
-    def path(self, family: str) -> Path:
-        path = MODEL_DIR if family == "demo" else self._folder / family
-        return path if path.exists() else make_model(family, path, **SIZES)
-
-    def config(self, method: str, family: str, k: int) -> SpeculativeConfig:
-        fields: dict[str, Any] = {"num_speculative_tokens": k, "control": "always"}
-        match method:
-            case "ngram":
-                return NgramSpeculation(**fields)
-            case "suffix":
-                return SuffixSpeculation(**fields)
-            case "hostile":
-                return RandomSpeculation(**fields)
-            case "oracle":
-                return DraftModelSpeculation(model=str(self.path(family)), **fields)
-        path = self._folder / f"{family}-disturbed"
-        return DraftModelSpeculation(
-            model=str(path if path.exists() else disturbed(self.path(family), path, 0.02)), **fields
-        )
-
-    def jobs(self, family: str, longest: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        if (family, longest) not in self._known:
-            demo = family == "demo"
-            jobs = make_jobs(4096 if demo else 512, longest, demo_prompts() if demo else None)
-            self._known[family, longest] = jobs, reference(self.path(family), jobs)
-        return self._known[family, longest]
+def config_of(models: Models, method: str, family: str, k: int) -> SpeculativeConfig:
+    """A draft model is the family's own with noise on its weights, sometimes right; an oracle is the model itself."""
+    fields: dict[str, Any] = {"num_speculative_tokens": k, "control": "always"}
+    path = models.path(family)
+    match method:
+        case "ngram":
+            return NgramSpeculation(**fields)
+        case "suffix":
+            return SuffixSpeculation(**fields)
+        case "hostile":
+            return RandomSpeculation(**fields)
+        case "oracle":
+            return DraftModelSpeculation(model=str(path), **fields)
+    noisy = models.folder / f"{family}-disturbed"
+    return DraftModelSpeculation(model=str(noisy if noisy.exists() else disturbed(path, noisy, 0.02)), **fields)
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("speculation"))
-
-
-def check(bench: Bench, family: str, method: str, k: int, rows: int, group: tuple[int, str], longest: int) -> None:
-    jobs, wanted = bench.jobs(family, longest)
+def check(models: Models, family: str, method: str, k: int, rows: int, group: tuple[int, str], jobs: list[Job]) -> None:
+    path = models.path(family)
+    wanted = models.answers(path, jobs)
     config = EngineConfig(
-        model=str(bench.path(family)), kv_cache_gb=0.25, prefix_cache_gb=0.02, max_num_batched_tokens=160,
+        model=str(path), kv_cache_gb=0.25, prefix_cache_gb=0.02, max_num_batched_tokens=160,
         max_num_seqs=rows, tensor_parallel_size=group[0], backend="auto" if group[0] == 1 else group[1],
-        speculative_config=bench.config(method, family, k),
+        speculative_config=config_of(models, method, family, k),
     )  # fmt: skip
 
     async def main() -> tuple[list[list[int]], EngineStats]:
@@ -120,19 +95,19 @@ def check(bench: Bench, family: str, method: str, k: int, rows: int, group: tupl
 
 
 @pytest.mark.parametrize(("family", "method", "k", "rows", "group"), SMALL, ids=str)
-def test_sixteen_requests(bench, family, method, k, rows, group):
-    check(bench, family, method, k, rows, group, 96)
+def test_sixteen_requests(models, family, method, k, rows, group):
+    check(models, family, method, k, rows, group, make_jobs(family))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "method", "k", "rows", "group"), SOAK, ids=str)
-def test_sixteen_long_requests_everywhere(bench, family, method, k, rows, group):
-    check(bench, family, method, k, rows, group, 513)
+def test_sixteen_long_requests_everywhere(models, family, method, k, rows, group):
+    check(models, family, method, k, rows, group, make_jobs(family, LONG))
 
 
 @pytest.mark.parametrize("method", ["oracle", "hostile"])
-def test_a_rank_that_is_killed_while_speculating(bench, group_model, expected, method):
+def test_a_rank_that_is_killed_while_speculating(group_model, expected, method):
     """Streams go on with the tokens of an undisturbed run without speculation, at temperature 0.8."""
     fields: dict[str, Any] = {"num_speculative_tokens": 3, "control": "always"}
     config = RandomSpeculation(**fields)

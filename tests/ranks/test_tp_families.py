@@ -1,6 +1,8 @@
-"""Every model file that can be split: the greedy tokens of two real ranks are those of mlx-lm in one process.
+"""Model files that can be split: the greedy tokens of two real ranks are those of mlx-lm in one process.
 
-One pair of processes decodes for all families, and one process of mlx-lm's for all references.
+One pair of processes decodes for all families, and one process of mlx-lm's for all references. `make soak` decodes with
+every family. `make test` decodes with those of each kind, by where the recipe is from and what the cache is made of;
+there `mlx/test_shard.py` compares the logits of every family's prompt, all ranks in one process.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.examples import SOAK
+from support.lockstep import NEAR_TIE
 from support.models import make_model
 from support.reference import job, reference_many
 from support.splitting import OVERRIDES, SPLIT, UNCHECKED
@@ -22,8 +26,14 @@ from phalanx.dist.ports import free_ports
 
 PROMPT = [5, 9, 30, 7, 8, 100, 200, 33, 2, 11]
 TOKENS = 12
-NEAR_TIE = 1e-4  # between the two largest log-probabilities, in float32 (design: Proof)
 FOUR = ["deepseek_v3", "glm4_moe", "gpt_oss", "kimi_k25", "llama", "olmo2", "qwen3", "qwen3_moe"]
+KINDS = """
+afmoe baichuan_m1 bailing_hybrid deepseek_v32 deepseek_v41 exaone_moe falcon_h1 gear gemma3 gemma4 gpt_neox
+granitemoehybrid hunyuan jamba kimi_k3 kimi_linear lfm2 llama4 longcat_flash longcat_flash_ngram mimo_v2_flash
+minimax_m3_vl nemotron-nas nemotron_h openelm phi3 plamo2 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma step3p5
+""".split()
+"""With `FOUR`: recipes of mlx-lm and of ours, each with all its kinds of cache; `UNCHECKED`; and what fuses, shares or
+leaves out projections."""
 
 RANK = Path(__file__).with_name("greedy_rank.py")
 
@@ -57,7 +67,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """A job per family, on a tiny random model of it."""
     folder = tmp_path_factory.mktemp("families")
     made = {}
-    for family in SPLIT:
+    for family in SPLIT if SOAK else sorted({*FOUR, *KINDS}):
         path = make_model(family, folder / family.replace(":", "_"), **OVERRIDES.get(family, {}))
         made[family] = {**job(PROMPT, TOKENS), "model": str(path)}
     return made
@@ -91,6 +101,8 @@ def assert_greedy(
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.grows
+@pytest.mark.timeout(600)
 def test_two_ranks_decode_as_one_process_does(
     jobs: dict[str, dict[str, Any]], references: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from support.examples import examples
 
 from phalanx.errors import WeightsError
 from phalanx.model.loading import reading
@@ -63,7 +64,7 @@ def cuts(draw: st.DrawFn) -> tuple[str, Cut]:
 
 @pytest.mark.parametrize(("chunk", "narrow"), [(64, 16), (1 << 20, 1 << 16), (1 << 20, 1)])
 @pytest.mark.parametrize("cached", [False, True])
-@settings(deadline=None)
+@examples(30, soak=300)
 @given(cuts())
 def test_any_rows_along_any_axis(cached: bool, chunk: int, narrow: int, model: Path, chosen: tuple[str, Cut]) -> None:
     name, cut = chosen

@@ -57,6 +57,30 @@ def cluster(rig: Rig, count: int, backend: str, *flags: str, serve: tuple[str, .
     assert_nothing_left(rig)
 
 
+class SharedCluster:
+    """A cluster of two hosts on a ring that goes on from test to test: it starts when first asked for, and ends when a
+    test wants hosts of its own. Its engine may restart three times in five minutes, a new server counts from none."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.url = ""
+
+    def start(self) -> None:
+        if not self.url:
+            self.url = up(self.rig, 2, "ring", "--env", "PHALANX_RIG_MARK=1")
+
+    def end(self) -> None:
+        """In order; nothing is left of it."""
+        if self.url:
+            self.url = ""
+            phalanx(self.rig["desk"], "down", "2.json")
+            assert_nothing_left(self.rig)
+
+    @property
+    def ready(self) -> bool:
+        return health(self.rig).get("status") == "ok"
+
+
 def assert_nothing_left(rig: Rig) -> None:
     """No process, no port, no file but logs. The far ends of ssh need a moment to see that the near ones are gone."""
     for host in rig.hosts.values():

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import rig as rigs
-
-MUST_RUN = "PHALANX_RIG"  # or CI: skipping is a failure there
+from clusters import SharedCluster
 
 VARIABLES = {
     "PYTHONPATH": f"{rigs.HOME / 'lib'}:{rigs.CHECKOUT / 'src'}",  # ~/lib: where tests put what a host's software says
@@ -23,21 +22,42 @@ VARIABLES = {
 
 @pytest.fixture(scope="session")
 def whole_rig() -> Iterator[rigs.Rig]:
-    """desk, a, b, c, d."""
+    """desk, a, b, c, d. In CI and with RIG=1 it must run; with RIG=0 skipping is allowed everywhere."""
     if problem := rigs.why_not():
-        if os.environ.get("CI") or os.environ.get(MUST_RUN):
+        if os.environ.get("RIG", "1" if os.environ.get("CI") else "0") == "1":
             pytest.fail(f"the rig must run here, but it {problem}")
         pytest.skip(f"the rig {problem}")
     with rigs.rig(["desk", "a", "b", "c", "d"], VARIABLES) as made:
         yield made
 
 
+@pytest.fixture(scope="session")
+def shared_cluster(whole_rig: rigs.Rig) -> Iterator[SharedCluster]:
+    shared = SharedCluster(whole_rig)
+    yield shared
+    shared.end()
+
+
 @pytest.fixture
-def hosts(whole_rig: rigs.Rig) -> Iterator[rigs.Rig]:
+def hosts(whole_rig: rigs.Rig, shared_cluster: SharedCluster) -> Iterator[rigs.Rig]:
     """The rig, with nothing of phalanx running or left on any host, and a hostfile for n hosts at the desk."""
+    shared_cluster.end()
     clean(whole_rig)
     yield whole_rig
     clean(whole_rig)
+
+
+@pytest.fixture
+def serving(whole_rig: rigs.Rig, shared_cluster: SharedCluster) -> Iterator[SharedCluster]:
+    """A cluster that serves, and does so again after the test, for tests that do not end it. Put them beside each
+    other: one that takes `hosts` ends it."""
+    if not shared_cluster.url:
+        clean(whole_rig)
+        shared_cluster.start()
+    yield shared_cluster
+    if shared_cluster.url and not shared_cluster.ready:  # the test has failed
+        shared_cluster.url = ""
+        clean(whole_rig)
 
 
 def clean(rig: rigs.Rig) -> None:

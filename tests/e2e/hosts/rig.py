@@ -33,11 +33,13 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 def why_not() -> str:
     """Why the rig cannot be built here; "" if it can."""
+    if sys.platform != "linux":
+        return "needs Linux, for namespaces"
     if os.geteuid() != 0:
         return "needs root, for namespaces"
-    for tool in ("unshare", "nsenter", "ip", "ssh", "ssh-keygen", "sshd", "mount", "setpriv"):
-        if shutil.which(tool, path=SYSTEM_PATH) is None:
-            return f"needs {tool} (packages iproute2, util-linux, openssh-server)"
+    command = ["sh", str(CHECKOUT / "tools/rig_packages.sh"), "missing"]
+    if missing := subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip():
+        return f"needs {missing}"
     probe = subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "x", "/dev/shm"], capture_output=True, text=True)
     return f"namespaces are not permitted: {probe.stderr.strip()}" if probe.returncode else ""
 

@@ -455,14 +455,14 @@ FAULTS = {
     "[jaccl] The device file should start with an array": "rdma-device-file",
     "[jaccl] Recv failed with errno=2": "coordinator-port",
 }
-ALWAYS = ("rdma-bridge-up", "coordinator-port")  # each is a whole start; `make soak` plays the others
+ALWAYS = "rdma-bridge-up"  # a whole start; `make soak` plays the others, whose texts the unit tests have
 DYING_RANK = "import sys, os\nif 'rank' in sys.orig_argv:\n    sys.stderr.write({line!r} + '\\n')\n    os._exit(64)\n"
 
 
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        pytest.param(line, name, id=name, marks=() if name in ALWAYS else pytest.mark.soak)
+        pytest.param(line, name, id=name, marks=() if name == ALWAYS else pytest.mark.soak)
         for line, name in FAULTS.items()
     ],
 )

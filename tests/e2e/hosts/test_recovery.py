@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from datetime import datetime
 
-import pytest
 from clusters import SERVE, Stream, ask, assert_nothing_left, cluster, health, phalanx, up, wait_for
+from rig import Host
 
 PROMPT = "What is phalanx?"
 TOKENS = 300
@@ -21,59 +21,69 @@ def down_because(hosts, word: str) -> bool:
     return found.get("status") not in (None, "ok") and word in found.get("reason", "")
 
 
-def test_a_host_cut_off_is_named_and_streams_go_on_when_it_is_back(hosts):
-    with cluster(hosts, 2, "ring") as url:
-        whole = ask(hosts["desk"], url, PROMPT, TOKENS)
-        stream = Stream(hosts["desk"], url, PROMPT, TOKENS)
-        begun = stream.piece()
-        assert begun
-        hosts["b"].cut()
-        assert wait_for(lambda: down_because(hosts, "b"), "/health names the host") < 5.0
-        status = phalanx(hosts["desk"], "status", "2.json", check=False)
-        assert status.returncode != 0
-        assert "b" in status.stdout and "unreachable" in status.stdout
-        hosts["b"].mend()
-        assert wait_for(lambda: ready(hosts), "it serves again") < 15.0 + 10.0  # and the time to load
-        assert begun + stream.text() == whole
+def kill(host: Host, word: str) -> None:
+    """The one process of a host with this in its command line."""
+    (pid,) = host.processes(word)
+    host.run(["kill", "-KILL", str(pid)])
 
 
-def test_a_rank_that_is_killed_comes_back(hosts):
-    with cluster(hosts, 2, "ring") as url:
-        whole = ask(hosts["desk"], url, PROMPT, TOKENS)
-        stream = Stream(hosts["desk"], url, PROMPT, TOKENS)
-        begun = stream.piece()
-        assert begun
-        (pid,) = hosts["b"].processes("phalanx rank")
-        hosts["b"].run(["kill", "-KILL", str(pid)])
-        assert begun + stream.text() == whole
-        assert health(hosts)["restarts"] == 1
+def test_a_host_cut_off_is_named_and_streams_go_on_when_it_is_back(serving):
+    hosts = serving.rig
+    whole = ask(hosts["desk"], serving.url, PROMPT, TOKENS)
+    stream = Stream(hosts["desk"], serving.url, PROMPT, TOKENS)
+    begun = stream.piece()
+    assert begun
+    hosts["b"].cut()
+    assert wait_for(lambda: down_because(hosts, "b"), "/health names the host") < 5.0
+    status = phalanx(hosts["desk"], "status", "2.json", check=False)
+    assert status.returncode != 0
+    assert "b" in status.stdout and "unreachable" in status.stdout
+    hosts["b"].mend()
+    assert wait_for(lambda: serving.ready, "it serves again") < 15.0 + 10.0  # and the time to load
+    assert begun + stream.text() == whole
 
 
-def test_a_server_that_is_killed_comes_back(hosts):
-    with cluster(hosts, 2, "ring") as url:
-        (pid,) = hosts["a"].processes("phalanx serve")
-        hosts["a"].run(["kill", "-KILL", str(pid)])
-        wait_for(lambda: not ready(hosts), "it is gone")
-        wait_for(lambda: ready(hosts), "it serves again")
-        assert ask(hosts["desk"], url)
+def test_a_rank_that_is_killed_comes_back(serving):
+    hosts = serving.rig
+    restarts = health(hosts)["restarts"]
+    whole = ask(hosts["desk"], serving.url, PROMPT, TOKENS)
+    stream = Stream(hosts["desk"], serving.url, PROMPT, TOKENS)
+    begun = stream.piece()
+    assert begun
+    kill(hosts["b"], "phalanx rank")
+    assert begun + stream.text() == whole
+    assert health(hosts)["restarts"] == restarts + 1
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_a_supervisor_that_is_killed_takes_nothing_with_it(hosts, name):
-    with cluster(hosts, 2, "ring") as url:
-        (pid,) = hosts[name].processes("host supervise")
-        hosts[name].run(["kill", "-KILL", str(pid)])
-        assert ask(hosts["desk"], url)
-        assert "its supervisor is gone" in phalanx(hosts["desk"], "status", "2.json").stdout
+def test_a_server_that_is_killed_comes_back(serving):
+    kill(serving.rig["a"], "phalanx serve")
+    wait_for(lambda: not serving.ready, "it is gone")
+    wait_for(lambda: serving.ready, "it serves again")
+    assert ask(serving.rig["desk"], serving.url)
 
 
-def test_an_agent_that_is_killed_comes_back(hosts):
-    with cluster(hosts, 2, "ring") as url:
-        (pid,) = hosts["b"].processes("phalanx agent")
-        hosts["b"].run(["kill", "-KILL", str(pid)])
-        wait_for(lambda: not ready(hosts), "the group is down")
-        wait_for(lambda: ready(hosts), "it serves again")
-        assert ask(hosts["desk"], url)
+def test_an_agent_that_is_killed_comes_back(serving):
+    kill(serving.rig["b"], "phalanx agent")
+    wait_for(lambda: not serving.ready, "the group is down")
+    wait_for(lambda: serving.ready, "it serves again")
+    assert ask(serving.rig["desk"], serving.url)
+
+
+def test_serving_does_not_need_the_machine_it_was_started_from(serving):
+    serving.rig["desk"].kill()
+    try:
+        assert ask(serving.rig["c"], serving.url)
+    finally:
+        serving.rig["desk"].boot()
+
+
+def test_supervisors_that_are_killed_take_nothing_with_them(serving):
+    """`down` ends what they have left alone."""
+    for gone, name in enumerate(("a", "b"), start=1):
+        kill(serving.rig[name], "host supervise")
+        assert ask(serving.rig["desk"], serving.url)
+        assert phalanx(serving.rig["desk"], "status", "2.json").stdout.count("its supervisor is gone") == gone
+    serving.end()
 
 
 def test_a_host_that_is_killed_is_named_and_restart_brings_it_back(hosts):
@@ -115,13 +125,6 @@ def test_a_host_that_does_not_come_is_waited_for_and_named_by_all(hosts):
     assert_nothing_left(hosts)
 
 
-def test_serving_does_not_need_the_machine_it_was_started_from(hosts):
-    with cluster(hosts, 2, "ring") as url:
-        hosts["desk"].kill()
-        assert ask(hosts["c"], url)
-        hosts["desk"].boot()
-
-
 def test_ssh_lost_while_it_starts_is_no_harm(hosts):
     terminal = hosts["desk"].popen(
         ["phalanx", "up", "2.json", "--backend", "ring", "--skip-checks", "--", "demo", "--memory-guard-gb", "1"]
@@ -142,8 +145,7 @@ def ready_inside(hosts) -> bool:
 
 def test_an_mpi_group_is_started_again_from_the_first_host(hosts):
     with cluster(hosts, 2, "mpi") as url:
-        (pid,) = hosts["b"].processes("phalanx rank")
-        hosts["b"].run(["kill", "-KILL", str(pid)])
+        kill(hosts["b"], "phalanx rank")
         wait_for(lambda: not ready(hosts), "the group is down")
         wait_for(lambda: ready(hosts), "it serves again")
         assert ask(hosts["desk"], url)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from simulation import VOCAB, Simulation, make_config, make_request, reference
+from support.examples import examples
 
 from phalanx.errors import Desync
 from phalanx.sched.plan import Evict, Forward, Resize, Restore, Share
@@ -257,7 +258,7 @@ def test_tampered_mirror_is_a_desync_that_names_the_step():
         sim.run()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40, soak=400, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_random_lives(data: st.DataObject):
     """Random arrivals, cancels, server stops, deadlines, chunk sizes and budgets: survivors equal the reference."""
