@@ -26,14 +26,14 @@ Backend = Literal["ring", "mpi", "jaccl", "jaccl-ring", "nccl"]
 BackendChoice = Literal["auto", Backend]
 Collective = Literal["auto", "star", "ring"]
 MOST_RANKS = 16
-"""One per machine that somebody owns; more would not divide the heads of any model."""
+"""Largest group; the attention heads of no model divide among more ranks."""
 SECRET_VARIABLE = "PHALANX_GROUP_SECRET"
 CLUSTER_VARIABLE = "PHALANX_CLUSTER_SECRET"
 RUNTIME_VARIABLE = "XDG_RUNTIME_DIR"
 AGENT_PORT = 32330
-"""On which hosts other than the first wait for the first one to start ranks."""
+"""TCP port on which every host but the first waits for the first one to start ranks."""
 COORDINATOR_PORT = 32323
-"""Of JACCL. A stray connection is taken for a rank: nobody connects to it to see whether it is free (F3)."""
+"""TCP port of JACCL. JACCL takes every connection for a rank, so phalanx never probes whether the port is free (F3)."""
 KERNELS_VARIABLE = "PHALANX_CPU_KERNELS"
 API_KEY_VARIABLE = "PHALANX_API_KEY"
 GUARD_VARIABLES = ("PHALANX_MEMORY_GUARD_GB", "MLX_MEMORY_GUARD_GB")
@@ -134,7 +134,7 @@ SpeculativeConfig = NgramSpeculation | SuffixSpeculation | DraftModelSpeculation
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
-    """What a rank process needs to know. Travels as JSON on the command line of `phalanx rank`."""
+    """Settings of a rank process. They travel as JSON on the command line of `phalanx rank`."""
 
     model: Annotated[str, Flag("A directory, a hub id, or `demo`, the bundled model.", positional=True)]
     """A local directory, a hub id, or `demo` (the bundled model)."""
@@ -211,11 +211,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     ] = 1
     """Ranks that share every layer; each is a process with its part of the weights and of the KV cache."""
     backend: Annotated[BackendChoice, Flag("What carries their sums; `auto` says what it took.", "Ranks")] = "auto"
-    """What carries the collectives; `auto` takes the best that is there and says why (F1)."""
+    """Transport of the collectives; `auto` takes the best that is installed and logs why (F1)."""
     collective: Annotated[Collective, Flag("All-reduce algorithm of mpi.", "Ranks")] = "auto"
     """All-reduce algorithm where the backend offers a choice (mpi): star gathers on one rank, ring passes round."""
     check_collectives: Annotated[bool, Flag("Checksums on every sum.", "Ranks")] = True
-    """Every reduction carries a checksum and a tag, judged before a token of the step is committed (A6)."""
+    """Every reduction carries a checksum and a tag; ranks check them before they commit a token of the step (A6)."""
     join_seconds: Annotated[float, Meta(ge=1.0), Flag("To find each other at start.", "Ranks")] = 60.0
     """Seconds that the ranks of a group have to find each other at start."""
     silence_seconds: Annotated[float, Meta(ge=0.5), Flag("After which a rank is lost.", "Ranks")] = 2.0
@@ -239,43 +239,43 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
 
 class GroupConfig(Struct, frozen=True, kw_only=True):
-    """What makes rank processes one group. Travels as JSON on the command line of `phalanx rank`; the secret does not.
+    """What makes rank processes one group; without it, a rank is a group of its own.
 
-    Without one, a rank is a group of its own.
+    Travels as JSON on the command line of `phalanx rank`. The group's secret does not: it is in the environment.
     """
 
     size: int
     """Number of ranks."""
     backend: Backend
-    """What carries the collectives; it works or start-up fails, nothing else is tried."""
+    """Transport of the collectives. Where it does not work, the start fails; phalanx tries no other."""
     nonce: int
-    """Drawn for this start of this group; ranks of another job, or of an earlier start, have another one."""
+    """Random number of this start of this group; it tells ranks of another job, or of an earlier start, apart."""
     control: str
     """`host:port` on which rank 0 accepts the other ranks' control connections."""
     addresses: tuple[str, ...] = ()
     """`ip:port` of each rank in a ring; empty for backends that find their peers themselves."""
     ranks_here: int = 1
-    """Ranks on this rank's machine: they share its memory."""
+    """Number of ranks on this rank's machine, which share its memory."""
 
 
 class HostConfig(Struct, frozen=True, kw_only=True):
-    """One machine of a cluster, as the first one sees it."""
+    """One machine of a cluster, as the first machine reaches it."""
 
     name: str
-    """As ssh and people know it."""
+    """Its name for ssh and in messages."""
     address: str
-    """Where its agent listens, and where the first host accepts control connections: stable, wired or Wi-Fi (F3)."""
+    """Address of its agent; of the first host: for control connections. Stable, wired or Wi-Fi (F3)."""
     ips: tuple[str, ...]
-    """Addresses that a ring's collectives use: those by which the rank before this one reaches it."""
+    """Addresses for a ring's collectives, by which the previous rank reaches this one."""
     rdma: tuple[str | tuple[str, ...] | None, ...] = ()
     """RDMA devices of this host towards each host of the cluster, None for itself; empty without RDMA (F2)."""
 
 
 class ClusterConfig(Struct, frozen=True, kw_only=True):
-    """The machines of one group, rank by rank. A file of `phalanx serve --cluster`, written by `phalanx up`."""
+    """The machines of one group, rank by rank. `phalanx up` writes it to a file for `phalanx serve --cluster`."""
 
     hosts: tuple[HostConfig, ...]
-    """Rank i runs on host i; the server and rank 0 on the first."""
+    """Rank i runs on host i; the server runs beside rank 0."""
     agent_port: Annotated[Port, Flag("Port of the agents.")] = AGENT_PORT
     """TCP port of the agents."""
     envs: tuple[str, ...] = ()
@@ -283,10 +283,10 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True):
-    """What the HTTP server needs to know."""
+    """Settings of the HTTP server."""
 
     host: Annotated[str, Flag("Address to bind.", "HTTP")] = "127.0.0.1"
-    """Address to bind; anything but a loopback address is a decision of the user."""
+    """Address to bind. Other machines reach the server only if the user gives another address than the default."""
     port: Annotated[int, Meta(ge=0, le=65535), Flag("Port; 0 picks a free one.", "HTTP")] = DEFAULT_PORT
     """TCP port; 0 picks a free one, which is printed."""
     api_key: Annotated[
@@ -296,13 +296,13 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[
         tuple[str, ...], Flag("Name clients use; may be repeated.", "HTTP", default="MODEL as given")
     ] = ()
-    """Names clients may use; empty is the model argument itself."""
+    """Names by which clients may ask for the model; empty is the model argument itself."""
     chat_template: Annotated[str | None, Flag("Jinja file instead of the model's.", "HTTP", is_file=True)] = None
     """File with a Jinja chat template that replaces the model's."""
     default_chat_template_kwargs: Annotated[dict[str, object], Flag("Variables of the chat template.", "HTTP")] = {}
     """Defaults for the template's variables; a request's own win."""
     keepalive_seconds: Annotated[float, Meta(ge=0.1), Flag("A comment after this much silence.", "HTTP")] = 5.0
-    """Seconds of silence after which a stream gets a comment line."""
+    """After so many seconds without an event, a stream gets a comment line, which keeps the connection open."""
 
     queue: Annotated[int, Meta(ge=0), Flag("Requests that may wait; one more is a 429.", "Limits")] = 32
     """Requests (choices) that may wait beyond `max_num_seqs`; one more is answered 429."""
@@ -338,18 +338,18 @@ def default_environment(variables: Mapping[str, str]) -> None:
 
 
 def group_secret() -> bytes | None:
-    """What proves to each other that ranks belong to one group; the launcher puts it into their environment."""
+    """Shared secret by which ranks prove that they belong to one group; the launcher sets the variable."""
     text = os.environ.get(SECRET_VARIABLE)
     return text.encode() if text else None
 
 
 def cluster_secret() -> str | None:
-    """What proves to agents that the first host's server asks; `phalanx up` gives it to all of them."""
+    """Shared secret by which the first host's server proves itself to agents; `phalanx up` gives it to all hosts."""
     return os.environ.get(CLUSTER_VARIABLE) or None
 
 
 def cpu_kernels_wanted() -> bool:
-    """Whether this process may load the native kernels; the launcher says no with `PHALANX_CPU_KERNELS=0`."""
+    """Whether this process may load the native kernels; the launcher forbids it with `PHALANX_CPU_KERNELS=0`."""
     return os.environ.get(KERNELS_VARIABLE, "1") != "0"
 
 
@@ -379,12 +379,12 @@ def api_key_from_environment() -> str | None:
 
 
 def runtime_dir() -> Path:
-    """Where sockets and PID files of this user go: `$XDG_RUNTIME_DIR`, else the temporary directory."""
+    """Directory of this user's sockets and PID files: `$XDG_RUNTIME_DIR`, else the temporary directory."""
     return Path(os.environ.get(RUNTIME_VARIABLE) or os.environ.get("TMPDIR") or "/tmp")
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps models: `$HF_HUB_CACHE`, else `$HF_HOME/hub`, else below the home directory."""
+    """Directory of huggingface_hub's models: `$HF_HUB_CACHE`, else `$HF_HOME/hub`, else below the home directory."""
     if given := os.environ.get("HF_HUB_CACHE"):
         return Path(given)
     return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"

@@ -1,6 +1,6 @@
-"""`phalanx chat`: a conversation in the terminal, with a model (through a private server) or a running server.
+"""`phalanx chat`: a conversation in the terminal, with a private server of a model or with a running server.
 
-Talks OpenAI's HTTP API and nothing else, so that any such server will do. Does not know the engine.
+Speaks OpenAI's HTTP API only, so that every server of that API works. Does not know the engine.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ def command(
     server = PrivateServer(target, ["--port", "0", *(serve_flags or [])])
     try:
         server.wait_ready(note)
-        options["timing"] = True  # our own server knows how fast it was, even if it all arrives in one burst
+        options["timing"] = True  # phalanx's own timing holds even where the answer arrives in one burst
         return talk(server.url, api_key_from_environment(), server.model, ChatSession(system, options))
     finally:
         server.stop()
 
 
 def api_base(url: str) -> str:
-    """The address with /v1, whether or not it was given."""
+    """The address, with /v1 at its end."""
     url = url.rstrip("/")
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
 class ChatSession:
-    """What was said so far, and how to ask."""
+    """The messages so far and the options of every request."""
 
     def __init__(self, system: str | None, options: dict[str, Any]) -> None:
         self._system = system
@@ -74,29 +74,29 @@ class ChatSession:
         self._turns: list[dict[str, str]] = []
 
     def ask(self, text: str) -> None:
-        """The user's next message."""
+        """Append the user's message."""
         self._turns.append({"role": "user", "content": text})
 
     def answered(self, text: str) -> None:
-        """What the model said, possibly cut short; nothing at all takes the question back, too."""
+        """Append the model's answer, possibly cut short; if it is empty, drop the question instead."""
         if text:
             self._turns.append({"role": "assistant", "content": text})
         else:
             self._turns.pop()
 
     def reset(self, system: str | None = None) -> None:
-        """Forget everything but the system message, or set a new one."""
+        """Forget all messages but the system message; `system` replaces that."""
         self._turns.clear()
         self._system = system if system is not None else self._system
 
     def body(self, model: str) -> dict[str, Any]:
-        """The request that asks for the next answer."""
+        """The request body for the next answer."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         return {"model": model, "messages": [*system, *self._turns], **self._options}
 
 
 def talk(base_url: str, api_key: str | None, model: str | None, session: ChatSession) -> int:
-    """The loop: read a line, show the answer. Ctrl-C ends an answer, Ctrl-D the conversation."""
+    """Read a line, show the answer, until the user ends it: Ctrl-C ends an answer, Ctrl-D the conversation."""
     model = model or asyncio.run(_first_model(base_url, api_key))
     console = Console(highlight=False, soft_wrap=True)
     readline.set_history_length(HISTORY_LINES)
@@ -125,7 +125,7 @@ def talk(base_url: str, api_key: str | None, model: str | None, session: ChatSes
 
 
 def _read(console: Console) -> str | None:
-    """A line; None at the end of input. Ctrl-C only drops the line."""
+    """Read a line; None at the end of input. Ctrl-C only drops the line."""
     while True:
         try:
             return console.input("[bold]> [/]") if sys.stdin.isatty() else input()
@@ -139,7 +139,7 @@ def _read(console: Console) -> str | None:
 
 
 def _obey(line: str, session: ChatSession) -> bool:
-    """Follow a command; False ends the conversation."""
+    """Run a command of the user; False ends the conversation."""
     word, _, rest = line.partition(" ")
     match word:
         case "/quit" | "/exit":
@@ -164,7 +164,7 @@ def _shower(said: list[str]) -> Callable[[str], None]:
 
 
 def _after(exchange: Exchange) -> None:
-    """Why it ended, where that is not obvious, and how fast it was."""
+    """Print how many tokens an answer had, its speed, and whether the length limit cut it."""
     facts = [f"{exchange.completion_tokens} tokens"] if exchange.completion_tokens else []
     if exchange.ttft_s is not None:
         facts.append(f"first after {exchange.ttft_s * 1000:.0f} ms")

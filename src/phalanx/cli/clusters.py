@@ -1,4 +1,4 @@
-"""What the cluster commands share: which hosts, which Python there, tables for people. Does not know what is done."""
+"""Flags and tables that the cluster commands share. Does not know what the commands do."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def chosen(argument: Path | None, option: Path | None, names: str | None, count:
 
 
 def status_table(found: Mapping[str, HostStatus | ClusterError | str | None]) -> Table:
-    """Host, rank, what it does, memory: one row each."""
+    """One row per host: rank, phase, process, memory, and a remark."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("rank", "host", "phase", "pid", "memory GB", "of machine GB", "says"):
         table.add_column(column, overflow="fold")
@@ -100,7 +100,7 @@ def phase(status: HostStatus) -> str:
 
 
 def says(status: HostStatus) -> str:
-    """What else is worth saying of a host: the reason, a fault, or the log's last line."""
+    """A remark on a host: why it is not ready, a known fault, or the log's last line."""
     parts = []
     if status.child is not None and status.supervisor is None:
         parts.append("its supervisor is gone: it runs on, but nobody would start it again (`phalanx restart`)")
@@ -118,7 +118,7 @@ def says(status: HostStatus) -> str:
 
 
 def check_results_table(results: Mapping[str, list[CheckResult]], *, all_levels: bool) -> Table:
-    """Host, check, seen, wanted, remedy; without what is in order unless it is asked for."""
+    """One row per check: host, check, seen, wanted, remedy. Passed checks only with `all_levels`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("host", "check", "seen", "wanted", "remedy"):
         table.add_column(column, overflow="fold")

@@ -1,6 +1,6 @@
-"""`phalanx demo`: what a newcomer sees first. Serves the bundled model for real and streams one answer.
+"""`phalanx demo`: serves the bundled model on two ranks, streams one answer and shows its speed.
 
-A script on top of the other commands; does not know how anything is done.
+Uses the other commands and the HTTP API only.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from phalanx.errors import ExitCode, PhalanxError
 PROMPT = "What is phalanx?"
 MAX_TOKENS = 120
 RANKS = 2
-REPORT_S = 3.0  # ranks report once a second
+REPORT_S = 3.0  # how long to wait for the ranks' figures; they report once a second
 WARM_UP = "Hello!"
 
 
 class DemoFailed(PhalanxError):
-    """The demo did not end as it should."""
+    """The demo's server ended with an error."""
 
 
 def command(
@@ -53,7 +53,7 @@ def command(
             "messages": [{"role": "user", "content": prompt}],
             "temperature": 0,
             "max_tokens": MAX_TOKENS,
-            "timing": True,  # a busy terminal gets a short answer in one burst
+            "timing": True,  # from the server: a busy terminal gets a short answer in one burst
         }
         exchange = asyncio.run(_ask(console, server.url, body))
         _show_speed(console, exchange)
@@ -96,7 +96,7 @@ def _show_speed(console: Console, exchange: Exchange) -> None:
 
 
 def _show_ranks(console: Console, url: str) -> None:
-    """Who computed, and that all agreed: waits until the ranks have reported steps."""
+    """Print each rank's steps and checked sums; waits until the ranks have reported them."""
     deadline = time.monotonic() + REPORT_S
     ranks: list[dict[str, Any]] = []
     while not (ranks and ranks[0]["steps"]) and time.monotonic() < deadline:

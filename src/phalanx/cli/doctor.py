@@ -1,4 +1,4 @@
-"""`phalanx doctor`: every check of every host, with what to do. Does not know how anything is looked at."""
+"""`phalanx doctor`: runs every check on every host and prints remedies. Does not know how a check works."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def command(
     """Examine all hosts and the links between them. Exit code: 0 all is well, 10 warnings, 20 something is wrong."""
     file = chosen(hostfile, hostfile_option, hosts, num_ranks)
     remotes = [Remote(one.ssh, python=python) for one in file.hosts]
-    with contextlib.suppress(ClusterError):  # a host that does not answer is the first thing that is said below
+    with contextlib.suppress(ClusterError):  # the checks below report a host that does not answer
         file = asyncio.run(addressed(file, remotes))
     asked = wanted(
         file, backend=backend if backend != "auto" else file.backend or "auto", running=True, model=model,

@@ -1,4 +1,4 @@
-"""`phalanx down`: ends a cluster and says what that did to memory (L4). Does not know how hosts are reached."""
+"""`phalanx down`: ends a cluster and reports how much memory that freed (L4). Does not know how hosts are reached."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command(
 
 
 def report(results: Mapping[str, Stopped | ClusterError]) -> int:
-    """A line or two per host; 1 if something is left or unknown."""
+    """Print a line or two per host; the exit code is 1 if a process is left or a host does not answer."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
     code = ExitCode.OK
     for name, result in results.items():

@@ -1,4 +1,4 @@
-"""`phalanx hostfile`: writes a hostfile from names, and says why it chose what; or checks one. Knows no file format."""
+"""`phalanx hostfile`: writes a hostfile and explains each choice, or checks one. Does not know the file's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx logs`: the logs of all hosts, merged as they come, with known faults explained. Does not know ssh."""
+"""`phalanx logs`: shows the logs of all hosts as one, and explains known faults. Does not know ssh."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ COMMANDS = {
     "reach": "What ssh is for mpirun.",
     "rank": "One engine process. Started by `serve`, not by hand.",
 }
-"""Command -> its line in `phalanx --help`. Each is `command` in the file of its name."""
+"""Command -> its line in `phalanx --help`. The code of each is the function `command` in the file of its name."""
 
 HIDDEN = frozenset({"agent", "fetch", "host", "rank", "reach"})
 PASSES_ON = frozenset({"up"})
@@ -54,7 +54,7 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; its exit code. Usage errors are printed by typer (2), ours by `report`."""
+    """Run one command and return its exit code. typer prints usage errors (2), `report` prints phalanx's own."""
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         build(asked)(_passed_on(asked, arguments), prog_name="phalanx")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _passed_on(asked: str | None, arguments: Sequence[str]) -> list[str]:
-    """What follows `--` belongs to another program, even where it looks like an option or an argument of ours."""
+    """The words for typer: those after `--` become values of `--word`, even where they look like options."""
     words = list(arguments)
     if asked not in PASSES_ON or "--" not in words:
         return words
@@ -73,7 +73,7 @@ def _passed_on(asked: str | None, arguments: Sequence[str]) -> list[str]:
 
 
 def build(asked: str | None) -> typer.Typer:
-    """The application; only the command that was asked for is imported, the others are their help line."""
+    """The typer application. Imports only the command that was asked for; the others have their line of help."""
     app = typer.Typer(
         name="phalanx", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -88,7 +88,7 @@ def build(asked: str | None) -> typer.Typer:
 
 
 def _ending(function: Callable[..., int]) -> Callable[..., None]:
-    """A command whose result is the exit status, and whose errors are reported."""
+    """A command whose result becomes the exit code and whose errors are reported."""
 
     @functools.wraps(function)
     def command(*args: object, **kwargs: object) -> None:

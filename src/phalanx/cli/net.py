@@ -1,4 +1,4 @@
-"""`phalanx net setup|test|undo`: the network between hosts (F4, F6). Does not know how hosts are reached."""
+"""`phalanx net`: sets up, tests or undoes the network between hosts (F4, F6). Does not know how hosts are reached."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _told(found: Mapping[str, Done | ClusterError]) -> int:
 
 
 async def _test(plan: Plan, *, links_only: bool) -> int:
-    """Every link, then sums over all ranks. 0 if all is as it should be."""
+    """Test every link, then sums over all ranks; the exit code is 0 if all passed."""
     console = Console(highlight=False)
     hostfile: Hostfile = plan.hostfile
     table = Table("from", "to", "address", "there and back us", "p99 us", "Gbit/s", "", box=None)

@@ -1,4 +1,4 @@
-"""A server of one's own: `phalanx serve` as a child process, for the commands that need one for a while.
+"""A private server: `phalanx serve` as a child process, for commands that need a server for a while.
 
 Its output goes to a log file, from which the address is read. The child ends when its stdin closes, so that it does
 not outlive a parent that was killed; unless it is meant to stay (`keep`). Does not know what the server is used for.
@@ -23,7 +23,7 @@ from phalanx.errors import EngineUnavailable
 
 READY = re.compile(r"^phalanx is ready: (\S+) \(model (.+)\)$", re.MULTILINE)
 POLL_S = 0.05
-END_S = 60.0  # after SIGTERM, the server drains by itself within --drain-seconds
+END_S = 60.0  # after SIGTERM; the server drains within --drain-seconds, 30 by default
 LAST_LINES = 15
 
 
@@ -36,26 +36,26 @@ class PrivateServer:
         handle, name = tempfile.mkstemp(prefix="phalanx-serve-", suffix=".log", dir=runtime_dir())
         self.log = Path(name)
         self._keep = keep
-        self._shown = 0  # characters of the log passed on
+        self._shown = 0  # characters of the log that went to `show`
         with os.fdopen(handle, "wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "phalanx", "serve", model, *flags, *([] if keep else ["--stop-on-eof"])],
                 stdin=subprocess.DEVNULL if keep else subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for the command in front, which then ends the server in order
+                start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the server in order
             )
 
     @property
     def pid(self) -> int:
-        """Of the server process."""
+        """Process id of the server."""
         return self._process.pid
 
     def wait_ready(self, show: Callable[[str], None]) -> None:
-        """Wait until it serves; each log line on the way goes to `show`.
+        """Wait until the server serves; `show` gets each log line on the way.
 
         Raises:
-            EngineUnavailable: it ended; with its last lines.
+            EngineUnavailable: the server ended; with the last lines of its log.
         """
         while True:
             ended = self._process.poll() is not None
@@ -74,7 +74,7 @@ class PrivateServer:
             time.sleep(POLL_S)
 
     def stop(self) -> int:
-        """End it in order; its exit status. The log goes as well, unless something went wrong."""
+        """End the server in order and return its exit status. Deletes the log if that is 0."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:

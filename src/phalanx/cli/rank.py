@@ -1,4 +1,4 @@
-"""`phalanx rank`: one rank of an engine. Does not know what an engine does."""
+"""`phalanx rank`: runs one rank of an engine. Does not know how it computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx reach`: takes the place of ssh for mpirun, through the agents. Does not know what is run."""
+"""`phalanx reach`: replaces ssh for mpirun: the agents run its command lines. Does not know what those do."""
 
 from __future__ import annotations
 

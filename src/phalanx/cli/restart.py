@@ -1,4 +1,4 @@
-"""`phalanx restart`: ends a cluster and starts it again as it was started. Does not know how hosts are reached."""
+"""`phalanx restart`: ends a cluster, starts it with the flags of the last `up`. Does not know how hosts are reached."""
 
 from __future__ import annotations
 

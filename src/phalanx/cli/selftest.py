@@ -64,7 +64,7 @@ async def run(config: EngineConfig, as_json: bool, cluster: tuple[ClusterConfig,
 
 
 def show(info: ModelInfo, stats: EngineStats) -> None:
-    """Tables for a person."""
+    """Print the figures as tables."""
     console = Console(highlight=False)
     test = info.self_test
     console.print(f"{info.ranks} ranks over {info.backend}, {info.model_type}, {info.dtype}")

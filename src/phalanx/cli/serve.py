@@ -1,4 +1,4 @@
-"""`phalanx serve`: flags to a `ServerConfig`, the model's tokenizer, one engine process, one call of `serve`.
+"""`phalanx serve`: takes a `ServerConfig`, loads the tokenizer, makes one engine process, calls `serve` once.
 
 Does not know HTTP, nor how the engine works.
 """
@@ -103,7 +103,7 @@ def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None =
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -111,7 +111,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _prefix_cache_gb(given: float | None, off: bool) -> float | None:
-    """The one setting behind two flags."""
+    """The value of `--prefix-cache-gb`, which `--no-prefix-caching` sets to 0."""
     if off and given:
         raise ConfigError(f"--no-prefix-caching contradicts --prefix-cache-gb {given:g}.", remedy="Give one of them.")
     return 0.0 if off else given
@@ -124,7 +124,7 @@ def _names(given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
-    """Keys from flags and file; from the environment only when there are none."""
+    """Keys of the flags and the file; the variable counts only where there are none."""
     keys = list(given)
     if any(not key.strip() for key in keys):
         raise ConfigError("--api-key is empty.", remedy="Leave it out to need no key.")

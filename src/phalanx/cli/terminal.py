@@ -1,4 +1,4 @@
-"""What the commands print besides answers: errors, log lines, loading progress. All of it goes to stderr.
+"""Everything on stderr: errors, notes, log lines, loading progress.
 
 Does not know what any command does.
 """
@@ -19,11 +19,11 @@ from phalanx.errors import PhalanxError
 from phalanx.supervision.client import EngineClient, EngineState
 
 POLL_S = 0.1
-PLAIN_STEP = 0.25  # without a terminal, a line per this share of a phase
+PLAIN_STEP = 0.25  # without a terminal: one line per this share of a phase
 
 
 def report(error: PhalanxError) -> None:
-    """One red line that says what happened, and one that says what to do."""
+    """Print an error in red, and its remedy on a second line."""
     console = Console(stderr=True, soft_wrap=True)
     console.print(f"[bold red]error:[/] {escape(error.message)}", highlight=False)
     if error.remedy:
@@ -31,12 +31,12 @@ def report(error: PhalanxError) -> None:
 
 
 def note(text: str) -> None:
-    """A line for the person in front of the terminal."""
+    """Print a dim line for the user."""
     Console(stderr=True, soft_wrap=True).print(escape(text), style="dim", highlight=False)
 
 
 def set_up_logging(level: str) -> None:
-    """Ours at `level`; other libraries only from warnings on, unless everything is wanted."""
+    """Log phalanx at `level`, other libraries from warnings on; with `debug`, everything."""
     verbose = level == "debug"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
@@ -46,7 +46,7 @@ def set_up_logging(level: str) -> None:
 
 
 class LoadingView:
-    """Shows how far an engine's loading is, from a thread of its own, until it serves or has failed.
+    """Shows an engine's loading progress, from a thread of its own, until the engine serves or has failed.
 
     A bar on a terminal, a line now and then elsewhere. Reads only `EngineClient.state`, which is a snapshot.
     """

@@ -1,4 +1,4 @@
-"""`phalanx up`: checks the hosts, starts a cluster, and shows how it comes up. Does not know how hosts are reached."""
+"""`phalanx up`: checks the hosts, starts a cluster and shows its progress. Does not know how hosts are reached."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ async def _up(plan: Plan, *, skip_checks: bool, foreground: bool) -> int:
 
 
 async def _look_first(plan: Plan, console: Console) -> None:
-    """Pre-flight (L2).
+    """Check the hosts before anything starts (L2).
 
     Raises:
-        ClusterError: something is wrong that would keep the cluster from running.
+        ClusterError: a check failed that would keep the cluster from running; names host and remedy.
     """
     host, port = serve_address(list(plan.serve))
     asked = wanted(
@@ -130,10 +130,10 @@ async def _look_first(plan: Plan, console: Console) -> None:
 
 
 async def bring_up(plan: Plan, console: Console) -> None:
-    """Start it and wait until it is healthy, with a table of what every host does.
+    """Start the cluster and wait until it is healthy; a table shows every host meanwhile.
 
     Raises:
-        ClusterError: it does not become healthy; what was started has been stopped, unless it is only late.
+        ClusterError: the cluster does not become healthy. It has been stopped, unless it is only late.
     """
     first = plan.hostfile.hosts[0]
     await start_all(plan)
@@ -158,7 +158,7 @@ async def bring_up(plan: Plan, console: Console) -> None:
 
 
 async def _stay(plan: Plan) -> int:
-    """Until Ctrl-C, or until the cluster has ended for good."""
+    """Wait until the server has ended for good; its exit code."""
     async with Cluster(plan.remotes()).watched() as cluster:
         while True:
             await asyncio.sleep(1.0)
