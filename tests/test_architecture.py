@@ -66,7 +66,9 @@ IMPORTS_IN_FUNCTIONS: dict[str, str] = {}
 """file -> why (optional dependencies only)."""
 
 DYNAMIC_IMPORTS = {
-    "cli/main.py": "a command's module is imported when the command runs, so that --help is fast",
+    "cli/app.py": "a command's module is imported when the command runs, so that --help is fast",
+    "cli/main.py": "the same, and typer, which imports pydantic, is for people's commands only",
+    "cli/terminal.py": "most starts draw no bar, for which rich is imported",
     "__init__.py": "phalanx.LLM is imported when it is used, so that `import phalanx` loads nothing",
     "mlx_lm_adapter.py": "a module of mlx-lm is imported while stand-ins keep it from importing transformers",
     "model/loading/resolve.py": "the hub's client is imported for a hub id only",

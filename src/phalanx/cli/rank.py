@@ -5,39 +5,29 @@ from __future__ import annotations
 import phalanx.kernels.preload  # noqa: F401  (before anything loads MLX)
 
 # isort: split
-from typing import Annotated, TypeVar
+import argparse
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
-import typer
 
-from phalanx.cli.flags import whole
 from phalanx.config import EngineConfig, GroupConfig, environment
 from phalanx.dist.backend import foreign_launcher
 from phalanx.engine.boot import run_launched_rank, run_rank
 from phalanx.errors import ConfigError
 
 
-def command(
-    model: Annotated[str, typer.Argument(help="The model; here so that `ps` shows it. Must equal the config's.")],
-    socket: Annotated[str, typer.Option("--socket", help="Unix socket of the server process.")],
-    config: Annotated[str | None, typer.Option("--config", help="EngineConfig as JSON; else the defaults.")] = None,
-    group: Annotated[str | None, typer.Option("--group", help="GroupConfig as JSON; else the launcher's.")] = None,
-    rank: Annotated[
-        int | None,
-        typer.Option("--rank", **whole(0), help="Number in the group.", show_default="the launcher's"),
-    ] = None,
-    control_host: Annotated[
-        str, typer.Option(help="Under another launcher: rank 0's address, as the other ranks reach it.")
-    ] = "127.0.0.1",
-) -> int:
+def command(words: Sequence[str]) -> int:
     """Compute as one rank, behind a server process. Under mpirun or mlx.launch, the server is `serve --attach`."""
+    given = _parser().parse_args(words)
+    model, socket, config, rank = given.model, given.socket, given.config, given.rank
     parsed = EngineConfig(model=model) if config is None else _parse(config, EngineConfig, "--config")
     if parsed.model != model:
         raise ConfigError(f"MODEL is {model!r}, but --config says {parsed.model!r}.", remedy="Give the same model.")
     launcher = foreign_launcher(environment())
     number = rank if rank is not None else launcher.rank if launcher is not None else 0
-    if group is not None:
-        members = _parse(group, GroupConfig, "--group")
+    if given.group is not None:
+        members = _parse(given.group, GroupConfig, "--group")
         if number >= members.size:
             raise ConfigError(f"--rank {number} is not one of the group's {members.size} ranks.")
         return run_rank(parsed, members, socket, number)
@@ -50,7 +40,28 @@ def command(
         return run_rank(parsed, None, socket, number)
     if rank is not None and rank != launcher.rank:
         raise ConfigError(f"--rank {rank}, but the launcher says {launcher.rank}.", remedy="Leave --rank out.")
-    return run_launched_rank(parsed, launcher, socket, control_host)
+    return run_launched_rank(parsed, launcher, socket, given.control_host)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("phalanx rank", description=command.__doc__)
+    parser.add_argument("model", help="The model; here so that `ps` shows it. Must equal the config's.")
+    parser.add_argument("--socket", required=True, help="Unix socket of the server process.")
+    parser.add_argument("--config", help="EngineConfig as JSON; else the defaults.")
+    parser.add_argument("--group", help="GroupConfig as JSON; else the launcher's.")
+    parser.add_argument("--rank", type=_number, help="Number in the group; else the launcher's.")
+    parser.add_argument(
+        "--control-host",
+        default="127.0.0.1",
+        help="Under another launcher: rank 0's address, as the other ranks reach it (default: %(default)s).",
+    )
+    return parser
+
+
+def _number(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{number} is not in the range x>=0.")
+    return number
 
 
 T = TypeVar("T", EngineConfig, GroupConfig)

@@ -5,34 +5,39 @@ Does not know what any command does.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import threading
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
+from phalanx.config import environment
 from phalanx.errors import PhalanxError
 from phalanx.supervision.client import EngineClient, EngineState
 
+BOLD_RED, DIM = "1;31", "2"
 POLL_S = 0.1
 PLAIN_STEP = 0.25  # without a terminal: one line per this share of a phase
 
 
 def report(error: PhalanxError) -> None:
     """Print an error in red, and its remedy on a second line."""
-    console = Console(stderr=True, soft_wrap=True)
-    console.print(f"[bold red]error:[/] {escape(error.message)}", highlight=False)
+    print(f"{_styled('error:', BOLD_RED)} {error.message}", file=sys.stderr)
     if error.remedy:
-        console.print(f"  {escape(error.remedy)}", highlight=False)
+        print(f"  {error.remedy}", file=sys.stderr)
 
 
 def note(text: str) -> None:
     """Print a dim line for the user."""
-    Console(stderr=True, soft_wrap=True).print(escape(text), style="dim", highlight=False)
+    print(_styled(text, DIM), file=sys.stderr)
+
+
+def _styled(text: str, style: str) -> str:
+    """The text in a terminal's style, or as it is where stderr is no terminal or the user wants no colours."""
+    variables = environment()
+    plain = not sys.stderr.isatty() or variables.get("NO_COLOR") or variables.get("TERM") == "dumb"
+    return text if plain else f"\033[{style}m{text}\033[0m"
 
 
 def set_up_logging(level: str) -> None:
@@ -65,30 +70,22 @@ class LoadingView:
         self._thread.join()
 
     def _run(self) -> None:
-        console = Console(stderr=True)
-        if console.is_terminal:
-            self._bar(console)
+        if sys.stderr.isatty():
+            self._bar()
         else:
             self._lines()
 
     def _finished(self, state: EngineState) -> bool:
         return state.phase in ("ready", "failed", "stopped") or self._over.wait(POLL_S)
 
-    def _bar(self, console: Console) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=console, transient=True) as bar:
-            tasks: dict[str, TaskID] = {}
+    def _bar(self) -> None:
+        while self._engine.state.progress is None:
+            if self._finished(self._engine.state):
+                return
+        with importlib.import_module("phalanx.cli.loading_bar").LoadingBar() as bar:
             while not self._finished(state := self._engine.state):
                 if state.progress is not None:
-                    phase, total = state.progress.phase, max(1, state.progress.total)
-                    if phase not in tasks:
-                        tasks[phase] = bar.add_task(phase, total=total)
-                    bar.update(tasks[phase], completed=state.progress.done, total=total)
+                    bar.show(state.progress)
 
     def _lines(self) -> None:
         shown: tuple[str, int] | None = None

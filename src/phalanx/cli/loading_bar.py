@@ -1,0 +1,40 @@
+"""A bar on the terminal for every phase of loading. Does not know where the figures come from."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from phalanx.supervision.client import Progress
+
+
+class LoadingBar:
+    """Bars on stderr, which are gone when the context is left."""
+
+    def __init__(self) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TimeElapsedColumn(),
+        )
+        self._bars = Bars(*columns, console=Console(stderr=True), transient=True)
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bars.stop()
+
+    def show(self, progress: Progress) -> None:
+        """Draw how far a phase is; a new phase gets a bar of its own."""
+        total = max(1, progress.total)
+        if progress.phase not in self._tasks:
+            self._tasks[progress.phase] = self._bars.add_task(progress.phase, total=total)
+        self._bars.update(self._tasks[progress.phase], completed=progress.done, total=total)
