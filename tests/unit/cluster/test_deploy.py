@@ -58,7 +58,7 @@ def test_services_do_not_restart_what_cannot_help():
     assert {int(code) for code in codes.split()} == final
 
 
-@pytest.mark.parametrize("page", ["docs/clusters.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/clusters.md", "docs/quickstart.md", "README.md"])
 def test_the_commands_on_a_page_exist(page: str):
     text = (ROOT / page).read_text()
     lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
