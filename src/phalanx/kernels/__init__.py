@@ -1,1 +1,1 @@
-"""Native CPU kernels: whether they are there, and how they get into MLX. The C++ is in native/."""
+"""Native CPU kernels: loads, checks and installs them into MLX. Their C++ source is in native/."""
