@@ -59,7 +59,7 @@ def test_a_rank_that_disagrees_about_its_rows(group_model, expected, ranks, back
 
 
 @pytest.mark.parametrize(("ranks", "backend"), GROUPS)
-def test_a_rank_that_crashes_by_an_error_nobody_expects(group_model, expected, ranks, backend):
+def test_a_rank_that_crashes_by_an_unexpected_error(group_model, expected, ranks, backend):
     """Its own words count, not that it is gone, nor those of whoever started it."""
     with group_server(group_model, ranks, backend, inject="crash:rank=1,step=30") as running:
         named(through_a_fault(running, expected), "rank 1 ", "crashed: IndexError: injected at step 30")
