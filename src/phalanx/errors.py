@@ -1,9 +1,9 @@
-"""Every error a person can see, as one tree, and the exit codes of the processes.
+"""All errors of phalanx as one tree, and the exit codes of its processes.
 
     PhalanxError
     +-- ConfigError            a flag, a file or a variable is wrong (names it)
     +-- ModelError
-    |   +-- ModelNotFound      neither a directory nor a hub id that could be fetched
+    |   +-- ModelNotFound      neither a directory nor a hub id that could be downloaded
     |   +-- ModelUnsupported   the architecture cannot be served, and why
     |   +-- WeightsError       missing, surplus, truncated or mis-shaped tensors (names file and tensor)
     +-- MemoryShortage         needed, available, guard, and what to do
@@ -12,8 +12,8 @@
     |   +-- UnknownModel       the model named in a request is not served here
     |   +-- InvalidApiKey      no key, or a wrong one
     |   +-- WrongMediaType     the body is not declared as JSON
-    +-- ClusterError           something about hosts: ssh, processes, set-up; names the host
-    |   +-- StartFailed        a cluster will not come up; the first cause
+    +-- ClusterError           ssh, a process or the set-up of a host failed; names the host
+    |   +-- StartFailed        a cluster's start failed; names the first cause
     +-- SlowClient             a stream's reader fell too far behind
     +-- QueueFull              too many requests; `retry_after` seconds
     +-- EngineError
@@ -22,16 +22,16 @@
         +-- Quarantined        the request was active in two engine crashes
         +-- Desync             a rank's state differs from the plan's; names step, row and field
         +-- NonFiniteLogits    a forward produced NaN or infinity; names step and row
-        +-- GroupError         ranks could not form the group that was meant; names backend, rank and port
-        |   +-- PeerMissing    ranks did not come by the deadline (names them), or left while the group formed
-        |   +-- PeerRefused    a rank does not belong: names field, rank, host and both values
-        +-- PeerLost           a rank failed while the group was at work; names rank, host and cause
-        +-- PeerLate           ranks did not answer by a deadline; names them
-        +-- FrameError         bytes on a socket that none of us sends
-        +-- CollectiveFault    a reduction's checksum or tag is wrong on some rank; names step and layer
+        +-- GroupError         ranks could not form the intended group; names backend, rank and port
+        |   +-- PeerMissing    ranks did not join before the deadline, or disconnected; names them
+        |   +-- PeerRefused    a rank cannot be in the group: names field, rank, host and both values
+        +-- PeerLost           a rank failed after the group formed; names rank, host and cause
+        +-- PeerLate           ranks did not answer before a deadline; names them
+        +-- FrameError         bytes on a socket that are not phalanx's protocol
+        +-- CollectiveFault    a reduction's checksum or tag is wrong on a rank; names step and layer
 
-Every class carries a message that names what was seen and a `remedy` that says what to do. HTTP status codes are
-not decided here but in one table in `server/app.py`.
+Every error has a message that names the cause and a `remedy` that says what to do. Does not know HTTP: the table of
+status codes is in `server/app.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import enum
 
 
 class PhalanxError(Exception):
-    """Base of all errors of ours. `remedy` is one sentence a person can act on (may be empty)."""
+    """Base of all errors of phalanx. `remedy` is a sentence that tells the user what to do; may be empty."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message)
@@ -56,15 +56,15 @@ class ConfigError(PhalanxError):
 
 
 class ModelError(PhalanxError):
-    """Something about the model; the message names the model."""
+    """The model cannot be used; the message names it."""
 
 
 class ModelNotFound(ModelError):
-    """The model is neither a local directory nor a hub id that could be fetched."""
+    """The model is neither a local directory nor a hub id that could be downloaded."""
 
 
 class ModelUnsupported(ModelError):
-    """The architecture cannot be served correctly; the message says which part of it."""
+    """The architecture cannot be served correctly; the message says why."""
 
 
 class WeightsError(ModelError):
@@ -76,7 +76,7 @@ class MemoryShortage(PhalanxError):
 
 
 class InvalidRequest(PhalanxError):
-    """The client's mistake. `param` is the JSON field, `code` OpenAI's error code where one exists."""
+    """A mistake of the client. `param` is the JSON field; `code` is OpenAI's error code, if there is one."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -89,11 +89,11 @@ class RequestTooLarge(InvalidRequest):
 
 
 class UnknownModel(InvalidRequest):
-    """The request names a model that is not served here; the message names those that are."""
+    """The request names a model that this server does not serve; the message names those that it serves."""
 
 
 class InvalidApiKey(InvalidRequest):
-    """The Authorization header carries no accepted key."""
+    """The Authorization header has no accepted key."""
 
 
 class WrongMediaType(InvalidRequest):
@@ -101,19 +101,19 @@ class WrongMediaType(InvalidRequest):
 
 
 class ClusterError(PhalanxError):
-    """Something went wrong on or with a host; the message names it."""
+    """A host cannot be reached, or an operation on it failed; the message names the host."""
 
 
 class StartFailed(ClusterError):
-    """A cluster was started and cannot become healthy by itself."""
+    """A cluster was started, but cannot become healthy without the user."""
 
 
 class SlowClient(PhalanxError):
-    """The reader of a stream fell so far behind that its buffer is full; the request was cancelled."""
+    """A client read its stream so slowly that its output queue is full; the request was cancelled."""
 
 
 class QueueFull(PhalanxError):
-    """All rows and the waiting queue are taken. `retry_after` is in seconds."""
+    """All rows and all places of the waiting queue are taken. `retry_after` is in seconds."""
 
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
@@ -121,7 +121,7 @@ class QueueFull(PhalanxError):
 
 
 class EngineError(PhalanxError):
-    """Base of what can go wrong in or with the engine process."""
+    """Base of the errors in or about the engine."""
 
 
 class EngineUnavailable(EngineError):
@@ -133,11 +133,11 @@ class EngineUnavailable(EngineError):
 
 
 class HostUnreachable(EngineError):
-    """The agent of a host does not answer or does not know us; the message names host and address."""
+    """The agent of a host does not answer, or refuses this server; the message names host and address."""
 
 
 class Quarantined(EngineError):
-    """The request was being computed in two engine crashes and is not tried again."""
+    """The request was being computed during two engine crashes, so it is not tried again."""
 
 
 class Desync(EngineError):
@@ -149,41 +149,41 @@ class NonFiniteLogits(EngineError):
 
 
 class GroupError(EngineError):
-    """The ranks could not form the group that was meant (F1): the backend failed, or somebody else was there."""
+    """The ranks could not form the intended group (F1): the backend failed, or another job uses the port."""
 
 
 class PeerMissing(GroupError):
-    """Ranks did not come by the deadline, or one left while the group was forming; the message names them."""
+    """Ranks did not join before the deadline, or disconnected while the group formed; the message names them."""
 
 
 class PeerRefused(GroupError):
-    """A rank that proved to be of this group cannot be in it: other versions, other size, a rank taken twice."""
+    """An authenticated rank cannot be in the group: other versions, another size, or a rank number that is taken."""
 
 
 class PeerLost(EngineError):
-    """Another rank failed, or this one. Seen only where that does not end the process at once (tests, tools)."""
+    """This rank or another one failed. Raised only if that does not end the process at once (in tests and tools)."""
 
 
 class PeerLate(EngineError):
-    """Ranks did not answer by a deadline; the message names them."""
+    """Ranks did not answer before a deadline; the message names them."""
 
 
 class FrameError(EngineError):
-    """The other end of a socket does not speak our protocol, or a message is too long for it."""
+    """The other end of a socket does not speak phalanx's protocol, or a message is too long."""
 
 
 class CollectiveFault(EngineError):
-    """The fabric delivered a sum that cannot be right (A6). Nothing of that step is committed."""
+    """The fabric delivered a wrong sum (A6). Nothing of that step is committed."""
 
 
 class ExitCode(enum.IntEnum):
-    """Exit status of a rank process. Supervisors decide on restarts by these."""
+    """Exit status of a rank process, by which supervisors decide whether to restart it."""
 
     OK = 0
     CRASH = 1
     USAGE = 2
     CONFIG = 64  # a flag or the model is wrong: a restart cannot help
-    MEMORY = 65  # the guard refused: a restart cannot help
+    MEMORY = 65  # the memory guard refused: a restart cannot help
     PEER_LOST = 70
     PEER_SILENT = 71
     DESYNC = 72
@@ -193,12 +193,12 @@ class ExitCode(enum.IntEnum):
 
     @property
     def restart_helps(self) -> bool:
-        """Whether starting the same process again can end differently."""
+        """Whether a restart of the same process can end differently."""
         return self not in (ExitCode.OK, ExitCode.USAGE, ExitCode.CONFIG, ExitCode.MEMORY)
 
 
 def exit_code_of(error: PhalanxError) -> ExitCode:
-    """What a process of ours that ends by this error exits with; the nearest ancestor decides."""
+    """The exit code of a process that this error ends: that of the error's nearest ancestor in the table."""
     table = {
         ConfigError: ExitCode.CONFIG,
         ModelError: ExitCode.CONFIG,

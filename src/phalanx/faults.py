@@ -1,7 +1,7 @@
-"""Known faults: what a line of a log or of ssh means, and what to do about it (F7).
+"""The table of known faults: the cause of a line in a log or from ssh, and its remedy (F7).
 
-A table, most specific first. Every rank's log and every ssh error passes through `recognise`; `docs/errors.md` is
-written from the table by `python -m phalanx.faults`. Does not know where a line came from.
+The most specific faults come first. `recognise` looks up lines of ranks' logs and errors of ssh. `python -m
+phalanx.faults` writes `docs/errors.md` from the table. Does not know the source of a line.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from msgspec import Struct
 
 
 class Fault(Struct, frozen=True, kw_only=True):
-    """One way in which machines fail their owner."""
+    """One known fault of a machine, a network or a program."""
 
     name: str
     pattern: str  # regular expression, searched in a line, case ignored
-    example: str  # a line as it was seen
+    example: str  # such a line
     cause: str
     remedy: str
 
@@ -210,7 +210,7 @@ FAULTS: tuple[Fault, ...] = (
         name="ssh-name-unknown",
         pattern=r"Could not resolve hostname|Name or service not known|nodename nor servname",
         example="ssh: Could not resolve hostname studio3: Name or service not known",
-        cause="Nobody knows this host's name.",
+        cause="This host's name cannot be resolved to an address.",
         remedy="Correct the hostfile, or give the host a HostName in ~/.ssh/config.",
     ),
     Fault(
@@ -297,7 +297,7 @@ FAULTS: tuple[Fault, ...] = (
         name="wrong-sums",
         pattern=r"CollectiveFault|the sum .* cannot be right",
         example="rank 0: CollectiveFault: step 12: the sum of layer 3 cannot be right on rank 1",
-        cause="The fabric delivered data that nobody sent: a bad cable, a driver's fault, or another job's ranks.",
+        cause="The fabric delivered data that no rank sent: a bad cable, a driver's fault, or another job's ranks.",
         remedy="Nothing wrong was answered. Run `phalanx net test`; replace the cable it names, or use --backend ring.",
     ),
     Fault(
@@ -309,29 +309,33 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="program-error",
-        pattern=r"crashed: (?!RuntimeError|OSError|Connection|BrokenPipe|Timeout|MemoryError)\w+: ",  # not: lost a peer
+        pattern=r"crashed: (?!RuntimeError|OSError|Connection|BrokenPipe|Timeout|MemoryError)\w+: ",  # no lost peers
         example="rank 1 (b, pid 7) crashed: IndexError: list index out of range",
         cause="An error in phalanx or in the model's own code, on the rank that is named.",
         remedy="The ranks start again by themselves. Report it with the traceback in that rank's log (`phalanx logs`).",
     ),
 )
-"""The table. The first pattern that is found in a line names the fault."""
+"""The first fault whose pattern occurs in a line is that line's fault."""
 
 _COMPILED = tuple((re.compile(fault.pattern, re.IGNORECASE), fault) for fault in FAULTS)
 
 
 def recognise(line: str) -> Fault | None:
-    """The fault that a line tells of, if it is a known one."""
+    """The known fault that a line reports; None if there is none."""
     return next((fault for pattern, fault in _COMPILED if pattern.search(line)), None)
 
 
 def first_fault(lines: Iterable[str]) -> tuple[str, Fault] | None:
-    """The first line that tells of a known fault, and the fault."""
+    """The first line that reports a known fault, and the fault."""
     return next(((line, fault) for line in lines if (fault := recognise(line)) is not None), None)
 
 
 def by_name(name: str) -> Fault:
-    """The fault of a name; KeyError if there is none."""
+    """The fault with this name.
+
+    Raises:
+        KeyError: there is none.
+    """
     return {fault.name: fault for fault in FAULTS}[name]
 
 

@@ -1,8 +1,8 @@
-"""Enough memory? The one place that knows physical memory, the guard and the budgets (B2, B3).
+"""Physical memory, the memory guard and the memory budgets, all in this one place (B2, B3).
 
-Pure arithmetic over numbers that `psutil` reads from the OS (/proc/meminfo, sysctl hw.memsize), and over the limit of
-a container or service where Linux sets one: what the kernel would kill us for, not what the host has. Does not know
-MLX.
+Computes with numbers that `psutil` reads from the system (/proc/meminfo, sysctl hw.memsize) and, on Linux, with the
+limit of the container or service: the kernel kills a process that exceeds that limit, however much memory the host has.
+Does not know MLX.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from phalanx.errors import ConfigError, MemoryShortage
 
 GB = 1 << 30
 LOGITS_SHARE = 0.05
-"""Of what is free above the guard: a quarter of what the default split leaves for computing."""
+"""Share of the free memory above the guard: a quarter of what the default split leaves for computing."""
 MOST_LOGITS = 1 * GB
-"""More is of no use: 16 rows with 16 drafts each at a vocabulary of 256 k."""
+"""Enough for 16 rows with 16 drafts each at a vocabulary of 256 k."""
 LOGIT_BYTES = 16
-"""A float32, and three more while a token is drawn from it (scaled, as noise, as mass)."""
+"""Bytes per logit: a float32, and three more while the sampler works (scaled logits, noise, probability mass)."""
 
 
 class MachineMemory(Struct, frozen=True):
@@ -35,43 +35,43 @@ class MachineMemory(Struct, frozen=True):
 
 
 class Prediction(Struct, frozen=True):
-    """What one rank will take, in bytes, known before it reads a weight; and what its machine has."""
+    """The memory that one rank will need, predicted before it reads weights, and its machine's memory, in bytes."""
 
     host: str
     rank: int
     weights: int
     working: int
-    """For a moment while loading: the largest tensor on its way."""
+    """Temporary memory while loading: the largest tensor that is being cast, and those read ahead."""
     kv: int
-    """The KV budget asked for, or what one short row needs."""
+    """The KV budget that the user chose, or the bytes of one short row."""
     guard: int
     physical: int
     available: int
 
     @property
     def needed(self) -> int:
-        """The most it will take: working memory is free again when the KV buffers come."""
+        """The largest need: working memory is freed before the KV buffers are allocated."""
         return self.weights + max(self.working, self.kv)
 
 
 class Budget(Struct, frozen=True):
-    """What loading and serving may use, in bytes."""
+    """The memory budgets of serving, in bytes."""
 
     kv: int
     prefix: int
     logits: int
-    """Of one step, with what sampling makes of them; from what the other two leave."""
+    """For the logits of one step and the sampler's temporaries; a part of the memory that `kv` and `prefix` leave."""
 
     def largest_logits(self, vocab_size: int) -> int:
-        """Tokens of one step that may have logits at once, at least one."""
+        """The largest number of tokens in one step for which logits fit, at least 1."""
         return max(1, self.logits // (LOGIT_BYTES * max(1, vocab_size)))
 
 
 def read_machine(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> MachineMemory:
-    """Physical and available memory of this machine, or of the control group this process is limited to, in bytes.
+    """Physical and available memory of this machine, or of the control group that limits this process, in bytes.
 
     Args:
-        membership, mount: where Linux says which control groups these are; absent elsewhere.
+        membership, mount: Linux's file with this process's control groups, and where they are mounted.
     """
     memory = psutil.virtual_memory()
     limits = [
@@ -84,22 +84,22 @@ def read_machine(membership: Path = Path("/proc/self/cgroup"), mount: Path = Pat
 
 
 def _control_groups(membership: Path, mount: Path) -> list[Path]:
-    """Folders of the memory control groups this process is in, from its own up to the mount's root."""
+    """Directories of this process's memory control groups, from its own up to the mount's root."""
     if not membership.exists():
         return []
-    folders = {mount, mount / "memory"}  # inside a container the own group is usually the root of what is mounted
+    folders = {mount, mount / "memory"}  # in a container, the process's group is usually the root of the mount
     for line in membership.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        root = mount / "memory" if controllers else mount  # version 1 has a hierarchy per controller, 2 has one
+        root = mount / "memory" if controllers else mount  # cgroup v1 has one hierarchy per controller, v2 only one
         own = root / path.lstrip("/")
         folders |= {own, *(parent for parent in own.parents if parent.is_relative_to(root))}
     return sorted(folder for folder in folders if folder.is_dir())
 
 
 def _limit_of(group: Path) -> MachineMemory | None:
-    """A group's limit and what it leaves; file pages not in active use count as free. None: no limit."""
+    """A control group's limit and the memory that is left; inactive file pages count as free. None without a limit."""
     for limit_file, usage_file, inactive in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -122,9 +122,9 @@ def process_rss() -> int:
 
 
 def trim_heap() -> None:
-    """Give freed heap memory back to the system, where the C library keeps it by itself (glibc)."""
+    """Return freed heap memory to the system. (glibc keeps it otherwise.)"""
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent from other C libraries
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries do not have it
         if trim is not None:
             trim(0)
 
@@ -140,16 +140,16 @@ def guard_bytes(physical: int, override_gb: float | None = None) -> int:
     return _bytes("--memory-guard-gb", override_gb)
 
 
-def check_fits(what: str, needed: int, machine: MachineMemory, guard: int) -> None:
+def check_fits(purpose: str, needed: int, machine: MachineMemory, guard: int) -> None:
     """Refuse work that would cross the guard.
 
     Raises:
-        MemoryShortage: says needed, available and guard in GB, and what to do.
+        MemoryShortage: gives the needed and available memory and the guard in GB, and a remedy.
     """
     if needed <= machine.available - guard:
         return
     raise MemoryShortage(
-        f"{what} needs {needed / GB:.2f} GB; available {machine.available / GB:.2f} GB of "
+        f"{purpose} needs {needed / GB:.2f} GB; available {machine.available / GB:.2f} GB of "
         f"{machine.physical / GB:.2f} GB physical, of which the memory guard keeps {guard / GB:.2f} GB free.",
         remedy="Close other programs, choose a smaller or more strongly quantised model, or lower the guard with "
         "--memory-guard-gb (or PHALANX_MEMORY_GUARD_GB).",
@@ -157,7 +157,7 @@ def check_fits(what: str, needed: int, machine: MachineMemory, guard: int) -> No
 
 
 def check_group(model: str, predictions: Sequence[Prediction]) -> None:
-    """Refuse to load when a machine's ranks together would cross its guard (B2).
+    """Refuse to load if the ranks of a machine together would cross its guard (B2).
 
     Raises:
         MemoryShortage: names the machines; contains the table of all ranks.
@@ -177,7 +177,7 @@ def check_group(model: str, predictions: Sequence[Prediction]) -> None:
 
 
 def _free(ranks: Sequence[Prediction]) -> int:
-    """What the ranks of one machine may take: the least that any of them saw, above the most cautious guard."""
+    """Memory that the ranks of one machine may use: the least available memory reported, minus the largest guard."""
     return min(rank.available for rank in ranks) - max(rank.guard for rank in ranks)
 
 
@@ -188,7 +188,7 @@ _GROUP_REMEDY = (
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
-    """Every rank's prediction in GB, one line each."""
+    """A table with one line per rank, in GB."""
     cells = [["host", "rank", "weights", "working", "KV", "guard", "available", "physical"]]
     for p in sorted(predictions, key=lambda p: p.rank):
         sizes = (p.weights, p.working, p.kv, p.guard, p.available, p.physical)
@@ -201,18 +201,18 @@ def prediction_table(predictions: Sequence[Prediction]) -> str:
 def serving_budget(
     machine: MachineMemory, guard: int, kv_gb: float | None, prefix_gb: float | None, *, minimum_kv: int
 ) -> Budget:
-    """Split what is left after loading between running rows and kept prefixes.
+    """Split the memory that is left after loading between running rows and cached prefixes.
 
     Args:
-        machine: read after the weights are in memory.
-        guard: bytes that stay free.
-        kv_gb, prefix_gb: the user's choice in GB; None takes 60 % and 20 % of what is free above the guard, or less
-            where the other one's choice leaves less.
-        minimum_kv: bytes one row of the smallest useful length takes.
+        machine: read after the weights were loaded.
+        guard: bytes that must stay free.
+        kv_gb, prefix_gb: the user's choices in GB; None: 60 % and 20 % of the free memory above the guard, or less if
+            the other choice leaves less.
+        minimum_kv: bytes of one row of the smallest useful length.
 
     Raises:
         ConfigError: a choice is not a number of GB.
-        MemoryShortage: not even one short row fits, or the user's choice does not.
+        MemoryShortage: the user's choice does not fit, or not even one short row does.
     """
     free = max(0, machine.available - guard)
     kv_asked = None if kv_gb is None else _bytes("--kv-cache-gb", kv_gb)

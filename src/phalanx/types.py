@@ -1,7 +1,7 @@
-"""The vocabulary shared by the server and the engine: requests in, events out, model facts.
+"""The data types that the server and the engine share: requests, events, facts about the model, statistics.
 
-Plain msgspec data, no behaviour beyond trivial properties. Does not know HTTP, MLX or processes. The messages at the
-end travel over the local socket between the server process and the leader (`supervision/wire.py` frames them).
+Plain msgspec data. The messages at the end travel over the local socket between the server process and the leader
+(`supervision/wire.py` frames them). Does not know HTTP, MLX or processes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Literal
 from msgspec import Struct
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-"""Why a sequence ended. `timeout` is the client's own deadline; the HTTP layer maps it to "length" with a detail."""
+"""Why a sequence ended. `timeout` is the request's time limit; the server maps it to "length" with a detail."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How the next token is chosen: a pure function of the logits and of (seed, choice, position).
+    """How the next token is sampled: a pure function of the logits and of (seed, choice, position).
 
     Order of application: logit_bias, penalties, temperature, top_k, top_p, min_p (vLLM's order). `temperature == 0`
     is greedy. Penalties: repetition over prompt and output (mlx-lm, HF), presence and frequency over output (OpenAI).
@@ -25,49 +25,49 @@ class Sampling(Struct, frozen=True, kw_only=True):
     choice: int = 0  # index of this choice among the request's `n`
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 = off
+    top_k: int = 0  # 0: off
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
-    logprobs: int | None = None  # None = off, 0 = the chosen token only, m = the m most likely as well
+    logprobs: int | None = None  # None: off; 0: of the chosen token only; m: also of the m most likely tokens
 
 
 class StopRule(Struct, frozen=True, kw_only=True):
-    """When a sequence is finished, as far as token ids and counts can tell (text is the server's matter)."""
+    """When a sequence ends, by token ids and counts. (The server looks for stop strings.)"""
 
     max_tokens: int  # >= 1, already limited to the context
-    min_tokens: int = 0  # stop ids are masked (not sampled) before this many tokens
+    min_tokens: int = 0  # stop ids are masked until the sequence has this many tokens
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence ids and the client's stop_token_ids
 
 
 class SequenceRequest(Struct, frozen=True, kw_only=True):
-    """One sequence to generate: a request with n choices is n of these with the same `group`."""
+    """One sequence to generate. A request with n choices is n sequences with the same `group`."""
 
     id: str  # unique among unfinished sequences, e.g. "chatcmpl-1f/0"
     group: str  # the HTTP request's id; choices of one group share their prompt's prefill
-    prompt: list[int]  # >= 1 token ids
+    prompt: list[int]  # token ids, at least one
     sampling: Sampling
     stop: StopRule
-    committed: list[int] = []  # tokens already generated before an engine restart (resume)
-    prompt_logprobs: int | None = None  # as Sampling.logprobs, for the prompt's own tokens (`echo`)
+    committed: list[int] = []  # tokens that were generated before an engine restart
+    prompt_logprobs: int | None = None  # as Sampling.logprobs, for the prompt's tokens (`echo`)
     timeout_s: float | None = None  # seconds from arrival at the engine
-    cache_salt: str = ""  # prefix-cache entries are shared only within one salt
-    most_drafts: int | None = None  # verified in a step; None: as many as the engine finds worth it
+    cache_salt: str = ""  # cached prefixes are shared only between sequences of the same salt
+    most_drafts: int | None = None  # draft tokens per step, at most; None: the engine decides
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Natural-log probabilities under the raw model distribution (before penalties and temperature)."""
+    """Log-probabilities (natural logarithm) under the raw model distribution, before penalties and temperature."""
 
     token: int
     logprob: float
-    rank: int  # 0 = the most likely token
+    rank: int  # 0: the most likely token
     top: list[tuple[int, float]]  # most likely first
 
 
 class FabricFigure(Struct, frozen=True, kw_only=True):
-    """How long an all-reduce of so many bytes takes."""
+    """The speed of an all-reduce of `bytes` bytes."""
 
     bytes: int
     median_us: float
@@ -75,20 +75,20 @@ class FabricFigure(Struct, frozen=True, kw_only=True):
 
 
 class SelfTest(Struct, frozen=True, kw_only=True):
-    """What a group found out about itself before it served (F4)."""
+    """The results of a group's self-test at start (F4)."""
 
     total: float = 0.0  # all_sum of rank + 1
     expected: float = 0.0
     fabric: list[FabricFigure] = []
-    control_ms: float = 0.0  # round trip of a small message through all ranks, the slowest of some
-    tokens: int = 0  # that all ranks computed equally, from a prompt longer than one prefill chunk
-    reductions: int = 0  # sums over ranks in one forward, checked
-    unchecked: int = 0  # collectives that mlx-lm's own layers do
+    control_ms: float = 0.0  # round trip of a small message to all ranks; the slowest of several
+    tokens: int = 0  # tokens that all ranks computed equally, from a prompt longer than one prefill chunk
+    reductions: int = 0  # checked sums over ranks in one forward
+    unchecked: int = 0  # collectives in mlx-lm's own layers, which are not checked
     seconds: float = 0.0
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
-    """What the engine reports about the loaded model when it is ready."""
+    """The engine's report about the loaded model, sent when it is ready."""
 
     model_type: str
     max_model_len: int  # tokens, prompt + output
@@ -96,27 +96,27 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     dtype: str
     quantization: str  # "4-bit affine g64", "none", ...
     rolls_back: bool  # False for recurrent state: speculation is off (A3)
-    caches: str  # one line: which cache classes were replaced by what
+    caches: str  # one line on which cache classes were replaced by which
     weights_bytes: int
     kv_bytes_per_token: int
     kv_budget_bytes: int
     prefix_budget_bytes: int
     load_s: float
-    kernels: str = "MLX"  # what computes: MLX's own kernels, or which native ones
-    speculation: str = "off"  # who drafts how much, or why nobody does
+    kernels: str = "MLX"  # MLX's own kernels, or a description of the native ones
+    speculation: str = "off"  # the drafter and its largest number of drafts, or why there is none
     ranks: int = 1  # of the tensor-parallel group
-    backend: str = "none"  # what carries its collectives
+    backend: str = "none"  # of its collectives
     self_test: SelfTest | None = None  # None for a single rank
 
 
 class RankStats(Struct, frozen=True, kw_only=True):
-    """One rank's own figures."""
+    """Statistics of one rank, cumulative since the engine started unless named otherwise."""
 
     rank: int
     host: str
     pid: int
     steps: int = 0  # steps executed
-    matches: int = 0  # of those, with rows equal to the plan's digest; one that differs ends the group (A1, A5)
+    matches: int = 0  # steps in which the rank's rows matched the plan's digest; a mismatch ends the group (A1, A5)
     reductions: int = 0  # checked sums over ranks
     active_bytes: int = 0  # MLX active memory
     peak_bytes: int = 0
@@ -124,53 +124,50 @@ class RankStats(Struct, frozen=True, kw_only=True):
 
 
 class SpecStats(Struct, frozen=True, kw_only=True):
-    """What speculation came to (A8); cumulative since the engine started unless named otherwise.
+    """Statistics of speculation (A8), cumulative since the engine started unless named otherwise.
 
-    A *draft* is the tokens verified for one row in one step.
+    A *draft* is the sequence of draft tokens verified for one row in one step.
     """
 
     method: str  # ngram, suffix, draft_model, random
-    steps: int = 0  # steps that decoded, with a draft or without
+    steps: int = 0  # steps that decoded, with or without drafts
     drafts: int = 0
-    drafted: int = 0  # tokens in them
-    accepted: int = 0  # of those
-    drafted_at: list[int] = []  # by position in the draft: drafts that were so long
-    accepted_at: list[int] = []  # of those, accepted up to here
-    recent_drafted: int = 0  # of the last `window` drafts
-    recent_accepted: int = 0
+    drafted: int = 0  # tokens in all drafts
+    accepted: int = 0  # accepted tokens of these
+    drafted_at: list[int] = []  # by position: drafts that have a token there
+    accepted_at: list[int] = []  # by position: drafts that were accepted up to there
+    recent_drafted: int = 0  # tokens in the last `window` drafts
+    recent_accepted: int = 0  # accepted tokens of these
     window: int = 50
-    compared_drafted: tuple[int, float] | None = (
-        None  # tokens and seconds of steps that might have drafts; None: nothing
-    )
-    compared_plain: tuple[int, float] | None = (
-        None  # is compared. The same of steps that might not, in turns with those
-    )
+    # When steps with and without speculation are compared: tokens and seconds of each kind; None: no comparison.
+    compared_drafted: tuple[int, float] | None = None
+    compared_plain: tuple[int, float] | None = None
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
-    """Counters and gauges of the leader; cumulative since the engine started unless named otherwise."""
+    """Counters and gauges of the leader. Counters are cumulative since the engine started."""
 
     step: int = 0
-    running: int = 0  # rows that hold a slot (gauge)
-    waiting: int = 0  # gauge
+    running: int = 0  # sequences that hold a row (gauge)
+    waiting: int = 0  # sequences that wait for a row (gauge)
     kv_bytes: int = 0  # allocated for rows (gauge)
     kv_usage: float = 0.0  # kv_bytes / budget, 0..1 (gauge)
     prefix_bytes: int = 0  # gauge
-    prefix_queries: int = 0  # prompt tokens looked up
-    prefix_hits: int = 0  # prompt tokens found
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # prompt tokens found in it
     preemptions: int = 0
     prefill_tokens: int = 0
     generated_tokens: int = 0
     decode_steps: int = 0  # forwards that sampled
-    step_s: float = 0.0  # total seconds inside steps
-    model_s: float = 0.0  # of those, inside the model call, sampling and evaluation
-    control_s: float = 0.0  # of those, sending plans to other ranks
+    step_s: float = 0.0  # seconds inside steps
+    model_s: float = 0.0  # part of step_s: the model call, sampling and evaluation
+    control_s: float = 0.0  # part of step_s: sending plans to other ranks
     active_bytes: int = 0  # MLX active memory (gauge)
     peak_bytes: int = 0
     cache_bytes: int = 0  # MLX buffer cache (gauge)
     rss_bytes: int = 0  # of the engine process (gauge)
     ranks: list[RankStats] = []  # of every rank, rank 0 first
-    spec: SpecStats | None = None  # None: nothing is drafted
+    spec: SpecStats | None = None  # None without speculation
 
 
 # Messages server -> leader ---------------------------------------------------------------------------------------
@@ -183,30 +180,30 @@ class Submit(Struct, frozen=True, tag=True):
 
 
 class Cancel(Struct, frozen=True, tag=True):
-    """Forget this sequence, whatever it is doing. Unknown ids are ignored (it may just have finished)."""
+    """Cancel this sequence. Unknown ids are ignored, since the sequence may just have finished."""
 
     id: str
 
 
 class Finish(Struct, frozen=True, tag=True):
-    """The server found a stop string: the sequence ends with its first `n_tokens` output tokens."""
+    """End this sequence after its first `n_tokens` output tokens, because the server found a stop string there."""
 
     id: str
     n_tokens: int
 
 
 class Ping(Struct, frozen=True, tag=True):
-    """Answered by the engine loop itself (not by a reader thread) with `Pong`."""
+    """Ask for a `Pong`, which the engine's loop sends itself (not a thread that reads messages)."""
 
     nonce: int
 
 
 class ResetPrefixCache(Struct, frozen=True, tag=True):
-    """Drop every prefix entry and free MLX's buffer cache."""
+    """Drop all cached prefixes and free MLX's buffer cache."""
 
 
 class Shutdown(Struct, frozen=True, tag=True):
-    """End the engine process now (the server has drained)."""
+    """End the engine process now. The server sends it after draining."""
 
 
 ToEngine = Submit | Cancel | Finish | Ping | ResetPrefixCache | Shutdown
@@ -216,7 +213,7 @@ ToEngine = Submit | Cancel | Finish | Ping | ResetPrefixCache | Shutdown
 
 
 class Loading(Struct, frozen=True, tag=True):
-    """Progress while the model loads: `done` of `total` bytes."""
+    """The progress of loading: `done` of `total` bytes."""
 
     phase: str
     done: int
@@ -224,7 +221,7 @@ class Loading(Struct, frozen=True, tag=True):
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """The engine serves from now on."""
+    """The engine is ready."""
 
     info: ModelInfo
     pid: int
@@ -236,11 +233,11 @@ class Tokens(Struct, frozen=True, tag=True):
     id: str
     start: int
     tokens: list[int]
-    logprobs: list[TokenLogprobs] | None = None  # one per token where asked for
+    logprobs: list[TokenLogprobs] | None = None  # one per token, if the request wants them
 
 
 class PromptScored(Struct, frozen=True, tag=True):
-    """Prompt log-probabilities (`echo`): entry i belongs to prompt token i; the first is None."""
+    """Log-probabilities of the prompt (`echo`): entry i is that of prompt token i; the first is None."""
 
     id: str
     logprobs: list[TokenLogprobs | None]
@@ -255,31 +252,32 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class Finished(Struct, frozen=True, tag=True):
-    """The last message about a sequence. `n_tokens` output tokens count, stop token included."""
+    """The last message about a sequence."""
 
     id: str
     reason: FinishReason
-    n_tokens: int
-    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    n_tokens: int  # output tokens, including the stop token
+    cached_tokens: int = 0  # prompt tokens from the prefix cache
     timing: Timing = Timing()
     detail: str = ""
-    stop_id: int | None = None  # the stop token that ended it, if one did
-    drafted_tokens: int = 0  # guessed by speculation and verified
-    accepted_tokens: int = 0  # of those, right, and part of the output
+    stop_id: int | None = None  # the stop token that ended it; None if none did
+    drafted_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # draft tokens that were accepted
 
 
 class Pong(Struct, frozen=True, tag=True):
+    """The answer to a `Ping` with the same nonce."""
+
     nonce: int
     stats: EngineStats
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """Start-up or the engine itself failed; the process ends after this, with `code`, an `ExitCode`. `kind` is the
-    error's class name."""
+    """The engine failed, during its start or later. The process ends with `code` after this message."""
 
-    kind: str
+    kind: str  # name of the error's class
     message: str
-    code: int
+    code: int  # an `ExitCode`
 
 
 class Batch(Struct, frozen=True, tag=True):

@@ -92,7 +92,7 @@ def test_an_explicit_dtype_reaches_every_floating_tensor(name: str, tmp_path: Pa
     assert result.dtype == getattr(mx, name)
 
 
-def test_what_a_model_keeps_in_float32_stays_so_in_16_bits(tmp_path: Path) -> None:
+def test_parameters_that_a_model_keeps_in_float32_stay_float32(tmp_path: Path) -> None:
     """deepseek_v3's gate bias, as mlx-lm's own conversion leaves it."""
     make_model("glm4_moe", tmp_path, dtype=mx.float32)
     kept = {name for name, array in parameters(loaded(tmp_path, dtype="float16").model).items()
@@ -154,7 +154,7 @@ def test_the_peak_is_the_weights_and_one_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [1, 5000, 1 << 20])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tensors_that_stay_as_stored_lie_one_behind_the_other(
+def test_tensors_kept_as_stored_are_adjacent_in_memory(
     dtype: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_model("llama", tmp_path, quantize={"bits": 4}, dtype=mx.bfloat16)
@@ -346,7 +346,7 @@ def test_a_tensor_of_another_shape_is_named(broken: Path) -> None:
 # -- configurations --------------------------------------------------------------------------------------------------
 
 
-def test_a_config_that_is_none_is_said_so(broken: Path) -> None:
+def test_an_invalid_config_is_refused(broken: Path) -> None:
     config = broken / "config.json"
     for text, message in (("{", "not JSON"), ("[]", "no model_type"), ('{"model_type": 3}', "no model_type")):
         config.write_text(text)
@@ -373,7 +373,7 @@ def test_a_file_of_mlx_lm_that_is_no_architecture(broken: Path) -> None:
         loaded(broken)
 
 
-def test_a_config_that_lacks_a_number_is_said_so(broken: Path) -> None:
+def test_a_config_without_a_required_number_is_refused(broken: Path) -> None:
     edit_config(broken, hidden_size=None)
     with pytest.raises(ModelUnsupported, match="hidden_size"):
         loaded(broken)
@@ -398,7 +398,7 @@ def test_demo_and_directories_are_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert resolve("owner/name") == Path("owner/name")
 
 
-def test_what_is_fetched_is_what_is_copied_between_hosts():
+def test_downloads_and_copies_between_hosts_have_the_same_files():
     assert set(DEFAULT_ALLOW_PATTERNS) <= set(NEEDED)
 
 
@@ -429,7 +429,7 @@ def test_a_hub_id_comes_from_the_cache_and_without_code(tmp_path: Path, monkeypa
     assert "*.py" in asked[1][2]
 
 
-def test_a_name_that_is_no_hub_id_is_said_so() -> None:
+def test_a_name_that_is_not_a_hub_id_is_refused() -> None:
     with pytest.raises(ModelNotFound, match="not a hub id"):
         resolve("what is this?")
 

@@ -114,7 +114,7 @@ def test_the_check_passes_in_16_bits(dtype: mx.Dtype) -> None:
         assert probed(family, Runner, dtype).facts.one_row == ""
 
 
-def test_what_mlx_cannot_compute_is_said_before_the_first_request() -> None:
+def test_a_dtype_that_mlx_cannot_compute_is_refused_before_the_first_request() -> None:
     """MLX's CPU backend has no 16-bit product over unquantised experts."""
     if mx.default_device() != mx.Device(mx.cpu):
         pytest.skip("a GPU computes this")

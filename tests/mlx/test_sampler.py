@@ -117,7 +117,7 @@ def assert_same_alone(logits: npt.NDArray[np.float32], positions: Callable[[], l
 
 @settings(max_examples=60, deadline=None)
 @given(batch=batches, vocabulary=st.sampled_from([11, 64, 257, 1500]), seed=st.integers(0, 2**31))
-def test_a_row_is_sampled_alone_as_in_a_batch_and_as_the_reference_says(
+def test_a_row_gives_the_same_token_alone_in_a_batch_and_in_the_reference(
     batch: list[tuple[dict[str, Any], int, tuple[int, ...]]], vocabulary: int, seed: int
 ) -> None:
     logits = logits_of(seed, len(batch), vocabulary)
@@ -358,7 +358,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
         assert [value for _, value in entry.top] == pytest.approx([exact[row, t] for t in order[row][:m]], abs=2e-5)
 
 
-def test_what_else_is_to_be_evaluated_is() -> None:
+def test_other_arrays_are_evaluated_as_well() -> None:
     before = mx.get_active_memory()
     cache = mx.zeros((1 << 20,)) + 1
     sample(mx.zeros((1, 50)), [position(temperature=0.0)], [cache])

@@ -66,7 +66,7 @@ def assert_same_output(path: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("family", CHECKED)
-def test_two_ranks_compute_what_one_does(family: str, tmp_path: Path) -> None:
+def test_two_ranks_compute_the_same_as_one(family: str, tmp_path: Path) -> None:
     make_model(family, tmp_path, **OVERRIDES.get(family, {}))
     ranks = Ranks(tmp_path, 2)
     assert_same_output(tmp_path, ranks)
@@ -127,14 +127,14 @@ def assert_recipe(path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("family", SPLIT)
-def test_what_is_read_is_what_the_recipe_leaves(family: str, tmp_path: Path) -> None:
+def test_the_rows_read_are_those_that_the_recipe_leaves(family: str, tmp_path: Path) -> None:
     make_model(family, tmp_path, dtype=mx.bfloat16, **OVERRIDES.get(family, {}))
     assert_recipe(tmp_path, 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss", "phi3"])
 @pytest.mark.parametrize("quantize", QUANTIZATIONS.values(), ids=QUANTIZATIONS.keys())
-def test_what_is_read_of_quantised_weights(family: str, quantize: dict[str, Any], tmp_path: Path) -> None:
+def test_the_rows_read_of_quantised_weights(family: str, quantize: dict[str, Any], tmp_path: Path) -> None:
     make_model(family, tmp_path, quantize=quantize, dtype=mx.bfloat16, **WIDE)
     assert_recipe(tmp_path, 2)
 
@@ -301,7 +301,7 @@ def test_only_a_choice_of_rows_is_taken_for_one(change: Any, runs: Any) -> None:
     assert runs_of(change(rows), (8, 1), 0) == runs
 
 
-def test_what_differs_between_columns_is_no_choice_of_rows() -> None:
+def test_a_result_that_differs_between_columns_is_not_a_choice_of_rows() -> None:
     rows = mx.arange(shard.FIRST_ROW, shard.FIRST_ROW + 8, dtype=mx.float32).reshape(8, 1)
     assert runs_of(mx.concatenate([rows[:4], rows[4:]], axis=1), (8, 2), 0) is None
 

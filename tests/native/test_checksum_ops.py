@@ -16,7 +16,7 @@ TYPES = [mx.float32, mx.float16, mx.bfloat16]
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("width", [64, 1000])
-def test_operations_give_what_the_reducer_computes(dtype, rows, width):
+def test_operations_give_the_composed_checksums_results(dtype, rows, width):
     y = mx.random.normal((rows, width), key=mx.random.key(1)).astype(dtype)
     weights = mx.array(signs(width))[:, None]
     wire = ops.checksum_load(y, weights, mx.array(5.0))

@@ -23,7 +23,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_entry_point_gives_what_mlx_gives():
+def test_every_entry_point_gives_mlx_results():
     done = run(str(SCRIPT))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -37,7 +37,7 @@ def test_without_the_kernels_nothing_is_replaced():
 
 
 @pytest.mark.any_isa
-def test_another_mlx_is_refused_with_what_to_do():
+def test_another_mlx_is_refused_with_a_remedy():
     patched = "import importlib.metadata as m; m.version = lambda name: '9.9.9'; import phalanx_cpu"
     done = run("-c", patched)
     assert done.returncode != 0

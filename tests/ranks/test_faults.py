@@ -62,7 +62,7 @@ def test_a_rank_that_disagrees_about_its_rows(group_model, expected, ranks, back
 @pytest.mark.parametrize(
     ("ranks", "backend", "rank"), [(2, "ring", 0), (2, "ring", 1), (4, "mpi", 1), pytest.param(4, "mpi", 0, marks=SOAK)]
 )
-def test_a_rank_that_crashes_by_an_error_nobody_expects(group_model, expected, ranks, backend, rank):
+def test_a_rank_that_crashes_by_an_unexpected_error(group_model, expected, ranks, backend, rank):
     """The rank's own words count, not that it is gone, nor the words of the launcher that started it."""
     with group_server(group_model, ranks, backend, inject=f"crash:rank={rank},step=30") as running:
         named(through_a_fault(running, expected), f"rank {rank} ", "crashed: IndexError: injected at step 30")

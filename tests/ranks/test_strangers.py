@@ -102,7 +102,7 @@ def test_strays_on_the_control_port_do_not_matter(group_model, known_ports):
     raise AssertionError("no stray has reached the control port in five starts")
 
 
-def test_a_control_port_that_somebody_takes_first_is_named_and_the_next_start_takes_another(group_model, known_ports):
+def test_a_taken_control_port_is_named_and_the_next_start_takes_another(group_model, known_ports):
     (port,) = known_ports(1)
     with socket.create_server(("127.0.0.1", port)):
         tokens, downs = generate(config_for(group_model, "mpi"))

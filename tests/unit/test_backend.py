@@ -21,7 +21,7 @@ def bare(monkeypatch):
     return monkeypatch
 
 
-def test_auto_takes_the_ring_where_nothing_else_is_and_says_so(bare):
+def test_auto_takes_the_ring_without_other_backends_and_gives_the_reason(bare):
     assert backend.choose("auto", machines=1) == ("ring", "no MPI library is there")
     assert backend.choose("auto", machines=2) == ("ring", "no MPI library is there, nor an RDMA device")
 
@@ -131,7 +131,7 @@ def test_the_device_file_must_be_an_array(tmp_path):
         backend.foreign_launcher({"MLX_RANK": "0", "MLX_IBV_DEVICES": str(file)})
 
 
-def test_what_a_rank_needs_in_its_environment(tmp_path, monkeypatch):
+def test_the_environment_of_a_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
     assert backend.environment_of("ring", 1, tmp_path) == {"MLX_RANK": "1", "MLX_HOSTFILE": str(tmp_path)}
     monkeypatch.setattr(backend, "environment", dict)

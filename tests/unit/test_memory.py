@@ -36,7 +36,7 @@ def test_the_guard_is_a_tenth_but_at_least_5_gb() -> None:
 
 
 @pytest.mark.parametrize("gb", [-1.0, math.nan, math.inf])
-def test_what_is_no_number_of_gb_is_refused_by_its_flag(gb: float) -> None:
+def test_a_value_that_is_not_a_number_of_gb_is_refused_by_its_flag(gb: float) -> None:
     with pytest.raises(ConfigError, match="--memory-guard-gb"):
         guard_bytes(64 * GB, gb)
     with pytest.raises(ConfigError, match="--kv-cache-gb"):
@@ -45,7 +45,7 @@ def test_what_is_no_number_of_gb_is_refused_by_its_flag(gb: float) -> None:
         serving_budget(MACHINE, 0, None, gb, minimum_kv=1)
 
 
-def test_what_fits_exactly_fits_and_one_byte_more_is_refused_with_all_numbers() -> None:
+def test_an_exact_fit_passes_and_one_byte_more_is_refused_with_all_numbers() -> None:
     check_fits("A model", 35 * GB, MACHINE, 5 * GB)
     with pytest.raises(MemoryShortage) as raised:
         check_fits("A model", 35 * GB + 1, MACHINE, 5 * GB)
@@ -57,7 +57,7 @@ def test_what_fits_exactly_fits_and_one_byte_more_is_refused_with_all_numbers() 
 # -- the machine -----------------------------------------------------------------------------------------------------
 
 
-def test_a_machine_without_control_groups_is_what_the_system_says() -> None:
+def test_a_machine_without_control_groups_has_the_systems_numbers() -> None:
     machine = read_machine(NOWHERE, NOWHERE)
     assert machine.physical == psutil.virtual_memory().total
     assert 0 < machine.available <= machine.physical
@@ -149,7 +149,7 @@ def test_logits_get_a_twentieth_and_always_enough_for_one_token() -> None:
     assert budget.largest_logits(0) > 0
 
 
-def test_a_budget_below_one_row_says_which_flag() -> None:
+def test_a_budget_below_one_row_names_the_flag() -> None:
     with pytest.raises(MemoryShortage, match="--kv-cache-gb"):
         serving_budget(MACHINE, 5 * GB, 1.0, None, minimum_kv=2 * GB)
 
@@ -162,7 +162,7 @@ def prediction(host: str, rank: int, **sizes: int) -> Prediction:
     return Prediction(host, rank, **{name: size * GB for name, size in {**usual, **sizes}.items()})
 
 
-def test_a_rank_needs_its_weights_and_the_larger_of_what_comes_with_them() -> None:
+def test_a_rank_needs_its_weights_and_the_larger_of_working_and_kv_memory() -> None:
     assert prediction("a", 0).needed == 14 * GB
     assert prediction("a", 0, working=6).needed == 16 * GB
 

@@ -19,7 +19,7 @@ from phalanx.kernels.traced import Traced
         lambda t: t.bit_length(), lambda t: divmod(t, 2), lambda t: [0] * t,
     ],
 )  # fmt: skip
-def test_computing_with_it_is_noticed_and_gives_what_it_gives(use: Callable[[int], object]):
+def test_arithmetic_sets_used_and_gives_the_same_result(use: Callable[[int], object]):
     traced = Traced(5)
     assert use(traced) == use(5)
     assert traced.used

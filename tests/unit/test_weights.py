@@ -102,7 +102,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(
 
 
 @LINUX
-def test_what_the_kernel_has_in_its_cache_is_seen(tmp_path: Path) -> None:
+def test_cached_pages_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb+") as file:
         file.write(bytes(1 << 20))

@@ -1,1 +1,1 @@
-"""Measuring servers over HTTP: timed streams, load, percentiles. Works against any OpenAI-compatible server."""
+"""Measures OpenAI-compatible servers over HTTP: timed streams, load, percentiles."""

@@ -1,7 +1,7 @@
-"""One request to an OpenAI-compatible server, streamed, with a time stamp for every piece of text.
+"""Streams one request to an OpenAI-compatible server, with a time stamp for every chunk of text.
 
-Used by the load generator and by the command line (`chat`, `demo`). Knows OpenAI's wire format, not this project's
-server: it works against any.
+The load generator and the command line (`chat`, `demo`) use it. Knows only OpenAI's wire format, so it works with any
+server. Does not know phalanx's server.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from msgspec import Struct
 from phalanx.errors import PhalanxError
 
 CONNECT_S = 10.0
-NO_LIMIT = httpx.Timeout(None, connect=CONNECT_S)  # a model may think for as long as it wants
+NO_LIMIT = httpx.Timeout(None, connect=CONNECT_S)  # no limit on the time of an answer
 UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 class RequestFailed(PhalanxError):
-    """The server refused or broke a request. `status` is None when no status came."""
+    """A request failed. `status` is the HTTP status; None if the server sent none."""
 
     def __init__(self, message: str, *, remedy: str = "", status: int | None = None) -> None:
         super().__init__(message, remedy=remedy)
@@ -39,11 +39,11 @@ class Exchange(Struct, frozen=True, kw_only=True):
     sent: float
     arrivals: tuple[float, ...]  # of chunks with text, in order
     ended: float
-    timing: dict[str, float] | None = None  # our server's own figures, where it sent them
+    timing: dict[str, float] | None = None  # phalanx's `timing` extension, if the server sent it
 
     @property
     def ttft_s(self) -> float | None:
-        """Request sent to first text; None without text."""
+        """Seconds from sending the request to the first text; None without text."""
         return self.arrivals[0] - self.sent if self.arrivals else None
 
     @property
@@ -56,22 +56,22 @@ class Exchange(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Decoding speed after the first token: by the server's clock where it says so, which no burst disturbs."""
+        """Tokens per second after the first one: by the server's clock if known, since chunks may arrive in bursts."""
         tpot = (self.timing or {}).get("tpot") or self.tpot_s
         return 1.0 / tpot if tpot else None
 
 
 def open_client(base_url: str, api_key: str | None = None) -> httpx.AsyncClient:
-    """A client for `base_url` (which ends in /v1). Proxies of the environment are not for loopback; none is used."""
+    """A client for `base_url` (which ends in /v1). It ignores the environment's proxies, even for other machines."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return httpx.AsyncClient(base_url=base_url, headers=headers, timeout=NO_LIMIT, limits=UNLIMITED, trust_env=False)
 
 
 async def first_model(client: httpx.AsyncClient) -> str:
-    """The name of the first model the server lists.
+    """The name of the first model that the server lists.
 
     Raises:
-        RequestFailed: no server there, a wrong key, or no model.
+        RequestFailed: the server cannot be reached, refuses the key, or lists no model.
     """
     try:
         response = await client.get("/models")
@@ -105,7 +105,7 @@ async def stream_chat(
                 await response.aread()
                 raise _refused(response)
             async for event in _events(response):
-                record.take(event)
+                record.add(event)
     except httpx.HTTPError as error:
         raise _unreachable(client, error) from error
     return record.exchange()
@@ -123,8 +123,8 @@ class _Record:
         self._usage: dict[str, Any] = {}
         self._timing: dict[str, float] | None = None
 
-    def take(self, event: dict[str, Any]) -> None:
-        """One event's JSON."""
+    def add(self, event: dict[str, Any]) -> None:
+        """Add an event."""
         if "error" in event:
             raise RequestFailed(f"The stream ended with an error: {_message(event)}")
         for choice in event.get("choices") or ():
@@ -139,7 +139,7 @@ class _Record:
         self._timing = event.get("timing") or self._timing
 
     def exchange(self) -> Exchange:
-        """The whole, once the stream has ended."""
+        """The finished exchange; to be called after the stream ended."""
         return Exchange(
             text="".join(self._pieces),
             finish_reason=self._finish_reason,
@@ -153,7 +153,7 @@ class _Record:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each `data:` line up to [DONE]; comments and other fields are skipped."""
+    """Yield the JSON of each `data:` line up to [DONE]; skip comments and other fields."""
     done = False
     async for line in response.aiter_lines():
         if not line.startswith("data:"):

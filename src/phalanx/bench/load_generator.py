@@ -1,8 +1,8 @@
-"""Load on an OpenAI-compatible server: a closed loop of streaming clients, and what they measured.
+"""Generates load on an OpenAI-compatible server with a closed loop of streaming clients, and measures latencies.
 
-Closed loop: `concurrency` clients, each sending its next request when the last has ended, so that the offered load
-follows the server's speed. Percentiles interpolate linearly between order statistics (numpy's default, Hyndman and
-Fan's type 7). Does not know which server it measures.
+In a closed loop, each of `concurrency` clients sends its next request when its last one has ended, so the load follows
+the server's speed. Percentiles interpolate linearly between order statistics (numpy's default, Hyndman and Fan's type
+7). Does not know which server it measures.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PERCENTILES = (50, 95, 99)
 
 
 class Load(Struct, frozen=True):
-    """What one run of the loop gave, in the order of the requests."""
+    """The result of one run of the loop, in the order of the requests."""
 
     exchanges: tuple[Exchange, ...]
     failures: tuple[str, ...]
-    wall_s: float  # first request sent to last answer ended
+    wall_s: float  # from sending the first request to the end of the last answer
 
     @property
     def output_tokens(self) -> int:
@@ -42,11 +42,10 @@ class Load(Struct, frozen=True):
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Rate of all streams together while all of them decode: from the last first token to the earliest end.
+        """Total rate while all streams decode: from the last stream's first token to the earliest end.
 
-        For loads in which every request is its own stream (as many requests as clients). A server that answers its
-        first stream while it prefills the others is not charged for that here; `tokens_per_s` counts everything.
-        0 when the streams never all decoded at once.
+        For loads with as many requests as clients. Excludes the time in which the server prefills some streams while it
+        decodes others; `tokens_per_s` includes everything. 0 if the streams never all decoded at the same time.
         """
         answered = [exchange for exchange in self.exchanges if exchange.arrivals]
         if not answered:
@@ -89,11 +88,11 @@ async def closed_loop(
     """
     exchanges: dict[int, Exchange] = {}
     failures: list[str] = []
-    waiting = iter(list(enumerate(bodies)))
+    remaining = iter(list(enumerate(bodies)))
 
-    async def work(delay: float) -> None:
+    async def client_loop(delay: float) -> None:
         await asyncio.sleep(delay)
-        for index, body in waiting:  # shared: each worker takes the next one
+        for index, body in remaining:  # all clients share the iterator
             try:
                 exchanges[index] = await stream_chat(client, body, path=path)
             except RequestFailed as error:
@@ -102,13 +101,13 @@ async def closed_loop(
     start = time.monotonic()
     async with asyncio.TaskGroup() as group:
         for i in range(min(concurrency, len(bodies))):
-            group.create_task(work(i * ramp_s))
+            group.create_task(client_loop(i * ramp_s))
     ordered = tuple(exchanges[index] for index in sorted(exchanges))
     return Load(ordered, tuple(failures), time.monotonic() - start)
 
 
 def ttft(load: Load) -> Distribution:
-    """Request sent to first text."""
+    """From sending a request to its first text."""
     return distribution([e.ttft_s for e in load.exchanges if e.ttft_s is not None])
 
 
@@ -118,17 +117,17 @@ def tpot(load: Load) -> Distribution:
 
 
 def itl(load: Load) -> Distribution:
-    """Time between two pieces of text, one value per gap."""
+    """Time between two chunks of text, one value per pair."""
     return distribution([b - a for e in load.exchanges for a, b in pairwise(e.arrivals)])
 
 
 def e2el(load: Load) -> Distribution:
-    """Request sent to end of answer."""
+    """From sending a request to the end of its answer."""
     return distribution([e.ended - e.sent for e in load.exchanges])
 
 
 def distribution(seconds: Sequence[float], percentiles: Sequence[int] = PERCENTILES) -> Distribution:
-    """Of a sample in seconds; everything is nan for an empty one."""
+    """The distribution of a sample in seconds; all values are nan for an empty one."""
     values = sorted(1000.0 * value for value in seconds)
     return Distribution(
         n=len(values),

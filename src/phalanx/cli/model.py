@@ -41,7 +41,7 @@ def command(
 
 def _push(model: str, wanted: Manifest, remotes: list[Remote]) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    total = sum(parcel.bytes for parcel in wanted.parcels)
+    total = sum(entry.bytes for entry in wanted.files)
     with Progress(*columns, console=Console(stderr=True)) as bars:
         tasks = {remote.name: bars.add_task(remote.name, total=total) for remote in remotes}
         try:
@@ -53,7 +53,7 @@ def _push(model: str, wanted: Manifest, remotes: list[Remote]) -> int:
     for error in failures:
         report(error)
     if not failures:
-        print(f"{len(wanted.parcels)} files, {total / (1 << 30):.2f} GB, verified on {len(remotes)} hosts")
+        print(f"{len(wanted.files)} files, {total / (1 << 30):.2f} GB, verified on {len(remotes)} hosts")
     return ExitCode.CRASH if failures else ExitCode.OK
 
 
@@ -65,8 +65,8 @@ def _verify(wanted: Manifest, remotes: list[Remote]) -> int:
             code = ExitCode.CRASH
         elif found.missing:
             names = ", ".join(missing.path for missing in found.missing)
-            print(f"{host}: {len(found.missing)} of {len(wanted.parcels)} files are missing or differ: {names}")
+            print(f"{host}: {len(found.missing)} of {len(wanted.files)} files are missing or differ: {names}")
             code = ExitCode.CRASH
         else:
-            print(f"{host}: all {len(wanted.parcels)} files are the same")
+            print(f"{host}: all {len(wanted.files)} files are the same")
     return code

@@ -37,7 +37,7 @@ def prepare(model: str, progress: Callable[[int], None] = lambda _: None, *, nee
             f"{model} is not on this machine.", remedy=f"Run `phalanx model pull {model}`, or push from where it is."
         )
     found = manifest(path, place_of(path), progress, needed=needed)
-    if lacking := missing_shards(path, [parcel.path for parcel in found.parcels]):
+    if lacking := missing_shards(path, [entry.path for entry in found.files]):
         raise ModelNotFound(
             f"{path} is not whole: {lacking[0]} is missing"
             + (f" and {len(lacking) - 1} more." if lacking[1:] else "."),
@@ -83,23 +83,23 @@ async def push(model: str, wanted: Manifest, remotes: Sequence[Remote], progress
 
 async def _push(path: Path, wanted: Manifest, remote: Remote, progress: Progress) -> None:
     found = await remote.call("inventory", wanted, Inventory, timeout_s=VERIFY_S)
-    parcels = {parcel.path: parcel for parcel in wanted.parcels}
-    todo = [(parcels[missing.path], missing.have) for missing in found.missing]
-    needed = sum(parcel.bytes - have for parcel, have in todo)
+    by_path = {entry.path: entry for entry in wanted.files}
+    todo = [(by_path[missing.path], missing.have) for missing in found.missing]
+    needed = sum(entry.bytes - have for entry, have in todo)
     if needed > found.free:
         raise ClusterError(
             f"{remote.name} has {found.free / GB:.1f} GB free at {found.directory}; {needed / GB:.1f} GB are to come.",
             remedy="Remove old models there.",
         )
-    progress(remote.name, sum(parcel.bytes for parcel in wanted.parcels) - needed)
-    for parcel, have in todo:
-        await _send(path / parcel.path, wanted.place, parcel, have, remote, progress)
+    progress(remote.name, sum(entry.bytes for entry in wanted.files) - needed)
+    for entry, have in todo:
+        await _send(path / entry.path, wanted.place, entry, have, remote, progress)
     left = await remote.call("finish", wanted, Inventory, timeout_s=VERIFY_S)
     if left.missing:
         raise ClusterError(f"{remote.name} still lacks {left.missing[0].path}.", remedy="Run the same command again.")
 
 
-async def _send(file: Path, place: str, parcel: ModelFile, have: int, remote: Remote, progress: Progress) -> None:
+async def _send(file: Path, place: str, entry: ModelFile, have: int, remote: Remote, progress: Progress) -> None:
     """Send one file through one `phalanx host take`."""
     process = await asyncio.create_subprocess_exec(
         *remote.command("host", "take"),
@@ -109,7 +109,7 @@ async def _send(file: Path, place: str, parcel: ModelFile, have: int, remote: Re
     )
     assert process.stdin is not None
     try:
-        process.stdin.write(msgspec.json.encode({"place": place, "parcel": parcel, "have": have}) + b"\n")
+        process.stdin.write(msgspec.json.encode({"place": place, "entry": entry, "have": have}) + b"\n")
         with file.open("rb") as stream:
             stream.seek(have)
             try:
@@ -119,14 +119,14 @@ async def _send(file: Path, place: str, parcel: ModelFile, have: int, remote: Re
                     progress(remote.name, len(block))
             except ConnectionError:
                 pass  # the host's answer says why
-        async with asyncio.timeout(PART_S * (1 + parcel.bytes / GB)):
+        async with asyncio.timeout(PART_S * (1 + entry.bytes / GB)):
             out, err = await process.communicate()
         answers = [line for line in out.decode().splitlines() if line.startswith(ANSWER)]
         if process.returncode or not answers:
             raise failure(remote.name, process.returncode or 0, err.decode(errors="replace"))
         msgspec.json.decode(answers[-1][len(ANSWER) :], type=ReceivedFile)
     except TimeoutError as error:
-        raise ClusterError(f"{remote.name} did not confirm {parcel.path} in time.") from error
+        raise ClusterError(f"{remote.name} did not confirm {entry.path} in time.") from error
     finally:
         await end(process)
 

@@ -34,7 +34,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """A model: its place on hosts, and its files."""
 
     place: str  # an absolute path, a path below the home directory, or `hub:OWNER/NAME@REVISION`
-    parcels: list[ModelFile]
+    files: list[ModelFile]
 
 
 class MissingFile(Struct, frozen=True, kw_only=True):
@@ -73,14 +73,14 @@ def manifest(
     Args:
         progress: called with the number of bytes read since the last call.
     """
-    parcels = [
+    files = [
         ModelFile(path=file.relative_to(path).as_posix(), bytes=file.stat().st_size, sha256=digest(file, progress))
         for file in (needed_files(path) if needed else files_of(path))
         if not file.name.endswith(".part")
     ]
-    if not parcels:
+    if not files:
         raise ClusterError(f"{path} has no files" + (" that serving reads." if needed else "."))
-    return Manifest(place=place, parcels=parcels)
+    return Manifest(place=place, files=files)
 
 
 def digest(file: Path, progress: Callable[[int], None] = lambda _: None) -> str:
@@ -111,18 +111,18 @@ def inventory(wanted: Manifest) -> Inventory:
     """The files that are missing here or differ, by size and checksum."""
     directory = directory_of(wanted.place)
     missing = []
-    for parcel in wanted.parcels:
-        file = _inside(directory, parcel.path)
-        if file.is_file() and file.stat().st_size == parcel.bytes and digest(file) == parcel.sha256:
+    for entry in wanted.files:
+        file = _inside(directory, entry.path)
+        if file.is_file() and file.stat().st_size == entry.bytes and digest(file) == entry.sha256:
             continue
         part = _part(file)
         have = part.stat().st_size if part.is_file() else 0
-        missing.append(MissingFile(path=parcel.path, have=have if have <= parcel.bytes else 0))
+        missing.append(MissingFile(path=entry.path, have=have if have <= entry.bytes else 0))
     existing = next(folder for folder in (directory, *directory.parents) if folder.exists())
     return Inventory(directory=str(directory), missing=missing, free=shutil.disk_usage(existing).free)
 
 
-def take(place: str, parcel: ModelFile, have: int, stream: ByteStream) -> ReceivedFile:
+def take(place: str, entry: ModelFile, have: int, stream: ByteStream) -> ReceivedFile:
     """Receive the rest of a file.
 
     Args:
@@ -132,30 +132,30 @@ def take(place: str, parcel: ModelFile, have: int, stream: ByteStream) -> Receiv
         ClusterError: the stream ended early (received bytes are kept), or the checksum is wrong (they are deleted).
     """
     directory = directory_of(place)
-    file = _inside(directory, parcel.path)
+    file = _inside(directory, entry.path)
     part = _part(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     with part.open("r+b" if part.exists() else "w+b") as out:
         out.truncate(have)
         out.seek(have)
-        left = parcel.bytes - have
+        left = entry.bytes - have
         while left:
             block = stream.read(min(left, BLOCK))
             if not block:
                 raise ClusterError(
-                    f"{parcel.path} was interrupted after {parcel.bytes - left} of {parcel.bytes} bytes.",
+                    f"{entry.path} was interrupted after {entry.bytes - left} of {entry.bytes} bytes.",
                     remedy="Run the same command again: it goes on from there.",
                 )
             _write(out, block)
             left -= len(block)
-    if digest(part) != parcel.sha256:
+    if digest(part) != entry.sha256:
         part.unlink()
         raise ClusterError(
-            f"{parcel.path} arrived with a wrong checksum and was thrown away.",
+            f"{entry.path} arrived with a wrong checksum and was thrown away.",
             remedy="Run the same command again. If it comes again, the disk or the memory of a host is faulty.",
         )
     part.replace(file)
-    return ReceivedFile(path=parcel.path, bytes=parcel.bytes - have)
+    return ReceivedFile(path=entry.path, bytes=entry.bytes - have)
 
 
 def _write(out: BinaryIO, block: bytes) -> None:

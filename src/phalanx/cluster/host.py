@@ -74,7 +74,7 @@ class ReceiveRequest(Struct, frozen=True, kw_only=True):
     """Receive a file, whose bytes follow on stdin."""
 
     place: str  # of the model
-    parcel: ModelFile
+    entry: ModelFile
     have: int
 
 
@@ -301,7 +301,7 @@ def run_verb(verb: str, run_dir: RunDirectory | None = None) -> int:
 def _take() -> ReceivedFile:
     """Receive a file: a line with the request, then the file's bytes."""
     request = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReceiveRequest)
-    return take(request.place, request.parcel, request.have, sys.stdin.buffer)
+    return take(request.place, request.entry, request.have, sys.stdin.buffer)
 
 
 def _logs(run_dir: RunDirectory) -> int:

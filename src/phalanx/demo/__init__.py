@@ -1,7 +1,7 @@
 """The bundled demo model: a 7.3 M-parameter Qwen3 in mlx-lm's file format, trained by this project on its own text.
 
-It exists so that everything can be shown and tested on real text without a download. `model/MODEL_CARD.md` says what
-it can and cannot do; `tools/demo_model/` builds it. This module knows where the files lie, and nothing else.
+With it, phalanx can be shown and tested on real text without a download. `model/MODEL_CARD.md` describes its abilities
+and limits; `tools/demo_model/` builds it. This module knows only the directory of the files.
 """
 
 from pathlib import Path

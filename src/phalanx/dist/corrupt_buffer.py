@@ -22,7 +22,7 @@ class CorruptBuffer:
         self._done = False
 
     def at_step(self, step: int) -> None:
-        """Tell the number of the step that begins."""
+        """Set the number of the step that begins."""
         self._armed = step >= self._injection.step
 
     def __call__(self, wire: mx.array, forward: int, site: int) -> mx.array:

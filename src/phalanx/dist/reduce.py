@@ -31,7 +31,7 @@ class FaultInjector(Protocol):
     """Corrupts buffers that the fabric delivered, for tests and drills (`corrupt_buffer.py`)."""
 
     def at_step(self, step: int) -> None:
-        """Tell the number of the step that begins."""
+        """Set the number of the step that begins."""
 
     def __call__(self, wire: mx.array, forward: int, site: int) -> mx.array:
         """The buffer that this rank uses instead of `wire`."""
@@ -44,7 +44,7 @@ class Site(NamedTuple):
     width: int
 
 
-class Summed(NamedTuple):
+class Reduction(NamedTuple):
     """One reduction of a forward."""
 
     site: int
@@ -55,7 +55,7 @@ class Summed(NamedTuple):
 class _Result(NamedTuple):
     """One reduction, and the figures that decide whether its sums are right."""
 
-    summed: Summed
+    summed: Reduction
     figures: mx.array  # [rows, 3]: residual of the checksum, magnitude, tag
 
 
@@ -102,11 +102,11 @@ class Reducer:
         self._tags: dict[int, list[mx.array]] = {}
         self._traced_tags: list[mx.array] | None = None
         self._results: list[_Result] = []
-        self._summed: list[Summed] = []  # reductions of the finished forward, until it is judged
+        self._summed: list[Reduction] = []  # reductions of the finished forward, until it is judged
         self._outstanding: list[mx.array] = []
 
     def begin(self, step: int) -> None:
-        """Tell the number of the step that begins."""
+        """Set the number of the step that begins."""
         if self._fault is not None:
             self._fault.at_step(step)
 
@@ -136,7 +136,7 @@ class Reducer:
         if self._fault is not None:
             wire = self._fault(wire, self.tally.forwards, site)
         total, figures = self._checksum.decode(wire, signs)
-        self._results.append(_Result(Summed(site, figures.shape[0], y.dtype), figures))
+        self._results.append(_Result(Reduction(site, figures.shape[0], y.dtype), figures))
         self._hold(wire)
         return total.reshape(y.shape)
 
@@ -188,11 +188,11 @@ class Reducer:
             self.tally.reductions, self.tally.forwards = reductions, forwards
             self.discard()
 
-    def summed(self) -> list[Summed]:
+    def summed(self) -> list[Reduction]:
         """The reductions of the forward that `finish` ended last."""
         return list(self._summed)
 
-    def replayed(self, summed: list[Summed]) -> None:
+    def replayed(self, summed: list[Reduction]) -> None:
         """Record that a captured forward with these reductions was replayed, instead of `all_sum` and `finish`."""
         self._summed = list(summed)
         self.tally.reductions += len(summed)
@@ -264,7 +264,7 @@ class Reducer:
             flags.append(self._checksum.judge(figures, limits, sum_of_tags, 1 << self.rank))
         return mx.distributed.all_sum(mx.concatenate([*flags, tag.reshape(1)]), group=self.group)
 
-    def _limits_of(self, summed: list[Summed]) -> mx.array:
+    def _limits_of(self, summed: list[Reduction]) -> mx.array:
         """The largest residual that rounding can leave, [k, 2]: a, b of a * magnitude + b for each reduction."""
         key = tuple((entry.site, entry.dtype) for entry in summed)
         if (limits := self._limits.get(key)) is None:
@@ -278,7 +278,7 @@ class Reducer:
         self._outstanding = [*self._outstanding[1 - OUTSTANDING :], wire]
 
 
-def _group_by_rows(summed: list[Summed]) -> list[list[int]]:
+def _group_by_rows(summed: list[Reduction]) -> list[list[int]]:
     """Indices of reductions, grouped by number of rows, in their order."""
     groups: dict[int, list[int]] = {}
     for i, entry in enumerate(summed):

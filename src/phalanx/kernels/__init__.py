@@ -1,4 +1,4 @@
-"""Native CPU kernels: whether they are there, and how they get into MLX. The C++ is in native/."""
+"""Native CPU kernels: loads, checks and installs them into MLX. Their C++ source is in native/."""
 
 from phalanx.mlx_lm_adapter import register
 

@@ -1,8 +1,8 @@
-"""Puts the native kernels into MLX: the one place where phalanx changes what MLX does (design: Native kernels).
+"""Installs the native kernels into MLX: the only place where phalanx changes MLX's functions (design: Native kernels).
 
-Models call `mx.fast.rms_norm`, `mx.quantized_matmul`, `x @ w.T` and the like; each of these is replaced once per
-process by a function of the same signature that computes natively what it can, and otherwise calls what it replaced.
-So every architecture gains without a change. Does not know models.
+Models call `mx.fast.rms_norm`, `mx.quantized_matmul`, `x @ w.T` and others. This module replaces each of them, once per
+process, by a function with the same signature that uses a native kernel if one supports the arguments, and calls the
+original otherwise. So every architecture becomes faster without a change. Does not know models.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from phalanx.kernels.ragged import RaggedMask
 from phalanx.kernels.traced import Traced
 
 Replacements = dict[str, Function]
-"""Attribute of an object -> what stands there from now on."""
+"""Attribute of an object -> its new value."""
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 FAST_COST = "8-bit activations; on the demo model at 4 bits perplexity +0.04 %, 99.3 % of greedy tokens as exact"
-"""Measured by `benchmarks/precision.py`, where it costs most: with AVX-512."""
+"""Measured by `benchmarks/precision.py` with AVX-512, where it costs most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What computes natively in this process."""
+    """The installed kernels: instruction set, threads, precision, and the names of replaced functions."""
 
     isa: str
     threads: int
@@ -52,65 +52,66 @@ class Installed:
 
 
 def threads_for(ranks_here: int) -> int:
-    """An equal share of the processors that this process may use."""
+    """Threads per rank: an equal share of the processors that this process may use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, allowed // max(1, ranks_here))
 
 
 def active() -> bool:
-    """Whether this process computes natively."""
+    """Whether the native kernels are installed in this process."""
     return bool(_replaced)
 
 
 def operations() -> Ops | None:
-    """Native operations that stand for several of MLX's, for whoever composes those; None where MLX computes."""
+    """The native operations, for callers that need one instead of several of MLX's; None if they are not installed."""
     return preload.OPS if _replaced else None
 
 
 def buffer(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    """An evaluated array to be filled from outside: write all of it before it is read.
+    """An evaluated array for the caller to fill, completely, before it is read.
 
-    Natively it is untouched memory in huge pages where the system has them: the first touch of a page costs more than
-    reading a file that is cached. Otherwise it is MLX's zeros.
+    The native allocation is uninitialised memory, in huge pages if the system has them: the first access to a page
+    costs more than reading a cached file. Without native kernels it is `mx.zeros`.
     """
     if active():
-        untouched: mx.array = preload.OPS.buffer(list(shape), dtype)
-        return untouched
+        uninitialised: mx.array = preload.OPS.buffer(list(shape), dtype)
+        return uninitialised
     zeros = mx.zeros(shape, dtype)
     mx.eval(zeros)
     return zeros
 
 
 def repacks(rows: int, width: int, mode: str, group_size: int, bits: int) -> bool:
-    """Whether products with such quantised matrices are faster when their rows are repacked (`repack`)."""
+    """Whether products with such quantised matrices are faster after `repack`."""
     return active() and mode in MODES and bool(preload.OPS.repacks(rows, width, mode, group_size, bits))
 
 
 def repack(array: mx.array) -> mx.array:
-    """Codes, scales or biases [..., rows, columns] of quantised matrices, repacked in place: of each sixteen rows, the
-    elements of a column lie together. Codes are int32 then, by which native operations know them and MLX's refuse them.
+    """Repack codes, scales or biases [..., rows, columns] of quantised matrices, in place.
+
+    In each group of sixteen rows, the elements of a column become adjacent. Repacked codes are int32: native operations
+    recognise them by that, and MLX's own refuse them.
 
     Args:
-        array: evaluated, and nobody else's memory.
+        array: evaluated; nothing else may refer to its memory.
     """
     repacked: mx.array = preload.OPS.repack_rows(array)
     return repacked
 
 
 def install(precision: CpuPrecision, threads: int, *, async_dispatch: bool = True) -> Installed | None:
-    """Replace MLX's entry points; None where MLX does not compute on the CPU or the kernels are not there.
+    """Replace MLX's functions. Returns None if MLX does not compute on the CPU or the kernels are not available.
 
     Args:
-        precision: of quantised products; `auto` is exact: with 8-bit activations a resumed stream, whose tokens are
-            read again as a prompt, must have been computed that way in the first place, so it is all or nothing.
-        threads: of each operation.
-        async_dispatch: hand over a step's whole graph at once. A rank that shares its processors with others does
-        better
-            to hand over a little at a time, while it waits for their sums.
+        precision: of quantised products; `auto` is exact. `fast` uses 8-bit activations for prefill and decode alike,
+            because a resumed stream is computed again as a prompt and must give the same tokens.
+        threads: per operation.
+        async_dispatch: dispatch a step's whole graph at once. A rank that shares its processors with other ranks is
+            faster if it dispatches a little at a time, while it waits for their sums.
 
     Raises:
-        ConfigError: they compute something else than MLX on this processor. There is no going back to MLX's own in
-            this process, whose float32 products come from the same library by now.
+        ConfigError: a kernel computes something else than MLX on this processor. This process cannot return to MLX's
+            own kernels, because its float32 products already come from the same library.
         RuntimeError: they were installed before.
     """
     if mx.default_device() != mx.Device(mx.cpu) or preload.OPS is None:
@@ -140,7 +141,7 @@ def install(precision: CpuPrecision, threads: int, *, async_dispatch: bool = Tru
     for stock, native in _activations(ops):
         _replace_everywhere(stock, functools.wraps(stock)(native))
         names.append(stock.__name__)
-    # Nothing is differentiated here, and each would be a node of the graph: two per layer of experts.
+    # phalanx differentiates nothing, and each call would be a node of the graph: two per layer of experts.
     _replaced[mx, "stop_gradient"] = mx.stop_gradient
     mx.stop_gradient = functools.wraps(mx.stop_gradient)(lambda a, /, *, stream=None: a)
     return Installed(preload.OPS.isa(), preload.OPS.threads(), chosen, tuple(dict.fromkeys(names)))
@@ -150,7 +151,7 @@ _replaced: dict[tuple[Any, str], Function] = {}
 
 
 def _replace_everywhere(stock: Function, native: Function) -> None:
-    """Activations are imported by name into every module that uses them."""
+    """Replace a function in every module that imported it by name, as models do with activations."""
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith(("mlx.nn", "mlx_lm.models")):
             for name, value in list(vars(module).items()):
@@ -160,7 +161,7 @@ def _replace_everywhere(stock: Function, native: Function) -> None:
 
 
 def _product(ops: Ops, a: mx.array, b: Any, stock: Function) -> mx.array:
-    """Float32 matrices take MLX's own way, whose BLAS is ours; those of 16 bits would bypass that."""
+    """A product. MLX computes those of float32 with the native BLAS already, but not those of 16-bit matrices."""
     if not isinstance(b, mx.array) or a.dtype not in FLOATS or b.dtype not in FLOATS:
         return stock(a, b)
     if a.dtype == mx.float32 == b.dtype or a.ndim == 0 or b.ndim < 2:
@@ -214,7 +215,7 @@ def _quantised(ops: Ops, precision: str) -> Replacements:
         group_size: int | None = None, bits: int | None = None, mode: str = "affine", *, stream: Any = None,
     ) -> mx.array:  # fmt: skip
         arguments = (x, w, scales, biases, transpose, group_size, bits, mode)
-        if stream is None and _takes(x, scales, mode):
+        if stream is None and _is_supported(x, scales, mode):
             return ops.quantized_matmul(*arguments, precision=precision)
         return stock_matmul(*arguments, stream=stream)
 
@@ -224,7 +225,7 @@ def _quantised(ops: Ops, precision: str) -> Replacements:
         mode: str = "affine", global_scale: Any = None, *, sorted_indices: bool = False, stream: Any = None,
     ) -> mx.array:  # fmt: skip
         arguments = (x, w, scales, biases, lhs_indices, rhs_indices, transpose, group_size, bits, mode)
-        if stream is None and global_scale is None and _takes(x, scales, mode):
+        if stream is None and global_scale is None and _is_supported(x, scales, mode):
             return ops.gather_qmm(*arguments, precision=precision)
         return stock_gather(*arguments, global_scale, sorted_indices=sorted_indices, stream=stream)
 
@@ -233,7 +234,7 @@ def _quantised(ops: Ops, precision: str) -> Replacements:
         bits: int | None = None, mode: str = "affine", global_scale: Any = None, dtype: Any = None, *,
         stream: Any = None,
     ) -> mx.array:  # fmt: skip
-        # Repacked tables (int32) are for `RepackedEmbedding`: rows cut out of one mean nothing, which MLX says
+        # Repacked tables (int32) are only for `RepackedEmbedding`, since a row of one is not contiguous: MLX refuses it
         if stream is None and global_scale is None and w.dtype == mx.uint32 and (dtype is None or dtype in FLOATS):
             if mode in MODES and (mode != "affine" or scales.dtype in FLOATS):
                 return ops.dequantize_rows(w, scales, biases, None, group_size, bits, mode, dtype)
@@ -279,7 +280,7 @@ def _sigmoid(ops: Ops) -> Replacements:
 MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 
 
-def _takes(x: mx.array, scales: mx.array, mode: str) -> bool:
+def _is_supported(x: mx.array, scales: mx.array, mode: str) -> bool:
     return x.dtype in FLOATS and mode in MODES and (mode != "affine" or scales.dtype in FLOATS)
 
 
@@ -327,14 +328,14 @@ def _fast(ops: Ops) -> Replacements:
 
 
 def _keeps_type(x: mx.array, *weights: mx.array | None) -> bool:
-    """Whether a norm's result has the type of what is normed, and there is something."""
+    """Whether a norm of x is not empty and has the dtype of x."""
     present = [w for w in weights if w is not None]
     floating = all(array.dtype in FLOATS for array in (x, *present))
     return floating and x.size > 0 and mx.result_type(x, *present) == x.dtype
 
 
 def _activations(ops: Ops) -> list[tuple[Function, Function]]:
-    """Stock function -> ours."""
+    """Pairs of MLX's activation functions and their native versions."""
 
     def silu(x: mx.array) -> mx.array:
         return ops.silu(x) if x.dtype in FLOATS else nn_silu(x)
@@ -346,10 +347,10 @@ def _activations(ops: Ops) -> list[tuple[Function, Function]]:
         return ops.gelu_approx(x) if x.dtype in FLOATS else nn_gelu_approx(x)
 
     def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-        return ops.silu(gate, x) if _alike(gate, x) else lm_swiglu(gate, x)
+        return ops.silu(gate, x) if _same_form(gate, x) else lm_swiglu(gate, x)
 
     def swiglu_oai(gate: mx.array, x: mx.array, alpha: float = 1.702, limit: float = 7.0) -> mx.array:
-        return ops.swiglu_oai(gate, x, alpha, limit) if _alike(gate, x) else lm_swiglu_oai(gate, x, alpha, limit)
+        return ops.swiglu_oai(gate, x, alpha, limit) if _same_form(gate, x) else lm_swiglu_oai(gate, x, alpha, limit)
 
     nn_silu, nn_gelu, nn_gelu_approx = nn_activations.silu, nn_activations.gelu, nn_activations.gelu_approx
     lm_swiglu, lm_swiglu_oai = lm_activations.swiglu, lm_activations.swiglu_oai
@@ -362,12 +363,12 @@ def _activations(ops: Ops) -> list[tuple[Function, Function]]:
     ]
 
 
-def _alike(a: mx.array, b: mx.array) -> bool:
+def _same_form(a: mx.array, b: mx.array) -> bool:
     return a.dtype in FLOATS and a.dtype == b.dtype and a.shape == b.shape
 
 
 def _index_pairs(a: mx.array, lhs: mx.array | None, rhs: mx.array) -> tuple[mx.array, mx.array]:
-    """Both index arrays in one shape; without the first, matrices of a are taken in order, as MLX does."""
+    """Both index arrays, broadcast to one shape. Without the first, the matrices of a are taken in order, as in MLX."""
     if lhs is None:
         batch = a.shape[:-2]
         lhs = mx.arange(math.prod(batch), dtype=mx.uint32).reshape(batch)

@@ -1,4 +1,4 @@
-"""Checksums of collectives (`dist/checksum.py`) by native operations."""
+"""Checksums of collectives (`dist/checksum.py`) with native operations. Does not know when sums are checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.kernels.ops import Ops
 
 
 class NativeChecksum:
-    """A checksum (`dist/checksum.py`) in one pass over the vector where it is sent, and one where it arrives."""
+    """A `dist.checksum.Checksum` that passes once over a vector before the sum, and once after it."""
 
     def __init__(self) -> None:
         self._ops: Ops = preload.OPS

@@ -1,4 +1,4 @@
-"""What the native operations are to whoever calls them."""
+"""The type of the native operations' module. Does not know how it is loaded (`preload.py`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ Function = Callable[..., mx.array]
 
 
 class Ops(Protocol):
-    """The native operations: functions of arrays by name."""
+    """The native operations: functions of MLX arrays, by name."""
 
     def __getattr__(self, name: str) -> Function: ...

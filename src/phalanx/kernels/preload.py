@@ -1,7 +1,7 @@
-"""Loads the native kernels before MLX, which then takes its matrix products from them: import this first.
+"""Loads the native kernels before MLX, so that MLX takes its matrix products from them. Must be imported before MLX.
 
-A dynamic library's symbols are bound when it is loaded, so this cannot be made good later. Without the package
-phalanx-cpu nothing happens, and MLX computes with its own.
+The symbols of a dynamic library are bound when it is loaded, so the kernels cannot be loaded later. Without the package
+phalanx-cpu this module does nothing. Does not know which of MLX's functions are replaced (`install.py`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ FOUND = sys.platform == "linux" and importlib.util.find_spec("phalanx_cpu") is n
 """Whether the package is installed."""
 
 PROBLEM = ""
-"""Why it cannot be used although it is installed and wanted."""
+"""Why the kernels cannot be used although they are installed and enabled; "" if they can."""
 
 OPS: Any = None
-"""The operations, as functions of MLX arrays; None where they cannot be used."""
+"""The native operations, an `Ops`; None if they cannot be used."""
 
 
 def why_not() -> str:
-    """Why MLX's own kernels compute, for a message."""
+    """Why the native kernels are not used, for a message."""
     if not FOUND:
         return "phalanx-cpu is not installed"
     return PROBLEM or "they were turned off: --no-cpu-kernels or PHALANX_CPU_KERNELS=0"

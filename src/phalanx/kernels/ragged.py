@@ -1,6 +1,6 @@
-"""A mask of rows that have different lengths, for attention that would rather know the lengths.
+"""An attention mask of rows with different lengths that also carries the lengths, for native attention.
 
-Models pass masks on without looking at them, mostly; so what native attention needs travels with the mask.
+Most models pass masks on unchanged, so the mask can carry the lengths to the kernel. Does not know models or caches.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import mlx.core as mx
 
 
 class RaggedMask(mx.array):
-    """Which keys each query sees: bool `[rows, 1, L, S]`. A query sees no key behind its own.
+    """Which keys each query attends to: bool `[rows, 1, L, S]`. Always causal.
 
     Attributes:
-        lengths: keys of each row, those of its L queries included: int32 `[rows]`.
-        window: keys a query sees, its own included; 0: all.
-        slots: where each row's keys are, if rows share them, one row a token: int32 `[rows]`.
+        lengths: number of keys of each row, including those of its L queries: int32 `[rows]`.
+        window: number of keys that a query attends to, including its own; 0: all.
+        slots: for packed rows (one token each, several per slot), the slot of each row's keys: int32 `[rows]`.
     """
 
     lengths: mx.array
@@ -23,7 +23,7 @@ class RaggedMask(mx.array):
 
     @classmethod
     def of(cls, mask: mx.array, lengths: mx.array, window: int | None, slots: mx.array | None = None) -> RaggedMask:
-        """The mask, and what says the same."""
+        """The mask, with the lengths from which it was made."""
         ragged = cls(mask)
         ragged.lengths, ragged.window, ragged.slots = lengths, window or 0, slots
         return ragged

@@ -1,8 +1,8 @@
-"""An integer that remembers whether anything was made of it.
+"""An integer that records whether its value was used.
 
-While a model call is built to be replayed (`model/cpu/graph_cache.py`), its caches hand out their length as one of
-these. A model that only passes it on to RoPE does the same at every length. One that computes with it, or compares it,
-may not.
+While a model call is captured (`model/cpu/graph_cache.py`), the caches give their length as such an integer. If the
+model only passes it on to RoPE, the captured graph is valid for every length; if the model computes with it or compares
+it, the graph may not be. Does not know models or graphs.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 
 class Traced(int):
-    """An integer that remembers whether anything but `plain` was made of it."""
+    """An integer that sets `used` when its value is used other than through `plain`."""
 
     used = False
 
     @property
     def plain(self) -> int:
-        """The number, without a trace."""
+        """The value, without setting `used`."""
         return int.__index__(self)
 
 
-def _watched(name: str) -> Callable[..., Any]:
+def _recording(name: str) -> Callable[..., Any]:
     stock = getattr(int, name)
 
     def method(self: Traced, *args: Any) -> Any:
@@ -33,11 +33,11 @@ def _watched(name: str) -> Callable[..., Any]:
     return method
 
 
-UNWATCHED = {"__new__", "__init__", "__init_subclass__", "__subclasshook__", "__class__", "__doc__", "__dir__",
+NOT_RECORDED = {"__new__", "__init__", "__init_subclass__", "__subclasshook__", "__class__", "__doc__", "__dir__",
              "__getattribute__", "__setattr__", "__delattr__", "__sizeof__", "__reduce__", "__reduce_ex__",
              "__getnewargs__", "__getstate__"}  # fmt: skip
-"""What objects are made and asked with, which says nothing about the number."""
+"""Methods that do not use the value."""
 
 for _name in dir(int):
-    if callable(getattr(int, _name)) and _name not in UNWATCHED:
-        setattr(Traced, _name, _watched(_name))
+    if callable(getattr(int, _name)) and _name not in NOT_RECORDED:
+        setattr(Traced, _name, _recording(_name))

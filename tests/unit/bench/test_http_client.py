@@ -64,7 +64,7 @@ def test_tokens_are_counted_by_usage_and_not_by_chunks() -> None:
     assert exchange.tokens_per_s == 2.0
 
 
-def test_the_speed_is_the_servers_where_it_says_so() -> None:
+def test_the_speed_is_the_servers_own_if_it_sent_timing() -> None:
     exchange = Exchange(
         text="ab", finish_reason="stop", prompt_tokens=1, completion_tokens=9, sent=0.0, arrivals=(1.0, 1.1), ended=2.0,
         timing={"tpot": 0.25},

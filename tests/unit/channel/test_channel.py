@@ -109,7 +109,7 @@ def test_a_worker_that_leaves_by_itself_is_a_lost_one():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_finds_all_ranks_say(rank: int):
+def test_all_ranks_report_a_failure_that_one_rank_finds(rank: int):
     with group(3) as ranks:
         with pytest.raises(PeerLost, match="row 3 differs"):
             ranks.channels[rank].fail(ExitCode.DESYNC, "step 7: row 3 differs")

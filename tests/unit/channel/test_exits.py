@@ -109,7 +109,7 @@ def test_a_step_in_which_all_are_stuck(start: Start):
         assert status == ExitCode.STALLED and names(text) == [rank, 0, 1], text
 
 
-def test_what_a_rank_found_is_what_all_say(start: Start):
+def test_all_ranks_exit_with_the_code_of_the_rank_that_failed(start: Start):
     ranks = start(3)
     ranks.tell(2, 'fail 73 "layer_3_of_step_9:_a_sum_is_wrong"')
     for rank in range(3):
@@ -123,7 +123,7 @@ def test_the_process_ends_even_when_the_callback_breaks(start: Start):
     assert status == ExitCode.PEER_LOST and "ZeroDivisionError" in text and "rank 1 (host1" in text
 
 
-def test_a_full_stderr_keeps_nobody_alive():
+def test_a_full_stderr_does_not_keep_the_process_alive():
     program = "import os\nfrom support.channels import *\nfrom phalanx.dist.watchdog import exit_on_failure\n"
     program += "os.set_blocking(2, False)\ntry:\n  while os.write(2, bytes(4096)): pass\nexcept BlockingIOError: pass\n"
     program += (

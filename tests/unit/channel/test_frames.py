@@ -30,7 +30,7 @@ def test_a_frame_that_is_not_whole_is_not_delivered(payload: bytes, cut: int):
 
 
 @pytest.mark.parametrize("stray", [b"GET / HTTP/1.1\r\n", b"\x00", b"\x16\x03\x01", b"SSH-2.0-OpenSSH"])
-def test_a_stranger_is_known_by_its_first_byte(stray: bytes):
+def test_a_foreign_peer_is_recognised_by_its_first_byte(stray: bytes):
     with pytest.raises(FrameError, match="version"):
         Splitter().feed(stray[:1])
 

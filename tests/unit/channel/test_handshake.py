@@ -58,7 +58,7 @@ def test_another_jobs_rank_is_refused_by_both_and_its_address_logged(gatherer: G
 
 
 @pytest.mark.parametrize("answer", ["wrong", "reflected", "short nonce"])
-def test_a_worker_tells_nothing_to_a_leader_that_cannot_prove_itself(pool: ThreadPoolExecutor, answer: str):
+def test_a_worker_sends_no_hello_to_a_leader_without_the_secret(pool: ThreadPoolExecutor, answer: str):
     listener, address = listen()
     heard = []
 
@@ -124,14 +124,14 @@ def test_both_sides_say_which_field_differs(changes: dict[str, Any], text: str):
     leader.close()
 
 
-def test_other_protocol_and_what_may_differ():
+def test_another_protocol_is_refused_but_another_python_is_not():
     hello = Hello(identity(1, python="3.99", device="other", fingerprint=""), PROTOCOL, 2)
     assert mismatch(identity(0, fingerprint="a"), hello, 2, []) == ""
     old = mismatch(identity(0), replace(hello, protocol=PROTOCOL + 1), 2, [])
     assert f"speaks control protocol {PROTOCOL + 1}" in old and f"speaks {PROTOCOL}." in old
 
 
-def test_a_rank_taken_twice_ends_the_start_for_all(pool: ThreadPoolExecutor):
+def test_two_processes_with_one_rank_end_the_start_for_all(pool: ThreadPoolExecutor):
     leader = Gatherer(3)
     joining = [pool.submit(connect, leader.address, 1, 3) for _ in range(2)]
     errors = [task.exception(WAIT_S) for task in [leader.gathered, *joining]]
@@ -190,7 +190,7 @@ def test_a_worker_tries_again_until_its_leader_is_there(pool: ThreadPoolExecutor
     leader.close()
 
 
-def test_what_the_leader_sends_right_behind_the_welcome_is_not_lost(pool: ThreadPoolExecutor):
+def test_payloads_right_after_the_welcome_are_not_lost(pool: ThreadPoolExecutor):
     listener, address = listen()
     worker = pool.submit(connect, address)
     leader = RawPeer.of(listener)
@@ -239,7 +239,7 @@ def test_a_stray_client_is_dropped_and_the_group_forms(gatherer: Gatherer, sent:
     stray.close()
 
 
-def test_a_crowd_of_strangers_does_not_keep_a_rank_out():
+def test_many_unauthenticated_connections_do_not_keep_a_rank_out():
     leader = Gatherer(2, replace(FAST, authenticate_s=WAIT_S))  # none of them leaves by itself
     crowd = [socket.create_connection(leader.address, timeout=WAIT_S) for _ in range(MAX_CANDIDATES + 20)]
     for stray in crowd[:20]:  # the oldest made room
@@ -252,7 +252,7 @@ def test_a_crowd_of_strangers_does_not_keep_a_rank_out():
     leader.close()
 
 
-def test_who_comes_after_the_start_finds_nobody(gatherer: Gatherer):
+def test_connections_after_the_start_are_refused(gatherer: Gatherer):
     waiting = socket.create_connection(gatherer.address, timeout=WAIT_S)  # a stranger from before
     worker = joined(gatherer)
     with pytest.raises(ConnectionRefusedError):

@@ -21,7 +21,7 @@ class Hands:
         return self.s
 
 
-def test_time_passes_while_awake():
+def test_the_clock_runs_while_the_process_runs():
     hands = Hands()
     clock = AwakeClock(0.25, hands)
     for _ in range(100):
@@ -30,7 +30,7 @@ def test_time_passes_while_awake():
     assert clock.now() == pytest.approx(120.0)
 
 
-def test_sleep_does_not_count_but_is_told():
+def test_a_stop_is_not_counted_but_reported():
     hands = Hands()
     clock = AwakeClock(0.25, hands)
     heard = clock.now()
@@ -63,7 +63,7 @@ def test_no_step_no_stall():
         (Heartbeat(41, True, 3.21), "stands at step 41 (inside for 3.2 s)"),
     ],
 )
-def test_who_has_not_come_is_named_alone(beat: Heartbeat, place: str):
+def test_only_ranks_that_have_not_reached_the_step_are_named(beat: Heartbeat, place: str):
     failure = blame(StepPosition(42, 8.0, 1.5), beat, Heartbeat(42, True, 2.0))
     assert failure is not None and (failure.code, failure.rank, failure.host) == (ExitCode.STALLED, 1, "host1")
     assert str(failure) == f"rank 1 (host1, pid {B.pid}) {place} while the others are in step 42 (limit 1.5 s)"

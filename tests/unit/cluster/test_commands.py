@@ -96,7 +96,7 @@ def test_phases(status, word):
     assert word in phase(status)
 
 
-def test_what_a_host_says():
+def test_the_last_column_of_status():
     assert says(UP) == ""
     assert "its supervisor is gone" in says(replace(UP, supervisor=None))
     ill = replace(
@@ -109,7 +109,7 @@ def test_what_a_host_says():
     assert says(replace(UP, health=None, role="agent", last_line="rank 1: joined")) == "rank 1: joined"
 
 
-def test_down_tells_what_it_did(capsys):
+def test_down_reports_each_host(capsys):
     results = {
         "a": Stopped(found=["phalanx serve (pid 5)"], before=9 * GB, after=2 * GB),
         "b": Stopped(found=["x"], killed=["x"], before=GB, after=GB),

@@ -51,7 +51,7 @@ def test_units_start_what_there_is(unit: Path):
     assert {word for word in rest if word.startswith("-")} <= flags_of(command)
 
 
-def test_services_do_not_restart_what_cannot_help():
+def test_services_do_not_restart_after_final_exit_codes():
     text = (ROOT / "deploy" / "phalanx-server.service").read_text()
     (codes,) = re.findall(r"RestartPreventExitStatus=(.*)", text)
     final = {int(code) for code in ExitCode if code != ExitCode.OK and not code.restart_helps}

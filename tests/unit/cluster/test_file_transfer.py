@@ -39,11 +39,11 @@ def wanted(tmp_path: Path, home: Path) -> Manifest:
 
 
 def weights(wanted: Manifest):
-    return next(parcel for parcel in wanted.parcels if parcel.path == "sub/model.safetensors")
+    return next(entry for entry in wanted.files if entry.path == "sub/model.safetensors")
 
 
-def test_a_manifest_holds_what_is_not_hidden(wanted):
-    assert [parcel.path for parcel in wanted.parcels] == ["config.json", "sub/model.safetensors"]
+def test_a_manifest_has_all_files_that_are_not_hidden(wanted):
+    assert [entry.path for entry in wanted.files] == ["config.json", "sub/model.safetensors"]
     assert weights(wanted).bytes == len(BODY)
 
 
@@ -86,8 +86,8 @@ def test_no_file_leaves_the_directory(wanted, path):
 
 def test_a_hub_model_lands_in_the_hub_cache_under_its_name(wanted, home):
     there = replace(wanted, place="hub:owner/name@abc123")
-    for parcel, body in zip(wanted.parcels, (b"{}", BODY), strict=True):
-        take(there.place, parcel, 0, io.BytesIO(body))
+    for entry, body in zip(wanted.files, (b"{}", BODY), strict=True):
+        take(there.place, entry, 0, io.BytesIO(body))
     assert finish(there).missing == []
     found = model_path("owner/name")
     assert found == directory_of(there.place) and (found.parent.parent / "refs" / "main").read_text() == "abc123"
@@ -122,7 +122,7 @@ def test_models_with_the_same_files_are_the_same(home, tmp_path):
         "code/tokenization.py",
     ],
 )  # fmt: skip
-def test_what_serving_reads_is_needed(name):
+def test_files_that_serving_reads_are_needed(name):
     assert is_needed(name)
 
 
@@ -137,7 +137,7 @@ def test_what_serving_reads_is_needed(name):
         "model.safetensors.part",
     ],
 )  # fmt: skip
-def test_other_formats_and_what_is_for_people_are_not_needed(name):
+def test_other_formats_and_documentation_are_not_needed(name):
     assert not is_needed(name)
 
 
@@ -145,14 +145,14 @@ def test_the_weights_that_are_loaded_are_needed():
     assert PATTERN in NEEDED and is_needed(INDEX)
 
 
-def test_only_what_serving_reads_is_sent_when_asked(tmp_path):
+def test_needed_sends_only_files_that_serving_reads(tmp_path):
     for name in ("config.json", "model.safetensors", "consolidated.safetensors", "README.md"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "params.json").write_text("{}")
-    names = [parcel.path for parcel in distribution.prepare(str(tmp_path), needed=True).parcels]
+    names = [entry.path for entry in distribution.prepare(str(tmp_path), needed=True).files]
     assert names == ["config.json", "model.safetensors"]
-    assert len(distribution.prepare(str(tmp_path)).parcels) == 5
+    assert len(distribution.prepare(str(tmp_path)).files) == 5
 
 
 def test_a_model_that_is_not_whole_is_not_sent(tmp_path):

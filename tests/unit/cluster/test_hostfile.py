@@ -20,7 +20,7 @@ FOUR = {
 }
 
 
-def test_what_mlx_launch_reads_is_read():
+def test_hostfiles_of_mlx_launch_are_read():
     found = parse(json.dumps(FOUR), "hosts.json")
     assert found.backend == "jaccl" and found.envs == ("MLX_METAL_FAST_SYNCH=1",)
     assert [host.ssh for host in found.hosts] == ["m0", "m1", "m2", "m3"]
@@ -40,7 +40,7 @@ def test_several_devices_towards_one_host():
 
 
 @pytest.mark.parametrize("value", [FOUR, [{"ssh": "a"}, {"ssh": "b", "ips": ["10.0.0.2", "10.0.1.2"]}]])
-def test_what_is_written_is_read_again(value):
+def test_a_written_hostfile_reads_back_equal(value):
     found = parse(json.dumps(value), "x")
     assert parse(render(found), "y") == found
     assert json.loads(render(found))["hosts"][0]["ssh"] == found.hosts[0].ssh

@@ -71,7 +71,7 @@ def test_a_command_that_fails_is_named(tools, tmp_path):
         set_up(SetupRequest(steps=steps, matrix=[]), tmp_path)
 
 
-def test_a_host_refuses_what_must_never_run_whoever_asks(tools, tmp_path):
+def test_a_host_refuses_commands_that_must_never_run(tools, tmp_path):
     steps = Steps(host="a", commands=[["ifconfig", "en5", "down"]], undo=[])
     with pytest.raises(ConfigError, match="never taken down or up"):
         set_up(SetupRequest(steps=steps, matrix=[]), tmp_path)

@@ -114,6 +114,6 @@ def test_the_wireless_network_is_never_touched(node, said, facts):
         "sh -c x",
     ],
 )
-def test_what_must_never_run_is_refused(command):
+def test_commands_that_must_never_run_are_refused(command):
     with pytest.raises(ConfigError):
         refuse(command.split())

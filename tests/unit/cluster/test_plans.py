@@ -108,7 +108,7 @@ def test_where_a_server_answers(words, address):
 STATUS = HostStatus(host="h", role="server", log="the log")
 
 
-def test_a_host_that_comes_up_has_no_final_cause():
+def test_a_starting_host_has_no_final_cause():
     assert final_cause("a", STATUS) is None
     assert final_cause("a", replace(STATUS, health=ServerHealth(ok=False, phase="restarting", reason="x"))) is None
 
@@ -173,7 +173,7 @@ def test_hosts_start_at_once_and_all_or_none(monkeypatch):
         (None, {}, "0.1 s: no status came"),
     ],
 )
-def test_up_that_is_late_says_what_it_waits_for(health, problems, said):
+def test_a_late_up_names_the_reason(health, problems, said):
     cluster = Cluster(PLAN.remotes())
     if health is not None:
         cluster.statuses["a"] = replace(STATUS, health=ServerHealth(ok=False, phase="starting", reason=health))

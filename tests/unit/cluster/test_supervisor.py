@@ -57,7 +57,7 @@ def spec(*command: str) -> Spec:
         ((1,), 1 + supervisor.RESTARTS, 1),  # and not without end
     ],
 )
-def test_what_is_started_again(place, handlers, monkeypatch, tmp_path, statuses, runs, last):
+def test_which_exit_codes_are_restarted(place, handlers, monkeypatch, tmp_path, statuses, runs, last):
     monkeypatch.setattr(supervisor, "PROGRAM", (sys.executable, "-c", COUNTING))
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
     log = tmp_path / "runs"
@@ -85,7 +85,7 @@ os._exit(1 if first else 64 if empty else 65)
 """
 
 
-def test_what_a_killed_process_leaves_behind_is_removed(place, handlers, monkeypatch):
+def test_files_of_a_killed_process_are_removed(place, handlers, monkeypatch):
     monkeypatch.setattr(supervisor, "PROGRAM", (sys.executable, "-c", LEAVING))
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
     assert supervise(spec(), place) == 64
@@ -118,7 +118,7 @@ STUBBORN = (
 )
 
 
-def test_stop_ends_what_the_pid_files_name(place):
+def test_stop_ends_the_processes_of_the_pid_files(place):
     pair = Pair(place, SLEEPER)
     found, killed, left = stop(place, timeout_s=10, force=False)
     assert len(found) == 1 and str(pair.processes[0].pid) in found[0]
@@ -126,7 +126,7 @@ def test_stop_ends_what_the_pid_files_name(place):
     assert not place.run.exists()
 
 
-def test_sigkill_comes_after_the_time_out_and_is_remembered(place):
+def test_sigkill_follows_the_timeout_and_sets_a_hold(place):
     pair = Pair(place)
     process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "on\n"
@@ -171,7 +171,7 @@ def test_only_one_is_started(place):
         pair.end()
 
 
-def test_what_is_below_a_process_ends_with_it(place):
+def test_descendants_of_a_process_end_with_it(place):
     child = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); print('on', flush=True); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "on\n"

@@ -105,7 +105,7 @@ def test_chat_stream(tokenizer, usage):
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
-def test_a_stream_says_what_the_whole_answer_says(tokenizer, kind):
+def test_a_stream_and_a_whole_answer_have_the_same_content(tokenizer, kind):
     async def scenario(client, engine):
         body = {"n": 3, "seed": 11, "max_tokens": 20, "temperature": 1, "logprobs": True if kind == "chat" else 2}
         body |= {"messages": CHAT["messages"]} if kind == "chat" else {"prompt": "the fox", "echo": True}
@@ -374,7 +374,7 @@ def test_a_full_queue_is_429_with_both_retry_headers(tokenizer):
     run(tokenizer, scenario, config=config, engine=engine)
 
 
-def test_health_says_what_is_wrong(tokenizer):
+def test_health_gives_the_reason(tokenizer):
     async def scenario(client, engine):
         async def health():
             response = await client.get("/health")

@@ -115,7 +115,7 @@ def test_a_resumed_request_has_less_time_and_no_second_scoring(bench):
     assert len([event for _, event in read(output) if isinstance(event, PromptScored)]) == 1
 
 
-def test_second_crash_quarantines_what_was_computed_but_not_what_waited(bench):
+def test_second_crash_quarantines_running_sequences_but_not_waiting_ones(bench):
     _, computed = bench.submit(request("a/0"), request("a/1"))
     _, waiting = bench.submit(request("b/0"))
     for _ in range(2):
@@ -188,7 +188,7 @@ def test_a_finished_choice_frees_its_place(bench):
     assert bench.journal.unfinished == 1
 
 
-def test_release_cancels_what_is_unfinished(bench):
+def test_release_cancels_unfinished_sequences(bench):
     slots, _ = bench.submit(request("a/0", 1), request("a/1", 5))
     bench.engine.step()
     bench.journal.release(slots)

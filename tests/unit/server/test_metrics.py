@@ -36,7 +36,7 @@ def test_counters_grow_with_the_engines_figures_and_survive_its_restart():
     assert per_position == [6, 2, 1, None]
 
 
-def test_what_is_compared_is_counted_by_kind_and_survives_a_restart():
+def test_comparisons_are_counted_by_kind_and_survive_a_restart():
     metrics = Metrics("tiny")
     metrics.engine_up()
     for drafted, plain in (((10, 1.0), (8, 2.0)), ((25, 3.5), (9, 2.25))):

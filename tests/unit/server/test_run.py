@@ -27,7 +27,7 @@ def test_a_taken_port_is_named():
             bind("127.0.0.1", port)
 
 
-def test_the_socket_says_that_it_is_tcp():
+def test_the_socket_has_the_tcp_protocol_number():
     """Else asyncio leaves Nagle's algorithm on for its connections (seen: 40 ms per chunk)."""
     with bind("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
@@ -78,7 +78,7 @@ def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer):
     assert answer[0].json()["usage"]["completion_tokens"] == 4
 
 
-def test_what_does_not_end_in_time_is_told(tokenizer):
+def test_requests_that_outlast_the_drain_get_an_error(tokenizer):
     engine = fake_engine(tokenizer, manual=True)
     config = replace(CONFIG, drain_seconds=0.05)
     with (

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from phalanx.dist.reduce import Reducer, Summed
+from phalanx.dist.reduce import Reducer, Reduction
 from phalanx.errors import EngineError
 from phalanx.model.cache.buffers import ArenaBuffers
 from phalanx.model.cache.ragged import RaggedKV, RowView
@@ -58,7 +58,7 @@ class CapturedGraph(NamedTuple):
     """A call that can be replayed."""
 
     replay: Any
-    summed: list[Summed]  # over ranks
+    summed: list[Reduction]  # over ranks
 
 
 class GraphCache(Graphs):
@@ -167,7 +167,7 @@ class GraphCache(Graphs):
             self.refusals.append(why)
             log.debug("decoding %d x %d tokens is built anew in each step: %s", key.rows, key.length, why)
 
-    def _build(self, arena: ArenaBuffers, key: GraphKey, position: int) -> tuple[Any, list[Summed]]:
+    def _build(self, arena: ArenaBuffers, key: GraphKey, position: int) -> tuple[Any, list[Reduction]]:
         """The call at a position, not computed, and its sums over ranks; the buffers stay as they are."""
         view = RowView(key.start, [position] * key.rows, key.length, mask_dims=self._mask_dims, ragged=key.ragged)
         if key.ragged:
