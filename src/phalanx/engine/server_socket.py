@@ -18,7 +18,7 @@ from phalanx.errors import ConfigError, EngineError, ExitCode
 from phalanx.supervision.wire import engine_codec
 from phalanx.types import FromEngine, Shutdown, ToEngine
 
-LAST_WORD_S = 0.5  # that a last word waits, for another message and for the socket
+EXIT_SEND_S = 0.5  # that an ending rank waits to tell the server: for another message, and for the socket
 
 
 class ServerSocket:
@@ -53,13 +53,13 @@ class ServerSocket:
         with self._lock:
             self._send(frame)
 
-    def last_word(self, message: FromEngine) -> None:
-        """From another thread, before the process ends: not sent if the server or the engine thread is stuck."""
-        if not self._lock.acquire(timeout=LAST_WORD_S):
+    def send_before_exit(self, message: FromEngine) -> None:
+        """Send from another thread, before the process ends; gives up if the server or the engine thread is stuck."""
+        if not self._lock.acquire(timeout=EXIT_SEND_S):
             return
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
-        if poll.poll(LAST_WORD_S * 1000):
+        if poll.poll(EXIT_SEND_S * 1000):
             self._send(self._codec.encode(message))
         self._lock.release()
 
