@@ -1,7 +1,7 @@
-"""Every rank's own record of the rows, rebuilt from plans alone, and its comparison with the leader's (A1).
+"""The mirror: every rank's own record of the rows, rebuilt from plans alone and compared with the leader's (A1).
 
-Does not know models, requests or text. The leader keeps one too: its digest in the plan comes from the scheduler's
-state, so a difference between planning and executing shows on the leader as well.
+The leader keeps one too: the digest in the plan comes from the scheduler's state, so a difference between planning and
+executing shows on the leader as well. Does not know models, requests or text.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Mirror:
         self.matches += 1
 
     def lengths(self, forward: Forward) -> list[int]:
-        """Valid KV length of each row of a forward, before it. Checks that the rows are the ones meant."""
+        """Valid KV length of each row of a forward, before it. Checks that the rows hold the forward's sequences."""
         lengths = []
         for i, seq in enumerate(forward.seqs):
             row = self._row(forward.arena, forward.start + i, "forward")
@@ -82,7 +82,7 @@ class Mirror:
         return lengths
 
     def advance(self, forward: Forward) -> None:
-        """A forward has run: its valid tokens are in the cache (a commit may take some back)."""
+        """A forward has run: its valid tokens are in the cache, until a commit rejects some. Changes state."""
         for i, valid in enumerate(forward.valid):
             self._row(forward.arena, forward.start + i, "forward").kv_len += valid
 
