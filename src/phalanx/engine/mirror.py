@@ -60,7 +60,7 @@ class Mirror:
         for commit in step.commits:
             self._commit(commit)
         for op in step.ops:
-            self._operate(op)
+            self._apply_op(op)
         rows = sorted(self.rows.items())
         own = state_digest((arena, slot, row.seq, row.kv_len, row.crc) for (arena, slot), row in rows)
         if own != step.digest:
@@ -98,7 +98,7 @@ class Mirror:
         row.kv_len = commit.kv_len
         row.crc = extend_crc(row.crc, commit.tokens)
 
-    def _operate(self, op: RowOp) -> None:
+    def _apply_op(self, op: RowOp) -> None:
         match op:
             case Resize():
                 self.capacity[op.arena] = (op.rows, op.capacity)
@@ -110,7 +110,7 @@ class Mirror:
                 self._by_seq[op.seq] = row
             case Restore():
                 self._row(op.arena, op.slot, "restore").kv_len = op.length
-                self._entry(op.entry, op.length)
+                self._check_entry(op.entry, op.length)
             case Share():
                 if self._row(op.src_arena, op.src, "share").kv_len < op.length:
                     raise Desync(f"step {self.step}: slot {op.src} has fewer than the {op.length} tokens to share.")
@@ -144,7 +144,7 @@ class Mirror:
         self._row(arena, slot, "move or free")
         return self.rows.pop((arena, slot))
 
-    def _entry(self, entry: int, length: int) -> None:
+    def _check_entry(self, entry: int, length: int) -> None:
         if self.entries.get(entry, -1) < length:
             raise Desync(f"step {self.step}: prefix entry {entry} has fewer than {length} tokens here.")
 

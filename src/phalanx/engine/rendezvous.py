@@ -36,7 +36,7 @@ def rendezvous(
     heartbeat_s = min(0.25, config.silence_seconds / 4)
     limits = WatchdogLimits(hello_s=config.join_seconds, silence_s=config.silence_seconds, heartbeat_s=heartbeat_s)
     me = identity(rank, config.inject)
-    if me.rank == rank and _late(config, rank):
+    if me.rank == rank and _is_injected_late(config, rank):
         time.sleep(config.join_seconds * 10)
 
     def broken(lost: PeerFailure) -> NoReturn:
@@ -78,6 +78,7 @@ def identity(rank: int, fault: str | None = None) -> Identity:
     )
 
 
-def _late(config: EngineConfig, rank: int) -> bool:
+def _is_injected_late(config: EngineConfig, rank: int) -> bool:
+    """Whether the injected fault makes this rank miss the rendezvous."""
     injected = None if config.inject is None else fault_injection.parse(config.inject)
     return injected is not None and injected.kind == "late" and injected.rank == rank

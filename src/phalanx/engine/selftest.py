@@ -80,7 +80,7 @@ def self_test(
     group = runner.reducer.group
     fabric: list[FabricFigure] = [] if group is None else test_fabric(group)
     total = 1.0 if group is None else sum_of_ranks(group)
-    control_ms = _control(link) if link.size > 1 else 0.0
+    control_ms = _control_round_trip_ms(link) if link.size > 1 else 0.0
     before = runner.reducer.tally.reductions
     tokens = _generate(runner, vocab_size, deadline)
     _compare_tokens(link, tokens)
@@ -109,7 +109,7 @@ def describe(result: SelfTest, backend: str, size: int) -> str:
     )
 
 
-def _control(link: Link) -> float:
+def _control_round_trip_ms(link: Link) -> float:
     """The slowest of `ROUND_TRIPS` round trips through all ranks, in ms."""
     slowest = 0.0
     for number in range(ROUND_TRIPS):

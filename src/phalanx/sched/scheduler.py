@@ -270,13 +270,14 @@ class Scheduler:
     def _grow(self) -> None:
         """Every row gets room for its known tokens; the newest rows are preempted when memory is short."""
         for seq in sorted(self.layout.rows(), key=lambda s: s.number):
-            while seq.slot >= 0 and not self._room(seq):
+            while seq.slot >= 0 and not self._make_room(seq):
                 victim = max(self.layout.rows(), key=lambda s: s.number)
                 if victim is seq and self.n_running == 1:
                     raise AssertionError(f"one row of {len(seq.tokens)} tokens exceeds the KV budget")
                 self._preempt(victim)
 
-    def _room(self, seq: Sequence) -> bool:
+    def _make_room(self, seq: Sequence) -> bool:
+        """Room for the row's known tokens, where need be in the arena of longer rows; False when memory is short."""
         need = len(seq.tokens)
         arena = self.layout.arenas[seq.arena]
         target = self.admission.arena_for(need)
@@ -345,6 +346,7 @@ class Scheduler:
             self.counters.prefix_hits += seq.cached_tokens
 
     def _live_prefix(self, seq: Sequence, limit: int) -> tuple[Sequence | None, int]:
+        """The live row that shares the longest computed prefix, at least one block; and that prefix's length."""
         best, best_length = None, BLOCK - 1
         for row in self.layout.rows():
             if row is seq or row.request.cache_salt != seq.request.cache_salt:
