@@ -14,7 +14,7 @@ from support.ragged import stock_greedy
 from support.speculation import load, random_prompts
 
 from phalanx.config import DraftModelSpeculation, EngineConfig
-from phalanx.engine.budget import predict
+from phalanx.engine.memory_plan import predict
 from phalanx.engine.speculation import DraftWeights, describe
 from phalanx.errors import ConfigError, ModelNotFound
 from phalanx.model import registry

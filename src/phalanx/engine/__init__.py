@@ -1,1 +1,1 @@
-"""What a rank is: boot, the leader's loop, the worker's, the mirror both keep, the self-test."""
+"""A rank: how it starts, the loops of the leader and of a worker, the mirror that both keep, the self-test."""

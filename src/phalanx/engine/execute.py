@@ -1,4 +1,7 @@
-"""Execute a plan: what every rank, the leader included, does in a step. No policy, no sampler, no tokenizer."""
+"""Execute a plan: the part of a step that every rank does, the leader included.
+
+Does not know policy, sampling or text.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ Logits = TypeVar("Logits", covariant=True)
 
 
 class Executor(Protocol[Logits]):
-    """What `model.runner.Runner` offers, and the simulation in the tests as well."""
+    """What executing needs of a runner: `model.runner.Runner`, or the simulation in the tests."""
 
     def begin(self, step: int, /) -> None:
-        """A step begins; for messages."""
+        """A step begins: errors name its number."""
 
     def apply(self, ops: Sequence[RowOp], /) -> None:
         """Execute buffer operations in order."""
@@ -26,15 +29,15 @@ class Executor(Protocol[Logits]):
 
 
 class ForwardOutput(NamedTuple, Generic[Logits]):
-    """The logits of one forward, and the rows' valid KV lengths before it."""
+    """The logits of one forward."""
 
     forward: Forward
-    kv_len: list[int]
-    logits: Logits
+    kv_len: list[int]  # [rows], valid KV length before the forward
+    logits: Logits  # [rows, L, V]
 
 
 class Execution(NamedTuple, Generic[Logits]):
-    """What a step produced: outputs of forwards with logits, and how long its prefill chunks took."""
+    """What a step produced: the forwards with logits, and how long its prefill chunks took."""
 
     outputs: list[ForwardOutput[Logits]]
     prefill_tokens: int
@@ -42,7 +45,7 @@ class Execution(NamedTuple, Generic[Logits]):
 
 
 def execute(step: Step, mirror: Mirror, runner: Executor[Logits]) -> Execution[Logits]:
-    """Bring the rows to the plan's state, check it, and run the forwards.
+    """Bring the rows to the plan's state, compare them with its digest, and run the forwards.
 
     Raises:
         Desync: this rank's rows are not the plan's.

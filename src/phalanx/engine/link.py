@@ -1,8 +1,8 @@
-"""Ranks of one group as the engine sees them: everybody's values at start, plans while serving.
+"""The control channel as the engine sees it: values of all ranks while a group starts, plans while it serves.
 
-The leader's end and the workers' end of the control channel, with typed messages instead of bytes. While a group
-starts, `share` gives every rank the values of all ranks, so that all decide the same from the same data. Does not know
-what plans mean, nor how a lost rank is noticed (`dist/channel.py`).
+The leader's end and the workers' end, with typed messages instead of bytes. While a group starts, `share` gives every
+rank the values of all ranks, so that all decide the same from the same data. Does not know what plans mean, nor how a
+lost rank is noticed (`dist/channel.py`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Link(Protocol):
         """The values of all ranks, in rank order; every rank calls this at the same point."""
 
     def serving(self) -> None:
-        """Start-up is over: silence and standing still are judged strictly from now on."""
+        """The start is over: from now on the watchdog ends the group for a silent or stuck rank."""
 
 
 class SingleRank:
-    """A group of one: nobody to talk to."""
+    """The link of a single rank: there is no other rank, so nothing is sent and nothing watched."""
 
     rank = 0
     size = 1
@@ -45,25 +45,25 @@ class SingleRank:
         return [value]
 
     def serving(self) -> None:
-        """Nothing to watch."""
+        """Does nothing."""
 
     def send(self, order: Order) -> None:
-        """Nobody to send to."""
+        """Does nothing."""
 
     def enter(self, step: int, limit_s: float) -> None:
-        """Nobody watches."""
+        """Does nothing."""
 
     def leave(self, step: int) -> None:
-        """Nobody watches."""
+        """Does nothing."""
 
     def report(self, own: RankStats) -> list[RankStats]:
         return [own]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
     def fail(self, code: ExitCode, reason: str) -> None:
-        """Nobody to tell."""
+        """Does nothing."""
 
 
 class LeaderLink:
@@ -85,11 +85,11 @@ class LeaderLink:
         self._channel.serving()
 
     def send(self, order: Order) -> None:
-        """Hand an order to every worker; returns when it is on its way."""
+        """Send an order to every worker, without waiting for an answer."""
         self._channel.broadcast(_encode(order))
 
     def enter(self, step: int, limit_s: float) -> None:
-        """The engine thread begins a step."""
+        """The engine thread begins a step, which the watchdog expects to end within the limit."""
         self._channel.enter(step, limit_s)
 
     def leave(self, step: int) -> None:
@@ -97,16 +97,16 @@ class LeaderLink:
         self._channel.leave(step)
 
     def report(self, own: RankStats) -> list[RankStats]:
-        """Every rank's figures; answered between two steps."""
+        """The figures of every rank, which workers send between two steps."""
         self.send(Order(Report()))
         return [own, *(self._stats.decode(payload) for payload in self._channel.collect(None))]
 
     def close(self) -> None:
-        """The group ends in order."""
+        """End the group normally."""
         self._channel.close("the group ends")
 
     def fail(self, code: ExitCode, reason: str) -> None:
-        """Tell the other ranks why this one goes."""
+        """Tell the other ranks why this one ends."""
         self._channel.fail(code, reason)
 
 
@@ -131,7 +131,7 @@ class WorkerLink:
         self._channel.serving()
 
     def receive(self) -> Order | None:
-        """The next order; None when the leader ended the group. Blocks without computing.
+        """The next order; None when the leader ended the group. Blocks until there is one.
 
         Raises:
             EngineError: the leader speaks another protocol.
@@ -145,7 +145,7 @@ class WorkerLink:
             raise EngineError(f"Unreadable order from the leader: {error}.") from error
 
     def enter(self, step: int, limit_s: float) -> None:
-        """The engine thread begins a step."""
+        """The engine thread begins a step, which the watchdog expects to end within the limit."""
         self._channel.enter(step, limit_s)
 
     def leave(self, step: int) -> None:
@@ -153,15 +153,15 @@ class WorkerLink:
         self._channel.leave(step)
 
     def answer(self, stats: RankStats) -> None:
-        """The answer to `Report`."""
+        """Answer a `Report`."""
         self._channel.send(_encode(stats))
 
     def close(self) -> None:
-        """This rank leaves in order."""
+        """Leave the group normally."""
         self._channel.close("the group ends")
 
     def fail(self, code: ExitCode, reason: str) -> None:
-        """Tell the leader why this rank goes."""
+        """Tell the leader why this rank ends."""
         self._channel.fail(code, reason)
 
 

@@ -1,7 +1,7 @@
-"""Every rank's own record of the rows, rebuilt from plans alone, and its comparison with the leader's (A1).
+"""The mirror: every rank's own record of the rows, rebuilt from plans alone and compared with the leader's (A1).
 
-Does not know models, requests or text. The leader keeps one too: its digest in the plan comes from the scheduler's
-state, so a difference between planning and executing shows on the leader as well.
+The leader keeps one too: the digest in the plan comes from the scheduler's state, so a difference between planning and
+executing shows on the leader as well. Does not know models, requests or text.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Mirror:
         for commit in step.commits:
             self._commit(commit)
         for op in step.ops:
-            self._operate(op)
+            self._apply_op(op)
         rows = sorted(self.rows.items())
         own = state_digest((arena, slot, row.seq, row.kv_len, row.crc) for (arena, slot), row in rows)
         if own != step.digest:
@@ -69,7 +69,7 @@ class Mirror:
         self.matches += 1
 
     def lengths(self, forward: Forward) -> list[int]:
-        """Valid KV length of each row of a forward, before it. Checks that the rows are the ones meant."""
+        """Valid KV length of each row of a forward, before it. Checks that the rows hold the forward's sequences."""
         lengths = []
         for i, seq in enumerate(forward.seqs):
             row = self._row(forward.arena, forward.start + i, "forward")
@@ -82,7 +82,7 @@ class Mirror:
         return lengths
 
     def advance(self, forward: Forward) -> None:
-        """A forward has run: its valid tokens are in the cache (a commit may take some back)."""
+        """A forward has run: its valid tokens are in the cache, until a commit rejects some. Changes state."""
         for i, valid in enumerate(forward.valid):
             self._row(forward.arena, forward.start + i, "forward").kv_len += valid
 
@@ -98,7 +98,7 @@ class Mirror:
         row.kv_len = commit.kv_len
         row.crc = extend_crc(row.crc, commit.tokens)
 
-    def _operate(self, op: RowOp) -> None:
+    def _apply_op(self, op: RowOp) -> None:
         match op:
             case Resize():
                 self.capacity[op.arena] = (op.rows, op.capacity)
@@ -110,7 +110,7 @@ class Mirror:
                 self._by_seq[op.seq] = row
             case Restore():
                 self._row(op.arena, op.slot, "restore").kv_len = op.length
-                self._entry(op.entry, op.length)
+                self._check_entry(op.entry, op.length)
             case Share():
                 if self._row(op.src_arena, op.src, "share").kv_len < op.length:
                     raise Desync(f"step {self.step}: slot {op.src} has fewer than the {op.length} tokens to share.")
@@ -144,7 +144,7 @@ class Mirror:
         self._row(arena, slot, "move or free")
         return self.rows.pop((arena, slot))
 
-    def _entry(self, entry: int, length: int) -> None:
+    def _check_entry(self, entry: int, length: int) -> None:
         if self.entries.get(entry, -1) < length:
             raise Desync(f"step {self.step}: prefix entry {entry} has fewer than {length} tokens here.")
 

@@ -1,4 +1,4 @@
-"""Ranks find each other over the control channel, and tell each other why they go. Does not know the fabric."""
+"""The ranks of a start connect over the control channel. Does not know the fabric."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from phalanx.errors import GroupError
 def rendezvous(
     config: EngineConfig, group: GroupConfig, secret: bytes, rank: int, *, on_lost: Callable[[PeerFailure], None]
 ) -> LeaderLink | WorkerLink:
-    """Connect to the other ranks of this start; returns when all are there.
+    """Connect to the other ranks of this start; returns when all are connected.
 
     Args:
-        secret: proves that ranks are of this group.
+        secret: proves that a rank belongs to this group.
         on_lost: called once, from the watchdog's thread, before the process exits because the group is broken.
 
     Raises:
-        EngineError: ranks are missing, or are not of this group; names them. Or the port has been taken; names it.
+        EngineError: ranks are missing, or are not of this group; names them. Or the port is taken; names it.
     """
     host, _, port = group.control.rpartition(":")
     heartbeat_s = min(0.25, config.silence_seconds / 4)
     limits = WatchdogLimits(hello_s=config.join_seconds, silence_s=config.silence_seconds, heartbeat_s=heartbeat_s)
     me = identity(rank, config.inject)
-    if me.rank == rank and _late(config, rank):
+    if me.rank == rank and _is_injected_late(config, rank):
         time.sleep(config.join_seconds * 10)
 
     def broken(lost: PeerFailure) -> NoReturn:
@@ -62,7 +62,7 @@ def rendezvous(
 
 
 def identity(rank: int, fault: str | None = None) -> Identity:
-    """Who this process is."""
+    """How this process introduces itself to the other ranks."""
     injected = None if fault is None else fault_injection.parse(fault)
     other = injected is not None and injected.kind == "version" and injected.rank == rank
     return Identity(
@@ -78,6 +78,7 @@ def identity(rank: int, fault: str | None = None) -> Identity:
     )
 
 
-def _late(config: EngineConfig, rank: int) -> bool:
+def _is_injected_late(config: EngineConfig, rank: int) -> bool:
+    """Whether the injected fault makes this rank miss the rendezvous."""
     injected = None if config.inject is None else fault_injection.parse(config.inject)
     return injected is not None and injected.kind == "late" and injected.rank == rank

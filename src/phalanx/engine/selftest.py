@@ -1,7 +1,7 @@
-"""What a group proves about itself before it serves: same software, same model, a fabric that adds up, equal tokens.
+"""What a group proves about itself before it serves: same software, same model, correct sums, equal tokens.
 
-Every rank runs all of it and sees every rank's values, so that all come to the same verdict (F4, A1, A6). It is also
-the warm-up, from which the first deadlines follow. Does not know requests.
+Every rank runs all of it and sees the values of every rank, so that all come to the same verdict (F4, A1, A6). It is
+also the warm-up, which gives the first step deadlines. Does not know requests.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from phalanx.types import FabricFigure, SelfTest
 log = logging.getLogger("phalanx.selftest")
 
 CHUNK = 16  # tokens of a prefill chunk
-PROMPT = 2 * CHUNK + 5  # more than one chunk, and not a multiple
-TOKENS = 8  # decoded
+PROMPT = 2 * CHUNK + 5  # tokens; more than one chunk, and not a multiple
+TOKENS = 8  # decoded after the prompt
 ROUND_TRIPS = 20
 SLOW_CONTROL_MS = 1.0
 
@@ -67,10 +67,10 @@ def compare_facts(link: Link, facts: RankFacts) -> None:
 def self_test(
     link: Link, runner: Runner, vocab_size: int, deadline: StepDeadline, *, unchecked: int = 0
 ) -> SelfTest | None:
-    """Run the tests; None for a rank that is alone, which only warms up.
+    """Run the tests. Returns None for a single rank, which only warms up.
 
     Args:
-        unchecked: collectives of the model that are not the reducer's.
+        unchecked: collectives that the model makes without the reducer.
 
     Raises:
         CollectiveFault: the fabric adds wrongly.
@@ -80,7 +80,7 @@ def self_test(
     group = runner.reducer.group
     fabric: list[FabricFigure] = [] if group is None else test_fabric(group)
     total = 1.0 if group is None else sum_of_ranks(group)
-    control_ms = _control(link) if link.size > 1 else 0.0
+    control_ms = _control_round_trip_ms(link) if link.size > 1 else 0.0
     before = runner.reducer.tally.reductions
     tokens = _generate(runner, vocab_size, deadline)
     _compare_tokens(link, tokens)
@@ -109,8 +109,8 @@ def describe(result: SelfTest, backend: str, size: int) -> str:
     )
 
 
-def _control(link: Link) -> float:
-    """The slowest of some round trips through all ranks, in ms."""
+def _control_round_trip_ms(link: Link) -> float:
+    """The slowest of `ROUND_TRIPS` round trips through all ranks, in ms."""
     slowest = 0.0
     for number in range(ROUND_TRIPS):
         before = time.perf_counter()
@@ -125,7 +125,7 @@ def _control(link: Link) -> float:
 
 
 def _generate(runner: Runner, vocab_size: int, deadline: StepDeadline) -> list[int]:
-    """Greedy tokens after a fixed prompt, as this rank computes them: what follows the prompt's chunks."""
+    """Greedy tokens after a fixed prompt that is prefilled in chunks, as this rank computes them."""
     prompt = [(7919 * (i + 1)) % max(vocab_size, 2) for i in range(PROMPT)]
     capacity = -(-(PROMPT + TOKENS) // GRANULE) * GRANULE
     runner.begin(0)

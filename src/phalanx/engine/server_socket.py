@@ -1,7 +1,8 @@
-"""The leader's end of the socket to the server: messages in through a reader thread, events out directly.
+"""The leader's end of the socket to the server: messages arrive through a reader thread, events leave directly.
 
-The reader thread only moves bytes; nothing is answered there, so that an answered ping proves that the engine loop
-turns. When the server is gone the process has no purpose: it ends at once, whatever the main thread is doing.
+The reader thread only moves bytes and answers nothing, so that an answered ping proves that the engine loop runs. When
+the server is gone the process has no purpose: the reader thread ends it at once, whatever the main thread is doing.
+Does not know what messages mean.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from phalanx.errors import ConfigError, EngineError, ExitCode
 from phalanx.supervision.wire import engine_codec
 from phalanx.types import FromEngine, Shutdown, ToEngine
 
-LAST_WORD_S = 0.5  # that a last word waits, for another message and for the socket
+EXIT_SEND_S = 0.5  # that an ending rank waits to tell the server: for another message, and for the socket
 
 
 class ServerSocket:
     """Connects to the server's socket; `drain` and `send` are for the engine's main thread.
 
     Raises:
-        ConfigError: nobody listens there.
+        ConfigError: no server listens there.
     """
 
     def __init__(self, path: str) -> None:
@@ -48,18 +49,18 @@ class ServerSocket:
         self._thread.start()
 
     def send(self, message: FromEngine) -> None:
-        """Hand a message to the server. A server that is gone is noticed by the reader thread."""
+        """Send a message to the server. If the server is gone, the process ends."""
         frame = self._codec.encode(message)
         with self._lock:
             self._send(frame)
 
-    def last_word(self, message: FromEngine) -> None:
-        """From another thread, before the process ends: not sent if the server or the engine thread is stuck."""
-        if not self._lock.acquire(timeout=LAST_WORD_S):
+    def send_before_exit(self, message: FromEngine) -> None:
+        """Send from another thread, before the process ends; gives up if the server or the engine thread is stuck."""
+        if not self._lock.acquire(timeout=EXIT_SEND_S):
             return
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
-        if poll.poll(LAST_WORD_S * 1000):
+        if poll.poll(EXIT_SEND_S * 1000):
             self._send(self._codec.encode(message))
         self._lock.release()
 
@@ -70,7 +71,7 @@ class ServerSocket:
             self._server_gone()
 
     def drain(self, *, block: bool) -> list[ToEngine]:
-        """All messages that have arrived; with `block`, waits for the first."""
+        """All messages that have arrived. With `block`, waits for the first."""
         messages: list[ToEngine] = []
         try:
             messages.append(self._queue.get(block=block))

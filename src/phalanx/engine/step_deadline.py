@@ -1,16 +1,15 @@
-"""How long may this step take? A deadline per step, from what steps of its kind took before (design: Fail-stop, then
-resume).
+"""The deadline of a step, from how long earlier steps of its kind took (design: Fail-stop, then resume).
 
-A rank that is alive but stands still is found by this. Pure arithmetic; does not know clocks.
+It finds a rank that is alive but stuck. Pure arithmetic: does not know clocks.
 """
 
 from __future__ import annotations
 
 from phalanx.sched.plan import Step
 
-FACTOR = 5.0  # times the predicted duration
-UNKNOWN = 12.0  # times the least limit, before anything was measured
-FADE = 0.98  # per step: a machine that was slow once is not slow for ever
+FACTOR = 5.0  # limit / predicted duration
+UNKNOWN = 12.0  # limit / least limit, before anything is measured
+DECAY = 0.98  # of what was measured, per step: a machine that was slow once is not slow for ever
 
 
 class StepDeadline:
@@ -26,10 +25,10 @@ class StepDeadline:
         self._decode: dict[int, float] = {}  # tokens per row -> seconds
 
     def observe(self, prefill_tokens: int, prefill_s: float, decode_s: float, width: int = 1) -> None:
-        """A step took this long, with `width` tokens per decoding row."""
+        """A step took this long, with `width` tokens per decoding row. Changes state."""
         if prefill_tokens:
-            self._per_token = max(self._per_token * FADE, prefill_s / prefill_tokens)
-        self._decode = {known: seconds * FADE for known, seconds in self._decode.items()}
+            self._per_token = max(self._per_token * DECAY, prefill_s / prefill_tokens)
+        self._decode = {known: seconds * DECAY for known, seconds in self._decode.items()}
         self._decode[width] = max(self._decode.get(width, 0.0), decode_s)
 
     def limit(self, step: Step) -> float:

@@ -15,18 +15,18 @@ from phalanx.types import ToEngine
 
 
 class Trace:
-    """Appends to a file; line-buffered, so that a crash loses nothing that was written."""
+    """Appends to a file, unbuffered, so that a crash loses nothing that was written."""
 
     def __init__(self, path: str) -> None:
         self._file: IO[bytes] = Path(path).open("ab", buffering=0)  # noqa: SIM115 (open for the process's life)
         self._encoder = msgspec.json.Encoder()
 
     def message(self, message: ToEngine) -> None:
-        """A message was taken from the server_socket."""
+        """The leader has taken a message from the server."""
         self._line({"message": message})
 
     def plan(self, plan: Plan) -> None:
-        """A plan is about to be executed."""
+        """The leader is about to broadcast a plan."""
         self._line({"plan": plan})
 
     def _line(self, value: object) -> None:

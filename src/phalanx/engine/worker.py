@@ -1,4 +1,4 @@
-"""A worker: receives plans and executes them. No policy, no sampler, no stop list, no tokenizer (design: Lock step)."""
+"""A worker receives plans and executes them (design: Lock step). Does not know policy, sampling, stop rules or text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.types import RankStats
 
 
 class Worker:
-    """Owns a mirror and the model's runner."""
+    """Owns a mirror, the runner and the link to the leader."""
 
     def __init__(self, runner: Runner, link: WorkerLink, injection: Injection | None = None) -> None:
         self.runner = runner
@@ -27,7 +27,7 @@ class Worker:
         self._injection = injection
 
     def run(self) -> None:
-        """Obey until told to stop."""
+        """Execute orders until one says stop, or the leader ends the group."""
         self.runner.samples = False
         while (order := self._link.receive()) is not None:
             match order.plan:
@@ -50,7 +50,7 @@ class Worker:
 
 
 def inject_fault(injection: Injection, step: int, mirror: Mirror) -> None:
-    """Do to this rank what an injected fault says, before it executes a step."""
+    """Inject a fault into this rank before it executes a step, if the fault is due."""
     if injection.kind == "tamper" and step >= injection.step and mirror.rows:
         next(iter(mirror.rows.values())).crc ^= 1
     inject(injection, step)

@@ -1,8 +1,9 @@
-"""May a row have this much KV memory? The one place that spends the KV budget.
+"""Whether a row may have this much KV memory. The one place that spends the KV budget.
 
-A buffer costs rows x capacity, so what counts is what is really allocated, not the sum of row lengths (design:
+A buffer costs rows x capacity, so the budget counts what is really allocated, not the sum of row lengths (design:
 Ragged rows). Short rows share arena 0, whose capacity never exceeds `long_threshold`; longer ones share arena 1. The
-threshold is chosen so that a full arena 0 takes at most half of the budget.
+threshold is chosen so that a full arena 0 takes at most half of the budget. Does not know which row comes first
+(`scheduler.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from msgspec import Struct
 from phalanx.sched.arena import Arena, Layout
 
 GRANULE = 256  # tokens; capacities are multiples of it
-SMALLEST_THRESHOLD = 1024
+SMALLEST_THRESHOLD = 1024  # tokens
 
 
 class KvLimits(Struct, frozen=True, kw_only=True):
-    """Constants of one engine."""
+    """Limits of the KV cache, constant for the life of an engine."""
 
     max_num_seqs: int
     max_model_len: int
@@ -33,7 +34,7 @@ class KvLimits(Struct, frozen=True, kw_only=True):
 
     @property
     def n_arenas(self) -> int:
-        """Two only where long rows can exist."""
+        """Two where rows can be longer than the threshold, else one."""
         return 2 if self.max_model_len > self.long_threshold else 1
 
 
@@ -69,8 +70,8 @@ class Admission:
     def reserve(self, arena: Arena, rows: int, tokens: int) -> bool:
         """Make sure the arena has `rows` rows of `tokens` tokens, resizing if the budget allows. Changes state.
 
-        First a generous size is tried (rows doubled, capacity grown by an eighth), so that growth is rare; then the
-        smallest one that does. Returns False, and changes nothing, when even that is over the budget.
+        Tries a generous size first (rows doubled, capacity grown by an eighth), so that growth is rare; then the
+        smallest size that suffices. Returns False, and changes nothing, when even that is over the budget.
         """
         if arena.allocated >= rows and arena.capacity >= tokens:
             return True
@@ -86,9 +87,9 @@ class Admission:
         return self._shrink_others(arena) and self.reserve(arena, rows, tokens)
 
     def widen(self, arena: Arena, tokens: int) -> None:
-        """Give rows that exist more room, as far as memory is free and the arena's rows may be so long. Changes state.
+        """Give the arena's rows more room, as far as memory is free and rows may be so long. Changes state.
 
-        As in `reserve`, a generous size is tried first.
+        Tries a generous size first, as `reserve` does.
         """
         if arena.capacity >= tokens:
             return
@@ -99,7 +100,7 @@ class Admission:
                 return
 
     def _shrink_others(self, arena: Arena) -> bool:
-        """Cut the other arenas to what their rows need; False when they are as small as can be."""
+        """Cut the other arenas to what their rows need; False when they are as small as possible already."""
         changed = False
         for other in self.layout.arenas:
             size = (len(other.rows), self._longest(other) if other.rows else 0)

@@ -1,7 +1,8 @@
 """Where rows live: the leader's picture of the KV buffers, and the operations that change it.
 
-An arena keeps its rows dense: slots `[0, D)` decode, `[D, len(rows))` prefill. Every change is recorded as a plan
-operation in `ops`, which all ranks execute. Knows bytes, not arrays; who may use memory is decided in `admission.py`.
+An arena keeps its rows dense: slots `[0, D)` decode, `[D, len(rows))` prefill. Every change is recorded in `ops` as an
+operation of the plan, which all ranks execute. Does not know arrays, nor how much memory a row may have
+(`admission.py`).
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class Layout:
         self.ops.append(Resize(arena.index, rows, capacity))
 
     def admit(self, seq: Sequence, arena: Arena) -> None:
-        """Give a waiting sequence the next slot, as a prefilling row. Needs `allocated > len(rows)`."""
+        """Give a waiting sequence the next slot, as a prefilling row. Changes state; needs `allocated > len(rows)`."""
         assert len(arena.rows) < arena.allocated
         self._place(seq, arena, len(arena.rows))
         arena.rows.append(seq)
         self.ops.append(Admit(arena.index, seq.slot, seq.number))
 
     def promote(self, seq: Sequence) -> None:
-        """A prefilling row becomes a decoding one: it changes places with the first prefilling row."""
+        """A prefilling row becomes a decoding one: it swaps slots with the first prefilling row. Changes state."""
         arena = self.arenas[seq.arena]
         boundary = arena.n_decoding
         assert not seq.decoding and seq.slot >= boundary
@@ -59,7 +60,7 @@ class Layout:
         arena.n_decoding += 1
 
     def release(self, seq: Sequence) -> None:
-        """Free a row and close the hole with the last row of its kind."""
+        """Free a row and close the hole with the last row of its kind. Changes state."""
         arena = self.arenas[seq.arena]
         hole = seq.slot
         self.ops.append(Free(arena.index, hole))
@@ -71,13 +72,13 @@ class Layout:
         seq.unplace()
 
     def free_empty(self) -> None:
-        """Give back the memory of arenas without rows."""
+        """Free the buffers of arenas without rows. Changes state."""
         for arena in self.arenas:
             if not arena.rows and arena.allocated:
                 self.resize(arena, 0, 0)
 
     def transfer(self, seq: Sequence, target: Arena) -> None:
-        """Move a row to another arena, keeping its KV. Needs a free slot there."""
+        """Move a row to another arena, keeping its KV. Changes state; needs a free slot there."""
         source, slot, decoding = self.arenas[seq.arena], seq.slot, seq.decoding
         assert len(target.rows) < target.allocated
         free = len(target.rows)

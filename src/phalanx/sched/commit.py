@@ -1,4 +1,4 @@
-"""Verified tokens become committed tokens: here and nowhere else (A2).
+"""Turns verified tokens into committed tokens; no other file does (A2).
 
 The `Commit` returned is the only source of client events, token history, KV length, proposer history and counters.
 """
@@ -13,11 +13,11 @@ from phalanx.sched.stop import clip
 
 
 def accept(drafts: Seq[int], sampled: Seq[int]) -> Seq[int]:
-    """The tokens that verification leaves: drafts while they are what was sampled in their place, then what was.
+    """The verified tokens: the drafts that equal the token sampled in their place, then the first sampled one.
 
     Args:
         drafts: [k].
-        sampled: [k + 1], the token sampled behind y and behind each draft; what follows a wrong draft means nothing.
+        sampled: [k + 1], the token sampled behind y and behind each draft; those behind a wrong draft mean nothing.
 
     Returns:
         1..k + 1 tokens.

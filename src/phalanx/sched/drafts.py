@@ -1,8 +1,8 @@
-"""How many drafts fit: memory, the step's budget and the answer's end limit what a plan feeds beside known tokens.
+"""How many drafts fit: memory, the step's budget and the end of the answer limit what a plan feeds beyond known tokens.
 
-A rectangle is as wide as its widest row, and what pads the others is written into their buffers too, so every row of
-an arena needs room for the longest draft. Drafts never take memory from anybody: where there is none left, they are
-cut. Who drafts, and how much of it pays, is decided in `spec/`.
+A rectangle is as wide as its widest row, and the padding of the other rows is written into their buffers too, so every
+row of an arena needs room for the longest draft. Drafts never take memory from a row: where no memory is free, they are
+cut. Does not know drafters, nor how many drafts pay (`spec/`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Drafts = Mapping[int, Seq[int]]
 
 
 def after_next(seq: Sequence) -> int:
-    """Output tokens that may follow the next one."""
+    """Output tokens that may follow the next output token."""
     return max(0, seq.request.stop.max_tokens - seq.n_output - 1)
 
 
 def useful_drafts(seq: Sequence) -> int:
-    """Drafts that its request allows and that could be committed: the token sampled after them is an output token as
-    well."""
+    """Drafts that the request allows and that could all be committed; the token sampled after them is an output token
+    too."""
     most = seq.request.most_drafts
     return after_next(seq) if most is None else min(after_next(seq), most)
 
@@ -34,10 +34,10 @@ def fit_drafts(layout: Layout, admission: Admission, drafts: Drafts, most_tokens
     """The drafts of decoding rows, cut to what this step can feed; grows arenas where memory is free.
 
     Args:
-        most_tokens: of all rectangles together, what pads them included: each has logits (a vocabulary wide).
+        most_tokens: of all rectangles together, padding included: every token has logits (a vocabulary wide).
 
     Returns:
-        Sequence number -> at least one token.
+        Sequence number -> at least one token; rows without drafts are absent.
     """
     fitted: dict[int, tuple[int, ...]] = {}
     if not drafts:

@@ -16,7 +16,7 @@ from phalanx.types import FinishReason
 
 
 class Commit(Struct, frozen=True, array_like=True):
-    """What one row gained in one step, decided once (`sched/commit.py`) and obeyed by everyone.
+    """What one row gained in one step, decided once (`sched/commit.py`) and obeyed by every rank.
 
     The step's forwards brought the row's KV region to `computed` positions; `kv_len` of them are valid, the rest were
     rejected drafts. A rank whose row is not at `computed` has skipped or repeated a forward (A1).
@@ -125,7 +125,7 @@ class Forward(Struct, frozen=True):
     valid: tuple[int, ...]  # [rows], 1 <= valid[i] <= L
     sample: bool
     score: bool = False  # logits of all positions are wanted although nothing is sampled
-    packed: bool = False  # padding is not computed; logits come as [sum of valid, 1, V]
+    packed: bool = False  # padding is not computed; logits are [sum of valid, 1, V]
 
 
 class Step(Struct, frozen=True, tag="step"):
@@ -144,22 +144,22 @@ class Step(Struct, frozen=True, tag="step"):
 
 
 class Reset(Struct, frozen=True, tag="reset"):
-    """Free the buffer cache of MLX (after the scheduler evicted every prefix entry in a `Step`)."""
+    """Free MLX's cached buffers (after the scheduler evicted every prefix entry in a `Step`)."""
 
 
 class Stop(Struct, frozen=True, tag="stop"):
-    """End the process in order."""
+    """End the process normally."""
 
 
 class Report(Struct, frozen=True, tag="report"):
-    """Every rank answers with its `RankStats`: proof that its engine loop turns, and that its rows agreed (A5)."""
+    """Every rank answers with its `RankStats`: proof that its engine loop runs and that its rows agreed (A5)."""
 
 
 Plan = Step | Reset | Report | Stop
 
 
 class Order(Struct, frozen=True, array_like=True):
-    """What the leader sends: a plan, and how many seconds it may take before the group counts as wedged."""
+    """What the leader sends: a plan, and the seconds after which the group counts as wedged."""
 
     plan: Plan
     limit_s: float = 0.0

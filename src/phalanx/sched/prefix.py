@@ -1,10 +1,10 @@
 """Which prefixes are kept, found and evicted: the leader's index of the prefix cache.
 
-The arrays live with the model (`model/prefix.py`) under an entry number; this file decides, and the plan says so.
+Every rank keeps the arrays under an entry number (`model/runner.py`); this index decides, and the plan tells the ranks.
 An entry is the token list whose KV is kept. Entries are found by chained hashes of 16-token blocks, compared token
-by token before use, and evicted least recently used first within a byte budget. Keys include a salt, so entries are
-shared only between requests of one API key; model, dtype and precision need no key because an index never outlives
-the engine process. Does not know where rows live.
+by token before use, and evicted least recently used first within a byte budget. Keys include a salt, so only requests
+of one API key share entries; model, dtype and precision need no key because an index never outlives the engine process.
+Does not know where rows live.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict
 from typing import NamedTuple
 
-BLOCK = 16
+BLOCK = 16  # tokens
 
 
 class Hit(NamedTuple):
@@ -68,7 +68,7 @@ class PrefixIndex:
         return len(self._entries)
 
     def find(self, salt: str, tokens: list[int], limit: int) -> Hit | None:
-        """The entry that shares the longest prefix with `tokens[:limit]`, at least one block. Marks it used."""
+        """The entry that shares the longest prefix with `tokens[:limit]`, at least one block. Marks it as used."""
         if not self._entries:
             return None
         known = array("q", tokens[:limit])
@@ -121,7 +121,7 @@ class PrefixIndex:
         return number, evicted
 
     def clear(self) -> list[int]:
-        """Forget everything; returns the entries to evict."""
+        """Drop every entry. Returns the entries to evict on the ranks."""
         numbers = list(self._entries)
         for number in numbers:
             self._drop(number)

@@ -1,8 +1,8 @@
-"""What runs next. The only place that decides it.
+"""The scheduler decides what runs next; no other file does.
 
-`schedule(now, drafts)` turns the state of all sequences into one `Step`; `apply(commits)` takes the outcome back in. In
-between, every rank executes the step. Pure: no MLX, no I/O, no clock (`now` is an argument); the same calls give the
-same plans. A client's wishes (`submit`, `cancel`, `finish`) only change state; they take effect in the next plan.
+`schedule(now, drafts)` turns the state of all sequences into one `Step`, every rank executes the step, and
+`apply(commits)` takes its outcome back in. Pure: no MLX, no I/O, no clock (`now` is an argument); the same calls give
+the same plans. What clients ask for (`submit`, `cancel`, `finish`) changes state and takes effect in the next plan.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """Constants of one engine, beside the memory `KvLimits`."""
+    """Constants of one engine."""
 
     limits: KvLimits
     max_num_batched_tokens: int
     target_step_s: float
     prefix_budget: int  # bytes
     recurrent: bool = False  # rows hold recurrent state: no padding, a fresh row alone, prefixes whole
-    first_chunk: int = SMALLEST_CHUNK  # until the machine's speed is known; doubled from step to step at most
-    largest_logits: int = 256  # tokens x vocabulary: of a chunk that is scored, of all rows with their drafts
-    pack_above: int | None = None  # rectangles of more tokens are fed without padding; None: ranks cannot
+    first_chunk: int = SMALLEST_CHUNK  # prompt tokens of the first step; see `PrefillBudget`
+    largest_logits: int = 256  # tokens with logits in one step: of a chunk that is scored, of all rows with drafts
+    pack_above: int | None = None
+    """Sampling forwards of more tokens (rows x widest row) are fed without padding: smaller ones are replayed from
+    captured graphs, which packed ones are not. None: some rank cannot leave padding out."""
 
 
 class Counters(Struct):
@@ -87,10 +89,10 @@ class Scheduler:
         self._commits: list[Commit] = []  # of the last step, carried by the next
         self._events: list[Tokens | Finished] = []
 
-    # -- the outside world -------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------
 
     def submit(self, request: SequenceRequest, now: float) -> None:
-        """Queue a sequence. One that cannot run at all ends at once with an event that says why."""
+        """Queue a sequence. One that cannot run ends at once, with an event that says why."""
         room = self.config.limits.max_model_len - len(request.prompt)
         seq = Sequence(self._numbers, limit_length(request, room), now)
         self._numbers += 1
@@ -107,7 +109,7 @@ class Scheduler:
             self._end(seq, "length", now)
 
     def cancel(self, seq_id: str, now: float) -> None:
-        """Forget a sequence, whatever it is doing; its computed prefix may be kept."""
+        """End a sequence, waiting or running; its computed prefix may be kept."""
         seq = self.by_id.get(seq_id)
         if seq is not None:
             self._end(seq, "cancelled", now)
@@ -128,12 +130,12 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute, nothing to tell the ranks."""
+        """Whether there is nothing to compute and nothing to tell the ranks."""
         return not self.by_id and not self.layout.ops and not self._commits
 
     @property
     def n_running(self) -> int:
-        """Rows that hold a slot."""
+        """Sequences that hold a slot."""
         return sum(len(arena.rows) for arena in self.layout.arenas)
 
     def take_events(self) -> list[Tokens | Finished]:
@@ -144,7 +146,8 @@ class Scheduler:
     # -- one step ----------------------------------------------------------------------------------------------
 
     def draftable(self) -> dict[Sequence, int]:
-        """Rows that decode, and how many drafts are of use to each. (Those of this step's last chunks come later.)"""
+        """Decoding rows, and how many drafts are of use to each. Rows that finish their prompt in the next step are not
+        among them yet."""
         if self.config.recurrent:
             return {}
         rows = (row for arena in self.layout.arenas for row in arena.rows[: arena.n_decoding])
@@ -154,7 +157,7 @@ class Scheduler:
         """The next step, or None when there is nothing to do. Changes state.
 
         Args:
-            drafts: guesses how decoding rows (`draftable`) go on; cut to what there is room for, or left out.
+            drafts: tokens that may follow in decoding rows (`draftable`); cut to what fits, or left out.
         """
         assert not (drafts and self.config.recurrent), "recurrent state cannot roll back (A3)"
         self._expire(now)
@@ -182,7 +185,7 @@ class Scheduler:
     def apply(
         self, commits: list[Commit], now: float, logprobs: Mapping[int, list[TokenLogprobs]] = MappingProxyType({})
     ) -> None:
-        """Take the outcome of a step: the commits go to the clients now and to the ranks with the next plan.
+        """Take the outcome of a step: the commits go to clients as events now, and to the ranks with the next plan.
 
         Args:
             logprobs: by sequence number, one entry per verified token, where the request asked for them.
@@ -227,7 +230,7 @@ class Scheduler:
         stop_id: int | None = None,
         keep: bool = True,
     ) -> None:
-        """The sequence is over: keep its prefix, free its row, tell the client."""
+        """End the sequence: keep its prefix, free its row, tell the client."""
         del self.by_id[seq.id]
         del self.by_number[seq.number]
         if seq.slot >= 0:
@@ -265,15 +268,16 @@ class Scheduler:
             self._end(seq, "timeout", now, detail=f"The request's timeout of {seq.request.timeout_s:g} s passed.")
 
     def _grow(self) -> None:
-        """Every decoding row gets room for its next token, newest rows giving way when memory is short."""
+        """Every row gets room for its known tokens; the newest rows are preempted when memory is short."""
         for seq in sorted(self.layout.rows(), key=lambda s: s.number):
-            while seq.slot >= 0 and not self._room(seq):
+            while seq.slot >= 0 and not self._make_room(seq):
                 victim = max(self.layout.rows(), key=lambda s: s.number)
                 if victim is seq and self.n_running == 1:
                     raise AssertionError(f"one row of {len(seq.tokens)} tokens exceeds the KV budget")
                 self._preempt(victim)
 
-    def _room(self, seq: Sequence) -> bool:
+    def _make_room(self, seq: Sequence) -> bool:
+        """Room for the row's known tokens, where need be in the arena of longer rows; False when memory is short."""
         need = len(seq.tokens)
         arena = self.layout.arenas[seq.arena]
         target = self.admission.arena_for(need)
@@ -285,13 +289,13 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Give a row's memory back; it will be computed again (its tokens are known and do not change)."""
+        """Free a row; its known tokens do not change and will be computed again."""
         self.counters.preemptions += 1
         self.layout.release(seq)
         self.waiting.appendleft(seq)
 
     def _admit(self, now: float) -> None:
-        """First come, first served; choices of one request wait for the first of them to prefill their prompt."""
+        """First come, first served. Choices of one request wait until the first of them has prefilled the prompt."""
         held: list[Sequence] = []
         while self.waiting and self.n_running < self.config.limits.max_num_seqs:
             seq = self.waiting[0]
@@ -312,7 +316,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(held))
 
     def _sibling_prefills(self, seq: Sequence) -> bool:
-        """Whether another choice of the same request is prefilling the prompt that this one can then share."""
+        """Whether another choice of the same request is prefilling the prompt, which this one can then share."""
         if seq.request.sampling.choice == 0 or seq.prompt_len <= BLOCK or seq.wants_scores or self.config.recurrent:
             return False
         return any(
@@ -321,7 +325,7 @@ class Scheduler:
         )
 
     def _reuse_prefix(self, seq: Sequence) -> None:
-        """Start from the longest computed prefix there is: a kept entry, or another live row."""
+        """Start from the longest computed prefix: that of a kept entry or of another live row."""
         if seq.wants_scores or self.config.prefix_budget == 0:
             return
         limit = len(seq.tokens) - 1
@@ -342,6 +346,7 @@ class Scheduler:
             self.counters.prefix_hits += seq.cached_tokens
 
     def _live_prefix(self, seq: Sequence, limit: int) -> tuple[Sequence | None, int]:
+        """The live row that shares the longest computed prefix, at least one block; and that prefix's length."""
         best, best_length = None, BLOCK - 1
         for row in self.layout.rows():
             if row is seq or row.request.cache_salt != seq.request.cache_salt:
@@ -356,8 +361,8 @@ class Scheduler:
     def _plan_chunks(self, drafts: Drafts) -> dict[int, int]:
         """How many tokens each prefilling row computes in this step: sequence number -> tokens.
 
-        The step's budget goes to the rows with the least left first, in equal shares, so that a short prompt beside
-        a long one is answered soon and the long one still advances.
+        The prefill budget goes in equal shares to the rows, those with the least left first, so that a short prompt
+        beside a long one is answered soon and the long one still advances.
         """
         rows = [row for row in self.layout.rows() if not row.decoding]
         decoding = self.n_running - len(rows) + sum(map(len, drafts.values()))
@@ -375,7 +380,7 @@ class Scheduler:
         return chunks
 
     def _prefill_forwards(self, chunks: dict[int, int]) -> list[Forward]:
-        """The chunks as forwards. A row whose chunk is its last becomes a decoding row of this very step."""
+        """The chunks as forwards. A row that finishes its prompt becomes a decoding row of this same step."""
         rows = [row for row in self.layout.rows() if row.number in chunks]
         for row in rows:
             if chunks[row.number] == row.to_prefill:
@@ -384,12 +389,11 @@ class Scheduler:
 
     def _decode_forwards(self, drafts: Drafts) -> list[Forward]:
         """Sampling forwards for the decoding rows of each arena."""
-        alone = self.config.recurrent
-        above = self.config.pack_above
+        alone, pack_above = self.config.recurrent, self.config.pack_above
         found = [
             forward
             for arena in self.layout.arenas
-            for forward in decode_forwards(arena, drafts, fresh_alone=alone, pack_above=above)
+            for forward in decode_forwards(arena, drafts, fresh_alone=alone, pack_above=pack_above)
         ]
         self.counters.decode_steps += bool(found)
         return found

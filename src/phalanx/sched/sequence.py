@@ -1,4 +1,4 @@
-"""One sequence on the leader: what is known, what is computed, where its row lives.
+"""One sequence on the leader: its known tokens, how many of them are computed, and where its row lives.
 
 There is no prefill phase and no decode phase: *computed* (`kv_len`) catches up with *known* (`tokens`). A row whose
 only uncomputed token is the last one is ready to sample; everything before that is prefill. Does not know plans.
@@ -38,7 +38,7 @@ class Sequence:
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.cached_tokens = 0
-        self.drafted = 0  # tokens verified for it
+        self.drafted = 0  # draft tokens verified
         self.accepted = 0  # of those, committed
         self.scored = 0  # prompt tokens whose log-probability is known (prompt_logprobs)
 
@@ -54,18 +54,18 @@ class Sequence:
 
     @property
     def wants_scores(self) -> bool:
-        """Whether prompt log-probabilities are still owed, so that no prefix may be reused."""
+        """Whether the request asks for prompt log-probabilities, so that every prompt token must be computed."""
         return self.request.prompt_logprobs is not None
 
     def unplace(self) -> None:
-        """The row is gone; everything known must be computed again."""
+        """The sequence has no row any more, so that all its known tokens must be computed again."""
         self.arena = self.slot = -1
         self.decoding = False
         self.kv_len = 0
         self.crc = 0
 
     def timing(self, now: float) -> Timing:
-        """Where the time went, in seconds (M1)."""
+        """How long the sequence waited, prefilled and decoded until `now` (M1)."""
         started = self.first_scheduled if self.first_scheduled is not None else now
         first = self.first_token if self.first_token is not None else now
         last = self.last_token if self.last_token is not None else first

@@ -1,6 +1,6 @@
-"""Is a row finished? The one place, as far as token ids and counts can tell (A9).
+"""Whether a row is finished, as far as token ids and counts can tell. The one place that decides it (A9).
 
-Stop strings need text, which only the server has; it answers with `Finish`, which the scheduler applies.
+Does not know stop strings: they need text, which only the server has. It sends `Finish`, which the scheduler applies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from phalanx.types import FinishReason, StopRule
 
 
 class Clip(NamedTuple):
-    """How many of the verified tokens count, and why the row ends there (None: it goes on)."""
+    """How many of the verified tokens count, and why the row ends there (None: it continues)."""
 
     keep: int
     finish: FinishReason | None
@@ -23,7 +23,7 @@ def clip(rule: StopRule, n_output: int, tokens: Sequence[int]) -> Clip:
     """Cut verified tokens at the first stop id or at `max_tokens`, whichever comes first.
 
     A stop token counts as an output token. Before `min_tokens` a stop id does not end the row (the sampler does not
-    choose it either; a draft could carry it).
+    draw it there, but a draft could contain it).
 
     Args:
         n_output: output tokens committed before these.

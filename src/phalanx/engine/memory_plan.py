@@ -1,0 +1,138 @@
+"""What a rank will need before it loads, and what is left for rows afterwards (B2).
+
+Every rank finds out for itself and all share it, so that all come to the same limits. Does not know how a model is
+loaded or computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from phalanx import memory
+from phalanx.config import GIB, EngineConfig, memory_guard_override_gb
+from phalanx.engine.link import LeaderLink, SingleRank, WorkerLink
+from phalanx.engine.speculation import DraftWeights
+from phalanx.errors import ConfigError, MemoryShortage
+from phalanx.model.cache.layout import CacheFacts, row_bytes
+from phalanx.model.loading import load
+from phalanx.sched.admission import GRANULE, KvLimits, largest_row
+
+log = logging.getLogger("phalanx.engine")
+
+DEFAULT_CONTEXT = 8192  # for models whose config names no limit (recurrent ones)
+
+
+class MemoryPlan(NamedTuple):
+    """What the group may use while it serves: the limits of its smallest rank."""
+
+    limits: KvLimits
+    budget: memory.Budget
+    draft_kv: int
+    """Bytes for the rows of a draft model, on the leader."""
+
+
+def memory_guard(config: EngineConfig) -> int:
+    """Bytes of this machine's memory that stay free."""
+    guard_gb = config.memory_guard_gb if config.memory_guard_gb is not None else memory_guard_override_gb()
+    return memory.guard_bytes(memory.read_machine().physical, guard_gb)
+
+
+def predict(
+    config: EngineConfig,
+    rank: int,
+    prepared: load.Prepared,
+    facts: CacheFacts,
+    draft: DraftWeights | None,
+    guard: int,
+) -> memory.Prediction:
+    """What this rank will need, a draft model included; known before a weight is read."""
+    kv = GRANULE * (row_bytes(facts.layouts, prepared.dtype) + (0 if draft is None else draft.bytes_per_token))
+    if config.kv_cache_gb is not None:
+        kv = int(config.kv_cache_gb * GIB)
+    own = prepared.predict(rank=rank, host=socket.gethostname(), kv=kv, guard=guard)
+    if draft is None:
+        return own
+    working = max(own.working, draft.working_bytes)
+    return replace(own, weights=own.weights + draft.weights_bytes, working=working)
+
+
+def plan_memory(
+    config: EngineConfig,
+    facts: CacheFacts,
+    draft: DraftWeights | None,
+    guard: int,
+    link: LeaderLink | WorkerLink | SingleRank,
+    ranks_here: int,
+) -> MemoryPlan:
+    """Split the memory that loading left, and find the context that fits. Every rank of the group calls this.
+
+    A draft model's rows get as many tokens as the target's, from the same budget.
+
+    Raises:
+        ConfigError: `--max-model-len` is beyond the model's own context, or a size is not a number of GB.
+        MemoryShortage: what the flags ask for does not fit.
+    """
+    wanted = _wanted_context(config, facts)
+    draft_bytes = 0 if draft is None else draft.bytes_per_token
+    link.share(True)  # all ranks have loaded, so that what is free now stays free
+    own = _own_budget(config, facts, draft_bytes, guard, ranks_here)
+    budgets = link.share(own)
+    budget = memory.Budget(
+        kv=min(b.kv for b in budgets), prefix=min(b.prefix for b in budgets), logits=min(b.logits for b in budgets)
+    )
+    fits = largest_row(budget.kv, facts.bytes_per_token, facts.bytes_per_row)
+    _check_context(config, wanted, fits, budget.kv, link.rank)
+    limits = KvLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=min(wanted, fits),
+        kv_budget=budget.kv,
+        bytes_per_token=facts.bytes_per_token,
+        bytes_per_row=facts.bytes_per_row,
+    )
+    draft_kv = 0 if draft is None else budget.kv * draft_bytes // facts.bytes_per_token
+    return MemoryPlan(limits, budget, draft_kv)
+
+
+def _wanted_context(config: EngineConfig, facts: CacheFacts) -> int:
+    """Tokens of the context that is asked for."""
+    own = facts.max_len or DEFAULT_CONTEXT
+    wanted = config.max_model_len or own
+    if facts.max_len is not None and wanted > facts.max_len:
+        raise ConfigError(
+            f"--max-model-len {wanted} is beyond the model's own context of {facts.max_len} tokens.",
+            remedy="Its positions mean nothing there; use a smaller value.",
+        )
+    return wanted
+
+
+def _check_context(config: EngineConfig, wanted: int, fits: int, kv_budget: int, rank: int) -> None:
+    """A context that was asked for must fit; the model's own is cut to what fits."""
+    if config.max_model_len is not None and config.max_model_len > fits:
+        raise MemoryShortage(
+            f"--max-model-len {config.max_model_len} needs more KV memory than the budget of {kv_budget / GIB:.2f} GB "
+            f"holds ({fits} tokens).",
+            remedy=f"Use --max-model-len {fits}, or raise --kv-cache-gb.",
+        )
+    if wanted > fits and rank == 0:
+        log.warning("context limited to %d tokens by the KV budget (the model's own is %d)", fits, wanted)
+
+
+def _own_budget(
+    config: EngineConfig, facts: CacheFacts, draft_bytes: int, guard: int, ranks_here: int
+) -> memory.Budget:
+    """What this rank can give: its share of this machine's free memory.
+
+    Args:
+        draft_bytes: per token of a draft model's rows, which come out of the KV budget.
+    """
+    minimum = GRANULE * (facts.bytes_per_token + draft_bytes) + facts.bytes_per_row
+    machine = memory.read_machine()
+    machine = replace(machine, available=guard + (machine.available - guard) // ranks_here)
+    budget = memory.serving_budget(machine, guard, config.kv_cache_gb, config.prefix_cache_gb, minimum_kv=minimum)
+    if draft_bytes:
+        budget = replace(budget, kv=budget.kv * facts.bytes_per_token // (facts.bytes_per_token + draft_bytes))
+    return budget

@@ -1,0 +1,120 @@
+"""The model of a rank: agreed upon by all ranks, known to fit, loaded and checked; and the leader's draft model.
+
+Does not know how weights are read (`model/loading/`), nor what is left for rows (`memory_plan.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from phalanx import __version__, memory
+from phalanx.config import DraftModelSpeculation, EngineConfig
+from phalanx.engine.link import Link
+from phalanx.engine.membership import Membership
+from phalanx.engine.memory_plan import memory_guard, predict
+from phalanx.engine.selftest import RankFacts, compare_facts
+from phalanx.engine.speculation import DraftWeights
+from phalanx.kernels import install
+from phalanx.model import registry
+from phalanx.model.cache.layout import CacheFacts
+from phalanx.model.check import check_model
+from phalanx.model.loading import load
+from phalanx.model.loading.resolve import resolve
+from phalanx.model.loading.weights import fingerprint
+from phalanx.model.mla import absorb_short_queries
+from phalanx.model.runner import Runner
+
+log = logging.getLogger("phalanx.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """This rank's part of the model, ready to run."""
+
+    loaded: load.Loaded
+    runner: Runner
+    draft: DraftWeights | None
+    """The draft model; only the leader has one, and only where the configuration names it."""
+    draft_runner: Runner | None
+    guard: int
+    """Bytes of this machine's memory that stay free."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the model's vocabulary; 0 where its config does not say."""
+        config = self.loaded.config
+        scope = config if "vocab_size" in config else config.get("text_config", {})
+        return int(scope.get("vocab_size", 0))
+
+
+def load_model(config: EngineConfig, member: Membership, report: load.Progress) -> ServedModel:
+    """Load the model, after all ranks have agreed on what it is and that their parts fit.
+
+    Raises:
+        GroupError: ranks differ in software or in the model's files.
+        MemoryShortage: the model does not fit on some rank; says what would.
+        ModelUnsupported, WeightsError: the model cannot be loaded, or disagrees with mlx-lm.
+        ConfigError: the draft model does not go with this one.
+    """
+    link, reducer = member.link, member.reducer
+    guard = memory_guard(config)
+    path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    _compare_software(config, link, path)
+    prepared = load.prepare(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, reducer=reducer)
+    reducer.foreign = bool(prepared.unchecked)
+    facts = registry.inspect(prepared.model, prepared.config)
+    reducer.discard()  # inspecting only builds
+    draft = _draft_weights(config, link.rank, facts, path)
+    _check_memory(config, link, prepared, facts, draft, guard)
+    loaded = prepared.materialise(guard, report, ranks_here=member.ranks_here)
+    runner = _checked_runner(loaded, member, report)
+    draft_runner = None if draft is None else draft.materialise(guard, report)
+    return ServedModel(loaded, runner, draft, draft_runner, guard)
+
+
+def _compare_software(config: EngineConfig, link: Link, path: Path) -> None:
+    """All ranks run the same software on the same model."""
+    if link.size == 1:
+        return
+    facts = RankFacts(
+        phalanx=__version__,
+        mlx=version("mlx"),
+        mlx_lm=version("mlx-lm"),
+        model=fingerprint(path),
+        dtype=config.dtype,
+    )
+    compare_facts(link, facts)
+
+
+def _draft_weights(config: EngineConfig, rank: int, facts: CacheFacts, target: Path) -> DraftWeights | None:
+    """The leader's draft model, not read yet; None on the other ranks and where nothing drafts with a model."""
+    if rank != 0 or not isinstance(config.speculative_config, DraftModelSpeculation) or not facts.rolls_back:
+        return None
+    return DraftWeights(config, config.speculative_config, target)
+
+
+def _check_memory(
+    config: EngineConfig, link: Link, prepared: load.Prepared, facts: CacheFacts, draft: DraftWeights | None, guard: int
+) -> None:
+    """What every rank is about to load fits on its machine."""
+    predictions = link.share(predict(config, link.rank, prepared, facts, draft, guard))
+    if link.rank == 0:
+        log.info("before loading:\n%s", memory.prediction_table(predictions))
+    memory.check_group(prepared.path.name, predictions)
+
+
+def _checked_runner(loaded: load.Loaded, member: Membership, report: load.Progress) -> Runner:
+    """A runner of the loaded model whose rows agree with mlx-lm; rows are packed only where every rank can."""
+    absorb_short_queries(loaded.model)
+    facts = registry.inspect(loaded.model, loaded.config)
+    member.reducer.discard()  # inspecting only builds
+    runner = Runner(loaded.model, facts, loaded.dtype, member.reducer)
+    report("checking the model", 0, 1)
+    link = member.link
+    check_model(runner, loaded.model, may_pack=all(link.share(install.active())))
+    runner.facts = dataclasses.replace(runner.facts, packs=all(link.share(runner.facts.packs)))
+    return runner
