@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,3 +188,49 @@ def test_a_host_that_is_back_is_not_blamed_while_its_rank_loads(monkeypatch, tmp
     monkeypatch.setattr("phalanx.supervision.process.HOST_RETRY_S", 0.01)
     asyncio.run(main())
     assert seen[3].startswith("The agent of b cannot be used")
+
+
+def test_ranks_that_were_launched_and_not_started_are_ended(monkeypatch, tmp_path):
+    """SIGTERM at once: there is nobody yet to take a Shutdown."""
+    signals: list[signal.Signals] = []
+
+    class Rank(SimpleNamespace):
+        def send_signal(self, number: signal.Signals) -> None:
+            signals.append(number)
+            self.returncode = -number
+
+    async def main() -> str:
+        process = EngineProcess(EngineConfig(model="demo"))
+        monkeypatch.setattr("phalanx.supervision.process.start_ranks", start)
+        await process.launch()
+        assert process._directory is not None
+        directory = process._directory.name
+        begun = time.monotonic()
+        await process.close()
+        assert time.monotonic() - begun < 2
+        assert signals == [signal.SIGTERM]
+        assert process.state.phase == "stopped"
+        return directory
+
+    async def start(*_: object) -> RankProcesses:
+        return RankProcesses({"rank 0": Rank(returncode=None, pid=1)}, [])
+
+    assert not Path(asyncio.run(main())).exists()
+
+
+def test_a_launch_that_fails_is_reported_by_the_supervision(monkeypatch):
+    async def none(*_: object) -> RankProcesses:
+        raise FileNotFoundError(2, "No such file or directory", "python")
+
+    async def main() -> None:
+        process = EngineProcess(EngineConfig(model="demo"))
+        monkeypatch.setattr("phalanx.supervision.process.start_ranks", none)
+        await process.launch()
+        assert process.state.phase == "starting"
+        await process.start()
+        assert process._supervisor is not None
+        await process._supervisor
+        assert process.state.phase == "failed" and "the ranks could not be started" in process.state.reason
+        await process.close()
+
+    asyncio.run(main())

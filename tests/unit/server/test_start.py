@@ -1,0 +1,102 @@
+"""The order of a start, and how one ends that fails half-way: no engine is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from msgspec.structs import replace
+from support.serving import CONFIG
+
+from phalanx.errors import ConfigError, ExitCode, ModelUnsupported
+from phalanx.server.start import bind, serve
+from phalanx.supervision.client import FakeEngine
+from phalanx.text.tokenizer import Tokenizer
+
+
+class Recording(FakeEngine):
+    """Says when it is launched, started and closed; ends the server as soon as it is started."""
+
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(autostart=False)
+        self._said = said
+
+    async def launch(self) -> None:
+        self._said.append("launched")
+
+    async def start(self) -> None:
+        self._said.append("started")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def close(self) -> None:
+        await super().close()
+        self._said.append("closed")
+
+
+def test_the_engine_loads_while_the_tokenizer_does(tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+
+    def load() -> Tokenizer:
+        said.append("tokenizer")
+        return tokenizer
+
+    assert serve(CONFIG, Recording(said), load) == ExitCode.OK
+    assert said == ["launched", "tokenizer", "started", "closed"]
+
+
+def test_a_bad_tokenizer_ends_the_engine(tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+
+    def load() -> Tokenizer:
+        raise ModelUnsupported("no tokenizer")
+
+    with pytest.raises(ModelUnsupported, match="no tokenizer"):
+        serve(CONFIG, Recording(said), load)
+    assert said == ["launched", "closed"]
+
+
+def test_an_engine_that_cannot_be_launched_is_closed(tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+
+    class Without(Recording):
+        async def launch(self) -> None:
+            raise ConfigError("--backend mpi: no mpirun")
+
+    with pytest.raises(ConfigError, match="no mpirun"):
+        serve(CONFIG, Without(said), lambda: tokenizer)
+    assert said == ["closed"]
+
+
+def test_sigterm_during_the_start_ends_the_engine(tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+
+    def load() -> Tokenizer:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        return tokenizer
+
+    assert serve(CONFIG, Recording(said), load) == ExitCode.OK
+    assert said == ["launched", "closed"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_ctrl_c_during_the_start_ends_the_engine(tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+
+    def load() -> Tokenizer:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        return tokenizer
+
+    with pytest.raises(KeyboardInterrupt):
+        serve(CONFIG, Recording(said), load)
+    assert said == ["launched", "closed"]
+
+
+def test_a_taken_port_is_said_before_an_engine_is_launched(tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+    with bind("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="Cannot listen"):
+        serve(replace(CONFIG, port=taken.getsockname()[1]), Recording(said), lambda: tokenizer)
+    assert said == []
