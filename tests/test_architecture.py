@@ -42,8 +42,8 @@ NARROW = {
 
 PURE = (
     "sched/", "types.py", "errors.py", "engine/mirror.py", "server/answers.py",
-    "spec/comparison.py",
-    *(f"spec/{name}.py" for name in "acceptance control cost drafters lookup ngram reading stats suffix".split()),
+    *(f"spec/{name}.py" for name in "acceptance adaptive budget comparison control cost drafters lookup".split()),
+    *(f"spec/{name}.py" for name in "ngram rules stats suffix".split()),
 )  # fmt: skip
 IMPURE_MODULES = frozenset(
     "asyncio concurrent datetime io logging mlx mlx_lm multiprocessing numpy os pathlib psutil random secrets select "

@@ -21,7 +21,7 @@ from phalanx.model import registry
 from phalanx.model.loading.load import prepare
 from phalanx.model.sampling.metadata import SamplingMetadata, TokenCounts
 from phalanx.spec.draft_model import AT_ONCE, DraftModel
-from phalanx.spec.drafters import GRADES
+from phalanx.spec.drafters import BUCKETS
 from phalanx.types import Sampling
 
 VOCAB = 512
@@ -51,7 +51,7 @@ def drafter_on(runner, kv_budget: int = 1 << 26) -> DraftModel:
 
 
 def read_all(drafter: DraftModel, keys: Sequence[int]) -> None:
-    drafter.read(drafter.behind(keys))
+    drafter.read(drafter.unread(keys))
 
 
 def test_drafts_are_the_models_own_continuation(runner):
@@ -117,7 +117,7 @@ def test_a_long_prompt_is_read_in_chunks(runner):
     for chunk, left in ((128, 171), (100, 71), (64, 0)):
         assert drafted(drafter, {0: 3, 1: 3}) == {1: wanted[1]}
         fed.append(drafter.read({0: chunk}))
-        assert drafter.behind([0, 1]) == ({0: left} if left else {})
+        assert drafter.unread([0, 1]) == ({0: left} if left else {})
     assert fed == [128, 100, 64]
     assert drafted(drafter, {0: 3, 1: 3}) == {0: wanted[0], 1: wanted[1]}
 
@@ -130,9 +130,9 @@ def test_what_was_not_asked_for_is_read_again_from_where_it_was(runner):
     read_all(drafter, [0])
     drafted(drafter, {0: 4})
     drafter.extend(0, said[: AT_ONCE - 1])
-    assert drafter.behind([0]) == {}
+    assert drafter.unread([0]) == {}
     drafter.extend(0, said[AT_ONCE - 1 : 30])
-    assert drafter.behind([0]) == {0: 30 - 3 - 1}  # of four drafts three were fed
+    assert drafter.unread([0]) == {0: 30 - 3 - 1}  # of four drafts three were fed
     read_all(drafter, [0])
     assert drafted(drafter, {0: 4})[0] == said[30:34]
 
@@ -167,16 +167,16 @@ def test_a_row_beyond_the_budget_or_the_context_is_not_drafted_for(runner):
     per_row = 256 * runner.facts.bytes_per_token
     drafter = drafter_on(runner, kv_budget=per_row)
     drafter.begin(0, [7] * 300)
-    assert drafter.behind([0]) == {}
+    assert drafter.unread([0]) == {}
     drafter.begin(1, [7, 8])
     drafter.begin(2, [9, 8])
     assert drafted(drafter, {0: 2, 1: 2, 2: 2}).keys() == {1}
     drafter.end(1)
     assert drafted(drafter, {0: 2, 2: 2}).keys() == {2}
     drafter.begin(3, [7] * 100)
-    assert drafter.behind([3]) == {}  # no memory now
+    assert drafter.unread([3]) == {}  # no memory now
     drafter.end(2)
-    assert drafter.behind([3]) == {3: 99}
+    assert drafter.unread([3]) == {3: 99}
     limit = runner.facts.max_len
     far = drafter_on(runner)
     far.begin(0, [7] * (limit - 1))
@@ -190,8 +190,8 @@ def test_what_is_read_stays_for_the_longest_draft(runner, length):
     drafter.begin(0, [7] * length)
     n_read = 0
     for _ in range(40):
-        n_read += drafter.read(drafter.behind([0]))
-        drafted(drafter, {0: GRADES})
+        n_read += drafter.read(drafter.unread([0]))
+        drafted(drafter, {0: BUCKETS})
         drafter.extend(0, [8])
     assert n_read <= length
 

@@ -37,7 +37,7 @@ from phalanx.model.sampling.metadata import SamplingMetadata
 from phalanx.sched.commit import accept
 from phalanx.sched.sequence import Sequence
 from phalanx.spec import sampling_metadata, verify
-from phalanx.spec.balance import CostControl
+from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.draft_model import DraftModel
 from phalanx.spec.drafters import Drafter, RandomDrafter
 from phalanx.spec.ngram import NgramDrafter
@@ -248,7 +248,7 @@ def test_long_prompts_of_short_answers_are_not_read(bench, counted):
     plain = bench.engine("llama", 1).run(jobs())
     engine = bench.engine("llama", 1)
     model = Watched(load(bench.path("llama"))[0], engine.vocab, KV, engine.place)
-    control = CostControl(4, cheap=False) if counted else Always(4)
+    control = AdaptiveControl(4, cheap=False) if counted else Always(4)
     assert differences(engine.speculate(model, 4, control).run(jobs()), plain) == []
     assert model.n_read < 100 if counted else model.n_read >= 5 * 390
 

@@ -1,4 +1,4 @@
-"""What drafters say, without the grades."""
+"""What drafters say, without the buckets."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class DraftWeights:
 
 
 def describe(config: SpeculativeConfig | None, facts: CacheFacts) -> str:
-    """One line: who drafts, or why nobody does."""
+    """One line: the drafter, or why there is none."""
     if config is None:
         return "off"
     if not facts.rolls_back:
@@ -119,7 +119,7 @@ def make_speculator(
     draft: Runner | None,
     draft_kv: int,
 ) -> Speculator | None:
-    """What drafts on this leader; None where nothing does.
+    """The speculator of this leader; None where nothing may be drafted.
 
     Args:
         draft: the draft model, where the configuration names one.
@@ -138,7 +138,12 @@ def make_speculator(
     comparison = None if config.compare_steps is None else Comparison(config.compare_steps)
     meter = SpecMeter(str(type(config).__struct_config__.tag), config.window, comparison)
     return Speculator(
-        drafter, rules.build(config, pack_above=scheduler.config.pack_above), meter, vocab_size, comparison
+        drafter,
+        rules.build(config, pack_above=scheduler.config.pack_above),
+        meter,
+        vocab_size,
+        config.disable_by_batch_size,
+        lambda: [row for row in scheduler.layout.rows() if not row.decoding],
     )
 
 

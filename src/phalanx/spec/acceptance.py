@@ -1,69 +1,121 @@
-"""How far drafts were right, as counts that fade.
+"""How far drafts were right, and so what the next ones are expected to bring. Pure.
 
-Kept per grade (`drafters.Draft`), by which a drafter tells its own tokens apart: a token is judged only where those
-before it were right, so the probability that a draft is right up to there is the product of the rates so far. Pure.
+A drafter puts each token into a confidence bucket (`Draft.buckets`). A token counts only where those before it were
+right, so the probability that a draft is right up to there is the product of its buckets' rates. Tokens do not depend
+on speculation (design: Keyed sampling), so drafts that were not verified are compared with what is committed all the
+same: learning that drafts became good costs drafting, and no forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from phalanx.spec.drafters import GRADES
+from phalanx.spec.drafters import BUCKETS, Draft
 
-POOL_FADES = 0.95
-"""Of what is known about a drafter, after each draft: the last 20 count."""
-ROW_FADES = 0.85
-"""Of what is known about one sequence: the last 7 count, for texts change."""
-DOUBT = 1.0
-"""Judgements that what is assumed beforehand (of the drafter, about a new sequence) is worth."""
-UNKNOWN = 0.5
-"""Rate of a drafter before anything is known."""
+POOL_FADES = 0.95  # of what is known about a drafter, after each draft: the last 20 count
+ROW_FADES = 0.85  # of what is known about one sequence: the last 7 count, for texts change
+WORTH = 0.1  # probability below which a token is not worth sampling, even where the forward has room for it
+
+Chances = list[float]
+"""The probability that the first j tokens are right, j = 1 .., as far as worth it."""
 
 
 class Acceptance:
-    """Rates of acceptance by grade.
+    """Rates of acceptance by confidence bucket; what is assumed beforehand counts as one observation.
 
     Args:
-        fades: what all counts are multiplied with at each new draft, those of grades that are not tried any more as
-            well: one wrong token must not end them for ever.
-        pool: whose rates are assumed while nothing is known; without, a grade's is that of the one below.
+        fades: factor of all counts at each new draft, also of buckets that are not tried any more: one wrong token
+            must not end them for ever.
+        pool: whose rates are assumed; without, a bucket's is that of the one below, and the lowest one's 1/2.
     """
 
     def __init__(self, fades: float, pool: Acceptance | None = None) -> None:
         self._fades = fades
         self._pool = pool
-        self.clear()
-
-    def clear(self) -> None:
-        """Nothing is known any more. Changes state."""
-        self._right = [0.0] * GRADES
-        self._judged = [0.0] * GRADES
-        self._rates: list[float] | None = None
+        self._counts = [(0.0, 0.0)] * BUCKETS  # right, tried
 
     def begin(self) -> None:
-        """A new draft is going to be judged: what is known counts less. Changes state."""
-        self._right = [count * self._fades for count in self._right]
-        self._judged = [count * self._fades for count in self._judged]
-        self._rates = None
+        """A new draft is compared: what is known counts less. Changes state."""
+        self._counts = [(right * self._fades, tried * self._fades) for right, tried in self._counts]
 
-    def judge(self, grade: int, right: bool) -> None:
-        """A token of this grade, all before it being right, was right or not. Changes state."""
-        self._right[grade] += right
-        self._judged[grade] += 1.0
-        self._rates = None
+    def observe(self, bucket: int, right: bool) -> None:
+        """A token of this bucket, all before it being right, was right or not. Changes state."""
+        self._counts[bucket] = self._counts[bucket][0] + right, self._counts[bucket][1] + 1.0
 
     @property
     def rates(self) -> Sequence[float]:
-        """Estimated probability, per grade, that a token is right, given those before it are."""
-        if self._pool is not None:  # which changes as well
-            return [
-                (right + DOUBT * assumed) / (judged + DOUBT)
-                for right, judged, assumed in zip(self._right, self._judged, self._pool.rates, strict=True)
-            ]
-        if self._rates is None:
-            self._rates = []
-            below = UNKNOWN
-            for right, judged in zip(self._right, self._judged, strict=True):
-                below = (right + DOUBT * below) / (judged + DOUBT)
-                self._rates.append(below)
-        return self._rates
+        """Estimated probability, per bucket, that a token is right, given those before it are: [BUCKETS]."""
+        if self._pool is not None:
+            counts = zip(self._counts, self._pool.rates, strict=True)
+            return [(right + assumed) / (tried + 1.0) for (right, tried), assumed in counts]
+        rates = [0.5]
+        for right, tried in self._counts:
+            rates.append((right + rates[-1]) / (tried + 1.0))
+        return rates[1:]
+
+
+class AcceptanceTracker:
+    """Knows of each sequence how far its drafts were right, and which draft is still being compared."""
+
+    def __init__(self) -> None:
+        self._pool = Acceptance(POOL_FADES)
+        self._rows: dict[int, Acceptance] = {}
+        self._pending: dict[int, tuple[Draft, int]] = {}  # with the tokens that were right so far
+
+    def chances(self, buckets: Mapping[int, Sequence[int]]) -> dict[int, Chances]:
+        """Of drafts with these buckets, by sequence; those of which nothing is worth it are absent."""
+        found = {key: _chances(self._rates(key), of_row, 1.0) for key, of_row in buckets.items()}
+        return {key: chances for key, chances in found.items() if chances}
+
+    def ahead(self, keys: Collection[int]) -> dict[int, tuple[float, Chances]]:
+        """Of the drafts that the next step may have: sequence -> the probability that its token of this step is the one
+        that its pending draft expects, and the chances of what follows. Sequences without one are absent."""
+        found: dict[int, tuple[float, Chances]] = {}
+        for key in keys & self._pending.keys():
+            (draft, at), rates = self._pending[key], self._rates(key)
+            likely = rates[draft.buckets[at]]
+            found[key] = likely, _chances(rates, draft.buckets[at + 1 :], likely)
+        return found
+
+    def is_pending(self, key: int) -> bool:
+        """Whether a draft of this sequence is being compared with what is committed."""
+        return key in self._pending
+
+    def compare(self, key: int, draft: Draft) -> None:
+        """Compare this draft from now on. Changes state."""
+        self._pending[key] = draft, 0
+
+    def observe(self, key: int, tokens: Sequence[int]) -> bool:
+        """Compare the pending draft, of which there must be one, up to the first difference; whether it began right.
+        Changes state."""
+        draft, at = self._pending.pop(key)
+        row = self._rows.setdefault(key, Acceptance(ROW_FADES, self._pool))
+        for token in tokens:
+            right = token == draft.tokens[at]
+            for known in (self._pool, row):
+                if at == 0:
+                    known.begin()
+                known.observe(draft.buckets[at], right)
+            at += 1
+            if not right or at == len(draft.tokens):
+                return at > 1 or right
+        self._pending[key] = draft, at
+        return True
+
+    def end(self, key: int) -> None:
+        """The sequence is over; unknown ones are ignored. Changes state."""
+        self._rows.pop(key, None)
+        self._pending.pop(key, None)
+
+    def _rates(self, key: int) -> Sequence[float]:
+        return self._rows.get(key, self._pool).rates
+
+
+def _chances(rates: Sequence[float], buckets: Sequence[int], chance: float) -> Chances:
+    chances: Chances = []
+    for bucket in buckets:
+        chance *= rates[bucket]
+        if chance < WORTH:
+            break
+        chances.append(chance)
+    return chances

@@ -9,19 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection
-from dataclasses import dataclass
-
-
-@dataclass
-class Side:
-    """Steps of one kind."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def figures(self) -> tuple[int, float]:
-        return self.tokens, self.seconds
 
 
 class Comparison:
@@ -32,7 +19,7 @@ class Comparison:
     """
 
     def __init__(self, steps: int) -> None:
-        self.drafted, self.plain = Side(), Side()
+        self.totals = {True: (0, 0.0), False: (0, 0.0)}  # may have drafts -> tokens and seconds of these steps
         self._run = steps
         self._step = 0
         self._rows: Collection[int] = ()
@@ -47,9 +34,9 @@ class Comparison:
             now: seconds on a clock that never goes back.
         """
         if rows and rows == self._rows and self._tokens is not None:
-            side = self.drafted if self._may_draft(self._step) else self.plain
-            side.tokens += self._tokens
-            side.seconds += now - self._began
+            kind = self._may_draft(self._step)
+            tokens, seconds = self.totals[kind]
+            self.totals[kind] = tokens + self._tokens, seconds + now - self._began
         self._rows, self._began, self._tokens = rows, now, None
         if rows:
             self._step += 1

@@ -1,7 +1,7 @@
-"""Whether speculation pays, and how many tokens are worth a try: what is asked of whoever decides k.
+"""What the speculator asks of a control: how many tokens to draft, and how many of them to verify.
 
-Pure: time comes in as measured seconds, nothing is left to chance; the same calls give the same answers. Does not know
-who drafts, or what tokens mean. `balance.py` weighs costs; `rules.py` has fixed rules, and builds what is asked for.
+Pure: time comes in as measured seconds; the same calls give the same answers. Does not know the drafter, or what tokens
+mean. `adaptive.py` weighs costs against gains; `rules.py` has the fixed rules.
 """
 
 from __future__ import annotations
@@ -11,99 +11,57 @@ from typing import NamedTuple, Protocol
 
 from phalanx.spec.drafters import Draft
 
-Committed = Mapping[int, Sequence[int]]
+Committed = Mapping[int, Sequence[int]]  # decoding sequence -> the tokens that a step committed for it
 
 
-class Took(NamedTuple):
-    """How long a step took, in seconds."""
+class Unread(NamedTuple):
+    """A sequence that a draft model has to read before it can draft for it."""
 
-    all: float | None
-    """Drafting, the decoding forwards, sampling and verification; without prefill and reading. None where rows were
-    moved or buffers resized as well, so that it says nothing about such steps."""
-    drafting: float = 0.0
-    """Of those, the drafter's."""
-    telling: float = 0.0
-    """What asking the control took since the last `observe`, and that itself."""
+    tokens: int  # to read, >= 1
+    useful: int  # output tokens that drafts may be for
+
+
+class StepTime(NamedTuple):
+    """What a step took, in seconds; reading and overhead since the last `observe`."""
+
+    step_s: float | None  # without prefill and reading; None where rows were moved or buffers resized as well
+    drafting_s: float = 0.0  # of `step_s`
+    overhead_s: float = 0.0  # calls of the control, besides drafting
+    tokens_read: int = 0
+    reading_s: float = 0.0
 
 
 class Control(Protocol):
-    """Chooses k per sequence and step. Calls come in this order, once per step that decodes:
+    """Chooses k per sequence. A decoding step calls `request`, `choose` if there are drafts, `can_overlap` under async
+    scheduling, and `observe`. All methods change state."""
 
-    `read` -> (drafter) -> `has_read` -> `want` -> (drafter) -> `choose` -> (forward, verify, commit) -> `observe`;
-    `end` when a sequence is over. The first two only where the drafter is behind.
-
-    A step that may have no drafts whatever comes is none of the control's business: of such it hears (`hear`), before
-    the next call of another kind, what was committed.
-
-    Where a step without drafts can begin before the tokens of the one before are known, `rests` is asked before
-    `observe`; if it does, the next step has begun, and `forgo` takes the place of `choose`. Where even asking would
-    cost too much, the control takes a nap (`naps`).
-    """
-
-    def read(self, room: Mapping[int, int], behind: Mapping[int, int]) -> dict[int, int]:
-        """How many tokens to let the drafter read in this step.
+    def request(self, room: Mapping[int, int], unread: Mapping[int, Unread], *, overlapped: bool) -> dict[int, int]:
+        """How many tokens the drafter should draft or read.
 
         Args:
-            room: as for `want`.
-            behind: sequence -> tokens, >= 1, that it has to read before it can draft for it.
+            room: decoding sequence -> tokens that may be drafted for it; 0 where it is unread or ends.
+            unread: sequences to be read first; those that still prefill are not in `room`.
+            overlapped: the step has begun without drafts; drafts can only be compared with what is committed.
 
-        Returns: sequence -> tokens, 1 .. those it is behind; those that are not worth reading now are absent.
-        """
-        ...
-
-    def has_read(self, tokens: int, seconds: float) -> None:
-        """So many of them were read (fewer for want of memory), and it took so long."""
-        ...
-
-    def want(self, room: Mapping[int, int], *, bound: bool = False) -> dict[int, int]:
-        """How many tokens to ask the drafter for.
-
-        Args:
-            room: every decoding sequence of the step -> tokens that may be drafted for it at most (length, capacity);
-                0 for those that the drafter has not read.
-            bound: the step has begun without drafts; what is asked for can only be compared with what comes.
-
-        Returns: sequence -> tokens, >= 1; those that are not worth a draft now are absent.
+        Returns: sequence -> tokens, >= 1, to read where it is unread, else to draft; the others are absent.
         """
         ...
 
     def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
-        """How many of the drafted tokens to verify in this step, k >= 1; sequences with k = 0 are absent."""
+        """How many drafted tokens to verify in this step, >= 1; sequences with none are absent."""
         ...
 
-    def rests(self, keys: Collection[int]) -> bool:
-        """Whether no draft would be verified in the next step of these decoding sequences, however good it looks, and
-        no drafter asked that computes."""
+    def can_overlap(self, keys: Collection[int]) -> bool:
+        """Whether the next step of these sequences may begin now, without drafts."""
         ...
 
-    def forgo(self, drafts: Mapping[int, Draft]) -> None:
-        """The step takes no drafts. These may be compared with what comes."""
-        ...
-
-    def observe(self, committed: Committed, verified: Mapping[int, int], took: Took) -> None:
-        """What the step came to.
+    def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> None:
+        """A step is over.
 
         Args:
-            committed: every decoding sequence of the step -> the tokens committed for it, clipped as the commit was.
             verified: sequence -> drafted tokens that were fed: as many as chosen, or fewer for want of memory.
-            took: how long.
+            time: None for a step that was not allowed to have drafts: it costs and earns nothing.
         """
-        ...
-
-    def hear(self, committed: Committed) -> None:
-        """These tokens were committed in steps that could have no drafts, and are as long ago as they are."""
-        ...
-
-    def naps(self, keys: Collection[int]) -> int:
-        """For how many steps of these sequences nobody need ask or tell anything, for it would come to nothing.
-
-        Asked after `observe`. When that many are over, or the sequences are others, `slept` says so; no call but
-        `end` comes before.
-        """
-        ...
-
-    def slept(self, keys: Collection[int], steps: int) -> None:
-        """So many plain steps are over, each of which began early where that can be."""
         ...
 
     def end(self, key: int) -> None:
@@ -111,11 +69,9 @@ class Control(Protocol):
         ...
 
 
-def in_turn(behind: Mapping[int, int], most: int) -> dict[int, int]:
-    """So many tokens shared out, one sequence after the other."""
+def share_out(unread: Mapping[int, Unread], most: int) -> dict[int, int]:
+    """Up to `most` tokens to read, one sequence after the other."""
     reads: dict[int, int] = {}
-    for key, tokens in behind.items():
-        if most > 0:
-            reads[key] = min(tokens, most)
-            most -= reads[key]
-    return reads
+    for key, (tokens, _) in unread.items():
+        reads[key] = min(tokens, most - sum(reads.values()))
+    return {key: tokens for key, tokens in reads.items() if tokens}

@@ -1,8 +1,8 @@
-"""What a step costs: seconds for so many rows of so many tokens, as measured.
+"""What a step costs: seconds for so many rows of so many tokens, as measured. Pure: the seconds are handed in.
 
-How wide a step is are the tokens that it computes per row: a number of halves, where rows are packed (`forwards.py`).
-Kept as a ratio to the *plain* step (one token per row) with as many rows, measured lately: contexts grow and machines
-are shared, but both slow all steps down alike. Pure: the seconds are handed in.
+Tokens per row are what a step computes: a number of halves, where rows are packed (`forwards.py`). A cost is kept as a
+ratio to the *non-speculative* step (one token per row) with as many rows, measured lately: contexts grow and machines
+are shared, but both slow all steps down alike.
 """
 
 from __future__ import annotations
@@ -12,27 +12,19 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-SAMPLES = 5
-"""Of which the median counts, so that one disturbed step means nothing."""
-ENOUGH = 3
-"""Samples from which a median can be taken; with fewer, the cheapest counts, so that a disturbed first try is
-repeated."""
+SAMPLES = 5  # of which the median counts, so that one disturbed step means nothing; of one or two the cheaper
 FRESH = 100
-"""Steps for which a plain step's time holds: measuring it again costs 1 % of what speculation gains."""
+"""Steps for which a non-speculative step's time holds: measuring it again costs 1 % of what speculation gains."""
 SETTLED = 16
-"""The same where other sequences have come since, so that short answers are not made of plain steps."""
-SAME = 1.1
-"""Times as long that a plain step may take as those before a pause or a change, for them to count still: with other
-texts, whose contexts are shorter, it may take half."""
-HOLDS = 300
-"""Steps for which a ratio holds before it is measured again, should that look worth it."""
+"""The same where all sequences are others: their contexts are, but short answers must not be made of such steps."""
+HOLDS = 300  # steps for which a ratio holds before it is measured again, should that look worth it
 PER_TOKEN = 0.02
-"""Cost of a further token per row before anything was measured, in plain steps: a memory-bound machine's, so that
-every other machine finds out by one try."""
+"""Cost of a further token per row before anything was measured: a memory-bound machine's, so that every other machine
+finds out by one try."""
 
 
-def width(rows: int, tokens: int) -> float:
-    """Tokens per row of a step that computes so many, in halves."""
+def tokens_per_row(rows: int, tokens: int) -> float:
+    """Of a step that computes so many tokens, in halves."""
     return math.ceil(2 * tokens / rows) / 2
 
 
@@ -42,98 +34,81 @@ class _Samples:
     def __init__(self) -> None:
         self.values: deque[float] = deque(maxlen=SAMPLES)
         self.at = 0  # step of the latest
+        self.came = 0.0  # sequences that had come then
 
-    def add(self, value: float, step: int) -> None:
+    def add(self, value: float, at: int, came: float = 0.0) -> None:
         self.values.append(value)
-        self.at = step
+        self.at, self.came = at, came
 
     @property
     def value(self) -> float:
-        return median(self.values) if len(self.values) >= ENOUGH else min(self.values)
+        return median(self.values) if len(self.values) > 2 else min(self.values)
 
 
 class CostCurve:
-    """t(rows, tokens per row), in plain steps."""
+    """t(rows, tokens per row), in non-speculative steps."""
 
     def __init__(self) -> None:
         self._steps = 0
-        self._other = 0.0  # share of the sequences that came since plain steps were doubted last
-        self._changed = 0  # the step after which that was
-        self._plain: dict[int, _Samples] = {}  # rows -> seconds
-        self._ratios: dict[int, dict[float, _Samples]] = {}  # rows -> width -> plain steps
+        self._came = 0.0  # sequences, each as its share of the rows
+        self._base: dict[int, _Samples] = {}  # rows -> seconds
+        self._ratios: dict[int, dict[float, _Samples]] = {}  # rows -> tokens per row -> ratio
 
-    def observe(self, rows: int, width: float, seconds: float) -> None:
-        """A step with `width` tokens per row took so long. Changes state.
-
-        Wider ones are dropped while there is no plain step to compare with.
-        """
+    def observe(self, rows: int, per_row: float, seconds: float) -> None:
+        """A step with `per_row` tokens per row took so long; one of several is dropped while there is no base time to
+        compare with. Changes state."""
         self._steps += 1
-        if width == 1:
-            samples = self._plain.setdefault(rows, _Samples())
-            if samples.values and not self._holds(samples) and not 1 / SAME <= seconds / samples.value <= SAME:
-                samples.values.clear()
-            samples.add(seconds, self._steps)
-        elif rows in self._plain:
-            samples = self._ratios.setdefault(rows, {}).setdefault(width, _Samples())
+        if per_row == 1:
+            samples = self._base.setdefault(rows, _Samples())
+            if samples.values and self._is_old(samples) and not 0.9 <= seconds / samples.value <= 1.1:
+                samples.values.clear()  # other contexts: a step may take half
+            samples.add(seconds, self._steps, self._came)
+        elif rows in self._base:
+            samples = self._ratios.setdefault(rows, {}).setdefault(per_row, _Samples())
             if self._steps - samples.at > HOLDS:
                 samples.values.clear()
-            samples.add(seconds / max(self._plain[rows].value, 1e-9), self._steps)
+            samples.add(seconds / max(self._base[rows].value, 1e-9), self._steps)
 
-    def plain(self, rows: int) -> float | None:
-        """Seconds of a plain step with so many rows; None while too little is known, or nothing of late."""
-        samples = self._plain.get(rows)
-        if samples is None or len(samples.values) < ENOUGH or not self._holds(samples):
-            return None
-        return samples.value
+    def base(self, rows: int) -> float | None:
+        """Seconds of a non-speculative step; None while too little is known, or nothing of late."""
+        samples = self._base.get(rows)
+        return None if samples is None or len(samples.values) < 3 or self._is_old(samples) else samples.value
 
     def begin(self, share: float) -> None:
-        """A sequence came, that makes up this share of the rows. When as many came as there are, plain steps do not
-        hold for long. Changes state."""
-        self._other += share
-        if self._other >= 1.0:
-            self._other, self._changed = 0.0, self._steps
+        """A sequence came that is this share of the rows. Changes state."""
+        self._came += share
 
-    def _holds(self, plain: _Samples) -> bool:
-        return self._steps - plain.at <= (FRESH if plain.at > self._changed else SETTLED)
+    def _is_old(self, base: _Samples) -> bool:
+        return self._steps - base.at > (FRESH if self._came - base.came < 1.0 else SETTLED)
 
     def reach(self, rows: int) -> float:
         """The widest step whose cost may be guessed: twice the widest measured with so many rows, so that a first try
         is a small one, and powers of two are tried, where stairs often end."""
         return 2 * max(self._ratios.get(rows, ()), default=1)
 
-    def ratio(self, rows: int, width: float) -> float:
-        """Cost of a step of that width in plain steps, >= 1."""
-        return self.ratios(rows, [width])[0]
-
     def ratios(self, rows: int, widths: Sequence[float], *, hopeful: bool = False) -> list[float]:
-        """Costs of steps in plain steps, >= 1, by width.
+        """Costs of steps by tokens per row, in non-speculative steps, each >= 1.
 
-        What was not measured lies on a straight line: between two widths that were, or beyond the widest, from the
-        plain step on. Fewer rows stand in for a number of rows that was never measured: they cost less, and so lead to
-        a try.
-
-        Args:
-            hopeful: the widest ends no line but stands on a stair, for kernels work on so many rows at once: a further
-                token costs hardly anything.
+        What was not measured lies on a straight line: between two that were, or beyond the widest, from 1 on; if
+        `hopeful`, that one stands on a stair (kernels work on so many tokens at once), and a further token costs hardly
+        anything. Fewer rows stand in for a number of rows that was never measured: they cost less, and so lead to a
+        try.
         """
         known = {1.0: 1.0, **self._measured(rows)}
         last = max(known)
         slope = (known[last] - 1.0) / (last - 1) if last > 1 and not hopeful else 0.0
         ratios: list[float] = []
         for wide in widths:
-            if wide > last:
-                ratio = max(1.0, known[last]) + (wide - last) * max(PER_TOKEN, slope)
-            else:
-                below, above = max(w for w in known if w <= wide), min(w for w in known if w >= wide)
-                share = (wide - below) / (above - below) if above > below else 0.0
-                ratio = max(1.0, known[below]) * (1.0 - share) + known[above] * share
-            ratios.append(max(1.0, ratio))
+            below = max(width for width in known if width <= wide)
+            above = min((width for width in known if width > wide), default=None)
+            per_token = max(PER_TOKEN, slope) if above is None else (known[above] - known[below]) / (above - below)
+            ratios.append(max(1.0, known[below] + (wide - below) * per_token))
         return ratios
 
     def _measured(self, rows: int) -> dict[float, float]:
-        """Ratios by width that hold, of these rows or else of the most rows below."""
+        """Ratios that hold, of these rows or else of the most rows below."""
         for there in sorted((r for r in self._ratios if r <= rows), reverse=True):
-            held = {w: s.value for w, s in self._ratios[there].items() if self._steps - s.at <= HOLDS}
+            held = {w: max(1.0, s.value) for w, s in self._ratios[there].items() if self._steps - s.at <= HOLDS}
             if held:
                 return held
         return {}

@@ -8,6 +8,7 @@ as it is told, and drafted for when it has been. Does not know who verifies, or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,11 +20,10 @@ from phalanx.model.sampling.metadata import SamplingMetadata
 from phalanx.model.sampling.sampler import sample
 from phalanx.sched.admission import round_up
 from phalanx.sched.plan import Admit, Forward, Free, Move, Resize
-from phalanx.spec.drafters import GRADES, Draft, Drafter
+from phalanx.spec.drafters import BUCKETS, Draft, Drafter, equal
 
 ARENA = 0
-AT_ONCE = 8
-"""Known tokens that a first drafting forward may feed at most: as many as a row usually gains in a step."""
+AT_ONCE = 8  # known tokens that a first drafting forward may feed at most: as many as a row usually gains in a step
 
 Place = Callable[[int, Sequence[int]], SamplingMetadata]
 """Where a sequence draws its next token after some more drafts."""
@@ -37,43 +37,24 @@ class _Row:
     guessed: list[int] = field(default_factory=list)  # tokens in the cache behind all known ones
 
     @property
-    def cached(self) -> int:
-        """Tokens in the cache that are right if the guesses are."""
-        return self.computed + len(self.guessed)
-
-    @property
     def pending(self) -> list[int]:
         """Known tokens to feed before the next one can be drawn: the last one, at least."""
         return self.tokens[self.computed :]
 
 
+@dataclass(eq=False)
 class DraftModel(Drafter):
-    """A `Drafter` that reads.
+    """A `Drafter` that reads."""
 
-    Args:
-        runner: the draft model; one whose rows roll back.
-        vocab_size: of the target; no other token is drawn.
-        kv_budget: bytes for its rows; a sequence that would need more is not drafted for.
-        place: the target's own sampling position.
-        largest_logits: tokens x vocabulary of one forward, with one token per row at least.
-    """
-
-    def __init__(
-        self, runner: Runner, vocab_size: int, kv_budget: int, place: Place, largest_logits: int = 256
-    ) -> None:
-        self._runner = runner
-        self._vocab_size = vocab_size
-        self._kv_budget = kv_budget
-        self._place = place
-        self._largest_logits = largest_logits
-        self._rows: dict[int, _Row] = {}
-        self._slots: list[_Row] = []
-        self._allocated = (0, 0)  # rows, tokens
-
-    @property
-    def computes(self) -> bool:
-        """It does."""
-        return True
+    _runner: Runner  # the draft model; one whose rows roll back
+    _vocab_size: int  # of the target; no other token is drawn
+    _kv_budget: int  # bytes for its rows; a sequence that would need more is not drafted for
+    _place: Place  # the target's own sampling position
+    _largest_logits: int = 256  # tokens x vocabulary of one forward, with one token per row at least
+    _rows: dict[int, _Row] = field(default_factory=dict)
+    _slots: list[_Row] = field(default_factory=list)
+    _allocated: tuple[int, int] = (0, 0)  # rows, tokens
+    computes: bool = True
 
     def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
         """A sequence starts; nothing is computed yet."""
@@ -82,8 +63,7 @@ class DraftModel(Drafter):
     def extend(self, key: int, tokens: Sequence[int]) -> None:
         """Tokens were committed: as far as they were guessed they are computed already; other guesses are cut off."""
         row = self._rows[key]
-        pairs = enumerate(zip(tokens, row.guessed, strict=False))
-        row.computed += next((i for i, (one, other) in pairs if one != other), min(len(tokens), len(row.guessed)))
+        row.computed += equal(tokens, row.guessed)
         row.guessed.clear()
         row.tokens.extend(tokens)
 
@@ -91,15 +71,10 @@ class DraftModel(Drafter):
         """The last row moves into the hole; without rows there are no buffers."""
         self._remove(self._rows.pop(key))
 
-    def behind(self, keys: Iterable[int]) -> dict[int, int]:
+    def unread(self, keys: Iterable[int]) -> dict[int, int]:
         """All but what a first drafting forward may feed; rows for which there is no memory now are not read."""
-        rows = ((key, self._rows[key]) for key in keys)
-        at_once = self._at_once
-        return {
-            key: len(row.tokens) - row.computed - 1
-            for key, row in rows
-            if len(row.tokens) - row.computed > at_once and self._has_room(row)
-        }
+        rows = {key: row for key in keys if len((row := self._rows[key]).pending) > self._at_once}
+        return {key: len(row.pending) - 1 for key, row in rows.items() if self._size(row, BUCKETS) is not None}
 
     def read(self, tokens: Mapping[int, int]) -> int:
         """One forward per row."""
@@ -138,14 +113,12 @@ class DraftModel(Drafter):
     # -- computing -------------------------------------------------------------------------------------------------
 
     def _draw(self, fed: Mapping[int, list[int]], drafts: Mapping[int, list[int]]) -> dict[int, int]:
-        """Feed tokens to some rows and draw one for each.
-
-        Rows between them take part with a token that is never counted, since a forward runs over neighbours.
-        """
+        """Feed tokens to some rows and draw one for each. A forward runs over neighbours: rows between them take part
+        with a token that is never counted."""
         rows = {self._rows[key].slot: (key, self._rows[key], tokens) for key, tokens in fed.items()}
         first, last = min(rows), max(rows)
         inputs = [rows[slot][2] if slot in rows else [0] for slot in range(first, last + 1)]
-        lengths = [row.cached for row in self._slots[first : last + 1]]
+        lengths = [row.computed + len(row.guessed) for row in self._slots[first : last + 1]]
         logits = self._runner.forward(_forward(first, inputs, sample=True), lengths)
         assert logits is not None
         width = max(map(len, inputs))
@@ -162,58 +135,43 @@ class DraftModel(Drafter):
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def _has_room(self, row: _Row) -> bool:
-        """Whether it would get in now, and stay for the longest draft: else it would be read in vain."""
-        need = len(row.tokens) + GRADES
-        size = self._tight(len(self._slots) + (row.slot < 0), need + AT_ONCE)
-        return not self._never_fits(need) and self._bytes(*size) <= self._kv_budget
+    def _size(self, row: _Row, drafts: int) -> tuple[int, int] | None:
+        """Rows and tokens of buffers that hold this row and its drafts too, generous if the budget allows; else None.
+        (A row between two others in a forward is fed as many tokens as they: each has room for `AT_ONCE` more.)"""
+        rows, tokens = len(self._slots) + (row.slot < 0), len(row.tokens) + drafts + AT_ONCE
+        had_rows, had_tokens = self._allocated
+        facts = self._runner.facts
+        if facts.max_len is not None and tokens - AT_ONCE > facts.max_len:
+            return None
+        if rows <= had_rows and tokens <= had_tokens:
+            return self._allocated
+        roomy = max(had_rows, 1 << (rows - 1).bit_length()), max(round_up(tokens * 9 // 8), had_tokens)
+        tight = rows, max(round_up(tokens), had_tokens)
+        most = self._kv_budget // facts.bytes_per_token
+        return next((size for size in (roomy, tight) if math.prod(size) <= most), None)
 
     def _enters(self, row: _Row, drafts: int) -> bool:
         """Whether the row is in the buffers, with room for its tokens and that many drafts; makes room if it can."""
-        need = len(row.tokens) + drafts
-        if self._never_fits(need) or not self._reserve(len(self._slots) + (row.slot < 0), need + AT_ONCE):
+        size = self._size(row, drafts)
+        if size is None:
             self._remove(row)
             return False
+        if size != self._allocated:
+            self._resize(*size)
         if row.slot < 0:
             row.slot = len(self._slots)
             self._slots.append(row)
             self._runner.apply([Admit(ARENA, row.slot, row.slot)])
         return True
 
-    def _never_fits(self, tokens: int) -> bool:
-        limit = self._runner.facts.max_len
-        return (limit is not None and tokens > limit) or self._bytes(1, tokens + AT_ONCE) > self._kv_budget
-
-    def _reserve(self, rows: int, tokens: int) -> bool:
-        """Buffers of at least that size, generously if the budget allows. (A row between two others in a forward is
-        fed as many tokens as they are, so each has room for `AT_ONCE` more than its own.)"""
-        had_rows, had_tokens = self._allocated
-        if rows <= had_rows and tokens <= had_tokens:
-            return True
-        roomy = (max(had_rows, 1 << (rows - 1).bit_length()), max(round_up(tokens * 9 // 8), had_tokens))
-        for size in (roomy, self._tight(rows, tokens)):
-            if self._bytes(*size) <= self._kv_budget:
-                self._resize(*size)
-                return True
-        return False
-
-    def _tight(self, rows: int, tokens: int) -> tuple[int, int]:
-        """The smallest size that holds as much, and no less per row than now."""
-        return rows, max(round_up(tokens), self._allocated[1])
-
-    def _bytes(self, rows: int, tokens: int) -> int:
-        return rows * round_up(tokens) * self._runner.facts.bytes_per_token
-
     def _remove(self, row: _Row) -> None:
         if row.slot < 0:
             return
-        last = len(self._slots) - 1
         self._runner.apply([Free(ARENA, row.slot)])
-        if row.slot != last:
-            self._runner.apply([Move(ARENA, last, ARENA, row.slot)])
-            self._slots[row.slot] = self._slots[last]
-            self._slots[row.slot].slot = row.slot
-        self._slots.pop()
+        last = self._slots.pop()
+        if last is not row:
+            self._runner.apply([Move(ARENA, last.slot, ARENA, row.slot)])
+            self._slots[row.slot], last.slot = last, row.slot
         row.slot, row.computed = -1, 0
         row.guessed.clear()
         if not self._slots:
@@ -237,7 +195,5 @@ def _forward(start: int, inputs: Sequence[Sequence[int]], *, sample: bool) -> Fo
 
 
 def _unscored(position: SamplingMetadata) -> SamplingMetadata:
-    """Without log-probabilities, which nobody would read."""
-    if position.sampling.logprobs is None:
-        return position
+    """The same without log-probabilities."""
     return replace(position, sampling=with_fields(position.sampling, logprobs=None))

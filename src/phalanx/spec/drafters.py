@@ -1,8 +1,7 @@
 """What a drafter is, and the one that is always wrong.
 
 A draft is a guess of a sequence's next tokens; verification makes the output independent of it (design: Keyed
-sampling), so a drafter can cost time but never change a token. Only the leader has one. Does not know models, plans or
-memory.
+sampling), so a drafter can cost time but never change a token. Only the leader has one. Does not know plans or memory.
 """
 
 from __future__ import annotations
@@ -11,50 +10,46 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
-GRADES = 16
-"""Grades there are, from 0; also the longest draft that can be asked for."""
-EVEN = 6
-"""Grade of a token that is right as often as not, as far as its drafter knows."""
+BUCKETS = 16  # confidence buckets there are, from 0; also the longest draft that can be asked for
+EVEN = 6  # bucket of a token that is right as often as not, as far as its drafter knows
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guessed tokens, one at least, and the grade of each: how good it is by what the drafter can see for itself.
-
-    Tokens of a grade should be right about equally often; how often is measured (`acceptance.py`). A drafter that sees
-    no difference grades by the position in the draft.
-    """
+    """Guessed tokens, one at least, and the confidence bucket of each: tokens of one bucket should be right about
+    equally often; how often is measured (`acceptance.py`)."""
 
     tokens: list[int]
-    grades: Sequence[int]
+    buckets: Sequence[int]
 
     @classmethod
     def by_position(cls, tokens: list[int]) -> Draft:
-        """By a drafter that sees no difference."""
+        """By a drafter that sees no difference between its tokens: the buckets are the positions."""
         return cls(tokens, range(len(tokens)))
 
-    def cut(self, length: int) -> Draft:
-        """Its first tokens."""
-        return Draft(self.tokens[:length], self.grades[:length])
+    def within(self, vocab_size: int) -> Draft:
+        """Its tokens before the first that the vocabulary does not have, perhaps none."""
+        end = next((i for i, token in enumerate(self.tokens) if not 0 <= token < vocab_size), len(self.tokens))
+        return Draft(self.tokens[:end], self.buckets[:end])
 
 
-def grade(odds: float) -> int:
-    """Of a token that is thought to be right this many times as often as wrong: two grades for each factor of two."""
-    return min(max(0, EVEN + math.floor(2 * math.log2(max(odds, 1e-9)))), GRADES - 1)
+def bucket(odds: float) -> int:
+    """Of a token that is thought to be right this many times as often as wrong: two buckets for each factor of two."""
+    return min(max(0, EVEN + math.floor(2 * math.log2(max(odds, 1e-9)))), BUCKETS - 1)
+
+
+def equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
 
 
 class Drafter(Protocol):
-    """Proposes how sequences go on. Leader only.
+    """Proposes how sequences go on. `key` is the scheduler's number of one, of which it knows what was committed."""
 
-    `key` is the scheduler's number of the sequence. What a drafter knows of a sequence is what was committed.
-    """
-
-    @property
-    def computes(self) -> bool:
-        """Whether it is a model, which takes its time."""
-        return False
+    computes: bool = False  # whether it is a model, which takes its time
 
     def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
         """A sequence starts: its prompt (and, after a restart, its output). Only sequences of one `salt` (the prefix
@@ -70,13 +65,10 @@ class Drafter(Protocol):
         ...
 
     def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
-        """Sequence -> at most so many tokens (1 .. `GRADES`) that may follow its last one.
-
-        One call per step, so that a draft model can batch. May give fewer; a sequence without an idea is absent.
-        """
+        """Sequence -> at most so many tokens (1 .. `BUCKETS`) that may follow its last one; without an idea, absent."""
         ...
 
-    def behind(self, keys: Iterable[int]) -> dict[int, int]:
+    def unread(self, keys: Iterable[int]) -> dict[int, int]:
         """Sequence -> tokens, >= 1, that must be read before it can be drafted for; the others are absent."""
         return {}
 

@@ -19,9 +19,7 @@ EXAMPLE = """Methods are ngram, suffix, draft_model and random; '{"method": "ngr
 def parse(text: str) -> SpeculativeConfig:
     """vLLM's JSON object: `method` (ngram, suffix, draft_model, random) and the fields of that method.
 
-    Raises:
-        ConfigError: not JSON, an unknown field, a wrong type, out of range, or a contradiction; names the field.
-    """
+    Raises ConfigError, which names the field: not JSON, unknown, a wrong type, out of range, or a contradiction."""
     try:
         config: SpeculativeConfig = msgspec.json.decode(text, type=SpeculativeConfig)
     except msgspec.ValidationError as error:
@@ -30,10 +28,8 @@ def parse(text: str) -> SpeculativeConfig:
         raise ConfigError(f"{FLAG} is not JSON: {text!r} ({error}).", remedy=EXAMPLE) from error
     _check_control(config)
     if isinstance(config, NgramSpeculation) and config.prompt_lookup_min > config.prompt_lookup_max:
-        raise ConfigError(
-            f"{FLAG}: prompt_lookup_min {config.prompt_lookup_min} is larger than "
-            f"prompt_lookup_max {config.prompt_lookup_max}."
-        )
+        least, most = config.prompt_lookup_min, config.prompt_lookup_max
+        raise ConfigError(f"{FLAG}: prompt_lookup_min {least} is larger than prompt_lookup_max {most}.")
     return config
 
 

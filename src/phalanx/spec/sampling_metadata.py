@@ -20,14 +20,12 @@ class SamplingMetadataCache:
 
     def next(self, seq: Sequence) -> SamplingMetadata:
         """Where the token after the last known one is drawn. The same object is changed by a later call."""
-        position = self._next.get(seq.number)
-        if position is None:
-            history = TokenCounts(seq.request.prompt, seq.tokens[seq.prompt_len :])
-            position = SamplingMetadata(sampling=seq.request.sampling, index=seq.n_output, history=history)
+        if (position := self._next.get(seq.number)) is None:
+            history = TokenCounts(seq.request.prompt, [])
+            position = SamplingMetadata(sampling=seq.request.sampling, index=0, history=history)
             self._next[seq.number] = position
-        else:
-            position.history.add(seq.tokens[seq.prompt_len + position.index :])
-            position.index = seq.n_output
+        position.history.add(seq.tokens[seq.prompt_len + position.index :])
+        position.index = seq.n_output
         position.banned = _banned(seq, position.index)
         return position
 

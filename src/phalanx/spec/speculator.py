@@ -1,4 +1,4 @@
-"""Speculation on the leader: asks the controller how much, the drafter what, and tells both what came of it.
+"""Speculation on the leader: asks the control how much, the drafter what, and tells both what came of it.
 
 What a drafter learns of a sequence are its commits (A2). Does not know the model's forward, nor how drafts are
 verified.
@@ -7,48 +7,39 @@ verified.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
+from phalanx.sched.drafts import useful_drafts
 from phalanx.sched.plan import Commit, Step
 from phalanx.sched.sequence import Sequence
-from phalanx.spec.comparison import Comparison
-from phalanx.spec.control import Control, Took
-from phalanx.spec.drafters import Draft, Drafter
+from phalanx.spec.control import Control, StepTime, Unread
+from phalanx.spec.drafters import Drafter
 from phalanx.spec.stats import SpecMeter
 
 
+@dataclass(eq=False, slots=True)
 class Speculator:
-    """Drives a drafter and a controller, and counts.
+    """Drives a drafter and a control, and counts.
 
-    Args:
-        vocab_size: of the target; a draft ends before the first token that it does not have.
-        comparison: with steps that may have no drafts. They are spared all that drafting costs, and the others pay for
-            it: drafter and control hear of them only there.
+    Steps that the meter's comparison leaves without drafts are spared all that drafting costs, and the others pay for
+    it: drafter and control learn only there what was committed.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        control: Control,
-        meter: SpecMeter,
-        vocab_size: int,
-        comparison: Comparison | None = None,
-    ) -> None:
-        self.meter = meter
-        self._drafter = drafter
-        self._control = control
-        self._vocab_size = vocab_size
-        self._comparison = comparison
-        self._plain = False  # the comparison wants no drafts in this step
-        self._unheard: list[Mapping[int, Seq[int]]] = []  # what was committed in such steps
-        self._followed: set[int] = set()
-        self._sleepers: set[int] = set()  # during whose steps the control is not to be asked
-        self._nap = 0  # steps of it that are left
-        self._slept = 0
-        self._telling_s = 0.0  # of the control, since it was last told
-        self._reading_s = 0.0  # of the last `draft`
-        self._refused = False  # all rows' requests refuse drafts: such steps are none of the control's business
+    _drafter: Drafter
+    _control: Control
+    meter: SpecMeter
+    _vocab_size: int  # of the target; a draft ends before the first token that it does not have
+    _most_rows: int | None = None  # with more decoding rows nothing is drafted
+    _prefilling: Callable[[], Iterable[Sequence]] = tuple  # rows that the target prefills; a model reads beside it
+    _left_out: bool = False  # the comparison wants no drafts in this step
+    _pending: list[Mapping[int, Seq[int]]] = field(default_factory=list)  # what was committed in such steps
+    _refused: bool = False  # all rows' requests refuse drafts: such steps are none of the control's business
+    _followed: set[int] = field(default_factory=set)
+    _overhead_s: float = 0.0  # of the control, since its last `observe`
+    _read_s: float = 0.0  # of the last `draft`, for reading
+    _read: tuple[int, float] = (0, 0.0)  # tokens and seconds, since the control's last `observe`
 
     @property
     def computes(self) -> bool:
@@ -56,54 +47,44 @@ class Speculator:
         return self._drafter.computes
 
     def can_overlap(self, numbers: Collection[int]) -> bool:
-        """Whether the next step of these sequences would hardly have drafts, nor wait for a drafter."""
-        if self._nap or not (self._comparison is None or self._comparison.next_may_draft):
+        """Whether the next step of these sequences may begin without drafts, before this one is over."""
+        if self._is_crowded(numbers) or not (self.meter.comparison is None or self.meter.comparison.next_may_draft):
             return True
-        before = time.perf_counter()
-        rests = self._control.rests(numbers)
-        self._telling_s += time.perf_counter() - before
-        return rests
+        self._overhead_s -= time.perf_counter()
+        can_overlap = self._control.can_overlap(numbers)
+        self._overhead_s += time.perf_counter()
+        return can_overlap
 
-    def draft(self, draftable: Mapping[Sequence, int], *, overlapped: bool = False) -> dict[int, list[int]]:
-        """Drafts for decoding rows.
+    def draft(self, draftable: Mapping[Sequence, int], *, overlapped: bool) -> dict[int, list[int]]:
+        """Drafts for decoding rows: sequence number -> at least one token; rows without are absent.
 
         Args:
             draftable: decoding row -> how many drafts are of use to it.
-            overlapped: the step takes none. What a lookup finds is judged by what comes all the same.
-
-        Returns:
-            Sequence number -> at least one token; rows without are absent.
+            overlapped: the step has begun without drafts. What a lookup finds is compared with its tokens all the same.
         """
+        self._read_s = 0.0
         self._refused = bool(draftable) and all(seq.request.most_drafts == 0 for seq in draftable)
-        if self._comparison is not None:
+        if self.meter.comparison is not None:
             rows = () if self._refused else {seq.number for seq in draftable}
-            self._plain = not self._comparison.begin(rows, time.perf_counter())
-        if self._plain:
+            self._left_out = not self.meter.comparison.begin(rows, time.perf_counter())
+        if self._left_out:
             return {}
-        self._hear()
-        if self._nap and not self._refused:
-            if self._sleepers == {seq.number for seq in draftable}:
-                return {}
-            self._wake()
-        if overlapped and self.computes and not self._refused:
-            self._control.forgo({})
-            return {}
+        self._tell_pending()
         for seq in draftable:
-            if seq.number not in self._followed:
-                self._followed.add(seq.number)
-                self._drafter.begin(seq.number, seq.tokens, seq.request.cache_salt)
+            self._follow(seq)
         if self._refused:
             return {}
-        room = {seq.number: useful for seq, useful in draftable.items()}
-        unread = self._read(room)
-        useful = {number: 0 if number in unread else n for number, n in room.items()}
-        wanted = self._control.want(useful, bound=overlapped)
+        crowded = self._is_crowded(draftable)
+        useful = {seq.number: 0 if crowded else n for seq, n in draftable.items()}
+        unread = {} if overlapped or not self.computes else self._unread(useful)
+        room = {number: 0 if number in unread else n for number, n in useful.items()}
+        asked = self._control.request(room, unread, overlapped=overlapped)
+        self._let_read({number: n for number, n in asked.items() if number in unread})
+        wanted = {number: n for number, n in asked.items() if number not in unread}
         drafts = self._drafter.draft(wanted) if wanted else {}
-        known = {number: cut for number, draft in drafts.items() if (cut := self._known(draft)).tokens}
-        if overlapped:
-            self._control.forgo(known)
-            return {}
-        return {number: known[number].tokens[:k] for number, k in self._control.choose(known).items()}
+        known = {number: cut for number, draft in drafts.items() if (cut := draft.within(self._vocab_size)).tokens}
+        chosen = self._control.choose(known) if known else {}
+        return {number: known[number].tokens[:k] for number, k in chosen.items()}
 
     def observe(
         self,
@@ -111,14 +92,14 @@ class Speculator:
         verified: Mapping[int, Seq[int]],
         commits: Seq[Commit],
         seconds: float | None,
-        drafting: float,
+        drafting_s: float,
     ) -> None:
         """A step is over.
 
         Args:
             verified: sequence number -> accepted drafts and the token after them.
             seconds: what it took, without prefill; None where that says nothing about its like.
-            drafting: of those, `draft`; what it read is accounted for already.
+            drafting_s: of those, `draft`.
         """
         if not verified:
             return
@@ -126,67 +107,58 @@ class Speculator:
         drafted = {number: k for number, k in fed.items() if k}
         self.meter.count((k, len(verified[number]) - 1) for number, k in drafted.items())
         committed = {commit.seq: commit.tokens for commit in commits if commit.tokens}
-        if self._comparison is not None and not step.ops and all(f.sample for f in step.forwards):
-            self._comparison.end(sum(map(len, committed.values())))
-        if self._plain:
-            self._unheard.append(committed)
-            return
-        for number, tokens in committed.items():
-            if number in self._followed:
-                self._drafter.extend(number, tokens)
-        if self._refused:
-            return
-        if self._nap:
-            self._nap, self._slept = self._nap - 1, self._slept + 1
-            if not self._nap:
-                self._wake()
+        if self.meter.comparison is not None and not step.ops and all(f.sample for f in step.forwards):
+            self.meter.comparison.end(sum(map(len, committed.values())))
+        if self._left_out:
+            self._pending.append(committed)
             return
         before = time.perf_counter()
-        usual = None if step.ops or seconds is None else seconds - self._reading_s
-        self._control.observe(committed, drafted, Took(usual, drafting - self._reading_s, self._telling_s))
-        self._nap, self._sleepers = self._control.naps(committed.keys()), set(committed)
-        self._telling_s = time.perf_counter() - before
-
-    def _hear(self) -> None:
-        """Tell drafter and control what came while there could be no drafts."""
-        for committed in self._unheard:
-            followed = {number: tokens for number, tokens in committed.items() if number in self._followed}
-            for number, tokens in followed.items():
-                self._drafter.extend(number, tokens)
-            if followed and not self._nap:
-                self._control.hear(followed)
-        self._unheard.clear()
-
-    def _wake(self) -> None:
-        """The nap is over, or somebody else is there."""
-        self._control.slept(self._sleepers, self._slept)
-        self._nap = self._slept = 0
+        self._extend(committed)
+        if not self._refused:
+            usual = None if step.ops or seconds is None else seconds - self._read_s
+            took = StepTime(usual, drafting_s - self._read_s, self._overhead_s, *self._read)
+            self._control.observe(committed, drafted, took)
+            self._overhead_s, self._read = time.perf_counter() - before, (0, 0.0)
 
     def keep(self, alive: Collection[int]) -> None:
         """All other sequences are over."""
-        over = [number for number in self._followed if number not in alive]
-        if over and self._nap:
-            self._wake()
-        for number in over:
+        for number in self._followed.difference(alive):
             self._followed.remove(number)
             self._drafter.end(number)
             self._control.end(number)
 
-    def _read(self, room: Mapping[int, int]) -> Collection[int]:
-        """Let the drafter read what is worth it; the sequences that it cannot draft for after that."""
-        self._reading_s = 0.0
-        useful = [number for number, n in room.items() if n > 0]
-        behind = self._drafter.behind(useful)
-        reads = self._control.read(room, behind) if behind else {}
-        if not reads:
-            return behind
-        before = time.perf_counter()
-        n_read = self._drafter.read(reads)
-        self._reading_s = time.perf_counter() - before
-        self._control.has_read(n_read, self._reading_s)
-        return self._drafter.behind(useful)
+    def _is_crowded(self, rows: Sized) -> bool:
+        return self._most_rows is not None and len(rows) > self._most_rows
 
-    def _known(self, draft: Draft) -> Draft:
-        if min(draft.tokens) >= 0 and max(draft.tokens) < self._vocab_size:
-            return draft
-        return draft.cut(next(i for i, token in enumerate(draft.tokens) if not 0 <= token < self._vocab_size))
+    def _follow(self, seq: Sequence) -> None:
+        if seq.number not in self._followed:
+            self._followed.add(seq.number)
+            self._drafter.begin(seq.number, seq.tokens, seq.request.cache_salt)
+
+    def _extend(self, committed: Mapping[int, Seq[int]]) -> None:
+        for number in committed.keys() & self._followed:
+            self._drafter.extend(number, committed[number])
+
+    def _tell_pending(self) -> None:
+        """Tell drafter and control what was committed while there could be no drafts."""
+        for committed in self._pending:
+            followed = {number: tokens for number, tokens in committed.items() if number in self._followed}
+            if followed:
+                self._extend(followed)
+                self._control.observe(followed, {}, None)
+        self._pending.clear()
+
+    def _unread(self, room: Mapping[int, int]) -> dict[int, Unread]:
+        """What a draft model has to read first, of decoding rows and of those that the target prefills."""
+        useful = {number: n for number, n in room.items() if n > 0}
+        for seq in self._prefilling():
+            if (n := useful_drafts(seq)) > 0:
+                self._follow(seq)
+                useful[seq.number] = n
+        return {number: Unread(tokens, useful[number]) for number, tokens in self._drafter.unread(useful).items()}
+
+    def _let_read(self, reads: Mapping[int, int]) -> None:
+        before = time.perf_counter()
+        tokens = self._drafter.read(reads) if reads else 0
+        self._read_s = time.perf_counter() - before if reads else 0.0
+        self._read = (self._read[0] + tokens, self._read[1] + self._read_s)

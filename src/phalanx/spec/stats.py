@@ -5,66 +5,53 @@ The figures themselves are `types.SpecStats`, which travels to the server. Does 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from phalanx.spec.comparison import Comparison
 from phalanx.types import SpecStats
 
 
+@dataclass
 class SpecMeter:
-    """Counts the drafts of an engine, or of one request.
+    """Counts the drafts of an engine, or of one request; tells the figures of a comparison as well."""
 
-    Args:
-        comparison: whose figures are told as well.
-    """
+    method: str
+    window: int = 50
+    comparison: Comparison | None = None
+    _steps: int = 0
+    _drafts: Counter[tuple[int, int]] = field(default_factory=Counter)  # (tokens verified, accepted) -> drafts
 
-    def __init__(self, method: str, window: int = 50, comparison: Comparison | None = None) -> None:
-        self._method = method
-        self._comparison = comparison
-        self._recent: deque[tuple[int, int]] = deque(maxlen=window)
-        self._window = window
-        self._steps = 0
-        self._drafts = 0
-        self._drafted_at: list[int] = []
-        self._accepted_at: list[int] = []
+    def __post_init__(self) -> None:
+        self._recent: deque[tuple[int, int]] = deque(maxlen=self.window)
 
     def count(self, drafts: Iterable[tuple[int, int]] = ()) -> None:
-        """A step that decoded.
-
-        Args:
-            drafts: (tokens verified, tokens accepted) of each row that had a draft; 0 <= accepted <= verified >= 1.
-                What was accepted and then clipped by a stop or the length counts as accepted.
-        """
+        """A step that decoded: (tokens verified, tokens accepted) of each row that had a draft, 0 <= accepted <=
+        verified >= 1. What was accepted and then clipped by a stop or the length counts as accepted."""
         self._steps += 1
-        for drafted, accepted in drafts:
-            self._drafts += 1
-            self._recent.append((drafted, accepted))
-            _count_up_to(self._drafted_at, drafted)
-            _count_up_to(self._accepted_at, accepted)
+        for draft in drafts:
+            self._drafts[draft] += 1
+            self._recent.append(draft)
 
     def stats(self) -> SpecStats:
         """The figures so far."""
+        drafts, totals = self._drafts.items(), {} if self.comparison is None else self.comparison.totals
+        places = range(max((drafted for drafted, _ in self._drafts), default=0))
         return SpecStats(
-            method=self._method,
+            method=self.method,
             steps=self._steps,
-            drafts=self._drafts,
-            drafted=sum(self._drafted_at),
-            accepted=sum(self._accepted_at),
-            drafted_at=list(self._drafted_at),
-            accepted_at=[*self._accepted_at, *[0] * (len(self._drafted_at) - len(self._accepted_at))],
+            drafts=self._drafts.total(),
+            drafted=sum(drafted * n for (drafted, _), n in drafts),
+            accepted=sum(accepted * n for (_, accepted), n in drafts),
+            drafted_at=[sum(n for (drafted, _), n in drafts if drafted > at) for at in places],
+            accepted_at=[sum(n for (_, accepted), n in drafts if accepted > at) for at in places],
             recent_drafted=sum(drafted for drafted, _ in self._recent),
             recent_accepted=sum(accepted for _, accepted in self._recent),
-            window=self._window,
-            compared_drafted=None if self._comparison is None else self._comparison.drafted.figures,
-            compared_plain=None if self._comparison is None else self._comparison.plain.figures,
+            window=self.window,
+            compared_drafted=totals.get(True),
+            compared_plain=totals.get(False),
         )
-
-
-def _count_up_to(counts: list[int], length: int) -> None:
-    counts.extend([0] * (length - len(counts)))
-    for position in range(length):
-        counts[position] += 1
 
 
 def _share(part: int, whole: int) -> float | None:
@@ -75,8 +62,8 @@ def speedup(stats: SpecStats) -> float | None:
     """Times as fast with drafts as without, where that is compared and there are steps of both kinds."""
     if stats.compared_drafted is None or stats.compared_plain is None:
         return None
-    (tokens, seconds), (plain_tokens, plain_seconds) = stats.compared_drafted, stats.compared_plain
-    return tokens * plain_seconds / (seconds * plain_tokens) if seconds and plain_tokens else None
+    (tokens, seconds), (other_tokens, other_seconds) = stats.compared_drafted, stats.compared_plain
+    return tokens * other_seconds / (seconds * other_tokens) if seconds and other_tokens else None
 
 
 def report(stats: SpecStats) -> dict[str, object]:
@@ -98,10 +85,7 @@ def report(stats: SpecStats) -> dict[str, object]:
 
 
 def line(stats: SpecStats) -> str:
-    """For people: steps, acceptance and tokens per step in one line (A8).
-
-    `at` lists, by position in the draft, the share of the drafts that long which were accepted up to there.
-    """
+    """For people, in one line (A8). `at` lists, by position, the share of drafts that long accepted up to there."""
     times = speedup(stats)
     compared = "" if times is None else f", {times:.3f} times as fast as without"
     if not stats.drafts:

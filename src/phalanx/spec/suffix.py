@@ -5,7 +5,7 @@ context that it shares with the text is long, squared, so that one long match ou
 one. Where it is short, tokens that stand before it in both count as well: behind a value that was never there a record
 goes on as others did at this field, not at another. The draft goes on while those that agreed so far still say
 something, and while the estimated probability that all of it is right stays above a bound; each token's own is its
-grade. Agents that repeat themselves get long drafts, everybody else short ones.
+confidence bucket. Agents that repeat themselves get long drafts, everybody else short ones.
 
 After SuffixDecoding (Oliaro et al., 2024, arXiv 2411.04975), whose suffix trees cost a node per token and depth; here a
 token costs two entries of an index, and only the latest places are heard (`lookup.PLACES`). Pure.
@@ -14,18 +14,15 @@ token costs two entries of an index, and only the latest places are heard (`look
 from __future__ import annotations
 
 from phalanx.config import SuffixSpeculation
-from phalanx.spec.drafters import Draft, grade
+from phalanx.spec.drafters import Draft, bucket
 from phalanx.spec.lookup import INDEXED_PER_STEP, LookupDrafter, Place, Shelf, Text, alike, said, shared, trust
 
 RUNS = (6, 2, 1)
 """Run lengths that lead to places: where a longer one does, the shorter are not asked. A single token says something in
-records, where few values stand beside each other; elsewhere its grade soon has a bad name."""
+records, where few values stand beside each other; elsewhere its bucket soon has a low rate."""
+KINSHIP = 0.5  # what a token that both have before a context shorter than the longest run counts, against one in it
 
-KINSHIP = 0.5
-"""What a token that both have before a context shorter than the longest run counts, against one of the context."""
-
-Voice = tuple[float, list[int]]
-"""Length of the context that it shares with the text, with kinship, and how it goes on."""
+Voice = tuple[float, list[int]]  # length of the context that it shares with the text, with kinship; how it goes on
 
 
 class SuffixDrafter(LookupDrafter):
@@ -53,7 +50,7 @@ class SuffixDrafter(LookupDrafter):
     def _vote(self, voices: list[Voice], most: int) -> Draft | None:
         """The continuation that the voices agree on longest."""
         draft: list[int] = []
-        grades: list[int] = []
+        buckets: list[int] = []
         certainty = 1.0
         for at in range(most):
             voices = [voice for voice in voices if at < len(voice[1])]
@@ -71,5 +68,5 @@ class SuffixDrafter(LookupDrafter):
             if certainty < self._least:
                 break
             draft.append(winner)
-            grades.append(grade(right / (1.0 - right)))
-        return Draft(draft, grades) if draft else None
+            buckets.append(bucket(right / (1.0 - right)))
+        return Draft(draft, buckets) if draft else None

@@ -1,5 +1,4 @@
-"""Verification: what the model itself would have said, in all places that drafts reach, in one call (A2; design: Keyed
-sampling).
+"""Verification: what the model itself would have said behind every draft, in one call (A2; design: Keyed sampling).
 
 A forward over `[y, d1..dk]` gives the logits behind every one of them. In each place the keyed Gumbel-max token is
 drawn as it would have been without speculation: with that output position's noise, and with penalties and bans over a
@@ -41,27 +40,21 @@ def verify(
 
     Args:
         outputs: forwards with their logits [rows, L, V].
-        also_evaluate: arrays to compute in the same wait (the caches the forwards wrote).
-        meanwhile: as of `sample`.
+        also_evaluate: arrays to compute in the same wait (the caches the forwards wrote); `meanwhile` as of `sample`.
 
-    Raises:
-        NonFiniteLogits: a row of logits that is needed holds NaN or infinity.
+    Raises NonFiniteLogits if a row of logits that is needed holds NaN or infinity.
     """
     verified = Verified({}, {})
     if not outputs:
         return verified
-    rows = [
-        (number, fed[1:valid])
-        for forward, _ in outputs
-        for number, fed, valid in zip(forward.seqs, forward.tokens, forward.valid, strict=True)
-    ]
+    fed = [row for forward, _ in outputs for row in zip(forward.seqs, forward.tokens, forward.valid, strict=True)]
+    rows = [(number, tokens[1:valid]) for number, tokens, valid in fed]
     places = [position for number, drafts in rows for position in metadata.behind(sequences[number], drafts)]
     logits = [_needed(forward, logits) for forward, logits in outputs]
     sampled = sample(logits[0] if len(logits) == 1 else mx.concatenate(logits), places, also_evaluate, meanwhile)
     start = 0
     for number, drafts in rows:
-        tokens = list(accept(drafts, sampled.tokens[start : start + len(drafts) + 1]))
-        verified.tokens[number] = tokens
+        tokens = verified.tokens[number] = list(accept(drafts, sampled.tokens[start : start + len(drafts) + 1]))
         scored = [entry for entry in sampled.logprobs[start : start + len(tokens)] if entry is not None]
         if scored:
             verified.logprobs[number] = scored

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.spec.drafters import Draft, grade
+from phalanx.spec.drafters import Draft, bucket
 from phalanx.spec.lookup import NEAR, PLACES, SLACK
 from phalanx.spec.ngram import COMPARED
 from phalanx.spec.suffix import KINSHIP, RUNS
@@ -58,7 +58,7 @@ class Naive:
 
 
 def graded(tokens, rights):
-    return Draft(tokens, [grade(right / (1 - right)) for right in rights])
+    return Draft(tokens, [bucket(right / (1 - right)) for right in rights])
 
 
 class NaiveNgram(Naive):

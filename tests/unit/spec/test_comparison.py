@@ -50,8 +50,8 @@ def test_a_step_lasts_until_the_next_begins():
         tokens[kind] += 2 + step
         now += 0.5 * step
     comparison.begin(ROWS, now)
-    assert comparison.drafted.figures == (tokens[True], pytest.approx(seconds[True]))
-    assert comparison.plain.figures == (tokens[False], pytest.approx(seconds[False]))
+    assert comparison.totals[True] == (tokens[True], pytest.approx(seconds[True]))
+    assert comparison.totals[False] == (tokens[False], pytest.approx(seconds[False]))
 
 
 def test_a_step_counts_for_its_own_kind():
@@ -59,9 +59,10 @@ def test_a_step_counts_for_its_own_kind():
     comparison = Comparison(1)
     for now in range(100):
         comparison.end(1 if comparison.begin(ROWS, float(now)) else 3)
-    drafted, plain = comparison.drafted, comparison.plain
-    assert drafted.tokens == drafted.seconds > 40
-    assert plain.tokens == 3 * plain.seconds > 120
+    tokens, seconds = comparison.totals[True]
+    assert tokens == seconds > 40
+    tokens, seconds = comparison.totals[False]
+    assert tokens == 3 * seconds > 120
 
 
 @pytest.mark.parametrize("others", [set(), {3}, {3, 5, 6}])
@@ -71,7 +72,7 @@ def test_what_others_took_is_not_counted(others):
     comparison.end(2)
     comparison.begin(others, 100.0)  # somebody came or went, perhaps much later
     comparison.begin(ROWS, 200.0)  # nothing was decoded in the step before
-    assert comparison.drafted.figures == comparison.plain.figures == (0, 0.0)
+    assert comparison.totals[True] == comparison.totals[False] == (0, 0.0)
 
 
 @given(st.integers(1, 5), st.integers(1, 30))

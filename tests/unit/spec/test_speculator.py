@@ -1,15 +1,16 @@
-"""What the drafter and the controller are told, and when: commits and nothing else (A2)."""
+"""What the drafter and the control are told, and when: commits and nothing else (A2)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import structs
 
 from phalanx.sched.plan import Commit, Forward, Free, Step
 from phalanx.sched.sequence import Sequence as Row
+from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.comparison import Comparison
-from phalanx.spec.control import Took
+from phalanx.spec.control import StepTime, Unread, share_out
 from phalanx.spec.drafters import Draft, Drafter, RandomDrafter
 from phalanx.spec.rules import Always
 from phalanx.spec.speculator import Speculator
@@ -20,7 +21,7 @@ VOCAB = 100
 
 
 class Recorder(Always, Drafter):
-    """A drafter and a controller that write down what they hear."""
+    """A drafter and a control that write down what they hear."""
 
     def __init__(self, drafts: Mapping[int, list[int]], most: int = 4) -> None:
         super().__init__(most)
@@ -39,9 +40,14 @@ class Recorder(Always, Drafter):
     def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
         return {key: Draft.by_position(self.drafts[key][:n]) for key, n in wanted.items() if key in self.drafts}
 
-    def observe(self, committed: Mapping[int, Sequence[int]], verified: Mapping[int, int], took: Took) -> None:
+    def observe(
+        self, committed: Mapping[int, Sequence[int]], verified: Mapping[int, int], time: StepTime | None
+    ) -> None:
         tokens = {key: list(tokens) for key, tokens in committed.items()}
-        self.heard.append(("observe", tokens, dict(verified), took.all, took.drafting))
+        if time is None:
+            self.heard.append(("pending", tokens))
+        else:
+            self.heard.append(("observe", tokens, dict(verified), time.step_s, time.drafting_s))
 
 
 def row(number: int, tokens: list[int], most_drafts: int | None = None) -> Row:
@@ -71,7 +77,7 @@ def speculator(drafts: Mapping[int, list[int]]) -> tuple[Speculator, Recorder]:
 
 def test_a_sequence_from_its_first_draft_to_its_end():
     spec, recorder = speculator({0: [7, 8]})
-    assert spec.draft({row(0, [1, 2]): 10}) == {0: [7, 8]}
+    assert spec.draft({row(0, [1, 2]): 10}, overlapped=False) == {0: [7, 8]}
     commit = Commit(seq=0, tokens=(7, 9), computed=4, kv_len=3)
     spec.observe(decoding({0: (2, 7, 8)}), {0: [7, 9]}, [commit], 0.5, 0.1)
     spec.keep({0})
@@ -86,12 +92,12 @@ def test_a_sequence_from_its_first_draft_to_its_end():
 
 def test_a_draft_ends_before_a_token_that_the_target_does_not_have():
     spec, _ = speculator({0: [7, VOCAB, 8], 1: [-1, 4], 2: [5]})
-    assert spec.draft({row(n, [1]): 10 for n in range(4)}) == {0: [7], 2: [5]}
+    assert spec.draft({row(n, [1]): 10 for n in range(4)}, overlapped=False) == {0: [7], 2: [5]}
 
 
 def test_rows_without_room_are_followed_but_not_drafted_for():
     spec, recorder = speculator({0: [7]})
-    assert spec.draft({row(0, [1]): 0}) == {}
+    assert spec.draft({row(0, [1]): 0}, overlapped=False) == {}
     assert recorder.heard == [("begin", 0, [1], "key")]
 
 
@@ -100,10 +106,10 @@ def test_steps_whose_requests_all_refuse_drafts_are_only_learned_from():
     spec, recorder = speculator({0: [7]})
     commit = Commit(seq=0, tokens=(7,), computed=3, kv_len=3)
     refusing = row(0, [1, 2], most_drafts=0)
-    assert spec.draft({refusing: 0}) == spec.draft({refusing: 0}, overlapped=True) == {}
+    assert spec.draft({refusing: 0}, overlapped=False) == spec.draft({refusing: 0}, overlapped=True) == {}
     spec.observe(decoding({0: (2,)}), {0: [7]}, [commit], 0.5, 0.1)
     assert recorder.heard == [("begin", 0, [1, 2], "key"), ("extend", 0, [7])]
-    spec.draft({refusing: 0, row(1, [1]): 5})
+    spec.draft({refusing: 0, row(1, [1]): 5}, overlapped=False)
     spec.observe(decoding({0: (7,)}), {0: [8]}, [], 0.5, 0.1)
     assert recorder.heard[-1][0] == "observe"
 
@@ -111,52 +117,92 @@ def test_steps_whose_requests_all_refuse_drafts_are_only_learned_from():
 def test_what_was_committed_is_the_history_not_what_was_verified():
     """A stop id clips accepted drafts away: they count as accepted, and nobody learns from them."""
     spec, recorder = speculator({0: [7, 8]})
-    spec.draft({row(0, [1, 2]): 10})
+    spec.draft({row(0, [1, 2]): 10}, overlapped=False)
     commit = Commit(seq=0, tokens=(7,), computed=4, kv_len=2, finish="stop", stop_id=7)
     spec.observe(decoding({0: (2, 7, 8)}), {0: [7, 8, 9]}, [commit], 0.5, 0.1)
     assert recorder.heard[1] == ("extend", 0, [7])
     assert spec.meter.stats().accepted == 2
 
 
+class Reader(RandomDrafter):
+    """A model, as far as reading goes."""
+
+    def __init__(self, unread: dict[int, int]) -> None:
+        super().__init__(VOCAB)
+        self.left = unread
+        self.reads: list[dict[int, int]] = []
+
+    computes = True
+
+    def unread(self, keys: Iterable[int]) -> dict[int, int]:
+        return {key: self.left[key] for key in keys if self.left.get(key)}
+
+    def read(self, tokens: Mapping[int, int]) -> int:
+        self.reads.append(dict(tokens))
+        for key, n in tokens.items():
+            self.left[key] -= n
+        return sum(tokens.values())
+
+
+class Slow(Always):
+    """Has ten tokens read in a step."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.times: list[StepTime | None] = []
+
+    def request(self, room: Mapping[int, int], unread: Mapping[int, Unread], *, overlapped: bool) -> dict[int, int]:
+        return super().request(room, {}, overlapped=overlapped) | share_out(unread, 10)
+
+    def observe(
+        self, committed: Mapping[int, Sequence[int]], verified: Mapping[int, int], time: StepTime | None
+    ) -> None:
+        self.times.append(time)
+
+
 def test_what_is_unread_is_read_first_and_not_drafted_for():
     """Ten tokens a step; a sequence of which no draft is of use is not read."""
-
-    class Reader(RandomDrafter):
-        unread = {0: 15, 1: 30}
-
-        def behind(self, keys):
-            return {key: self.unread[key] for key in keys if self.unread.get(key)}
-
-        def read(self, tokens):
-            heard.append(("read", dict(tokens)))
-            for key, n in tokens.items():
-                self.unread[key] -= n
-            return sum(tokens.values())
-
-    class Slow(Always):
-        read_at_once = 10
-
-        def has_read(self, tokens, seconds):
-            heard.append(("has read", tokens, seconds > 0))
-
-    heard: list[object] = []
-    spec = Speculator(Reader(VOCAB), Slow(1), SpecMeter("test"), VOCAB)
+    drafter = Reader({0: 15, 1: 30})
+    spec = Speculator(drafter, Slow(1), SpecMeter("test"), VOCAB)
     rows = {row(0, [1]): 5, row(1, [1]): 0, row(2, [1]): 5}
-    assert [spec.draft(rows).keys() for _ in range(3)] == [{2}, {0, 2}, {0, 2}]
-    assert heard == [("read", {0: 10}), ("has read", 10, True), ("read", {0: 5}), ("has read", 5, True)]
+    assert [spec.draft(rows, overlapped=False).keys() for _ in range(3)] == [{2}, {2}, {0, 2}]
+    assert drafter.reads == [{0: 10}, {0: 5}]
+
+
+def test_a_prompt_is_read_while_the_target_prefills_it():
+    """What was read before the first decoding step is told with it."""
+    drafter, control = Reader({0: 15}), Slow(1)
+    one = row(0, [1, 2])
+    prefilling = [one, row(1, [3], most_drafts=0)]
+    spec = Speculator(drafter, control, SpecMeter("test"), VOCAB, None, lambda: prefilling)
+    assert spec.draft({}, overlapped=False) == spec.draft({}, overlapped=False) == {}
+    assert drafter.reads == [{0: 10}, {0: 5}]
+    prefilling.clear()
+    assert spec.draft({one: 5}, overlapped=False).keys() == {0}
+    spec.observe(decoding({0: (2,)}), {0: [7]}, [Commit(seq=0, tokens=(7,), computed=3, kv_len=3)], 0.5, 0.1)
+    (time,) = control.times
+    assert time is not None and time.tokens_read == 15 and time.reading_s > 0 and time.step_s == 0.5
+
+
+def test_with_more_rows_than_configured_nothing_is_drafted():
+    recorder = Recorder({0: [7, 8], 1: [7, 8]})
+    spec = Speculator(recorder, recorder, SpecMeter("test"), VOCAB, 1)
+    one, two = row(0, [1]), row(1, [1])
+    assert spec.draft({one: 10}, overlapped=False) == {0: [7, 8]} and not spec.can_overlap([0])
+    assert spec.draft({one: 10, two: 10}, overlapped=False) == {} and spec.can_overlap([0, 1])
 
 
 def test_reading_is_not_counted_as_drafting():
     spec, recorder = speculator({0: [7, 8]})
-    spec.draft({row(0, [1, 2]): 10})
-    spec._reading_s = 0.0625
+    spec.draft({row(0, [1, 2]): 10}, overlapped=False)
+    spec._read_s = 0.0625
     spec.observe(decoding({0: (2,)}), {0: [7]}, [Commit(seq=0, tokens=(7,), computed=3, kv_len=3)], 0.5, 0.125)
     assert recorder.heard[-1][3:] == (0.4375, 0.0625)
 
 
 def test_what_a_step_took_is_not_handed_on_where_rows_were_moved_as_well():
     spec, recorder = speculator({0: [7, 8]})
-    spec.draft({row(0, [1, 2]): 10})
+    spec.draft({row(0, [1, 2]): 10}, overlapped=False)
     step = structs.replace(decoding({0: (2, 7, 8)}), ops=(Free(0, 3),))
     spec.observe(step, {0: [7, 9]}, [Commit(seq=0, tokens=(7, 9), computed=4, kv_len=3)], 0.5, 0.1)
     assert recorder.heard[-1] == ("observe", {0: [7, 9]}, {0: 2}, None, 0.1)
@@ -164,7 +210,7 @@ def test_what_a_step_took_is_not_handed_on_where_rows_were_moved_as_well():
 
 def test_what_a_step_took_is_not_handed_on_where_it_says_nothing_about_others():
     spec, recorder = speculator({0: [7, 8]})
-    spec.draft({row(0, [1, 2]): 10})
+    spec.draft({row(0, [1, 2]): 10}, overlapped=False)
     commit = Commit(seq=0, tokens=(7, 9), computed=4, kv_len=3)
     spec.observe(decoding({0: (2, 7, 8)}), {0: [7, 9]}, [commit], None, 0.1)
     assert recorder.heard[-1] == ("observe", {0: [7, 9]}, {0: 2}, None, 0.1)
@@ -178,72 +224,41 @@ def test_a_step_that_only_prefills_is_not_observed():
     assert spec.meter.stats().steps == 0
 
 
-def test_a_step_that_takes_no_drafts_still_judges_what_a_lookup_finds():
-    class Judge(Recorder):
-        def forgo(self, drafts: Mapping[int, Draft]) -> None:
-            self.heard.append(("forgo", {key: draft.tokens for key, draft in drafts.items()}))
+def test_an_overlapped_step_still_compares_what_a_lookup_finds():
+    class Compares(Recorder):
+        def request(self, room: Mapping[int, int], unread: Mapping[int, Unread], *, overlapped: bool) -> dict[int, int]:
+            return dict.fromkeys(room, 2)
 
-    judge = Judge({0: [7, 8]})
-    spec = Speculator(judge, judge, SpecMeter("test"), VOCAB)
+        def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
+            self.heard.append(("choose", {key: draft.tokens for key, draft in drafts.items()}))
+            return {}
+
+    control = Compares({0: [7, 8]})
+    spec = Speculator(control, control, SpecMeter("test"), VOCAB)
     assert spec.draft({row(0, [1, 2]): 10}, overlapped=True) == {}
-    assert judge.heard == [("begin", 0, [1, 2], "key"), ("forgo", {0: [7, 8]})]
+    assert control.heard == [("begin", 0, [1, 2], "key"), ("choose", {0: [7, 8]})]
 
 
-def test_nobody_is_asked_while_the_control_sleeps():
-    class Sleeper(Recorder):
-        def naps(self, keys: Collection[int]) -> int:
-            return 3
-
-        def slept(self, keys: Collection[int], steps: int) -> None:
-            self.heard.append(("slept", sorted(keys), steps))
-
-    def step(rows: Mapping[int, Row]) -> dict[int, list[int]]:
-        drafts = spec.draft(dict.fromkeys(rows.values(), 10))
-        spec.can_overlap(rows)
-        commits = [Commit(seq=number, tokens=(5,), computed=3, kv_len=3) for number in rows]
-        spec.observe(decoding(dict.fromkeys(rows, (2,))), {number: [5] for number in rows}, commits, 0.5, 0.1)
-        return drafts
-
-    def heard() -> list[object]:
-        said = [what for what, *_ in sleeper.heard if what != "extend"]
-        sleeper.heard.clear()
-        return said
-
-    sleeper = Sleeper({0: [7, 8]})
-    spec = Speculator(sleeper, sleeper, SpecMeter("test"), VOCAB)
-    one, two = row(0, [1, 2]), row(1, [1])
-    assert step({0: one}) == {0: [7, 8]} and heard() == ["begin", "observe"]
-    assert [step({0: one}) for _ in range(3)] == [{}] * 3
-    assert sleeper.heard == [*[("extend", 0, [5])] * 3, ("slept", [0], 3)] and heard() == ["slept"]
-    assert step({0: one}) == {0: [7, 8]} and heard() == ["observe"]
-    assert step({0: one}) == {} and heard() == []
-    assert step({0: one, 1: two}) == {0: [7, 8]} and heard() == ["slept", "begin", "observe"]  # another sequence
-    assert step({0: one, 1: two}) == {} and heard() == []
-    spec.keep({1})
-    assert sleeper.heard[0] == ("slept", [0, 1], 1) and heard() == ["slept", "end", "end"]
-    step({1: two})
-    assert heard() == ["observe"]
-
-
-def test_a_model_is_not_asked_for_a_step_that_takes_no_drafts():
+def test_a_model_is_not_asked_in_an_overlapped_step():
     class Model(Recorder):
-        @property
-        def computes(self) -> bool:
-            return True
+        computes = True
+
+        def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
+            assert wanted or not self.drafts
+            return super().draft(wanted)
 
     model = Model({0: [7, 8]})
-    spec = Speculator(model, model, SpecMeter("test"), VOCAB)
+    spec = Speculator(model, AdaptiveControl(4, cheap=False), SpecMeter("test"), VOCAB)
+    model.drafts = {}
     assert spec.draft({row(0, [1, 2]): 10}, overlapped=True) == {}
-    assert model.heard == []
-    assert spec.draft({row(0, [1, 2]): 10}) == {0: [7, 8]}
+    model.drafts = {0: [7, 8]}
+    assert spec.draft({row(0, [1, 2]): 10}, overlapped=False) == {}  # nothing is known of the machine
+    assert model.heard == [("begin", 0, [1, 2], "key")]
 
 
 class Compared(Recorder):
-    def hear(self, committed: Mapping[int, Sequence[int]]) -> None:
-        self.heard.append(("hear", {key: list(tokens) for key, tokens in committed.items()}))
-
-    def rests(self, keys: Collection[int]) -> bool:
-        self.heard.append(("rests",))
+    def can_overlap(self, keys: Collection[int]) -> bool:
+        self.heard.append(("can overlap",))
         return False
 
 
@@ -262,11 +277,11 @@ def test_steps_that_are_compared_with_cost_nothing_and_are_told_of_afterwards():
     """One with drafts, two without, one with: the drafter misses nothing, and in the right order."""
     recorder = Compared({0: [7, 8]})
     comparison = Chosen([True, True, False, False, True, True])
-    spec = Speculator(recorder, recorder, SpecMeter("test"), VOCAB, comparison)
+    spec = Speculator(recorder, recorder, SpecMeter("test", comparison=comparison), VOCAB)
     one = row(0, [1, 2])
 
     def step(token: int) -> dict[int, list[int]]:
-        drafts = spec.draft({one: 10})
+        drafts = spec.draft({one: 10}, overlapped=False)
         recorder.heard.append(("step",))
         spec.can_overlap({0})
         commit = Commit(seq=0, tokens=(token,), computed=3, kv_len=3)
@@ -278,41 +293,41 @@ def test_steps_that_are_compared_with_cost_nothing_and_are_told_of_afterwards():
     assert recorder.heard == [
         ("begin", 0, [1, 2], "key"), ("step",), ("extend", 0, [11]), observed[0],
         ("step",),
-        ("step",), ("rests",),
-        ("extend", 0, [12]), ("hear", {0: [12]}), ("extend", 0, [13]), ("hear", {0: [13]}),
-        ("step",), ("rests",), ("extend", 0, [14]), observed[1],
+        ("step",), ("can overlap",),
+        ("extend", 0, [12]), ("pending", {0: [12]}), ("extend", 0, [13]), ("pending", {0: [13]}),
+        ("step",), ("can overlap",), ("extend", 0, [14]), observed[1],
     ]  # fmt: skip
-    assert comparison.drafted.tokens == 1 and comparison.plain.tokens == 2  # the last one is not over
+    assert comparison.totals[True][0] == 1 and comparison.totals[False][0] == 2  # the last one is not over
 
 
 def test_of_those_that_ended_while_nothing_was_drafted_nobody_hears():
     recorder = Compared({})
-    spec = Speculator(recorder, recorder, SpecMeter("test"), VOCAB, Chosen([True, True, False, True]))
+    spec = Speculator(recorder, recorder, SpecMeter("test", comparison=Chosen([True, True, False, True])), VOCAB)
     one, two = row(0, [1, 2]), row(1, [3])
-    spec.draft({one: 10, two: 10})
-    spec.draft({one: 10, two: 10})
+    spec.draft({one: 10, two: 10}, overlapped=False)
+    spec.draft({one: 10, two: 10}, overlapped=False)
     commits = [Commit(seq=number, tokens=(5,), computed=3, kv_len=3) for number in (0, 1)]
     spec.observe(decoding({0: (2,), 1: (2,)}), {0: [5], 1: [5]}, commits, 0.5, 0.1)
     spec.keep({1})
-    spec.draft({two: 10})
-    assert recorder.heard[2:] == [("end", 0), ("end", 0), ("extend", 1, [5]), ("hear", {1: [5]})]
+    spec.draft({two: 10}, overlapped=False)
+    assert recorder.heard[2:] == [("end", 0), ("end", 0), ("extend", 1, [5]), ("pending", {1: [5]})]
 
 
 def test_a_sequence_that_began_while_nothing_was_drafted_is_followed_from_its_beginning():
     recorder = Compared({})
-    spec = Speculator(recorder, recorder, SpecMeter("test"), VOCAB, Chosen([True, False, True]))
+    spec = Speculator(recorder, recorder, SpecMeter("test", comparison=Chosen([True, False, True])), VOCAB)
     one = row(0, [1, 2])
-    spec.draft({one: 10})
+    spec.draft({one: 10}, overlapped=False)
     one.tokens.append(5)
     spec.observe(decoding({0: (2,)}), {0: [5]}, [Commit(seq=0, tokens=(5,), computed=3, kv_len=3)], 0.5, 0.1)
-    spec.draft({one: 10})
+    spec.draft({one: 10}, overlapped=False)
     assert recorder.heard == [("begin", 0, [1, 2, 5], "key")]
 
 
 def test_steps_that_move_rows_or_prefill_are_not_compared():
     recorder = Compared({})
     comparison = Comparison(1)
-    spec = Speculator(recorder, recorder, SpecMeter("test"), VOCAB, comparison)
+    spec = Speculator(recorder, recorder, SpecMeter("test", comparison=comparison), VOCAB)
     one, commit = row(0, [1, 2]), Commit(seq=0, tokens=(5,), computed=3, kv_len=3)
     chunk = Forward(0, 0, (3,), ((1, 2),), (2,), sample=False)
     plain = decoding({0: (2,)})
@@ -322,18 +337,18 @@ def test_steps_that_move_rows_or_prefill_are_not_compared():
         plain,
         plain,
     ):
-        spec.draft({one: 10})
+        spec.draft({one: 10}, overlapped=False)
         spec.observe(step, {0: [5]}, [commit], 0.5, 0.1)
-    assert comparison.drafted.tokens + comparison.plain.tokens == 1
+    assert sum(tokens for tokens, _ in comparison.totals.values()) == 1
 
 
 def test_requests_that_refuse_drafts_are_not_compared():
     comparison = Comparison(1)
     recorder = Compared({0: [7]})
-    spec = Speculator(recorder, recorder, SpecMeter("test"), VOCAB, comparison)
+    spec = Speculator(recorder, recorder, SpecMeter("test", comparison=comparison), VOCAB)
     refusing = row(0, [1, 2], most_drafts=0)
     for _ in range(4):
-        assert spec.draft({refusing: 0}) == {}
+        assert spec.draft({refusing: 0}, overlapped=False) == {}
         spec.observe(decoding({0: (2,)}), {0: [7]}, [Commit(seq=0, tokens=(7,), computed=3, kv_len=3)], 0.5, 0.1)
-    assert comparison.drafted.tokens == comparison.plain.tokens == 0
+    assert comparison.totals == {True: (0, 0.0), False: (0, 0.0)}
     assert [what for what, *_ in recorder.heard] == ["begin", *["extend"] * 4]

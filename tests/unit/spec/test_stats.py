@@ -49,9 +49,9 @@ def test_what_drafts_bring_is_said_where_it_is_compared():
     comparison = Comparison(4)
     meter = SpecMeter("random", comparison=comparison)
     assert report(meter.stats())["speedup"] is None  # nothing measured yet
-    comparison.drafted.tokens, comparison.drafted.seconds = 300, 2.0
+    comparison.totals[True] = 300, 2.0
     assert report(meter.stats())["speedup"] is None
-    comparison.plain.tokens, comparison.plain.seconds = 200, 2.5
+    comparison.totals[False] = 200, 2.5
     assert report(meter.stats())["speedup"] == 1.875
     assert line(meter.stats()).endswith("worth verifying, 1.875 times as fast as without")
     meter.count([(2, 1)])
