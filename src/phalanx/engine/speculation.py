@@ -6,6 +6,7 @@ Does not know how drafts are made, weighed or verified (`spec/`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import assert_never
@@ -142,7 +143,7 @@ def make_speculator(
         rules.build(config, pack_above=scheduler.config.pack_above),
         meter,
         vocab_size,
-        config.disable_by_batch_size,
+        config.disable_by_batch_size or math.inf,
         lambda: [row for row in scheduler.layout.rows() if not row.decoding],
     )
 

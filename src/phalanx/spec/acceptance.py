@@ -16,18 +16,13 @@ POOL_FADES = 0.95  # of what is known about a drafter, after each draft: the las
 ROW_FADES = 0.85  # of what is known about one sequence: the last 7 count, for texts change
 WORTH = 0.1  # probability below which a token is not worth sampling, even where the forward has room for it
 
-Chances = list[float]
-"""The probability that the first j tokens are right, j = 1 .., as far as worth it."""
+Chances = list[float]  # the probability that the first j tokens are right, j = 1 .., as far as worth it
 
 
 class Acceptance:
-    """Rates of acceptance by confidence bucket; what is assumed beforehand counts as one observation.
-
-    Args:
-        fades: factor of all counts at each new draft, also of buckets that are not tried any more: one wrong token
-            must not end them for ever.
-        pool: whose rates are assumed; without, a bucket's is that of the one below, and the lowest one's 1/2.
-    """
+    """Rates of acceptance by confidence bucket. What is assumed (the pool's rate, or else that of the bucket below, or
+    else 1/2) counts as one observation. At each new draft all counts fade, also of buckets that are not tried any more:
+    one wrong token must not end them for ever."""
 
     def __init__(self, fades: float, pool: Acceptance | None = None) -> None:
         self._fades = fades
@@ -55,12 +50,12 @@ class Acceptance:
 
 
 class AcceptanceTracker:
-    """Knows of each sequence how far its drafts were right, and which draft is still being compared."""
+    """Knows of each sequence how far its drafts were right; to `pending` a draft comes with 0."""
 
     def __init__(self) -> None:
         self._pool = Acceptance(POOL_FADES)
         self._rows: dict[int, Acceptance] = {}
-        self._pending: dict[int, tuple[Draft, int]] = {}  # with the tokens that were right so far
+        self.pending: dict[int, tuple[Draft, int]] = {}  # drafts that are compared, and their tokens that were right
 
     def chances(self, buckets: Mapping[int, Sequence[int]]) -> dict[int, Chances]:
         """Of drafts with these buckets, by sequence; those of which nothing is worth it are absent."""
@@ -71,24 +66,16 @@ class AcceptanceTracker:
         """Of the drafts that the next step may have: sequence -> the probability that its token of this step is the one
         that its pending draft expects, and the chances of what follows. Sequences without one are absent."""
         found: dict[int, tuple[float, Chances]] = {}
-        for key in keys & self._pending.keys():
-            (draft, at), rates = self._pending[key], self._rates(key)
+        for key in keys & self.pending.keys():
+            (draft, at), rates = self.pending[key], self._rates(key)
             likely = rates[draft.buckets[at]]
             found[key] = likely, _chances(rates, draft.buckets[at + 1 :], likely)
         return found
 
-    def is_pending(self, key: int) -> bool:
-        """Whether a draft of this sequence is being compared with what is committed."""
-        return key in self._pending
-
-    def compare(self, key: int, draft: Draft) -> None:
-        """Compare this draft from now on. Changes state."""
-        self._pending[key] = draft, 0
-
     def observe(self, key: int, tokens: Sequence[int]) -> bool:
         """Compare the pending draft, of which there must be one, up to the first difference; whether it began right.
         Changes state."""
-        draft, at = self._pending.pop(key)
+        draft, at = self.pending.pop(key)
         row = self._rows.setdefault(key, Acceptance(ROW_FADES, self._pool))
         for token in tokens:
             right = token == draft.tokens[at]
@@ -99,13 +86,13 @@ class AcceptanceTracker:
             at += 1
             if not right or at == len(draft.tokens):
                 return at > 1 or right
-        self._pending[key] = draft, at
+        self.pending[key] = draft, at
         return True
 
     def end(self, key: int) -> None:
         """The sequence is over; unknown ones are ignored. Changes state."""
         self._rows.pop(key, None)
-        self._pending.pop(key, None)
+        self.pending.pop(key, None)
 
     def _rates(self, key: int) -> Sequence[float]:
         return self._rows.get(key, self._pool).rates

@@ -1,7 +1,5 @@
-"""The control that weighs what drafts are expected to bring against what a step costs, and pays from one budget.
-
-Pure, as all controls. docs/speculation.md explains the whole.
-"""
+"""The control that weighs what drafts are expected to bring against what a step costs, and pays from one budget. Pure.
+docs/speculation.md explains the whole."""
 
 from __future__ import annotations
 
@@ -40,19 +38,12 @@ class AdaptiveControl:
 
     A step in which row r verifies k_r tokens commits `1 + P(1) + .. + P(k_r)` tokens for it on average, P(j) being the
     probability that its first j are right (`acceptance.py`), and costs what it computes (`cost.py`). While the budget
-    holds something, the drafter is asked whatever is expected of it: such probes find a drafter that became good.
-
-    Args:
-        most: largest number of drafted tokens per sequence and step.
-        cheap: drafting takes next to nothing (a lookup), so every sequence may as well be drafted for.
-        share: of the time, for probes.
-        pack_above: tokens above which rows with drafts of several lengths are computed without padding; None: never.
-    """
+    holds something, the drafter is asked whatever is expected of it: such probes find one that became good."""
 
     def __init__(self, most: int, *, cheap: bool, share: float = PROBE_SHARE, pack_above: int | None = None) -> None:
-        self._most = most
-        self._cheap = cheap
-        self._pack_above = pack_above
+        self._most = most  # drafted tokens per sequence and step
+        self._cheap = cheap  # drafting takes next to nothing (a lookup): every sequence may as well be drafted for
+        self._pack_above = pack_above  # as in `SchedulerConfig`
         self._budget = Budget(share)
         self._costs = CostCurve()
         self._tracker = AcceptanceTracker()
@@ -82,7 +73,7 @@ class AdaptiveControl:
         asked = self._reads(room, unread) if unread else {}
         if not (self._may_ask or self._waited):
             return asked
-        compared = {key for key in room if overlapped and self._tracker.is_pending(key)}
+        compared = {key for key in room if overlapped and key in self._tracker.pending}
         able = {key: min(n, self._most) for key, n in room.items() if n > 0 and key not in compared}
         k = self._most if self._cheap else max(self._fastest(self._expected(able)).takes.values(), default=1)
         self._asked = bool(able)
@@ -92,8 +83,8 @@ class AdaptiveControl:
         chances = self._tracker.chances({key: draft.buckets for key, draft in drafts.items() if not self._overlapped})
         takes = self._fastest(chances).takes
         for key, draft in drafts.items():
-            if key in takes or self._waited or not self._tracker.is_pending(key):
-                self._tracker.compare(key, draft)
+            if key in takes or self._waited or key not in self._tracker.pending:
+                self._tracker.pending[key] = draft, 0
         return takes
 
     def can_overlap(self, keys: Collection[int]) -> bool:
@@ -105,7 +96,7 @@ class AdaptiveControl:
     def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> None:
         self._steps += 1
         self._earned += self._budget.share
-        compared = [self._tracker.observe(*row) for row in committed.items() if self._tracker.is_pending(row[0])]
+        compared = [self._tracker.observe(*row) for row in committed.items() if row[0] in self._tracker.pending]
         if compared:
             self._right, self._earned = any(compared), 0.0
         if time is not None and committed:
@@ -120,8 +111,6 @@ class AdaptiveControl:
     def _may_ask(self) -> bool:
         """Whether the budget holds something, or the last draft was right: was that luck? Another probe tells."""
         return self._right or self._budget.spendable > 0
-
-    # -- the choice ------------------------------------------------------------------------------------------------
 
     def _expected(self, lengths: Mapping[int, int]) -> dict[int, Chances]:
         """Of drafts so long, by a drafter whose buckets are the positions."""
@@ -174,8 +163,6 @@ class AdaptiveControl:
         _, speed, cost = self._fastest({key: chances for key, (_, chances) in ahead.items() if chances})
         return (speed - 1.0) * cost > self._late * (1.0 - max(likely for likely, _ in ahead.values()))
 
-    # -- a draft model's reading -----------------------------------------------------------------------------------
-
     def _reads(self, room: Mapping[int, int], unread: Mapping[int, Unread]) -> dict[int, int]:
         """Tokens to read in this step, which takes no longer than a non-speculative one: of prompts that promise more
         than they cost, if the budget pays for the whole; else, as a probe, of one that the refill has earned."""
@@ -196,8 +183,6 @@ class AdaptiveControl:
                 funds -= price
         self._left = set() if worth else set(unread)
         return share_out(worth, max(READ_AT_LEAST, int(base / self._read_s) if self._read_s else 0))
-
-    # -- the account -----------------------------------------------------------------------------------------------
 
     def _settle(self, committed: Committed, verified: Mapping[int, int], time: StepTime) -> None:
         """Measure the step and pay for it."""

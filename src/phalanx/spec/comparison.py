@@ -12,27 +12,19 @@ from collections.abc import Collection
 
 
 class Comparison:
-    """Says which steps may have drafts, and counts both kinds from the beginning of a step to that of the next.
-
-    Args:
-        steps: in a run, >= 1.
-    """
+    """Says which steps may have drafts, and counts both kinds from the beginning of a step to that of the next."""
 
     def __init__(self, steps: int) -> None:
         self.totals = {True: (0, 0.0), False: (0, 0.0)}  # may have drafts -> tokens and seconds of these steps
-        self._run = steps
+        self._run = steps  # of one kind, >= 1
         self._step = 0
         self._rows: Collection[int] = ()
         self._began = 0.0
         self._tokens: int | None = None  # of the step that is over, if it counts
 
     def begin(self, rows: Collection[int], now: float) -> bool:
-        """A step of these sequences begins; whether it may have drafts: always, where there are none. Where they are
-        others than before, others have come or gone meanwhile, and the step before does not count. Changes state.
-
-        Args:
-            now: seconds on a clock that never goes back.
-        """
+        """A step of these sequences begins; whether it may have drafts (always, where there are none). Where they are
+        others than before, the step before does not count. Changes state."""
         if rows and rows == self._rows and self._tokens is not None:
             kind = self._may_draft(self._step)
             tokens, seconds = self.totals[kind]

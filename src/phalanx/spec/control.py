@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from phalanx.spec.drafters import Draft
 
-Committed = Mapping[int, Sequence[int]]  # decoding sequence -> the tokens that a step committed for it
+Committed = Mapping[int, Sequence[int]]  # decoding sequence -> the tokens of a step
 
 
 class Unread(NamedTuple):
@@ -36,24 +36,19 @@ class Control(Protocol):
     scheduling, and `observe`. All methods change state."""
 
     def request(self, room: Mapping[int, int], unread: Mapping[int, Unread], *, overlapped: bool) -> dict[int, int]:
-        """How many tokens the drafter should draft or read.
+        """How many tokens, >= 1, the drafter should read of unread sequences and draft for others; the rest are absent.
 
         Args:
             room: decoding sequence -> tokens that may be drafted for it; 0 where it is unread or ends.
             unread: sequences to be read first; those that still prefill are not in `room`.
             overlapped: the step has begun without drafts; drafts can only be compared with what is committed.
-
-        Returns: sequence -> tokens, >= 1, to read where it is unread, else to draft; the others are absent.
         """
-        ...
 
     def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
         """How many drafted tokens to verify in this step, >= 1; sequences with none are absent."""
-        ...
 
     def can_overlap(self, keys: Collection[int]) -> bool:
         """Whether the next step of these sequences may begin now, without drafts."""
-        ...
 
     def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> None:
         """A step is over.
@@ -62,11 +57,9 @@ class Control(Protocol):
             verified: sequence -> drafted tokens that were fed: as many as chosen, or fewer for want of memory.
             time: None for a step that was not allowed to have drafts: it costs and earns nothing.
         """
-        ...
 
     def end(self, key: int) -> None:
         """The sequence is over; unknown ones are ignored."""
-        ...
 
 
 def share_out(unread: Mapping[int, Unread], most: int) -> dict[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 SAMPLES = 5  # of which the median counts, so that one disturbed step means nothing; of one or two the cheaper
@@ -18,9 +19,7 @@ FRESH = 100
 SETTLED = 16
 """The same where all sequences are others: their contexts are, but short answers must not be made of such steps."""
 HOLDS = 300  # steps for which a ratio holds before it is measured again, should that look worth it
-PER_TOKEN = 0.02
-"""Cost of a further token per row before anything was measured: a memory-bound machine's, so that every other machine
-finds out by one try."""
+PER_TOKEN = 0.02  # cost of a further token per row before anything was measured: a memory-bound machine's
 
 
 def tokens_per_row(rows: int, tokens: int) -> float:
@@ -28,13 +27,13 @@ def tokens_per_row(rows: int, tokens: int) -> float:
     return math.ceil(2 * tokens / rows) / 2
 
 
+@dataclass
 class _Samples:
     """The latest measurements of one kind of step."""
 
-    def __init__(self) -> None:
-        self.values: deque[float] = deque(maxlen=SAMPLES)
-        self.at = 0  # step of the latest
-        self.came = 0.0  # sequences that had come then
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    at: int = 0  # step of the latest
+    came: float = 0.0  # sequences that had come then
 
     def add(self, value: float, at: int, came: float = 0.0) -> None:
         self.values.append(value)
@@ -55,8 +54,7 @@ class CostCurve:
         self._ratios: dict[int, dict[float, _Samples]] = {}  # rows -> tokens per row -> ratio
 
     def observe(self, rows: int, per_row: float, seconds: float) -> None:
-        """A step with `per_row` tokens per row took so long; one of several is dropped while there is no base time to
-        compare with. Changes state."""
+        """A step took so long; one of several tokens per row counts once there is a base time. Changes state."""
         self._steps += 1
         if per_row == 1:
             samples = self._base.setdefault(rows, _Samples())
@@ -82,18 +80,14 @@ class CostCurve:
         return self._steps - base.at > (FRESH if self._came - base.came < 1.0 else SETTLED)
 
     def reach(self, rows: int) -> float:
-        """The widest step whose cost may be guessed: twice the widest measured with so many rows, so that a first try
-        is a small one, and powers of two are tried, where stairs often end."""
+        """The widest step whose cost may be guessed: a first try is small, and powers of two often end stairs."""
         return 2 * max(self._ratios.get(rows, ()), default=1)
 
     def ratios(self, rows: int, widths: Sequence[float], *, hopeful: bool = False) -> list[float]:
-        """Costs of steps by tokens per row, in non-speculative steps, each >= 1.
-
-        What was not measured lies on a straight line: between two that were, or beyond the widest, from 1 on; if
-        `hopeful`, that one stands on a stair (kernels work on so many tokens at once), and a further token costs hardly
-        anything. Fewer rows stand in for a number of rows that was never measured: they cost less, and so lead to a
-        try.
-        """
+        """Costs of steps by tokens per row, in non-speculative steps, each >= 1. What was not measured lies on a line:
+        between two that were, or beyond the widest, from 1 on; if `hopeful`, that one stands on a stair (kernels work
+        on so many tokens at once), and a further token costs hardly anything. Fewer rows stand in for a number of rows
+        that was never measured: they cost less, and so lead to a try."""
         known = {1.0: 1.0, **self._measured(rows)}
         last = max(known)
         slope = (known[last] - 1.0) / (last - 1) if last > 1 and not hopeful else 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import mlx.core as mx
 from msgspec.structs import replace as with_fields
@@ -20,7 +21,7 @@ from phalanx.model.sampling.metadata import SamplingMetadata
 from phalanx.model.sampling.sampler import sample
 from phalanx.sched.admission import round_up
 from phalanx.sched.plan import Admit, Forward, Free, Move, Resize
-from phalanx.spec.drafters import BUCKETS, Draft, Drafter, equal
+from phalanx.spec.drafters import BUCKETS, Draft, Drafter
 
 ARENA = 0
 AT_ONCE = 8  # known tokens that a first drafting forward may feed at most: as many as a row usually gains in a step
@@ -57,18 +58,17 @@ class DraftModel(Drafter):
     computes: bool = True
 
     def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
-        """A sequence starts; nothing is computed yet."""
         self._rows[key] = _Row(list(tokens))
 
     def extend(self, key: int, tokens: Sequence[int]) -> None:
         """Tokens were committed: as far as they were guessed they are computed already; other guesses are cut off."""
         row = self._rows[key]
-        row.computed += equal(tokens, row.guessed)
+        pairs = zip(tokens, row.guessed, strict=False)
+        row.computed += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         row.guessed.clear()
         row.tokens.extend(tokens)
 
     def end(self, key: int) -> None:
-        """The last row moves into the hole; without rows there are no buffers."""
         self._remove(self._rows.pop(key))
 
     def unread(self, keys: Iterable[int]) -> dict[int, int]:
@@ -110,8 +110,6 @@ class DraftModel(Drafter):
         """Tokens of each row that a drafting forward may feed: each has logits, though only a row's last are of use."""
         return max(1, min(AT_ONCE, self._largest_logits // max(1, len(self._slots))))
 
-    # -- computing -------------------------------------------------------------------------------------------------
-
     def _draw(self, fed: Mapping[int, list[int]], drafts: Mapping[int, list[int]]) -> dict[int, int]:
         """Feed tokens to some rows and draw one for each. A forward runs over neighbours: rows between them take part
         with a token that is never counted."""
@@ -132,8 +130,6 @@ class DraftModel(Drafter):
             else:
                 row.computed += len(tokens)
         return {key: token for (key, _, _), token in zip(rows.values(), sampled.tokens, strict=True)}
-
-    # -- memory ----------------------------------------------------------------------------------------------------
 
     def _size(self, row: _Row, drafts: int) -> tuple[int, int] | None:
         """Rows and tokens of buffers that hold this row and its drafts too, generous if the budget allows; else None.
@@ -183,15 +179,9 @@ class DraftModel(Drafter):
 
 
 def _forward(start: int, inputs: Sequence[Sequence[int]], *, sample: bool) -> Forward:
-    width = max(map(len, inputs))
-    return Forward(
-        arena=ARENA,
-        start=start,
-        seqs=tuple(range(start, start + len(inputs))),
-        tokens=tuple((*row, *(0,) * (width - len(row))) for row in inputs),
-        valid=tuple(map(len, inputs)),
-        sample=sample,
-    )
+    width, rows = max(map(len, inputs)), tuple(range(start, start + len(inputs)))
+    tokens = tuple((*row, *(0,) * (width - len(row))) for row in inputs)
+    return Forward(ARENA, start, rows, tokens, tuple(map(len, inputs)), sample=sample)
 
 
 def _unscored(position: SamplingMetadata) -> SamplingMetadata:

@@ -10,7 +10,6 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Protocol
 
 BUCKETS = 16  # confidence buckets there are, from 0; also the longest draft that can be asked for
@@ -41,11 +40,6 @@ def bucket(odds: float) -> int:
     return min(max(0, EVEN + math.floor(2 * math.log2(max(odds, 1e-9)))), BUCKETS - 1)
 
 
-def equal(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
-
-
 class Drafter(Protocol):
     """Proposes how sequences go on. `key` is the scheduler's number of one, of which it knows what was committed."""
 
@@ -54,19 +48,15 @@ class Drafter(Protocol):
     def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
         """A sequence starts: its prompt (and, after a restart, its output). Only sequences of one `salt` (the prefix
         cache's, derived from the API key) may learn from each other. Changes state; `key` must be new."""
-        ...
 
     def extend(self, key: int, tokens: Sequence[int]) -> None:
         """These tokens were committed for it. Changes state."""
-        ...
 
     def end(self, key: int) -> None:
         """The sequence is over. Changes state; unknown keys are an error."""
-        ...
 
     def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
         """Sequence -> at most so many tokens (1 .. `BUCKETS`) that may follow its last one; without an idea, absent."""
-        ...
 
     def unread(self, keys: Iterable[int]) -> dict[int, int]:
         """Sequence -> tokens, >= 1, that must be read before it can be drafted for; the others are absent."""

@@ -38,8 +38,7 @@ class Text:
         return len(self.tokens) - self.indexed
 
 
-Place = tuple[Text, int]
-"""The token `tokens[at]` of a text, as the one that followed what stands before it."""
+Place = tuple[Text, int]  # the token `tokens[at]` of a text, as the one that followed what stands before it
 
 
 class RunIndex:
@@ -79,9 +78,6 @@ class RunIndex:
         known = self._places.get(run, [])
         return [known] if isinstance(known, int) else known[: -PLACES - 1 : -1]
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def _runs(self, tokens: list[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], int]]:
         size = self.size
         return ((tuple(tokens[at - size : at]), at) for at in range(max(start, size), stop))
@@ -118,16 +114,11 @@ class Shelf:
 
 
 class LookupDrafter(Drafter, ABC):
-    """A drafter over running sequences and the latest ended ones, which only those of one salt may learn from.
-
-    Args:
-        sizes: lengths of the runs that are indexed.
-        requests: ended sequences that are kept; 0 means that running ones do not learn from each other either.
-    """
+    """A drafter over running sequences and the latest ended ones, which only those of one salt may learn from."""
 
     def __init__(self, sizes: Sequence[int], requests: int, *, indexed_per_step: int = INDEXED_PER_STEP) -> None:
-        self._sizes = tuple(sizes)
-        self._requests = requests
+        self._sizes = tuple(sizes)  # lengths of the runs that are indexed
+        self._requests = requests  # ended ones that are kept; 0: running ones do not learn from each other either
         self._indexed_per_step = indexed_per_step
         self._numbers = count()
         self._shelves: dict[str, Shelf] = {}
@@ -188,13 +179,9 @@ def shared(tokens: list[int], other: list[int], at: int, most: int) -> int:
 
 def alike(tokens: list[int], other: list[int], at: int, length: int) -> int:
     """Tokens that occur at about the same distance before the context of this length that both end with."""
-    ours, theirs = _distances(tokens, len(tokens) - length), _distances(other, at - length)
+    ends = (tokens, len(tokens) - length), (other, at - length)
+    ours, theirs = ({row[i]: end - i for i in range(max(0, end - NEAR), end)} for row, end in ends)
     return sum(token in theirs and abs(theirs[token] - distance) <= SLACK for token, distance in ours.items())
-
-
-def _distances(tokens: list[int], end: int) -> dict[int, int]:
-    """How far before `end` each token occurs for the last time, among the `NEAR` there."""
-    return {tokens[at]: end - at for at in range(max(0, end - NEAR), end)}
 
 
 def said(text: Text, source: Text, at: int, n: int) -> list[int]:

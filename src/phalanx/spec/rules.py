@@ -9,7 +9,7 @@ from phalanx.config import DraftModelSpeculation, SpeculativeConfig
 from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.budget import PROBE_SHARE
 from phalanx.spec.control import Committed, Control, StepTime, Unread, share_out
-from phalanx.spec.drafters import Draft, equal
+from phalanx.spec.drafters import Draft
 
 FLOOR = 0.40  # rate of acceptance below which the field's fixed rule switches off (A8)
 BACKOFF = 20  # windows for which it then stays off before it begins anew; the field's own did not
@@ -54,32 +54,24 @@ class Always(Control):
 
 
 class FloorControl(Always):
-    """The field's fixed rule: off when less than `floor` of the tokens in the last `window` drafts were accepted.
-
-    It then stays off for a number of steps, and begins anew with an empty window.
-    """
+    """The field's fixed rule: off when less than `floor` of the tokens in the last `window` drafts were accepted. It
+    then stays off for a number of steps, and begins anew with an empty window."""
 
     def __init__(self, most: int, *, floor: float, window: int) -> None:
         super().__init__(most)
         self._floor = floor
         self._recent: deque[tuple[int, int]] = deque(maxlen=window)  # (tokens verified, tokens right)
-        self._chosen: dict[int, list[int]] = {}
         self._off = 0  # steps left
 
     def request(self, room: Mapping[int, int], unread: Mapping[int, Unread], *, overlapped: bool) -> dict[int, int]:
         return {} if self._off else super().request(room, unread, overlapped=overlapped)
-
-    def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
-        self._chosen = {key: draft.tokens for key, draft in drafts.items()}
-        return super().choose(drafts)
 
     def can_overlap(self, keys: Collection[int]) -> bool:
         return self._off > 1
 
     def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> None:
         self._off = max(0, self._off - (time is not None))
-        for key, k in verified.items():
-            self._recent.append((k, equal(self._chosen[key][:k], committed.get(key, ()))))
+        self._recent.extend((k, max(0, min(k, len(committed.get(key, ())) - 1))) for key, k in verified.items())
         if len(self._recent) == self._recent.maxlen:
             tried, right = (sum(column) for column in zip(*self._recent, strict=True))
             if right < self._floor * tried:

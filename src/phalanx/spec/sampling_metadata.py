@@ -1,7 +1,5 @@
-"""Where each sequence samples next, kept from step to step so that histories grow by their new tokens only.
-
-Knows what a request asked for and what was committed; does not know logits, plans or drafters.
-"""
+"""Where each sequence samples next, kept from step to step so that histories grow by their new tokens only. Does not
+know logits, plans or drafters."""
 
 from __future__ import annotations
 

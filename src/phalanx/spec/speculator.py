@@ -6,35 +6,33 @@ verified.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from phalanx.sched.drafts import useful_drafts
 from phalanx.sched.plan import Commit, Step
 from phalanx.sched.sequence import Sequence
-from phalanx.spec.control import Control, StepTime, Unread
+from phalanx.spec.control import Committed, Control, StepTime, Unread
 from phalanx.spec.drafters import Drafter
 from phalanx.spec.stats import SpecMeter
 
 
 @dataclass(eq=False, slots=True)
 class Speculator:
-    """Drives a drafter and a control, and counts.
-
-    Steps that the meter's comparison leaves without drafts are spared all that drafting costs, and the others pay for
-    it: drafter and control learn only there what was committed.
-    """
+    """Drives a drafter and a control, and counts. Steps that the meter's comparison leaves without drafts are spared
+    all that drafting costs: drafter and control learn in the others what these committed."""
 
     _drafter: Drafter
     _control: Control
     meter: SpecMeter
     _vocab_size: int  # of the target; a draft ends before the first token that it does not have
-    _most_rows: int | None = None  # with more decoding rows nothing is drafted
+    _most_rows: float = math.inf  # with more decoding rows nothing is drafted
     _prefilling: Callable[[], Iterable[Sequence]] = tuple  # rows that the target prefills; a model reads beside it
     _left_out: bool = False  # the comparison wants no drafts in this step
-    _pending: list[Mapping[int, Seq[int]]] = field(default_factory=list)  # what was committed in such steps
+    _pending: list[Committed] = field(default_factory=list)  # what was committed in such steps
     _refused: bool = False  # all rows' requests refuse drafts: such steps are none of the control's business
     _followed: set[int] = field(default_factory=set)
     _overhead_s: float = 0.0  # of the control, since its last `observe`
@@ -48,7 +46,8 @@ class Speculator:
 
     def can_overlap(self, numbers: Collection[int]) -> bool:
         """Whether the next step of these sequences may begin without drafts, before this one is over."""
-        if self._is_crowded(numbers) or not (self.meter.comparison is None or self.meter.comparison.next_may_draft):
+        comparison = self.meter.comparison
+        if len(numbers) > self._most_rows or not (comparison is None or comparison.next_may_draft):
             return True
         self._overhead_s -= time.perf_counter()
         can_overlap = self._control.can_overlap(numbers)
@@ -60,7 +59,7 @@ class Speculator:
 
         Args:
             draftable: decoding row -> how many drafts are of use to it.
-            overlapped: the step has begun without drafts. What a lookup finds is compared with its tokens all the same.
+            overlapped: the step has begun without drafts; what a lookup finds is compared with its tokens all the same.
         """
         self._read_s = 0.0
         self._refused = bool(draftable) and all(seq.request.most_drafts == 0 for seq in draftable)
@@ -74,7 +73,7 @@ class Speculator:
             self._follow(seq)
         if self._refused:
             return {}
-        crowded = self._is_crowded(draftable)
+        crowded = len(draftable) > self._most_rows
         useful = {seq.number: 0 if crowded else n for seq, n in draftable.items()}
         unread = {} if overlapped or not self.computes else self._unread(useful)
         room = {number: 0 if number in unread else n for number, n in useful.items()}
@@ -87,12 +86,7 @@ class Speculator:
         return {number: known[number].tokens[:k] for number, k in chosen.items()}
 
     def observe(
-        self,
-        step: Step,
-        verified: Mapping[int, Seq[int]],
-        commits: Seq[Commit],
-        seconds: float | None,
-        drafting_s: float,
+        self, step: Step, verified: Committed, commits: Seq[Commit], seconds: float | None, drafting_s: float
     ) -> None:
         """A step is over.
 
@@ -127,15 +121,12 @@ class Speculator:
             self._drafter.end(number)
             self._control.end(number)
 
-    def _is_crowded(self, rows: Sized) -> bool:
-        return self._most_rows is not None and len(rows) > self._most_rows
-
     def _follow(self, seq: Sequence) -> None:
         if seq.number not in self._followed:
             self._followed.add(seq.number)
             self._drafter.begin(seq.number, seq.tokens, seq.request.cache_salt)
 
-    def _extend(self, committed: Mapping[int, Seq[int]]) -> None:
+    def _extend(self, committed: Committed) -> None:
         for number in committed.keys() & self._followed:
             self._drafter.extend(number, committed[number])
 

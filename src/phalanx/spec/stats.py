@@ -1,7 +1,4 @@
-"""What came of speculation: counted per draft, said in one line (A8).
-
-The figures themselves are `types.SpecStats`, which travels to the server. Does not know why k was what it was.
-"""
+"""What came of speculation: counted per draft, said in one line (A8). Does not know why k was what it was."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ context that it shares with the text is long, squared, so that one long match ou
 one. Where it is short, tokens that stand before it in both count as well: behind a value that was never there a record
 goes on as others did at this field, not at another. The draft goes on while those that agreed so far still say
 something, and while the estimated probability that all of it is right stays above a bound; each token's own is its
-confidence bucket. Agents that repeat themselves get long drafts, everybody else short ones.
+confidence bucket.
 
 After SuffixDecoding (Oliaro et al., 2024, arXiv 2411.04975), whose suffix trees cost a node per token and depth; here a
-token costs two entries of an index, and only the latest places are heard (`lookup.PLACES`). Pure.
+token costs two entries of an index, and only the latest places count (`lookup.PLACES`). Pure.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class TestTracker:
         tracker = AcceptanceTracker()
         for turn in range(20):
             sure = turn % 2
-            tracker.compare(0, Draft([7], [12 if sure else 4]))
+            tracker.pending[0] = Draft([7], [12 if sure else 4]), 0
             assert tracker.observe(0, [7 if sure else 8]) == sure
         chances = tracker.chances({0: [12, 12, 4, 12]})[0]
         assert chances[1] > 0.8 and len(chances) == 2  # the third is not worth a try
@@ -90,12 +90,12 @@ class TestTracker:
     def test_what_one_text_teaches_is_assumed_of_another(self):
         tracker = AcceptanceTracker()
         for _ in range(30):
-            tracker.compare(0, Draft([7], [9]))
+            tracker.pending[0] = Draft([7], [9]), 0
             tracker.observe(0, [7])
         (assumed,) = tracker.chances({1: [9]})[1]
         assert assumed > 0.9
         for _ in range(8):
-            tracker.compare(1, Draft([7], [9]))
+            tracker.pending[1] = Draft([7], [9]), 0
             tracker.observe(1, [8])
         assert tracker.chances({1: [9]})[1] < [0.3]
         tracker.end(1)
@@ -104,18 +104,18 @@ class TestTracker:
     def test_a_pending_draft_tells_what_to_expect(self):
         tracker = AcceptanceTracker()
         for _ in range(30):
-            tracker.compare(0, Draft([1, 2, 3], [10, 11, 12]))
+            tracker.pending[0] = Draft([1, 2, 3], [10, 11, 12]), 0
             tracker.observe(0, [1, 2, 3])
-        assert not tracker.is_pending(0) and tracker.ahead([0]) == {}
-        tracker.compare(0, Draft([1, 2, 3, 4], [10, 11, 12, 12]))
+        assert 0 not in tracker.pending and tracker.ahead([0]) == {}
+        tracker.pending[0] = Draft([1, 2, 3, 4], [10, 11, 12, 12]), 0
         likely, then = tracker.ahead([0, 1])[0]
         assert 1.0 > likely > then[0] > then[1] > then[2] > 0.7
         assert len(then) == 3
         assert tracker.observe(0, [1]) and tracker.observe(0, [2, 3])
         assert len(tracker.ahead([0])[0][1]) == 0
-        assert tracker.is_pending(0)
+        assert 0 in tracker.pending
         assert tracker.observe(0, [5])  # the first tokens were right
-        assert not tracker.is_pending(0)
+        assert 0 not in tracker.pending
 
     @given(st.lists(st.integers(0, 3), min_size=1, max_size=16), st.lists(st.integers(0, 3), max_size=20), st.data())
     def test_pieces_are_observed_as_a_whole(self, drafted, said, data):
@@ -124,10 +124,10 @@ class TestTracker:
         cuts = data.draw(st.lists(st.integers(0, len(said)), max_size=4).map(sorted))
         whole, pieces = AcceptanceTracker(), AcceptanceTracker()
         for tracker in (whole, pieces):
-            tracker.compare(0, Draft(drafted, buckets))
+            tracker.pending[0] = Draft(drafted, buckets), 0
         whole.observe(0, said)
         for start, stop in zip([0, *cuts], [*cuts, len(said)], strict=True):
-            if pieces.is_pending(0):
+            if 0 in pieces.pending:
                 pieces.observe(0, said[start:stop])
         assert whole.chances({0: buckets}) == pieces.chances({0: buckets})
         assert whole.ahead([0]) == pieces.ahead([0])

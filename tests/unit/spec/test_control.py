@@ -275,9 +275,9 @@ def test_drafts_are_judged_by_what_came_while_nothing_could_be_drafted_as_well(m
     assert control.request({0: 8}, {}, overlapped=False) == {0: 8}
     assert control.choose({0: guess(1, 2, 3, 4)}) == {}  # nothing is known of the machine
     control.observe({0: [1]}, {}, StepTime(1.0))
-    assert control._tracker.is_pending(0)
+    assert 0 in control._tracker.pending
     control.observe({0: meanwhile}, {}, None)
-    assert control._tracker.is_pending(0) == is_open
+    assert (0 in control._tracker.pending) == is_open
 
 
 class TestReading:
@@ -611,7 +611,7 @@ def test_sequences_that_ended_leave_nothing():
         control.end(key)
     control.end(99)
     control.observe({7: [1]}, {}, StepTime(1.0))  # its first token was its last: it was never asked about
-    assert (control._tracker._rows, control._tracker._pending, control._met) == ({}, {}, set())
+    assert (control._tracker._rows, control._tracker.pending, control._met) == ({}, {}, set())
 
 
 class TestFloor:

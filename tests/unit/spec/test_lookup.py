@@ -281,7 +281,7 @@ def test_what_leaves_leaves_nothing(texts, piece):
         while shelf.remove(text, piece) and text.indexed:
             pass
     assert not shelf.texts
-    assert [len(index) for index in shelf.indexes.values()] == [0, 0]
+    assert [len(index._places) for index in shelf.indexes.values()] == [0, 0]
 
 
 def test_a_run_that_is_everywhere_takes_bounded_room():

@@ -174,7 +174,7 @@ def test_a_prompt_is_read_while_the_target_prefills_it():
     drafter, control = Reader({0: 15}), Slow(1)
     one = row(0, [1, 2])
     prefilling = [one, row(1, [3], most_drafts=0)]
-    spec = Speculator(drafter, control, SpecMeter("test"), VOCAB, None, lambda: prefilling)
+    spec = Speculator(drafter, control, SpecMeter("test"), VOCAB, 99, lambda: prefilling)
     assert spec.draft({}, overlapped=False) == spec.draft({}, overlapped=False) == {}
     assert drafter.reads == [{0: 10}, {0: 5}]
     prefilling.clear()
