@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import CHAT_TEMPLATE
-from support.tokenizers_of_each_kind import KINDS, SAMPLES, SPECIAL, byte_level
+from support.tokenizers_of_each_kind import KINDS, SAMPLES, SPECIAL, byte_level, qwen
 from tokenizers import Tokenizer as Fast
 from transformers.models.auto import tokenization_auto
+from transformers.models.qwen2 import tokenization_qwen2
 
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import ModelUnsupported
-from phalanx.text import chat_template, fast_backend, transformers_backend
+from phalanx.text import chat_template, fast_backend, qwen2_rules, transformers_backend
 from phalanx.text.fast_backend import FastBackend, read
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.text.transformers_backend import TransformersBackend
@@ -155,7 +156,7 @@ def test_other_model_types_never_take_the_general_class() -> None:
     assert {kind for kind in incorrect if names[kind] != "TokenizersBackend"} == fast_backend.OWN_CLASS
 
 
-# -- what is left to transformers ------------------------------------------------------------------------------------
+# -- Qwen 2 and 3 ----------------------------------------------------------------------------------------------------
 
 
 def edit(path: Path, file: str, **values: Any) -> None:
@@ -165,6 +166,58 @@ def edit(path: Path, file: str, **values: Any) -> None:
 
 OTHER = {**ADDED, "special": True, "lstrip": True}
 CONFIG, SAVED, MODEL = "tokenizer_config.json", "tokenizer.json", "config.json"
+
+QWEN: dict[str, dict[str, Any]] = {
+    "all tokens named": {"pad_token": "<|endoftext|>", "unk_token": None},
+    "defaults": {"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]},
+    "another class, forced": {"tokenizer_class": "PreTrainedTokenizerFast"},
+}
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_qwens_class_builds_what_its_file_says(name: str, tmp_path: Path) -> None:
+    path = qwen(tmp_path, chat_template="{{ enable_thinking }}{{ bos_token }}{{ pad_token }}", **QWEN[name])
+    if "forced" in name:
+        edit(path, MODEL, model_type="qwen2")
+    mine, theirs = fast(path), slow(path)
+    assert type(theirs.hf).__name__ == "Qwen2Tokenizer"
+    assert_same_vocabulary(mine, theirs)
+    special = ["<|im_start|>user\nhé <think>x</think><|im_end|>\n", "<|endoftext|>", "e\u0301 \u212b"]
+    assert_same_texts(mine, theirs, [*TEXTS, *special])
+    assert rendered(mine, USER) == rendered(theirs, USER)
+
+
+def test_qwens_model_types_take_qwens_class() -> None:
+    assert {tokenization_auto.TOKENIZER_MAPPING_NAMES[kind] for kind in qwen2_rules.MODELS} == {"Qwen2Tokenizer"}
+    assert qwen2_rules.WORDS == tokenization_qwen2.PRETOKENIZE_REGEX
+
+
+def edit_model(path: Path, **values: Any) -> None:
+    edit(path, SAVED, model={**json.loads((path / SAVED).read_text())["model"], **values})
+
+
+QWEN_DECLINED: dict[str, Callable[[Path], object]] = {
+    "another normalizer": lambda path: edit(path, SAVED, normalizer=None),
+    "another split": lambda path: edit(path, SAVED, pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False}),
+    "another decoder": lambda path: edit(path, SAVED, decoder=None),
+    "another model": lambda path: edit_model(path, ignore_merges=True),
+    "a number that is not the next": lambda path: edit(path, SAVED, added_tokens=[{**ADDED, "id": 999}]),
+    "a token that only the file has": lambda path: edit(path, CONFIG, added_tokens_decoder={}),
+    "a space in front": lambda path: edit(path, CONFIG, add_prefix_space=True),
+    "another model type": lambda path: edit(path, MODEL, model_type="qwen3_5"),
+}
+
+
+@pytest.mark.parametrize("name", QWEN_DECLINED)
+def test_another_file_of_qwens_class_is_left_to_transformers(name: str, tmp_path: Path) -> None:
+    path = qwen(tmp_path)
+    fast(path)
+    QWEN_DECLINED[name](path)
+    assert read(path, trust_remote_code=False) is None
+
+
+# -- what is left to transformers ------------------------------------------------------------------------------------
+
 DECLINED: dict[str, Callable[[Path], object]] = {
     "no settings": lambda path: (path / CONFIG).unlink(),
     "no tokenizer.json": lambda path: (path / SAVED).unlink(),

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Fast
+
+from phalanx.text.qwen2_rules import WORDS
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 TEXT = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "  two  spaces\n\nand lines é"] * 5
@@ -76,6 +78,32 @@ def unigram(path: Path) -> Path:
                                                            show_progress=False))  # fmt: skip
     return save(fast, path, unk_token="<unk>")
 
+
+def qwen(path: Path, **settings: Any) -> Path:
+    """As Qwen 3's: rules that transformers' class for it brings, and added tokens behind the vocabulary."""
+    fast = Fast(models.BPE())
+    fast.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    fast.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False))
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    fast.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    fast.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")])
+    fast.post_processor = processors.ByteLevel(trim_offsets=False)
+    names = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": None}
+    tokens = {
+        str(token): {field: getattr(added, field) for field in PROPERTIES}
+        for token, added in fast.get_added_tokens_decoder().items()
+    }
+    save(fast, path, **{**names, "added_tokens_decoder": tokens, "errors": "replace", **settings})
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    return path
+
+
+PROPERTIES = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 KINDS = {
     "byte_level": byte_level,

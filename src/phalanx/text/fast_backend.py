@@ -2,8 +2,9 @@
 
 transformers reads the same file with the same library, behind a second of imports. Its general class takes the file as
 it is; its other classes build rules of their own and may contradict the file. `read` therefore serves the general class
-only, and only settings whose effect is known to be nothing or is done here too. It declines everything else, and
-`transformers_backend.py` loads that. Knows the files of a model's directory; does not know mlx-lm.
+and one other where it agrees with the file (`qwen2_rules.py`). It takes only settings whose effect is known to be
+nothing or is done here too, and declines everything else, which `transformers_backend.py` loads. Knows the files of a
+model's directory; does not know mlx-lm.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer
 
 from phalanx.errors import ModelUnsupported
 from phalanx.text import chat_template as templates
+from phalanx.text import qwen2_rules
 from phalanx.text.backend import Backend
 
 GENERAL_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
@@ -33,6 +35,8 @@ GENERAL_MODELS = frozenset(
 """Model types for which transformers takes the general class whichever class the files name."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 
 NO_EFFECT = frozenset(
     "add_bos_token add_eos_token add_prefix_space added_tokens_decoder backend chat_template "
@@ -168,7 +172,11 @@ def read(path: Path, *, trust_remote_code: bool) -> FastBackend | None:
         return None
     if trust_remote_code and "auto_map" in model:
         return None
-    if not _is_general(settings, model, text) or not _only_usual_files(path, settings):
+    if not _is_general(settings, model, text):
+        if not _is_qwen2(settings, model, text, saved):
+            return None
+        settings = {**qwen2_rules.DEFAULTS, **settings}
+    if not _only_usual_files(path, settings):
         return None
     named = _named_tokens(settings, saved)
     chat_templates = _chat_templates(path, settings)
@@ -198,6 +206,16 @@ def _is_general(settings: Mapping[str, Any], model: Mapping[str, Any], text: byt
     return named in ("LlamaTokenizer", "LlamaTokenizerFast") and b'"ByteLevel"' in text and kind not in OWN_CLASS
 
 
+def _is_qwen2(settings: Mapping[str, Any], model: Mapping[str, Any], text: bytes, saved: Saved) -> bool:
+    """Whether transformers builds, by its class for Qwen 2 and 3, what the file says."""
+    if not qwen2_rules.applies(settings, str(model.get("model_type"))) or "model_name" in model:
+        return False
+    decoder = settings.get("added_tokens_decoder", {})
+    if not _adds_nothing(decoder, saved):
+        return False
+    return qwen2_rules.are_the_files(text, [(token.id, token.content) for token in saved.added_tokens], settings)
+
+
 def _only_usual_files(path: Path, settings: Mapping[str, Any]) -> bool:
     """Whether nothing lies beside tokenizer.json that transformers would read as well."""
     others = ["tekken.json", "additional_chat_templates"]
@@ -214,12 +232,11 @@ def _no_surprises(settings: Mapping[str, Any], saved: Saved) -> bool:
         return False
     if settings.get("split_special_tokens"):
         return False
-    extra = [*(settings.get("additional_special_tokens") or ()), *(settings.get("extra_special_tokens") or ())]
     special = {token.content for token in saved.added_tokens if token.special}
-    if not all(isinstance(token, str) and token in special for token in extra):
-        return False
-    checked = {*NAMED_TOKENS, "padding_side", "truncation_side", "split_special_tokens"}
-    known = NO_EFFECT | checked | {"additional_special_tokens", "extra_special_tokens"}
+    for extra in (settings.get(name) or [] for name in EXTRA_TOKENS):
+        if not isinstance(extra, list) or not all(isinstance(token, str) and token in special for token in extra):
+            return False
+    known = NO_EFFECT | {*NAMED_TOKENS, *EXTRA_TOKENS, "padding_side", "truncation_side", "split_special_tokens"}
     return settings.keys() <= known and _adds_nothing(settings.get("added_tokens_decoder", {}), saved)
 
 
