@@ -30,3 +30,12 @@ def test_client_without_a_server_says_how_to_start_one():
     done = run("client.py", "http://127.0.0.1:9/v1")
     assert done.returncode == 1
     assert "phalanx serve demo" in done.stderr
+
+
+def test_offline_answers_without_a_server():
+    done = run("offline.py")
+    assert done.returncode == 0, done.stderr
+    continued, what, two = done.stdout.splitlines()
+    assert continued.startswith("'phalanx serves one' -> ' ")
+    assert "several machines" in what
+    assert "4" in two
