@@ -26,7 +26,8 @@ def decode(*names: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("names", [PACKED[::2], PACKED[1::2]])
+# Other instruction sets than the best decode with the first half: full and sliding attention, sinks, experts.
+@pytest.mark.parametrize("names", [PACKED[::2], pytest.param(PACKED[1::2], marks=pytest.mark.any_isa)])
 def test_packed_rows_give_the_tokens_of_mlx_lm(names: list[str]):
     for name, found in decode(*names).items():
         assert found["packs"] and found["packed"] > 5, name
