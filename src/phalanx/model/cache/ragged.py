@@ -88,12 +88,8 @@ class RowView:
         self.offset, self.after = self.lengths = before, after
 
     def trace(self) -> tuple[Traced, ...]:
-        """Prepare a call that is only built, to be captured: it starts no evaluation.
-
-        Returns:
-            If rows have equal length, the numbers that stand for offset and length: each tells afterwards whether the
-            model computed with it.
-        """
+        """Prepare a call that is captured and starts no evaluation. If rows have equal length, returns offset and length
+        as integers that record whether the model computed with them."""
         self._early = False
         if not self.uniform:
             return ()
@@ -169,8 +165,8 @@ def _visible(queries: mx.array, keys: mx.array, window: int | None) -> mx.array:
 class RaggedKV:
     """Keys and values of one layer for all rows of an arena: `[rows, heads, capacity, dim]` each.
 
-    Replaces KVCache, RotatingKVCache (with a window), ConcatenateKVCache and ChunkedKVCache (its front is not trimmed,
-    because its models mask by chunk themselves). `keys` and `values` are plain attributes, because models assign them.
+    Replaces KVCache, RotatingKVCache (with a window), ConcatenateKVCache and ChunkedKVCache (without trimming, because
+    its models mask by chunk themselves). `keys` and `values` are plain attributes, because models assign them.
     """
 
     start_position = 0  # of ChunkedKVCache: index of the first token that it keeps
