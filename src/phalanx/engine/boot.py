@@ -1,7 +1,8 @@
 """The life of a start, from `phalanx serve` to a leader in its loop. This file holds the last part, on each rank.
 
-    phalanx serve MODEL      cli/serve.py:command         the server process reads flags and the tokenizer
-      start_ranks            supervision/launch.py        it starts one process per rank: `phalanx rank MODEL ...`
+    phalanx serve MODEL      cli/serve.py:command         the server process reads its flags
+      serve                  server/start.py              it starts the ranks; beside them it loads HTTP and tokenizer
+      start_ranks            supervision/launch.py        one process per rank: `phalanx rank MODEL ...`
         phalanx rank         cli/rank.py:command          the rank reads its EngineConfig and GroupConfig
           run_rank           here
             rendezvous       engine/rendezvous.py         the ranks connect to rank 0, and rank 0 to all

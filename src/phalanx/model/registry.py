@@ -1,9 +1,9 @@
-"""Which models can be served, and how: decided by running them, not by guessing from names (design: Ragged rows).
+"""Decides which models can be served, and how, by running them instead of by their names (design: Ragged rows).
 
-`inspect` runs a model on mlx-lm's own caches without evaluating anything and reads the shapes it left there.
-`check_model` (`check.py`) compares ragged rows with those caches on a few tokens, and finally says yes. Between them
-stand short tables of facts that neither can see in a few tokens; `tools/conformance.py` runs every model file of mlx-lm
-and shows that they are complete (`docs/models.md`). Does not know plans, memory budgets or how a model was loaded.
+`inspect` runs a model on mlx-lm's own caches, evaluates nothing, and reads the shapes of the caches. `check_model`
+(`check.py`) compares ragged rows with those caches on a few tokens and has the last word. Short tables hold the facts
+that a few tokens cannot show; `tools/conformance.py` runs every model file of mlx-lm and shows that the tables are
+complete (`docs/models.md`). Does not know plans, memory budgets or how a model was loaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from phalanx.model.modules import model_files
 __all__ = ["CacheFacts", "check_model", "inspect"]
 
 GROUPED_MASK = frozenset({"gemma2"})
-"""Model files that split heads into groups before masking: their mask is `[rows, 1, 1, L, S]`."""
+"""Model files that split heads into groups before masking. Their mask is `[rows, 1, 1, L, S]`."""
 
 ONE_ROW = {
     "afm7": "its KV-reusing layers take their position from the number of keys",
@@ -50,22 +50,25 @@ ONE_ROW = {
     "llama4": "its chunked attention takes one integer offset",
     "minimax_m3_vl": "its block selection places queries at the end of the keys",
 }
-"""Model files whose code takes one position for all rows: rows of one forward are computed one after the other."""
+"""Model files whose code takes one position for all rows. The runner computes the rows of a forward one by one."""
 
 REFUSED = {
     "longcat_flash_ngram": "its n-gram context has another length in every row",
     "phi3small": "mlx-lm adds its boolean masks to the scores, so its output depends on how a prompt is cut",
 }
-"""Model files that cannot be served although their caches look replaceable."""
+"""Model files that cannot be served although their caches have counterparts here."""
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 
 def inspect(model: Module, config: Mapping[str, Any]) -> CacheFacts:
-    """Find out what the caches of a model hold, without evaluating anything.
+    """The layout and limits of a model's caches. Builds graphs and evaluates none.
+
+    Args:
+        config: the model's config.json.
 
     Raises:
-        ModelUnsupported: a cache cannot be replaced, or mlx-lm itself cannot run the model; says which and why.
+        ModelUnsupported: a cache has no counterpart here, or mlx-lm itself cannot run the model; says which and why.
     """
     files = model_files(model)
     for name in sorted(files & REFUSED.keys()):
@@ -90,6 +93,7 @@ def inspect(model: Module, config: Mapping[str, Any]) -> CacheFacts:
 
 
 def _one_row_reason(model: Module, files: frozenset[str]) -> str:
+    """Why the rows of a forward are computed one by one; empty if they are computed together."""
     for name in sorted(files & ONE_ROW.keys()):
         return ONE_ROW[name]
     if _dynamic_rope(model):
@@ -98,10 +102,10 @@ def _one_row_reason(model: Module, files: frozenset[str]) -> str:
 
 
 def _dynamic_rope(model: Module) -> list[int]:
-    """Lengths up to which `dynamic` RoPE scaling leaves the frequencies alone.
+    """Lengths in tokens up to which `dynamic` RoPE scaling does not change the frequencies.
 
-    Beyond them mlx-lm's frequencies depend on how many tokens were fed at once, so that output depends on how a
-    prompt is cut; such models are served up to that length only.
+    Beyond them mlx-lm's frequencies depend on the number of tokens in a forward, so output would depend on how a prompt
+    is split. Such models are served up to that length only.
     """
     modules = [m for m in model.modules() if type(m).__name__ == "DynamicNTKScalingRoPE"]
     return [int(m.max_position_embeddings) for m in modules]
@@ -132,7 +136,7 @@ def _check_class(cache: Any, where: str, config: Mapping[str, Any]) -> None:
 
 
 def _dry_run(model: Module, caches: list[Any], config: Mapping[str, Any]) -> None:
-    """Build, but never evaluate, a prefill of two tokens and a decode step, for the shapes they leave in `caches`."""
+    """Build, but do not evaluate, a prefill of two tokens and a decode step: `caches` then have their shapes."""
     try:
         model(mx.zeros((1, 2), dtype=mx.int32), cache=list(caches))
         model(mx.zeros((1, 1), dtype=mx.int32), cache=list(caches))
@@ -154,6 +158,7 @@ def _heads(buffer: mx.array | None) -> Heads | None:
 
 
 def _max_len(model: Module, config: Mapping[str, Any]) -> int | None:
+    """The longest sequence in tokens; None if the config names no limit."""
     limits = _dynamic_rope(model)
     if limits:
         return min(limits)
@@ -172,6 +177,7 @@ def _describe(stock: list[Any], layouts: tuple[Layout, ...], one_row: str) -> st
 
 
 def _flat(caches: list[Any]) -> Iterator[Any]:
+    """Single caches, in the order of `leaves`."""
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from _flat(list(cache.caches))

@@ -1,4 +1,4 @@
-"""The server as a process: signals, draining, exit code. Does not know routes or messages, nor how it is started."""
+"""The server process at run time: signals, draining, exit code. Does not know routes, messages or how it starts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from phalanx.types import Batch, ModelInfo
 
 log = logging.getLogger(__name__)
 
-FLUSH_S = 5.0  # for responses whose last bytes are on their way when the drain is over
-KEEP_ALIVE_S = 75  # longer than clients' pools keep a connection, or they send into one that is just being closed
+FLUSH_S = 5.0  # for the last bytes of responses, after the drain
+KEEP_ALIVE_S = 75  # longer than clients' pools keep an idle connection; else they send into one that is closing
 
 
 def base_url(host: str, port: int) -> str:
-    """Where a client on this machine finds the API."""
+    """The URL of the API for a client on this machine."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -43,7 +43,12 @@ def base_url(host: str, port: int) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with a drain before its own shutdown: during it, new requests are answered 503 (not refused)."""
+    """uvicorn with a drain before its own shutdown. During the drain the server answers new requests with 503.
+
+    Args:
+        listener: a bound and listening TCP socket.
+        defaults: sampling parameters of requests that set none.
+    """
 
     def __init__(
         self,
@@ -80,10 +85,10 @@ class Server(uvicorn.Server):
         engine.subscribe(self)
 
     async def run_until_ended(self) -> int:
-        """Serve; the exit code.
+        """Serve until the end. Returns the exit code.
 
         Raises:
-            PhalanxError: what `engine.start` raised.
+            PhalanxError: the error of `engine.start`.
         """
         self._loop = asyncio.get_running_loop()
         await self.serve(sockets=[self._listener])
@@ -92,7 +97,7 @@ class Server(uvicorn.Server):
         return self._exit_code
 
     def drain(self) -> None:
-        """Take no new requests, let the running ones end, then stop. A second call stops at once. Thread-safe."""
+        """Refuse new requests, wait for running ones, then stop. A second call stops at once. Thread-safe."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._drain)
 
@@ -100,7 +105,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM drain. (uvicorn would raise them again at the end; our exit code says enough.)"""
+        """Let SIGINT and SIGTERM drain. uvicorn would raise them again at the end and so replace the exit code."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -112,13 +117,13 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came."""
+        """Drain on a signal."""
         self.drain()
 
     # The engine's listener -------------------------------------------------------------------------------------
 
     def on_ready(self, info: ModelInfo) -> None:
-        """Say once where the API is."""
+        """Print the URL of the API, once."""
         if not self._announced:
             self._announced = True
             names = self._settings.served_model_name or (self._settings.engine.model,)
@@ -126,7 +131,7 @@ class Server(uvicorn.Server):
             print(f"phalanx is ready: {url} (model {names[0]})", flush=True)
 
     def on_down(self, reason: str, will_restart: bool) -> None:
-        """An engine that never served and never will ends the server; a later end is told to the clients."""
+        """End the server if the engine has failed before it was ever ready. Later failures are reported to clients."""
         if will_restart:
             log.warning("the engine went down and is being restarted: %s", reason)
             return
@@ -137,9 +142,9 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     def on_batch(self, batch: Batch) -> None:
-        """Not ours."""
+        """Nothing to do: the journal handles batches."""
 
-    # Ending ----------------------------------------------------------------------------------------------------
+    # The end ---------------------------------------------------------------------------------------------------
 
     def _on_failure(self, error: BaseException) -> None:
         self._failure = error
@@ -147,7 +152,7 @@ class Server(uvicorn.Server):
 
     def _drain(self) -> None:
         if self._draining is not None:
-            self._give_up()
+            self._fail_unfinished()
             self.should_exit = True
             return
         self._journal.close("The server is shutting down.")
@@ -161,8 +166,9 @@ class Server(uvicorn.Server):
                 await self._journal.quiet()
         except TimeoutError:
             log.warning("%d requests did not end in time and are cancelled", self._journal.unfinished)
-            self._give_up()
+            self._fail_unfinished()
         self.should_exit = True
 
-    def _give_up(self) -> None:
+    def _fail_unfinished(self) -> None:
+        """Answer all unfinished requests with an error."""
         self._journal.fail_all(EngineUnavailable("The server is shutting down.", retry_after=5.0))

@@ -1,7 +1,7 @@
-"""Starts a server: the address first, then the engine, then all that the engine does not wait for.
+"""Starts the server process: it binds the address, starts the ranks, and loads the rest while the ranks load.
 
-The HTTP framework and the tokenizer are imported while the ranks load, which takes as long: the process that answers
-and the processes that compute start side by side. Does not know routes or messages.
+The rest is the HTTP framework and the tokenizer, which take about as long to import as the ranks take to load. Does not
+know routes or messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 
 BACKLOG = 2048
-FILES = 4096  # file descriptors
+OPEN_FILES = 4096  # file descriptors; each connection takes one
 
 
 def serve(
@@ -30,14 +30,15 @@ def serve(
     load_tokenizer: Callable[[], Tokenizer],
     defaults: GenerationDefaults | None = None,
 ) -> int:
-    """Serve until a signal, or until the engine cannot be started. The exit code.
+    """Serve until a signal, or until the engine has failed to start. Returns the exit code.
 
     Args:
-        load_tokenizer: called in another thread, once the engine has begun to load.
+        load_tokenizer: called in another thread, after the engine has begun to load.
+        defaults: sampling parameters of requests that set none.
 
     Raises:
         ConfigError: the address cannot be bound; says which and what to do.
-        PhalanxError: what the engine or `load_tokenizer` raised. No engine is left.
+        PhalanxError: the error of the engine's start or of `load_tokenizer`. The engine is closed before.
     """
     _allow_many_connections()
     with bind(config.host, config.port) as listener:
@@ -51,7 +52,7 @@ async def _serve(
     listener: socket.socket,
     defaults: GenerationDefaults | None,
 ) -> int:
-    """Prepare a server, and run it. SIGTERM before it runs ends the engine; afterwards signals are the server's."""
+    """Prepare a server and run it. SIGTERM during the preparation closes the engine; later the server handles it."""
     loop = asyncio.get_running_loop()
     preparing = asyncio.create_task(_prepare(engine, load_tokenizer))
     loop.add_signal_handler(signal.SIGTERM, preparing.cancel)
@@ -70,16 +71,16 @@ async def _serve(
 
 
 async def _prepare(engine: EngineClient, load_tokenizer: Callable[[], Tokenizer]) -> tuple[Any, Tokenizer]:
-    """The module `run` and the tokenizer, loaded beside the engine."""
+    """Launch the engine, then load the module `run` and the tokenizer while the engine loads."""
     await engine.launch()
     run = await asyncio.to_thread(importlib.import_module, "phalanx.server.run")
     return run, await asyncio.to_thread(load_tokenizer)
 
 
 def _allow_many_connections() -> None:
-    """Each takes a file descriptor, of which systems often allow 1,024 unless asked for more."""
+    """Raise the soft limit of open files, which is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -93,7 +94,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
-        # asyncio sets TCP_NODELAY only where the socket says that it is TCP; without it every chunk may wait 40 ms.
+        # asyncio sets TCP_NODELAY only on sockets of protocol TCP; without it every chunk may wait 40 ms.
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"--host {host} is not an address: {error}.", remedy="Use 127.0.0.1 or 0.0.0.0.") from error

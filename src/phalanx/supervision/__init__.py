@@ -1,1 +1,1 @@
-"""The engine as processes: start, watch, restart, on this host or another; and the client they answer to. No MLX."""
+"""Starts, watches and restarts the engine's processes, here and on other hosts; holds the server's client. No MLX."""

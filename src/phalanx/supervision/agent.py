@@ -1,8 +1,9 @@
-"""The agent of a host: runs a process here for the server on the first host (design: Fail-stop, then resume).
+"""The agent of a host runs one process for the server on the first host (design: Fail-stop, then resume).
 
-It listens on one address, lets in whoever knows the cluster's secret, starts what it is told to, passes its output on
-and into a log file, and reports its end. When the connection ends or falls silent, the process is ended: the server has
-gone, and will start everything afresh. Does not know what the process does, nor why it is started.
+The agent listens on one address and authenticates the server by the cluster's secret. It starts the command that the
+server sends, copies the process's output to the server and to its own stderr, and reports the exit status. When the
+connection closes or is silent for `SILENT_S`, the agent ends the process: the server is gone, and the next one starts
+all ranks anew. Does not know what the process does, nor why it is started.
 """
 
 from __future__ import annotations
@@ -43,30 +44,31 @@ from phalanx.supervision.agent_protocol import (
 
 log = logging.getLogger("phalanx.agent")
 
-GRACE_S = 2.0  # between SIGTERM and SIGKILL, when the server is gone
-LEAVE_S = 10.0  # after SIGTERM, for the server to end the process in its own way
-PIECE = 1 << 16  # bytes of output at a time
-FRAME_LIMIT = 1 << 20  # once the server has proved itself
+GRACE_S = 2.0  # between SIGTERM and SIGKILL
+LEAVE_S = 10.0  # after the agent's own SIGTERM: the server may end the process in order
+READ_BYTES = 1 << 16  # largest piece of output per message
+FRAME_LIMIT = 1 << 20  # bytes per message after the handshake
 
 
 class Agent:
-    """One process at a time.
+    """Runs one process at a time.
 
     Args:
-        directory: for files that processes need; it and its files belong to the agent.
+        secret: of the cluster; the server must prove that it knows it.
+        directory: for the files of `Run`. The agent makes it, and deletes it at the end.
     """
 
     def __init__(self, secret: str, directory: Path) -> None:
         self._secret = secret
         self._directory = directory
         self._process: _AgentProcess | None = None
-        self._turn = asyncio.Lock()  # to start a process
+        self._start_lock = asyncio.Lock()  # held while a process is replaced
 
     async def serve(self, host: str, port: int) -> int:
-        """Listen until SIGTERM; the exit code.
+        """Listen until SIGTERM or SIGINT. Returns the exit code.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: the agent cannot listen on the address.
         """
         leave = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -96,13 +98,14 @@ class Agent:
             async with asyncio.timeout(HANDSHAKE_S):
                 await self._authenticate(connection)
             connection.limit = FRAME_LIMIT
-            await self._converse(connection)
+            await self._handle_messages(connection)
         except (FrameError, TimeoutError, ConnectionError) as error:
             log.warning("a connection from %s ended: %s", writer.get_extra_info("peername"), error or "it fell silent")
         finally:
             connection.close()
 
     async def _authenticate(self, connection: AgentConnection) -> None:
+        """The handshake of `agent_protocol.py`, the agent's side."""
         mine = nonce()
         connection.send(Challenge(mine))
         theirs = await connection.expect(Proof)
@@ -111,7 +114,8 @@ class Agent:
         mac = proof(self._secret, "agent", mine, theirs.nonce)
         connection.send(Welcome(mac, sys.executable, str(self._directory)))
 
-    async def _converse(self, connection: AgentConnection) -> None:
+    async def _handle_messages(self, connection: AgentConnection) -> None:
+        """Answer the server until it closes the connection, then end the process that it started here."""
         process: _AgentProcess | None = None
         try:
             while True:
@@ -135,7 +139,8 @@ class Agent:
                 await process.finish(0.0)
 
     async def _run(self, connection: AgentConnection, run: Run) -> _AgentProcess | None:
-        async with self._turn:
+        """Start the command, after ending an earlier connection's process. None if it cannot be started."""
+        async with self._start_lock:
             if self._process is not None:
                 await self._process.finish(0.0)
             variables = {**environment(), **run.variables}
@@ -161,7 +166,7 @@ class Agent:
 
 
 class _AgentProcess:
-    """A process, its output on its way to the server and into this agent's log, and its end."""
+    """A running process. Copies its output to the server and to stderr, then reports its exit status."""
 
     def __init__(self, process: asyncio.subprocess.Process, connection: AgentConnection) -> None:
         self._process = process
@@ -170,7 +175,7 @@ class _AgentProcess:
 
     async def _watch(self) -> None:
         assert self._process.stdout is not None
-        while piece := await self._process.stdout.read(PIECE):
+        while piece := await self._process.stdout.read(READ_BYTES):
             sys.stderr.buffer.write(piece)
             sys.stderr.buffer.flush()
             self._connection.send(Output(piece))
@@ -179,13 +184,13 @@ class _AgentProcess:
         self._connection.send(Ended(status))
 
     def signal(self, number: int) -> None:
-        """To the process and those of its session that it started."""
+        """Send a signal to the process and its descendants of the same process group."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
     async def finish(self, patience_s: float) -> None:
-        """See the process gone: by itself within `patience_s` seconds, else SIGTERM, else SIGKILL."""
+        """Wait `patience_s` seconds for the process to end, then send SIGTERM, then SIGKILL."""
         for number, seconds in ((None, patience_s), (signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
             if number is not None:
                 self.signal(number)
@@ -195,6 +200,7 @@ class _AgentProcess:
 
 
 def _ports(asked: AskPorts) -> Ports:
+    """Free ports, or the reason why there are none."""
     try:
         return Ports(free_ports(asked.count, asked.address))
     except OSError as error:

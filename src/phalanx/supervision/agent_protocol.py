@@ -1,4 +1,4 @@
-"""What a server and the agents of other hosts say to each other: messages, and the proof that both may.
+"""The protocol between a server and the agents of other hosts: messages, and a mutual proof of the cluster's secret.
 
     agent                          server
     Challenge(nonce)        ->
@@ -7,8 +7,8 @@
                             <-     AskPorts, Run, Signal, KeepAlive
     Ports, Started, Output, Ended, KeepAlive  ->
 
-A connection has one process at most, which ends with it. This authenticates; it does not encrypt. Does not know what is
-run.
+The server starts at most one process per connection, and the agent ends it with the connection. The messages are
+authenticated at the start and not encrypted. Does not know what the process does.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from phalanx.dist.handshake import prove
 from phalanx.errors import FrameError
 
 NONCE_BYTES = 32
-STRANGER_BYTES = 4096  # per message before the proof
+UNAUTHENTICATED_LIMIT = 4096  # bytes per message before the handshake is over
 HANDSHAKE_S = 5.0
-BEAT_S = 0.5
-SILENT_S = 2.5  # without a message the other end is taken for gone: a little later than a rank notices
+KEEP_ALIVE_S = 0.5  # between two `KeepAlive` messages
+SILENT_S = 2.5  # without a message the other end counts as gone; a little longer than between ranks
 
 
 class Challenge(Struct, frozen=True, tag=True):
-    """The agent's first word."""
+    """The agent's first message."""
 
     nonce: bytes
 
 
 class Proof(Struct, frozen=True, tag=True):
-    """The server knows the secret."""
+    """The server proves that it knows the secret."""
 
     nonce: bytes
     mac: bytes
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """The agent knows it as well, and says what commands here begin with and where files may go."""
+    """The agent proves that it knows the secret. `python`: its interpreter; `directory`: for files and sockets."""
 
     mac: bytes
     python: str
@@ -54,14 +54,14 @@ class Welcome(Struct, frozen=True, tag=True):
 
 
 class AskPorts(Struct, frozen=True, tag=True):
-    """Find TCP ports that nobody uses on an address of the agent's host."""
+    """Ask for `count` free TCP ports on an address of the agent's host."""
 
     address: str
     count: int
 
 
 class Ports(Struct, frozen=True, tag=True):
-    """Free a moment ago; none if the address is not this host's or all are taken, with the reason and what to do."""
+    """Ports that were free when the agent looked. Empty, with `problem` and `remedy`, if it found none."""
 
     numbers: list[int]
     problem: str = ""
@@ -69,14 +69,16 @@ class Ports(Struct, frozen=True, tag=True):
 
 
 class Run(Struct, frozen=True, tag=True):
-    """Start a process. Whatever ran for an earlier connection is ended first."""
+    """Start a process. The agent first ends the process of an earlier connection."""
 
     command: list[str]
     variables: dict[str, str] = {}
-    files: dict[str, str] = {}  # variable -> text of a file that it shall name
+    files: dict[str, str] = {}  # variable -> text; the agent writes a file and sets the variable to its path
 
 
 class Started(Struct, frozen=True, tag=True):
+    """The process runs."""
+
     pid: int
 
 
@@ -87,20 +89,20 @@ class Output(Struct, frozen=True, tag=True):
 
 
 class Ended(Struct, frozen=True, tag=True):
-    """The process is gone; negative for a signal. `problem` if it could not even start."""
+    """The process has ended. `status` is negative for a signal; `problem` says why a process could not start."""
 
     status: int
     problem: str = ""
 
 
 class Signal(Struct, frozen=True, tag=True):
-    """Send the process (and those below it) a signal."""
+    """Send a signal to the process and its descendants."""
 
     number: int
 
 
 class KeepAlive(Struct, frozen=True, tag=True):
-    """A sign of life, both ways."""
+    """Heartbeat. The server sends it, the agent answers it."""
 
 
 ToAgent = Proof | AskPorts | Run | Signal | KeepAlive
@@ -110,24 +112,28 @@ Expected = TypeVar("Expected")
 
 
 class AgentConnection:
-    """One end of a connection: whole messages in, whole messages out."""
+    """One end of a connection: sends and receives whole messages.
+
+    Args:
+        union: the messages that this end receives; the decoder refuses others.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, union: object) -> None:
         self._reader = reader
         self._writer = writer
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(union)
-        self.limit = STRANGER_BYTES
+        self.limit = UNAUTHENTICATED_LIMIT  # bytes per received message
 
     def send(self, message: object) -> None:
-        """Hand over a message; nothing happens on a line that is closed."""
+        """Queue a message without blocking; does nothing on a closed connection."""
         if not self._writer.is_closing():
             self._writer.write(frame(msgspec.msgpack.encode(message)))
 
     async def receive(self) -> object | None:
-        """The next message; None at the end.
+        """The next message; None after the other end has closed.
 
         Raises:
-            FrameError: the other end is not one of us.
+            FrameError: the bytes are not a message of this protocol, or exceed `limit`.
         """
         payload = await read_frame(self._reader, self.limit)
         try:
@@ -136,10 +142,10 @@ class AgentConnection:
             raise FrameError(f"Unreadable message from the other end: {error}.") from error
 
     async def expect(self, kind: type[Expected]) -> Expected:
-        """The next message, which must be of this kind; beats are passed over.
+        """The next message other than `KeepAlive`, which must be of this kind.
 
         Raises:
-            FrameError: it is another one, or the line has ended.
+            FrameError: it is of another kind, or the other end has closed.
         """
         while isinstance(message := await self.receive(), KeepAlive):
             pass
@@ -153,14 +159,16 @@ class AgentConnection:
 
 
 def nonce() -> bytes:
+    """`NONCE_BYTES` random bytes."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def proves(mac: bytes, secret: str, role: str, agents: bytes, servers: bytes) -> bool:
-    """Whether a MAC is right: nonces whole, secret known, role as claimed."""
+    """Whether both nonces have their length and `mac` is the proof for this secret and role. Constant time."""
     whole = len(agents) == len(servers) == NONCE_BYTES
     return whole and hmac.compare_digest(mac, proof(secret, role, agents, servers))
 
 
 def proof(secret: str, role: str, agents: bytes, servers: bytes) -> bytes:
+    """The MAC by which a role ("agent" or "server") proves that it knows the secret; over both nonces."""
     return prove(secret.encode(), role, agents, servers)

@@ -1,7 +1,7 @@
-"""An engine that somebody else starts and restarts: `mpirun`, `mlx.launch`, a job scheduler.
+"""An engine that an external launcher starts and restarts: `mpirun`, `mlx.launch`, a job scheduler.
 
-The server waits at a Unix socket for a leader. When it goes, unfinished requests wait for the next one and are resumed
-on it. Does not know processes.
+The server process listens on a Unix socket, and rank 0 connects to it. When rank 0 disconnects, unfinished requests
+wait for the next leader and resume there. Does not know processes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from phalanx.errors import ConfigError, EngineUnavailable
 from phalanx.supervision.engine_connection import EngineConnection, Streams
 from phalanx.types import Shutdown
 
-CLOSE_S = 5.0
+CLOSE_S = 5.0  # for the leader to close its end after `Shutdown`
 
 
 class AttachedEngine(EngineConnection):
-    """Whoever connects to `path`, one at a time."""
+    """The engine whose leader connects to `path`. A second connection is closed at once.
+
+    Args:
+        path: of the Unix socket, which this makes.
+        stall_s: seconds without an answer from the engine's loop after which it counts as stuck.
+    """
 
     def __init__(self, path: Path, *, stall_s: float) -> None:
         super().__init__(stall_s=stall_s)
@@ -30,13 +35,13 @@ class AttachedEngine(EngineConnection):
         self._current: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen.
+        """Listen on the socket.
 
         Raises:
-            ConfigError: the path is taken or cannot be made.
+            ConfigError: a file has this path, or the socket cannot be made.
         """
         if self._path.is_socket():
-            self._path.unlink()  # of a server that was killed; a live one would hold its HTTP port
+            self._path.unlink()  # left by a killed server: a live one would still hold the HTTP port
         try:
             self._listener = await asyncio.start_unix_server(self._accept, self._path)
         except OSError as error:
@@ -68,20 +73,21 @@ class AttachedEngine(EngineConnection):
             self._current = asyncio.create_task(self._serve((reader, writer)), name="attached engine")
 
     async def _serve(self, streams: Streams) -> None:
+        """Receive from one leader until it disconnects or is stuck, then report the engine as down."""
         self._failure = None
-        self._last_sign = time.monotonic()
-        talk = asyncio.create_task(self._converse(streams))
-        watch = asyncio.create_task(self._until_stuck())
+        self._last_message_at = time.monotonic()
+        receive = asyncio.create_task(self._receive_messages(streams))
+        watch = asyncio.create_task(self._wait_until_stuck())
         try:
-            await asyncio.wait([talk, watch], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([receive, watch], return_when=asyncio.FIRST_COMPLETED)
             stuck = watch.result() if watch.done() else ""
         finally:
-            for task in (talk, watch):
+            for task in (receive, watch):
                 task.cancel()
-            await asyncio.gather(talk, watch, return_exceptions=True)
-            await self._hang_up()
+            await asyncio.gather(receive, watch, return_exceptions=True)
+            await self._close_connection()
         if self._listener is not None and self._listener.is_serving():
             reason = f"the engine {stuck}" if stuck else "the engine disconnected"
             if self._failure is not None:
                 reason = self._failure.message
-            self._down("restarting", reason, None)
+            self._report_down("restarting", reason, None)

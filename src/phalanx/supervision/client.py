@@ -1,8 +1,8 @@
 """The seam between the server process and the engine, and the fake that ships with it.
 
-`EngineClient` is what the server sees of an engine: messages go in, events come out on the event loop's thread, and
-a state says how it is doing. `supervision/process.py` implements it over a child process; `FakeEngine` inside this one.
-Does not know HTTP, text, processes or MLX.
+The server process sends messages through an `EngineClient`, receives events on the event loop's thread, and reads the
+engine's state. `supervision/process.py` and `supervision/attach.py` implement it over rank processes; `FakeEngine`
+implements it in this process, for tests. Does not know HTTP, text, processes or MLX.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Phase = Literal["starting", "loading", "ready", "restarting", "failed", "stopped
 
 
 class Progress(Struct, frozen=True):
-    """How far loading is: `done` of `total` bytes of the named phase."""
+    """Progress of loading: `done` of `total` bytes of the named phase."""
 
     phase: str
     done: int
@@ -48,7 +48,7 @@ class Progress(Struct, frozen=True):
 
 
 class EngineState(Struct, frozen=True, kw_only=True):
-    """A snapshot of the engine's life."""
+    """A snapshot of the engine's state."""
 
     phase: Phase = "starting"
     reason: str = ""  # why it is not ready; empty when it is
@@ -60,13 +60,13 @@ class EngineState(Struct, frozen=True, kw_only=True):
 
 
 class EngineListener(Protocol):
-    """Who wants to know. All methods are called on the event loop's thread and must not block."""
+    """Receives an engine's events. All methods are called on the event loop's thread and must not block."""
 
     def on_batch(self, batch: Batch) -> None:
         """All sequence events of one step, in commit order."""
 
     def on_ready(self, info: ModelInfo) -> None:
-        """The engine serves from now on and knows no sequence: after a restart, submit again."""
+        """The engine serves and knows no sequence: after a restart, the listener submits unfinished ones again."""
 
     def on_down(self, reason: str, will_restart: bool) -> None:
         """The engine is gone and has forgotten every sequence."""
@@ -89,9 +89,9 @@ class EngineClient(ABC):
         """A snapshot, cheap enough to take per request."""
 
     async def launch(self) -> None:
-        """Let the engine begin to load, ahead of `start`, while the caller imports and reads other things.
+        """Begin to load before `start`, while the caller does other work. Optional; does nothing by default.
 
-        Listeners are told nothing before `start`, which is called without this as well. Does nothing by default.
+        Listeners get no event before `start`.
 
         Raises:
             PhalanxError: it cannot be started, and starting it again would not help.
@@ -100,7 +100,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Start the engine. May return before it is ready; `on_ready` or `on_down` tells.
+        """Start the engine. May return before it is ready; listeners then get `on_ready` or `on_down`.
 
         Raises:
             PhalanxError: it cannot be started, and starting it again would not help.
@@ -112,7 +112,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def send(self, message: ToEngine) -> None:
-        """Hand over a message; never blocks.
+        """Queue a message for the engine; never blocks.
 
         Raises:
             EngineUnavailable: the engine is not ready; the message says why.
@@ -120,28 +120,28 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def ping(self) -> EngineStats:
-        """Counters, answered by the engine's own loop, so that an answer means progress.
+        """The engine's counters. Its step loop answers, so an answer shows that the loop advances.
 
         Raises:
             EngineUnavailable: the engine is not ready, or went down before it answered.
         """
 
     def subscribe(self, listener: EngineListener) -> None:
-        """Tell `listener` from now on, after those that subscribed before it."""
+        """Send all further events to `listener`, after the listeners that subscribed before it."""
         self._listeners.append(listener)
 
     def emit_batch(self, batch: Batch) -> None:
-        """For implementations: pass a batch on."""
+        """For implementations: send a batch to all listeners."""
         for listener in self._listeners:
             listener.on_batch(batch)
 
     def emit_ready(self, info: ModelInfo) -> None:
-        """For implementations: say that the engine serves. `state` must be "ready" already: listeners submit."""
+        """For implementations: report that the engine serves. `state` must be "ready" already: listeners submit."""
         for listener in self._listeners:
             listener.on_ready(info)
 
     def emit_down(self, reason: str, *, will_restart: bool) -> None:
-        """For implementations: say that the engine is gone. `state` must not be "ready" any more."""
+        """For implementations: report that the engine is gone. `state` must not be "ready" any more."""
         for listener in self._listeners:
             listener.on_down(reason, will_restart)
 
@@ -183,12 +183,12 @@ def hashed(vocab_size: int) -> Script:
 
 
 def replying(tokens: Sequence[int]) -> Script:
-    """Always answers `tokens`, again and again (end it with a stop id to end the sequence)."""
+    """Repeats `tokens` without end; a stop id among them ends the sequence."""
     return lambda request, position: tokens[position % len(tokens)]
 
 
 class _Row:
-    """A sequence inside the fake."""
+    """A sequence of the fake engine."""
 
     def __init__(self, request: SequenceRequest, now: float) -> None:
         self.request = request
@@ -202,8 +202,14 @@ class _Row:
 class FakeEngine(EngineClient):
     """Deterministic engine inside this event loop: one token per running row and step.
 
-    With `manual=True` nothing moves until `step()` is called, so that a test decides what happens when. `crash()` and
-    `recover()` play the death and the return of the engine process; `hang()` keeps it alive but not answering.
+    With `manual=True` the engine advances only when a test calls `step()`. `crash()` and `recover()` simulate the end
+    and the restart of the engine process; `hang()` simulates a process that runs and does not answer.
+
+    Args:
+        script: the next token of a sequence; `hashed` by default.
+        step_s: seconds between two steps.
+        autostart: whether `start` also becomes ready; else the test calls `become_ready`.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -275,7 +281,7 @@ class FakeEngine(EngineClient):
                     self._outbox.append(self._finished(row, "stop", min(n_tokens, row.produced)))
                     self._work.set()
             case ResetPrefixCache():
-                pass  # the fake keeps no prefixes
+                pass  # the fake has no prefix cache
             case _:
                 raise ValueError(f"the fake engine does not know {type(message).__name__}")
 
@@ -287,25 +293,25 @@ class FakeEngine(EngineClient):
         running = min(len(self._rows), self._max_num_seqs)
         return replace(self._stats, running=running, waiting=len(self._rows) - running)
 
-    # What only the fake can do ---------------------------------------------------------------------------------
+    # For tests ---------------------------------------------------------------------------------------------------
 
     def become_ready(self) -> None:
-        """Loading is over."""
+        """End loading: the engine serves."""
         self._state = replace(self._state, phase="ready", reason="", down_since=None, progress=None)
         self._ready_once = True
         self._pong_at = self._clock()
         self.emit_ready(self._info)
 
     def down_since(self, at: float) -> None:
-        """Be down since a time."""
+        """Set the time, in seconds since the epoch, from which the engine is down."""
         self._state = replace(self._state, down_since=at)
 
     def loading(self, done: int, total: int) -> None:
-        """Report progress."""
+        """Report loading progress in bytes."""
         self._state = replace(self._state, phase="loading", reason="loading", progress=Progress("weights", done, total))
 
     def crash(self, reason: str = "killed by signal 9", *, will_restart: bool = True) -> None:
-        """Die: everything is forgotten."""
+        """Go down and forget all sequences."""
         self._rows.clear()
         self._outbox.clear()
         self._stats = EngineStats()
@@ -327,7 +333,7 @@ class FakeEngine(EngineClient):
         self._answering.clear()
 
     def step(self) -> None:
-        """One token for each of the oldest `max_num_seqs` sequences."""
+        """Generate one token for each of the oldest `max_num_seqs` sequences."""
         events, self._outbox = self._outbox, []
         now = self._clock()
         for row in [row for row in self._rows.values() if self._expired(row, now)]:

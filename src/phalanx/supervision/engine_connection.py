@@ -1,6 +1,6 @@
-"""The server's end of the line to a leader: messages, states, pings. An `EngineClient` but for who starts the engine.
+"""The server's end of the connection to a leader: messages, states, pings. The common part of two `EngineClient`s.
 
-`process.py` starts and restarts the ranks itself; `attach.py` waits for ranks that somebody else starts. Does not know
+`process.py` starts and restarts the ranks; `attach.py` waits for ranks that an external launcher starts. Does not know
 processes or requests. Runs on one asyncio loop.
 """
 
@@ -25,7 +25,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class EngineConnection(EngineClient):
-    """One leader at a time.
+    """Serves one leader at a time.
 
     Args:
         stall_s: seconds without an answer from the engine's loop after which it counts as stuck.
@@ -40,7 +40,7 @@ class EngineConnection(EngineClient):
         self._writer: asyncio.StreamWriter | None = None
         self._pings: dict[int, asyncio.Future[EngineStats]] = {}
         self._nonce = 0
-        self._last_sign = 0.0  # monotonic time of the last message or answer
+        self._last_message_at = 0.0  # monotonic seconds
         self._failure: Failed | None = None
 
     @property
@@ -49,7 +49,7 @@ class EngineConnection(EngineClient):
 
     @property
     def state(self) -> EngineState:
-        age = time.monotonic() - self._last_sign if self._state.phase == "ready" else None
+        age = time.monotonic() - self._last_message_at if self._state.phase == "ready" else None
         return replace(self._state, last_pong_age_s=age)
 
     def send(self, message: ToEngine) -> None:
@@ -68,15 +68,15 @@ class EngineConnection(EngineClient):
         finally:
             self._pings.pop(nonce, None)
 
-    async def _converse(self, streams: Streams) -> None:
-        """Take a leader's messages until it closes its end."""
+    async def _receive_messages(self, streams: Streams) -> None:
+        """Handle a leader's messages until it closes its end."""
         reader, self._writer = streams
         while (payload := await read_frame(reader)) is not None:
-            self._last_sign = time.monotonic()
+            self._last_message_at = time.monotonic()
             self._handle(self._codec.decode(payload))
 
-    async def _hang_up(self) -> None:
-        """End the line for good; what has not been sent has nobody left to read it."""
+    async def _close_connection(self) -> None:
+        """Close the connection and drop unsent bytes: the leader has stopped reading."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.transport.abort()
@@ -103,13 +103,13 @@ class EngineConnection(EngineClient):
             case Failed():
                 self._failure = message
 
-    async def _until_stuck(self) -> str:
-        """Ask for a sign of life every second; returns, in words, when none comes."""
+    async def _wait_until_stuck(self) -> str:
+        """Ping the leader every second. Returns once it is silent for too long; the text says for how long."""
         while True:
             await asyncio.sleep(PING_PERIOD_S)
             ready = self._state.phase == "ready"
             limit = self._stall_s if ready else LOAD_STALL_S
-            silent = time.monotonic() - self._last_sign
+            silent = time.monotonic() - self._last_message_at
             if silent > limit:
                 return f"did not {'answer' if ready else 'report progress while loading'} for {silent:.0f} s"
             if ready and not self._pings:
@@ -124,8 +124,8 @@ class EngineConnection(EngineClient):
             raise EngineUnavailable("The engine's connection is closed.")
         self._writer.write(self._codec.encode(message))
 
-    def _down(self, phase: str, reason: str, code: ExitCode | None) -> None:
-        """Tell everybody that the engine is gone."""
+    def _report_down(self, phase: str, reason: str, code: ExitCode | None) -> None:
+        """Set the state, fail pending pings and tell the listeners that the engine is gone."""
         self._state = EngineState(
             phase="restarting" if phase == "restarting" else "failed",
             reason=reason,

@@ -1,7 +1,7 @@
-"""Starts the processes of a group on this machine, and sees to it that none is left.
+"""Starts the processes of a group on this machine, and finds and ends those that are left.
 
-One process per rank, or one `mpirun` with the ranks below it. Every start gets fresh ports, a fresh nonce and a fresh
-secret. Does not know why a group ended or whether it is started again (`process.py`).
+A group is one process per rank, or one `mpirun` that starts the ranks. Every start gets new ports, a new nonce and a
+new secret. Does not know why a group ended or whether it starts again (`process.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.dist.ports import LOOPBACK, free_ports
 
 
 class Child(Protocol):
-    """What is known of a process of a group: `asyncio.subprocess.Process`, or one on another host (`remote.py`)."""
+    """A process of a group: `asyncio.subprocess.Process`, or `RemoteProcess` on another host (`remote.py`)."""
 
     @property
     def pid(self) -> int: ...
@@ -42,7 +42,7 @@ class Child(Protocol):
 
 
 NONCE_BITS = 48
-POLL_S = 0.05
+POLL_S = 0.05  # between two looks at processes that are ending
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,12 @@ class End:
 
 
 class RankProcesses:
-    """The processes of one start. `name -> process`: "rank 0", ..., or "mpirun"."""
+    """The processes of one start.
+
+    Args:
+        processes: name -> process; the names are "rank 0", "rank 1", ..., or "mpirun" alone.
+        pid_files: rank -> the file in which the rank leaves its process id.
+    """
 
     def __init__(self, processes: dict[str, Child], pid_files: Sequence[Path]) -> None:
         self.processes = processes
@@ -64,13 +69,13 @@ class RankProcesses:
 
     @property
     def leader_pid(self) -> int | None:
-        """Of rank 0, once it has said so."""
+        """The process id of rank 0, once it is known."""
         if (process := self.processes.get("rank 0")) is not None:
             return process.pid if process.returncode is None else None
         return next(iter(self.rank_pids().values()), None)
 
     def rank_pids(self) -> dict[int, int]:
-        """rank -> process id, of ranks that have started and are still there."""
+        """rank -> process id of the ranks of this machine that run."""
         found = {}
         for rank, file in enumerate(self._pid_files):
             with contextlib.suppress(OSError, ValueError):
@@ -87,7 +92,7 @@ class RankProcesses:
         finally:
             for task in waits:
                 task.cancel()
-        # One that a signal ended says more than those that noticed.
+        # A process that a signal ended is the cause; the others exited because they lost it.
         ends = [End(waits[task], task.result()) for task in done]
         return min(ends, key=lambda end: (end.status >= 0, end.name))
 
@@ -97,7 +102,7 @@ class RankProcesses:
         return [name for name, process in self.processes.items() if process.returncode in statuses]
 
     async def all_ended(self, timeout_s: float) -> bool:
-        """Wait until all have ended; whether they have."""
+        """Wait until all processes have ended; False after `timeout_s` seconds."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while any(process.returncode is None for process in self.processes.values()) or self.rank_pids():
             if asyncio.get_running_loop().time() > deadline:
@@ -106,7 +111,7 @@ class RankProcesses:
         return True
 
     def signal_all(self, number: signal.Signals) -> None:
-        """Send a signal to every process that is left, also to ranks whose mpirun is gone."""
+        """Send a signal to every process that runs, and to ranks that outlived their mpirun."""
         for process in self.processes.values():
             if process.returncode is None:
                 process.send_signal(number)
@@ -117,13 +122,17 @@ class RankProcesses:
                 psutil.Process(pid).send_signal(number)
 
     def describe(self) -> str:
-        """Who is left, for a message."""
+        """The processes that run, for a message."""
         left = [f"{name} (pid {p.pid})" for name, p in self.processes.items() if p.returncode is None]
         return ", ".join(left or [f"rank {rank} (pid {pid})" for rank, pid in self.rank_pids().items()])
 
 
 async def start_ranks(config: EngineConfig, choice: ChosenBackend | None, socket_path: Path) -> RankProcesses:
-    """Start all ranks of a group, or the one process of a rank that is alone (`choice` None).
+    """Start all ranks of a group.
+
+    Args:
+        choice: None for a single rank, which needs no backend.
+        socket_path: on which the server process waits for rank 0.
 
     Raises:
         OSError: a process cannot be started.
@@ -161,7 +170,7 @@ async def start_ranks(config: EngineConfig, choice: ChosenBackend | None, socket
 
 
 async def spawn(command: Sequence[str], variables: dict[str, str]) -> asyncio.subprocess.Process:
-    """A child process whose stderr is read; its environment is ours and `variables`."""
+    """Start a child process with a pipe for its stderr, in this process's environment plus `variables`."""
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -172,12 +181,12 @@ async def spawn(command: Sequence[str], variables: dict[str, str]) -> asyncio.su
 
 
 def pid_file(socket_path: Path, rank: int) -> Path:
-    """Where a rank writes its process id, so that it can be found whoever started it."""
+    """The file in which a rank writes its process id, because mpirun and job schedulers do not report it."""
     return socket_path.with_name(f"{socket_path.name}.rank{rank}.pid")
 
 
 def _is_rank(pid: int) -> bool:
-    """Whether a process is there and is one of ours (numbers are used again)."""
+    """Whether this process runs phalanx: the system may have given a dead rank's id to another program."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and "phalanx" in process.cmdline()

@@ -1,9 +1,8 @@
-"""The engine as child processes: started, watched, restarted; an `EngineClient` for the server.
+"""The engine as child processes that the server process starts, watches and restarts; an `EngineClient`.
 
-The supervisor of the local machine (design: Fail-stop, then resume): it starts the ranks, forwards their logs, asks the
-leader for a sign of life every second, kills all when none comes or when one has ended, and starts them again unless a
-restart cannot help. It does not know requests: what was unfinished is submitted again by the server's journal. Runs on
-one asyncio loop.
+The supervisor (design: Fail-stop, then resume) starts the ranks, forwards their logs and pings the leader every second.
+It kills all ranks when the leader is silent for too long or one rank has ended, and starts them again unless a restart
+cannot help. Does not know requests: the server's journal submits unfinished ones again. Runs on one asyncio loop.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from phalanx.types import Shutdown
 
 log = logging.getLogger("phalanx.engine")
 
-RESTARTS = 3  # within
-RESTART_WINDOW_S = 300.0  # seconds; more means that restarting does not help
-EXIT_WAIT_S = 5.0  # after Shutdown, before SIGTERM, and again before SIGKILL
-GRACE_S = 3.0  # that ranks get to notice that one of them has ended, before SIGKILL
-HOST_RETRY_S = 1.0  # between attempts to reach a host that is away
+RESTARTS = 3  # crashes within `RESTART_WINDOW_S` that are restarted; after one more the engine has failed
+RESTART_WINDOW_S = 300.0
+EXIT_WAIT_S = 5.0  # between Shutdown and SIGTERM, and between SIGTERM and SIGKILL
+GRACE_S = 3.0  # between one rank's end and SIGKILL for ranks that have not noticed it
+HOST_RETRY_S = 1.0  # between attempts to reach a host
 RDMA_COOL_DOWN_S = 30.0  # a JACCL device is busy for so long after a process that used it was killed (F7, EBUSY)
 MPIRUN_NOTICE = re.compile(r"process rank (\d+) with PID (\d+) on node (\S+) exited on\s+signal (\d+)")
-STDERR_LINES = 20  # of the child's last words that are kept for the reason
+STDERR_LINES = 20  # last lines of the ranks' logs, from which the reason of a crash is read
 
 
 @dataclass(frozen=True)
 class Launched:
-    """Rank processes that have been started, and the socket at which the leader's connection is awaited."""
+    """Started rank processes, and the Unix socket to which their leader connects."""
 
     ranks: RankProcesses
     path: Path
@@ -53,11 +52,11 @@ class Launched:
 
 
 class EngineProcess(EngineConnection):
-    """One engine at a time, of one or more rank processes, under one socket directory.
+    """Runs one engine at a time, of one or more rank processes.
 
     Args:
         stall_s: seconds without an answer from the engine's loop after which it is killed and restarted.
-        cluster: the hosts of the ranks, and the secret of their agents; None is this machine alone.
+        cluster: the hosts of the ranks, and the secret of their agents; None for this machine alone.
     """
 
     def __init__(
@@ -68,19 +67,19 @@ class EngineProcess(EngineConnection):
         self._cluster = cluster
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: RankProcesses | None = None
-        self._launched: Launched | None = None  # and not supervised yet
+        self._launched: Launched | None = None  # by `launch`, until the supervisor takes it over
         self._choice: ChosenBackend | None = None
         self._generation = 0
         self._stall_reason = ""
-        self._why_down = "the engine is starting"  # once every host is there
-        self._last_words: deque[str] = deque(maxlen=STDERR_LINES)
+        self._down_reason = "the engine is starting"
+        self._stderr_tail: deque[str] = deque(maxlen=STDERR_LINES)
         self._crashes: deque[float] = deque()
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
 
     @property
     def pid(self) -> int | None:
-        """Of the running leader."""
+        """The process id of the running leader."""
         return None if self._ranks is None else self._ranks.leader_pid
 
     @property
@@ -89,21 +88,21 @@ class EngineProcess(EngineConnection):
         return {} if self._ranks is None else self._ranks.rank_pids()
 
     async def launch(self) -> None:
-        """Start this machine's ranks, which load while the caller does other work. Those of hosts wait for `start`.
+        """Start the ranks, which load while the caller does other work. The ranks of a cluster wait for `start`.
 
         Raises:
-            ConfigError: the backend that was asked for is not there.
+            ConfigError: the configured backend is not available.
         """
         directory = self._prepare()
         if self._cluster is None:
-            with contextlib.suppress(OSError):  # met again, and reported, by the supervision
+            with contextlib.suppress(OSError):  # the supervisor tries again and reports it
                 self._launched = await self._launch(directory)
 
     async def start(self) -> None:
-        """Start the processes, unless `launch` did, and their supervision; returns at once (`state` says how it goes).
+        """Start the supervisor, and the ranks unless `launch` did. Returns at once; `state` tells the progress.
 
         Raises:
-            ConfigError: the backend that was asked for is not there.
+            ConfigError: the configured backend is not available.
         """
         self._supervisor = asyncio.create_task(self._supervise(self._prepare()), name="engine supervisor")
 
@@ -123,7 +122,7 @@ class EngineProcess(EngineConnection):
     async def close(self) -> None:
         self._closing = True
         if self._launched is not None:
-            self._launched.ranks.signal_all(signal.SIGTERM)  # there is no connection for a Shutdown yet
+            self._launched.ranks.signal_all(signal.SIGTERM)  # there is no connection for `Shutdown` yet
             await self._clean_up(self._launched)
             self._launched = self._ranks = None
         if self._ranks is not None:
@@ -140,19 +139,19 @@ class EngineProcess(EngineConnection):
         self._fail_pings("closed")
         self._state = replace(self._state, phase="stopped", reason="closed")
 
-    # -- the life of processes -------------------------------------------------------------------------------------
+    # -- start and restart -----------------------------------------------------------------------------------------
 
     async def _supervise(self, directory: Path) -> None:
-        """Run one engine process after the other until one ends for good."""
+        """Run the engine, and run it again after every crash that a restart can mend."""
         while True:
             try:
                 end = await self._run_once(directory)
-            except HostUnreachable as error:  # nothing has crashed: it starts when the host is back
+            except HostUnreachable as error:  # not a crash: try until the host is back
                 self._state = replace(self._state, reason=str(error))
                 await asyncio.sleep(HOST_RETRY_S)
                 continue
-            except (OSError, ConfigError) as error:  # a program is not there any more, or cannot be run
-                self._down("failed", f"the ranks could not be started: {error}", ExitCode.CONFIG)
+            except (OSError, ConfigError) as error:  # a program is missing or cannot be run
+                self._report_down("failed", f"the ranks could not be started: {error}", ExitCode.CONFIG)
                 return
             if self._closing:
                 return
@@ -165,15 +164,15 @@ class EngineProcess(EngineConnection):
             if not exit_code.restart_helps or len(self._crashes) > RESTARTS:
                 if exit_code.restart_helps:
                     reason = f"{len(self._crashes)} crashes in {RESTART_WINDOW_S:g} s, the last: {reason}"
-                self._down("failed", reason, exit_code)
+                self._report_down("failed", reason, exit_code)
                 return
-            self._why_down = reason
-            self._down("restarting", reason, None)
+            self._down_reason = reason
+            self._report_down("restarting", reason, None)
             await asyncio.sleep(self._back_off())
-            self._config = replace(self._config, inject=None)  # a drill happens once
+            self._config = replace(self._config, inject=None)  # a fault is injected once
 
     def _back_off(self) -> float:
-        """Seconds until the next start."""
+        """Seconds until the next start: 0.1, 0.4, 1.6, ... up to 10; longer after a killed JACCL process."""
         pause = float(min(10.0, 0.1 * 4 ** (len(self._crashes) - 1)))
         rdma = self._choice is not None and self._choice.backend.startswith("jaccl")
         killed = self._ranks is not None and (self._ranks.killed or bool(self._ranks.ended_by(signal.SIGKILL)))
@@ -183,8 +182,8 @@ class EngineProcess(EngineConnection):
         """Start the ranks, serve the leader's connection until one has ended; no process is left afterwards."""
         launched, self._launched = self._launched or await self._launch(directory), None
         ranks = launched.ranks
-        self._last_sign = time.monotonic()
-        self._state = replace(self._state, reason=self._why_down)
+        self._last_message_at = time.monotonic()
+        self._state = replace(self._state, reason=self._down_reason)
         logs = [asyncio.create_task(self._forward_log(process)) for process in ranks.processes.values()]
         connection = asyncio.create_task(self._serve(launched.connected), name="engine connection")
         watch = asyncio.create_task(self._watch(ranks), name="engine watch")
@@ -193,25 +192,25 @@ class EngineProcess(EngineConnection):
             end = await ranks.first_end()
             if not await ranks.all_ended(GRACE_S):
                 log.warning("killing what is left of the group: %s", ranks.describe())
-            await asyncio.wait([*logs, connection], timeout=1.0)  # the last words and messages
+            await asyncio.wait([*logs, connection], timeout=1.0)  # for the last log lines and messages
         finally:
             ranks.signal_all(signal.SIGKILL)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._hang_up()
+            await self._close_connection()
             await self._clean_up(launched)
         return end
 
     async def _launch(self, directory: Path) -> Launched:
-        """Start the ranks, and listen for the leader.
+        """Start the ranks, and listen for their leader.
 
         Raises:
             HostUnreachable, OSError, ConfigError: a rank cannot be started.
         """
         self._generation += 1
         self._failure, self._stall_reason = None, ""
-        self._last_words.clear()
+        self._stderr_tail.clear()
         path = directory / f"engine-{self._generation}.sock"
         connected: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
 
@@ -231,7 +230,7 @@ class EngineProcess(EngineConnection):
         return Launched(ranks, path, listener, connected)
 
     async def _clean_up(self, launched: Launched) -> None:
-        """Close the socket and remove the files of ranks that have been told to end; kill those that do not."""
+        """Close the socket, wait for ranks that were told to end, kill those that remain, and delete their files."""
         launched.listener.close()
         if not await launched.ranks.all_ended(EXIT_WAIT_S):
             launched.ranks.signal_all(signal.SIGKILL)
@@ -247,7 +246,7 @@ class EngineProcess(EngineConnection):
         return await start_on_hosts(self._config, self._choice, path, cluster, secret)
 
     async def _end_processes(self, ranks: RankProcesses) -> None:
-        """Shutdown was asked for; SIGTERM and SIGKILL only if that does not help."""
+        """Wait for the ranks to end after `Shutdown`; then send SIGTERM, then SIGKILL."""
         for step in (None, signal.SIGTERM, signal.SIGKILL):
             if step is not None:
                 ranks.signal_all(step)
@@ -266,46 +265,46 @@ class EngineProcess(EngineConnection):
             )
         if end.status < 0:
             return _ended_by(who, -end.status)
-        if found := MPIRUN_NOTICE.search(" ".join(self._last_words)):
+        if found := MPIRUN_NOTICE.search(" ".join(self._stderr_tail)):
             rank, pid, host, number = found.groups()
             return _ended_by(f"rank {rank} ({host}, pid {pid})", int(number))
         if self._failure is not None:
             return self._failure.message
-        words = next((line for line in reversed(self._last_words) if line.strip(" -")), "")
+        words = next((line for line in reversed(self._stderr_tail) if line.strip(" -")), "")
         return f"{who} ended with status {end.status}" + (f": {words}" if words else "")
 
     def _exit_code(self, end: End) -> ExitCode:
-        """That of the cause: a launcher's own status may be that of a rank it ended on the way."""
+        """The exit code of the cause. mpirun may report the status of another rank, which it ended itself."""
         said = None if self._failure is None else _as_exit_code(self._failure.code)
         return said if said is not None and not said.restart_helps else _as_exit_code(end.status)
 
     def _join_address(self, name: str) -> str:
-        """Where a rank tried to join, from its log."""
-        said = re.search(rf"^{name}: joining .* at (\S+),", "\n".join(self._last_words), re.MULTILINE)
+        """The address at which a rank tried to join, from its log; with " at " before it."""
+        said = re.search(rf"^{name}: joining .* at (\S+),", "\n".join(self._stderr_tail), re.MULTILINE)
         return f" at {said[1]}" if said else ""
 
-    # -- what a live process needs ---------------------------------------------------------------------------------
+    # -- while the ranks run ---------------------------------------------------------------------------------------
 
     async def _forward_log(self, process: Child) -> None:
         assert process.stderr is not None
         while line := await _read_line(process.stderr):
             text = line.decode(errors="replace").rstrip("\n")
-            self._last_words.append(text)
+            self._stderr_tail.append(text)
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
 
     async def _serve(self, connected: asyncio.Future[Streams]) -> None:
-        await self._converse(await connected)
+        await self._receive_messages(await connected)
 
     async def _watch(self, ranks: RankProcesses) -> None:
-        """End the processes when the leader gives no sign of life."""
-        stuck = await self._until_stuck()
+        """Kill all ranks once the leader is stuck."""
+        stuck = await self._wait_until_stuck()
         self._stall_reason = f"the engine ({ranks.describe()}) {stuck}"
         ranks.signal_all(signal.SIGKILL)
 
 
 def _ended_by(who: str, number: int) -> str:
-    """That a signal ended a process, and what that usually means."""
+    """A sentence on the signal that ended a process, with its usual cause."""
     name = signal.Signals(number).name
     return f"{who} was ended by {name}" + (" (out of memory, or killed by hand)" if name == "SIGKILL" else "")
 
@@ -318,7 +317,7 @@ def _as_exit_code(status: int) -> ExitCode:
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """A line, however long (an overlong one comes in pieces); empty at the end."""
+    """The next line, or a part of a line that exceeds the stream's buffer; empty at the end."""
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:

@@ -1,4 +1,4 @@
-"""A process on another host, through that host's agent, as if it were a child of this one.
+"""A process on another host, which that host's agent runs; used like a child process.
 
 Does not know what the process does.
 """
@@ -13,8 +13,8 @@ from phalanx.config import HostConfig
 from phalanx.dist.frames import MAX_FRAME
 from phalanx.errors import ExitCode, FrameError, HostUnreachable
 from phalanx.supervision.agent_protocol import (
-    BEAT_S,
     HANDSHAKE_S,
+    KEEP_ALIVE_S,
     SILENT_S,
     AgentConnection,
     AskPorts,
@@ -37,8 +37,8 @@ from phalanx.supervision.agent_protocol import (
 CONNECT_S = 2.0
 
 
-class Reached:
-    """A connection to an agent, before it runs something."""
+class ReachedAgent:
+    """An authenticated connection to an agent, before it runs a process."""
 
     def __init__(self, host: HostConfig, connection: AgentConnection, welcome: Welcome) -> None:
         self.host = host
@@ -47,12 +47,12 @@ class Reached:
         self._connection = connection
 
     async def free_ports(self, address: str, count: int) -> list[int]:
-        """TCP ports of the host that nobody uses now.
+        """Free TCP ports on an address of the host.
 
         Raises:
             HostUnreachable: the address is not the host's, all its ports are taken, or the agent has gone.
         """
-        with _naming(self.host):
+        with _errors_name_host(self.host):
             self._connection.send(AskPorts(address, count))
             async with asyncio.timeout(HANDSHAKE_S):
                 ports = await self._connection.expect(Ports)
@@ -63,12 +63,16 @@ class Reached:
     async def run(
         self, command: Sequence[str], variables: Mapping[str, str], files: Mapping[str, str] | None = None
     ) -> RemoteProcess:
-        """Start a process. `files`: variable -> text of a file on that host that it shall name.
+        """Start a process on the host.
+
+        Args:
+            variables: added to the agent's environment.
+            files: environment variable -> text; the agent writes a file and sets the variable to its path.
 
         Raises:
-            HostUnreachable: the process could not be started; says why.
+            HostUnreachable: the agent could not start the process; says why.
         """
-        with _naming(self.host):
+        with _errors_name_host(self.host):
             self._connection.send(Run(list(command), dict(variables), dict(files or {})))
             async with asyncio.timeout(HANDSHAKE_S + SILENT_S):
                 answer = await self._connection.receive()
@@ -84,18 +88,18 @@ class Reached:
         self._connection.close()
 
 
-async def reach(host: HostConfig, port: int, secret: str) -> Reached:
+async def reach(host: HostConfig, port: int, secret: str) -> ReachedAgent:
     """Connect to the agent of a host.
 
     Raises:
-        HostUnreachable: nobody answers there, or somebody who does not know the cluster's secret.
+        HostUnreachable: no answer from this address, or the answer does not prove the cluster's secret.
     """
-    with _naming(host, port):
+    with _errors_name_host(host, port):
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(host.address, port)
     connection = AgentConnection(reader, writer, FromAgent)
     try:
-        with _naming(host, port):
+        with _errors_name_host(host, port):
             async with asyncio.timeout(HANDSHAKE_S):
                 challenge = await connection.expect(Challenge)
                 mine = nonce()
@@ -107,12 +111,12 @@ async def reach(host: HostConfig, port: int, secret: str) -> Reached:
         connection.close()
         raise
     connection.limit = MAX_FRAME
-    return Reached(host, connection, welcome)
+    return ReachedAgent(host, connection, welcome)
 
 
 @contextlib.contextmanager
-def _naming(host: HostConfig, port: int = 0) -> Iterator[None]:
-    """Whatever breaks inside is an error that names the host."""
+def _errors_name_host(host: HostConfig, port: int = 0) -> Iterator[None]:
+    """Turn timeouts and errors of the connection into `HostUnreachable`, which names the host."""
     try:
         yield
     except TimeoutError as error:
@@ -131,10 +135,10 @@ def _unreachable(host: HostConfig, port: int, why: str) -> HostUnreachable:
 
 
 class RemoteProcess:
-    """What `asyncio.subprocess.Process` is for a child: the same names, the same meaning.
+    """A process on another host, with the interface of `asyncio.subprocess.Process` (`launch.Child`).
 
-    When the agent falls silent the process counts as ended with `PEER_LOST`: it may live on for a moment, but nobody
-    here will hear of it, and its agent ends it.
+    When the agent is silent for `SILENT_S`, the process counts as ended with `PEER_LOST`. It may run for a moment
+    longer; the agent ends it.
     """
 
     def __init__(self, host: HostConfig, connection: AgentConnection, pid: int) -> None:
@@ -144,7 +148,7 @@ class RemoteProcess:
         self.stderr: asyncio.StreamReader | None = asyncio.StreamReader()
         self._connection = connection
         self._ended = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send_keep_alives())]
 
     async def wait(self) -> int:
         await self._ended.wait()
@@ -154,7 +158,8 @@ class RemoteProcess:
     def send_signal(self, number: int) -> None:
         self._connection.send(Signal(number))
 
-    async def _listen(self) -> None:
+    async def _receive(self) -> None:
+        """Feed the process's output into `stderr` until the process ends or the agent is lost."""
         status, why = int(ExitCode.PEER_LOST), "its agent closed the connection"
         try:
             while True:
@@ -181,7 +186,7 @@ class RemoteProcess:
         self._tasks[1].cancel()
         self._ended.set()
 
-    async def _beat(self) -> None:
+    async def _send_keep_alives(self) -> None:
         while True:
             self._connection.send(KeepAlive())
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(KEEP_ALIVE_S)

@@ -1,6 +1,6 @@
 """Messages between the server process and the leader: msgpack in frames (`dist/frames.py`).
 
-Does not know what the messages mean (`types.py`) nor who starts whom (`process.py`, `boot.py`).
+Does not know what the messages mean (`types.py`) nor how the two processes start (`process.py`, `boot.py`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Codec(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
 
     def encode(self, message: object) -> bytes:
-        """The whole frame."""
+        """A message as a whole frame."""
         return frame(self._encoder.encode(message))
 
     def decode(self, payload: bytes) -> T:
         """A message from a frame's payload.
 
         Raises:
-            EngineError: the peer speaks another protocol.
+            EngineError: the payload is not a message of the union.
         """
         try:
             return self._decoder.decode(payload)
@@ -40,10 +40,10 @@ class Codec(Generic[T]):
 
 
 def server_codec() -> Codec[FromEngine]:
-    """For the server's side: reads what the engine sends."""
+    """The server process's codec: decodes the engine's messages."""
     return Codec(FromEngine)
 
 
 def engine_codec() -> Codec[ToEngine]:
-    """For the engine's side: reads what the server sends."""
+    """The engine's codec: decodes the server process's messages."""
     return Codec(ToEngine)

@@ -1,1 +1,1 @@
-"""Between text and tokens: the tokenizer, stop strings, and text that arrives piece by piece. No MLX."""
+"""Text to tokens and back: the tokenizer, stop strings, incremental detokenisation. No MLX."""

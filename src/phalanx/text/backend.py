@@ -1,7 +1,7 @@
-"""What `Tokenizer` needs of a tokenizer library: the seam between it and the two ways to load a tokenizer.
+"""The interface between `Tokenizer` and a tokenizer library.
 
-`fast_backend.py` uses the library `tokenizers` alone, `transformers_backend.py` everything that transformers can load.
-Imports neither.
+`fast_backend.py` implements it with the library `tokenizers` alone, `transformers_backend.py` with transformers.
+Imports neither library.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Any, Protocol
 
 
 class Backend(Protocol):
-    """A model's tokenizer in one library. All methods may be called from several threads at once."""
+    """A model's tokenizer, loaded by one library. Threads may call all methods concurrently."""
 
     vocab_size: int
     """Number of ids, added tokens included."""
     bos_id: int | None
     eos_ids: frozenset[int]
-    """Ids that the tokenizer itself says end a sequence."""
+    """Ids that end a sequence according to the tokenizer's own files."""
     special: frozenset[int]
-    """Ids that show no text unless asked for."""
+    """Ids of special tokens, whose text is shown on request only."""
     byte_level: bool
-    """Whether every token is a fixed string of bytes, written in GPT-2's alphabet."""
+    """Whether every token is a fixed byte string, spelled in GPT-2's alphabet."""
     has_chat_template: bool
     reserved: frozenset[str]
-    """Names that are no template variables: parameters that steer the rendering, which is not the client's."""
+    """Parameters of the rendering, which a client must not set as template variables."""
 
     failures: tuple[type[Exception], ...]
-    """What `render` raises where the template, a program from the model's repository, fails on these messages."""
+    """Exceptions that `render` raises where the template, a program of the model's author, fails on the messages."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
@@ -36,7 +36,7 @@ class Backend(Protocol):
         """The text of token ids below `vocab_size`, special tokens shown, spaces unaltered."""
 
     def name_of(self, token: int) -> str | None:
-        """A token as the vocabulary spells it; None where there is none."""
+        """A token as the vocabulary spells it; None for an id without a token."""
 
     def render(
         self,

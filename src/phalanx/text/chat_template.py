@@ -1,7 +1,7 @@
-"""Renders a chat template exactly as transformers does, which chat templates are written for.
+"""Renders a chat template exactly as transformers does, because chat templates are written for transformers.
 
-A template is a program from the model's repository that runs on the client's data, so it runs in jinja2's sandbox and
-sees only copies of plain JSON values. Knows no tokenizer.
+A template is a program from the model's repository that processes the client's data. It therefore runs in jinja2's
+sandbox and gets only copies of plain JSON values. Does not know tokenizers.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ FAILURES = (
     ArithmeticError,
     RecursionError,
 )
-"""The ways in which a template fails on a client's messages."""
+"""Exceptions that a template raises on messages that it does not support."""
 
 STEERING = frozenset(
     "self conversation chat_template add_generation_prompt continue_final_message tokenize sanitize_control_tokens "
     "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
-"""Parameters of transformers' `apply_chat_template` that are no template variables."""
+"""Parameters of transformers' `apply_chat_template` that are not template variables."""
 
 OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks in the rendered text where the final message ends. The space shows whether the template strips messages."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which templates read a message's reasoning; the first is the standard one."""
+"""Keys under which templates read a message's reasoning; the first is the standard one."""
 
 Message = dict[str, Any]
 
@@ -53,13 +53,13 @@ def render(
     continue_final_message: bool,
     variables: Mapping[str, Any],
 ) -> str:
-    """A conversation as text.
+    """Render a conversation as text.
 
     Args:
-        template: its jinja2 source.
+        template: jinja2 source.
         messages: not empty; keys whose value is None are left out.
-        add_generation_prompt: whether the template shall open the assistant's turn.
-        continue_final_message: cut the text behind the last message's content instead.
+        add_generation_prompt: whether the template opens the assistant's turn.
+        continue_final_message: end the text after the last message's content instead.
         variables: the template's other variables; `tools` and `documents` are lists of objects.
 
     Raises:
@@ -75,15 +75,15 @@ def render(
     if documents is not None and not all(isinstance(document, dict) for document in documents):
         raise TypeError("Documents should be a list of dicts with 'title' and 'text' keys!")
     chat = [_with_reasoning({k: _plain(v) for k, v in message.items() if v is not None}) for message in messages]
-    final = _leave_open(chat[-1], template) if continue_final_message else ""
+    final = _mark_end(chat[-1], template) if continue_final_message else ""
     text = compiled.render(
         messages=chat, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt, **others
     )
-    return _cut(text, final) if continue_final_message else text
+    return _cut_at_mark(text, final) if continue_final_message else text
 
 
 def _plain(value: Any) -> Any:
-    """A copy that consists of JSON values. Methods of anything else could lead out of the sandbox."""
+    """A copy that consists of JSON values: methods of other objects could lead out of the sandbox."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -94,12 +94,13 @@ def _plain(value: Any) -> Any:
 
 
 def _with_reasoning(message: Message) -> Message:
+    """The message with its reasoning, if any, under both `thinking` and `reasoning_content`."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _leave_open(message: Message, template: str) -> str:
-    """Mark the end of the final message's content; that content."""
+def _mark_end(message: Message, template: str) -> str:
+    """Mark the end of the final message's content. Returns the content without the mark."""
     content = message.get("content")
     if content is None:
         raise ValueError('continue_final_message is set but the final message has no "content" to continue!')
@@ -118,8 +119,8 @@ def _leave_open(message: Message, template: str) -> str:
     raise ValueError("continue_final_message is set but we could not find any text to continue in the final message!")
 
 
-def _cut(text: str, final: str) -> str:
-    """The text up to the mark, with the trailing space of the final message where the template keeps it."""
+def _cut_at_mark(text: str, final: str) -> str:
+    """The text before the mark, with trailing space if the template keeps a message's trailing space."""
     mark = OPEN_END.strip()
     if final.strip() not in text or mark not in text:
         raise ValueError(
@@ -149,7 +150,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what a model wrote, for training; here its body is rendered and nothing else."""
+    """`{% generation %}` marks the assistant's tokens for training; rendering only needs its body."""
 
     tags = {"generation"}
 
@@ -169,7 +170,7 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """jinja2's own filter escapes HTML."""
+    """As transformers' filter: jinja2's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -178,7 +179,7 @@ def _strftime_now(format: str) -> str:
 
 
 class _Dict:
-    """`dict(...)` and `dict.fromkeys(...)`, without the class's other attributes."""
+    """`dict(...)` and `dict.fromkeys(...)` for templates, without the class's other attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -188,7 +189,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Refuses names with an underscore in front, which lead into Python."""
+    """jinja2's namespace, which refuses names with a leading underscore: they lead into Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args

@@ -1,4 +1,4 @@
-"""A tokenizer.json as the library `tokenizers` reads it, with its chat template: what most models have.
+"""Loads a tokenizer.json with the library `tokenizers` alone, and its chat template. Most models need no more.
 
 transformers reads the same file with the same library, behind a second of imports. Its general class takes the file as
 it is; its other classes build rules of their own and may contradict the file. `read` therefore serves the general class
@@ -23,16 +23,16 @@ from phalanx.text import qwen2_rules
 from phalanx.text.backend import Backend
 
 GENERAL_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-"""Values of `tokenizer_class` that mean: as tokenizer.json says."""
+"""Values of `tokenizer_class` under which transformers takes tokenizer.json unchanged."""
 
 OWN_CLASS = frozenset("hyperclovax_vision_v2 qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp siglip2".split())
-"""Model types for which transformers takes a class of its own even where the files name the general one."""
+"""Model types for which transformers uses a specific class although the files name the general one."""
 
 GENERAL_MODELS = frozenset(
     "glm glm4 glm4_moe glm4_moe_lite granite granitemoe granitemoehybrid internlm2 internlm3 jamba kimi_linear "
     "mimo_v2_flash minimax_m2 ministral3 mistral mistral3 mixtral nemotron olmo2 olmo3 phi3 phimoe smolvlm".split()
 )
-"""Model types for which transformers takes the general class whichever class the files name."""
+"""Model types for which transformers uses the general class, whatever class the files name."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -44,7 +44,7 @@ NO_EFFECT = frozenset(
     "processor_class sp_model_kwargs spaces_between_special_tokens tokenizer_class use_default_system_prompt "
     "use_fast".split()
 )
-"""Settings that change no id and no text beside a tokenizer.json, or that `read` takes care of."""
+"""Settings that change no id and no text where there is a tokenizer.json, or that `read` implements."""
 
 THINKING = (
     ("<think>", "</think>"),
@@ -53,7 +53,7 @@ THINKING = (
     ("<|channel>", "<channel|>"),
     ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
 )
-"""Tokens by which mlx-lm knows a model that thinks: all of one line. Its templates get `enable_thinking`."""
+"""A vocabulary with all tokens of a line is a reasoning model's for mlx-lm; its template gets `enable_thinking`."""
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -63,12 +63,12 @@ class AddedToken(msgspec.Struct, frozen=True):
     single_word: bool = False
     lstrip: bool = False
     rstrip: bool = False
-    normalized: bool | None = None  # where nothing is said: not special
+    normalized: bool | None = None  # None: the opposite of `special`
     special: bool = False
 
     @property
     def properties(self) -> tuple[bool, bool, bool, bool, bool]:
-        """All but the text."""
+        """single_word, lstrip, rstrip, normalized, special."""
         normalized = not self.special if self.normalized is None else self.normalized
         return self.single_word, self.lstrip, self.rstrip, normalized, self.special
 
@@ -80,7 +80,7 @@ class NumberedToken(AddedToken, frozen=True, kw_only=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """Parts of tokenizer.json that are not left to the library."""
+    """Parts of tokenizer.json that `read` checks itself."""
 
     added_tokens: list[NumberedToken]
     truncation: Any = None
@@ -91,9 +91,9 @@ class FastBackend(Backend):
     """A tokenizer of the library `tokenizers`.
 
     Args:
-        tokenizer: neither truncates nor pads.
-        named: attribute, such as "bos_token" -> token; the template's variables.
-        chat_templates: name -> source; the unnamed one is "default". Empty where there is none.
+        tokenizer: without truncation and padding.
+        named: attribute, such as "bos_token" -> token; the template gets them as variables.
+        chat_templates: name -> source; a template without a name is "default". Empty without templates.
     """
 
     reserved = templates.STEERING
@@ -135,15 +135,15 @@ class FastBackend(Backend):
         chat_template: str | None,
     ) -> str:
         return templates.render(
-            self._choose(chat_template, variables.get("tools") is not None),
+            self._choose_template(chat_template, variables.get("tools") is not None),
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables={**self._named, "enable_thinking": self._thinks, **variables},
         )
 
-    def _choose(self, given: str | None, tools: bool) -> str:
-        """The source of the template to render; `given` may be the name of one of several."""
+    def _choose_template(self, given: str | None, tools: bool) -> str:
+        """The source of the template to render. `given` is a source, or the name of one of the model's templates."""
         if given is not None:
             return self._chat_templates.get(given, given)
         for name in ("tool_use", "default") if tools else ("default",):
@@ -156,10 +156,10 @@ class FastBackend(Backend):
 
 
 def read(path: Path, *, trust_remote_code: bool) -> FastBackend | None:
-    """The tokenizer of a model's directory; None where the library alone might read it otherwise than transformers.
+    """The tokenizer of a model's directory; None if transformers might read the files differently.
 
     Raises:
-        ModelUnsupported: the library cannot read tokenizer.json, with which transformers fails, too.
+        ModelUnsupported: the library cannot read tokenizer.json, so transformers cannot either.
     """
     try:
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -176,11 +176,11 @@ def read(path: Path, *, trust_remote_code: bool) -> FastBackend | None:
         if not _is_qwen2(settings, model, text, saved):
             return None
         settings = {**qwen2_rules.DEFAULTS, **settings}
-    if not _only_usual_files(path, settings):
+    if not _no_further_files(path, settings):
         return None
     named = _named_tokens(settings, saved)
     chat_templates = _chat_templates(path, settings)
-    if named is None or chat_templates is None or not _no_surprises(settings, saved):
+    if named is None or chat_templates is None or not _settings_known(settings, saved):
         return None
     try:
         tokenizer = Tokenizer.from_buffer(text)
@@ -188,13 +188,13 @@ def read(path: Path, *, trust_remote_code: bool) -> FastBackend | None:
         raise ModelUnsupported(
             f"The tokenizer in {path} cannot be loaded: {error}", remedy="Copy the model's tokenizer.json there."
         ) from error
-    if not _has_all(tokenizer, saved.added_tokens):
+    if not _ids_match(tokenizer, saved.added_tokens):
         return None
     return FastBackend(tokenizer, named, chat_templates)
 
 
 def _is_general(settings: Mapping[str, Any], model: Mapping[str, Any], text: bytes) -> bool:
-    """Whether transformers reads the file by its general class."""
+    """Whether transformers uses its general class for this model."""
     named, kind = settings.get("tokenizer_class"), model.get("model_type")
     if not isinstance(named, str) or not isinstance(kind, str) or not kind or "model_name" in model:
         return False
@@ -211,21 +211,21 @@ def _is_qwen2(settings: Mapping[str, Any], model: Mapping[str, Any], text: bytes
     if not qwen2_rules.applies(settings, str(model.get("model_type"))) or "model_name" in model:
         return False
     decoder = settings.get("added_tokens_decoder", {})
-    if not _adds_nothing(decoder, saved):
+    if not _all_in_vocabulary(decoder, saved):
         return False
     return qwen2_rules.are_the_files(text, [(token.id, token.content) for token in saved.added_tokens], settings)
 
 
-def _only_usual_files(path: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether nothing lies beside tokenizer.json that transformers would read as well."""
+def _no_further_files(path: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether the directory has no further file that transformers would read."""
     others = ["tekken.json", "additional_chat_templates"]
     if "added_tokens_decoder" not in settings:
         others += ["special_tokens_map.json", "added_tokens.json"]
     return not any((path / name).exists() for name in others)
 
 
-def _no_surprises(settings: Mapping[str, Any], saved: Saved) -> bool:
-    """Whether every setting is known and adds nothing to tokenizer.json."""
+def _settings_known(settings: Mapping[str, Any], saved: Saved) -> bool:
+    """Whether every setting of tokenizer_config.json is known and changes nothing in tokenizer.json."""
     if saved.truncation is not None or saved.padding is not None:
         return False
     if any(settings.get(side, "left") not in ("left", "right") for side in ("padding_side", "truncation_side")):
@@ -237,10 +237,10 @@ def _no_surprises(settings: Mapping[str, Any], saved: Saved) -> bool:
         if not isinstance(extra, list) or not all(isinstance(token, str) and token in special for token in extra):
             return False
     known = NO_EFFECT | {*NAMED_TOKENS, *EXTRA_TOKENS, "padding_side", "truncation_side", "split_special_tokens"}
-    return settings.keys() <= known and _adds_nothing(settings.get("added_tokens_decoder", {}), saved)
+    return settings.keys() <= known and _all_in_vocabulary(settings.get("added_tokens_decoder", {}), saved)
 
 
-def _adds_nothing(decoder: Any, saved: Saved) -> bool:
+def _all_in_vocabulary(decoder: Any, saved: Saved) -> bool:
     """Whether tokenizer_config.json's added tokens are among tokenizer.json's, with the same properties."""
     try:
         tokens = msgspec.convert(decoder, dict[str, AddedToken])
@@ -251,7 +251,7 @@ def _adds_nothing(decoder: Any, saved: Saved) -> bool:
 
 
 def _named_tokens(settings: Mapping[str, Any], saved: Saved) -> dict[str, str] | None:
-    """Attribute -> token, for those that are set; None where one would have to be added to the vocabulary."""
+    """Attribute -> token, for attributes that are set; None if one names a token that is not in the vocabulary."""
     present = {token.content for token in saved.added_tokens}
     named = {}
     for attribute in NAMED_TOKENS:
@@ -267,7 +267,7 @@ def _named_tokens(settings: Mapping[str, Any], saved: Saved) -> dict[str, str] |
 
 
 def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str] | None:
-    """Name -> template; chat_template.jinja comes before the settings. None where they are not understood."""
+    """Name -> template source, from chat_template.jinja or else the settings. None for an unknown format."""
     file = path / "chat_template.jinja"
     try:
         found = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
@@ -281,7 +281,7 @@ def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str] |
         return None
 
 
-def _has_all(tokenizer: Tokenizer, tokens: Sequence[NumberedToken]) -> bool:
-    """Whether the library has taken every added token as the file says."""
+def _ids_match(tokenizer: Tokenizer, tokens: Sequence[NumberedToken]) -> bool:
+    """Whether the library gave every added token the id of the file."""
     taken = tokenizer.get_added_tokens_decoder()
     return all(token.id in taken and taken[token.id].content == token.content for token in tokens)

@@ -1,8 +1,8 @@
-"""Stop strings, searched while the text is still arriving. Pure: knows text and a token count, no tokenizer.
+"""Searches stop strings in a text that grows token by token. Pure: knows text and token counts, no tokenizer.
 
-Of all stop strings the one that is complete first ends the text; if several are complete with the same character, the
-longest. So the result does not depend on how the text was cut into tokens. Text that may be the beginning of a stop
-string is held back until it is decided.
+The stop string that is complete first ends the text; of several that end with the same character, the longest does. The
+result therefore does not depend on how the text is split into tokens. Text that may begin a stop string is held back
+until the next characters decide.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string was found."""
+    """A stop string that ended the text."""
 
     string: str
     n_tokens: int
-    """Output tokens up to and including the one that completed it: what usage, logprobs and KV are clipped to."""
+    """Output tokens up to the one that completed the string, included. Usage, logprobs and KV are clipped to it."""
 
 
 class StopStrings:
-    """One search over one text.
+    """The search of some stop strings in one text.
 
     Args:
         strings: at least one character each.
@@ -29,7 +29,7 @@ class StopStrings:
     """
 
     def __init__(self, strings: Iterable[str], *, include: bool = False) -> None:
-        # Longest first: the first that is complete is then the longest of those complete with the same character.
+        # Longest first: of strings that end with the same character, the first found is then the longest.
         self._searches = [_Search(string) for string in sorted(strings, key=len, reverse=True)]
         self._include = include
         self._held = ""
@@ -44,11 +44,11 @@ class StopStrings:
         """Append text.
 
         Args:
-            text: what the latest token added.
+            text: of the latest token.
             n_tokens: output tokens so far, that one included.
 
         Returns:
-            Text that is safe to show; nothing more after a match.
+            Text that can no longer begin a stop string. Empty after a match.
         """
         if self._match is not None:
             return ""
@@ -65,7 +65,7 @@ class StopStrings:
         return self._release(len(self._held) - undecided)
 
     def finish(self) -> str:
-        """The text has ended without a match: what was held back. Empty after a match."""
+        """End the text. Returns what was held back; empty after a match."""
         return self._release(len(self._held))
 
     def _release(self, end: int, *, keep: bool = True) -> str:
@@ -75,19 +75,19 @@ class StopStrings:
 
 
 class _Search:
-    """Knuth, Morris and Pratt: how many characters of `string` the text ends with, in amortised constant time."""
+    """Knuth-Morris-Pratt: tracks how many characters of `string` the text ends with, in amortised constant time."""
 
     def __init__(self, string: str) -> None:
         if not string:
             raise ValueError("an empty stop string")
         self.string = string
         self.progress = 0
-        self._fallback = [0] * len(string)  # [i]: progress that remains when string[:i + 1] cannot be continued
+        self._fallback = [0] * len(string)  # [i]: the progress to fall back to if string[:i + 1] does not continue
         for i in range(1, len(string)):
             self._fallback[i] = self._advance(self._fallback[i - 1], string[i])
 
     def step(self, char: str) -> bool:
-        """Take one character; whether the string is complete."""
+        """Append one character. Returns whether the string is complete."""
         self.progress = self._advance(self.progress, char)
         return self.progress == len(self.string)
 

@@ -1,7 +1,7 @@
-"""Incremental detokenisation: token by token to text, never half a character, the pieces adding up to the whole.
+"""Incremental detokenisation: decodes token by token, never half a character; the pieces add up to the whole text.
 
-Two ways, by the tokenizer's kind: where a token is a fixed string of bytes, bytes are decoded as they come; elsewhere
-the last few tokens are decoded again with each new one. Knows decoding functions, no tokenizer class.
+Where every token is a fixed byte string, `ByteStream` decodes the bytes as they arrive. For other tokenizers,
+`WindowStream` decodes the last few tokens again with each new one. Knows decoding functions, no tokenizer class.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-LONGEST_PARTIAL = 3  # bytes of a UTF-8 character that is not complete yet
+LONGEST_PARTIAL = 3  # bytes of an incomplete UTF-8 character
 
 
 class TextStream(ABC):
-    """The text of one sequence. Used by one thread at a time; streams of one tokenizer are independent."""
+    """Decodes the text of one sequence. For one thread at a time; streams of one tokenizer are independent."""
 
     @abstractmethod
     def add(self, token: int) -> str:
-        """Append a token; the text that is certain now (often empty for a part of a character)."""
+        """Append a token. Returns the text that is now certain; empty within a character."""
 
     @abstractmethod
     def finish(self) -> str:
-        """The rest: what an unfinished character decodes to. The stream is then empty."""
+        """End the text. Returns what an incomplete character decodes to, and resets the stream."""
 
 
 class ByteStream(TextStream):
     """For byte-level vocabularies: a token's bytes do not depend on its neighbours. O(1) per token.
 
     Args:
-        token_bytes: the bytes of a token, empty for one that shows nothing.
+        token_bytes: token id -> its bytes, empty for hidden tokens.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
@@ -49,21 +49,22 @@ class ByteStream(TextStream):
 class WindowStream(TextStream):
     """For any tokenizer: decodes a window, the tokens of the latest text and those after it. O(window) per token.
 
-    The window's first part gives context (a decoder that strips the first space must not strip every space). A text
-    that ends in replacement characters waits, as far as an unfinished character can reach.
+    The window begins with tokens whose text was returned before: they are context, so that a decoder that strips the
+    first space of a text does not strip every token's. Up to `LONGEST_PARTIAL` trailing replacement characters are held
+    back, because the next token may complete them.
 
     Args:
-        decode: token ids to text, special tokens shown or not as the caller wants.
-        hidden: ids that show nothing and are no context.
+        decode: token ids -> text, special tokens included.
+        hidden: ids without text; they do not enter the window.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int]) -> None:
         self._decode = decode
         self._hidden = hidden
         self._window: list[int] = []
-        self._context = 0  # tokens at the window's start whose text has been shown
-        self._shown = ""  # what the window's text begins with and needs no showing
-        self._fresh = 0  # characters of that which tokens after the context gave
+        self._context = 0  # leading tokens of the window whose whole text was returned
+        self._shown = ""  # beginning of the window's text that was returned
+        self._fresh = 0  # characters of `_shown` that come from tokens after the context
 
     def add(self, token: int) -> str:
         if token in self._hidden:
@@ -82,6 +83,7 @@ class WindowStream(TextStream):
         return rest
 
     def _show(self, text: str) -> str:
+        """The part of the window's text that was not returned yet."""
         delta = text[len(self._shown) :]
         if delta:
             self._shown = text
@@ -89,10 +91,10 @@ class WindowStream(TextStream):
         return delta
 
     def _text(self) -> str:
-        """The window's text, which begins with what was shown."""
+        """Decode the window. The result begins with `_shown`."""
         text = self._decode(self._window)
         if not text.startswith(self._shown):
-            # New tokens changed the text of old ones (bytes that turned out not to be UTF-8). What was shown stays.
+            # A new token changed the text of earlier ones (their bytes were not UTF-8). Returned text stays.
             self._window = self._window[self._context :]
             self._context = 0
             text = self._decode(self._window)
@@ -100,6 +102,6 @@ class WindowStream(TextStream):
         return text
 
     def _start_window(self, context: list[int]) -> None:
-        """Everything is shown: the tokens that gave the latest text become the context."""
+        """Begin a new window, after all text was returned, with `context` as its first tokens."""
         self._window, self._context, self._fresh = context, len(context), 0
         self._shown = self._decode(context) if context else ""

@@ -1,8 +1,8 @@
-"""Text to token ids and back, chat templates, and the names of tokens. Used by the server process; computes nothing.
+"""The tokenizer of the server process: text to token ids and back, chat templates, the text of single tokens.
 
-Adds to a tokenizer library what a server needs: exact streams, errors that are the client's, safety among threads.
-The library is imported when a tokenizer is loaded: the process of a rank imports this module and usually loads none.
-Does not know HTTP.
+Adds to a tokenizer library exact streaming, errors that blame the client's request, and thread safety. The library is
+imported when a tokenizer is loaded, because a rank imports this module and usually loads no tokenizer. Does not know
+HTTP or the engine.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["StopMatch", "StopStrings", "TextStream", "Tokenizer"]
 
 TOKENIZER_FILES = ("tokenizer*", "*.tiktoken", "tiktoken.model", "vocab.*", "*.spm", "spiece.model", "sentencepiece*")
 SAMPLE = "Speculation, 1234 times: a_b(c) == 'ünïcode' 東京\n\tend."
-"""Text that tokenizers with the same tokens but other rules would cut differently."""
+"""Text that tokenizers with the same vocabulary and different rules split differently."""
 
 
 class Tokenizer:
-    """A model's tokenizer. All methods may be called from several threads at once.
+    """A model's tokenizer. Threads may call all methods concurrently.
 
     Args:
-        backend: the model's tokenizer in a library.
+        backend: the model's tokenizer, loaded by a library.
         eos_ids: ids that end a sequence.
-        chat_template: text of a template that replaces the model's own.
+        chat_template: source of a template that replaces the model's own.
     """
 
     def __init__(self, backend: Backend, eos_ids: frozenset[int], chat_template: str | None = None) -> None:
@@ -48,10 +48,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
-        """Load from a model's directory; end-of-sequence ids from its generation_config.json, else config.json.
+        """Load the tokenizer of a model's directory.
+
+        The end-of-sequence ids are the tokenizer's and those of generation_config.json, else config.json.
 
         Raises:
-            ModelUnsupported: no tokenizer there, or one that cannot be loaded.
+            ModelUnsupported: the directory has no tokenizer, or no library can load it.
         """
         if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
             raise ModelUnsupported(f"{path} has no tokenizer.", remedy="Copy the model's tokenizer.json there.")
@@ -62,7 +64,7 @@ class Tokenizer:
         return cls(backend, _eos_ids(path) | backend.eos_ids, chat_template)
 
     def differs_from(self, other: Tokenizer) -> str:
-        """The first difference in what token ids mean, in words; empty where they mean the same."""
+        """The first difference between two tokenizers, in words; empty if all ids mean the same."""
         if self.vocab_size != other.vocab_size:
             return f"it has {other.vocab_size} tokens instead of {self.vocab_size}"
         for token in range(self.vocab_size):
@@ -74,7 +76,7 @@ class Tokenizer:
     # -- text to tokens --------------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds what the tokenizer starts a text with (BOS), if anything."""
+        """Token ids of a text; `add_special_tokens` adds the tokenizer's BOS token, if it uses one."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(
@@ -89,12 +91,12 @@ class Tokenizer:
 
         Args:
             messages: OpenAI's message objects, not empty.
-            add_generation_prompt: whether the assistant's turn is opened.
-            continue_final_message: the last message is left open instead, to be continued.
+            add_generation_prompt: whether the template opens the assistant's turn.
+            continue_final_message: leave the last message open instead, so that the model continues it.
             template_kwargs: the template's variables (`tools`, `enable_thinking`, ...).
 
         Raises:
-            InvalidRequest: there is no template, it refuses these messages, or a variable is not the client's to set.
+            InvalidRequest: the model has no template, the template refuses the messages, or a variable is reserved.
         """
         if not self.has_chat_template:
             raise InvalidRequest(
@@ -120,7 +122,7 @@ class Tokenizer:
     # -- tokens to text --------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens, unaltered (no "clean-up" of spaces). Ids beyond the vocabulary have no text."""
+        """The text of tokens, without "clean-up" of spaces. Ids beyond the vocabulary have no text."""
         hidden = self._special if skip_special_tokens else frozenset[int]()
         return self._decode([token for token in ids if token not in hidden])
 
@@ -132,11 +134,11 @@ class Tokenizer:
         return WindowStream(self._decode, hidden)
 
     def token_text(self, token: int) -> str:
-        """How one token reads inside a text, leading space included; replacement characters for parts of one."""
+        """The text of one token inside a text, leading space included; U+FFFD for a part of a character."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def _token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for inside a text (`token_bytes` caches them)."""
+        """The bytes of a token inside a text; `token_bytes` caches them."""
         if not 0 <= token < self.vocab_size:
             return b""
         name = self._backend.name_of(token)
@@ -146,7 +148,7 @@ class Tokenizer:
             return _from_byte_level(name)
         if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
             return bytes.fromhex(name[3:5])
-        # Behind another token, because decoders strip the space of a first one.
+        # Decode after another token, because decoders strip the space of the first one.
         return self._decode([self._anchor, token])[len(self._decode([self._anchor])) :].encode()
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -154,18 +156,18 @@ class Tokenizer:
         return self._backend.decode(known)
 
     def _find_anchor(self) -> int:
-        """A token that decodes to a letter or something as plain."""
+        """A token that decodes to plain text: the last one of "a"."""
         ids = [token for token in self.encode("a", add_special_tokens=False) if token not in self._special]
         return ids[-1] if ids else 0
 
 
 def _library(module: str) -> Any:
-    """A module of this package that imports a tokenizer library or jinja2."""
+    """Import a module of this package that imports a tokenizer library or jinja2."""
     return importlib.import_module(f"phalanx.text.{module}")
 
 
 def _eos_ids(path: Path) -> frozenset[int]:
-    """End-of-sequence ids: generation_config.json's where it names some, else config.json's."""
+    """End-of-sequence ids of generation_config.json if it names any, else of config.json."""
     for name in ("generation_config.json", "config.json"):
         try:
             config = json.loads((path / name).read_text())
@@ -184,14 +186,14 @@ def _eos_ids(path: Path) -> frozenset[int]:
 
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters are themselves, the other bytes are the characters from 256 on."""
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, U+0100 and up for the other bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _from_byte_level(name: str) -> bytes:
-    """A token's bytes. A name with any other character (an added token) is plain text, as the decoder has it."""
+    """The bytes of a token. A name with other characters is an added token, which the decoder takes as plain text."""
     table = _byte_of_character()
     if all(character in table for character in name):
         return bytes(table[character] for character in name)

@@ -1,7 +1,7 @@
-"""Any tokenizer that transformers can load, through mlx-lm, which finds its chat template and its thinking tokens.
+"""Loads any tokenizer that transformers supports, through mlx-lm, which finds chat template and thinking tokens.
 
-Importing this costs a second. It is for what `fast_backend.py` declines: tokenizers with code of their own, without a
-tokenizer.json, or of a class that builds its own rules. Does not know HTTP.
+Importing this module costs a second. `Tokenizer.load` uses it for tokenizers that `fast_backend.py` declines: with
+their own code, without a tokenizer.json, or of a class that builds its own rules. Does not know HTTP.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from phalanx.text.backend import Backend
 from phalanx.text.chat_template import FAILURES
 
 TEMPLATE_INPUTS = frozenset({"tools", "documents"})
-"""Parameters of `apply_chat_template` that go to the template; the others steer it and are not the client's."""
+"""Parameters of `apply_chat_template` that a template reads; the others control the rendering."""
 
 
 class TransformersBackend(Backend):
-    """A tokenizer of transformers, fast or slow, of the library or from a model's repository.
+    """A tokenizer of transformers: fast or slow, of the library or from a model's repository.
 
     Args:
-        wrapper: as mlx-lm loads it.
+        wrapper: mlx-lm's `TokenizerWrapper`.
     """
 
     failures = FAILURES
 
     def __init__(self, wrapper: Any) -> None:
-        _unlimit(wrapper)
+        _drop_limits(wrapper)
         self._wrapper = wrapper
-        self.hf: Any = wrapper._tokenizer  # the wrapper hands everything else through, but not __len__ or type
+        self.hf: Any = wrapper._tokenizer  # the wrapper forwards attributes, but not __len__ or its type
         self.vocab_size = len(self.hf)
         self.bos_id = self.hf.bos_token_id
         self.eos_ids = frozenset(wrapper.eos_token_ids)
@@ -47,7 +47,7 @@ class TransformersBackend(Backend):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if _accepts(self.hf.encode, "add_special_tokens"):
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
-        return list(self.hf.encode(text))  # tokenizers with an encode of their own add nothing (B6)
+        return list(self.hf.encode(text))  # a tokenizer with its own `encode` adds no special tokens (B6)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -78,17 +78,17 @@ class TransformersBackend(Backend):
 
 
 def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> TransformersBackend:
-    """Load from a model's directory.
+    """Load the tokenizer of a model's directory.
 
     Args:
-        chat_template: replaces the model's own.
+        chat_template: source of a template that replaces the model's own.
 
     Raises:
-        ModelUnsupported: transformers cannot load it; says why.
+        ModelUnsupported: transformers cannot load the tokenizer; says why.
     """
     extra: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if chat_template is not None:
-        extra["chat_template_type"] = None  # a renderer of mlx-lm's own would win over the template given
+        extra["chat_template_type"] = None  # else a renderer of mlx-lm takes precedence over the given template
     try:
         return TransformersBackend(tokenizer_utils.load(path, extra))
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
@@ -100,7 +100,7 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> T
 
 
 def _accepts(function: Any, parameter: str) -> bool:
-    """Whether a tokenizer's method knows a keyword argument; models' own classes may refuse or misread it (B6)."""
+    """Whether a tokenizer's method takes a keyword argument. A class of a model's repository may misread it (B6)."""
     parameters = inspect.signature(function).parameters
     if parameter in parameters:
         return True
@@ -112,17 +112,17 @@ def _is_remote(function: Any) -> bool:
 
 
 def _steering_parameters(tokenizer_class: type[Any]) -> frozenset[str]:
-    """Named parameters of `apply_chat_template` that are not template variables, in any class it is defined."""
+    """Parameters of `apply_chat_template`, in any class that defines it, that are not template variables."""
     methods = [vars(c)["apply_chat_template"] for c in tokenizer_class.__mro__ if "apply_chat_template" in vars(c)]
     names = {name for method in methods for name in inspect.signature(method).parameters}
     return frozenset(names) - TEMPLATE_INPUTS - {"kwargs", "thinking"}
 
 
-def _unlimit(wrapper: Any) -> None:
+def _drop_limits(wrapper: Any) -> None:
     """Drop truncation and padding saved in tokenizer.json.
 
-    Prompts must not be cut silently, and changing these settings during a call is what makes a fast tokenizer fail
-    with "Already borrowed" when two threads use it.
+    A prompt must not be cut silently. And a call that changes these settings makes a fast tokenizer fail with "Already
+    borrowed" if two threads use it.
     """
     backend = getattr(wrapper, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "no_truncation"):
@@ -131,7 +131,7 @@ def _unlimit(wrapper: Any) -> None:
 
 
 def _is_byte_level(hf: Any) -> bool:
-    """Whether every token is a fixed string of bytes (GPT-2's kind), by the decoder of a fast tokenizer."""
+    """Whether a fast tokenizer's decoder takes every token as a fixed byte string, as GPT-2's."""
     backend = getattr(hf, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str") or backend.decoder is None:
         return False

@@ -34,7 +34,7 @@ def engine(
     process = EngineProcess(EngineConfig(model="demo", tensor_parallel_size=2, join_seconds=7.0))
     process._ranks = ranks
     process._choice = ChosenBackend(backend, "asked for")
-    process._last_words = deque(words, maxlen=20)
+    process._stderr_tail = deque(words, maxlen=20)
     process._failure = Failed("PeerFailure", failure, code) if failure else None
     return process
 

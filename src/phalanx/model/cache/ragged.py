@@ -88,8 +88,8 @@ class RowView:
         self.offset, self.after = self.lengths = before, after
 
     def trace(self) -> tuple[Traced, ...]:
-        """Prepare a call that is captured and starts no evaluation. If rows have equal length, returns offset and length
-        as integers that record whether the model computed with them."""
+        """Prepare a call that is captured and starts no evaluation. If rows have equal length, returns offset and
+        length as integers that record whether the model computed with them."""
         self._early = False
         if not self.uniform:
             return ()

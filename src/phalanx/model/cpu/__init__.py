@@ -1,1 +1,1 @@
-"""What is done for the native CPU kernels alone: weight formats and captured graphs."""
+"""Weight formats and captured graphs for the native CPU kernels; other devices do not use this package."""

@@ -1,14 +1,15 @@
-"""The graph cache: a decode call is built twice, captured, and from then on replayed.
+"""The graph cache builds a decode call twice, captures it, and replays it in later steps.
 
-Building a step's graph takes Python, and ordering it takes MLX, up to half of the time of a small model's token; both
-take it from the processors that compute. The native kernels can keep a call and run it again with other tokens at
-other positions (`native/ext/replay.h`): the same operations, so the same bits.
+Python builds a step's graph and MLX orders it. Both take up to half of the time of a small model's token, on the cores
+that compute. The native kernels can keep a call and run it again with other tokens at other positions
+(`native/ext/replay.h`). A replay runs the same operations, so it gives the same bits.
 
-That a call is the same at every position is not assumed. The cache builds it at the lowest and at the highest position,
-with placeholders for tokens and with a position that notices whether the model computes with it. Where the two graphs
-differ in a way that is not understood, the cache refuses, and the runner builds that call in every step: recurrent
-state, attention by hand. Rows of different lengths pass their lengths as arrays, which are inputs like tokens
-(`model/cache/ragged.py`, `kernels/ragged.py`). Full and partial sliding windows are captured separately.
+The cache does not assume that a call has the same graph at every position. It builds the call at the lowest and at the
+highest position, with placeholders for tokens and with a traced position, which records whether the model computes with
+it. If the graphs differ beyond what a replay can adjust (recurrent state, attention without the fused kernel), the
+cache refuses and the runner builds that call in every step. Rows of different lengths pass their lengths as arrays,
+which are inputs like tokens (`model/cache/ragged.py`, `kernels/ragged.py`). Full and partial sliding windows are
+captured separately. Does not know the scheduler or requests.
 """
 
 from __future__ import annotations
@@ -31,34 +32,35 @@ from phalanx.model.graphs import Graphs, Replayed
 log = logging.getLogger("phalanx.model")
 
 MAX_TOKENS = 32
-"""Largest call that is captured, in rows x tokens per row: building a larger one is a small part of its time."""
+"""Largest captured call, in rows x tokens per row. For larger ones, building is a small part of the time."""
 MIN_LENGTH = 1
-"""Tokens in a row's cache before a captured call: a row without any is at the start of its prompt."""
+"""Least tokens in a row's cache before a captured call: an empty row is at the start of its prompt."""
 CAPTURE_AFTER = 6
-"""Calls with one token per row before they are captured, which takes as long as building two. Once those are captured,
-calls of the same rows with drafts are captured at once: the cost of drafts must not include the cost of building."""
+"""The call with this number is captured, which takes as long as building two. Once the call with one token per row is
+captured, calls of the same rows with drafts are captured at once: the measured cost of drafts must not include building
+a graph."""
 MAX_GRAPHS = 16
-"""Each keeps the memory of its results, some hundred kilobytes per token."""
+"""Most captured graphs. Each holds the memory of its results, some hundred kilobytes per token."""
 
 
 class GraphKey(NamedTuple):
-    """Calls with equal keys differ in position and tokens only, so that they share a graph."""
+    """Calls with equal keys differ only in position and tokens, so they share a graph."""
 
-    slots: int
-    capacity: int
-    start: int
+    slots: int  # rows of the arena
+    capacity: int  # tokens per slot
+    start: int  # first slot of the call
     rows: int
-    length: int
-    samples: bool
+    length: int  # tokens per row
+    samples: bool  # whether logits are a result
     ragged: bool  # rows may have different lengths
-    full_windows: int  # sliding windows that are smaller than the rows
+    full_windows: int  # number of sliding windows that are shorter than the rows
 
 
 class CapturedGraph(NamedTuple):
     """A call that can be replayed."""
 
     replay: Any
-    summed: list[Reduction]  # over ranks
+    summed: list[Reduction]  # the sums over ranks within the call
 
 
 class GraphCache(Graphs):
@@ -67,7 +69,7 @@ class GraphCache(Graphs):
     Args:
         ops: the native operations.
         model: an mlx-lm model, its weights in memory.
-        mask_dims: as in `RowView`.
+        mask_dims: dimensions of attention masks, as in `RowView`.
         reducer: sums the layers' results over ranks.
     """
 
@@ -81,10 +83,11 @@ class GraphCache(Graphs):
         self._seen: Counter[GraphKey] = Counter()
         self._captured: dict[GraphKey, CapturedGraph | None] = {}  # None: refused
         self.captured = 0
+        """Calls that were captured or refused."""
         self.replayed = 0
         """Calls that were replayed."""
         self.refusals: list[str] = []
-        """Why calls are built in every step; each reason once."""
+        """The distinct reasons why calls were refused."""
 
     def call(
         self, arena: ArenaBuffers, view: RowView, tokens: Sequence[Sequence[int]], *, samples: bool = True
@@ -96,7 +99,7 @@ class GraphCache(Graphs):
             self._seen[key] += 1
             if self._seen[key] < CAPTURE_AFTER and not self._one_token_is_captured(key):
                 return None
-            self._make_room()
+            self._evict_when_full()
             self.captured += 1
             self._captured[key] = self._capture(arena, key)
             arena.resume(view)
@@ -111,11 +114,11 @@ class GraphCache(Graphs):
         return result.logits if result is not None else None
 
     def reset(self) -> None:
-        """Free the memory of all captured graphs. A call that comes again is captured again at once."""
+        """Free the memory of all captured graphs. Calls with the same keys are then captured again at once."""
         self._captured = {key: None for key, graph in self._captured.items() if graph is None}
 
     def _key(self, arena: ArenaBuffers, view: RowView, samples: bool) -> GraphKey | None:
-        """None for calls that are never captured: prompts, packed rows, large calls."""
+        """The key of a call. None for calls that are never captured: prefill, packed rows, large calls."""
         if view.prefill or view.shortest < MIN_LENGTH or view.slots is not None:
             return None
         full = sum(view.need > window for window in arena.windows) if view.uniform else 0
@@ -124,6 +127,7 @@ class GraphCache(Graphs):
         return key if key.rows * key.length <= MAX_TOKENS else None
 
     def _run(self, arena: ArenaBuffers, view: RowView, key: GraphKey, tokens: mx.array) -> Replayed | None:
+        """Replay a call. None if it was refused, or if the position is outside the captured range."""
         graph, position = self._captured[key], view.need - view.length
         if graph is None or not graph.replay.low <= position <= graph.replay.high:
             return None
@@ -133,17 +137,18 @@ class GraphCache(Graphs):
         return Replayed(results.pop() if key.samples else None, results)
 
     def _one_token_is_captured(self, key: GraphKey) -> bool:
-        """Whether the call with one token for each of these rows is captured, with equal or with different lengths."""
+        """Whether the call of these rows with one token each is captured, for equal or different lengths."""
         return any(graph and other.length == 1 and other[:4] == key[:4] for other, graph in self._captured.items())
 
-    def _make_room(self) -> None:
+    def _evict_when_full(self) -> None:
+        """Drop all graphs once there are `MAX_GRAPHS`."""
         if len(self._captured) >= MAX_GRAPHS:
             self._captured.clear()
             self._seen.clear()
 
     def _capture(self, arena: ArenaBuffers, key: GraphKey) -> CapturedGraph | None:
-        """Build the call at its lowest and highest position and compare; None, with the reason noted, if refused."""
-        # Positions count the tokens of a row before the call. A full window is read whole, a partial one in part.
+        """Build the call at its lowest and highest position and capture it. None, with the reason noted, if refused."""
+        # A position is the number of tokens in a row before the call. Attention reads a full window whole.
         full = [] if key.ragged else [window - key.length for window in arena.windows]
         lowest = max([MIN_LENGTH, *(last + 1 for last in full[: key.full_windows])])
         highest = min([key.capacity - 1 - key.length, *full[key.full_windows :]])
@@ -156,19 +161,20 @@ class GraphCache(Graphs):
                 raise ValueError("its sums over ranks are not alike")
             (low, summed), (high, _) = (self._build(arena, key, position) for position in (lowest, highest))
             return CapturedGraph(self._ops.Replay(low, high, arena.arrays()), summed)
-        except TypeError:  # MLX raises this where it is given a position that is traced
+        except TypeError:  # MLX raises this if the model passes it the traced position
             self._refuse(key, "the model computes with the position")
         except (ValueError, RuntimeError, LookupError, EngineError) as error:
             self._refuse(key, str(error).partition("\n")[0])
         return None
 
     def _refuse(self, key: GraphKey, why: str) -> None:
+        """Note and log a reason, once."""
         if why not in self.refusals:
             self.refusals.append(why)
             log.debug("decoding %d x %d tokens is built anew in each step: %s", key.rows, key.length, why)
 
     def _build(self, arena: ArenaBuffers, key: GraphKey, position: int) -> tuple[Any, list[Reduction]]:
-        """The call at a position, not computed, and its sums over ranks; the buffers stay as they are."""
+        """Build the call at a position without computing it. Returns it and its sums over ranks; buffers stay."""
         view = RowView(key.start, [position] * key.rows, key.length, mask_dims=self._mask_dims, ragged=key.ragged)
         if key.ragged:
             view.give(*(self._ops.placeholder([key.rows], mx.int32) for _ in view.lengths))
@@ -179,7 +185,7 @@ class GraphCache(Graphs):
         tags = [self._ops.placeholder([], mx.float32) for _ in self._reducer.tags()]
         try:
             for leaf, (keys, values) in zip(leaves, buffers, strict=True):
-                leaf.keys, leaf.values = copy.copy(keys), copy.copy(values)  # the graph writes these, not the buffers
+                leaf.keys, leaf.values = copy.copy(keys), copy.copy(values)  # the graph writes to these copies
                 leaf.open(view)
             with self._reducer.tracing(tags):
                 logits = self._model(tokens, cache=list(arena.caches))

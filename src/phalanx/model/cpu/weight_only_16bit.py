@@ -1,8 +1,8 @@
-"""16-bit weights under float32 activations, for the native kernels: nothing is lost, and half as much is read.
+"""Keeps weights in 16 bits under float32 activations: the native kernels then read half as many bytes.
 
-Widening a weight is exact, so a product that widens what it reads gives what a model cast to float32 gives. Matrices
-and scales that only products read may therefore stay as the checkpoint has them; everything else is cast as always.
-Does not know the kernels.
+Widening a weight to float32 is exact, so a kernel that widens as it reads gives the result of a model cast to float32.
+Matrices and scales that only products and look-ups read therefore keep the checkpoint's dtype; the loader casts all
+other parameters. Does not know the kernels.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from phalanx.model.loading.parallel import SummedLinear, SummedQuantizedLinear
 
 
 class WideEmbedding(nn.Embedding):  # type: ignore[misc]
-    """A table of 16-bit rows that are looked up as float32."""
+    """An embedding of 16-bit rows that returns float32."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return nn.Embedding.__call__(self, x).astype(mx.float32)  # type: ignore[no-any-return]
 
 
 class WideQuantizedEmbedding(nn.QuantizedEmbedding):  # type: ignore[misc]
-    """A quantised table with 16-bit scales whose rows are looked up, and made numbers, as float32."""
+    """A quantised embedding with 16-bit scales that dequantises its rows in float32."""
 
     def __call__(self, x: mx.array) -> mx.array:
         scales, biases = self["scales"][x], self.get("biases")
-        affine = self.mode == "affine"  # other modes have scales of 8 bits
+        affine = self.mode == "affine"  # other modes have 8-bit scales, which are not cast
         rows: mx.array = mx.dequantize(
             self["weight"][x],
             scales=scales.astype(mx.float32) if affine else scales,
@@ -55,15 +55,15 @@ _CALLS: dict[Callable[..., Any], tuple[str, ...]] = {
     nn.Embedding.__call__: ("weight",),
     nn.QuantizedEmbedding.__call__: ("scales", "biases"),
 }
-"""What a class computes with -> its parameters that are only ever multiplied by, or looked up."""
+"""`__call__` of a class -> its parameters that are only multiplied by or looked up."""
 
 _WIDE = {nn.Embedding: WideEmbedding, nn.QuantizedEmbedding: WideQuantizedEmbedding}
 
 
 def keep_16bit_weights(model: Module) -> set[str]:
-    """Names of parameters that may stay in 16 bits while the model computes in float32.
+    """Names of the parameters that may stay in 16 bits while the model computes in float32.
 
-    Tables change their class, so that what is looked up in them is float32.
+    Embeddings change their class, so that they return float32.
     """
     names = set()
     for path, module in model.named_modules():
