@@ -50,7 +50,7 @@ class Acceptance:
 
 
 class AcceptanceTracker:
-    """Knows of each sequence how far its drafts were right; to `pending` a draft comes with 0."""
+    """Knows of each sequence how far its drafts were right; a draft to compare is put into `pending` with 0."""
 
     def __init__(self) -> None:
         self._pool = Acceptance(POOL_FADES)
@@ -63,8 +63,7 @@ class AcceptanceTracker:
         return {key: chances for key, chances in found.items() if chances}
 
     def ahead(self, keys: Collection[int]) -> dict[int, tuple[float, Chances]]:
-        """Of the drafts that the next step may have: sequence -> the probability that its token of this step is the one
-        that its pending draft expects, and the chances of what follows. Sequences without one are absent."""
+        """Sequence with a pending draft -> how likely that expects this step's token, and the chances beyond."""
         found: dict[int, tuple[float, Chances]] = {}
         for key in keys & self.pending.keys():
             (draft, at), rates = self.pending[key], self._rates(key)

@@ -3,6 +3,7 @@ docs/speculation.md explains the whole."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from operator import itemgetter
 from typing import NamedTuple
@@ -22,7 +23,7 @@ SMOOTHING = 1 / 8  # what the latest observation counts in an average
 LENGTH = 256.0  # tokens that an answer is thought to have at most
 PROMISE = 2.0  # times its price that reading a prompt must promise: answers end early, and texts differ
 READ_AT_LEAST = 8  # tokens that are read at once: hardly slower than one, and fewer say nothing about speed
-RECHECK = 64  # steps after which prompts that were not worth reading are considered again
+BACKOFF = 64  # steps that are skipped at most, and until prompts that were not worth reading are considered again
 
 
 class Choice(NamedTuple):
@@ -51,6 +52,8 @@ class AdaptiveControl:
         self._rows = 0
         self._steps = 0
         self._asked = False  # the drafter, in this step
+        self._backoff = 0  # steps to skip after the last one
+        self._busy = False  # something is being read
         self._paid = False  # the last step's drafts were worth waiting for
         self._overlapped = False  # this step began early
         self._overlaps: set[int] = set()  # numbers of rows whose steps have begun early
@@ -71,6 +74,7 @@ class AdaptiveControl:
         if overlapped and not self._cheap:
             return {}
         asked = self._reads(room, unread) if unread else {}
+        self._busy = bool(asked)
         if not (self._may_ask or self._waited):
             return asked
         compared = {key for key in room if overlapped and key in self._tracker.pending}
@@ -89,18 +93,25 @@ class AdaptiveControl:
 
     def can_overlap(self, keys: Collection[int]) -> bool:
         known = len(keys) in self._overlaps and self._costs.base(len(keys)) is not None  # else measure what it saves
-        reads = not self._left.issuperset(keys) or (self._steps + 1) % RECHECK == 0
-        self._waits = known and self._may_ask and (self._promises(keys) if self._cheap else reads)
+        reads = not self._left.issuperset(keys) or (self._steps + 1) % BACKOFF == 0
+        paid = self._right or self._budget.spendable > self._late * self._waited  # of this step, not charged yet
+        self._waits = known and paid and (self._promises(keys) if self._cheap else reads)
         return not self._waits
 
-    def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> None:
+    def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> int:
         self._steps += 1
         self._earned += self._budget.share
         compared = [self._tracker.observe(*row) for row in committed.items() if row[0] in self._tracker.pending]
         if compared:
             self._right, self._earned = any(compared), 0.0
-        if time is not None and committed:
-            self._settle(committed, verified, time)
+        if time is None or not committed:
+            return 0
+        self._settle(committed, verified, time)
+        busy = self._may_ask or self._waited or self._busy or self._tracker.pending.keys() & committed.keys()
+        owed = 0.0 if busy or self._costs.base(len(committed)) is None else 1e-9 - self._budget.spendable
+        self._backoff = min(BACKOFF, math.ceil(owed / max(self._budget.share, 1e-9)))
+        self._budget.balance += self._budget.share * self._backoff
+        return self._backoff
 
     def end(self, key: int) -> None:
         self._tracker.end(key)
@@ -167,7 +178,7 @@ class AdaptiveControl:
         """Tokens to read in this step, which takes no longer than a non-speculative one: of prompts that promise more
         than they cost, if the budget pays for the whole; else, as a probe, of one that the refill has earned."""
         base = self._costs.base(max(1, len(room)))
-        if base is None or (self._left >= unread.keys() and self._steps % RECHECK):
+        if base is None or (self._left >= unread.keys() and self._steps % BACKOFF):
             return {}
         self._rows = len(room.keys() | unread.keys())
         able = {key: n for key, n in room.items() if n > 0} | {key: row.useful for key, row in unread.items()}
@@ -197,6 +208,8 @@ class AdaptiveControl:
         gained = sum(map(len, committed.values())) / rows - 1.0
         self._paid = gained > self._late
         self._budget.settle(1.0 if base is None else self._cost(rows, width, base, time), gained)
+        self._budget.balance += self._budget.share * (time.skipped - self._backoff)
+        self._earned += self._budget.share * time.skipped
         if time.tokens_read and base is not None:
             per_token = time.reading_s / time.tokens_read
             usual = min(per_token, 2 * self._read_s) if self._read_s else per_token

@@ -8,8 +8,8 @@ Does not know what is bought (`adaptive.py`).
 from __future__ import annotations
 
 PROBE_SHARE = 0.005
-"""Of the time, for tries that gain nothing. Costs that cannot be measured (other ranks wait, caches are cold) come to
-up to four times as much on two ranks that share a machine; all must stay below a fiftieth."""
+"""Of the time, for tries that gain nothing. Costs that cannot be measured (waiting ranks, cold caches) come to up to
+four times as much on two ranks that share a machine; all must stay below a fiftieth."""
 ALLOWANCE = 1.5
 """Steps that one text may lose beyond the refill: 0.6 % of 256 tokens, and enough for a few tries."""
 WINNINGS = 8.0

@@ -1,8 +1,7 @@
 """How fast sequences are with drafts and without: measured in turns, on the same sequences.
 
 A machine that is shared is some per cent slower for seconds at a time, but hardly between one step and the next. So
-runs of a few steps that may have drafts take turns with as many that may not; which of two comes first is as good as
-chance, for texts and controls may have rhythms of their own. Pure: time is handed in.
+runs of a few steps that may have drafts take turns with as many that may not, in an order as good as chance. Pure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""What the speculator asks of a control: how many tokens to draft, and how many of them to verify.
-
-Pure: time comes in as measured seconds; the same calls give the same answers. Does not know the drafter, or what tokens
-mean. `adaptive.py` weighs costs against gains; `rules.py` has the fixed rules.
-"""
+"""What the speculator asks of a control: how many tokens to draft, and how many of them to verify. Pure: time comes in
+as measured seconds. `adaptive.py` weighs costs against gains; `rules.py` has the fixed rules."""
 
 from __future__ import annotations
 
@@ -22,13 +19,14 @@ class Unread(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """What a step took, in seconds; reading and overhead since the last `observe`."""
+    """What a step took, in seconds; all but the first two since the last `observe`."""
 
     step_s: float | None  # without prefill and reading; None where rows were moved or buffers resized as well
     drafting_s: float = 0.0  # of `step_s`
     overhead_s: float = 0.0  # calls of the control, besides drafting
     tokens_read: int = 0
     reading_s: float = 0.0
+    skipped: int = 0  # steps of which the control was told nothing
 
 
 class Control(Protocol):
@@ -50,8 +48,8 @@ class Control(Protocol):
     def can_overlap(self, keys: Collection[int]) -> bool:
         """Whether the next step of these sequences may begin now, without drafts."""
 
-    def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> None:
-        """A step is over.
+    def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> int:
+        """A step is over. Returns the backoff: how many steps of the same sequences to skip before the next call.
 
         Args:
             verified: sequence -> drafted tokens that were fed: as many as chosen, or fewer for want of memory.

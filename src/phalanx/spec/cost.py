@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 SAMPLES = 5  # of which the median counts, so that one disturbed step means nothing; of one or two the cheaper
-FRESH = 100
-"""Steps for which a non-speculative step's time holds: measuring it again costs 1 % of what speculation gains."""
-SETTLED = 16
-"""The same where all sequences are others: their contexts are, but short answers must not be made of such steps."""
+FRESH = 100  # steps for which a non-speculative step's time holds: measuring it costs 1 % of what speculation gains
+SETTLED = 16  # the same where all sequences are others: their contexts are, but short answers have few steps
 HOLDS = 300  # steps for which a ratio holds before it is measured again, should that look worth it
 PER_TOKEN = 0.02  # cost of a further token per row before anything was measured: a memory-bound machine's
 
@@ -32,16 +30,14 @@ class _Samples:
     """The latest measurements of one kind of step."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    value: float = 0.0
     at: int = 0  # step of the latest
     came: float = 0.0  # sequences that had come then
 
     def add(self, value: float, at: int, came: float = 0.0) -> None:
         self.values.append(value)
+        self.value = median(self.values) if len(self.values) > 2 else min(self.values)
         self.at, self.came = at, came
-
-    @property
-    def value(self) -> float:
-        return median(self.values) if len(self.values) > 2 else min(self.values)
 
 
 class CostCurve:

@@ -2,8 +2,7 @@
 
 Its cache follows the target's in the same way: what was guessed wrong is cut off by setting a length. It draws with
 the target's own noise, parameters and histories, so that a draft model which agrees about the distribution also
-agrees about the token, at any temperature. A row that is far behind (a new prompt) is read in chunks, as many tokens
-as it is told, and drafted for when it has been. Does not know who verifies, or whether it pays.
+agrees about the token, at any temperature. A new prompt is read in chunks first. Does not know whether it pays.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from phalanx.spec.drafters import BUCKETS, Draft, Drafter
 ARENA = 0
 AT_ONCE = 8  # known tokens that a first drafting forward may feed at most: as many as a row usually gains in a step
 
-Place = Callable[[int, Sequence[int]], SamplingMetadata]
-"""Where a sequence draws its next token after some more drafts."""
+Place = Callable[[int, Sequence[int]], SamplingMetadata]  # where a sequence draws its next token after more drafts
 
 
 @dataclass(slots=True)
@@ -111,8 +109,7 @@ class DraftModel(Drafter):
         return max(1, min(AT_ONCE, self._largest_logits // max(1, len(self._slots))))
 
     def _draw(self, fed: Mapping[int, list[int]], drafts: Mapping[int, list[int]]) -> dict[int, int]:
-        """Feed tokens to some rows and draw one for each. A forward runs over neighbours: rows between them take part
-        with a token that is never counted."""
+        """Feed tokens to some rows and draw one for each; rows between take part with a token that never counts."""
         rows = {self._rows[key].slot: (key, self._rows[key], tokens) for key, tokens in fed.items()}
         first, last = min(rows), max(rows)
         inputs = [rows[slot][2] if slot in rows else [0] for slot in range(first, last + 1)]
@@ -132,8 +129,7 @@ class DraftModel(Drafter):
         return {key: token for (key, _, _), token in zip(rows.values(), sampled.tokens, strict=True)}
 
     def _size(self, row: _Row, drafts: int) -> tuple[int, int] | None:
-        """Rows and tokens of buffers that hold this row and its drafts too, generous if the budget allows; else None.
-        (A row between two others in a forward is fed as many tokens as they: each has room for `AT_ONCE` more.)"""
+        """Rows and tokens of buffers that hold this row and its drafts too, generous if possible; None: no room."""
         rows, tokens = len(self._slots) + (row.slot < 0), len(row.tokens) + drafts + AT_ONCE
         had_rows, had_tokens = self._allocated
         facts = self._runner.facts

@@ -46,8 +46,8 @@ class Drafter(Protocol):
     computes: bool = False  # whether it is a model, which takes its time
 
     def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
-        """A sequence starts: its prompt (and, after a restart, its output). Only sequences of one `salt` (the prefix
-        cache's, derived from the API key) may learn from each other. Changes state; `key` must be new."""
+        """A new sequence starts: its prompt (and, after a restart, its output). Only sequences of one `salt` (the
+        prefix cache's) may learn from each other. Changes state."""
 
     def extend(self, key: int, tokens: Sequence[int]) -> None:
         """These tokens were committed for it. Changes state."""

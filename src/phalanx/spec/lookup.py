@@ -1,8 +1,7 @@
 """Texts that are looked up: the tokens of running and recent sequences, indexed by the runs of tokens in them.
 
-What followed a run of tokens before may follow it again. Indexing a token is O(1) per run length, and a long prompt is
-indexed piece by piece over several steps, so that it does not stall decoding. Pure. Does not know which continuation is
-the better one: that is `ngram.py` and `suffix.py`.
+What followed a run of tokens before may follow it again. Indexing a token is O(1) per run length, a long prompt's over
+several steps, so that it does not stall decoding. Pure. Does not choose continuations: `ngram.py` and `suffix.py` do.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ class RunIndex:
         return [known] if isinstance(known, int) else known[: -PLACES - 1 : -1]
 
     def _runs(self, tokens: list[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], int]]:
-        size = self.size
-        return ((tuple(tokens[at - size : at]), at) for at in range(max(start, size), stop))
+        return ((tuple(tokens[at - self.size : at]), at) for at in range(max(start, self.size), stop))
 
 
 class Shelf:
@@ -109,8 +107,8 @@ class Shelf:
 
     def after(self, text: Text, size: int) -> list[Place]:
         """The latest places where a text's last `size` tokens occurred before, the latest first."""
-        run = tuple(text.tokens[-size:])
-        return [(self.texts[place >> 32], place & 0xFFFFFFFF) for place in self.indexes[size].latest(run)]
+        places = self.indexes[size].latest(tuple(text.tokens[-size:]))
+        return [(self.texts[place >> 32], place & 0xFFFFFFFF) for place in places]
 
 
 class LookupDrafter(Drafter, ABC):
@@ -185,8 +183,7 @@ def alike(tokens: list[int], other: list[int], at: int, length: int) -> int:
 
 
 def said(text: Text, source: Text, at: int, n: int) -> list[int]:
-    """How the text goes on by a place, n tokens at most. One of the text itself reads on in what it read where the text
-    ends: a loop goes on as a loop. Another text's ends there."""
+    """How the text goes on by a place, n tokens at most; at the end of the text itself, a loop goes on as a loop."""
     read = source.tokens[at : at + n]
     period = len(source.tokens) - at
     while source is text and len(read) < n:

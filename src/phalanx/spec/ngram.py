@@ -16,7 +16,7 @@ COMPARED = 24  # tokens of context that are compared at most
 
 
 class NgramDrafter(LookupDrafter):
-    """A `Drafter` (`drafters.py`)."""
+    """Drafts what the chosen place says."""
 
     def __init__(self, config: NgramSpeculation, *, indexed_per_step: int = INDEXED_PER_STEP) -> None:
         sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)

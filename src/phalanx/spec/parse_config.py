@@ -5,8 +5,6 @@ The fields are documented in `phalanx/config.py`. Does not know what a method do
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
 from phalanx.config import NgramSpeculation, Speculation, SpeculativeConfig
@@ -45,8 +43,5 @@ def _check_control(config: Speculation) -> None:
 
 def _named(problem: str) -> str:
     """msgspec's message with the field in front: "Expected `int` <= 16 - at `$.k`" -> "k: expected `int` <= 16."."""
-    match = re.fullmatch(r"(?P<what>.*) - at `\$\.(?P<field>.*)`", problem, re.DOTALL)
-    if match is None:
-        return problem + "."
-    what = match["what"]
-    return f"{match['field']}: {what[:1].lower()}{what[1:]}."
+    what, at, field = problem.removesuffix("`").rpartition(" - at `$.")
+    return f"{field}: {what[:1].lower()}{what[1:]}." if at else f"{problem}."

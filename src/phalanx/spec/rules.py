@@ -46,8 +46,8 @@ class Always(Control):
     def can_overlap(self, keys: Collection[int]) -> bool:
         return False
 
-    def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> None:
-        pass
+    def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> int:
+        return 0
 
     def end(self, key: int) -> None:
         pass
@@ -69,7 +69,7 @@ class FloorControl(Always):
     def can_overlap(self, keys: Collection[int]) -> bool:
         return self._off > 1
 
-    def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> None:
+    def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> int:
         self._off = max(0, self._off - (time is not None))
         self._recent.extend((k, max(0, min(k, len(committed.get(key, ())) - 1))) for key, k in verified.items())
         if len(self._recent) == self._recent.maxlen:
@@ -77,3 +77,4 @@ class FloorControl(Always):
             if right < self._floor * tried:
                 self._off = BACKOFF * len(self._recent)
                 self._recent.clear()
+        return 0

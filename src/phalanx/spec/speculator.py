@@ -1,8 +1,5 @@
-"""Speculation on the leader: asks the control how much, the drafter what, and tells both what came of it.
-
-What a drafter learns of a sequence are its commits (A2). Does not know the model's forward, nor how drafts are
-verified.
-"""
+"""Speculation on the leader: asks the control how much, the drafter what, and tells both what was committed (A2). Does
+not know the model's forward, nor how drafts are verified."""
 
 from __future__ import annotations
 
@@ -38,6 +35,9 @@ class Speculator:
     _overhead_s: float = 0.0  # of the control, since its last `observe`
     _read_s: float = 0.0  # of the last `draft`, for reading
     _read: tuple[int, float] = (0, 0.0)  # tokens and seconds, since the control's last `observe`
+    _skipping: Collection[int] = ()  # sequences whose steps are skipped
+    _skip: int = 0  # steps left to skip
+    _skipped: int = 0  # since the control's last `observe`
 
     @property
     def computes(self) -> bool:
@@ -47,7 +47,7 @@ class Speculator:
     def can_overlap(self, numbers: Collection[int]) -> bool:
         """Whether the next step of these sequences may begin without drafts, before this one is over."""
         comparison = self.meter.comparison
-        if len(numbers) > self._most_rows or not (comparison is None or comparison.next_may_draft):
+        if self._skip or len(numbers) > self._most_rows or not (comparison is None or comparison.next_may_draft):
             return True
         self._overhead_s -= time.perf_counter()
         can_overlap = self._control.can_overlap(numbers)
@@ -69,6 +69,10 @@ class Speculator:
         if self._left_out:
             return {}
         self._tell_pending()
+        if self._skip and not self._refused:
+            if self._skipping == {seq.number for seq in draftable}:
+                return {}
+            self._skip = 0
         for seq in draftable:
             self._follow(seq)
         if self._refused:
@@ -108,11 +112,13 @@ class Speculator:
             return
         before = time.perf_counter()
         self._extend(committed)
-        if not self._refused:
+        if self._skip and not self._refused:
+            self._skip, self._skipped = self._skip - 1, self._skipped + 1
+        elif not self._refused:
             usual = None if step.ops or seconds is None else seconds - self._read_s
-            took = StepTime(usual, drafting_s - self._read_s, self._overhead_s, *self._read)
-            self._control.observe(committed, drafted, took)
-            self._overhead_s, self._read = time.perf_counter() - before, (0, 0.0)
+            took = StepTime(usual, drafting_s - self._read_s, self._overhead_s, *self._read, self._skipped)
+            self._skip, self._skipping = self._control.observe(committed, drafted, took), committed.keys()
+            self._overhead_s, self._read, self._skipped = time.perf_counter() - before, (0, 0.0), 0
 
     def keep(self, alive: Collection[int]) -> None:
         """All other sequences are over."""

@@ -24,8 +24,7 @@ class SpecMeter:
         self._recent: deque[tuple[int, int]] = deque(maxlen=self.window)
 
     def count(self, drafts: Iterable[tuple[int, int]] = ()) -> None:
-        """A step that decoded: (tokens verified, tokens accepted) of each row that had a draft, 0 <= accepted <=
-        verified >= 1. What was accepted and then clipped by a stop or the length counts as accepted."""
+        """A step that decoded: (tokens verified, tokens accepted, even if clipped by a stop) of each draft."""
         self._steps += 1
         for draft in drafts:
             self._drafts[draft] += 1

@@ -53,7 +53,7 @@ class World:
     drafting_s: float = 0.0
     """Seconds of the drafter per token of the longest draft wanted."""
     overhead_s: float = 0.0
-    """Seconds of the control in each step in which it does more than to say that it has nothing to spend."""
+    """Seconds of the control in each step in which it is told anything."""
     noise: float = 0.0
     """Largest relative disturbance of a step; every 29th takes three times as long besides."""
     neighbour: bool = False
@@ -85,6 +85,9 @@ class World:
     told: bool = True
     """Whether the control is told that rows were moved."""
     rows: int = 0
+    skip: int = 0
+    """Steps to skip."""
+    skipped: int = 0
     seconds: float = 0.0
     paid: float = 0.0
     """What the steps cost, each in non-speculative steps of as many rows."""
@@ -98,6 +101,9 @@ class World:
 
     def step(self, rows: int) -> int:
         """One step of rows 0 .. rows - 1; returns the widest k."""
+        if self.skip and rows == self.rows:
+            return self._skip()
+        self.skip = 0
         room = {row: self.left(row) for row in range(rows)}
         unread = {} if self.overlapped else {row: n for row, n in self.unread(rows).items() if room[row]}
         useful = {row: 0 if row in unread else n for row, n in room.items()}
@@ -141,15 +147,26 @@ class World:
         moved, self.rows = self.moving > 1.0 and rows != self.rows, rows
         seconds *= self.moving if moved else 1.0
         self.overlapped = self.overlap and self.control.can_overlap(range(rows))
-        overhead_s = self.overhead_s * bool(asked)
+        overhead_s = self.overhead_s
         usual = None if moved and self.told else seconds
-        time = StepTime(usual, drafting_s, overhead_s, *self.unpaid)
-        self.unpaid = (0, 0.0)
-        self.control.observe(committed, chosen, time)
+        time = StepTime(usual, drafting_s, overhead_s, *self.unpaid, self.skipped)
+        self.unpaid, self.skipped = (0, 0.0), 0
+        self.skip = self.control.observe(committed, chosen, time)
         self._account(rows, step_s + late_s + drafting_s + overhead_s + reading_s, sum(map(len, committed.values())))
         self.steps += 1
         self.widths.append(width)
         return width - 1
+
+    def _skip(self) -> int:
+        """A step of which the control is told nothing."""
+        assert self.overlapped or not self.overlap
+        for row in range(self.rows):
+            self.places[row] = self.places.get(row, 0) + 1
+        self._account(self.rows, self.curve(self.rows, 1), self.rows)
+        self.steps += 1
+        self.widths.append(1)
+        self.skip, self.skipped = self.skip - 1, self.skipped + 1
+        return 0
 
     def prefill(self, row: int, prompt: int, chunks: int, rows: int = 0) -> None:
         """The target prefills the row's prompt in so many steps, beside none or the first few rows that decode."""
@@ -182,6 +199,7 @@ class World:
 
     def begin(self, row: int, prompt: int) -> None:
         """Another sequence in the row's place."""
+        self.skip = 0
         self.control.end(row)
         self.computed.pop(row, None)
         self.prompts[row] = prompt - self.places.get(row, 0)

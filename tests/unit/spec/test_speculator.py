@@ -42,12 +42,13 @@ class Recorder(Always, Drafter):
 
     def observe(
         self, committed: Mapping[int, Sequence[int]], verified: Mapping[int, int], time: StepTime | None
-    ) -> None:
+    ) -> int:
         tokens = {key: list(tokens) for key, tokens in committed.items()}
         if time is None:
             self.heard.append(("pending", tokens))
         else:
             self.heard.append(("observe", tokens, dict(verified), time.step_s, time.drafting_s))
+        return 0
 
 
 def row(number: int, tokens: list[int], most_drafts: int | None = None) -> Row:
@@ -156,8 +157,9 @@ class Slow(Always):
 
     def observe(
         self, committed: Mapping[int, Sequence[int]], verified: Mapping[int, int], time: StepTime | None
-    ) -> None:
+    ) -> int:
         self.times.append(time)
+        return 0
 
 
 def test_what_is_unread_is_read_first_and_not_drafted_for():
@@ -222,6 +224,41 @@ def test_a_step_that_only_prefills_is_not_observed():
     spec.observe(step, {}, [Commit(seq=3, tokens=(), computed=2, kv_len=2)], 0.5, 0.1)
     assert recorder.heard == []
     assert spec.meter.stats().steps == 0
+
+
+def test_steps_are_skipped_while_the_control_backs_off():
+    """The drafter learns the commits all the same; another sequence ends the backoff."""
+
+    class Backs(Recorder):
+        def observe(
+            self, committed: Mapping[int, Sequence[int]], verified: Mapping[int, int], time: StepTime | None
+        ) -> int:
+            assert time is not None
+            self.heard.append(("observe", sorted(committed), time.skipped))
+            return 3
+
+    def step(rows: Mapping[int, Row]) -> dict[int, list[int]]:
+        drafts = spec.draft(dict.fromkeys(rows.values(), 10), overlapped=False)
+        spec.can_overlap(rows)
+        commits = [Commit(seq=number, tokens=(5,), computed=3, kv_len=3) for number in rows]
+        spec.observe(decoding(dict.fromkeys(rows, (2,))), {number: [5] for number in rows}, commits, 0.5, 0.1)
+        return drafts
+
+    def told() -> list[object]:
+        found = [event for event in control.heard if event[0] == "observe"]
+        control.heard.clear()
+        return [event[1:] for event in found]
+
+    control = Backs({0: [7, 8]})
+    spec = Speculator(control, control, SpecMeter("test"), VOCAB)
+    one, two = row(0, [1, 2]), row(1, [1])
+    assert step({0: one}) == {0: [7, 8]}
+    assert told() == [([0], 0)]
+    assert [step({0: one}) for _ in range(3)] == [{}] * 3
+    assert control.heard == [("extend", 0, [5])] * 3 and told() == []
+    assert step({0: one}) == {0: [7, 8]} and told() == [([0], 3)]
+    assert step({0: one}) == {} and told() == []
+    assert step({0: one, 1: two}) == {0: [7, 8]} and told() == [([0, 1], 1)]
 
 
 def test_an_overlapped_step_still_compares_what_a_lookup_finds():
