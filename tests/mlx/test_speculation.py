@@ -22,10 +22,10 @@ from support.speculation import (
     Oracle,
     demo_prompts,
     differences,
-    disturbed,
     load,
     make_jobs,
     random_prompts,
+    with_noise,
 )
 
 from phalanx.config import NgramSpeculation, SuffixSpeculation
@@ -90,7 +90,7 @@ class Bench:
         """One that is right now and then: the family's model with noise on its weights."""
         name = f"{family}-disturbed"
         if name not in self._runners:
-            self._runners[name] = load(disturbed(self.path(family), self._folder / name, 0.02))
+            self._runners[name] = load(with_noise(self.path(family), self._folder / name, 0.02))
         return DraftModel(self._runners[name][0], engine.vocab, KV, engine.place)
 
     def plain(self, family: str, rows: int, longest: int, greedy: bool = True) -> tuple[list[Job], dict[str, Answer]]:

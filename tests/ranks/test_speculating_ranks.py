@@ -14,7 +14,7 @@ from groups import group_server, through_a_fault
 from support.driver import running
 from support.lockstep import LONG, Models, assert_lockstep, compare, make_jobs, run_jobs
 from support.reference import Job
-from support.speculation import disturbed
+from support.speculation import with_noise
 
 from phalanx.config import (
     DraftModelSpeculation,
@@ -61,8 +61,8 @@ def config_of(models: Models, method: str, family: str, k: int) -> SpeculativeCo
             return RandomSpeculation(**fields)
         case "oracle":
             return DraftModelSpeculation(model=str(path), **fields)
-    noisy = models.folder / f"{family}-disturbed"
-    return DraftModelSpeculation(model=str(noisy if noisy.exists() else disturbed(path, noisy, 0.02)), **fields)
+    noisy = models.folder / f"{family}-with_noise"
+    return DraftModelSpeculation(model=str(noisy if noisy.exists() else with_noise(path, noisy, 0.02)), **fields)
 
 
 def check(models: Models, family: str, method: str, k: int, rows: int, group: tuple[int, str], jobs: list[Job]) -> None:

@@ -1,4 +1,4 @@
-"""Groups on loopback for tests of the control channel: in threads, or as small processes that can die."""
+"""Groups of ranks on loopback for tests of the control channel: threads, or small processes that a test can kill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phalanx.dist.peers import PROTOCOL, Challenge, Hello, Message, Proof, decod
 from phalanx.errors import ExitCode
 
 SECRET = b"the secret of this test's group"
-WAIT_S = 60.0  # for what will happen; only a failing test waits so long
+WAIT_S = 60.0  # for an event that must come; only a failing test waits so long
 FAST = WatchdogLimits(
     hello_s=WAIT_S,
     authenticate_s=0.3,
@@ -34,7 +34,7 @@ FAST = WatchdogLimits(
     heartbeat_s=0.05,
     stall_grace_s=WAIT_S,
 )
-"""Beats are fast. A busy machine is slow to beat, so limits are short only where a test is about them."""
+"""Frequent heartbeats. A busy machine delays them, so only tests of a limit shorten it."""
 STRICT = msgspec.structs.replace(FAST, silence_s=1.0)
 
 
@@ -46,7 +46,7 @@ def identity(rank: int, **changes: Any) -> Identity:
 
 
 class Recorder:
-    """An `on_failure` that ends only the watchdog's thread."""
+    """An `on_failure` that records the failure and ends only the watchdog's thread."""
 
     def __init__(self) -> None:
         self._failures: queue.SimpleQueue[PeerFailure] = queue.SimpleQueue()
@@ -77,13 +77,13 @@ def connect(
     recorder: Recorder | None = None,
     **changes: Any,
 ) -> WorkerChannel:
-    """A worker whose failure does not end the test's process."""
+    """A worker's channel. Its failure does not end the test's process."""
     me = identity(rank, host=f"host{rank}", **changes)
     return WorkerChannel.connect(address, size, secret, me, limits, recorder or Recorder())
 
 
 class Group:
-    """Ranks in threads of this process."""
+    """A leader and workers in threads of this process."""
 
     def __init__(self, size: int, limits: WatchdogLimits = FAST) -> None:
         self.recorders = [Recorder() for _ in range(size)]
@@ -118,7 +118,7 @@ def group(size: int, limits: WatchdogLimits = FAST) -> Iterator[Group]:
 
 
 class Gatherer:
-    """A leader that gathers in a thread of its own."""
+    """A leader whose `gather` runs in a thread."""
 
     def __init__(self, size: int, limits: WatchdogLimits = FAST, *, port: int = 0, **changes: Any) -> None:
         listener, self.address = listen(port)
@@ -137,7 +137,7 @@ class Gatherer:
 
 
 class RawPeer:
-    """A connection spoken by hand: only as much of a rank as the test wants."""
+    """A socket on which a test plays a rank, message by message."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -153,31 +153,31 @@ class RawPeer:
         listener.close()
         return cls(accepted)
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self.socket.sendall(encode(message))
 
-    def hear(self) -> Message | None:
+    def receive(self) -> Message | None:
         payload = receive_frame(self.socket)
         return None if payload is None else decode(payload)
 
     def prove(self, secret: bytes = SECRET) -> Message | None:
-        challenge, nonce = self.hear(), bytes(32)
+        challenge, nonce = self.receive(), bytes(32)
         assert isinstance(challenge, Challenge)
-        self.say(Proof(nonce, prove(secret, "worker", challenge.nonce, nonce)))
-        return self.hear()
+        self.send(Proof(nonce, prove(secret, "worker", challenge.nonce, nonce)))
+        return self.receive()
 
     def lead(self) -> None:
-        """The leader's part, up to the worker's Hello."""
+        """Play the leader's part of the handshake, up to the worker's Hello."""
         nonce = bytes(32)
-        self.say(Challenge(nonce))
-        proof = self.hear()
+        self.send(Challenge(nonce))
+        proof = self.receive()
         assert isinstance(proof, Proof)
-        self.say(Proof(b"", prove(SECRET, "leader", nonce, proof.nonce)))
-        assert isinstance(self.hear(), Hello)
+        self.send(Proof(b"", prove(SECRET, "leader", nonce, proof.nonce)))
+        assert isinstance(self.receive(), Hello)
 
     def join(self, rank: int, size: int = 2, **changes: Any) -> None:
         assert isinstance(self.prove(), Proof)
-        self.say(Hello(identity(rank, **changes), PROTOCOL, size))
+        self.send(Hello(identity(rank, **changes), PROTOCOL, size))
 
     def close(self) -> None:
         self.socket.close()
@@ -187,17 +187,17 @@ class RawPeer:
 
 
 def environment() -> dict[str, str]:
-    """For a process that imports this module."""
+    """The environment of a process that imports this module."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
 
 
 def breaks(failure: PeerFailure) -> None:
-    """An `on_failure` with an error in it."""
+    """An `on_failure` that raises."""
     raise ZeroDivisionError(str(failure))
 
 
 def stop_in_turn(channel: Any) -> None:
-    """The process stops when its watchdog, which has looked at the clock, is about to read."""
+    """Stop the process (SIGSTOP) between its watchdog's look at the clock and its next read."""
     watchdog = channel._watchdog
     read = watchdog._read
 
@@ -212,7 +212,7 @@ def stop_in_turn(channel: Any) -> None:
 def rank_main(
     rank: int, size: int, listener: int, port: int, limits: dict[str, float], on_failure: OnFailure | None = None
 ) -> None:
-    """A rank process: obeys lines on stdin, e.g. `enter 42 0.5`, and answers each on stdout.
+    """A rank process: runs the commands of stdin, one per line (`enter 42 0.5`), and answers each on stdout.
 
     Args:
         listener: file descriptor of the leader's listening socket.
@@ -245,7 +245,13 @@ def rank_main(
 
 
 class Processes:
-    """Ranks as processes; `limits` for all, `own` for single ones. `callback` names an `on_failure` of this module."""
+    """Ranks as processes.
+
+    Args:
+        limits: of all ranks.
+        own: limits of single ranks.
+        callback: name of a function of this module, used as `on_failure`.
+    """
 
     def __init__(
         self,
@@ -285,7 +291,7 @@ class Processes:
         return self._pool.submit(stream.readline).result(WAIT_S).strip()
 
     def tell(self, rank: int, line: str) -> None:
-        """A command that may not come back."""
+        """Send a command whose answer may never arrive."""
         stream = self.processes[rank].stdin
         assert stream is not None
         stream.write(line + "\n")
@@ -299,7 +305,7 @@ class Processes:
         self.processes[rank].send_signal(number)
 
     def end(self, rank: int) -> tuple[int, str]:
-        """Exit status and the line on stderr, once the process has ended by itself."""
+        """Wait for the process to end. Returns its exit status and its line on stderr."""
         process = self.processes[rank]
         status = process.wait(WAIT_S)
         assert process.stderr is not None

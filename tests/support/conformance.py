@@ -1,4 +1,4 @@
-"""One conformance run: a family's tiny model, driven at random on ragged rows, against mlx-lm's caches."""
+"""One conformance run: drives a family's tiny model at random on ragged rows and compares it with mlx-lm's caches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from phalanx.model.cache.layout import CacheFacts
 from phalanx.model.runner import Runner
 
 TIE = 1e-4
-"""Logits this close count as equal: about 100 times what fp32 rounding differs by between one row and several."""
+"""Logits this close count as equal. fp32 rounding differs by about a hundredth of it between one row and several."""
 
 
 @dataclass
 class Outcome:
-    """What a run found."""
+    """The result of a run."""
 
     facts: CacheFacts | None = None
-    distinct: int = 0  # fewest different tokens in a reference row
+    distinct: int = 0  # least number of different tokens in a reference row
     wrong: list[int] = field(default_factory=list)  # prompts whose output differs
     events: dict[str, int] = field(default_factory=dict)
     left: int = 0  # bytes still held after the last row
@@ -43,10 +43,10 @@ def conform(
     quantize: Mapping[str, Any] | None = None,
     dtype: mx.Dtype = mx.float32,
 ) -> Outcome:
-    """Build, inspect, probe and drive a model.
+    """Build, inspect, check and drive a model.
 
     Raises:
-        ModelUnsupported: the registry refuses it.
+        ModelUnsupported: the registry refuses the model.
     """
     path = make_model(family, folder / "model", quantize=quantize, dtype=dtype)
     model, config = load_model(path)

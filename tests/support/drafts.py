@@ -1,4 +1,4 @@
-"""What drafters say, without the buckets."""
+"""The tokens of drafts, without their confidence buckets."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from phalanx.spec.drafters import Drafter
 
 
 def drafted(drafter: Drafter, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-    """Sequence -> the drafted tokens."""
+    """Sequence -> drafted tokens."""
     return {key: draft.tokens for key, draft in drafter.draft(wanted).items()}

@@ -1,4 +1,4 @@
-"""Drives a real engine process without HTTP: submits sequences, collects their tokens. Shared by tests."""
+"""Drives a real engine process without HTTP: submits sequences and collects their tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEADLINE_S = 240.0
 
 
 class Driver:
-    """An `EngineListener` that records everything."""
+    """An `EngineListener` that records all events."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self.engine = engine
@@ -56,12 +56,12 @@ class Driver:
             self.engine.send(Submit(request))
 
     async def until(self, condition) -> None:
-        """Wait until `condition()` holds, looking again after every event."""
+        """Wait until `condition()` holds; checks it after every event."""
         async with asyncio.timeout(DEADLINE_S), self.news:
             await self.news.wait_for(condition)
 
     async def generate(self, *requests: SequenceRequest) -> list[list[int]]:
-        """Submit together, wait for all, return their tokens."""
+        """Submit all requests, wait for all, and return their tokens."""
         self.submit(*requests)
         await self.until(lambda: all(r.id in self.finished for r in requests))
         return [self.tokens[r.id] for r in requests]
@@ -76,7 +76,7 @@ class Driver:
 
 @asynccontextmanager
 async def running(config: EngineConfig, **options):
-    """A ready engine and its driver; the process is gone afterwards."""
+    """Start an engine and wait until it is ready; yields its driver. Closes the engine afterwards."""
     engine = EngineProcess(config, **options)
     driver = Driver(engine)
     await engine.start()

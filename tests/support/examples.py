@@ -1,4 +1,4 @@
-"""How much a test tries: less in `make test` than in `make soak`, which sets SOAK and runs what is marked `grows`."""
+"""The number of examples of a property test: more under `make soak`, which sets SOAK and runs tests marked `grows`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOAK = os.environ.get("SOAK") == "1"
 
 
 def examples(usual: int, *, soak: int, **more: Any) -> Callable[[Any], Any]:
-    """hypothesis's `settings` without a deadline; `make soak` runs the test as well, with more examples."""
+    """hypothesis's `settings` without a deadline: `usual` examples in `make test`, `soak` in `make soak`."""
 
     def decorate(test: Any) -> Any:
         chosen = settings(max_examples=soak if SOAK else usual, deadline=None, **more)

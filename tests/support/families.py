@@ -1,7 +1,8 @@
 """Tiny configurations of mlx-lm's model files, as data. `models.py` builds them; `tools/conformance.py` runs them all.
 
-A family is COMMON plus its own entries; keys that the model file does not know are dropped. Every number is chosen so
-that what matters happens within 100 tokens: windows of 8, scaling that changes at 16 positions, selection of 4 blocks.
+A family is COMMON plus its own entries; keys that the model file does not know are dropped. The numbers are small, so
+that every feature takes effect within 100 tokens: windows of 8, RoPE scaling that changes at 16 positions, selection of
+4 blocks.
 A name with a colon is a variant of a model file ("llama:sliding"). `WEIGHTS` is not part of the config.
 """
 
@@ -571,7 +572,7 @@ class Weights(NamedTuple):
     """How the random weights of a family are made, so that greedy output stays varied."""
 
     gain: float = 3.0  # on the matrices of the model's own initialisation
-    embedding: float = 1.0  # on the embedding, on top of `gain`; less where it drowns what the layers add
+    embedding: float = 1.0  # on the embedding, on top of `gain`; less where it outweighs the layers' output
     seed: int = 0
 
 

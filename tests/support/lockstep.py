@@ -1,6 +1,6 @@
-"""Sixteen requests to a group of real ranks, and what mlx-lm's single process answers to them.
+"""Sixteen requests to a group of real ranks, and the answers of mlx-lm's single process.
 
-Shared by the tests of `ranks/`; models and answers are made when first asked for, once in a session.
+For the tests of `ranks/`. Models and answers are made at their first use, once in a session.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from phalanx.demo import MODEL_DIR
 from phalanx.types import Cancel, EngineStats
 
 NEAR_TIE = 1e-4
-"""Between the two largest log-probabilities, in float32 (design: Proof)."""
+"""Largest difference of the two likeliest log-probabilities, in float32, that counts as a tie (design: Proof)."""
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 8,
     "num_key_value_heads": 4, "v_head_dim": 32, "qk_nope_head_dim": 32, "kv_lora_rank": 32, "num_hidden_layers": 2,
 }  # fmt: skip
-"""Of the random models: parts for four ranks are whole groups of 32."""
+"""Sizes of the random models: each of four ranks gets whole quantisation groups of 32."""
 LONG, USUAL, SHORT = 512, 160, 96
-"""Tokens of an answer: beyond the first growth of a cache, beyond the longest prompt, and of most requests."""
+"""Tokens of an answer: LONG makes caches grow, USUAL exceeds the longest prompt, SHORT is for most requests."""
 TOPICS = (
     "fox lighthouse robot garden baker ship clock teacher river dragon painter bridge cat market train moon".split()
 )
@@ -46,7 +46,7 @@ class Models:
         return path
 
     def answers(self, path: Path, jobs: list[Job]) -> list[dict[str, Any]]:
-        """mlx-lm's tokens, and how sure it was of each."""
+        """mlx-lm's tokens, and the gap between its two likeliest ones at each."""
         key = f"{path} {jobs}"
         if key not in self._answers:
             self._answers[key] = reference(path, jobs)
@@ -54,7 +54,7 @@ class Models:
 
 
 def demo_prompts() -> list[list[int]]:
-    """What the demo model has something to say about; on random tokens it repeats itself."""
+    """Prompts that the demo model was trained for; after random tokens it repeats itself."""
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     asked = "<|user|>Write a {} story about a {}.<|end|><|assistant|>"
     texts = [asked.format(("long", "short")[i % 2], topic) for i, topic in enumerate(TOPICS)]
@@ -77,7 +77,11 @@ def make_jobs(family: str, longest: int = USUAL, *, all_long: bool = False) -> l
 
 
 async def run_jobs(driver: Driver, jobs: list[Job]) -> tuple[list[list[int]], EngineStats]:
-    """Staggered arrival, and four more that leave early; the tokens of the jobs, and the ranks' figures."""
+    """Submit the jobs one after the other, and four more that are cancelled early.
+
+    Returns:
+        The tokens of the jobs, and the ranks' counters.
+    """
     for i, entry in enumerate(jobs):
         driver.submit(ask(str(i), entry["prompt"], entry["max_tokens"], stop_ids=entry["stop_ids"]))
         if i % 4 == 3:
@@ -96,7 +100,7 @@ def assert_lockstep(stats: EngineStats, ranks: int) -> None:
 
 
 def compare(got: list[list[int]], wanted: list[dict[str, Any]]) -> int:
-    """Check tokens; the number of rows that part at a near tie, after which they say nothing."""
+    """Check the tokens. Returns the number of rows that differ from a near tie on, where the comparison stops."""
     ties = 0
     for row, (tokens, answer) in enumerate(zip(got, wanted, strict=True)):
         if tokens == answer["tokens"]:

@@ -1,7 +1,7 @@
 """Tiny random models on disk: config, weights and a working tokenizer, in mlx-lm's file format.
 
-Matrices are scaled, because at default initialisation greedy output is one repeated token and a cache that never
-rolls back passes every test (design: Proof). Also run as a script:
+Matrices are scaled: at default initialisation greedy output is one repeated token, and a cache that never rolls back
+would pass every test (design: Proof). As a script:
 `cd tests && python -m support.models FAMILY DIRECTORY`.
 """
 
@@ -61,10 +61,10 @@ def make_model(
 
 
 def make_config(family: str, **overrides: Any) -> Config:
-    """The config.json of a family: COMMON and its own entries, as far as the model file knows them."""
+    """The config.json of a family: COMMON and its own entries, without keys that the model file does not know."""
     model_type = family.partition(":")[0]
     entries = {**COMMON, **FAMILIES[family], **overrides, "model_type": model_type}
-    if "layer_types" in entries:  # as many as there are layers, or else transformers does not read the tokenizer
+    if "layer_types" in entries:  # one per layer, or else transformers does not load the tokenizer
         entries["layer_types"] = entries["layer_types"][-entries["num_hidden_layers"] :]
     if isinstance(entries.get("text_config"), dict):
         entries["text_config"] = {**COMMON, **entries["text_config"]}
@@ -77,7 +77,7 @@ def make_config(family: str, **overrides: Any) -> Config:
 
 
 def build(config: Config, weights: Weights, dtype: mx.Dtype = mx.float32) -> nn.Module:
-    """The model of a config with random weights, matrices scaled, vectors slightly off their start."""
+    """The model of a config with random weights: scaled matrices, and vectors with noise on their initial values."""
     gain = weights.gain
     mx.random.seed(weights.seed)
     module = _model_file(config["model_type"])
@@ -100,7 +100,7 @@ def build(config: Config, weights: Weights, dtype: mx.Dtype = mx.float32) -> nn.
 
 
 def write_tokenizer(path: Path, vocab_size: int) -> None:
-    """A byte-level BPE whose merges are pairs of letters, so that every id has a text and ids fill the vocabulary."""
+    """Write a byte-level BPE whose merges are pairs of letters: every id of the vocabulary has a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [(a, b) for a in string.ascii_lowercase for b in string.ascii_lowercase]
     special = ["<pad>", "<s>", "</s>"]

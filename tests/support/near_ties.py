@@ -1,15 +1,15 @@
 """The rule (design: Proof) for 16 bits: where greedy tokens may differ from those of float32, and how often.
 
-Of two likely tokens rounding may choose either. So what was said is forced on mlx-lm's own model in float32 and again
-in 16 bits, in a process that has none of our code in it: the most by which any of their logits differ on that text is
-what rounding does to this model. A token that is not float32's likeliest is a flip. It is allowed where it is behind by
-at most FACTOR times that, and flips must be rare; each token after a flip is judged by what was really said before it.
+Of two likely tokens, rounding may select either. A process without phalanx's code therefore feeds the generated text to
+mlx-lm's own model, in float32 and again in 16 bits. The largest difference of any logit is the rounding of this model.
+A token that is not float32's likeliest is a flip. A flip is allowed if its logit is behind by at most FACTOR times the
+rounding. The token after a flip is judged in the context of the generated text.
 
-Rare is FLIPS of all tokens. In bfloat16 that is more than 8 bits can hold: mlx-lm itself flips 2 to 17 % on random
-models, 5 % on the demo model. So twice as many as mlx-lm flips in the same 16 bits on the text are allowed.
+Flips must also be rare: at most FLIPS of all tokens, or twice as many as mlx-lm itself flips in the same 16 bits on the
+same text. In bfloat16, with 8 bits of mantissa, mlx-lm flips 2 to 17 % on random models and 5 % on the demo model.
 
 As a script: `python tests/support/near_ties.py JOBS.json OUT.json`, where JOBS is a list of `{"model": directory,
-"dtype": name, "prompt": [ids], "tokens": [ids]}` and OUT becomes a list of what `Forced` has.
+"dtype": name, "prompt": [ids], "tokens": [ids]}` and OUT becomes a list of objects with the fields of `Forced`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from typing import Any
 
 FACTOR = 4.0
 FLIPS = 0.01
-"""The most of all tokens that may be flips."""
+"""Largest share of tokens that may be flips."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """One answer on mlx-lm's model.
+    """mlx-lm's logits for one generated answer.
 
     Args:
-        behind: by how much the logit of each token that was said is behind the likeliest one's in float32; 0 where it
-            is that itself.
-        rounding: the largest difference that 16 bits make to any logit of the whole text.
-        flips: how often 16 bits have another likeliest token than float32.
+        behind: per token, the largest float32 logit less that of the generated token; 0 for the likeliest token.
+        rounding: the largest difference between float32 and 16 bits of any logit of the text.
+        flips: number of positions at which mlx-lm's likeliest tokens of 16 bits and of float32 differ.
     """
 
     behind: Sequence[float]
@@ -46,8 +45,8 @@ class Forced:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many tokens were judged, how many are flips, how many mlx-lm itself flips, and flips that rounding does not
-    explain: (place, gap, limit)."""
+    """The numbers of judged tokens, of flips, and of mlx-lm's own flips (`theirs`); and the flips that exceed their
+    limit: (position, gap, limit)."""
 
     tokens: int
     flips: int
@@ -60,7 +59,7 @@ class Verdict:
 
 
 def judge(answers: Sequence[Forced]) -> Verdict:
-    """The rule, over all tokens of some answers; places count through them."""
+    """Apply the rule to all tokens of some answers. Positions count through the answers."""
     pairs = [(gap, FACTOR * answer.rounding) for answer in answers for gap in answer.behind]
     flips = [(i, gap, limit) for i, (gap, limit) in enumerate(pairs) if gap != 0]
     unexplained = [flip for flip in flips if not flip[1] <= flip[2]]
@@ -68,7 +67,7 @@ def judge(answers: Sequence[Forced]) -> Verdict:
 
 
 def force(path: Path, dtype: str, said: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Forced]:
-    """What mlx-lm makes of (prompt, tokens that were said), from a subprocess."""
+    """mlx-lm's logits for (prompt, generated tokens) pairs, computed in a subprocess."""
     jobs = [{"model": str(path), "dtype": dtype, "prompt": list(p), "tokens": list(t)} for p, t in said]
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "jobs.json", Path(folder) / "out.json"
@@ -82,7 +81,7 @@ def force(path: Path, dtype: str, said: Sequence[tuple[Sequence[int], Sequence[i
 
 def main() -> None:
     """Run the jobs of a file in this process."""
-    # Here and not above: only the reference process needs mlx-lm, and it must have nothing else.
+    # Imported here, because only the reference process needs mlx-lm.
     import mlx.core as mx  # noqa: PLC0415
     import mlx.nn as nn  # noqa: PLC0415
     from mlx.utils import tree_unflatten  # noqa: PLC0415

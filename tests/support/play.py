@@ -1,4 +1,4 @@
-"""Random conversations with an engine: who arrives when, is cancelled, is stopped by the server. Pure data.
+"""Random requests to an engine: arrivals, cancellations and stops by the server. Pure data.
 
 One generator of moves drives the simulation of leader and workers (`unit/sched/test_lockstep.py`) and groups of real
 ranks (`ranks/test_lockstep.py`). Randomness comes from outside, so that hypothesis can shrink it.
@@ -14,7 +14,7 @@ from phalanx.types import Sampling, SequenceRequest, StopRule
 
 @dataclass
 class Play:
-    """What was asked so far."""
+    """The requests so far, and the ids that were cancelled or stopped."""
 
     vocab: int
     longest_prompt: int
@@ -24,7 +24,7 @@ class Play:
     finishes: dict[str, int] = field(default_factory=dict)
 
     def arrive(self, rnd: Random) -> list[SequenceRequest]:
-        """A new request of one to three choices; its prompt may go on where an earlier one left off."""
+        """A new request of one to three choices; its prompt may begin as an earlier one does."""
         number = len(self.requests)
         prompt = [rnd.randrange(3, self.vocab) for _ in range(rnd.randint(1, self.longest_prompt))]
         if self.requests and rnd.random() < 0.3:
@@ -48,7 +48,7 @@ class Play:
         return arrived
 
     def cancel(self, rnd: Random) -> str | None:
-        """Somebody leaves, whatever their request is doing."""
+        """Cancel a random request, in whatever state it is. Returns its id."""
         if not self.requests:
             return None
         leaving = rnd.choice(sorted(self.requests))
@@ -56,6 +56,6 @@ class Play:
         return leaving
 
     def expected(self, request: SequenceRequest, whole: list[int]) -> list[int]:
-        """What a request must have got, given its answer if nobody interfered."""
+        """The tokens that a request must have received; `whole` is its answer without a stop by the server."""
         n = self.finishes.get(request.id)
         return whole if n is None else whole[:n]

@@ -1,7 +1,7 @@
 """Drives a Runner as a scheduler would, but at random: rows that join, finish, move, swap, grow, roll back and share
 prefixes. Greedy output must equal mlx-lm's own, one sequence at a time, whatever happens in between.
 
-No scheduler of ours is used, so that a failure here is the cache's.
+The scheduler is not used, so that a failure here is a fault of the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def make_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
 def stock_greedy(
     model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int, *, tie: float = 0.0
 ) -> list[list[int]]:
-    """mlx-lm's model and caches, one prompt at a time, in this process; as `generate_step` feeds them.
+    """Greedy output of mlx-lm's model and caches in this process, one prompt at a time, fed as `generate_step` does.
 
     A row ends before the first step (but not the very first) whose two best logits are closer than `tie`: there, two
     correct ways of adding up in fp32 may choose differently.
@@ -60,7 +60,7 @@ def stock_greedy(
 
 @dataclass
 class Row:
-    """One sequence in the making."""
+    """One sequence that the driver generates."""
 
     index: int
     prompt: list[int]
@@ -79,7 +79,7 @@ class Row:
 
 
 class Driver:
-    """Generates `references[i]` again, for all rows at once."""
+    """Generates all prompts together; the output of prompt i must equal `references[i]`."""
 
     def __init__(
         self, runner: Runner, prompts: Sequence[list[int]], references: Sequence[list[int]], seed: int
@@ -98,7 +98,7 @@ class Driver:
         self.counts = dict.fromkeys(["rollbacks", "restores", "shares", "swaps", "resizes", "packed"], 0)
 
     def run(self) -> list[list[int]]:
-        """Steps until every row is done; outputs in the order of the prompts."""
+        """Step until every row has ended. Returns the outputs in the order of the prompts."""
         while self.waiting or self.decoding or self.prefilling:
             self.join()
             self.grow()

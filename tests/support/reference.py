@@ -1,4 +1,4 @@
-"""mlx-lm's own greedy output, one prompt at a time, from a process that has none of our code in it.
+"""mlx-lm's own greedy output, one prompt at a time, from a process without phalanx's code.
 
 As a script: `python tests/support/reference.py JOBS.json OUT.json`, where JOBS is a list of
 `{"model": directory, "prompt": [ids], "max_tokens": n, "stop_ids": [ids]}` and OUT becomes a list of
@@ -51,7 +51,7 @@ def job(prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int] = ()) ->
 
 def main() -> None:
     """Run the jobs of a file in this process, one model at a time."""
-    # Here and not above: only the reference process needs mlx-lm, and it must have nothing else.
+    # Imported here, because only the reference process needs mlx-lm.
     import mlx.core as mx  # noqa: PLC0415
     from mlx_lm.generate import generate_step  # noqa: PLC0415
     from mlx_lm.utils import load_model  # noqa: PLC0415

@@ -1,6 +1,6 @@
 """Servers for tests: a tiny real tokenizer, the ASGI app on the fake engine, a real uvicorn in a thread.
 
-Shared by `unit/server` and `e2e`. The fake engine is the package's own; everything above it is the real thing.
+For `unit/server` and `e2e`. The fake engine is the package's own; everything above it is real.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(path: Path) -> Tokenizer:
-    """A byte-level BPE of 300 tokens (every text is possible, characters may be split) with a chat template."""
+    """A byte-level BPE of 300 tokens, which encodes every text and may split characters, with a chat template."""
     fast = Fast(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -59,7 +59,7 @@ def make_tokenizer(path: Path) -> Tokenizer:
 
 
 def fake_engine(tokenizer: Tokenizer, script: Script | None = None, **options: Any) -> FakeEngine:
-    """A fake whose vocabulary is the tokenizer's."""
+    """A fake engine with the tokenizer's vocabulary."""
     info = replace(FAKE_INFO, vocab_size=tokenizer.vocab_size, **options.pop("info", {}))
     return FakeEngine(info, script=script, **options)
 
@@ -78,13 +78,13 @@ async def asgi_client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
 async def serving(
     tokenizer: Tokenizer, engine: EngineClient, config: ServerConfig = CONFIG, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """The app on this engine, and a client for it."""
+    """The app on this engine, and an HTTP client."""
     async with asgi_client(create_app(config, engine, tokenizer, **options)) as client:
         yield client
 
 
 class Running:
-    """A server in a thread of its own: address, event loop, engine."""
+    """A server in a thread: its address, event loop and engine."""
 
     def __init__(self, server: Server, engine: EngineClient) -> None:
         self.server = server
@@ -93,7 +93,7 @@ class Running:
         self.base_url = f"{self.origin}/v1"
 
     def call(self, work: Any) -> Any:
-        """Run a callable on the server's event loop and give back its result."""
+        """Run a callable on the server's event loop and return its result."""
 
         async def run() -> Any:
             return work()
@@ -101,14 +101,14 @@ class Running:
         return self.wait_for(run())
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine on the server's event loop and give back its result."""
+        """Run a coroutine on the server's event loop and return its result."""
         assert self.server._loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, self.server._loop).result(60)
 
 
 @contextmanager
 def running_server(tokenizer: Tokenizer, engine: EngineClient, config: ServerConfig = CONFIG) -> Iterator[Running]:
-    """A real uvicorn on a free port; ends in order."""
+    """A real uvicorn on a free port, drained at the end."""
     listener = bind("127.0.0.1", 0)
     server = Server(config, engine, tokenizer, listener)
     thread = threading.Thread(target=lambda: asyncio.run(server.run_until_ended()), daemon=True)
@@ -118,7 +118,7 @@ def running_server(tokenizer: Tokenizer, engine: EngineClient, config: ServerCon
         with httpx.Client(base_url=running.origin, timeout=60) as client:
             while client.get("/health").status_code != 200:  # the socket listens already, so this never fails
                 assert thread.is_alive()
-                time.sleep(0.05)  # asking without a pause would take a core from the ranks that start
+                time.sleep(0.05)  # polling without a pause would take a core from the starting ranks
         try:
             yield running
         finally:

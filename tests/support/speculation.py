@@ -1,7 +1,7 @@
 """An engine in this process, with any drafter: the real leader, scheduler, runner and model, without sockets.
 
-Also drafters that no configuration names (an oracle with a rate of errors), and the requests of the grids: rows that
-end by a stop id, by a string the server finds, by length, and by leaving.
+Also an oracle drafter with a rate of errors, and requests that end in every way: by a stop id, by a stop string that
+the server finds, by length, and by cancellation.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from phalanx.types import (
 )
 
 TIE = 1e-4
-"""Two log-probabilities this close count as equal: a forward over several tokens adds up in another order."""
+"""Log-probabilities this close count as equal: a forward over several tokens sums in another order."""
 
 
 @dataclass
 class Answer:
-    """What a sequence got."""
+    """The events of a sequence."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Answer:
 
 
 class Post:
-    """A server_socket without a server: remembers what was sent."""
+    """A server socket without a server: records the messages that the leader sends."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
@@ -82,7 +82,7 @@ class Post:
 
 
 class Engine:
-    """A model behind a leader. One at a time runs in a test; the model may be shared."""
+    """A leader and a model. Engines may share a model if only one of them runs at a time."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Engine:
         self.leader = self._lead(None)
 
     def speculate(self, drafter: Drafter, k: int, control: Control | None = None) -> Engine:
-        """From now on; returns itself."""
+        """Speculate from now on with this drafter. Returns self."""
         speculator = Speculator(drafter, control or Always(k), self.meter, self.vocab)
         self.leader = self._lead(speculator)
         return self
@@ -134,7 +134,7 @@ class Engine:
         return self.meter.stats()
 
     def run(self, jobs: Sequence[Job], *, at_once: int = 4) -> dict[str, Answer]:
-        """All jobs, arriving a few at a time; what their clients got, clipped where the server would clip."""
+        """Run all jobs, `at_once` at a time. Returns the clients' answers, clipped as the server would."""
         waiting = list(jobs)
         ends = {job.request.id: job for job in jobs if job.leaves_after or job.string_after}
         while waiting or not self.scheduler.idle:
@@ -160,7 +160,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Job:
-    """A request, and who interferes: its client leaves, or the server finds a stop string behind so many tokens."""
+    """A request. The client cancels it, or the server finds a stop string, after so many tokens; 0 for never."""
 
     request: SequenceRequest
     leaves_after: int = 0
@@ -172,7 +172,7 @@ class Job:
 
 
 def make_jobs(prompts: Sequence[list[int]], *, longest: int, greedy: bool = True, seed: int = 5) -> list[Job]:
-    """One per prompt; the first is as long as asked for, the others end in all the ways there are."""
+    """One job per prompt. The first generates `longest` tokens; the others end in all other ways."""
     rnd = random.Random(seed)
     jobs = []
     for i, prompt in enumerate(prompts):
@@ -192,11 +192,11 @@ SAMPLINGS = [
     Sampling(seed=4, temperature=0.7, min_p=0.05, repetition_penalty=1.1),
     Sampling(seed=5, temperature=0.0, repetition_penalty=1.2, logit_bias={7: 2.0, 9: -100.0}, logprobs=3),
 ]
-"""Everything that makes a token depend on more than its logits."""
+"""Every parameter by which a token depends on more than its logits."""
 
 
 class Oracle(Drafter):
-    """Knows the answers, and errs at a given rate."""
+    """Drafts the known answers, with a rate of random errors."""
 
     def __init__(self, answers: Sequence[Sequence[int]], errors: float = 0.0, vocab: int = 512) -> None:
         self._answers = answers
@@ -221,15 +221,15 @@ class Oracle(Drafter):
         for key, k in wanted.items():
             answer, n = self._known[key]
             if n < len(answer):
-                drafts[key] = Draft.by_position([self._perhaps(token) for token in answer[n : n + k]])
+                drafts[key] = Draft.by_position([self._with_errors(token) for token in answer[n : n + k]])
         return drafts
 
-    def _perhaps(self, token: int) -> int:
+    def _with_errors(self, token: int) -> int:
         return self._rnd.randrange(self._vocab) if self._rnd.random() < self._errors else token
 
 
 def load(path: Path, runner_class: type[Runner] = Runner) -> tuple[Runner, int]:
-    """A model's runner, checked as at start, and its vocabulary."""
+    """A model's runner, checked as at a start, and the size of its vocabulary."""
     model, config = load_model(path)
     model.set_dtype(mx.float32)
     runner = runner_class(model, registry.inspect(model, config), mx.float32)
@@ -238,8 +238,8 @@ def load(path: Path, runner_class: type[Runner] = Runner) -> tuple[Runner, int]:
     return runner, config["vocab_size"]
 
 
-def disturbed(path: Path, target: Path, noise: float) -> Path:
-    """A copy of a model with noise on its weights: a draft model that is right now and then."""
+def with_noise(path: Path, target: Path, noise: float) -> Path:
+    """A copy of a model with noise on its weights, as a draft model that is sometimes right."""
     target.mkdir()
     for file in path.iterdir():
         if file.suffix == ".json":
@@ -254,7 +254,7 @@ def disturbed(path: Path, target: Path, noise: float) -> Path:
 
 
 def differences(got: Mapping[str, Answer], wanted: Mapping[str, Answer]) -> list[str]:
-    """Where answers part although the two likeliest tokens were not a near tie; in words."""
+    """The answers that differ where the two likeliest tokens were not a near tie, in words."""
     found = []
     for number, answer in wanted.items():
         mine = got[number].tokens
@@ -272,7 +272,7 @@ def differences(got: Mapping[str, Answer], wanted: Mapping[str, Answer]) -> list
 
 
 def random_prompts(count: int, vocab: int, longest: int = 60) -> list[list[int]]:
-    """Prompts that repeat themselves a little, so that lookups find something."""
+    """Random prompts with repetitions, so that prompt lookup finds matches."""
     rnd = random.Random(count)
     prompts = []
     for i in range(count):
@@ -287,7 +287,7 @@ TOPICS = (
 
 
 def demo_prompts(count: int) -> list[list[int]]:
-    """What the demo model has something to say about."""
+    """Prompts that the demo model was trained for."""
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     asked = "<|user|>Write a {} story about a {}.<|end|><|assistant|>"
     texts = [asked.format(("long", "short")[i % 2], topic) for i, topic in enumerate(TOPICS[:count])]

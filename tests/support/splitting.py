@@ -1,7 +1,7 @@
-"""Split models without processes: all ranks in turn in this one, sums over ranks made by hand.
+"""Runs split models in one process: the ranks take turns, and this module sums over ranks.
 
-A rank runs until it needs a sum that the others have not contributed to, and is run again from the start when they
-have. Also which tiny configurations can be split in two, and how to make the others so.
+A rank runs until it needs a sum to which the other ranks have not contributed yet. Once they have, it runs again from
+the start. Also lists the tiny configurations that can be split in two, and the changes that the others need.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNBUILDABLE = {
     "prism_hadamard_qwen35": "needs a checkpoint in its own format",
 }
 NO_RECIPE = frozenset("afm7 bitnet gemma3n gpt_bigcode mamba mamba2 muse_spark phi3small plamo rwkv7".split())
-"""Model files that are refused for more than one rank."""
+"""Model files that phalanx refuses for more than one rank."""
 
 UNCHECKED = {
     "deepseek_v41": {"deepseek_v41.MoE"},
@@ -32,21 +32,21 @@ UNCHECKED = {
     "qwen3_5": {"qwen3_5.TextModel"},
     "qwen3_5_moe": {"qwen3_5.TextModel"},
 }
-"""Families with blocks whose sums stay mlx-lm's own: a real group only."""
+"""Families with blocks that sum through mlx-lm's own collective, which needs a real group."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {"openelm": {"num_kv_heads": [2, 2, 2]}}
-"""What makes a configuration divisible by two."""
+"""Family -> the entries that make its configuration divisible by two."""
 
 SPLIT = sorted(set(FAMILIES) - NO_RECIPE - UNBUILDABLE.keys())
 CHECKED = sorted(set(SPLIT) - UNCHECKED.keys())
 
 
 class _NotYetSummed(Exception):
-    """A sum needs what other ranks have not computed yet."""
+    """Another rank has not contributed to this sum yet."""
 
 
 class Board:
-    """The sums of one forward, in the order of the model's calls."""
+    """The contributions to the sums of one forward, in the order of the model's calls."""
 
     def __init__(self) -> None:
         self.totals: list[mx.array] = []
@@ -54,7 +54,7 @@ class Board:
 
 
 class HandReducer:
-    """Stands for `phalanx.dist.reduce.Reducer` on one rank of a group that is not there."""
+    """Replaces `phalanx.dist.reduce.Reducer` on one rank of a simulated group."""
 
     group = None
 

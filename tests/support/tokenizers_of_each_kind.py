@@ -1,4 +1,4 @@
-"""Tiny tokenizers of every kind that models bring, trained here: what a tokenizer.json may say, without a download."""
+"""Trains tiny tokenizers of every kind that models use, so that tests need no download."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def byte_level(path: Path, **settings: Any) -> Path:
 
 
 def sentencepiece(path: Path, *, strip: bool) -> Path:
-    """As Llama 2's (strip) and Gemma's: ▁ for spaces, bytes for what is not in the vocabulary."""
+    """As Llama 2's (`strip`) and Gemma's: ▁ for spaces, byte tokens for characters outside the vocabulary."""
     fast = Fast(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     steps = [normalizers.Replace(" ", "▁")]
     fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *steps] if strip else steps)
@@ -70,7 +70,7 @@ def wordpiece(path: Path) -> Path:
 
 
 def unigram(path: Path) -> Path:
-    """As T5's: a decoder that only knows ▁."""
+    """As T5's: the decoder only replaces ▁."""
     fast = Fast(models.Unigram())
     fast.pre_tokenizer = pre_tokenizers.Metaspace()
     fast.decoder = decoders.Metaspace()

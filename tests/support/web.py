@@ -1,4 +1,4 @@
-"""A real HTTP server in a thread that answers what a test tells it to."""
+"""A real HTTP server in a thread, whose answers a test defines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answer = Callable[[str, Any], tuple[int, str]]
 
 @contextmanager
 def web_server(answer: Answer) -> Iterator[str]:
-    """Its base URL, ending in /v1."""
+    """Run the server; yields its base URL, which ends in /v1."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -59,5 +59,5 @@ def chunk(text: str | None = None, finish: str | None = None) -> dict[str, Any]:
 
 
 def usage(prompt: int, completion: int) -> dict[str, Any]:
-    """The chunk after the last."""
+    """The chunk with the usage, which follows the last one with text."""
     return {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": completion}}

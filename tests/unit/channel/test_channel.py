@@ -146,7 +146,7 @@ def raw_workers(size: int, limits: WatchdogLimits = FAST) -> tuple[Gatherer, lis
     for rank, raw in enumerate(workers, 1):
         raw.join(rank, size)
     for raw in workers:
-        assert isinstance(raw.hear(), Welcome)
+        assert isinstance(raw.receive(), Welcome)
     leader.gathered.result(WAIT_S)
     return leader, workers
 
@@ -168,7 +168,7 @@ def test_a_closed_connection():
 def test_last_words_count_more_than_that_their_rank_is_gone():
     leader, raw = raw_worker()
     said = PeerFailure.of(identity(1), ExitCode.CRASH, "crashed: IndexError: list index out of range")
-    raw.say(Goodbye(str(said), said))
+    raw.send(Goodbye(str(said), said))
     raw.close()
     assert leader.recorder.failure() == said
     leader.close()
@@ -179,7 +179,7 @@ def test_workers_need_not_leave_together_when_the_group_ends():
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(leader.channel.close, "enough")
         for raw in workers:
-            while not isinstance(raw.hear(), Goodbye):
+            while not isinstance(raw.receive(), Goodbye):
                 pass
         workers[0].close()
         time.sleep(3 * watchdog.LEADER_PATIENCE_S)
@@ -197,10 +197,10 @@ def test_silence_is_judged_while_serving_only():
     failure = leader.recorder.failure()
     assert (failure.code, failure.rank) == (ExitCode.PEER_SILENT, 1)
     assert "rank 1 (host1" in str(failure) and "no sign of life for " in str(failure)
-    heard = raw.hear()
+    heard = raw.receive()
     while not isinstance(heard, Goodbye):
         assert isinstance(heard, Heartbeat)
-        heard = raw.hear()
+        heard = raw.receive()
     assert heard.failure == failure
     raw.close()
     leader.close()
@@ -214,7 +214,7 @@ def test_a_peer_that_beats_but_takes_no_data():
     def beat() -> None:
         try:
             while not done.wait(0.05):
-                raw.say(Heartbeat())
+                raw.send(Heartbeat())
         except OSError:
             pass
 
@@ -237,7 +237,7 @@ def test_a_peer_that_beats_but_takes_no_data():
 def test_a_member_that_sends_nonsense_is_lost(send: bytes | None, text: str):
     leader, raw = raw_worker()
     if send is None:
-        raw.say(Challenge(b""))
+        raw.send(Challenge(b""))
     else:
         raw.socket.sendall(send)
     failure = leader.recorder.failure()
@@ -254,7 +254,7 @@ def worker_of_raw_leader() -> tuple[WorkerChannel, RawPeer, Recorder]:
         joining = pool.submit(connect, address, limits=STRICT, recorder=recorder)
         raw = RawPeer.of(listener)
         raw.lead()
-        raw.say(Welcome(identity(0)))
+        raw.send(Welcome(identity(0)))
         worker = joining.result(WAIT_S)
     return worker, raw, recorder
 
@@ -278,7 +278,7 @@ def test_the_leader_has_the_last_word_on_a_rank_that_spoke_of_itself(monkeypatch
     with ThreadPoolExecutor(1) as pool:
         speaking = pool.submit(worker.fail, ExitCode.CRASH, "crashed: IndexError: list index out of range")
         time.sleep(3 * STRICT.heartbeat_s)  # until its watchdog has heard it
-        raw.say(Goodbye(str(judged), judged))
+        raw.send(Goodbye(str(judged), judged))
         assert recorder.failure() == judged
         assert isinstance(speaking.exception(WAIT_S), PeerLost)
     raw.close()

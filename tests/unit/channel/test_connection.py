@@ -42,7 +42,7 @@ def fill(connection: Connection) -> None:
 def hear_until(other: RawPeer, last: Payload) -> list[bytes]:
     """What arrives before `last`."""
     before = []
-    while (heard := other.hear()) != last:
+    while (heard := other.receive()) != last:
         assert isinstance(heard, Payload)
         before.append(heard.data)
     return before
@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused_and_what_was_begun_arrives_whole(pair: Pai
             connection.offer(b"")  # what is kept goes on as room appears
             time.sleep(0.001)
     assert set(arriving.result()) <= {bytes(1_000_000), b"probe"}
-    assert connection.offer(encode(Heartbeat(2))) and other.hear() == Heartbeat(2)
+    assert connection.offer(encode(Heartbeat(2))) and other.receive() == Heartbeat(2)
 
 
 def test_a_broken_connection_is_no_error_to_offer_and_one_to_send(pair: Pair):

@@ -65,12 +65,12 @@ def test_a_worker_sends_no_hello_to_a_leader_without_the_secret(pool: ThreadPool
     def impostor() -> None:
         raw = RawPeer.of(listener)
         nonce = bytes(1 if answer == "short nonce" else 32)
-        raw.say(Challenge(nonce))
-        proof = raw.hear()
+        raw.send(Challenge(nonce))
+        proof = raw.receive()
         assert isinstance(proof, Proof)
         known = prove(SECRET, "leader", nonce, proof.nonce)
-        raw.say(Proof(b"", {"wrong": bytes(32), "reflected": proof.mac, "short nonce": known}[answer]))
-        heard.append(raw.hear())
+        raw.send(Proof(b"", {"wrong": bytes(32), "reflected": proof.mac, "short nonce": known}[answer]))
+        heard.append(raw.receive())
         raw.close()
 
     impostor_done = pool.submit(impostor)
@@ -92,9 +92,9 @@ def test_the_proof_depends_on_everything():
 )
 def test_nothing_goes_without_a_proof(gatherer: Gatherer, message: Any):
     raw = RawPeer.to(gatherer.address)
-    assert isinstance(raw.hear(), Challenge)
-    raw.say(message)
-    assert isinstance(raw.hear(), Refused | None) and raw.hear() is None
+    assert isinstance(raw.receive(), Challenge)
+    raw.send(message)
+    assert isinstance(raw.receive(), Refused | None) and raw.receive() is None
     raw.close()
     joined(gatherer)
 
@@ -244,7 +244,7 @@ def test_many_unauthenticated_connections_do_not_keep_a_rank_out():
     crowd = [socket.create_connection(leader.address, timeout=WAIT_S) for _ in range(MAX_CANDIDATES + 20)]
     for stray in crowd[:20]:  # the oldest made room
         raw = RawPeer(stray)
-        assert isinstance(raw.hear(), Challenge) and raw.hear() is None
+        assert isinstance(raw.receive(), Challenge) and raw.receive() is None
     assert not leader.gathered.done()
     joined(leader)
     for stray in crowd:
