@@ -1,8 +1,8 @@
-"""What checking the sums over ranks costs (A6): decode steps with checked sums against steps without.
+"""The cost of checked sums over ranks (A6): decode steps with checked sums against steps without.
 
-Two servers differ by more than what is asked for here, 2 % of a step, so both kinds of steps are taken by the same two
-processes, on the same weights, a block of the one after a block of the other. Ranks meet over mpi, with a thread each.
-A step is the model call with all its sums and their verdict; a server does a little more, so its share is smaller.
+The limit is 2 % of a step, and two servers differ by more. The same two processes therefore run both kinds of steps on
+the same weights, in alternating blocks. The ranks use mpi and one thread each. A step is the model call with all sums
+and their check; a server does a little more per step, so the share of the sums is smaller there.
 
     python benchmarks/checked_sums.py [--model llama-1b] [--blocks 60]
 
@@ -40,7 +40,7 @@ from phalanx.sched.plan import Admit, Forward, Resize
 
 RANKS = 2
 BLOCK = 8  # steps
-WARM = 8  # blocks until steps are replayed
+WARM = 8  # blocks before measuring, in which the graph cache captures the steps
 CONTEXT = 128
 ROWS = (1, 4)
 GUARD = 1 << 30
@@ -90,7 +90,7 @@ def run_rank(path: Path, blocks: int) -> None:
 
 
 def compare(loaded: load.Loaded, facts: Any, reducer: Reducer, rows: int, blocks: int) -> dict[str, Any]:
-    """Both kinds of steps in turn, with so many rows."""
+    """Seconds per step of both kinds in alternating blocks, with `rows` rows."""
     kinds = {
         checked: Steps(Runner(loaded.model, facts, loaded.dtype, reducer), rows, blocks) for checked in (True, False)
     }
@@ -112,7 +112,7 @@ def compare(loaded: load.Loaded, facts: Any, reducer: Reducer, rows: int, blocks
 
 
 class Steps:
-    """Decode steps of some rows, on a runner of their own."""
+    """Decode steps of some rows, on a separate runner."""
 
     def __init__(self, runner: Runner, rows: int, blocks: int) -> None:
         self._runner = runner
@@ -125,7 +125,7 @@ class Steps:
         self._feed(CONTEXT, sample=False)
 
     def block(self) -> float:
-        """Seconds of a step, the median of a block of them."""
+        """Run a block of steps. Returns the median seconds per step."""
         times = []
         for _ in range(BLOCK):
             started = time.perf_counter()

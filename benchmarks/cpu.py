@@ -1,15 +1,15 @@
 """phalanx with its native CPU kernels against llama.cpp: the same shapes, the same bits per weight, taking turns.
 
 Needs `pip install -e ".[bench-cpu]"`, which builds llama-cpp-python. Models have random weights (`cpu_models.py`).
-Both keep their model loaded; the one whose turn it is not sleeps. phalanx is measured through its HTTP server, by the
-client's clock; its engine's own rate comes from its step counters.
+Both keep their model loaded, and one is idle while the other computes. phalanx is measured through its HTTP server, by
+the client's clock; the engine's own rate comes from its step counters.
 
     decode C    tokens/s of one stream after C tokens of context
     decode x8   tokens/s of eight streams together
     prompt C    tokens/s while reading C tokens
-    busy        decode beside one foreign process that keeps a processor busy, relative to without
-    read limit  decode 128, relative to how often the processor could read all weights, keys and values per second, at
-                the bandwidth that `kernels.py` measures in the same round
+    busy        decode beside another process that keeps one core busy, relative to decode without it
+    read limit  decode 128, relative to how often per second the machine can read all weights, keys and values, at the
+                bandwidth that `kernels.py` measures in the same round
     http        decode 128 through HTTP, relative to the rate of the engine's own steps in the same answer
 
 Ratios are taken within a round, then their median; the last line is JSON.
@@ -49,7 +49,7 @@ from phalanx.bench.http_client import open_client, stream_chat
 ROUNDS = 7
 TOKENS = 48
 HTTP_TOKENS = 4 * TOKENS
-"""More, since what is compared differs by some percent only."""
+"""More tokens than TOKENS, because the two rates differ by some percent only."""
 MAX_CONTEXT = 2048 + 2 * TOKENS
 ROWS = 8
 CASES = {
@@ -60,19 +60,19 @@ CASES = {
     "prompt 2048": (2048, 1),
     "busy": (128, 1),
 }
-"""Tokens of context, and rows."""
+"""Case -> (tokens of context, rows)."""
 PRECISIONS = {
     "exact": ["--cpu-precision", "exact"],
     "fast": ["--cpu-precision", "fast"],
     "bfloat16": ["--cpu-precision", "exact", "--dtype", "bfloat16"],
 }
-"""Options of `phalanx serve`: activations are float32, but in the last bfloat16, as on a GPU."""
+"""Options of `phalanx serve`. Activations are float32, in the last case bfloat16, as on a GPU."""
 OWN = ("read limit", "http")
-"""What is measured of phalanx alone."""
+"""Figures of phalanx alone."""
 
 
 class Llama:
-    """llama.cpp in a process of its own."""
+    """llama.cpp in a subprocess."""
 
     def __init__(self, model: Path, threads: int) -> None:
         worker = str(Path(__file__).with_name("llama_worker.py"))
@@ -101,14 +101,14 @@ class Llama:
         return self._read()
 
     def end(self) -> None:
-        """Close the pipe, which ends it."""
+        """Close the pipe, which ends the subprocess."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(30)
 
 
 def prompts(context: int, rows: int, turn: int) -> list[list[int]]:
-    """Random token ids that no prefix cache has seen; none is a byte or the end."""
+    """Random token ids that no prefix cache holds; none is a byte token or EOS."""
     draw = random.Random(f"{context} {rows} {turn}")
     return [[draw.randrange(BYTES + 1, VOCAB) for _ in range(context)] for _ in range(rows)]
 
@@ -144,7 +144,7 @@ def busy_neighbour() -> Iterator[None]:
 async def compare(
     shape: Shape, folder: Path, threads: int, flags: list[str], rounds: int, cases: list[str]
 ) -> dict[str, Any]:
-    """All figures of one model with so many threads."""
+    """All figures of one model with `threads` threads."""
     figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     mlx_model, gguf = write_mlx(shape, folder), write_gguf(shape, folder)
     per_token = bytes_per_token(mlx_model, 128 + TOKENS // 2, 2 if "bfloat16" in flags else 4)
@@ -189,16 +189,16 @@ async def _measure(
 
 
 async def _of_limit(client: httpx.AsyncClient, turn: int, threads: int, per_token: int) -> float:
-    """Tokens/s of one stream after a context of 128, by what the weights could be read per second just before and just
-    after: a shared machine's memory is not equally fast for long."""
+    """Tokens/s of one stream after a context of 128, relative to the reads of all weights per second that the memory
+    allows. The bandwidth is measured just before and just after, because it drifts on a shared machine."""
     before = bandwidth(threads)
     found = await ours(client, 128, TOKENS, 1, 2000 + turn)
     return found["decode"] * per_token / statistics.mean((before, bandwidth(threads)))
 
 
 async def _http_ratio(client: httpx.AsyncClient, turn: int) -> float:
-    """Tokens/s of one stream after a context of 128, by the client's clock to the engine's. What the engine's steps
-    take is that of a long answer less that of an answer of one token."""
+    """Tokens/s of one stream after a context of 128, by the client's clock relative to the engine's. The engine's time
+    is that of a long answer less that of an answer of one token."""
     steps, seconds, rate = 0.0, 0.0, 0.0
     for tokens, sign in ((1, -1), (1 + HTTP_TOKENS, 1)):
         before = await own_counters(client)
@@ -211,15 +211,15 @@ async def _http_ratio(client: httpx.AsyncClient, turn: int) -> float:
 
 
 def bandwidth(threads: int) -> float:
-    """Bytes per second that so many threads read, from `kernels.py`."""
+    """Bytes per second that `threads` threads read, measured by `kernels.py`."""
     command = [sys.executable, str(Path(__file__).with_name("kernels.py")), "--threads", str(threads), "--only", "-"]
     output = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
     return float(json.loads(output.splitlines()[-1])["read_limit"])
 
 
 def bytes_per_token(model: Path, context: int, kv_bytes: int) -> int:
-    """What one row's step has to read: of the embeddings one row, of a layer's experts those of one token, keys and
-    values of so many bytes each, and everything else."""
+    """Bytes that one row's step reads: one row of the embedding, the experts of one token, keys and values of
+    `kv_bytes` each, and all other weights."""
     config = json.loads((model / "config.json").read_text())
     kv = 2 * kv_bytes * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * context
     share = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
@@ -233,7 +233,7 @@ def bytes_per_token(model: Path, context: int, kv_bytes: int) -> int:
 
 
 def ratio(found: dict[str, Any], key: str) -> float:
-    """Median over rounds of ours to theirs."""
+    """Median over rounds of phalanx's figure divided by llama.cpp's."""
     pairs = zip(found["phalanx"][key], found["llama.cpp"][key], strict=True)
     return float(statistics.median(a / b for a, b in pairs))
 

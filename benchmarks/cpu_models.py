@@ -1,7 +1,7 @@
-"""Models of real shapes with random 4-bit weights, for measuring speed: as mlx-lm reads them, and as llama.cpp does.
+"""Models of real shapes with random 4-bit weights, for measuring speed, in the formats of mlx-lm and of llama.cpp.
 
-Both hold the same number of bits per weight: MLX's affine 4 bit in groups of 64 with 16-bit scale and offset is 4.5,
-and so is Q4_0 (32 weights share a 16-bit scale). MLX's 16 bits are bfloat16, as in what is published of such shapes.
+Both formats have 4.5 bits per weight: MLX's affine 4 bit in groups of 64 with 16-bit scale and offset, and Q4_0, in
+which 32 weights share a 16-bit scale. MLX's 16 bits are bfloat16, as in published models of these shapes.
 Neither file needs training, a download or a quantiser.
 """
 
@@ -27,7 +27,7 @@ Q4_0_BYTES = 18  # a half, then 16 bytes of nibbles
 
 @dataclass(frozen=True)
 class Shape:
-    """An architecture in the words of its config.json."""
+    """An architecture, as entries of its config.json."""
 
     name: str
     config: dict[str, Any]
@@ -38,7 +38,7 @@ def _config(model_type: str, **entries: Any) -> dict[str, Any]:
 
 
 def _mixture(**entries: Any) -> dict[str, Any]:
-    """Of experts, in every layer."""
+    """A mixture of experts in every layer."""
     return _config(
         "qwen3_moe",
         num_hidden_layers=16,
@@ -87,7 +87,7 @@ SHAPES = {
             head_dim=64,
         ),
     ),
-    "qwen3-moe-7b": Shape(  # of OLMoE's size: 7 G parameters, 1.3 of which a token meets
+    "qwen3-moe-7b": Shape(  # of OLMoE's size: 7 G parameters, 1.3 G of them active per token
         "qwen3-moe-7b",
         _mixture(
             hidden_size=2048,
@@ -102,7 +102,7 @@ SHAPES = {
 
 
 def write_mlx(shape: Shape, folder: Path) -> Path:
-    """The model as mlx-lm reads it, written unless it is there; rows of the output layer for bytes and EOS are 0."""
+    """Write the model for mlx-lm, unless it exists. Rows of the output layer for byte tokens and EOS are 0."""
     path = folder / f"{shape.name}-mlx"
     if (path / "complete").exists():
         return path
@@ -126,7 +126,7 @@ def write_mlx(shape: Shape, folder: Path) -> Path:
 
 
 def _quantised(path: str, module: nn.Module) -> bool:
-    """Everything but the router of a mixture of experts, as in converted models."""
+    """Whether a module is quantised: all but the router of a mixture of experts, as in converted models."""
     return hasattr(module, "to_quantized") and not path.endswith(".gate")
 
 
@@ -143,7 +143,7 @@ def _random(name: str, array: mx.array, draw: np.random.Generator) -> mx.array:
 
 
 def write_gguf(shape: Shape, folder: Path) -> Path:
-    """The same shape as llama.cpp reads it, all matrices Q4_0 but the router of a mixture of experts."""
+    """Write the same shape for llama.cpp: all matrices Q4_0 but the router of a mixture of experts."""
     import gguf  # noqa: PLC0415  (of the benchmark's own extra)
 
     path = folder / f"{shape.name}.gguf"

@@ -1,14 +1,14 @@
-"""How long does a fault go unnoticed, and how long until the streams go on? Real groups, every kind of fault.
+"""Seconds until a fault is noticed and until streams resume, for real groups and every kind of fault.
 
 A stream runs on a group of ranks; then a rank is killed, stopped or stuck, or the fabric delivers a wrong buffer.
 
-    noticed   from the fault (or the last token before it) to the leader's verdict reaching the server, or to the end of
-              the leader's process
-    down      until no process of the group is left: ranks get 3 s to go by themselves, then they are killed
+    noticed   from the fault (or the last token before it) until the leader's verdict reaches the server, or the
+              leader's process ends
+    down      until no process of the group is left: ranks get 3 s to end, then the server kills them
     back      until the stream's next token, from a group that has started, loaded and tested itself again
 
-What to expect: a death closes a connection (milliseconds); silence takes --silence-seconds (2 s); a rank that stands
-still takes the step's limit, the larger of --wedge-seconds and 5 times the predicted step. The last line is JSON.
+What to expect: a death closes a connection (milliseconds); silence takes --silence-seconds (2 s); a stuck
+rank takes the step's limit, the larger of --wedge-seconds and 5 times the predicted step. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ REQUEST = SequenceRequest(
 
 
 class Watched(EngineProcess):
-    """Notes when what happened. An `EngineListener` of itself."""
+    """An engine that records the time of every event, as its own `EngineListener`."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -80,7 +80,7 @@ class Watched(EngineProcess):
         self.news.set()
 
     def on_batch(self, batch: Batch) -> None:
-        """Tokens."""
+        """Record tokens."""
         for event in batch.events:
             if isinstance(event, Tokens):
                 self.tokens += event.tokens
@@ -93,24 +93,24 @@ class Watched(EngineProcess):
         self.news.set()
 
     def on_ready(self, info: ModelInfo) -> None:
-        """Begin, or go on."""
+        """Submit the request, or the rest of it after a restart."""
         self.send(Submit(replace(REQUEST, committed=list(self.tokens))))
 
     def on_down(self, reason: str, will_restart: bool) -> None:
-        """The group is gone."""
+        """Record the end of the group."""
         self.reason = reason
         self.note("noticed")
         self.note("down")
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait, looking again after every event."""
+        """Wait until the condition holds; checks it after every event."""
         while not condition():
             await self.news.wait()
             self.news.clear()
 
 
 async def suffer(config: EngineConfig, fault: str | Callable[[EngineProcess], None]) -> dict[str, Any]:
-    """Seconds, and the reason given."""
+    """Cause a fault in a running stream. Returns the seconds of each stage and the reported reason."""
     engine = Watched(replace(config, inject=fault) if isinstance(fault, str) else config)
     await engine.start()
     try:

@@ -1,9 +1,9 @@
-"""Native CPU kernels against stock MLX, one beside the other in one process, and against what the machine can read.
+"""Native CPU kernels against stock MLX in one process, and against the machine's read bandwidth.
 
-A product of few rows reads every weight once and does little with it: it can be as fast as memory (GB/s against the
-read limit). A product of many rows is limited by arithmetic (GFLOP/s). Both are printed; which one counts is a matter
-of the rows. Times are medians over turns, ours and stock in alternation. A turn evaluates some results at once, as a
-model does: alone, each would pay for waking the threads.
+A product of few rows reads every weight once and computes little, so memory limits it (GB/s against the read limit). A
+product of many rows is limited by arithmetic (GFLOP/s). Both figures are printed; the number of rows decides which one
+is the limit. Times are medians over turns, in which native kernels and stock MLX alternate. A turn evaluates several
+results at once, as a model does: a single result would include waking the threads.
 
     python benchmarks/kernels.py [--threads 2] [--repeats 15] [--only qmm]
 
@@ -30,14 +30,14 @@ import numpy as np
 ops = phalanx_cpu.ops
 library = ctypes.CDLL(str(phalanx_cpu.LIBRARY))
 TURN_SECONDS = 0.05
-"""A turn is as many results as fit, and at least one."""
+"""A turn evaluates as many results as fit into this, and at least one."""
 STOCK_SECONDS = 1.0
-"""Where stock MLX takes longer than this for one result, it is measured once."""
+"""If stock MLX takes longer than this for one result, it is measured once."""
 
 
 @dataclass
 class Case:
-    """One operation: `make(i)` gives the lazy result of the i-th of several copies that caches do not hold together."""
+    """One operation. `make(i)` is the lazy result on the i-th of several copies, which together exceed the caches."""
 
     name: str
     ours: Callable[[int], mx.array]
@@ -54,7 +54,7 @@ def quantised(rows: int, inner: int, outer: int, bits: int, group: int, precisio
     w = mx.random.randint(0, 1 << 31, (copies, outer, inner * bits // 32)).astype(mx.uint32)
     scales, biases = (mx.random.normal((copies, outer, inner // group)).astype(mx.float16) for _ in range(2))
     x = mx.random.normal((rows, inner))
-    # arrays of their own, as a model's weights are: MLX copies views of larger ones
+    # separate arrays, as a model's weights: MLX copies views of larger ones
     ws, ss, bs = ([mx.array(np.array(part)) for part in whole] for whole in (w, scales, biases))
     mx.eval(x)
     return Case(
@@ -86,7 +86,7 @@ def experts(rows: int) -> Case:
 
 
 def attention(rows: int, length: int) -> Case:
-    """A token of each of so many rows, 32 heads over 8 of keys, 64 wide."""
+    """One token in each of `rows` rows: 32 query heads, 8 key heads, 64 wide, `length` keys."""
     q = mx.random.normal((rows, 32, 1, 64))
     keys = [mx.random.normal((rows, 8, length, 64)) for _ in range(16)]
     mx.eval(q, keys)
@@ -135,7 +135,7 @@ ALONG_ROWS: dict[str, tuple[tuple[int, ...], Row, Row]] = {
     "arg_partition": ((8, 128), lambda x: ops.arg_partition(x, -8), lambda x: mx.argpartition(x, -8, axis=-1)),
     "top_k": ((8, 32_000), lambda x: ops.top_k(x, 50)[1], lambda x: mx.argsort(-x, axis=-1)[:, :50]),
 }  # fmt: skip
-"""Shape, and what is done with each row."""
+"""Name -> shape and operation along each row."""
 
 
 def along_rows(name: str) -> Case:
@@ -148,7 +148,7 @@ def along_rows(name: str) -> Case:
 
 
 def cases(only: str) -> Iterator[Case]:
-    """Each is made when it is due: together they would not fit."""
+    """Yield the cases one by one: together they would not fit into memory."""
     if "qmm".startswith(only):
         for rows in (1, 8, 512):
             for precision in ("exact", "fast"):
@@ -163,7 +163,7 @@ def cases(only: str) -> Iterator[Case]:
 
 
 def seconds(run: Callable[[int], mx.array], results: int) -> float:
-    """For one of so many results."""
+    """Seconds per result, of `results` results evaluated at once."""
     start = time.perf_counter()
     mx.eval([run(i) for i in range(results)])
     return (time.perf_counter() - start) / results
@@ -174,7 +174,7 @@ def turn(copies: int, first: float) -> int:
 
 
 def measure(case: Case, repeats: int) -> tuple[float, float]:
-    """Median seconds of ours and of stock MLX."""
+    """Median seconds of the native kernels and of stock MLX."""
     first_ours, first_stock = seconds(case.ours, 1), seconds(case.stock, 1)
     ours, stock = [], []
     for _ in range(repeats):
@@ -194,11 +194,11 @@ class ReadPass(ctypes.Structure):
 
 
 AHEAD = (0, 4096)
-"""Bytes fetched ahead: processors read faster with or without."""
+"""Bytes to prefetch ahead. Some processors read faster with it, others without."""
 
 
 def read_limit(repeats: int) -> float:
-    """Bytes per second that all threads together can read of 1 GiB, which no cache holds: some hold 480 MiB."""
+    """Bytes per second that all threads together read of 1 GiB. Some processors have 480 MiB of cache."""
     data = np.ones(1 << 28, np.uint32)
     times: dict[int, list[float]] = {ahead: [] for ahead in AHEAD}
     for _ in range(repeats):

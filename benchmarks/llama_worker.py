@@ -48,7 +48,7 @@ class Engine:
             raise SystemExit(f"llama_decode failed with {status}")
 
     def greedy(self, index: int) -> int:
-        """The likeliest token after entry `index` of the last batch."""
+        """The most likely token after entry `index` of the last batch."""
         logits = llama.llama_get_logits_ith(self.context, index)
         array = np.ctypeslib.as_array(ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (self.vocab,))
         return int(array.argmax())

@@ -2,19 +2,19 @@
 
 A rank of N needs 1/N of most tensors. mlx-lm's `sharded_load` builds lazy slices of whole tensors and evaluates them
 all: every rank reads everything, and whole tensors are in memory beside their slices. Phalanx copies a rank's rows out
-of the files, tensor by tensor. So what counts is
+of the files, tensor by tensor. The figures are
 
 - peak resident memory of a rank (sampled, above what the process had before): at most its part of the weights, the
   part of the largest tensor, and 300 MB;
 - bytes copied from files: at most the part and 1 %;
-- bytes the disk had to read when nothing was cached: a rank that has columns of a matrix still touches every page of
-  it, where half a row is shorter than a page;
+- bytes that the disk reads when nothing is cached: a rank with columns of a matrix still touches every page of it if
+  half a row is shorter than a page;
 - time: at most 0.8 of mlx-lm's, for one rank with nothing cached, as on a machine of its own, and for both ranks at
-  once with everything cached. (With nothing cached and both ranks on one disk, the disk has to read everything in
-  either way: that ratio says how well the disk is kept busy.)
+  once with everything cached. (With nothing cached and both ranks on one disk, the disk reads everything either way:
+  that ratio shows how well the disk is kept busy.)
 
-A virtual machine may have given free memory back to its host, and then pays up to 3 s per GB for touching it again,
-whoever does it. So every run, of either method, first touches as much as it will need and lets go of it.
+A virtual machine may have returned free memory to its host; touching that memory again takes up to 3 s per GB. Every
+run of either method therefore first touches as much memory as it will need, and frees it.
 
 Two models of 2.1 GB in 4 bits are written to a temporary directory: a llama and a mixture of experts. Ranks are
 processes without a group: loading needs none. Ends in one JSON line.
@@ -69,7 +69,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 METHODS = ("phalanx", "mlx-lm")
 STATES = {"alone, cold": (1, True), "both, cold": (2, True), "both, warm": (2, False)}
-"""How many ranks load at once, and whether the kernel has forgotten the files."""
+"""Number of ranks that load at once, and whether the page cache was dropped."""
 
 
 def write_model(name: str, path: Path) -> None:
@@ -94,11 +94,11 @@ def write_model(name: str, path: Path) -> None:
             os.fsync(stream.fileno())  # only clean pages can be dropped
 
 
-# -- one rank, in a process of its own -----------------------------------------------------------------------------
+# -- one rank, in a subprocess -------------------------------------------------------------------------------------
 
 
 class Rank:
-    """A place in a group that is not there: what mlx-lm's recipes and phalanx's loader ask of one."""
+    """A rank of a simulated group, as mlx-lm's recipes and phalanx's loader use one."""
 
     group = None
 
@@ -119,7 +119,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class StubGroup:
-    """The same for mlx-lm, which calls methods."""
+    """The same rank for mlx-lm, which calls methods."""
 
     number: int
 
@@ -131,7 +131,7 @@ class StubGroup:
 
 
 class Watch(threading.Thread):
-    """Samples this process's resident memory."""
+    """A thread that samples this process's resident memory."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -147,7 +147,7 @@ class Watch(threading.Thread):
 
 
 def back_memory(path: Path) -> None:
-    """Touch as much memory as loading may take, the kernel's copy of the files included, and free it."""
+    """Touch as much memory as loading may take, the page cache included, and free it."""
     size = 2 * sum(file.stat().st_size for file in path.glob("*.safetensors"))
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -158,13 +158,13 @@ def back_memory(path: Path) -> None:
 
 
 def disk_bytes() -> int:
-    """Bytes this process made the disk read."""
+    """Bytes that the disk read for this process."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["read_bytes"])
 
 
 def run_rank(method: str, path: Path, number: int, together: int) -> dict[str, Any]:
-    """Load one rank's part while so many ranks load; what it took."""
+    """Load one rank's part while `together` ranks load. Returns the figures."""
     mx.set_default_device(mx.cpu)
     mx.eval(mx.zeros(1))
     copied = None
@@ -197,18 +197,18 @@ def run_rank(method: str, path: Path, number: int, together: int) -> dict[str, A
     }
 
 
-# -- all of it -----------------------------------------------------------------------------------------------------
+# -- all ranks -----------------------------------------------------------------------------------------------------
 
 
 def drop_cache(path: Path) -> None:
-    """Let the kernel forget the model's files."""
+    """Drop the model's files from the page cache."""
     for file in path.glob("*.safetensors"):
         with file.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def run_ranks(method: str, path: Path, ranks: int, cold: bool) -> list[dict[str, Any]]:
-    """The first `ranks` ranks at once."""
+    """Load the first `ranks` ranks at once."""
     if cold:
         drop_cache(path)
     command = [sys.executable, str(Path(__file__).resolve()), "--rank", method, str(path), str(ranks)]
@@ -218,7 +218,7 @@ def run_ranks(method: str, path: Path, ranks: int, cold: bool) -> list[dict[str,
 
 
 def measure(path: Path, rounds: int) -> dict[str, Any]:
-    """Both methods in turn. Times are the least disturbed round's, of its slower rank; sizes those of the larger."""
+    """Measure both methods in turn. Times are the slower rank's of the fastest round; sizes are the larger rank's."""
     runs: dict[tuple[str, str], list[list[dict[str, Any]]]] = {}
     for _ in range(rounds):
         for state, (ranks, cold) in STATES.items():

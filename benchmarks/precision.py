@@ -1,8 +1,8 @@
-"""What `--cpu-precision` and `--dtype bfloat16` cost: held-out loss and greedy agreement of the demo model, at 4 bits.
+"""The accuracy of `--cpu-precision` and `--dtype bfloat16`: held-out loss and greedy agreement of the demo model.
 
-The bundled weights have 8 bits, for which `fast` is not faster on every processor; 4-bit ones are what people serve.
-Each way computes in a process of its own over the same held-out text (`tools/demo_model`): MLX's own kernels, exact,
-bfloat16 (scales and all), fast. Agreement: at how many positions the likeliest next token is the one MLX finds. The
+The model is quantised to 4 bits, as most served models are. (With the bundled 8 bits, `fast` is not faster on every
+processor.) Each variant runs in a subprocess over the same held-out text (`tools/demo_model`): MLX's own kernels,
+exact, bfloat16 (scales included), fast. Agreement is the share of positions with the same most likely token as MLX. The
 last line is JSON.
 """
 
@@ -47,7 +47,7 @@ def text() -> np.ndarray:
 
 
 def model(bits: int) -> Any:
-    """The demo model with so many bits per weight, computing in float32."""
+    """The demo model with `bits` bits per weight and float32 activations."""
     loaded, config = load_model(MODEL_DIR)
     plain = dequantize_model(loaded)
     plain.update(tree_map(lambda p: p.astype(mx.float32), plain.parameters()))
@@ -57,7 +57,7 @@ def model(bits: int) -> Any:
 
 
 def compute(way: str, bits: int, out: Path) -> None:
-    """Loss in nats per token, and the likeliest token after every position."""
+    """Write the loss in nats per token, and the most likely token after every position."""
     network = model(bits)
     if way == "bfloat16":
         network.set_dtype(mx.bfloat16)

@@ -1,8 +1,9 @@
 """A random-weight llama of about 100 M parameters on disk, for measuring speed without a download.
 
-4-bit weights in groups of 64 with float32 scales: on CPUs stock MLX is 10-30x slower with 16-bit ones, which would
-measure that and nothing else. The rows of the output layer that belong to single bytes and to the end-of-sequence
-token are zero, so that greedy decoding never picks them: answers are as long as asked for and every token is text.
+4-bit weights in groups of 64 with float32 scales: on CPUs stock MLX is 10-30x slower with 16-bit scales, and the
+benchmark would measure nothing else. The rows of the output layer that belong to single bytes and to the end-of-
+sequence token are zero, so that greedy decoding never picks them: answers are as long as asked for and every token is
+text.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ CONFIG = {
     "tie_word_embeddings": False,
     "eos_token_id": 0,
 }
-VERSION = 1  # of what this file writes; a directory of another version is written again
+VERSION = 1  # of the written files; a directory of another version is written again
 
 
 def random_model(directory: Path) -> Path:
-    """The model in `directory`, written unless it is there already."""
+    """Write the model into `directory`, unless it exists. Returns its path."""
     path = directory / f"random-llama-100m-v{VERSION}"
     if (path / "complete").exists():
         return path
@@ -63,7 +64,7 @@ def random_model(directory: Path) -> Path:
 
 
 def write_tokenizer(path: Path) -> set[int]:
-    """A byte-level tokenizer: text is one token per byte, answers are made of words. Ids of EOS and the bytes."""
+    """Write a byte-level tokenizer: one token per byte of text. Returns the ids of EOS and the byte tokens."""
     draw = random.Random(0)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words: dict[str, None] = {}

@@ -2,17 +2,17 @@
 
 What to expect. Two ranks on one machine of two cores read the same weights through the same memory, so at best the
 compute part of a step halves; each sum over ranks costs its latency (13 to 60 us over mpi, measured by the self-test in
-the same run), and there are two per layer. A ring spins a core while it waits. What a step is made of is split into:
+the same run), and there are two per layer. A ring spins a core while it waits. The time of a step is split into:
 
     compute      the model call, less the sums
-    collectives  sums per forward x their measured latency at the size they have with one row
-    control      handing the plan to the other ranks
-    own          everything else: scheduling, bookkeeping, messages to the server
+    collectives  sums per forward x their measured latency at the size of one row
+    control      sending the plan to the other ranks
+    own          the rest: scheduling, bookkeeping, messages to the server
 
-Servers take turns, each started for its turn: an idle mlx_lm group keeps spinning, and would slow the others down.
-`--model llama-1b` takes a model of that shape instead (`cpu_models.py`), whose weights no cache holds, and leaves
-mlx_lm.server out, which would take minutes for a token. One rank has two threads, each of two ranks one. Ratios are
-taken within a round, then their median. The last line is one JSON object.
+Servers take turns, and each is started for its turn: an idle mlx_lm group spins and would slow the others down.
+`--model llama-1b` uses a model of that shape (`cpu_models.py`), whose weights exceed every cache, and leaves out
+mlx_lm.server, which would take minutes per token. One rank has two threads, each of two ranks has one. Ratios are taken
+within a round, then their median. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ THEIRS = "mlx_lm.server, 2 ranks (ring)"
 
 
 def subjects(model: Path, theirs: Path | None) -> dict[str, Callable[[], AbstractContextManager[str]]]:
-    """Every server, by name; mlx_lm's only where it may write a log."""
+    """Name -> server; mlx_lm's only with a path for its log."""
     two = ("--tp", "2", "--backend")
     servers: dict[str, Callable[[], AbstractContextManager[str]]] = {
         BASE: lambda: phalanx(model),
@@ -101,7 +101,7 @@ def main() -> int:
 async def measure(
     name: str, url: str, turn: int, speeds: dict[int, list[float]], splits: list[dict[str, float]]
 ) -> None:
-    """Decode tokens/s at each concurrency; for ours also what a step of one row is made of."""
+    """Decode tokens/s at each concurrency; for phalanx also its counters per step of one row."""
     async with open_client(url) as client:
         await stream_chat(client, request("warm up", 4))
         for concurrency, tokens in TOKENS.items():
@@ -135,7 +135,7 @@ def split(counters: list[dict[str, float]], sum_us: float, config: dict[str, Any
 
 
 def sum_latency_us(model: Path, config: dict[str, Any], backend: str) -> float:
-    """Of one row's sum, as the self-test of a group measures it."""
+    """Microseconds of one row's sum, measured by the self-test of a group."""
     command = [sys.executable, "-m", "phalanx", "selftest", str(model), "--tp", "2", "--backend", backend, "--json"]
     answer = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     wanted = 4 * config["hidden_size"]
@@ -148,7 +148,7 @@ def latency_for(name: str, latency: dict[str, float]) -> float:
 
 
 def ratio(speeds: dict[str, dict[int, list[float]]], name: str, concurrency: int) -> float:
-    """To one rank of ours, within rounds."""
+    """Median ratio within rounds to one rank of phalanx."""
     pairs = zip(speeds[name][concurrency], speeds[BASE][concurrency], strict=True)
     return statistics.median(a / b for a, b in pairs)
 

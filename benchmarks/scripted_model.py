@@ -1,10 +1,10 @@
-"""A model that recites, and draft models that know the text well or not at all: real documents at any model's price.
+"""Makes a model that generates given documents, and draft models that know them well or not at all.
 
-Whether drafts are accepted depends on how a text goes on, so speculation cannot be measured on random weights; and no
-model worth listening to comes with this repository. GPT-2 adds a learned vector to every position. Here that vector
-points at the next token of a document, and the layers, whose weights are random, end in zeros: a step costs what it
-costs in any model of that size, and what is said is the document, from the place where the prompt ends. Several works
-share a model, for their answers lie at different positions.
+The acceptance of drafts depends on the generated text, so speculation cannot be measured on random weights, and this
+repository has no large trained model. GPT-2 adds a learned vector to every position. Here that vector points at the
+next token of a document. The layers have random weights and zero output projections. A step therefore takes as long as
+in any model of that size, and the model generates the document from the end of the prompt on. Several works share a
+model, because their answers have different positions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 ANSWER = 256  # tokens
 POSITIONS = 2048
-LOUDNESS = 4.0  # of the next token's vector against the current one's
+LOUDNESS = 4.0  # factor on the next token's vector, against the current token's
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 NAMES = "Ada Bela Cleo Dora Emil Fritz Gaia Hugo Ines Jonas Kara Levi Mona Nils Olga Pavel".split()
 TOWNS = "Lisbon Oslo Verona Cairo Quito Hanoi Perth Lima Tunis Riga".split()
@@ -36,21 +36,21 @@ THINGS = "lantern compass kettle ribbon saddle violin marble feather".split()
 
 @dataclass(frozen=True)
 class Size:
-    """Of a GPT-2."""
+    """The size of a GPT-2."""
 
     width: int  # a multiple of 64
     layers: int
 
 
 TARGETS = {"100m": Size(1024, 8), "1b": Size(2048, 16)}
-"""By parameters beside vocabulary and positions. In a step of the small one Python counts, and who else uses the
-machine; in one of the large one memory and arithmetic do."""
+"""Parameters, without vocabulary and positions -> size. Python and other processes dominate a step of the small model;
+memory and arithmetic dominate a step of the large one."""
 DRAFT = Size(256, 4)  # 3 M
 
 
 @dataclass(frozen=True)
 class Work:
-    """A prompt, and how its answer reads."""
+    """A prompt and its answer."""
 
     name: str
     prompt: str
@@ -58,7 +58,7 @@ class Work:
 
 
 def works() -> list[Work]:
-    """What people have models do. Each prompt is longer than prompt and answer of the one before."""
+    """Typical tasks. Each prompt is longer than prompt and answer of the task before, so that no positions overlap."""
     prose = re.sub(r"[`*|]", "", (ROOT / "docs" / "design.md").read_text())
     code = (ROOT / "src" / "phalanx" / "sched" / "prefix.py").read_text()
     draw = random.Random(3)
@@ -75,10 +75,10 @@ def works() -> list[Work]:
 
 
 def reciter(directory: Path, size: Size, *, knows: float = 1.0) -> Path:
-    """A model that answers the works' prompts, in a chat without roles.
+    """Write a model that answers the works' prompts, with a chat template without roles. Returns its path.
 
     Args:
-        knows: share of the positions at which it says the right token; elsewhere it says another one.
+        knows: share of the positions at which the model generates the right token; at others it generates a wrong one.
     """
     path = directory / f"reciter-{size.width}x{size.layers}-{knows:g}"
     path.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def reciter(directory: Path, size: Size, *, knows: float = 1.0) -> Path:
 
 
 def _said(tokenizer: Tokenizer, vocabulary: int, knows: float) -> list[int]:
-    """By position of the token that is fed: the token that follows."""
+    """Position of the input token -> the token that the model generates next."""
     draw = random.Random(7)
     said = [draw.randrange(vocabulary) for _ in range(POSITIONS)]
     taken = 0
@@ -121,7 +121,7 @@ def _said(tokenizer: Tokenizer, vocabulary: int, knows: float) -> list[int]:
 
 
 def _write_tokenizer(path: Path) -> int:
-    """The demo's, with an end that is never reached; the size of its vocabulary."""
+    """Write the demo model's tokenizer with an EOS that is never generated. Returns the size of its vocabulary."""
     shutil.copy(DEMO / "tokenizer.json", path)
     settings = json.loads((DEMO / "tokenizer_config.json").read_text())
     changes = {"eos_token": NEVER_SAID, "chat_template": TEMPLATE}

@@ -1,4 +1,4 @@
-"""The two servers under comparison, started as their users start them, and the models they serve."""
+"""Starts the two servers of a comparison, as users start them, and makes the models that they serve."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEVER_SAID = "<|system|>"  # a token the demo model does not write
 
 @contextmanager
 def phalanx(model: Path, *flags: str) -> Iterator[str]:
-    """Our server with its defaults, but for these flags; its base URL."""
+    """Run phalanx's server with default settings and these flags; yields its base URL."""
     server = PrivateServer(str(model), ["--port", "0", "--served-model-name", MODEL_NAME, *flags])
     try:
         server.wait_ready(lambda line: None)
@@ -38,7 +38,7 @@ def phalanx(model: Path, *flags: str) -> Iterator[str]:
 
 @contextmanager
 def mlx_lm(model: Path, log: Path, *flags: str, ranks: int = 1) -> Iterator[str]:
-    """mlx_lm.server with its defaults (up to 32 rows decoded together), but for these flags; its base URL.
+    """Run mlx_lm.server with default settings (up to 32 rows per batch) and these flags; yields its base URL.
 
     With several ranks under `mlx.launch`, on a ring (its default).
     """
@@ -72,7 +72,7 @@ def mlx_lm(model: Path, log: Path, *flags: str, ranks: int = 1) -> Iterator[str]
 
 
 def endless_demo(directory: Path) -> Path:
-    """The demo model with another end-of-sequence token, so that answers are as long as asked for on both servers."""
+    """The demo model with another EOS, so that answers have the requested length on both servers."""
     path = directory / "demo-endless"
     shutil.copytree(DEMO, path, dirs_exist_ok=True)
     tokenizer = json.loads((path / "tokenizer.json").read_text())

@@ -3,12 +3,12 @@
 What to expect. Decoding reads every weight once per step, so one stream cannot be faster than bytes of weights over
 memory bandwidth, and rows computed together share that read. Stock MLX's CPU kernels are far from that limit: they
 cost about the same per row however many rows there are, so on a CPU tokens/s hardly grow with concurrency and both
-servers, which call the same kernels, meet the same ceiling. What is left to differ is everything around the model
-call: batching, caches, sampling, transport. That is measured in three ways:
+servers, which call the same kernels, have the same ceiling. They differ in everything around the model call: batching,
+caches, sampling, transport. Three measurements show it:
 
 1. Concurrency 1, 4 and 16: decode tokens/s (while all streams decode), output tokens/s (from the first request to the
-   last token, so with prefill), time to first token. Greedy, equal token counts, prompts that no
-   prefix cache has seen. Rounds alternate A B, B A, ...; ratios are taken within a round, then their median.
+   last token, so with prefill), time to first token. Greedy, equal token counts, prompts that
+   are in no prefix cache. Rounds alternate A B, B A, ...; ratios are taken within a round, then their median.
 2. Time to first token of a short prompt that arrives while a long one is being prefilled. A server that prefills the
    long prompt in one piece makes the short one wait for all of it; chunks make it wait for one chunk.
 3. phalanx's own time per step outside the model call, from its metrics: scheduling, plans, bookkeeping, messages.
@@ -49,7 +49,7 @@ WORDS = "river stone light seven garden letter winter bread engine silver mornin
 
 @dataclass(frozen=True)
 class Point:
-    """One load: `concurrency` streams at once, each with a prompt of so many words behind a number of its own."""
+    """One load: `concurrency` streams at once; each prompt is a unique number and a given count of words."""
 
     concurrency: int
     words: int
@@ -58,7 +58,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the loads that suit its size."""
+    """A model and its loads."""
 
     name: str
     write: Callable[[Path], Path]
@@ -87,7 +87,7 @@ SUBJECTS = (
 
 @dataclass
 class Pairs:
-    """A figure of both servers, one value each per round."""
+    """A figure of both servers: one value per server and round."""
 
     title: str
     higher_is_better: bool
@@ -95,7 +95,7 @@ class Pairs:
 
     @property
     def ratio(self) -> float:
-        """Median over rounds of how many times better ours is."""
+        """Median over rounds of the ratio by which phalanx is better."""
         pairs = zip(self.values["phalanx"], self.values["mlx_lm"], strict=True)
         return statistics.median(a / b if self.higher_is_better else b / a for a, b in pairs)
 
@@ -103,7 +103,7 @@ class Pairs:
         return {**self.values, "ratio": self.ratio}
 
     def add_to(self, table: Table) -> None:
-        """As a line."""
+        """The figure as a line of the table."""
         table.add_row(self.title, *(spread(values) for values in self.values.values()), f"{self.ratio:.2f}x")
 
 
@@ -157,7 +157,7 @@ async def compare(subject: Subject, directory: Path, rounds: int, console: Conso
 async def measure(
     clients: Mapping[str, httpx.AsyncClient], point: Point, rounds: int, seconds: float
 ) -> dict[str, Pairs]:
-    """Speed and mean TTFT, one pair per round."""
+    """Measure tokens/s and mean TTFT (ms) of both servers, one pair per round."""
     at = f"concurrency {point.concurrency}"
     decode = Pairs(f"{at}: decode tokens/s", True)
     output = Pairs(f"{at}: output tokens/s", True)
@@ -197,18 +197,18 @@ async def measure_beside(clients: Mapping[str, httpx.AsyncClient], subject: Subj
 
 
 def order(turn: int) -> tuple[str, str]:
-    """A B, B A, A B, ...: slow drifts of the machine hit both."""
+    """The order A B, B A, A B, ...: slow drifts of the machine affect both servers."""
     return ("phalanx", "mlx_lm") if turn % 2 == 0 else ("mlx_lm", "phalanx")
 
 
 def prompt(words: int, turn: int, index: int) -> str:
-    """Text that differs from every other (turn, index) from its first word on, so that no prefix cache helps."""
+    """A text whose first word differs from that of every other (turn, index), so that no prefix is cached."""
     picks = [WORDS[(7 * turn + 3 * index + i * (index + 2)) % len(WORDS)] for i in range(words)]
     return f"{turn}.{index} " + " ".join(picks)
 
 
 def request(text: str, tokens: int) -> dict[str, Any]:
-    """A greedy chat request for exactly so many tokens."""
+    """A greedy chat request for exactly `tokens` tokens."""
     return {
         "model": MODEL_NAME,
         "messages": [{"role": "user", "content": text}],
@@ -218,7 +218,7 @@ def request(text: str, tokens: int) -> dict[str, Any]:
 
 
 def check(name: str, load: Load, point: Point) -> None:
-    """Both must have done the same work."""
+    """Check that no request failed and that every answer has the requested length."""
     if load.failures:
         raise RuntimeError(f"{name} failed {len(load.failures)} requests, the first: {load.failures[0]}")
     counts = {exchange.completion_tokens for exchange in load.exchanges}
@@ -250,13 +250,13 @@ def own_time(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 
 
 def spread(values: list[float]) -> str:
-    """Median and extremes."""
+    """Median and extremes, as text."""
     digits = 1 if statistics.median(values) < 1000 else 0
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} .. {max(values):.{digits}f})"
 
 
 def progress(text: str) -> None:
-    """To stderr: stdout is the table and the JSON line."""
+    """Print to stderr: stdout has the table and the JSON line."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,29 +1,27 @@
-"""Speculation on against off: repetitive and free text, good drafters and hostile ones, one row to sixteen, one rank
-and two, in one run, with and without drafts in turns.
+"""Speculation against non-speculative decoding: repetitive and free text, good and hostile drafters, one to sixteen
+rows, one and two ranks. Both kinds of decoding take turns in one run.
 
-What to expect. A step reads every weight once, whatever it computes, so k further tokens cost little where reading
-dominates and k times as much where computing does: two cores with native kernels lie between. A text that repeats
-itself, or its prompt, gains what its drafts save in steps, up to k + 1; free text has nothing to gain, and the control
-has to see that soon, which is what the hostile drafters measure (`LEAST` is the least it may come to). With many rows
-a step is computing already, so there is less to gain. The hostile ones are wrong whatever the text, so they are
-measured on free text only.
+What to expect. A step reads every weight once, whatever it computes. So k further tokens cost little where memory is
+the limit and k times as much where arithmetic is; two cores with native kernels lie between. A text that repeats itself
+or its prompt gains up to a factor of k + 1. Free text gains nothing, and the control must notice that soon: the hostile
+drafters measure it, and `LEAST` is the least allowed ratio. With many rows arithmetic is the limit already, so the gain
+is smaller. Hostile drafters are wrong on every text, so they are measured on free text only.
 
-The model recites documents (`scripted_model.py`), so what is accepted is what the documents are like: records as JSON,
-code with a name changed, lines picked from a long list, prose. Drafters learn from a request's own tokens only, since
-every answer here comes more than once; but "seen before" may remember earlier answers, so that its drafts are right and
-cost nothing: no drafter can gain more. The same answer must come from every server, speculating or not.
+The model generates given documents (`scripted_model.py`), and acceptance is as on these documents: records as JSON,
+code with a changed name, lines selected from a long list, prose. Every answer is generated more than once, so drafters
+learn from a request's own tokens only. The exception is "seen before", which remembers earlier answers: its drafts are
+right and free, so it is the upper limit. Every server must give the same answers, with and without speculation.
 
-Two servers that are alike differ by up to 8 %, so each is compared with itself. On repetitive text the same requests
-come a moment before or after, wanting no drafts (`num_speculative_tokens`). On free text, where per cents count, that
-is too coarse: whole answers of one server differ by 6 % from each other, but steps hardly from their neighbours, so
-there drafts and none take turns every few steps of the same answers (`compare_steps`), and a round is known to 2 %. It
-is measured more often where it is not clear yet on which side of `LEAST` the ratio lies. Beside them "off" says what a
-server without speculation does. One server at a time has all the memory: prompts are read once, so that a load is
-decoding, not reading prompts again.
+Two equal servers differ by up to 8 %, so each server is compared with itself. On repetitive text the same requests run
+just before or after without drafts (`num_speculative_tokens`). On free text single per cents matter, and whole answers
+of one server differ by 6 %, while neighbouring steps hardly differ. There drafts are switched on and off every few
+steps within the same answers (`compare_steps`), which measures a round to 2 %. A point is measured again while it is
+unclear on which side of `LEAST` its ratio lies. The variant "off" is a server without speculation. Servers run one at a
+time and have all the memory; prompts stay in the prefix cache, so that a load consists of decoding.
 
-mlx-lm's own speculation runs on the same two models, with one row and on stock kernels, which is what it has: the ratio
-to ours is that of the systems. Speeds are output tokens/s after the first token; ratios are taken within a round; the
-table has their mean and its standard error. The last line is one JSON object.
+mlx-lm's own speculation runs on the same two models with one row and its stock kernels, so the ratio to phalanx is one
+of systems. Speeds are output tokens/s after the first token; ratios are taken within a round; the table has their mean
+and its standard error. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -57,31 +55,31 @@ from phalanx.bench.load_generator import Load, closed_loop
 
 ROUNDS = 3
 MORE = 4
-"""Times the rounds asked for that are measured at most where the ratio may lie on either side of `LEAST`."""
+"""Largest multiple of the requested rounds, for points whose ratio may lie on either side of `LEAST`."""
 FREE_ROUNDS = 3
-"""Times the rounds asked for that are measured on free text: they are shorter."""
+"""Multiple of the requested rounds on free text, where rounds are shorter."""
 LEAST = 0.98
 CLEAR = 2.0  # standard errors
-NOISE = 0.02  # of one round in turns at least; two that agree by chance say little
+NOISE = 0.02  # least assumed error of one round with `compare_steps`: two rounds may agree by chance
 TURN = 4
-"""Steps with drafts, and then without. A round in turns of 16 steps is known half as well."""
+"""Steps with drafts, and then without. With 16 instead, the error of a round doubles."""
 MANY = 8  # streams
 RAMP_S = 0.03
 OFF = "off"
 DRAFT_MODEL = "draft model"
 HOSTILE = ("hostile model", "noise")
 FREE = "free text"
-KNOWS = 0.85  # share of places at which the good draft model is right
-THEIR_TOKENS = 96  # mlx-lm's kernels need a while
+KNOWS = 0.85  # share of positions at which the good draft model is right
+THEIR_TOKENS = 96  # fewer, because stock kernels are slow
 THEIR_K = 4
 SHARE_FOR_ROWS = 0.7
-"""Of the memory that is free, for weights, keys and values."""
+"""Share of the free memory for weights, keys and values."""
 METRIC = "phalanx:spec_decode_"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One load: so many streams at once, working on these in turn."""
+    """One load: a number of concurrent streams, to which the works are assigned in turn."""
 
     name: str
     works: tuple[Work, ...]
@@ -93,19 +91,19 @@ class Point:
         return [body(self.works[i % len(self.works)], self.tokens) for i in range(self.concurrency)]
 
     @property
-    def in_repacks(self) -> bool:
-        """Whether drafts and none take turns within an answer."""
+    def compares_steps(self) -> bool:
+        """Whether drafts are switched on and off within an answer (`compare_steps`)."""
         return self.name == FREE
 
     def rounds(self, asked: int) -> int:
-        """Half as many, rounded up, where a round takes minutes."""
-        asked *= FREE_ROUNDS if self.in_repacks else 1
+        """The number of rounds: half of the requested, rounded up, where a round takes minutes."""
+        asked *= FREE_ROUNDS if self.compares_steps else 1
         return (asked + 1) // 2 if self.concurrency > MANY else asked
 
 
 @dataclass
 class Figures:
-    """Of one server at one point: speeds per round, and what came of its drafts in some of them."""
+    """One server at one point: speeds per round, and in some rounds the counters of its drafts."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     undrafted: list[float] = field(default_factory=list)  # as many, of requests that want no drafts
@@ -116,12 +114,12 @@ class Figures:
 
     @property
     def ratios(self) -> list[float]:
-        """By round."""
+        """The ratio of each round."""
         return [a / b for a, b in zip(self.tokens_per_s, self.undrafted, strict=True)]
 
     @property
     def ratio(self) -> float:
-        """Mean over rounds."""
+        """The mean ratio over rounds."""
         return statistics.mean(self.ratios)
 
     @property
@@ -132,11 +130,11 @@ class Figures:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the ratio lies on one side of `LEAST` for all we know."""
+        """Whether the ratio is `CLEAR` standard errors from `LEAST`."""
         return bool(abs(self.ratio - LEAST) > CLEAR * max(self.error or 0.0, NOISE / len(self.ratios) ** 0.5))
 
     def note_drafts(self, gained: Mapping[str, float]) -> None:
-        """What the server counted in a round."""
+        """Add the server's counters of a round."""
         self.drafts += gained.get("num_drafts", 0.0)
         self.drafted += gained.get("num_draft_tokens", 0.0)
         self.accepted += gained.get("num_accepted_tokens", 0.0)
@@ -156,11 +154,11 @@ class Figures:
 
 
 Results = Mapping[Point, Mapping[str, Figures]]
-"""By load and variant."""
+"""Load and variant -> figures."""
 
 
 def variants(friend: Path, enemy: Path) -> dict[str, dict[str, Any] | None]:
-    """Speculation by name; None is off."""
+    """Name -> the setting of speculation; None is off."""
     return {
         OFF: None,
         "ngram": {"method": "ngram", "prompt_lookup_requests": 0},
@@ -173,7 +171,7 @@ def variants(friend: Path, enemy: Path) -> dict[str, dict[str, Any] | None]:
 
 
 def points(tokens: int) -> list[Point]:
-    """Every work alone, then repetitive and free ones together."""
+    """Every work alone, then repetitive works together, and free ones together."""
     free, *repetitive = works()
     return [
         *(Point(work.name, (work,), 1, tokens) for work in (*repetitive, free)),
@@ -247,17 +245,17 @@ async def compare(
     rounds: int,
     title: str,
 ) -> Results:
-    """All variants, as `group` says; `configs` begin with the one that is off. Each server has answered every load once
-    before, so its prompts are read and what a wide step costs is known."""
+    """Measure all variants of `group`; the first of `configs` is "off". Each server first answers every load once, so
+    that its prompts are cached and the cost of steps with many tokens is known."""
     figures = {point: {name: Figures() for name in configs} for point in chosen}
     answers: dict[str, str] = {}
     for name, config in configs.items():
-        for in_repacks in (False, True):
-            mine = [p for p in chosen if (p.in_repacks and config is not None) == in_repacks]
+        for compares_steps in (False, True):
+            mine = [p for p in chosen if (p.compares_steps and config is not None) == compares_steps]
             mine = [point for point in mine if name not in HOSTILE or point.name == FREE]
             if not mine:
                 continue
-            turns = {"compare_steps": TURN} if in_repacks else {}
+            turns = {"compare_steps": TURN} if compares_steps else {}
             with phalanx(model, *group, *flags(config and {**config, **turns})) as url:
                 async with open_client(url) as client:
                     answers = answers or await reference(client, chosen)
@@ -277,14 +275,14 @@ async def fill(
     *,
     again: bool,
 ) -> None:
-    """One load on one server, as often as asked, and `again` until the result is clear."""
+    """Measure one load on one server in the requested rounds; with `again`, until the result is clear."""
     check(await closed_loop(client, point.bodies(), point.concurrency), point.bodies(), answers)
     at_least = point.rounds(rounds)
     for turn in range(MORE * at_least):
         if turn >= at_least and (figures.is_clear or not again):
             break
-        if again and point.in_repacks:
-            await measure_in_repacks(client, point, answers, figures)
+        if again and point.compares_steps:
+            await measure_steps(client, point, answers, figures)
         else:
             await measure(client, point, answers, figures, turn)
 
@@ -296,7 +294,7 @@ def said(figures: Figures) -> str:
 
 
 async def reference(client: httpx.AsyncClient, chosen: Sequence[Point]) -> dict[str, str]:
-    """What the model says without speculation, by prompt; `client` is that of the server that is off."""
+    """Prompt -> the answer without speculation; `client` belongs to the server that is "off"."""
     answers: dict[str, str] = {}
     for work in {work for point in chosen for work in point.works}:
         exchange = await stream_chat(client, body(work, chosen[0].tokens))
@@ -309,7 +307,7 @@ async def reference(client: httpx.AsyncClient, chosen: Sequence[Point]) -> dict[
 async def measure(
     client: httpx.AsyncClient, point: Point, answers: Mapping[str, str], figures: Figures, turn: int
 ) -> None:
-    """One load on one server, with drafts and without; every second turn without is first."""
+    """Measure one load on one server with and without drafts; the order alternates."""
 
     async def run(**fields: int) -> float:
         bodies = [{**body, **fields} for body in point.bodies()]
@@ -328,10 +326,8 @@ async def measure(
         figures.undrafted.append(await run(num_speculative_tokens=0))
 
 
-async def measure_in_repacks(
-    client: httpx.AsyncClient, point: Point, answers: Mapping[str, str], figures: Figures
-) -> None:
-    """One load on a server whose steps take turns, as the server counts them."""
+async def measure_steps(client: httpx.AsyncClient, point: Point, answers: Mapping[str, str], figures: Figures) -> None:
+    """Measure one load by the server's own counters of steps with and without drafts."""
     before = await counters(client)
     load = await closed_loop(client, point.bodies(), point.concurrency, ramp_s=RAMP_S)
     check(load, point.bodies(), answers)
@@ -349,7 +345,7 @@ def speed(load: Load) -> float:
 
 
 def check(load: Load, bodies: Sequence[Mapping[str, Any]], answers: Mapping[str, str]) -> None:
-    """Speculation must not change a word."""
+    """Check that speculation has not changed the text."""
     if load.failures:
         raise RuntimeError(f"{len(load.failures)} requests failed, the first: {load.failures[0]}")
     for sent, exchange in zip(bodies, load.exchanges, strict=True):
@@ -358,7 +354,7 @@ def check(load: Load, bodies: Sequence[Mapping[str, Any]], answers: Mapping[str,
 
 
 async def counters(client: httpx.AsyncClient) -> dict[str, float]:
-    """The server's counts of drafts, by what follows `METRIC` and by label. They are refreshed about once a second."""
+    """The server's counters of drafts, by name after `METRIC` and by label. The server refreshes them once a second."""
     await asyncio.sleep(1.2)
     text = (await client.get(str(client.base_url.join("/metrics")))).text
     values: dict[str, float] = {}
@@ -372,7 +368,7 @@ async def counters(client: httpx.AsyncClient) -> dict[str, float]:
 
 
 async def against(model: Path, friend: Path, folder: Path, rounds: int, console: Console) -> dict[str, Any]:
-    """Ours and mlx-lm's speculation with the same draft model, one row, the work with the shortest prompt."""
+    """Compare phalanx's speculation with mlx-lm's: the same draft model, one row, the work with the shortest prompt."""
     config = flags({"method": "draft_model", "model": str(friend)})
     speeds: dict[str, list[float]] = {"phalanx": [], "mlx_lm": []}
     draft = ("--draft-model", str(friend), "--num-draft-tokens", str(THEIR_K))
@@ -399,7 +395,7 @@ def flags(config: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def body(work: Work, tokens: int) -> dict[str, Any]:
-    """A greedy chat request for so many tokens of a work."""
+    """A greedy chat request for a number of tokens of a work."""
     return {
         "model": MODEL_NAME,
         "messages": [{"role": "user", "content": work.prompt}],
@@ -409,12 +405,12 @@ def body(work: Work, tokens: int) -> dict[str, Any]:
 
 
 def shuffled(names: Sequence[str], turn: int) -> list[str]:
-    """An order of its own for each round, the same in each run."""
+    """A different order for each round, the same in each run."""
     return random.Random(turn).sample(list(names), len(names))
 
 
 def show(figures: Results, title: str, console: Console) -> dict[str, Any]:
-    """Prints them; as JSON."""
+    """Print the figures as a table. Returns them for JSON."""
     names = list(next(iter(figures.values())))
     about = "tokens/s without speculation; times as fast as when no drafts are wanted \\[rounds] (share accepted)"
     table = Table("", "at once", "tokens/s", *names, title=f"{title}: {about}")

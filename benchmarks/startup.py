@@ -1,4 +1,4 @@
-"""Seconds from the command to the first streamed token over HTTP, of this installation and of another beside it.
+"""Seconds from the command to the first streamed token over HTTP, of this installation and of another one.
 
 A start is mostly imports, then reading weights, checking them and the first prompt. All of it is processor time, so a
 busy neighbour lengthens every start: with `--beside`, the two installations take turns, and their ratio is the result.
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def first_token(python: str, model: str, tp: int) -> float:
-    """Start a server, ask as soon as it answers, and end it; seconds until the first text came."""
+    """Start a server, send a request as soon as it accepts one, and end it. Returns seconds until the first text."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -66,7 +66,7 @@ def first_token(python: str, model: str, tp: int) -> float:
 
 
 def _answers(port: int, model: str) -> bool:
-    """Ask for an answer; whether its first text has come. Not before the engine is ready."""
+    """Request an answer. Returns whether its first text arrived; False before the engine is ready."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     message = {"role": "user", "content": QUESTION}
     body = {"model": model, "messages": [message], "stream": True, "max_tokens": 8, "temperature": 0}

@@ -61,7 +61,7 @@ def config_of(models: Models, method: str, family: str, k: int) -> SpeculativeCo
             return RandomSpeculation(**fields)
         case "oracle":
             return DraftModelSpeculation(model=str(path), **fields)
-    noisy = models.folder / f"{family}-with_noise"
+    noisy = models.folder / f"{family}-noisy"
     return DraftModelSpeculation(model=str(noisy if noisy.exists() else with_noise(path, noisy, 0.02)), **fields)
 
 
