@@ -1,9 +1,9 @@
-// How far the building of a graph may run ahead of its computing.
+// Limits how far the dispatch of a graph may run ahead of its computation.
 //
-// MLX lets the thread that hands over a graph's nodes wait as soon as ten of them are waiting to be computed. While a
-// token is decoded, whose nodes take microseconds, that thread wakes after each of them, on a processor that a kernel
-// is computing on, and the thread that computes has nothing left to do meanwhile. What those ten bound is memory, so
-// memory is what is counted here: as long as little of it waits, MLX is told that more tasks have ended than have.
+// MLX blocks the dispatching thread as soon as ten nodes are queued. Nodes of a decode step take microseconds, so that
+// thread wakes after each of them, on a core on which a kernel computes, while the computing thread runs out of nodes.
+// MLX's limit of ten bounds memory. This class therefore counts memory instead: while the queued nodes hold little, it
+// reports more ended tasks to MLX than have ended.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -26,7 +26,7 @@ class Ahead {
     return *ahead;
   }
 
-  // Where it must not run ahead nothing is told to MLX.
+  // With `allowed` false, MLX's own limit applies.
   void allow(bool allowed) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -35,8 +35,8 @@ class Ahead {
     if (!allowed) set(false, mx::default_stream(mx::Device::cpu));
   }
 
-  // An operation whose results take so many bytes waits as long as what is returned lives: until it has been computed,
-  // has failed, or was given up.
+  // Counts an operation with results of `bytes` bytes as queued while the returned pointer lives: until it has been
+  // computed, has failed, or was dropped.
   std::shared_ptr<void> enter(size_t bytes, const mx::Stream& stream) {
     const size_t now = waiting_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
     if (now > kMost) set(false, stream);

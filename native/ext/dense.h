@@ -8,8 +8,8 @@
 
 namespace phalanx_cpu {
 
-// The weight w [n, k] where b [k, n] is a view w.T that nobody has computed yet, as layers write their products: read
-// as it lies, the view is never an operation. (MLX does not export the type of Transpose, hence the name.)
+// The weight w [n, k] if b [k, n] is an unevaluated view w.T, as in the products of layers. The kernel then reads w as
+// it is stored, and the transpose is never evaluated. (MLX does not export the type of Transpose, hence the name.)
 inline std::optional<mx::array> repacked_weight(const mx::array& b) {
   if (b.is_available() || !b.has_primitive() || b.inputs().size() != 1) return std::nullopt;
   const mx::array& w = b.inputs()[0];

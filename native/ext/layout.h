@@ -93,8 +93,8 @@ inline Rows rows_of(const mx::array& a, const mx::array& out) {
   return {data(copied(a, out)), a.shape(-1)};
 }
 
-// Lets an output that is computed element by element, or row by row, live in the memory of an input that nobody else
-// will read; large new buffers cost more, in page faults, than the arithmetic.
+// Lets an output that is computed element by element, or row by row, reuse the memory of an input without other users.
+// Page faults of large new buffers cost more than the arithmetic.
 inline bool take_over(const mx::array& in, mx::array& out) {
   if (!in.is_donatable() || !in.flags().row_contiguous || in.dtype() != out.dtype() || in.size() != out.size())
     return false;

@@ -52,8 +52,8 @@ inline bool repacks(int rows, int width, const std::string& mode, std::optional<
 }
 
 // Repacks an evaluated array [..., rows, columns] in place: of each sixteen rows, the elements of a column lie together.
-// The same array comes back; what is codes (uint32) as int32, which is how products know that they are repacked and what
-// no operation of MLX takes for codes.
+// Returns the same array. Codes (uint32) get the type int32: products recognise repacked codes by it, and MLX's own
+// operations refuse it.
 inline mx::array repack_rows(mx::array a) {
   const bool fits = a.ndim() >= 2 && a.shape(-2) % 16 == 0 && a.itemsize() <= 4;
   if (!fits || !a.is_available() || !a.flags().row_contiguous)
@@ -134,8 +134,8 @@ inline int64_t repeats(const mx::Shape& shape, const mx::Shape& full) {
   return repeat;
 }
 
-// Which matrix of x meets which one of w: the numbers of both, in arrays of one shape. Without `lhs` each matrix of x
-// meets `repeat` in a row; without either they pair up as they lie.
+// The pairs of matrices of x and w to multiply: indices of both, in arrays of one shape. Without `lhs` each matrix of x
+// is paired with `repeat` consecutive entries; without both, matrices are paired in order.
 struct Pairing {
   OptionalArray lhs, rhs;
   int64_t repeat = 1;

@@ -1,8 +1,8 @@
-// What a model call consists of that comes again and again: its operations in order, and how those follow the position.
+// Records a repeated model call: its operations in order, and how they depend on the position.
 //
-// A call is built twice without being computed, at the least and the greatest position, and compared operation by
-// operation. Either all that differs is understood - keys and values are written and read up to the position, and
-// numbers count it - or the call is refused, with the reason.
+// The caller builds the call twice without computing it, at the lowest and at the highest position. A recording
+// compares the two graphs operation by operation. It accepts two differences: keys and values are written and read up
+// to the position, and numbers count it. For any other difference it refuses the call, with the reason.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -21,21 +21,21 @@
 
 namespace phalanx_cpu {
 
-// What is not known while a call is built. Whoever tries to compute it is told off by MLX.
+// An input whose value is unknown while a call is built. MLX throws if the model computes with it.
 inline mx::array placeholder(const mx::Shape& shape, mx::Dtype dtype) { return mx::array(shape, dtype, nullptr, {}); }
 
 inline bool is_known(const mx::array& a) { return !a.has_primitive() && a.status() != mx::array::Status::unscheduled; }
 
 [[noreturn]] inline void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
-// One way a call was built: results, then the buffers as it leaves them.
+// A call built at one position. Outputs: the results, then the buffers after the call.
 struct Call {
   Arrays inputs;
   Arrays outputs;
   int position;
 };
 
-// Values are numbered: inputs, buffers, counters, then what the operations compute, in their order.
+// Values are numbered: inputs, buffers, counters, then the operations' outputs, in their order.
 struct Recording {
   enum class Kind { kOperation, kWrite, kRead };
 
@@ -74,7 +74,7 @@ struct Recording {
 // Walks both graphs at once, and records.
 class Comparison {
  public:
-  // Throws std::invalid_argument, saying what cannot be replayed.
+  // Throws std::invalid_argument with the reason if the call cannot be replayed.
   static Recording record(const Call& low, const Call& high, const Arrays& buffers) {
     if (low.position >= high.position) refuse("there are no two positions to compare");
     for (const mx::array& buffer : buffers)
@@ -131,7 +131,7 @@ class Comparison {
     return true;
   }
 
-  // Enters every pair of arrays from this one down where `enter` says so, and leaves it after its inputs.
+  // Depth-first over pairs of arrays: calls `leave` after a pair's inputs, and skips pairs for which `enter` is false.
   template <class Enter, class Leave>
   void walk(const mx::array& low, const mx::array& high, Enter enter, Leave leave) {
     std::vector<std::pair<Pair, size_t>> path;
@@ -242,7 +242,7 @@ class Comparison {
     recording_.nodes.push_back(std::move(node));
   }
 
-  // Whether both operations do the same. Some cannot say so themselves.
+  // Whether both operations are equal. Some primitives of MLX do not implement the comparison.
   bool is_alike(const mx::Primitive& a, const mx::Primitive& b) {
     const std::string name = a.name();
     if (name == "Depends" || name == "Expm1") return true;

@@ -1,12 +1,12 @@
-// A model call that is kept and done again, at other positions and for other tokens, without building its graph.
+// Keeps a model call and runs it again, at other positions and for other tokens, without building its graph.
 //
-// Where a token takes milliseconds, Python that writes down the same few hundred operations again, and MLX, which
-// looks for an order to do them in, gives memory to each and hands it over, take a good part of them. What such a call
-// depends on is little: its inputs, the keys and values before them, and how many those are (`recording.h`). So memory
-// is given once, our own kernels are prepared once, and from one of MLX's operations to the next they are handed over
-// together.
+// Where a token takes milliseconds, a large part of them is Python, which builds the same few hundred operations again,
+// and MLX, which orders them, allocates their memory and dispatches them one by one. Such a call depends only on its
+// inputs, the keys and values before them, and the number of these (`recording.h`). A plan therefore allocates memory
+// once, prepares the native kernels once, and dispatches all native kernels between two of MLX's operations together.
 //
-// Keys and values are written in place: who replays sees to it that nothing lazy still reads what is overwritten.
+// A replay writes keys and values in place. The caller must make sure that no lazy array still reads the overwritten
+// elements.
 #pragma once
 #include <memory>
 #include <optional>
@@ -18,10 +18,10 @@
 
 namespace phalanx_cpu {
 
-// A recording prepared for buffers that lie where they lie.
+// A recording prepared for buffers at their addresses.
 //
-// A value is fixed, in memory that it always has, or fresh, made by MLX each time. What our kernels read of the latter
-// is copied to a fixed place.
+// A value is fixed, with memory that stays the same, or fresh, with memory that MLX allocates in each replay. Fresh
+// values that native kernels read are copied to fixed memory.
 class Plan : public std::enable_shared_from_this<Plan> {
  public:
   Plan(std::shared_ptr<const Recording> recording, const Arrays& buffers)
@@ -77,7 +77,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   static constexpr size_t kMost = size_t{64} << 20;  // of fresh values, which live until the end of a call
   static constexpr size_t kHeld = size_t{8} << 20;   // of what is the same in every call, as long as it is kept
 
-  // Kernels of ours, then an operation of MLX's, then copies of its results.
+  // Native kernels, then one operation of MLX, then copies of its results.
   struct Step {
     std::vector<Task> tasks;
     const Node* node = nullptr;
@@ -315,7 +315,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
     });
   }
 
-  // A view, as long as at the least position; that nothing is said to be contiguous is never wrong.
+  // A view with the length of the lowest position. It is never flagged contiguous, which is always safe.
   static mx::array read(const Node& node, const mx::array& buffer) {
     mx::array out(node.outputs[0].first, node.outputs[0].second, node.primitive, Arrays{});
     int64_t last = 0;
@@ -360,7 +360,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
 
 class Replay {
  public:
-  // Throws std::invalid_argument, saying what cannot be replayed.
+  // Throws std::invalid_argument with the reason if the call cannot be replayed.
   Replay(const Call& low, const Call& high, Arrays buffers)
       : recording_(std::make_shared<Recording>(Comparison::record(low, high, buffers))) {
     plan_ = plan(buffers);
@@ -384,7 +384,7 @@ class Replay {
   }
 
  private:
-  // A result that the stream is computing. Whoever evaluates it waits for the stream, as for any other.
+  // A result that the stream is computing. Evaluating it waits for the stream, as for any other array.
   class Coming : public mx::Primitive {
    public:
     Coming(mx::Stream stream, mx::array result) : mx::Primitive(stream), result_(std::move(result)) {}

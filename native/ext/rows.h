@@ -54,8 +54,8 @@ class WriteRows : public mx::Primitive, public Native {
   int first_;
 };
 
-// The buffer with the new keys and values of rows [first, first + n), or of rows first + slots [n]; in place where nobody
-// else holds it.
+// The buffer with the new keys and values of rows [first, first + n), or of rows first + slots [n]; written in place if
+// it has no other users.
 inline mx::array write_rows(const mx::array& buffer, const mx::array& news, const mx::array& starts, int first,
                             const std::optional<mx::array>& slots, mx::StreamOrDevice s) {
   mx::Stream stream = mx::to_stream(s);

@@ -1,7 +1,7 @@
-// MLX's own operations that can be computed here with the same bits: they copy, or every result is one that IEEE 754
-// allows only one of. Routing a mixture's tokens consists of them.
+// Operations of MLX that this file computes with the same bits: copies, and operations whose result IEEE 754
+// determines. The routing of a mixture of experts consists of them.
 //
-// In a call that is replayed each would otherwise be handed to the stream on its own, in new memory.
+// Otherwise a replay would dispatch each of them to the stream separately, in newly allocated memory.
 #pragma once
 #include <algorithm>
 #include <string>

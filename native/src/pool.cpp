@@ -22,8 +22,8 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 constexpr auto kSpin = std::chrono::microseconds(100);
-// A worker that has run for so long offers its processor between two jobs: who else waits for it takes it now, and not
-// in the middle of a chunk that everybody would then wait for.
+// A worker that has run for this long yields its core between two jobs. Another process then takes the core there, and
+// not within a chunk, for which all workers would wait.
 constexpr auto kTurn = std::chrono::milliseconds(1);
 
 inline void relax() {
@@ -43,8 +43,8 @@ int allowed_cpus() {
   return n > 0 ? n : 1;
 }
 
-// A worker that finds itself on its caller's processor leaves it, since it can only take it away from the caller, but
-// no more often than this. Schedulers leave both there for seconds where other processes want the rest.
+// A worker on the same core as its caller moves away, because it would only take time from the caller; at most once in
+// this time. Schedulers may leave both on one core for seconds while other processes use the rest.
 constexpr auto kLeave = std::chrono::milliseconds(1);
 
 int current_cpu() {

@@ -1,8 +1,8 @@
 // Quantised formats: from the codes of a row to vectors of floats.
 //
 // A row is decoded in blocks of W lanes. Lane i holds `per_lane` consecutive elements, so that shifting the block by j
-// codes gives element j of every lane. Nothing is shuffled into natural order: whoever meets the codes (activations,
-// the writer of decoded rows) permutes once instead.
+// codes gives element j of every lane. The codes are not shuffled into natural order. Instead the activations, or the
+// writer of decoded rows, are permuted once.
 #pragma once
 #include "kern/quant.h"
 #include "simd.h"
@@ -61,7 +61,7 @@ KERN_INLINE vi load_lanes(const uint8_t* p) {
   return v;
 }
 
-// The compiler shall address from this pointer, not from sums of its own that it then has no registers for.
+// Makes the compiler address from this pointer. It would otherwise compute further addresses and spill registers.
 template <class T>
 KERN_INLINE const T* base(const T* p) {
   asm("" : "+r"(p));

@@ -1,10 +1,10 @@
 // x @ w.T for some rows of x, W rows of w at a time.
 //
-// A row of w that streams by (`quant_stream.h`) leaves a sum in each lane, which meets the group's scale lane by lane:
-// beside two products of four codes stand three instructions that only put them together. Here W rows of w are repacked,
-// so that lane n has codes of row n: nothing is summed over lanes, a group's scale meets W rows at once, and what four
-// activations are multiplied with is one vector. Repacking takes as long as three rows of x, so it needs some; where rows
-// of w are repacked already, one is enough, and a row of x has the same result among any number of others.
+// `quant_stream.h` multiplies one row of w at a time and has a partial sum in each lane: for two products of four codes
+// it needs three instructions that only combine lanes. Here W rows of w are repacked, so that lane n has codes of row
+// n. No sums over lanes are needed, one vector has the scales of W rows, and the codes that four activations multiply
+// are one vector. Repacking takes as long as three rows of x, so it pays only for more. If w is repacked in memory, one
+// row of x is enough, and its result does not depend on the number of other rows.
 //
 // Of a layout it wants
 //   words_of()         a block of a row of w as words, one per lane
@@ -24,7 +24,7 @@
 
 namespace kern {
 
-extern const bool foresees;  // the processor reads ahead by itself better than when it is told what comes
+extern const bool foresees;  // the hardware prefetcher is faster than software prefetches
 
 }  // namespace kern
 
@@ -143,9 +143,9 @@ struct Repacked {
     }
   }
 
-  // With little to do for each lane some processors foresee better than they can be told which codes come next, since
-  // they are read in the order in which they lie. All have to be told where there is more to do, and of scales, which
-  // are so few.
+  // With little arithmetic per lane, the hardware prefetcher of some processors is faster than software prefetches,
+  // because the codes are read in memory order. With more arithmetic, and for the few scales, software prefetches are
+  // faster on all of them.
   template <int M, int SOME, int TYPE>
   static auto stream_here() {
     if constexpr (M * words <= kLight)

@@ -1,4 +1,4 @@
-// Which row of x meets which matrix: the pairs of a call, ordered by matrix, so that each matrix is read once.
+// The pairs of rows of x and matrices of a call, ordered by matrix, so that each matrix is read once.
 #pragma once
 #include "quant_format.h"
 
@@ -6,7 +6,7 @@ namespace kern::KERN_NS {
 
 constexpr int64_t kBlockRows = 512;  // rows of x that are prepared at a time: bounds the scratch they take
 
-struct Segment {  // slots [first, first + count) meet the same matrix
+struct Segment {  // slots [first, first + count) have the same matrix
   int64_t matrix, first, count;
 };
 

@@ -9,9 +9,9 @@
 //   Code, load() a block of a row of w
 //   multiply()   blocks of R rows of w with one of x, lane by lane
 //   take()       a row of x; false where floats have to do it
-// and what `Repacked` (quant_repacked.h) says, to which kRepacked rows of x and more go, and all where rows of w are repacked. A
-// result depends on one row of x and one of w only, not on threads or other rows; but kRepacked rows and more add up in
-// another order than fewer, unless rows of w are repacked.
+// and the members that `Repacked` (quant_repacked.h) lists. `Repacked` multiplies kRepacked and more rows of x, and all
+// of them if w is repacked in memory. A result depends only on one row of x and one of w, not on threads or other rows;
+// but kRepacked and more rows are summed in another order than fewer, unless w is repacked.
 #pragma once
 #include "quant_exact.h"
 
@@ -82,9 +82,9 @@ struct Beside {
   }
 };
 
-// Codes that come soon are fetched in the order in which they lie, whatever the order of reading, and into the second
-// level: the first can wait for few lines at a time. Two rows of w a kilobyte apart, each fetched for itself, came at
-// half the speed.
+// Bytes by which codes are prefetched: in memory order, whatever the order of use, and into the second-level cache,
+// because the first level supports few outstanding misses. Prefetching two rows of w a kilobyte apart separately halved
+// the speed.
 constexpr int64_t kAhead = 6144;
 
 // out[n] = x @ w[row + n] for M rows of x and so many rows of w, counted over all matrices; R of them at a time.
