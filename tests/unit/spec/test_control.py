@@ -434,8 +434,8 @@ class TestReading:
         assert off.request({0: 0}, {0: Unread(100, 9)}, overlapped=False) == {}
 
 
-class TestAhead:
-    """Steps that begin before the one before has ended, where the control rests, take no drafts."""
+class TestOverlap:
+    """Async scheduling: a step that begins before the one before has ended takes no drafts."""
 
     @pytest.mark.parametrize("rows", ROWS)
     @pytest.mark.parametrize("curve", CURVES)
@@ -506,7 +506,7 @@ class TestAhead:
         world = World(control, memory_bound, predictable(0.9), drafting_s=drafting_s, overlap=True)
         world.run(1, 600)
         assert all(world.run(1, 600) > 1.5 for _ in range(5))
-        world.overlap = False  # somebody waits for a place
+        world.overlap = False  # another request waits for a place
         assert all(world.run(1, 600) > 1.5 for _ in range(5))
 
     def test_fixed_rules(self):
@@ -525,8 +525,8 @@ class TestAhead:
 
 @pytest.mark.parametrize("model", [False, True])
 def test_what_a_step_waits_for_is_asked_for(model):
-    """Although what telling the control took has emptied the purse since the step decided to wait; so what becomes good
-    late is found."""
+    """Although the control's own time has emptied the budget since the step decided to wait; so what becomes good late
+    is found."""
     control, waited, asked = draft_model() if model else lookup(), 0, 0
     text = predictable(0.9)
 
