@@ -337,7 +337,7 @@ def test_steps_that_are_compared_with_cost_nothing_and_are_told_of_afterwards():
     assert comparison.totals[True][0] == 1 and comparison.totals[False][0] == 2  # the last one is not over
 
 
-def test_of_those_that_ended_while_nothing_was_drafted_nobody_hears():
+def test_of_those_that_ended_while_nothing_was_drafted_no_drafter_is_told():
     recorder = Compared({})
     spec = Speculator(recorder, recorder, SpecMeter("test", comparison=Chosen([True, True, False, True])), VOCAB)
     one, two = row(0, [1, 2]), row(1, [3])
