@@ -21,7 +21,7 @@ VOCAB = 100
 
 
 class Recorder(Always, Drafter):
-    """A drafter and a control that write down what they hear."""
+    """A drafter and a control that write down what they are told."""
 
     def __init__(self, drafts: Mapping[int, list[int]], most: int = 4) -> None:
         super().__init__(most)
@@ -116,7 +116,7 @@ def test_steps_whose_requests_all_refuse_drafts_are_only_learned_from():
 
 
 def test_what_was_committed_is_the_history_not_what_was_verified():
-    """A stop id clips accepted drafts away: they count as accepted, and nobody learns from them."""
+    """A stop id clips accepted drafts away: they count as accepted, and no drafter learns from them."""
     spec, recorder = speculator({0: [7, 8]})
     spec.draft({row(0, [1, 2]): 10}, overlapped=False)
     commit = Commit(seq=0, tokens=(7,), computed=4, kv_len=2, finish="stop", stop_id=7)
@@ -337,7 +337,7 @@ def test_steps_that_are_compared_with_cost_nothing_and_are_told_of_afterwards():
     assert comparison.totals[True][0] == 1 and comparison.totals[False][0] == 2  # the last one is not over
 
 
-def test_of_those_that_ended_while_nothing_was_drafted_nobody_hears():
+def test_of_those_that_ended_while_nothing_was_drafted_no_drafter_is_told():
     recorder = Compared({})
     spec = Speculator(recorder, recorder, SpecMeter("test", comparison=Chosen([True, True, False, True])), VOCAB)
     one, two = row(0, [1, 2]), row(1, [3])

@@ -56,7 +56,7 @@ def gain(method: str, curve, text: tuple[str, str]) -> float:
 
 @pytest.mark.parametrize("method", METHODS)
 class TestDocuments:
-    """Gains over plain steps, from the first token of the first request on."""
+    """Gains over non-speculative steps, from the first token of the first request on."""
 
     def test_code_with_a_name_changed(self, method):
         assert gain(method, memory_bound, code_edit()) > 4
