@@ -251,8 +251,8 @@ COSTS = st.lists(st.floats(0, 1.5), min_size=16, max_size=16)
 @given(PHASES, COSTS, st.booleans(), st.floats(0, 0.3), st.floats(0.001, 0.2))
 @settings(max_examples=100, deadline=None)
 def test_losses_are_bounded(phases, costs, cheap, drafting_s, reading_s):
-    """Whatever the texts, the prompts, the rows and the machine: the allowance, the share, and the one step that emptied
-    them."""
+    """Whatever the texts, the prompts, the rows and the machine: the allowance, the share, and the one step that
+    emptied them."""
 
     def curve(rows: int, width: int) -> float:
         return rows * (1.0 + sum(costs[: width - 1]))
