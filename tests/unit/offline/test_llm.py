@@ -84,6 +84,12 @@ def test_every_prompt_can_have_its_own_parameters(llm: LLM) -> None:
         llm.generate(["a", "b"], params)
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, 3, [{"max_tokens": 1}]])
+def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequest, match="SamplingParams"):
+        llm.generate("a", params)
+
+
 def test_prompts_may_be_token_ids(llm: LLM) -> None:
     text = llm.generate({"prompt": "hello"}, SamplingParams(temperature=0, max_tokens=4))[0]
     ids = llm.generate([{"prompt_token_ids": text.prompt_token_ids}], SamplingParams(temperature=0, max_tokens=4))[0]
@@ -113,6 +119,10 @@ def test_conversations(llm: LLM) -> None:
         ("a", {"top_p": 1.5}, "top_p must be from 0 to 1"),
         ("a", {"n": 0}, "n must be from 1"),
         ("a", {"logprobs": 21}, "logprobs must be from 0 to 20"),
+        (["a", "b"], {"prompt_logprobs": -1}, "prompt 0: prompt_logprobs must be from 0 to 20, not -1"),
+        ("a", {"prompt_logprobs": 21}, "prompt_logprobs must be from 0 to 20"),
+        ("a", {"prompt_logprobs": "1"}, "prompt_logprobs must be a whole number, not '1'"),
+        ("a", {"prompt_logprobs": True}, "prompt_logprobs must be a whole number, not True"),
         (["a", "a" * 4096], {}, "prompt 1: This model's maximum context length"),
         ([{"text": "a"}], {}, "prompt 0 has the keys text"),
         ([{"prompt_token_ids": [999]}], {}, "999"),
