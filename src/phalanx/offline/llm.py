@@ -164,8 +164,11 @@ class EngineThread:
         """The result of a coroutine; an interrupt (Ctrl-C) cancels it.
 
         Raises:
-            EngineUnavailable: the thread has ended, or ends meanwhile.
+            EngineUnavailable: the thread has ended, or ends meanwhile, or is another process's.
         """
+        if os.getpid() != self._process:
+            work.close()
+            raise EngineUnavailable("This LLM belongs to the process that forked.", remedy="Make another one here.")
         if self._ending.is_set():
             work.close()
             raise EngineUnavailable("This LLM is closed.", remedy="Make another one.")
@@ -223,7 +226,11 @@ def _completion(prompt: Prompt, params: SamplingParams, index: int) -> Completio
                 "prompt_token_ids.",
                 param="prompts",
             )
-        ((_, given),) = prompt.items()
+        ((key, given),) = prompt.items()
+        if isinstance(given, str) != (key == "prompt"):
+            raise InvalidRequest(f"prompt {index}: {key} is a {type(given).__name__}.", param="prompts")
+    if isinstance(given, list) and any(type(token) is not int for token in given):
+        raise InvalidRequest(f"prompt {index}: a list has to be of token ids.", param="prompts")
     return _parse(CompletionBody, {"prompt": given, "logprobs": params.logprobs, **params.fields()}, index)
 
 

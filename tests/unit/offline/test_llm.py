@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -126,6 +127,11 @@ def test_conversations(llm: LLM) -> None:
         (["a", "a" * 4096], {}, "prompt 1: This model's maximum context length"),
         ([{"text": "a"}], {}, "prompt 0 has the keys text"),
         ([{"prompt_token_ids": [999]}], {}, "999"),
+        (["a", {"prompt_token_ids": "a"}], {}, "prompt 1: prompt_token_ids is a str"),
+        ([{"prompt": ["a", "b"]}], {}, "prompt 0: prompt is a list"),
+        ([["a", "b"]], {}, "prompt 0: a list has to be of token ids"),
+        ([{"prompt_token_ids": ["1"]}], {}, "prompt 0: a list has to be of token ids"),
+        ([{"prompt_token_ids": [[5], [6]]}], {}, "prompt 0: a list has to be of token ids"),
     ],
 )
 def test_bad_requests_are_named_and_the_next_one_is_answered(
@@ -226,3 +232,16 @@ def test_a_fork_does_not_end_its_parents_engine(llm: LLM, engines: list[FakeEngi
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert engines[0].state.phase == "ready"
+
+
+def test_a_fork_is_told_that_the_llm_is_its_parents(llm: LLM) -> None:
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        try:
+            llm.generate("a")
+        except EngineUnavailable:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(llm.generate("a", SamplingParams(max_tokens=1))) == 1
