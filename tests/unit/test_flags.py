@@ -325,6 +325,22 @@ def test_rank_refuses_a_broken_config(config: str, capsys: pytest.CaptureFixture
     assert "--config" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--socket", "/s", "--rank", "x"], "--rank: 'x' is not a whole number, 0 or more"),
+        (["--socket", "/s", "--rank", "-1"], "--rank: '-1' is not a whole number, 0 or more"),
+        (["--sock", "/s"], "--socket"),
+    ],
+)
+def test_rank_refuses_words_that_it_does_not_know(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "run_rank", lambda *args: 0)
+    assert main(["rank", "demo", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 # generate --------------------------------------------------------------------------------------------------------
 
 

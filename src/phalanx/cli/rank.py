@@ -44,7 +44,7 @@ def command(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("phalanx rank", description=command.__doc__)
+    parser = argparse.ArgumentParser("phalanx rank", description=command.__doc__, allow_abbrev=False)
     parser.add_argument("model", help="The model; here so that `ps` shows it. Must equal the config's.")
     parser.add_argument("--socket", required=True, help="Unix socket of the server process.")
     parser.add_argument("--config", help="EngineConfig as JSON; else the defaults.")
@@ -59,8 +59,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _number(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{number} is not in the range x>=0.")
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more.")
     return number
 
 

@@ -164,8 +164,11 @@ class EngineThread:
         """The result of a coroutine; an interrupt (Ctrl-C) cancels it.
 
         Raises:
-            EngineUnavailable: the thread has ended, or ends meanwhile.
+            EngineUnavailable: the thread has ended, or ends meanwhile, or is another process's.
         """
+        if os.getpid() != self._process:
+            work.close()
+            raise EngineUnavailable("This LLM belongs to the process that forked.", remedy="Make another one here.")
         if self._ending.is_set():
             work.close()
             raise EngineUnavailable("This LLM is closed.", remedy="Make another one.")
@@ -194,12 +197,24 @@ class EngineThread:
             await self._engine.close()
 
 
-def _one_each(params: Params, n: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * n
-    if len(params) != n:
-        raise InvalidRequest(f"There are {len(params)} sampling_params for {n} prompts.", param="sampling_params")
-    return list(params)
+def _one_each(given: Params, n: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [_checked(given or SamplingParams())] * n
+    if isinstance(given, Mapping) or not isinstance(given, Sequence):
+        raise InvalidRequest("sampling_params are SamplingParams, or a list of them.", param="sampling_params")
+    if len(given) != n:
+        raise InvalidRequest(f"There are {len(given)} sampling_params for {n} prompts.", param="sampling_params")
+    return [_checked(params) for params in given]
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    """The parameters, if they are some. A request has no field for `prompt_logprobs`, so its type is checked here."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"{params!r} is not SamplingParams.", param="sampling_params")
+    scored = params.prompt_logprobs
+    if scored is not None and type(scored) is not int:
+        raise InvalidRequest(f"prompt_logprobs must be a whole number, not {scored!r}.", param="prompt_logprobs")
+    return params
 
 
 def _completion(prompt: Prompt, params: SamplingParams, index: int) -> CompletionBody:
@@ -211,7 +226,11 @@ def _completion(prompt: Prompt, params: SamplingParams, index: int) -> Completio
                 "prompt_token_ids.",
                 param="prompts",
             )
-        ((_, given),) = prompt.items()
+        ((key, given),) = prompt.items()
+        if isinstance(given, str) != (key == "prompt"):
+            raise InvalidRequest(f"prompt {index}: {key} is a {type(given).__name__}.", param="prompts")
+    if isinstance(given, list) and any(type(token) is not int for token in given):
+        raise InvalidRequest(f"prompt {index}: a list has to be of token ids.", param="prompts")
     return _parse(CompletionBody, {"prompt": given, "logprobs": params.logprobs, **params.fields()}, index)
 
 

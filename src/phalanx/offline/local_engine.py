@@ -28,6 +28,8 @@ from phalanx.server.journal import Journal, RequestSlots
 from phalanx.server.metrics import Metrics
 from phalanx.server.parsed import ChatRequest, CompletionRequest, Served
 from phalanx.server.prompts import Prompts
+from phalanx.server.refusals import in_range
+from phalanx.server.sampling import MAX_TOP_LOGPROBS
 from phalanx.server.schema import ChatBody, CompletionBody
 from phalanx.server.validate import parse_chat, parse_completion, plan_sequences
 from phalanx.supervision.client import EngineClient
@@ -119,6 +121,8 @@ class LocalEngine:
         """
         info = self._journal.require_ready()
         assert self._prompts is not None and self._served is not None, "start comes first"
+        if prompt_logprobs is not None:
+            in_range("prompt_logprobs", prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         parsed = parse_chat(body, self._served) if isinstance(body, ChatBody) else parse_completion(body, self._served)
         options = parsed.options
         with self._journal.reserve(options.n) as slots:

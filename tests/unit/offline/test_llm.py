@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -84,6 +85,12 @@ def test_every_prompt_can_have_its_own_parameters(llm: LLM) -> None:
         llm.generate(["a", "b"], params)
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, 3, [{"max_tokens": 1}]])
+def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequest, match="SamplingParams"):
+        llm.generate("a", params)
+
+
 def test_prompts_may_be_token_ids(llm: LLM) -> None:
     text = llm.generate({"prompt": "hello"}, SamplingParams(temperature=0, max_tokens=4))[0]
     ids = llm.generate([{"prompt_token_ids": text.prompt_token_ids}], SamplingParams(temperature=0, max_tokens=4))[0]
@@ -113,9 +120,18 @@ def test_conversations(llm: LLM) -> None:
         ("a", {"top_p": 1.5}, "top_p must be from 0 to 1"),
         ("a", {"n": 0}, "n must be from 1"),
         ("a", {"logprobs": 21}, "logprobs must be from 0 to 20"),
+        (["a", "b"], {"prompt_logprobs": -1}, "prompt 0: prompt_logprobs must be from 0 to 20, not -1"),
+        ("a", {"prompt_logprobs": 21}, "prompt_logprobs must be from 0 to 20"),
+        ("a", {"prompt_logprobs": "1"}, "prompt_logprobs must be a whole number, not '1'"),
+        ("a", {"prompt_logprobs": True}, "prompt_logprobs must be a whole number, not True"),
         (["a", "a" * 4096], {}, "prompt 1: This model's maximum context length"),
         ([{"text": "a"}], {}, "prompt 0 has the keys text"),
         ([{"prompt_token_ids": [999]}], {}, "999"),
+        (["a", {"prompt_token_ids": "a"}], {}, "prompt 1: prompt_token_ids is a str"),
+        ([{"prompt": ["a", "b"]}], {}, "prompt 0: prompt is a list"),
+        ([["a", "b"]], {}, "prompt 0: a list has to be of token ids"),
+        ([{"prompt_token_ids": ["1"]}], {}, "prompt 0: a list has to be of token ids"),
+        ([{"prompt_token_ids": [[5], [6]]}], {}, "prompt 0: a list has to be of token ids"),
     ],
 )
 def test_bad_requests_are_named_and_the_next_one_is_answered(
@@ -216,3 +232,16 @@ def test_a_fork_does_not_end_its_parents_engine(llm: LLM, engines: list[FakeEngi
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert engines[0].state.phase == "ready"
+
+
+def test_a_fork_is_told_that_the_llm_is_its_parents(llm: LLM) -> None:
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        try:
+            llm.generate("a")
+        except EngineUnavailable:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(llm.generate("a", SamplingParams(max_tokens=1))) == 1
