@@ -1,7 +1,8 @@
-"""Texts that are looked up: the tokens of running and recent sequences, indexed by the runs of tokens in them.
+"""The index of the lookup drafters: tokens of running and recent sequences, by the n-grams ("runs") in them.
 
-What followed a run of tokens before may follow it again. Indexing a token is O(1) per run length, a long prompt's over
-several steps, so that it does not stall decoding. Pure. Does not choose continuations: `ngram.py` and `suffix.py` do.
+The tokens that followed a run before may follow it again. Indexing a token is O(1) per run length. A long prompt is
+indexed over several steps, so that it does not stall decoding. Pure. Does not choose continuations: `ngram.py` and
+`suffix.py` do.
 """
 
 from __future__ import annotations
@@ -17,32 +18,32 @@ from phalanx.spec.drafters import Draft, Drafter
 
 INDEXED_PER_STEP = 4096  # tokens that enter or leave the indexes in a step, at most: 2 to 8 ms
 KEPT_TOKENS = 1 << 16  # of ended sequences: at 200 bytes per token and run length, 13 MB per run length
-PLACES = 16  # of one run that are found, the latest: enough to vote, and a limit to what a step may cost
-NEAR = 8  # tokens before a context that is shared, among which others are looked for that both have
-SLACK = 2  # tokens by which their distances may differ
+PLACES = 16  # latest places of one run that are returned: enough for a vote, and a limit for the cost of a step
+NEAR = 8  # tokens before a common suffix that are compared as well, by value and distance
+SLACK = 2  # largest difference between two distances that counts as equal
 
 
 @dataclass(eq=False)
 class Text:
-    """One sequence's tokens, and the shelf it is on. Places up to `indexed` are in that one's indexes."""
+    """One sequence's tokens, and its group. Places up to `indexed` are in the group's indexes."""
 
     tokens: list[int]
     number: int
-    shelf: Shelf
+    group: TextGroup
     indexed: int = 0
 
     @property
-    def behind(self) -> int:
+    def unindexed(self) -> int:
         """Tokens not indexed yet."""
         return len(self.tokens) - self.indexed
 
 
-Place = tuple[Text, int]  # the token `tokens[at]` of a text, as the one that followed what stands before it
+Place = tuple[Text, int]  # (text, at): the context ends before `tokens[at]`, the continuation starts there
 
 
 class RunIndex:
-    """Where the runs of `size` tokens went on, in all texts of a shelf. A place is one integer, `text number << 32 |
-    at`: most runs occur once, and a million integers cost the garbage collector nothing."""
+    """Run of `size` tokens -> the places that follow it, in all texts of a group. A place is stored as one integer,
+    `text number << 32 | at`: most runs occur once, and a million integers cost the garbage collector nothing."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -81,8 +82,8 @@ class RunIndex:
         return ((tuple(tokens[at - self.size : at]), at) for at in range(max(start, self.size), stop))
 
 
-class Shelf:
-    """Texts that may learn from each other: those of one salt."""
+class TextGroup:
+    """The texts of one cache salt, among which drafts are looked up."""
 
     def __init__(self, name: str, sizes: Iterable[int]) -> None:
         self.name = name
@@ -97,7 +98,8 @@ class Shelf:
         return text.indexed - start
 
     def remove(self, text: Text, most: int) -> int:
-        """Take up to `most` tokens of a text out, the last first; it is gone when none is left. Changes state."""
+        """Remove up to `most` tokens of a text from the indexes, the last first; with the last token, also the text.
+        Returns how many. Changes state."""
         stop, text.indexed = text.indexed, max(0, text.indexed - most)
         for index in self.indexes.values():
             index.remove(text, text.indexed, stop)
@@ -112,25 +114,25 @@ class Shelf:
 
 
 class LookupDrafter(Drafter, ABC):
-    """A drafter over running sequences and the latest ended ones, which only those of one salt may learn from."""
+    """A drafter that looks into running and recently ended sequences of the same salt."""
 
     def __init__(self, sizes: Sequence[int], requests: int, *, indexed_per_step: int = INDEXED_PER_STEP) -> None:
         self._sizes = tuple(sizes)  # lengths of the runs that are indexed
-        self._requests = requests  # ended ones that are kept; 0: running ones do not learn from each other either
+        self._requests = requests  # ended sequences that are kept; 0: each sequence looks into itself only
         self._indexed_per_step = indexed_per_step
         self._numbers = count()
-        self._shelves: dict[str, Shelf] = {}
+        self._groups: dict[str, TextGroup] = {}
         self._running: dict[int, Text] = {}
         self._ended: deque[Text] = deque()  # the oldest first
-        self._leaving: deque[Text] = deque()
+        self._removable: deque[Text] = deque()
 
     def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
         if key in self._running:
             raise ValueError(f"sequence {key} has begun already")
         number = next(self._numbers)
         name = salt if self._requests else f"{number}"
-        shelf = self._shelves.setdefault(name, Shelf(name, self._sizes))
-        self._running[key] = shelf.texts[number] = Text(list(tokens), number, shelf)
+        group = self._groups.setdefault(name, TextGroup(name, self._sizes))
+        self._running[key] = group.texts[number] = Text(list(tokens), number, group)
 
     def extend(self, key: int, tokens: Sequence[int]) -> None:
         self._running[key].tokens.extend(tokens)
@@ -138,52 +140,52 @@ class LookupDrafter(Drafter, ABC):
     def end(self, key: int) -> None:
         self._ended.append(self._running.pop(key))
         while len(self._ended) > self._requests or sum(len(text.tokens) for text in self._ended) > KEPT_TOKENS:
-            self._leaving.append(self._ended.popleft())
+            self._removable.append(self._ended.popleft())
 
     def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
         self._catch_up(wanted)
         texts = {key: self._running[key] for key in wanted}
-        found = {key: self._continue(text.shelf, text, wanted[key]) for key, text in texts.items()}
+        found = {key: self._continue(text.group, text, wanted[key]) for key, text in texts.items()}
         return {key: draft for key, draft in found.items() if draft is not None}
 
     @abstractmethod
-    def _continue(self, shelf: Shelf, text: Text, n: int) -> Draft | None:
-        """Up to n tokens that may follow the text; None without an idea."""
+    def _continue(self, group: TextGroup, text: Text, n: int) -> Draft | None:
+        """Up to n tokens that may follow the text; None if no context was found."""
 
     def _catch_up(self, wanted: Mapping[int, int]) -> None:
-        """Within the step's bound: texts leave, then what is new is indexed, the text with the least of it first."""
-        left = self._leave(self._indexed_per_step)
-        texts = [*(self._running[key] for key in wanted), *(text for text in self._ended if text.behind)]
-        for text in sorted(texts, key=attrgetter("behind")):
-            left -= text.shelf.index(text, left)
+        """Remove ended texts, then index new tokens, the text with the fewest first; `indexed_per_step` at most."""
+        left = self._remove_ended(self._indexed_per_step)
+        texts = [*(self._running[key] for key in wanted), *(text for text in self._ended if text.unindexed)]
+        for text in sorted(texts, key=attrgetter("unindexed")):
+            left -= text.group.index(text, left)
 
-    def _leave(self, left: int) -> int:
-        """Take out what is not kept any more; returns what is left of the bound."""
-        while left > 0 and self._leaving:
-            text = self._leaving[0]
-            left -= text.shelf.remove(text, left)
+    def _remove_ended(self, left: int) -> int:
+        """Remove texts that are no longer kept, `left` tokens at most; returns what is left of `left`."""
+        while left > 0 and self._removable:
+            text = self._removable[0]
+            left -= text.group.remove(text, left)
             if text.indexed == 0:
-                self._leaving.popleft()
-                if not text.shelf.texts:
-                    del self._shelves[text.shelf.name]
+                self._removable.popleft()
+                if not text.group.texts:
+                    del self._groups[text.group.name]
         return left
 
 
-def shared(tokens: list[int], other: list[int], at: int, most: int) -> int:
-    """Length of the context that `tokens` and `other[:at]` end with, `most` at most."""
+def common_suffix(tokens: list[int], other: list[int], at: int, most: int) -> int:
+    """Length of the longest common suffix of `tokens` and `other[:at]`, `most` at most."""
     most = min(most, len(tokens), at)
     return next((n for n in range(most) if tokens[-1 - n] != other[at - 1 - n]), most)
 
 
-def alike(tokens: list[int], other: list[int], at: int, length: int) -> int:
-    """Tokens that occur at about the same distance before the context of this length that both end with."""
+def nearby_matches(tokens: list[int], other: list[int], at: int, length: int) -> int:
+    """Number of tokens that both texts have at about the same distance before their common suffix of this length."""
     ends = (tokens, len(tokens) - length), (other, at - length)
     ours, theirs = ({row[i]: end - i for i in range(max(0, end - NEAR), end)} for row, end in ends)
     return sum(token in theirs and abs(theirs[token] - distance) <= SLACK for token, distance in ours.items())
 
 
-def said(text: Text, source: Text, at: int, n: int) -> list[int]:
-    """How the text goes on by a place, n tokens at most; at the end of the text itself, a loop goes on as a loop."""
+def continuation(text: Text, source: Text, at: int, n: int) -> list[int]:
+    """Up to n tokens that follow a place. If the place is in the text itself, its end is repeated periodically."""
     read = source.tokens[at : at + n]
     period = len(source.tokens) - at
     while source is text and len(read) < n:
@@ -191,6 +193,6 @@ def said(text: Text, source: Text, at: int, n: int) -> list[int]:
     return read
 
 
-def trust(context: float) -> float:
-    """How often an uncontradicted continuation is right after so many equal tokens, as if each had failed once."""
+def reliability(context: float) -> float:
+    """Estimated probability that a continuation is right after `context` equal tokens, if all places agree on it."""
     return context / (context + 1)

@@ -1,11 +1,11 @@
-"""What followed most often: occurrences of the last tokens vote on how the text goes on.
+"""Suffix decoding: earlier occurrences of the last tokens vote on the next ones.
 
-Every place where the last tokens occurred before, in this request and recent ones, is a voice; it weighs as much as the
-context that it shares with the text is long, squared, so that one long match outvotes some short ones, and many outvote
-one. Where it is short, tokens that stand before it in both count as well: behind a value that was never there a record
-goes on as others did at this field, not at another. The draft goes on while those that agreed so far still say
-something, and while the estimated probability that all of it is right stays above a bound; each token's own is its
-confidence bucket.
+Every place where the last tokens occurred before, in this request and in recent ones, is a match. Its weight is the
+square of its length, the number of tokens that it has in common with the end of the text: one long match outvotes a few
+short ones, and many short ones outvote one long. A short match also counts equal tokens nearby: after a value that is
+new, a record continues as other records do at the same field, not as at another field. Matches that disagree with the
+draft drop out. The draft ends when no match is left, or when the estimated probability that all of it is right falls
+below a limit. A token's own probability gives its confidence bucket.
 
 After SuffixDecoding (Oliaro et al., 2024, arXiv 2411.04975), whose suffix trees cost a node per token and depth; here a
 token costs two entries of an index, and only the latest places count (`lookup.PLACES`). Pure.
@@ -15,14 +15,24 @@ from __future__ import annotations
 
 from phalanx.config import SuffixSpeculation
 from phalanx.spec.drafters import Draft, bucket
-from phalanx.spec.lookup import INDEXED_PER_STEP, LookupDrafter, Place, Shelf, Text, alike, said, shared, trust
+from phalanx.spec.lookup import (
+    INDEXED_PER_STEP,
+    LookupDrafter,
+    Place,
+    Text,
+    TextGroup,
+    common_suffix,
+    continuation,
+    nearby_matches,
+    reliability,
+)
 
 RUNS = (6, 2, 1)
-"""Run lengths that lead to places: where a longer one does, the shorter are not asked. A single token says something in
-records, where few values stand beside each other; elsewhere its bucket soon has a low rate."""
-KINSHIP = 0.5  # what a token that both have before a context shorter than the longest run counts, against one in it
+"""Run lengths that are looked up, the longest first; the first one with places decides. A single token is enough in
+records, which have few values; in other texts its bucket soon has a low rate."""
+NEARBY_WEIGHT = 0.5  # weight of an equal token nearby, against one in the common suffix; for short suffixes only
 
-Voice = tuple[float, list[int]]  # length of the context that it shares with the text, with kinship; how it goes on
+Match = tuple[float, list[int]]  # length of the common suffix, with equal tokens nearby; continuation
 
 
 class SuffixDrafter(LookupDrafter):
@@ -34,36 +44,38 @@ class SuffixDrafter(LookupDrafter):
         self._factor = config.suffix_decoding_max_spec_factor
         self._least = config.suffix_decoding_min_token_prob
 
-    def _continue(self, shelf: Shelf, text: Text, n: int) -> Draft | None:
+    def _continue(self, group: TextGroup, text: Text, n: int) -> Draft | None:
         places: list[Place] = []
         for size in RUNS:
-            places = places or shelf.after(text, size)
-        lengths = [self._likeness(text, *place) for place in places]
+            places = places or group.after(text, size)
+        lengths = [self._match_length(text, *place) for place in places]
         most = min(n, int(self._factor * max(lengths, default=0)))
-        voices = [(length, said(text, *place, most)) for length, place in zip(lengths, places, strict=True)]
-        return self._vote(voices, most)
+        matches = [(length, continuation(text, *place, most)) for length, place in zip(lengths, places, strict=True)]
+        return self._vote(matches, most)
 
-    def _likeness(self, text: Text, source: Text, at: int) -> float:
-        length = shared(text.tokens, source.tokens, at, self._depth)
-        return length if length >= RUNS[0] else length + KINSHIP * alike(text.tokens, source.tokens, at, length)
+    def _match_length(self, text: Text, source: Text, at: int) -> float:
+        length = common_suffix(text.tokens, source.tokens, at, self._depth)
+        if length >= RUNS[0]:
+            return length
+        return length + NEARBY_WEIGHT * nearby_matches(text.tokens, source.tokens, at, length)
 
-    def _vote(self, voices: list[Voice], most: int) -> Draft | None:
-        """The continuation that the voices agree on longest."""
+    def _vote(self, matches: list[Match], most: int) -> Draft | None:
+        """The tokens with the most weight, one after the other; up to `most`."""
         draft: list[int] = []
         buckets: list[int] = []
         certainty = 1.0
         for at in range(most):
-            voices = [voice for voice in voices if at < len(voice[1])]
+            matches = [match for match in matches if at < len(match[1])]
             votes: dict[int, float] = {}
-            for length, says in voices:
-                votes[says[at]] = votes.get(says[at], 0) + length * length
+            for length, tokens in matches:
+                votes[tokens[at]] = votes.get(tokens[at], 0) + length * length
             if not votes:
                 break
             winner = max(votes, key=votes.__getitem__)  # of equals the first: the latest place
             agreed = votes[winner] / sum(votes.values())
             if agreed < 1.0:
-                voices = [voice for voice in voices if voice[1][at] == winner]
-            right = agreed * trust(max(length for length, _ in voices) + at)
+                matches = [match for match in matches if match[1][at] == winner]
+            right = agreed * reliability(max(length for length, _ in matches) + at)
             certainty *= right
             if certainty < self._least:
                 break

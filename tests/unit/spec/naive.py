@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.spec.drafters import Draft, bucket
 from phalanx.spec.lookup import NEAR, PLACES, SLACK
 from phalanx.spec.ngram import COMPARED
-from phalanx.spec.suffix import KINSHIP, RUNS
+from phalanx.spec.suffix import NEARBY_WEIGHT, RUNS
 
 
 class Naive:
@@ -125,4 +125,4 @@ class NaiveSuffix(Naive):
         ours = tokens[: len(tokens) - length][::-1][:NEAR]
         theirs = before[: len(before) - length][::-1][:NEAR]
         both = set(ours) & set(theirs)
-        return length + KINSHIP * sum(abs(ours.index(token) - theirs.index(token)) <= SLACK for token in both)
+        return length + NEARBY_WEIGHT * sum(abs(ours.index(token) - theirs.index(token)) <= SLACK for token in both)

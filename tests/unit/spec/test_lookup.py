@@ -15,7 +15,7 @@ from support.drafts import drafted
 from phalanx.config import NgramSpeculation, SuffixSpeculation
 from phalanx.spec import lookup
 from phalanx.spec.drafters import Drafter, RandomDrafter
-from phalanx.spec.lookup import Shelf, Text, alike, said, shared, trust
+from phalanx.spec.lookup import Text, TextGroup, common_suffix, continuation, nearby_matches, reliability
 from phalanx.spec.ngram import NgramDrafter
 from phalanx.spec.suffix import SuffixDrafter
 
@@ -169,21 +169,21 @@ def test_a_draft_ends_where_voices_differ():
 
 def test_certainty_is_needed():
     assert suffix([1, 2, 3, 1, 2], suffix_decoding_min_token_prob=1.0) == []
-    assert trust(2) == pytest.approx(2 / 3)
+    assert reliability(2) == pytest.approx(2 / 3)
 
 
 def test_shared_contexts():
-    assert shared([1, 2, 3], [0, 2, 3], 3, 24) == 2
-    assert shared([1, 2, 3], [1, 2, 3, 4], 3, 24) == 3
-    assert shared([1, 2, 3], [1, 2, 3], 3, 1) == 1
+    assert common_suffix([1, 2, 3], [0, 2, 3], 3, 24) == 2
+    assert common_suffix([1, 2, 3], [1, 2, 3, 4], 3, 24) == 3
+    assert common_suffix([1, 2, 3], [1, 2, 3], 3, 1) == 1
 
 
 def test_what_stands_before_them():
-    assert alike([1, 4, 9, 3], [1, 8, 9, 3], 4, 1) == 2
-    assert alike([1, 4, 4, 4, 9, 3], [1, 5, 4, 3], 4, 1) == 2  # 1 is two tokens nearer
-    assert alike([1, 4, 4, 4, 4, 9, 3], [1, 5, 4, 3], 4, 1) == 1
-    assert alike([7, *range(10, 18), 3], [7, *range(20, 28), 3], 10, 1) == 0
-    assert alike([3], [3, 3], 1, 1) == 0
+    assert nearby_matches([1, 4, 9, 3], [1, 8, 9, 3], 4, 1) == 2
+    assert nearby_matches([1, 4, 4, 4, 9, 3], [1, 5, 4, 3], 4, 1) == 2  # 1 is two tokens nearer
+    assert nearby_matches([1, 4, 4, 4, 4, 9, 3], [1, 5, 4, 3], 4, 1) == 1
+    assert nearby_matches([7, *range(10, 18), 3], [7, *range(20, 28), 3], 10, 1) == 0
+    assert nearby_matches([3], [3, 3], 1, 1) == 0
 
 
 @pytest.mark.parametrize("make", [lambda: NgramDrafter(NgramSpeculation()), lambda: SuffixDrafter(SuffixSpeculation())])
@@ -253,14 +253,14 @@ def test_ended_texts_are_indexed_to_their_end():
     assert [bool(drafted(drafter, {1: 2})) for _ in range(4)] == [False, False, True, True]
 
 
-def put(shelf: Shelf, tokens: list[int], number: int) -> Text:
-    text = shelf.texts[number] = Text(list(tokens), number, shelf)
+def put(group: TextGroup, tokens: list[int], number: int) -> Text:
+    text = group.texts[number] = Text(list(tokens), number, group)
     return text
 
 
 @given(TOKENS, st.integers(1, 7))
 def test_indexing_by_pieces_is_indexing_at_once(tokens, piece):
-    pieces, whole = Shelf("", (3, 1)), Shelf("", (3, 1))
+    pieces, whole = TextGroup("", (3, 1)), TextGroup("", (3, 1))
     one, other = put(pieces, tokens, 5), put(whole, tokens, 5)
     while pieces.index(one, piece):
         pass
@@ -273,23 +273,23 @@ def test_indexing_by_pieces_is_indexing_at_once(tokens, piece):
 
 @given(st.lists(TOKENS, max_size=4), st.integers(1, 7))
 def test_what_leaves_leaves_nothing(texts, piece):
-    shelf = Shelf("", (3, 1))
-    there = [put(shelf, tokens, number) for number, tokens in enumerate(texts)]
+    group = TextGroup("", (3, 1))
+    there = [put(group, tokens, number) for number, tokens in enumerate(texts)]
     for text in there:
-        shelf.index(text, 1000)
+        group.index(text, 1000)
     for text in there:
-        while shelf.remove(text, piece) and text.indexed:
+        while group.remove(text, piece) and text.indexed:
             pass
-    assert not shelf.texts
-    assert [len(index._places) for index in shelf.indexes.values()] == [0, 0]
+    assert not group.texts
+    assert [len(index._places) for index in group.indexes.values()] == [0, 0]
 
 
 def test_a_run_that_is_everywhere_takes_bounded_room():
-    shelf = Shelf("", (1,))
-    text = put(shelf, [7] * 1000, 0)
-    shelf.index(text, 1000)
-    assert shelf.indexes[1].latest((7,)) == [*range(999, 999 - lookup.PLACES, -1)]
-    kept = shelf.indexes[1]._places[7,]
+    group = TextGroup("", (1,))
+    text = put(group, [7] * 1000, 0)
+    group.index(text, 1000)
+    assert group.indexes[1].latest((7,)) == [*range(999, 999 - lookup.PLACES, -1)]
+    kept = group.indexes[1]._places[7,]
     assert isinstance(kept, list)
     assert len(kept) <= 2 * lookup.PLACES
 
@@ -301,15 +301,15 @@ def test_nothing_is_kept_of_salts_that_are_gone():
         drafted(drafter, {key: 1})
         drafter.end(key)
     drafted(drafter, {})
-    assert len(drafter._shelves) == 1
+    assert len(drafter._groups) == 1
 
 
 def test_reading_on():
-    shelf = Shelf("", (1,))
-    text, other = put(shelf, [1, 2, 3], 0), put(shelf, [1, 2, 3], 1)
-    assert said(text, text, 1, 5) == [2, 3, 2, 3, 2]
-    assert said(text, text, 0, 2) == [1, 2]
-    assert said(text, other, 1, 5) == [2, 3]
+    group = TextGroup("", (1,))
+    text, other = put(group, [1, 2, 3], 0), put(group, [1, 2, 3], 1)
+    assert continuation(text, text, 1, 5) == [2, 3, 2, 3, 2]
+    assert continuation(text, text, 0, 2) == [1, 2]
+    assert continuation(text, other, 1, 5) == [2, 3]
 
 
 def test_noise_is_the_same_each_time():
