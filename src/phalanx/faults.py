@@ -42,7 +42,7 @@ FAULTS: tuple[Fault, ...] = (
         name="rdma-gid-table",
         pattern=r"queue pair to RTR failed with errno 96\b",
         example="[jaccl] Changing queue pair to RTR failed with errno 96",
-        cause="The port's table of addresses (GIDs) is spoiled, as after taking an interface down and up.",
+        cause="The port's table of addresses (GIDs) is invalid, as after taking an interface down and up.",
         remedy="Reboot this host, then run `phalanx net setup` once. Do not take the interface down and up.",
     ),
     Fault(
@@ -160,7 +160,7 @@ FAULTS: tuple[Fault, ...] = (
         pattern=r"exit(ed)? (with )?(code|status) 255 while loading|was ended by SIGKILL|signal 9 \(Killed\)"
         r"|out of memory: kill(ed)? process",
         example="rank 1 was ended by SIGKILL (out of memory, or killed by hand)",
-        cause="The operating system ended the process: out of memory, or somebody killed it.",
+        cause="The operating system ended the process: out of memory, or it was killed by hand.",
         remedy="Check memory with `phalanx doctor`; after several kills, wired memory may have leaked: reboot.",
     ),
     Fault(

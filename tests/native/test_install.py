@@ -104,7 +104,7 @@ def test_the_mlx_that_is_named_is_the_one_it_was_built_for():
 def test_flags_of_kernels_that_are_not_used_are_an_error(flags):
     done = run("-m", "phalanx", "generate", "demo", "--prompt", "x", "--no-cpu-kernels", *flags)
     assert done.returncode == ExitCode.CONFIG
-    assert f"{flags[0]} is about native CPU kernels, and none are used" in done.stderr.replace("\n", " ")
+    assert f"{flags[0]} applies to native CPU kernels, and none are used" in done.stderr.replace("\n", " ")
 
 
 def test_a_gather_beyond_the_experts_ends_the_process_with_its_name():

@@ -103,7 +103,7 @@ def says(status: HostStatus) -> str:
     """A remark on a host: why it is not ready, a known fault, or the log's last line."""
     parts = []
     if status.child is not None and status.supervisor is None:
-        parts.append("its supervisor is gone: it runs on, but nobody would start it again (`phalanx restart`)")
+        parts.append("its supervisor is gone: it runs on, but would not be started again (`phalanx restart`)")
     if status.health is not None and status.health.reason:
         since = status.health.since
         parts.append(status.health.reason + (f" (not ready since {since})" if since else ""))

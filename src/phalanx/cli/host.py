@@ -10,5 +10,5 @@ from phalanx.cluster.host import run_verb
 
 
 def command(verb: Annotated[str, typer.Argument(help="start, stop, status, watch, ...")]) -> int:
-    """Do something on this host for whoever manages the cluster; a JSON object on stdin, one on stdout."""
+    """Run one command of the cluster commands on this host: a JSON object on stdin, one on stdout."""
     return run_verb(verb)

@@ -29,7 +29,7 @@ COMMANDS = {
     "model": "Bring a model to the hosts of a cluster.",
     "agent": "Runs ranks on this host for a server on another. Started by `up`, not by hand.",
     "fetch": "Download a model on this machine.",
-    "host": "What a host does for whoever manages the cluster. Runs through ssh.",
+    "host": "Commands that a cluster command runs on this host, through ssh.",
     "reach": "What ssh is for mpirun.",
     "rank": "One engine process. Started by `serve`, not by hand.",
 }

@@ -207,7 +207,7 @@ def refuse(command: Sequence[str]) -> None:
             raise ConfigError("Network locations and services are never changed: the Wi-Fi would drop.")
         case ["ifconfig", name, "down" | "up"] if name != BRIDGE:
             raise ConfigError(
-                f"{name} is never taken down or up: that spoils its RDMA addresses until a reboot (errno 96)."
+                f"{name} is never taken down or up: that makes its RDMA addresses invalid until a reboot (errno 96)."
             )
         case ["ip", "link", "set", *_]:
             raise ConfigError("Interfaces are never taken down or up.")

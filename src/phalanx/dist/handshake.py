@@ -258,7 +258,7 @@ class LeaderHandshake:
         self._members[hello.identity.rank] = member
         member.connection.accept_large_messages()
         self._selector.modify(member.connection, selectors.EVENT_READ, member)
-        log.info("%s on %s has come from %s", member.identity, member.identity.device, candidate.address)
+        log.info("%s on %s connected from %s", member.identity, member.identity.device, candidate.address)
 
 
 def _name(address: tuple[str, int] | tuple[str, int, int, int] | str) -> str:
@@ -320,7 +320,7 @@ def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
     connected = socket.create_connection(address, timeout=timeout_s)
     if connected.getsockname() == connected.getpeername():
         connected.close()  # TCP's simultaneous open: a connection to a free local port may connect to itself
-        raise _Retry("nobody listens there")
+        raise _Retry("nothing listens there")
     return connected
 
 

@@ -36,7 +36,7 @@ class Membership:
     link: LeaderLink | WorkerLink | SingleRank
     reducer: Reducer
     kernels: str
-    """What computes; one line for people."""
+    """The kernels in use, as one line for the log."""
     injection: Injection | None
     """The fault to be injected on this rank."""
 
@@ -60,7 +60,7 @@ def join_group(
 
     Raises:
         ConfigError: flags ask for native kernels that are not used here.
-        GroupError: the ranks of this start do not come together.
+        GroupError: a rank of this start is missing, or another process is in its place.
     """
     if mx.default_device() == mx.Device(mx.cpu):
         mx.disable_compile()  # on the CPU it runs a C++ compiler at run time and gains nothing
@@ -75,7 +75,7 @@ def join_group(
 
 
 def _install_kernels(config: EngineConfig, ranks_here: int) -> str:
-    """Install the native kernels where they are wanted and can be used; one line for people says what computes."""
+    """Install the native kernels if configured and usable. Returns the kernels in use, as one line for the log."""
     if preload.PROBLEM:
         log.warning("the native kernels cannot be used: %s", preload.PROBLEM)
     installed = None
@@ -88,7 +88,7 @@ def _install_kernels(config: EngineConfig, ranks_here: int) -> str:
     why = preload.why_not() if on_cpu else f"MLX computes on {mx.default_device()}"
     if config.threads is not None or config.cpu_precision != "auto":
         flag = "--threads" if config.threads is not None else "--cpu-precision"
-        raise ConfigError(f"{flag} is about native CPU kernels, and none are used: {why}.", remedy="Leave it out.")
+        raise ConfigError(f"{flag} applies to native CPU kernels, and none are used: {why}.", remedy="Leave it out.")
     return f"MLX's own, on one thread ({why})" if on_cpu else why
 
 

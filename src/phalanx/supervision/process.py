@@ -256,7 +256,7 @@ class EngineProcess(EngineConnection):
     def _describe_end(self, end: End) -> str:
         if self._stall_reason:
             return self._stall_reason
-        who = "the engine process" if self._config.tensor_parallel_size == 1 else end.name
+        process = "the engine process" if self._config.tensor_parallel_size == 1 else end.name
         if self._ranks is not None and (unjoined := self._ranks.ended_by(signal.SIGALRM)):
             ranks = " and ".join(f"{name}{self._join_address(name)}" for name in unjoined)
             return (
@@ -264,24 +264,24 @@ class EngineProcess(EngineConnection):
                 "something else is connected to the port"
             )
         if end.status < 0:
-            return _ended_by(who, -end.status)
+            return _ended_by(process, -end.status)
         if found := MPIRUN_NOTICE.search(" ".join(self._stderr_tail)):
             rank, pid, host, number = found.groups()
             return _ended_by(f"rank {rank} ({host}, pid {pid})", int(number))
         if self._failure is not None:
             return self._failure.message
         words = next((line for line in reversed(self._stderr_tail) if line.strip(" -")), "")
-        return f"{who} ended with status {end.status}" + (f": {words}" if words else "")
+        return f"{process} ended with status {end.status}" + (f": {words}" if words else "")
 
     def _exit_code(self, end: End) -> ExitCode:
         """The exit code of the cause. mpirun may report the status of another rank, which it ended itself."""
-        said = None if self._failure is None else _as_exit_code(self._failure.code)
-        return said if said is not None and not said.restart_helps else _as_exit_code(end.status)
+        reported = None if self._failure is None else _as_exit_code(self._failure.code)
+        return reported if reported is not None and not reported.restart_helps else _as_exit_code(end.status)
 
     def _join_address(self, name: str) -> str:
         """The address at which a rank tried to join, from its log; with " at " before it."""
-        said = re.search(rf"^{name}: joining .* at (\S+),", "\n".join(self._stderr_tail), re.MULTILINE)
-        return f" at {said[1]}" if said else ""
+        joining = re.search(rf"^{name}: joining .* at (\S+),", "\n".join(self._stderr_tail), re.MULTILINE)
+        return f" at {joining[1]}" if joining else ""
 
     # -- while the ranks run ---------------------------------------------------------------------------------------
 
@@ -303,10 +303,10 @@ class EngineProcess(EngineConnection):
         ranks.signal_all(signal.SIGKILL)
 
 
-def _ended_by(who: str, number: int) -> str:
+def _ended_by(process: str, number: int) -> str:
     """A sentence on the signal that ended a process, with its usual cause."""
     name = signal.Signals(number).name
-    return f"{who} was ended by {name}" + (" (out of memory, or killed by hand)" if name == "SIGKILL" else "")
+    return f"{process} was ended by {name}" + (" (out of memory, or killed by hand)" if name == "SIGKILL" else "")
 
 
 def _as_exit_code(status: int) -> ExitCode:
