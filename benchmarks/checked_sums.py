@@ -138,7 +138,7 @@ class Steps:
         forward = Forward(0, 0, tuple(range(self._rows)), fed, (tokens,) * self._rows, sample)
         logits = self._runner.forward(forward, [self._length] * self._rows)
         if logits is not None:
-            mx.eval(logits, self._runner.settle())
+            mx.eval(logits, self._runner.written_caches())
         self._length += tokens
 
 

@@ -140,8 +140,8 @@ class SpecStats(Struct, frozen=True, kw_only=True):
     recent_accepted: int = 0  # accepted tokens of these
     window: int = 50
     # When steps with and without speculation are compared: tokens and seconds of each kind; None: no comparison.
-    compared_drafted: tuple[int, float] | None = None
-    compared_plain: tuple[int, float] | None = None
+    compared_with: tuple[int, float] | None = None
+    compared_without: tuple[int, float] | None = None
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError, ModelNotFound
 from phalanx.model import registry
 from phalanx.model.loading.load import prepare
 from phalanx.model.sampling.metadata import SamplingMetadata, TokenCounts
-from phalanx.spec.draft_model import AT_ONCE, DraftModel
+from phalanx.spec.draft_model import MAX_CATCH_UP, DraftModel
 from phalanx.spec.drafters import BUCKETS
 from phalanx.types import Sampling
 
@@ -129,9 +129,9 @@ def test_what_was_not_asked_for_is_read_again_from_where_it_was(runner):
     drafter.begin(0, prompt)
     read_all(drafter, [0])
     drafted(drafter, {0: 4})
-    drafter.extend(0, said[: AT_ONCE - 1])
+    drafter.extend(0, said[: MAX_CATCH_UP - 1])
     assert drafter.unread([0]) == {}
-    drafter.extend(0, said[AT_ONCE - 1 : 30])
+    drafter.extend(0, said[MAX_CATCH_UP - 1 : 30])
     assert drafter.unread([0]) == {0: 30 - 3 - 1}  # of four drafts three were fed
     read_all(drafter, [0])
     assert drafted(drafter, {0: 4})[0] == said[30:34]

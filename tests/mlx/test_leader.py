@@ -40,7 +40,7 @@ def engine(loaded, monkeypatch: pytest.MonkeyPatch) -> Engine:
     runner, vocab = loaded
     journal = Journal()
     made = Engine(runner, vocab, batched=16, post=journal)
-    forward, settle = runner.forward, runner.settle
+    forward, written_caches = runner.forward, runner.written_caches
 
     def noted(fwd, kv_len):
         journal.lines.append(f"forward {len(fwd.seqs)}x{len(fwd.tokens[0])}")
@@ -48,10 +48,10 @@ def engine(loaded, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
     def waits():
         journal.lines.append("wait")
-        return settle()
+        return written_caches()
 
     monkeypatch.setattr(runner, "forward", noted)
-    monkeypatch.setattr(runner, "settle", waits)
+    monkeypatch.setattr(runner, "written_caches", waits)
     return made
 
 
@@ -101,7 +101,7 @@ def test_tokens_do_not_wait_where_a_forward_is_waited_for(engine, monkeypatch, w
     runner = engine.leader.runner
     if why == "other ranks":
         monkeypatch.setattr(runner, "reducer", SimpleNamespace(size=2, begin=lambda step: None, finish=list))
-        monkeypatch.setattr(runner, "_agree", lambda arena, sums, logits: None)
+        monkeypatch.setattr(runner, "_check_sums", lambda arena, sums, logits: None)
     else:
         monkeypatch.setattr(runner, "facts", replace(runner.facts, one_row="a reason"))
     assert steps(engine, 1)[:2] == ["1 sent", "forward 1x1"]

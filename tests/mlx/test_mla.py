@@ -33,7 +33,7 @@ def logits(path, width: int, *, absorbed: bool, same_length: bool) -> mx.array:
         runner.forward(Forward(0, slot, (slot,), (tokens,), (length,), sample=False), [0])
     fed = tuple(tuple((11 * slot + 5 * i) % 500 for i in range(width)) for slot in range(3))
     out = runner.forward(Forward(0, 0, (0, 1, 2), fed, (width,) * 3, sample=True), list(history))
-    mx.eval(out, runner.settle())
+    mx.eval(out, runner.written_caches())
     return out
 
 

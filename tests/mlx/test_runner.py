@@ -41,7 +41,7 @@ def feed(
     logits = runner.forward(forward, kv_len)
     if logits is None:
         return mx.zeros((0,))
-    mx.eval(logits, runner.settle())
+    mx.eval(logits, runner.written_caches())
     return logits
 
 
@@ -131,8 +131,8 @@ def test_padding_leaves_other_rows_and_the_end_alone() -> None:
     assert logits is not None
     assert close(logits[0, 0], stock(runner, PROMPT))
     assert close(logits[1, 1], stock(runner, PROMPT[:6]))
-    mx.eval(logits, runner.settle())
-    for buffer in runner.settle():
+    mx.eval(logits, runner.written_caches())
+    for buffer in runner.written_caches():
         assert not mx.any(buffer[0, :, n + 4 :]).item()
         assert not mx.any(buffer[1, :, 8:]).item()
         assert not mx.any(buffer[2]).item()
@@ -244,14 +244,14 @@ def test_forwards_write_in_place(family: str) -> None:
         forward = Forward(arena=0, start=0, seqs=(0, 1), tokens=((1,), (2,)), valid=(1, 1), sample=True)
         logits = runner.forward(forward, [50 + i, 60 + i])
         feed(runner, 2, [[4, 5]], [70 + 2 * i], sample=False)
-        mx.eval(logits, runner.settle())
+        mx.eval(logits, runner.written_caches())
 
     def two_samples(i: int) -> None:
         outputs = [
             runner.forward(Forward(0, start, (0, 1), ((1,), (2,)), (1, 1), sample=True), [80 + i, 90 + i])
             for start in (0, 2)
         ]
-        mx.eval(outputs, runner.settle())
+        mx.eval(outputs, runner.written_caches())
 
     for step in (decode, one_slot, both, two_samples):
         assert extra_bytes(runner, 4, step) < 16 << 20, step.__name__

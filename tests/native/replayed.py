@@ -79,7 +79,7 @@ class Twins:
         logits = runner.forward(forward, kv_len)
         if logits is None:
             return np.zeros((len(kv_len), 1))
-        mx.eval(logits, runner.settle())
+        mx.eval(logits, runner.written_caches())
         return np.array(logits.astype(mx.float32))
 
     def compare_buffers(self) -> None:

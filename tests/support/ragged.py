@@ -164,7 +164,7 @@ class Driver:
         logits = self.feed(0, self.decoding, fed, width, sample=True, packed=packed)
         assert logits is not None
         chosen = mx.argmax(logits, axis=-1).flatten()
-        mx.eval(chosen, *self.runner.settle())
+        mx.eval(chosen, *self.runner.written_caches())
         found: list[int] = chosen.tolist()
         for row, draft in zip(self.decoding, drafts, strict=True):
             tokens, found = found[: 1 + len(draft)], found[1 + len(draft) if packed else width :]

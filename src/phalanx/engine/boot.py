@@ -13,7 +13,7 @@
             build_role       engine/role.py               rank 0 reports `Ready` and leads, the others work
             Leader.run, Worker.run
 
-All ranks go through these stages together and share what each of them finds out (`link.share`), so all decide alike.
+All ranks go through these stages together and share what each of them finds out (`link.share`), so all decide the same.
 An error that a restart cannot mend has an exit code of its own and reaches the server as `Failed`. Does not know HTTP.
 """
 
@@ -148,7 +148,7 @@ def _start(
 def _report_failure(
     server_socket: ServerSocket | None, link: LeaderLink | WorkerLink | SingleRank, failed: Failed, reason: str
 ) -> int:
-    """Say why this rank ends: to the server, which only rank 0 can, and to the other ranks. Returns the exit status."""
+    """Report why this rank ends, to the other ranks and (from rank 0) to the server. Returns the exit status."""
     if server_socket is not None:
         server_socket.send(failed)
     link.fail(ExitCode(failed.code), reason)

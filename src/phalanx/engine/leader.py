@@ -32,7 +32,7 @@ from phalanx.sched.scheduler import Scheduler
 from phalanx.sched.sequence import Sequence
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.spec.speculator import Speculator
-from phalanx.spec.stats import line
+from phalanx.spec.stats import log_line
 from phalanx.spec.verify import Verified, verify
 from phalanx.types import (
     Cancel,
@@ -123,7 +123,7 @@ class Leader:
             return self._speculator.draft(self.scheduler.draftable(), overlapped=self.runner.has_in_flight)
 
     def _broadcast(self, step: Step) -> None:
-        """Hand the plan to every rank, so that all begin at once."""
+        """Send the plan to every rank, so that all begin at the same time."""
         if self._trace is not None:
             self._trace.plan(step)
         with self._timer.phase("control"):
@@ -139,7 +139,7 @@ class Leader:
             return execute(step, self.mirror, self.runner)
 
     def _verify(self, step: Step, execution: Execution[mx.array]) -> Verified:
-        """Score prompts; draw behind everything else that was fed and verify the drafts, in one wait for the device."""
+        """Score prompts, draw a token after every token of the sampling forwards and verify drafts; one wait in all."""
         with self._timer.phase("model"):
             self._outbox.while_computing()
             by_number = self.scheduler.by_number
@@ -148,7 +148,7 @@ class Leader:
                 if output.forward.score:
                     self._prompt_scores.add(by_number[output.forward.seqs[0]], output)
             sampling = [(output.forward, output.logits) for output in execution.outputs if output.forward.sample]
-            verified = verify(sampling, by_number, self._metadata, self.runner.settle(), dispatch_next)
+            verified = verify(sampling, by_number, self._metadata, self.runner.written_caches(), dispatch_next)
         self._link.leave(step.id)
         return verified
 
@@ -177,7 +177,7 @@ class Leader:
         return commit_chunk(seq, seq.kv_len, valid)
 
     def _observe(self, step: Step, execution: Execution[mx.array], verified: Verified, commits: list[Commit]) -> None:
-        """The deadline, the prefill budget and the speculator learn how long the step took."""
+        """Report the duration of the step to the deadline, the prefill budget and the speculator."""
         seconds = self._timer.elapsed_s - execution.prefill_s
         decode_s = self._timer.phases_s["model"] - execution.prefill_s
         self._deadline.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
@@ -189,7 +189,7 @@ class Leader:
         self._last_work = time.monotonic()
 
     def _publish(self, step: Step | None) -> None:
-        """Put the step's events into the outbox, and forget sequences that are over."""
+        """Put the step's events into the outbox, and forget finished sequences."""
         events = [*self._prompt_scores.take_events(), *self.scheduler.take_events()]
         self._outbox.add(step.id if step is not None else self.scheduler.step_id, events)
         alive = self.scheduler.by_number.keys()
@@ -207,7 +207,7 @@ class Leader:
         return self.scheduler.idle and not self._pings and not self._release_at_once
 
     def handle(self, message: ToEngine) -> None:
-        """Take a message from the server; it has its effect in the next step."""
+        """Take a message from the server. It takes effect in the next step."""
         if self._trace is not None and not isinstance(message, Ping):
             self._trace.message(message)
         now = time.monotonic()
@@ -227,16 +227,16 @@ class Leader:
                 self._stopping = True
 
     def answer_pings(self) -> None:
-        """Every ping gets the figures of now. Its answer proves that the engine loop turns, on every rank."""
+        """Answer every ping with current figures, which proves that the engine loop of every rank runs."""
         if self._pings:
-            self._outbox.flush()  # an answer says that everything before it was said
+            self._outbox.flush()  # the server takes an answer as the end of all earlier events
             stats = self.stats()
             for nonce in self._pings:
                 self._server_socket.send(Pong(nonce, stats))
             self._pings.clear()
 
     def _release_idle_memory(self) -> None:
-        """An idle engine gives the buffers that it keeps for reuse back to the system, once after each time of work."""
+        """Return the buffers that are kept for reuse to the system, once whenever the engine has become idle."""
         idle_s = time.monotonic() - self._last_work
         if not self.scheduler.idle or not (self._release_at_once or idle_s > IDLE_BEFORE_RELEASE_S):
             return
@@ -247,12 +247,12 @@ class Leader:
             self.runner.reset()
             trim_heap()
             if self._speculator is not None:
-                log.info("%s", line(self._speculator.meter.stats()))
+                log.info("%s", log_line(self._speculator.meter.stats()))
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now; every rank reports its own."""
+        """Current counters and gauges; collects those of every rank."""
         ranks = self._link.report(rank_stats(0, self.mirror, self.runner))
         scheduler, counters = self.scheduler, self.scheduler.counters
         used, budget = scheduler.admission.used, scheduler.config.limits.kv_budget

@@ -1,4 +1,4 @@
-"""When the server hears of committed tokens: while the device computes, unless that would delay the tokens.
+"""Sends events to the server while the device computes, unless that would delay them.
 
 A message wakes the server process, which then takes a processor. On a machine whose processors compute the model, every
 token would pay for that. So the outbox holds a step's events until the device computes the next step, when the leader

@@ -1,4 +1,4 @@
-"""How far a start has come: to the server from rank 0, to the log from the other ranks."""
+"""Reports the progress of a start: from rank 0 to the server, from the other ranks to the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG_PERIOD_S = 5.0
 
 
 def reporter(server_socket: ServerSocket | None) -> load.Progress:
-    """A function that reports progress, at most once a period; the server hears of every beginning and end.
+    """A function that reports progress, at most once a period; to the server also each beginning and end.
 
     Args:
         server_socket: None on ranks that the server does not see.

@@ -34,7 +34,7 @@ def build_role(
     deadline: StepDeadline,
     server_socket: ServerSocket | None,
 ) -> Leader | Worker:
-    """The leader or a worker, ready to run; the leader has told the server so.
+    """The leader or a worker, ready to run. Rank 0 sends `Ready` to the server.
 
     Args:
         tested: what the self-test found; None for a single rank.

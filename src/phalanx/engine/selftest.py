@@ -144,7 +144,7 @@ def _generate(runner: Runner, vocab_size: int, deadline: StepDeadline) -> list[i
         logits = runner.forward(_forward([fed], sample=True), [length])
         assert logits is not None
         best = mx.argmax(logits[0, -1])
-        mx.eval(best, runner.settle())
+        mx.eval(best, runner.written_caches())
         deadline.observe(0, 0.0, time.perf_counter() - before)
         fed = int(cast(int, best.item()))
         tokens.append(fed)

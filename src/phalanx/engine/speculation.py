@@ -1,4 +1,4 @@
-"""Puts speculation together on the leader: the drafter and the control that the configuration names.
+"""Builds the configured drafter and control on the leader.
 
 Does not know how drafts are made, weighed or verified (`spec/`).
 """
@@ -45,7 +45,7 @@ log = logging.getLogger("phalanx.engine")
 
 
 class DraftWeights:
-    """A draft model on its way into memory, on the leader only: it is never split.
+    """A draft model that is being loaded, on the leader only: it is never split.
 
     Args:
         target: folder of the model that is served.
@@ -81,12 +81,12 @@ class DraftWeights:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes more while it loads."""
+        """Largest number of bytes besides the weights while it loads."""
         return self._prepared.working_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        """Of its KV cache."""
+        """Bytes of its KV cache per token."""
         return row_bytes(self._facts.layouts, self._prepared.dtype)
 
     def materialise(self, guard: int, report: load.Progress) -> Runner:
@@ -108,8 +108,8 @@ def describe(config: SpeculativeConfig | None, facts: CacheFacts) -> str:
     name = f"{method} {config.model}" if isinstance(config, DraftModelSpeculation) else str(method)
     packed = ", rows packed" if facts.packs else ""
     n = config.compare_steps
-    turns = "" if n is None else f", in turns with none every {n} steps"
-    return f"{name}, up to {config.num_speculative_tokens} tokens a step, control {config.control}{packed}{turns}"
+    comparison = "" if n is None else f", alternating with none every {n} steps"
+    return f"{name}, up to {config.num_speculative_tokens} tokens a step, control {config.control}{packed}{comparison}"
 
 
 def make_speculator(
@@ -129,11 +129,11 @@ def make_speculator(
     if config is None or scheduler.config.recurrent:
         return None
 
-    def place(number: int, drafts: Sequence[int]) -> SamplingMetadata:
+    def metadata_after(number: int, drafts: Sequence[int]) -> SamplingMetadata:
         return metadata.after(scheduler.by_number[number], drafts)
 
     if draft is not None:
-        drafter: Drafter = DraftModel(draft, vocab_size, draft_kv, place, scheduler.config.largest_logits)
+        drafter: Drafter = DraftModel(draft, vocab_size, draft_kv, metadata_after, scheduler.config.largest_logits)
     else:
         drafter = _drafter(config, vocab_size)
     comparison = None if config.compare_steps is None else Comparison(config.compare_steps)

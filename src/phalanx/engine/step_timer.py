@@ -1,4 +1,4 @@
-"""Where the time of steps goes, in seconds: of the current step for those who plan by it, and in total for the figures.
+"""Measures where the time of steps goes, in seconds: of the current step, for planning, and in total, for metrics.
 
 Does not know what a phase does.
 """

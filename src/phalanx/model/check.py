@@ -177,7 +177,7 @@ def _feed(
     logits = runner.forward(forward, kv_len)
     if logits is None:
         return mx.zeros((0,))
-    mx.eval(logits, runner.settle())
+    mx.eval(logits, runner.written_caches())
     return logits
 
 

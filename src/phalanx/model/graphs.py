@@ -1,4 +1,4 @@
-"""The seam between the runner and captured graphs: what the runner asks for, and the answer where none are kept.
+"""The interface between the runner and captured graphs, and its base class, which captures none.
 
 With the native kernels a runner asks `cpu/graph_cache.py`; with MLX's own kernels it asks the base class below, so that
 nothing of the graph cache runs there. Does not know how a model call is captured or replayed.
@@ -28,7 +28,7 @@ class Graphs:
     max_tokens = 0
     """Largest model call that is replayed, in rows x tokens per row."""
     captured = 0
-    """Graphs captured so far. A forward that captures one takes longer than its like."""
+    """Graphs captured so far. A forward that captures one takes longer than a usual one."""
 
     def call(
         self, arena: ArenaBuffers, view: RowView, tokens: Sequence[Sequence[int]], *, samples: bool = True

@@ -59,7 +59,7 @@ class Runner:
         self.dtype = dtype
         self.reducer = reducer or Reducer(None)
         self.samples = True
-        """Whether logits are asked for at all; a worker need not compute them."""
+        """Whether this rank needs logits; workers do not."""
         ops = install.operations()
         self._graphs = Graphs() if ops is None else GraphCache(ops, model, facts.mask_dims, self.reducer)
         self._captured_before = 0
@@ -91,7 +91,7 @@ class Runner:
         """Execute buffer operations in order.
 
         Raises:
-            EngineError: a slot, entry or length that does not exist: the plan is not about this state.
+            EngineError: a slot, entry or length does not exist here.
         """
         self._flush()
         if ops:
@@ -104,7 +104,7 @@ class Runner:
 
         Returns:
             Logits `[rows, L, V]` (packed: `[tokens, 1, V]`), not evaluated, when the plan samples or scores and this
-            rank does too: evaluate them together with `settle()`. Otherwise None, with the caches evaluated.
+            rank does too: evaluate them together with `written_caches()`. Otherwise None, with the caches evaluated.
 
         Raises:
             EngineError: the buffers are too short, or a recurrent row would be padded or rolled back.
@@ -139,7 +139,7 @@ class Runner:
 
     @property
     def captured_graph(self) -> bool:
-        """Whether this step captured a graph, so that it took longer than its like."""
+        """Whether this step captured a graph, which takes longer than a usual step."""
         return self._graphs.captured > self._captured_before
 
     @property
@@ -190,19 +190,19 @@ class Runner:
             self._in_flight = _InFlight(fwd.arena, fwd.start, kv_len, tokens, logits)
 
     def _discard_in_flight(self) -> None:
-        """Wait until it is computed: the buffers that it reads and writes may be moved or freed next."""
+        """Drop the forward in flight after it is computed: its buffers may be moved or freed next."""
         if self._in_flight is not None:
             mx.eval(self._in_flight.logits)
         self._in_flight = self._last = None
 
     # -- model calls -----------------------------------------------------------------------------------------------
 
-    def settle(self) -> list[mx.array]:
+    def written_caches(self) -> list[mx.array]:
         """Cache arrays that the last forward wrote, to be evaluated together with its logits."""
         return self._touched.touched() if self._touched is not None else []
 
     def reset(self) -> None:
-        """Free all that can be made again: results not evaluated, captured graphs, MLX's cached buffers."""
+        """Free unevaluated results, captured graphs and MLX's cached buffers."""
         self._discard_in_flight()
         self._logits = self._touched = None
         self._graphs.reset()
@@ -232,10 +232,10 @@ class Runner:
             sums = self.reducer.finish()
         arena.close()
         if self.reducer.size > 1:
-            self._agree(arena, sums, logits)
+            self._check_sums(arena, sums, logits)
         return logits if self.samples else None
 
-    def _agree(self, arena: ArenaBuffers, sums: list[mx.array], logits: mx.array | None) -> None:
+    def _check_sums(self, arena: ArenaBuffers, sums: list[mx.array], logits: mx.array | None) -> None:
         """Evaluate all collectives of a call, the same arrays in the same order on every rank, and check them.
 
         The rank that samples evaluates the logits later, unless mlx-lm has collectives of its own in them.
@@ -267,7 +267,7 @@ class Runner:
         return mx.concatenate(parts) if parts else None
 
     def _flush(self) -> None:
-        """Evaluate what an earlier forward of the step left lazy (see `buffers.py`)."""
+        """Evaluate lazy results of an earlier forward of the step (see `buffers.py`)."""
         if self._logits is not None and self._touched is not None:
             mx.eval(self._logits, self._touched.touched())
         self._logits = None

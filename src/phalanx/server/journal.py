@@ -200,7 +200,7 @@ class Journal:
         """Refuse new requests from now on, with this reason."""
         self._closing = reason
 
-    async def quiet(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no request holds a slot."""
         await self._idle.wait()
 

@@ -131,8 +131,8 @@ class Metrics:
             before = last.accepted_at[position] if position < len(last.accepted_at) else 0
             self._accepted_at.labels(*self._label, str(position)).inc(max(0, count - before))
         for drafts, measured, measured_before in (
-            ("yes", stats.compared_drafted, last.compared_drafted),
-            ("no", stats.compared_plain, last.compared_plain),
+            ("yes", stats.compared_with, last.compared_with),
+            ("no", stats.compared_without, last.compared_without),
         ):
             for key, new, old in zip(COMPARED, measured or (), measured_before or (0, 0.0), strict=False):
                 self._compared[key].labels(*self._label, drafts).inc(max(0.0, new - old))

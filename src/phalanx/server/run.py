@@ -163,7 +163,7 @@ class Server(uvicorn.Server):
             log.info("draining %d requests, %g s at most", self._journal.unfinished, self._settings.drain_seconds)
         try:
             async with asyncio.timeout(self._settings.drain_seconds):
-                await self._journal.quiet()
+                await self._journal.wait_until_idle()
         except TimeoutError:
             log.warning("%d requests did not end in time and are cancelled", self._journal.unfinished)
             self._fail_unfinished()

@@ -1,9 +1,9 @@
-"""How far drafts were right, and so what the next ones are expected to bring. Pure.
+"""Acceptance rates of drafts, and from them the expected acceptance of the next ones. Pure.
 
 A drafter puts each token into a confidence bucket (`Draft.buckets`). A token counts only where those before it were
 right, so the probability that a draft is right up to there is the product of its buckets' rates. Tokens do not depend
-on speculation (design: Keyed sampling), so drafts that were not verified are compared with what is committed all the
-same: learning that drafts became good costs drafting, and no forward.
+on speculation (design: Keyed sampling), so drafts that were not verified are compared with what is committed too:
+noticing that drafts have become good costs drafting, but no forward.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from collections.abc import Collection, Mapping, Sequence
 
 from phalanx.spec.drafters import BUCKETS, Draft
 
-POOL_FADES = 0.95  # of what is known about a drafter, after each draft: the last 20 count
-ROW_FADES = 0.85  # of what is known about one sequence: the last 7 count, for texts change
-WORTH = 0.1  # probability below which a token is not worth sampling, even where the forward has room for it
+POOL_FADES = 0.95  # decay of a drafter's counts per draft: about the last 20 drafts count
+ROW_FADES = 0.85  # decay of one sequence's counts per draft: about the last 7 drafts count, since texts change
+MIN_CHANCE = 0.1  # least probability for which a drafted token is verified, even where the forward has room for it
 
-Chances = list[float]  # the probability that the first j tokens are right, j = 1 .., as far as worth it
+Chances = list[float]  # probability that the first j tokens are right, j = 1, 2, ..; ends at `MIN_CHANCE`
 
 
 class Acceptance:
-    """Rates of acceptance by confidence bucket. What is assumed (the pool's rate, or else that of the bucket below, or
-    else 1/2) counts as one observation. At each new draft all counts fade, also of buckets that are not tried any more:
-    one wrong token must not end them for ever."""
+    """Rates of acceptance by confidence bucket.
+
+    The prior (the pool's rate; without a pool, the rate of the bucket below, or 1/2) counts as one observation. All
+    counts decay with each draft, also those of buckets that are not tried any more: one wrong token must not end them
+    for ever.
+    """
 
     def __init__(self, fades: float, pool: Acceptance | None = None) -> None:
         self._fades = fades
@@ -30,11 +33,11 @@ class Acceptance:
         self._counts = [(0.0, 0.0)] * BUCKETS  # right, tried
 
     def begin(self) -> None:
-        """A new draft is compared: what is known counts less. Changes state."""
+        """A new draft is compared: let older counts decay. Changes state."""
         self._counts = [(right * self._fades, tried * self._fades) for right, tried in self._counts]
 
     def observe(self, bucket: int, right: bool) -> None:
-        """A token of this bucket, all before it being right, was right or not. Changes state."""
+        """Record whether a token of this bucket was right, given that all before it were. Changes state."""
         self._counts[bucket] = self._counts[bucket][0] + right, self._counts[bucket][1] + 1.0
 
     @property
@@ -50,20 +53,22 @@ class Acceptance:
 
 
 class AcceptanceTracker:
-    """Knows of each sequence how far its drafts were right; a draft to compare is put into `pending` with 0."""
+    """Acceptance rates per sequence. The owner puts a draft that is to be compared into `pending`, with position 0."""
 
     def __init__(self) -> None:
         self._pool = Acceptance(POOL_FADES)
         self._rows: dict[int, Acceptance] = {}
-        self.pending: dict[int, tuple[Draft, int]] = {}  # drafts that are compared, and their tokens that were right
+        self.pending: dict[
+            int, tuple[Draft, int]
+        ] = {}  # sequence -> draft, and how many of its tokens were right so far
 
     def chances(self, buckets: Mapping[int, Sequence[int]]) -> dict[int, Chances]:
-        """Of drafts with these buckets, by sequence; those of which nothing is worth it are absent."""
+        """Chances of drafts with these buckets, by sequence; those without a token above `MIN_CHANCE` are absent."""
         found = {key: _chances(self._rates(key), of_row, 1.0) for key, of_row in buckets.items()}
         return {key: chances for key, chances in found.items() if chances}
 
     def ahead(self, keys: Collection[int]) -> dict[int, tuple[float, Chances]]:
-        """Sequence with a pending draft -> how likely that expects this step's token, and the chances beyond."""
+        """Sequence with a pending draft -> probability that the draft predicts this step's token; chances after it."""
         found: dict[int, tuple[float, Chances]] = {}
         for key in keys & self.pending.keys():
             (draft, at), rates = self.pending[key], self._rates(key)
@@ -72,8 +77,12 @@ class AcceptanceTracker:
         return found
 
     def observe(self, key: int, tokens: Sequence[int]) -> bool:
-        """Compare the pending draft, of which there must be one, up to the first difference; whether it began right.
-        Changes state."""
+        """Compare a sequence's pending draft with committed tokens, up to the first difference. Returns whether the
+        draft's first token was right. Changes state.
+
+        Raises:
+            KeyError: the sequence has no pending draft.
+        """
         draft, at = self.pending.pop(key)
         row = self._rows.setdefault(key, Acceptance(ROW_FADES, self._pool))
         for token in tokens:
@@ -101,7 +110,7 @@ def _chances(rates: Sequence[float], buckets: Sequence[int], chance: float) -> C
     chances: Chances = []
     for bucket in buckets:
         chance *= rates[bucket]
-        if chance < WORTH:
+        if chance < MIN_CHANCE:
             break
         chances.append(chance)
     return chances

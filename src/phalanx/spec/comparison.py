@@ -1,7 +1,7 @@
-"""How fast sequences are with drafts and without: measured in turns, on the same sequences.
+"""Measures the speed of decoding with and without drafts, in alternation on the same sequences.
 
-A machine that is shared is some per cent slower for seconds at a time, but hardly between one step and the next. So
-runs of a few steps that may have drafts take turns with as many that may not, in an order as good as chance. Pure.
+Other programs on the machine slow it down by some per cent for seconds at a time, but hardly from one step to the next.
+So runs of a few steps with drafts alternate with equal runs without, in a pseudo-random order. Pure.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 
 class Comparison:
-    """Says which steps may have drafts, and counts both kinds from the beginning of a step to that of the next."""
+    """Decides which steps may have drafts, and times both kinds, each step up to the beginning of the next."""
 
     def __init__(self, steps: int) -> None:
         self.totals = {True: (0, 0.0), False: (0, 0.0)}  # may have drafts -> tokens and seconds of these steps
@@ -22,8 +22,8 @@ class Comparison:
         self._tokens: int | None = None  # of the step that is over, if it counts
 
     def begin(self, rows: Collection[int], now: float) -> bool:
-        """A step of these sequences begins; whether it may have drafts (always, where there are none). Where they are
-        others than before, the step before does not count. Changes state."""
+        """A step of these sequences begins. Returns whether it may have drafts (always, if there are no sequences). The
+        previous step counts only if its sequences were the same. Changes state."""
         if rows and rows == self._rows and self._tokens is not None:
             kind = self._may_draft(self._step)
             tokens, seconds = self.totals[kind]
@@ -34,8 +34,8 @@ class Comparison:
         return not rows or self._may_draft(self._step)
 
     def end(self, tokens: int) -> None:
-        """The step committed so many tokens, and did nothing but decode: no prefill, no buffer that grows, which takes
-        as long as many steps and falls to one side by chance. Not to be called of others. Changes state."""
+        """The step committed `tokens` tokens. Call it only for steps that did nothing but decode: a prefill chunk or a
+        growing buffer takes as long as many steps and would count for one side by chance. Changes state."""
         self._tokens = tokens
 
     @property

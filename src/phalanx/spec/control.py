@@ -1,5 +1,5 @@
-"""What the speculator asks of a control: how many tokens to draft, and how many of them to verify. Pure: time comes in
-as measured seconds. `adaptive.py` weighs costs against gains; `rules.py` has the fixed rules."""
+"""The interface of a control: how many tokens to draft, and how many of them to verify. Pure: measured seconds are
+handed in. `adaptive.py` weighs costs against gains; `rules.py` has the fixed rules."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Unread(NamedTuple):
     """A sequence that a draft model has to read before it can draft for it."""
 
     tokens: int  # to read, >= 1
-    useful: int  # output tokens that drafts may be for
+    useful: int  # output tokens that may be drafted
 
 
 class StepTime(NamedTuple):
-    """What a step took, in seconds; all but the first two since the last `observe`."""
+    """Durations of a step, in seconds; all but the first two are sums since the last `observe`."""
 
     step_s: float | None  # without prefill and reading; None where rows were moved or buffers resized as well
     drafting_s: float = 0.0  # of `step_s`
     overhead_s: float = 0.0  # calls of the control, besides drafting
     tokens_read: int = 0
     reading_s: float = 0.0
-    skipped: int = 0  # steps of which the control was told nothing
+    skipped: int = 0  # steps without a call of the control (backoff)
 
 
 class Control(Protocol):
@@ -39,21 +39,21 @@ class Control(Protocol):
         Args:
             room: decoding sequence -> tokens that may be drafted for it; 0 where it is unread or ends.
             unread: sequences to be read first; those that still prefill are not in `room`.
-            overlapped: the step has begun without drafts; drafts can only be compared with what is committed.
+            overlapped: the step was dispatched without drafts; new drafts can only be compared with its tokens.
         """
 
     def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
         """How many drafted tokens to verify in this step, >= 1; sequences with none are absent."""
 
     def can_overlap(self, keys: Collection[int]) -> bool:
-        """Whether the next step of these sequences may begin now, without drafts."""
+        """Whether the next step of these sequences may be dispatched now, without drafts."""
 
     def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> int:
         """A step is over. Returns the backoff: how many steps of the same sequences to skip before the next call.
 
         Args:
-            verified: sequence -> drafted tokens that were fed: as many as chosen, or fewer for want of memory.
-            time: None for a step that was not allowed to have drafts: it costs and earns nothing.
+            verified: sequence -> drafted tokens that were fed: as many as chosen, or fewer if memory is short.
+            time: None for a step that was not allowed to have drafts: it does not change the budget.
         """
 
     def end(self, key: int) -> None:

@@ -1,8 +1,8 @@
 """A smaller model as the drafter: computed on the leader, all rows together, on ragged rows of its own.
 
-Its cache follows the target's in the same way: what was guessed wrong is cut off by setting a length. It draws with
-the target's own noise, parameters and histories, so that a draft model which agrees about the distribution also
-agrees about the token, at any temperature. A new prompt is read in chunks first. Does not know whether it pays.
+Its cache rolls back as the target's does, by setting a length. It samples with the target's own noise, parameters and
+histories, so that a draft model with the same distribution draws the same token, at any temperature. A new prompt is
+read in chunks first. Does not know whether drafts pay.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from phalanx.sched.plan import Admit, Forward, Free, Move, Resize
 from phalanx.spec.drafters import BUCKETS, Draft, Drafter
 
 ARENA = 0
-AT_ONCE = 8  # known tokens that a first drafting forward may feed at most: as many as a row usually gains in a step
+MAX_CATCH_UP = 8  # known tokens that a drafting forward feeds per row, at most: as many as a step usually commits
 
-Place = Callable[[int, Sequence[int]], SamplingMetadata]  # where a sequence draws its next token after more drafts
+MetadataAfter = Callable[[int, Sequence[int]], SamplingMetadata]
+"""(sequence, drafts) -> the metadata with which the target would sample the token after these drafts."""
 
 
 @dataclass(slots=True)
@@ -37,19 +38,19 @@ class _Row:
 
     @property
     def pending(self) -> list[int]:
-        """Known tokens to feed before the next one can be drawn: the last one, at least."""
+        """Known tokens not in the cache: they are fed before the next token can be drawn; at least the last one."""
         return self.tokens[self.computed :]
 
 
 @dataclass(eq=False)
 class DraftModel(Drafter):
-    """A `Drafter` that reads."""
+    """A `Drafter` that reads prompts."""
 
-    _runner: Runner  # the draft model; one whose rows roll back
-    _vocab_size: int  # of the target; no other token is drawn
-    _kv_budget: int  # bytes for its rows; a sequence that would need more is not drafted for
-    _place: Place  # the target's own sampling position
-    _largest_logits: int = 256  # tokens x vocabulary of one forward, with one token per row at least
+    _runner: Runner  # of the draft model, whose rows can roll back
+    _vocab_size: int  # of the target; only its tokens are drawn
+    _kv_budget: int  # bytes for its rows; sequences beyond it get no drafts
+    _metadata_after: MetadataAfter
+    _largest_logits: int = 256  # most tokens with logits in one forward; one per row at least
     _rows: dict[int, _Row] = field(default_factory=dict)
     _slots: list[_Row] = field(default_factory=list)
     _allocated: tuple[int, int] = (0, 0)  # rows, tokens
@@ -59,7 +60,7 @@ class DraftModel(Drafter):
         self._rows[key] = _Row(list(tokens))
 
     def extend(self, key: int, tokens: Sequence[int]) -> None:
-        """Tokens were committed: as far as they were guessed they are computed already; other guesses are cut off."""
+        """Tokens were committed. Those that were guessed are in the cache already; wrong guesses are rolled back."""
         row = self._rows[key]
         pairs = zip(tokens, row.guessed, strict=False)
         row.computed += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -70,8 +71,8 @@ class DraftModel(Drafter):
         self._remove(self._rows.pop(key))
 
     def unread(self, keys: Iterable[int]) -> dict[int, int]:
-        """All but what a first drafting forward may feed; rows for which there is no memory now are not read."""
-        rows = {key: row for key in keys if len((row := self._rows[key]).pending) > self._at_once}
+        """Rows with more pending tokens than a drafting forward feeds; those without memory now are absent."""
+        rows = {key: row for key in keys if len((row := self._rows[key]).pending) > self._max_catch_up}
         return {key: len(row.pending) - 1 for key, row in rows.items() if self._size(row, BUCKETS) is not None}
 
     def read(self, tokens: Mapping[int, int]) -> int:
@@ -80,7 +81,7 @@ class DraftModel(Drafter):
         for key, n in tokens.items():
             row = self._rows[key]
             row.guessed.clear()
-            if self._enters(row, 1):
+            if self._reserve(row, 1):
                 chunk = row.pending[:-1][:n]
                 self._runner.forward(_forward(row.slot, [chunk], sample=False), [row.computed])
                 row.computed += len(chunk)
@@ -88,14 +89,14 @@ class DraftModel(Drafter):
         return done
 
     def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
-        """Drafts of the lengths wanted for all rows that were read far enough."""
-        rows = {key: self._rows[key] for key, n in wanted.items() if self._enters(self._rows[key], n)}
-        rows = {key: row for key, row in rows.items() if row.slot >= 0}  # one may have given way to another
+        """Drafts of the wanted lengths for all rows that are read up to `MAX_CATCH_UP` tokens."""
+        rows = {key: self._rows[key] for key, n in wanted.items() if self._reserve(self._rows[key], n)}
+        rows = {key: row for key, row in rows.items() if row.slot >= 0}  # making room may have removed some
         for row in rows.values():
             row.guessed.clear()
             row.computed = min(row.computed, len(row.tokens) - 1)
-        at_once = self._at_once
-        drafts: dict[int, list[int]] = {key: [] for key, row in rows.items() if len(row.pending) <= at_once}
+        max_catch_up = self._max_catch_up
+        drafts: dict[int, list[int]] = {key: [] for key, row in rows.items() if len(row.pending) <= max_catch_up}
         fed = {key: rows[key].pending for key in drafts}
         while fed:
             for key, token in self._draw(fed, drafts).items():
@@ -104,12 +105,12 @@ class DraftModel(Drafter):
         return {key: Draft.by_position(draft) for key, draft in drafts.items()}
 
     @property
-    def _at_once(self) -> int:
-        """Tokens of each row that a drafting forward may feed: each has logits, though only a row's last are of use."""
-        return max(1, min(AT_ONCE, self._largest_logits // max(1, len(self._slots))))
+    def _max_catch_up(self) -> int:
+        """Known tokens per row that a drafting forward may feed. Each has logits, of which only the last are used."""
+        return max(1, min(MAX_CATCH_UP, self._largest_logits // max(1, len(self._slots))))
 
     def _draw(self, fed: Mapping[int, list[int]], drafts: Mapping[int, list[int]]) -> dict[int, int]:
-        """Feed tokens to some rows and draw one for each; rows between take part with a token that never counts."""
+        """Feed tokens to some rows and draw one for each; rows between them are fed a token that is discarded."""
         rows = {self._rows[key].slot: (key, self._rows[key], tokens) for key, tokens in fed.items()}
         first, last = min(rows), max(rows)
         inputs = [rows[slot][2] if slot in rows else [0] for slot in range(first, last + 1)]
@@ -119,8 +120,8 @@ class DraftModel(Drafter):
         width = max(map(len, inputs))
         ends = mx.array([(slot - first) * width + len(tokens) - 1 for slot, (_, _, tokens) in rows.items()])
         behind = logits.reshape(-1, logits.shape[-1])[ends, : self._vocab_size]
-        places = [_unscored(self._place(key, drafts[key])) for key, _, _ in rows.values()]
-        sampled = sample(behind, places, self._runner.settle())
+        metadata = [_unscored(self._metadata_after(key, drafts[key])) for key, _, _ in rows.values()]
+        sampled = sample(behind, metadata, self._runner.written_caches())
         for key, row, tokens in rows.values():
             if drafts[key]:
                 row.guessed += tokens
@@ -129,11 +130,11 @@ class DraftModel(Drafter):
         return {key: token for (key, _, _), token in zip(rows.values(), sampled.tokens, strict=True)}
 
     def _size(self, row: _Row, drafts: int) -> tuple[int, int] | None:
-        """Rows and tokens of buffers that hold this row and its drafts too, generous if possible; None: no room."""
-        rows, tokens = len(self._slots) + (row.slot < 0), len(row.tokens) + drafts + AT_ONCE
+        """Rows and tokens of buffers that also hold this row and its drafts, generous if possible; None: no memory."""
+        rows, tokens = len(self._slots) + (row.slot < 0), len(row.tokens) + drafts + MAX_CATCH_UP
         had_rows, had_tokens = self._allocated
         facts = self._runner.facts
-        if facts.max_len is not None and tokens - AT_ONCE > facts.max_len:
+        if facts.max_len is not None and tokens - MAX_CATCH_UP > facts.max_len:
             return None
         if rows <= had_rows and tokens <= had_tokens:
             return self._allocated
@@ -142,8 +143,8 @@ class DraftModel(Drafter):
         most = self._kv_budget // facts.bytes_per_token
         return next((size for size in (roomy, tight) if math.prod(size) <= most), None)
 
-    def _enters(self, row: _Row, drafts: int) -> bool:
-        """Whether the row is in the buffers, with room for its tokens and that many drafts; makes room if it can."""
+    def _reserve(self, row: _Row, drafts: int) -> bool:
+        """Make room in the buffers for the row and this many drafts. Without memory, remove it and return False."""
         size = self._size(row, drafts)
         if size is None:
             self._remove(row)
@@ -180,6 +181,6 @@ def _forward(start: int, inputs: Sequence[Sequence[int]], *, sample: bool) -> Fo
     return Forward(ARENA, start, rows, tokens, tuple(map(len, inputs)), sample=sample)
 
 
-def _unscored(position: SamplingMetadata) -> SamplingMetadata:
+def _unscored(metadata: SamplingMetadata) -> SamplingMetadata:
     """The same without log-probabilities."""
-    return replace(position, sampling=with_fields(position.sampling, logprobs=None))
+    return replace(metadata, sampling=with_fields(metadata.sampling, logprobs=None))

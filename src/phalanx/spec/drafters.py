@@ -1,4 +1,4 @@
-"""What a drafter is, and the one that is always wrong.
+"""The drafter interface, and a drafter of random tokens.
 
 A draft is a guess of a sequence's next tokens; verification makes the output independent of it (design: Keyed
 sampling), so a drafter can cost time but never change a token. Only the leader has one. Does not know plans or memory.
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-BUCKETS = 16  # confidence buckets there are, from 0; also the longest draft that can be asked for
-EVEN = 6  # bucket of a token that is right as often as not, as far as its drafter knows
+BUCKETS = 16  # number of confidence buckets; also the longest draft
+EVEN = 6  # bucket of a token with even odds, as estimated by the drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,49 +26,50 @@ class Draft:
 
     @classmethod
     def by_position(cls, tokens: list[int]) -> Draft:
-        """By a drafter that sees no difference between its tokens: the buckets are the positions."""
+        """A draft whose drafter has no confidence for single tokens: the buckets are the positions."""
         return cls(tokens, range(len(tokens)))
 
     def within(self, vocab_size: int) -> Draft:
-        """Its tokens before the first that the vocabulary does not have, perhaps none."""
+        """The draft up to the first token outside the vocabulary; may be empty."""
         end = next((i for i, token in enumerate(self.tokens) if not 0 <= token < vocab_size), len(self.tokens))
         return Draft(self.tokens[:end], self.buckets[:end])
 
 
 def bucket(odds: float) -> int:
-    """Of a token that is thought to be right this many times as often as wrong: two buckets for each factor of two."""
+    """The bucket of a token with these odds, P(right) / P(wrong): two buckets for each factor of two."""
     return min(max(0, EVEN + math.floor(2 * math.log2(max(odds, 1e-9)))), BUCKETS - 1)
 
 
 class Drafter(Protocol):
-    """Proposes how sequences go on. `key` is the scheduler's number of one, of which it knows what was committed."""
+    """Proposes next tokens of sequences. `key` is the scheduler's number of a sequence."""
 
-    computes: bool = False  # whether it is a model, which takes its time
+    computes: bool = False  # whether it is a model
 
     def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
-        """A new sequence starts: its prompt (and, after a restart, its output). Only sequences of one `salt` (the
-        prefix cache's) may learn from each other. Changes state."""
+        """A new sequence starts: its prompt (and, after a restart, its output). Drafts for
+        a sequence may come only from sequences with the same `salt` (the prefix cache's). Changes state."""
 
     def extend(self, key: int, tokens: Sequence[int]) -> None:
-        """These tokens were committed for it. Changes state."""
+        """These tokens of the sequence were committed. Changes state."""
 
     def end(self, key: int) -> None:
         """The sequence is over. Changes state; unknown keys are an error."""
 
     def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
-        """Sequence -> at most so many tokens (1 .. `BUCKETS`) that may follow its last one; without an idea, absent."""
+        """Sequence -> draft of at most the wanted number of tokens (1 .. `BUCKETS`); absent if there is none."""
 
     def unread(self, keys: Iterable[int]) -> dict[int, int]:
         """Sequence -> tokens, >= 1, that must be read before it can be drafted for; the others are absent."""
         return {}
 
     def read(self, tokens: Mapping[int, int]) -> int:
-        """Read so many tokens (>= 1) of each sequence; how many it were, fewer for want of memory. Changes state."""
+        """Read this many tokens (>= 1) of each sequence. Returns how many were read: fewer if memory is short. Changes
+        state."""
         return 0
 
 
 class RandomDrafter(Drafter):
-    """Noise, for drills: what a drafter costs that never helps. A function of (sequence, length, position) only."""
+    """Random tokens, to measure the cost of a useless drafter. A function of (sequence, length, position) only."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -1,4 +1,4 @@
-"""Fixed rules for k, and the control that a configuration asks for. Pure, as all controls."""
+"""Controls with fixed rules, and the factory of the configured control. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from phalanx.spec.budget import PROBE_SHARE
 from phalanx.spec.control import Committed, Control, StepTime, Unread, share_out
 from phalanx.spec.drafters import Draft
 
-FLOOR = 0.40  # rate of acceptance below which the field's fixed rule switches off (A8)
-BACKOFF = 20  # windows for which it then stays off before it begins anew; the field's own did not
-READ_AT_ONCE = 128  # tokens of prompts that are read in a step where no cost is weighed
+FLOOR = 0.40  # rate of acceptance below which `FloorControl` switches drafts off (A8)
+BACKOFF = 20  # windows of steps for which it stays off before it tries again
+READ_AT_ONCE = 128  # prompt tokens that a draft model reads per step under these rules
 
 
 def build(config: SpeculativeConfig, *, pack_above: int | None = None) -> Control:
-    """The control that a configuration asks for; `pack_above` as of `AdaptiveControl`."""
+    """The configured control; `pack_above` as of `AdaptiveControl`."""
     most = config.num_speculative_tokens
     match config.control:
         case "always":
@@ -31,7 +31,7 @@ def build(config: SpeculativeConfig, *, pack_above: int | None = None) -> Contro
 
 
 class Always(Control):
-    """No control: all that is drafted is verified. For tests and for measuring what control is worth."""
+    """Verifies all drafted tokens. For tests, and as a baseline in measurements."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -54,8 +54,8 @@ class Always(Control):
 
 
 class FloorControl(Always):
-    """The field's fixed rule: off when less than `floor` of the tokens in the last `window` drafts were accepted. It
-    then stays off for a number of steps, and begins anew with an empty window."""
+    """Other servers' fixed rule: off when less than `floor` of the tokens in the last `window` drafts were accepted. It
+    stays off for a number of steps, then starts again with an empty window."""
 
     def __init__(self, most: int, *, floor: float, window: int) -> None:
         super().__init__(most)

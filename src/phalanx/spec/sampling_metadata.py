@@ -1,5 +1,7 @@
-"""Where each sequence samples next, kept from step to step so that histories grow by their new tokens only. Does not
-know logits, plans or drafters."""
+"""The sampling metadata of each sequence, kept between steps so that a history is extended by new tokens only.
+
+Does not know logits, plans or drafters.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from phalanx.sched.sequence import Sequence
 
 
 class SamplingMetadataCache:
-    """By sequence number. A sequence is met when it is first asked for."""
+    """By sequence number. An entry is made when a sequence is first asked for."""
 
     def __init__(self) -> None:
         self._next: dict[int, SamplingMetadata] = {}
 
     def next(self, seq: Sequence) -> SamplingMetadata:
-        """Where the token after the last known one is drawn. The same object is changed by a later call."""
+        """Metadata of the token after the last known one. A later call changes the same object."""
         if (position := self._next.get(seq.number)) is None:
             history = TokenCounts(seq.request.prompt, [])
             position = SamplingMetadata(sampling=seq.request.sampling, index=0, history=history)
@@ -28,16 +30,16 @@ class SamplingMetadataCache:
         return position
 
     def behind(self, seq: Sequence, drafts: Seq[int]) -> list[SamplingMetadata]:
-        """Where the tokens behind y and behind each draft are drawn, as if the drafts before were output: [k + 1]."""
+        """Metadata of the tokens after y and after each draft, as if the drafts before were output: [k + 1]."""
         first = self.next(seq)
         return [first, *(_after(seq, first, tuple(drafts[: i + 1])) for i in range(len(drafts)))]
 
     def after(self, seq: Sequence, drafts: Seq[int]) -> SamplingMetadata:
-        """Where the token behind the last of these drafts is drawn."""
+        """Metadata of the token after the last of these drafts."""
         return _after(seq, self.next(seq), tuple(drafts))
 
     def keep(self, alive: Collection[int]) -> None:
-        """Forget all others."""
+        """Forget all other sequences."""
         if len(self._next) > len(alive):
             self._next = {number: position for number, position in self._next.items() if number in alive}
 

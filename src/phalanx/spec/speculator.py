@@ -1,5 +1,7 @@
-"""Speculation on the leader: asks the control how much, the drafter what, and tells both what was committed (A2). Does
-not know the model's forward, nor how drafts are verified."""
+"""Speculation on the leader: connects a drafter and a control, and reports committed tokens to both (A2).
+
+Does not know the model's forward, nor how drafts are verified.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,24 @@ from phalanx.spec.stats import SpecMeter
 
 @dataclass(eq=False, slots=True)
 class Speculator:
-    """Drives a drafter and a control, and counts. Steps that the meter's comparison leaves without drafts are spared
-    all that drafting costs: drafter and control learn in the others what these committed."""
+    """Drives a drafter and a control, and counts drafts.
+
+    In steps for which the comparison wants no drafts, neither is called, so that these steps have no cost of
+    drafting. Their committed tokens are reported in the next step with drafts.
+    """
 
     _drafter: Drafter
     _control: Control
     meter: SpecMeter
-    _vocab_size: int  # of the target; a draft ends before the first token that it does not have
-    _most_rows: float = math.inf  # with more decoding rows nothing is drafted
-    _prefilling: Callable[[], Iterable[Sequence]] = tuple  # rows that the target prefills; a model reads beside it
-    _left_out: bool = False  # the comparison wants no drafts in this step
-    _pending: list[Committed] = field(default_factory=list)  # what was committed in such steps
-    _refused: bool = False  # all rows' requests refuse drafts: such steps are none of the control's business
-    _followed: set[int] = field(default_factory=set)
+    _vocab_size: int  # of the target; drafts are cut before a token outside it
+    _most_rows: float = math.inf  # with more decoding rows there are no drafts
+    _prefilling: Callable[[], Iterable[Sequence]] = tuple  # rows that the target prefills, and a draft model reads
+    _without_drafts: bool = False  # the comparison wants no drafts in this step
+    _pending: list[Committed] = field(default_factory=list)  # committed tokens of such steps
+    _refused: bool = False  # all rows' requests refuse drafts: the control is not called
+    _followed: set[int] = field(default_factory=set)  # sequences that the drafter knows
     _overhead_s: float = 0.0  # of the control, since its last `observe`
-    _read_s: float = 0.0  # of the last `draft`, for reading
+    _read_s: float = 0.0  # time of the last `draft` that went to reading prompts
     _read: tuple[int, float] = (0, 0.0)  # tokens and seconds, since the control's last `observe`
     _skipping: Collection[int] = ()  # sequences whose steps are skipped
     _skip: int = 0  # steps left to skip
@@ -41,11 +46,11 @@ class Speculator:
 
     @property
     def computes(self) -> bool:
-        """Whether drafting takes as long as a model does."""
+        """Whether the drafter is a model."""
         return self._drafter.computes
 
     def can_overlap(self, numbers: Collection[int]) -> bool:
-        """Whether the next step of these sequences may begin without drafts, before this one is over."""
+        """Whether the next step of these sequences may be dispatched without drafts, before this one is committed."""
         comparison = self.meter.comparison
         if self._skip or len(numbers) > self._most_rows or not (comparison is None or comparison.next_may_draft):
             return True
@@ -55,20 +60,20 @@ class Speculator:
         return can_overlap
 
     def draft(self, draftable: Mapping[Sequence, int], *, overlapped: bool) -> dict[int, list[int]]:
-        """Drafts for decoding rows: sequence number -> at least one token; rows without are absent.
+        """Drafts for decoding rows: sequence number -> at least one token; rows without drafts are absent.
 
         Args:
             draftable: decoding row -> how many drafts are of use to it.
-            overlapped: the step has begun without drafts; what a lookup finds is compared with its tokens all the same.
+            overlapped: the step was dispatched without drafts; lookups are only compared with its tokens.
         """
         self._read_s = 0.0
         self._refused = bool(draftable) and all(seq.request.most_drafts == 0 for seq in draftable)
         if self.meter.comparison is not None:
             rows = () if self._refused else {seq.number for seq in draftable}
-            self._left_out = not self.meter.comparison.begin(rows, time.perf_counter())
-        if self._left_out:
+            self._without_drafts = not self.meter.comparison.begin(rows, time.perf_counter())
+        if self._without_drafts:
             return {}
-        self._tell_pending()
+        self._observe_pending()
         if self._skip and not self._refused:
             if self._skipping == {seq.number for seq in draftable}:
                 return {}
@@ -82,7 +87,7 @@ class Speculator:
         unread = {} if overlapped or not self.computes else self._unread(useful)
         room = {number: 0 if number in unread else n for number, n in useful.items()}
         asked = self._control.request(room, unread, overlapped=overlapped)
-        self._let_read({number: n for number, n in asked.items() if number in unread})
+        self._read_prompts({number: n for number, n in asked.items() if number in unread})
         wanted = {number: n for number, n in asked.items() if number not in unread}
         drafts = self._drafter.draft(wanted) if wanted else {}
         known = {number: cut for number, draft in drafts.items() if (cut := draft.within(self._vocab_size)).tokens}
@@ -96,8 +101,8 @@ class Speculator:
 
         Args:
             verified: sequence number -> accepted drafts and the token after them.
-            seconds: what it took, without prefill; None where that says nothing about its like.
-            drafting_s: of those, `draft`.
+            seconds: its duration without prefill; None if it captured a graph, and is not comparable.
+            drafting_s: the part of `seconds` in `draft`.
         """
         if not verified:
             return
@@ -107,7 +112,7 @@ class Speculator:
         committed = {commit.seq: commit.tokens for commit in commits if commit.tokens}
         if self.meter.comparison is not None and not step.ops and all(f.sample for f in step.forwards):
             self.meter.comparison.end(sum(map(len, committed.values())))
-        if self._left_out:
+        if self._without_drafts:
             self._pending.append(committed)
             return
         before = time.perf_counter()
@@ -121,7 +126,7 @@ class Speculator:
             self._overhead_s, self._read, self._skipped = time.perf_counter() - before, (0, 0.0), 0
 
     def keep(self, alive: Collection[int]) -> None:
-        """All other sequences are over."""
+        """Forget all other sequences."""
         for number in self._followed.difference(alive):
             self._followed.remove(number)
             self._drafter.end(number)
@@ -136,8 +141,8 @@ class Speculator:
         for number in committed.keys() & self._followed:
             self._drafter.extend(number, committed[number])
 
-    def _tell_pending(self) -> None:
-        """Tell drafter and control what was committed while there could be no drafts."""
+    def _observe_pending(self) -> None:
+        """Report the committed tokens of steps without drafts to drafter and control."""
         for committed in self._pending:
             followed = {number: tokens for number, tokens in committed.items() if number in self._followed}
             if followed:
@@ -146,7 +151,7 @@ class Speculator:
         self._pending.clear()
 
     def _unread(self, room: Mapping[int, int]) -> dict[int, Unread]:
-        """What a draft model has to read first, of decoding rows and of those that the target prefills."""
+        """Sequences that a draft model has to read first: decoding ones, and those that the target prefills."""
         useful = {number: n for number, n in room.items() if n > 0}
         for seq in self._prefilling():
             if (n := useful_drafts(seq)) > 0:
@@ -154,7 +159,7 @@ class Speculator:
                 useful[seq.number] = n
         return {number: Unread(tokens, useful[number]) for number, tokens in self._drafter.unread(useful).items()}
 
-    def _let_read(self, reads: Mapping[int, int]) -> None:
+    def _read_prompts(self, reads: Mapping[int, int]) -> None:
         before = time.perf_counter()
         tokens = self._drafter.read(reads) if reads else 0
         self._read_s = time.perf_counter() - before if reads else 0.0

@@ -1,4 +1,4 @@
-"""What came of speculation: counted per draft, said in one line (A8). Does not know why k was what it was."""
+"""The figures of speculation: counted per draft, reported in one line (A8). Does not know how k was chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.types import SpecStats
 
 @dataclass
 class SpecMeter:
-    """Counts the drafts of an engine, or of one request; tells the figures of a comparison as well."""
+    """Counts the drafts of an engine, or of one request, and holds the figures of a comparison."""
 
     method: str
     window: int = 50
@@ -24,7 +24,7 @@ class SpecMeter:
         self._recent: deque[tuple[int, int]] = deque(maxlen=self.window)
 
     def count(self, drafts: Iterable[tuple[int, int]] = ()) -> None:
-        """A step that decoded: (tokens verified, tokens accepted, even if clipped by a stop) of each draft."""
+        """Count a decoding step: (tokens verified, tokens accepted, even if clipped by a stop) of each draft."""
         self._steps += 1
         for draft in drafts:
             self._drafts[draft] += 1
@@ -45,8 +45,8 @@ class SpecMeter:
             recent_drafted=sum(drafted for drafted, _ in self._recent),
             recent_accepted=sum(accepted for _, accepted in self._recent),
             window=self.window,
-            compared_drafted=totals.get(True),
-            compared_plain=totals.get(False),
+            compared_with=totals.get(True),
+            compared_without=totals.get(False),
         )
 
 
@@ -55,15 +55,15 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def speedup(stats: SpecStats) -> float | None:
-    """Times as fast with drafts as without, where that is compared and there are steps of both kinds."""
-    if stats.compared_drafted is None or stats.compared_plain is None:
+    """Speed with drafts / speed without; None unless there is a comparison with steps of both kinds."""
+    if stats.compared_with is None or stats.compared_without is None:
         return None
-    (tokens, seconds), (other_tokens, other_seconds) = stats.compared_drafted, stats.compared_plain
+    (tokens, seconds), (other_tokens, other_seconds) = stats.compared_with, stats.compared_without
     return tokens * other_seconds / (seconds * other_tokens) if seconds and other_tokens else None
 
 
 def report(stats: SpecStats) -> dict[str, object]:
-    """For `--json`: the counts, and the rates that follow from them; a rate of nothing is null."""
+    """For `--json`: counts and rates; a rate without observations is None."""
     return {
         "method": stats.method,
         "steps": stats.steps,
@@ -80,8 +80,8 @@ def report(stats: SpecStats) -> dict[str, object]:
     }
 
 
-def line(stats: SpecStats) -> str:
-    """For people, in one line (A8). `at` lists, by position, the share of drafts that long accepted up to there."""
+def log_line(stats: SpecStats) -> str:
+    """One line for the log (A8). `at` lists, by position, the share of drafts of that length accepted up to there."""
     times = speedup(stats)
     compared = "" if times is None else f", {times:.3f} times as fast as without"
     if not stats.drafts:

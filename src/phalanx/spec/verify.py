@@ -1,9 +1,9 @@
-"""Verification: what the model itself would have said behind every draft, in one call (A2; design: Keyed sampling).
+"""Verification: the tokens that the model itself draws after every draft, in one call (A2; design: Keyed sampling).
 
-A forward over `[y, d1..dk]` gives the logits behind every one of them. In each place the keyed Gumbel-max token is
+A forward over `[y, d1..dk]` gives the logits after each of them. In each place the keyed Gumbel-max token is
 drawn as it would have been without speculation: with that output position's noise, and with penalties and bans over a
-history that contains the drafts before it. A draft is accepted while it is that token, so the output is the same
-whoever drafts. Does not know drafters or how tokens are committed.
+history that contains the drafts before it. Drafts are accepted up to the first one that differs from that token, so the
+output does not depend on the drafter. Does not know drafters or how tokens are committed.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ def verify(
     also_evaluate: Seq[mx.array] = (),
     meanwhile: Callable[[mx.array], None] | None = None,
 ) -> Verified:
-    """Draw behind every fed token of sampling forwards, and accept.
+    """Draw a token after every fed token of sampling forwards, and accept drafts.
 
     Args:
         outputs: forwards with their logits [rows, L, V].
-        also_evaluate: arrays to compute in the same wait (the caches the forwards wrote); `meanwhile` as of `sample`.
+        also_evaluate: arrays to evaluate with the logits (the caches that the forwards wrote).
+        meanwhile: as of `sample`.
 
-    Raises NonFiniteLogits if a row of logits that is needed holds NaN or infinity.
+    Raises:
+        NonFiniteLogits: a row of logits that is needed holds NaN or infinity.
     """
     verified = Verified({}, {})
     if not outputs:
         return verified
     fed = [row for forward, _ in outputs for row in zip(forward.seqs, forward.tokens, forward.valid, strict=True)]
     rows = [(number, tokens[1:valid]) for number, tokens, valid in fed]
-    places = [position for number, drafts in rows for position in metadata.behind(sequences[number], drafts)]
+    positions = [position for number, drafts in rows for position in metadata.behind(sequences[number], drafts)]
     logits = [_needed(forward, logits) for forward, logits in outputs]
-    sampled = sample(logits[0] if len(logits) == 1 else mx.concatenate(logits), places, also_evaluate, meanwhile)
+    sampled = sample(logits[0] if len(logits) == 1 else mx.concatenate(logits), positions, also_evaluate, meanwhile)
     start = 0
     for number, drafts in rows:
         tokens = verified.tokens[number] = list(accept(drafts, sampled.tokens[start : start + len(drafts) + 1]))
@@ -63,7 +65,7 @@ def verify(
 
 
 def _needed(forward: Forward, logits: mx.array) -> mx.array:
-    """The logits behind y and the drafts of all rows, without those behind padding: [sum of valid, V]."""
+    """The logits after y and after the drafts of all rows, without those of padding: [sum of valid, V]."""
     width = len(forward.tokens[0])
     flat = logits.reshape(-1, logits.shape[-1])
     if forward.packed or min(forward.valid) == width:

@@ -250,7 +250,7 @@ def test_quiet_when_the_last_request_ended(bench):
     async def scenario():
         slots, _ = bench.submit(request(max_tokens=1))
         other = bench.journal.reserve(1)
-        quiet = asyncio.create_task(bench.journal.quiet())
+        quiet = asyncio.create_task(bench.journal.wait_until_idle())
         bench.engine.step()
         await asyncio.sleep(0)
         assert not quiet.done()

@@ -40,9 +40,9 @@ def test_comparisons_are_counted_by_kind_and_survive_a_restart():
     metrics = Metrics("tiny")
     metrics.engine_up()
     for drafted, plain in (((10, 1.0), (8, 2.0)), ((25, 3.5), (9, 2.25))):
-        metrics.stats(EngineStats(spec=SpecStats(method="ngram", compared_drafted=drafted, compared_plain=plain)))
+        metrics.stats(EngineStats(spec=SpecStats(method="ngram", compared_with=drafted, compared_without=plain)))
     metrics.engine_up()
-    metrics.stats(EngineStats(spec=SpecStats(method="ngram", compared_drafted=(1, 0.5), compared_plain=(0, 0.0))))
+    metrics.stats(EngineStats(spec=SpecStats(method="ngram", compared_with=(1, 0.5), compared_without=(0, 0.0))))
     found = {
         drafts: [value(metrics, f"spec_decode_compared_{what}", drafts=drafts) for what in ("tokens", "seconds")]
         for drafts in ("yes", "no")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.spec.acceptance import WORTH, Acceptance, AcceptanceTracker
+from phalanx.spec.acceptance import MIN_CHANCE, Acceptance, AcceptanceTracker
 from phalanx.spec.drafters import BUCKETS, EVEN, Draft, bucket
 
 OBSERVED = st.lists(st.tuples(st.integers(0, BUCKETS - 1), st.booleans(), st.booleans()))
@@ -134,4 +134,4 @@ class TestTracker:
 
     def test_improbable_positions_are_not_counted(self):
         assert AcceptanceTracker().chances({0: [0] * 16})[0] == pytest.approx([0.5, 0.25, 0.125])
-        assert 0.0625 < WORTH < 0.125
+        assert 0.0625 < MIN_CHANCE < 0.125

@@ -539,7 +539,7 @@ def test_what_a_step_waits_for_is_asked_for(model):
 
     def watched(room, unread, *, overlapped):
         nonlocal waited, asked
-        waits = control._waited
+        waits = control._gave_up_overlap
         wanted = request(room, unread, overlapped=overlapped)
         waited += waits
         asked += waits and bool(wanted)
@@ -611,7 +611,7 @@ def test_sequences_that_ended_leave_nothing():
         control.end(key)
     control.end(99)
     control.observe({7: [1]}, {}, StepTime(1.0))  # its first token was its last: it was never asked about
-    assert (control._tracker._rows, control._tracker.pending, control._met) == ({}, {}, set())
+    assert (control._tracker._rows, control._tracker.pending, control._begun) == ({}, {}, set())
 
 
 class TestFloor:

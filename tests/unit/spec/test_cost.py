@@ -96,7 +96,7 @@ class TestRatios:
         known = curve((1, 3, 4.0), (1, 5, 8.0))
         step = PER_TOKEN
         wanted = [1, 1.5, 2, 3, 4, 4 + step, 4 + 2 * step]
-        assert known.ratios(1, range(1, 8), hopeful=True) == pytest.approx(wanted)
+        assert known.ratios(1, range(1, 8), optimistic=True) == pytest.approx(wanted)
 
     def test_a_wider_step_that_cost_less(self):
         assert curve((1, 2, 6.0), (1, 4, 4.0)).ratios(1, range(1, 5)) == pytest.approx([1.0, 3.0, 2.5, 2.0])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.spec.comparison import Comparison
-from phalanx.spec.stats import SpecMeter, line, report
+from phalanx.spec.stats import SpecMeter, log_line, report
 
 DRAFT = st.integers(1, 8).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
 
@@ -32,7 +32,7 @@ def test_the_report():
         "window": 2,
         "speedup": None,
     }
-    assert line(meter.stats()) == (
+    assert log_line(meter.stats()) == (
         "speculation (ngram): 3 steps, 3 drafts, alpha 0.500, accepted 1.67 / 3.33, at 0.67 0.33 0.50 0.50, "
         "last 2 drafts 0.167"
     )
@@ -41,7 +41,7 @@ def test_the_report():
 def test_nothing_drafted_is_said():
     meter = SpecMeter("suffix")
     meter.count()
-    assert line(meter.stats()) == "speculation (suffix): 1 steps, no draft was worth verifying"
+    assert log_line(meter.stats()) == "speculation (suffix): 1 steps, no draft was worth verifying"
     assert report(meter.stats())["alpha"] is None
 
 
@@ -53,9 +53,9 @@ def test_what_drafts_bring_is_said_where_it_is_compared():
     assert report(meter.stats())["speedup"] is None
     comparison.totals[False] = 200, 2.5
     assert report(meter.stats())["speedup"] == 1.875
-    assert line(meter.stats()).endswith("worth verifying, 1.875 times as fast as without")
+    assert log_line(meter.stats()).endswith("worth verifying, 1.875 times as fast as without")
     meter.count([(2, 1)])
-    assert line(meter.stats()).endswith("last 1 drafts 0.500, 1.875 times as fast as without")
+    assert log_line(meter.stats()).endswith("last 1 drafts 0.500, 1.875 times as fast as without")
 
 
 @given(st.lists(st.lists(DRAFT, max_size=5), max_size=30), st.integers(1, 20))
@@ -73,4 +73,4 @@ def test_figures_are_those_of_the_drafts(steps, window):
         assert long_enough == sum(drafted > at for drafted, _ in drafts)
         assert right == sum(accepted > at for _, accepted in drafts)
     assert json.loads(json.dumps(report(stats)))["draft_tokens"] == stats.drafted
-    assert line(stats)
+    assert log_line(stats)
