@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.utils import load_model
+from support.drafts import by_position
 from tokenizers import Tokenizer
 
 from phalanx.demo import MODEL_DIR
@@ -221,7 +222,7 @@ class Oracle(Drafter):
         for key, k in wanted.items():
             answer, n = self._known[key]
             if n < len(answer):
-                drafts[key] = Draft.by_position([self._with_errors(token) for token in answer[n : n + k]])
+                drafts[key] = by_position([self._with_errors(token) for token in answer[n : n + k]])
         return drafts
 
     def _with_errors(self, token: int) -> int:

@@ -58,9 +58,7 @@ class AcceptanceTracker:
     def __init__(self) -> None:
         self._pool = Acceptance(POOL_FADES)
         self._rows: dict[int, Acceptance] = {}
-        self.pending: dict[
-            int, tuple[Draft, int]
-        ] = {}  # sequence -> draft, and how many of its tokens were right so far
+        self.pending: dict[int, tuple[Draft, int]] = {}  # sequence -> draft, number of its tokens right so far
 
     def chances(self, buckets: Mapping[int, Sequence[int]]) -> dict[int, Chances]:
         """Chances of drafts with these buckets, by sequence; those without a token above `MIN_CHANCE` are absent."""
@@ -77,12 +75,8 @@ class AcceptanceTracker:
         return found
 
     def observe(self, key: int, tokens: Sequence[int]) -> bool:
-        """Compare a sequence's pending draft with committed tokens, up to the first difference. Returns whether the
-        draft's first token was right. Changes state.
-
-        Raises:
-            KeyError: the sequence has no pending draft.
-        """
+        """Compare a sequence's pending draft (KeyError without one) with committed tokens, up to the first difference.
+        Returns whether the draft's first token was right. Changes state."""
         draft, at = self.pending.pop(key)
         row = self._rows.setdefault(key, Acceptance(ROW_FADES, self._pool))
         for token in tokens:

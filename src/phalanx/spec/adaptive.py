@@ -1,7 +1,5 @@
 """The default control: weighs the expected tokens of drafts against the measured cost of a step, within one budget.
-
-docs/speculation.md explains it. Pure: times are handed in. Does not know drafters or plans.
-"""
+docs/speculation.md explains it. Pure: times are handed in. Does not know drafters or plans."""
 
 from __future__ import annotations
 
@@ -112,12 +110,8 @@ class AdaptiveControl:
         if time is None or not committed:
             return 0
         self._account(committed, verified, time)
-        busy = (
-            self._may_probe
-            or self._gave_up_overlap
-            or self._is_reading
-            or self._tracker.pending.keys() & committed.keys()
-        )
+        is_compared = bool(self._tracker.pending.keys() & committed.keys())
+        busy = self._may_probe or self._gave_up_overlap or self._is_reading or is_compared
         owed = 0.0 if busy or self._costs.base(len(committed)) is None else 1e-9 - self._budget.spendable
         self._backoff = min(BACKOFF, math.ceil(owed / max(self._budget.share, 1e-9)))
         self._budget.balance += self._budget.share * self._backoff
@@ -185,11 +179,8 @@ class AdaptiveControl:
         return (speed - 1.0) * cost > self._overlap_loss * (1.0 - max(likely for likely, _ in ahead.values()))
 
     def _plan_reading(self, room: Mapping[int, int], unread: Mapping[int, Unread]) -> dict[int, int]:
-        """Sequence -> prompt tokens for the draft model to read in this step, no longer than a non-speculative one.
-
-        It reads prompts whose expected gain exceeds their cost, if the budget can pay for the whole prompt; else, as a
-        probe, one prompt that the refill alone can pay for.
-        """
+        """Sequence -> prompt tokens for the draft model to read in this step, no longer than a non-speculative one: of
+        prompts that promise more than they cost, if the budget pays for the whole; else of one that the refill pays."""
         base = self._costs.base(max(1, len(room)))
         if base is None or (self._not_worth_reading >= unread.keys() and self._steps % BACKOFF):
             return {}

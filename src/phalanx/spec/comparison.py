@@ -29,8 +29,7 @@ class Comparison:
             tokens, seconds = self.totals[kind]
             self.totals[kind] = tokens + self._tokens, seconds + now - self._began
         self._rows, self._began, self._tokens = rows, now, None
-        if rows:
-            self._step += 1
+        self._step += bool(rows)
         return not rows or self._may_draft(self._step)
 
     def end(self, tokens: int) -> None:

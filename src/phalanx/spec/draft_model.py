@@ -95,14 +95,13 @@ class DraftModel(Drafter):
         for row in rows.values():
             row.guessed.clear()
             row.computed = min(row.computed, len(row.tokens) - 1)
-        max_catch_up = self._max_catch_up
-        drafts: dict[int, list[int]] = {key: [] for key, row in rows.items() if len(row.pending) <= max_catch_up}
+        drafts: dict[int, list[int]] = {key: [] for key, row in rows.items() if len(row.pending) <= self._max_catch_up}
         fed = {key: rows[key].pending for key in drafts}
         while fed:
             for key, token in self._draw(fed, drafts).items():
                 drafts[key].append(token)
             fed = {key: draft[-1:] for key, draft in drafts.items() if len(draft) < wanted[key]}
-        return {key: Draft.by_position(draft) for key, draft in drafts.items()}
+        return {key: Draft(draft, range(len(draft))) for key, draft in drafts.items()}
 
     @property
     def _max_catch_up(self) -> int:
@@ -120,8 +119,9 @@ class DraftModel(Drafter):
         width = max(map(len, inputs))
         ends = mx.array([(slot - first) * width + len(tokens) - 1 for slot, (_, _, tokens) in rows.items()])
         behind = logits.reshape(-1, logits.shape[-1])[ends, : self._vocab_size]
-        metadata = [_unscored(self._metadata_after(key, drafts[key])) for key, _, _ in rows.values()]
-        sampled = sample(behind, metadata, self._runner.written_caches())
+        wanted = [self._metadata_after(key, drafts[key]) for key, _, _ in rows.values()]
+        unscored = [replace(entry, sampling=with_fields(entry.sampling, logprobs=None)) for entry in wanted]
+        sampled = sample(behind, unscored, self._runner.written_caches())
         for key, row, tokens in rows.values():
             if drafts[key]:
                 row.guessed += tokens
@@ -145,8 +145,7 @@ class DraftModel(Drafter):
 
     def _reserve(self, row: _Row, drafts: int) -> bool:
         """Make room in the buffers for the row and this many drafts. Without memory, remove it and return False."""
-        size = self._size(row, drafts)
-        if size is None:
+        if (size := self._size(row, drafts)) is None:
             self._remove(row)
             return False
         if size != self._allocated:
@@ -179,8 +178,3 @@ def _forward(start: int, inputs: Sequence[Sequence[int]], *, sample: bool) -> Fo
     width, rows = max(map(len, inputs)), tuple(range(start, start + len(inputs)))
     tokens = tuple((*row, *(0,) * (width - len(row))) for row in inputs)
     return Forward(ARENA, start, rows, tokens, tuple(map(len, inputs)), sample=sample)
-
-
-def _unscored(metadata: SamplingMetadata) -> SamplingMetadata:
-    """The same without log-probabilities."""
-    return replace(metadata, sampling=with_fields(metadata.sampling, logprobs=None))

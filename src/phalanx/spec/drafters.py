@@ -19,15 +19,10 @@ EVEN = 6  # bucket of a token with even odds, as estimated by the drafter
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Guessed tokens, one at least, and the confidence bucket of each: tokens of one bucket should be right about
-    equally often; how often is measured (`acceptance.py`)."""
+    equally often; how often is measured (`acceptance.py`). Without an estimate, the buckets are the positions."""
 
     tokens: list[int]
     buckets: Sequence[int]
-
-    @classmethod
-    def by_position(cls, tokens: list[int]) -> Draft:
-        """A draft whose drafter has no confidence for single tokens: the buckets are the positions."""
-        return cls(tokens, range(len(tokens)))
 
     def within(self, vocab_size: int) -> Draft:
         """The draft up to the first token outside the vocabulary; may be empty."""
@@ -63,8 +58,7 @@ class Drafter(Protocol):
         return {}
 
     def read(self, tokens: Mapping[int, int]) -> int:
-        """Read this many tokens (>= 1) of each sequence. Returns how many were read: fewer if memory is short. Changes
-        state."""
+        """Read these many tokens, >= 1. Returns how many were read: fewer if memory is short. Changes state."""
         return 0
 
 
@@ -85,7 +79,7 @@ class RandomDrafter(Drafter):
         del self._lengths[key]
 
     def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
-        return {key: Draft.by_position([self._noise(key, at) for at in range(n)]) for key, n in wanted.items()}
+        return {key: Draft([self._noise(key, at) for at in range(n)], range(n)) for key, n in wanted.items()}
 
     def _noise(self, key: int, at: int) -> int:
         return zlib.crc32(f"{key} {self._lengths[key]} {at}".encode()) % self._vocab_size

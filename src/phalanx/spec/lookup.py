@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from operator import attrgetter
 
 from phalanx.spec.drafters import Draft, Drafter
 
@@ -31,11 +30,6 @@ class Text:
     number: int
     group: TextGroup
     indexed: int = 0
-
-    @property
-    def unindexed(self) -> int:
-        """Tokens not indexed yet."""
-        return len(self.tokens) - self.indexed
 
 
 Place = tuple[Text, int]  # (text, at): the context ends before `tokens[at]`, the continuation starts there
@@ -154,13 +148,7 @@ class LookupDrafter(Drafter, ABC):
 
     def _catch_up(self, wanted: Mapping[int, int]) -> None:
         """Remove ended texts, then index new tokens, the text with the fewest first; `indexed_per_step` at most."""
-        left = self._remove_ended(self._indexed_per_step)
-        texts = [*(self._running[key] for key in wanted), *(text for text in self._ended if text.unindexed)]
-        for text in sorted(texts, key=attrgetter("unindexed")):
-            left -= text.group.index(text, left)
-
-    def _remove_ended(self, left: int) -> int:
-        """Remove texts that are no longer kept, `left` tokens at most; returns what is left of `left`."""
+        left = self._indexed_per_step
         while left > 0 and self._removable:
             text = self._removable[0]
             left -= text.group.remove(text, left)
@@ -168,7 +156,9 @@ class LookupDrafter(Drafter, ABC):
                 self._removable.popleft()
                 if not text.group.texts:
                     del self._groups[text.group.name]
-        return left
+        texts = [*(self._running[key] for key in wanted), *self._ended]
+        for text in sorted(texts, key=lambda text: len(text.tokens) - text.indexed):
+            left -= text.group.index(text, left)
 
 
 def common_suffix(tokens: list[int], other: list[int], at: int, most: int) -> int:

@@ -9,17 +9,9 @@ latest places continue with the same token. Pure; O(run lengths) per token and p
 from __future__ import annotations
 
 from phalanx.config import NgramSpeculation
+from phalanx.spec import lookup
 from phalanx.spec.drafters import Draft, bucket
-from phalanx.spec.lookup import (
-    INDEXED_PER_STEP,
-    LookupDrafter,
-    Place,
-    Text,
-    TextGroup,
-    common_suffix,
-    continuation,
-    reliability,
-)
+from phalanx.spec.lookup import LookupDrafter, Place, Text, TextGroup
 
 COMPARED = 24  # tokens of context that are compared at most
 
@@ -27,7 +19,7 @@ COMPARED = 24  # tokens of context that are compared at most
 class NgramDrafter(LookupDrafter):
     """A `Drafter` (`drafters.py`)."""
 
-    def __init__(self, config: NgramSpeculation, *, indexed_per_step: int = INDEXED_PER_STEP) -> None:
+    def __init__(self, config: NgramSpeculation, *, indexed_per_step: int = lookup.INDEXED_PER_STEP) -> None:
         sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         super().__init__(sizes, config.prompt_lookup_requests, indexed_per_step=indexed_per_step)
 
@@ -45,8 +37,8 @@ class NgramDrafter(LookupDrafter):
 
 def _draft(text: Text, chosen: Place, places: list[Place], n: int) -> Draft:
     """What follows the chosen one of these places."""
-    (source, start), tokens = chosen, continuation(text, *chosen, n)
+    (source, start), tokens = chosen, lookup.continuation(text, *chosen, n)
     agreed = sum(other.tokens[at] == tokens[0] for other, at in places) / len(places)
-    context = common_suffix(text.tokens, source.tokens, start, COMPARED)
-    rights = [agreed * reliability(context + at) for at in range(len(tokens))]
+    context = lookup.common_suffix(text.tokens, source.tokens, start, COMPARED)
+    rights = [agreed * lookup.reliability(context + at) for at in range(len(tokens))]
     return Draft(tokens, [bucket(right / (1.0 - right)) for right in rights])

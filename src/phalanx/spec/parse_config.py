@@ -35,10 +35,8 @@ def _check_control(config: Speculation) -> None:
     """A field of a control that is not chosen would be accepted and ignored."""
     for field, value, control in (("floor", config.floor, "floor"), ("probe_share", config.probe_share, "cost")):
         if value is not None and config.control != control:
-            raise ConfigError(
-                f'{FLAG}: {field} belongs to "control": "{control}", but that is "{config.control}".',
-                remedy=f"Leave {field} out, or change the control.",
-            )
+            problem = f'{field} belongs to "control": "{control}", but that is "{config.control}".'
+            raise ConfigError(f"{FLAG}: {problem}", remedy=f"Leave {field} out, or change the control.")
 
 
 def _named(problem: str) -> str:

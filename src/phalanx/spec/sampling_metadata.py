@@ -1,7 +1,5 @@
 """The sampling metadata of each sequence, kept between steps so that a history is extended by new tokens only.
-
-Does not know logits, plans or drafters.
-"""
+Does not know logits, plans or drafters."""
 
 from __future__ import annotations
 

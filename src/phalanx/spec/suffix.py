@@ -14,18 +14,9 @@ token costs two entries of an index, and only the latest places count (`lookup.P
 from __future__ import annotations
 
 from phalanx.config import SuffixSpeculation
+from phalanx.spec import lookup
 from phalanx.spec.drafters import Draft, bucket
-from phalanx.spec.lookup import (
-    INDEXED_PER_STEP,
-    LookupDrafter,
-    Place,
-    Text,
-    TextGroup,
-    common_suffix,
-    continuation,
-    nearby_matches,
-    reliability,
-)
+from phalanx.spec.lookup import LookupDrafter, Place, Text, TextGroup
 
 RUNS = (6, 2, 1)
 """Run lengths that are looked up, the longest first; the first one with places decides. A single token is enough in
@@ -38,26 +29,25 @@ Match = tuple[float, list[int]]  # length of the common suffix, with equal token
 class SuffixDrafter(LookupDrafter):
     """A `Drafter` (`drafters.py`)."""
 
-    def __init__(self, config: SuffixSpeculation, *, indexed_per_step: int = INDEXED_PER_STEP) -> None:
+    def __init__(self, config: SuffixSpeculation, *, indexed_per_step: int = lookup.INDEXED_PER_STEP) -> None:
         super().__init__(RUNS, config.suffix_decoding_max_cached_requests, indexed_per_step=indexed_per_step)
         self._depth = config.suffix_decoding_max_tree_depth
         self._factor = config.suffix_decoding_max_spec_factor
         self._least = config.suffix_decoding_min_token_prob
 
     def _continue(self, group: TextGroup, text: Text, n: int) -> Draft | None:
-        places: list[Place] = []
-        for size in RUNS:
-            places = places or group.after(text, size)
+        places: list[Place] = next((found for size in RUNS if (found := group.after(text, size))), [])
         lengths = [self._match_length(text, *place) for place in places]
         most = min(n, int(self._factor * max(lengths, default=0)))
-        matches = [(length, continuation(text, *place, most)) for length, place in zip(lengths, places, strict=True)]
+        matches = [
+            (length, lookup.continuation(text, *place, most)) for length, place in zip(lengths, places, strict=True)
+        ]
         return self._vote(matches, most)
 
     def _match_length(self, text: Text, source: Text, at: int) -> float:
-        length = common_suffix(text.tokens, source.tokens, at, self._depth)
-        if length >= RUNS[0]:
-            return length
-        return length + NEARBY_WEIGHT * nearby_matches(text.tokens, source.tokens, at, length)
+        length = lookup.common_suffix(text.tokens, source.tokens, at, self._depth)
+        nearby = 0 if length >= RUNS[0] else lookup.nearby_matches(text.tokens, source.tokens, at, length)
+        return length + NEARBY_WEIGHT * nearby
 
     def _vote(self, matches: list[Match], most: int) -> Draft | None:
         """The tokens with the most weight, one after the other; up to `most`."""
@@ -75,7 +65,7 @@ class SuffixDrafter(LookupDrafter):
             agreed = votes[winner] / sum(votes.values())
             if agreed < 1.0:
                 matches = [match for match in matches if match[1][at] == winner]
-            right = agreed * reliability(max(length for length, _ in matches) + at)
+            right = agreed * lookup.reliability(max(length for length, _ in matches) + at)
             certainty *= right
             if certainty < self._least:
                 break

@@ -57,8 +57,7 @@ def verify(
     start = 0
     for number, drafts in rows:
         tokens = verified.tokens[number] = list(accept(drafts, sampled.tokens[start : start + len(drafts) + 1]))
-        scored = [entry for entry in sampled.logprobs[start : start + len(tokens)] if entry is not None]
-        if scored:
+        if scored := [entry for entry in sampled.logprobs[start : start + len(tokens)] if entry is not None]:
             verified.logprobs[number] = scored
         start += len(drafts) + 1
     return verified

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
+from support.drafts import by_position
+
 from phalanx.sched.forwards import computed
 from phalanx.spec.control import Control, StepTime, Unread
-from phalanx.spec.drafters import Draft
 
 Curve = Callable[[int, float], float]
 """(rows, tokens per row) -> seconds of a step."""
@@ -120,7 +121,7 @@ class World:
             at = self.places.get(row, 0)
             if self.offers(row, at):
                 right = self.right(row, at)
-                drafts[row] = Draft.by_position([at + i if i < right else -1 for i in range(n)])
+                drafts[row] = by_position([at + i if i < right else -1 for i in range(n)])
         chosen = self.control.choose(drafts) if drafts else {}
         assert not (overlapped and chosen)
         assert all(1 <= k <= len(drafts[row].tokens) for row, k in chosen.items())

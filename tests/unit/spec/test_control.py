@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import CURVES, World, compute_bound, few_cores, memory_bound, predictable, stairs
+from support.drafts import by_position
 
 from phalanx.config import DraftModelSpeculation, NgramSpeculation
 from phalanx.spec.adaptive import AdaptiveControl
@@ -28,7 +29,7 @@ def draft_model(most: int = 8) -> AdaptiveControl:
 
 
 def guess(*tokens: int) -> Draft:
-    return Draft.by_position([*tokens])
+    return by_position([*tokens])
 
 
 class Fixed(Always):

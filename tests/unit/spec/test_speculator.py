@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import structs
+from support.drafts import by_position
 
 from phalanx.sched.plan import Commit, Forward, Free, Step
 from phalanx.sched.sequence import Sequence as Row
@@ -38,7 +39,7 @@ class Recorder(Always, Drafter):
         self.heard.append(("end", key))
 
     def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
-        return {key: Draft.by_position(self.drafts[key][:n]) for key, n in wanted.items() if key in self.drafts}
+        return {key: by_position(self.drafts[key][:n]) for key, n in wanted.items() if key in self.drafts}
 
     def observe(
         self, committed: Mapping[int, Sequence[int]], verified: Mapping[int, int], time: StepTime | None
