@@ -81,7 +81,8 @@ rig:
 	@sh tools/rig_packages.sh install
 
 HOSTS_XML := $(VENV)/hosts.xml
-test-hosts: rig $(READY)
+test-hosts: $(READY)
+	@sh tools/rig_packages.sh install
 	@rm -f $(HOSTS_XML)
 	$(BIN)/pytest -q -p no:cacheprovider --junitxml=$(HOSTS_XML) tests/e2e/hosts
 

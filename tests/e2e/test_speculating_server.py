@@ -11,7 +11,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, MODEL, Running, running_server, sse
-from support.speculation import disturbed
+from support.speculation import with_noise
 
 from phalanx.config import DraftModelSpeculation, RandomSpeculation
 from phalanx.supervision.process import EngineProcess
@@ -35,7 +35,7 @@ def server(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: p
     """A server with its kind of speculation."""
     config = None
     if request.param == "draft model":
-        folder = disturbed(tiny_model, tmp_path_factory.mktemp("draft") / "model", 0.02)
+        folder = with_noise(tiny_model, tmp_path_factory.mktemp("draft") / "model", 0.02)
         config = DraftModelSpeculation(model=str(folder), num_speculative_tokens=4, control="always")
     elif request.param == "random":
         config = RandomSpeculation(num_speculative_tokens=3, control="always", compare_steps=4)

@@ -28,7 +28,7 @@ from phalanx.model.loading import load as loading
 
 TOKENS = mx.array([[7, 11, 30, 5, 80, 41, 9, 100, 23, 17], [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]])
 BATCH = 20
-"""Rows that a product meets: matrices that do not are repacked are repacked from eight on."""
+"""Rows that a product meets: others than repacked matrices are repacked from eight on."""
 
 
 def load(path: Path, dtype: str) -> Any:

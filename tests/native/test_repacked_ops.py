@@ -17,7 +17,7 @@ import pytest
 ops = phalanx_cpu.ops
 SCRIPT = Path(__file__).with_name("repacked_models.py")
 TURNS = ops.repacks(96, 256, "affine", 64, 4)
-repacking = pytest.mark.skipif(not TURNS, reason="rows do not are repacked with this instruction set")
+repacking = pytest.mark.skipif(not TURNS, reason="rows are not repacked with this instruction set")
 
 
 def quantised(shape, mode="affine", group=64, bits=4):
@@ -99,6 +99,6 @@ def test_loaded_models_lie_repacked_and_compute_the_same():
         if name in dense:
             assert found["not"] == [] and any("embed_tokens" in path for path in found["repacked"]), name
             assert found["same"] and found["same alone"], name
-        else:  # experts meet few rows, and those add up in another order where they do not are repacked
+        else:  # experts meet few rows, and those add up in another order where they are not repacked
             assert name == "llama/3" or any("mlp" in path or "experts" in path for path in found["repacked"]), name
             assert not any("embed_q" in path or "unembed_out" in path for path in found["repacked"]), name

@@ -15,6 +15,8 @@ from phalanx.server.start import bind, serve
 from phalanx.supervision.client import FakeEngine
 from phalanx.text.tokenizer import Tokenizer
 
+WAIT_S = 30.0
+
 
 class Recording(FakeEngine):
     """Says when it is launched, started and closed; ends the server as soon as it is started."""
@@ -57,6 +59,13 @@ def test_a_bad_tokenizer_ends_the_engine(tokenizer: Tokenizer) -> None:
     assert said == ["launched", "closed"]
 
 
+def wait_until_closed(said: list[str]) -> None:
+    """For a tokenizer that is still loading when a signal ends the start."""
+    deadline = time.monotonic() + WAIT_S
+    while "closed" not in said and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def test_an_engine_that_cannot_be_launched_is_closed(tokenizer: Tokenizer) -> None:
     said: list[str] = []
 
@@ -74,7 +83,7 @@ def test_sigterm_during_the_start_ends_the_engine(tokenizer: Tokenizer) -> None:
 
     def load() -> Tokenizer:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
+        wait_until_closed(said)
         return tokenizer
 
     assert serve(CONFIG, Recording(said), load) == ExitCode.OK
@@ -87,7 +96,7 @@ def test_ctrl_c_during_the_start_ends_the_engine(tokenizer: Tokenizer) -> None:
 
     def load() -> Tokenizer:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
+        wait_until_closed(said)
         return tokenizer
 
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,8 @@
+"""For all tests: a busy machine fails no property test, since time decides benchmarks only."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("phalanx", deadline=None)
+settings.load_profile("phalanx")
