@@ -89,6 +89,15 @@ def test_echoed_logprobs(client):
     assert scored.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[:-1]
 
 
+def test_a_prompt_of_one_token_is_echoed_with_its_place(client):
+    """It has nothing to score: the model predicts no first token."""
+    answer = client.completions.create(model=MODEL, prompt=[5], max_tokens=1, echo=True, logprobs=1, temperature=0)
+    only = client.completions.create(model=MODEL, prompt=[5], max_tokens=0, echo=True, logprobs=1)
+    assert answer.choices[0].logprobs.token_logprobs[0] is None and len(answer.choices[0].logprobs.tokens) == 2
+    assert only.choices[0].text and answer.choices[0].text.startswith(only.choices[0].text)
+    assert only.choices[0].logprobs.token_logprobs == [None]
+
+
 def test_logprobs(client):
     answer = client.chat.completions.create(**SHORT, logprobs=True, top_logprobs=3)
     content = answer.choices[0].logprobs.content

@@ -214,6 +214,7 @@ class Leader:
         match message:
             case Submit():
                 self.scheduler.submit(message.request, now)
+                self._prompt_scores.begin(message.request)
             case Cancel():
                 self.scheduler.cancel(message.id, now)
             case Finish():

@@ -12,7 +12,7 @@ import mlx.core as mx
 from phalanx.engine.execute import ForwardOutput
 from phalanx.model.sampling.sampler import score
 from phalanx.sched.sequence import Sequence
-from phalanx.types import PromptScored, TokenLogprobs
+from phalanx.types import PromptScored, SequenceRequest, TokenLogprobs
 
 
 class PromptScores:
@@ -21,6 +21,11 @@ class PromptScores:
     def __init__(self) -> None:
         self._scores: dict[int, list[TokenLogprobs | None]] = {}
         self._complete: list[PromptScored] = []
+
+    def begin(self, request: SequenceRequest) -> None:
+        """A request arrives. A prompt of one token has nothing to score, so it is complete at once."""
+        if request.prompt_logprobs is not None and len(request.prompt) == 1:
+            self._complete.append(PromptScored(request.id, [None]))
 
     def add(self, seq: Sequence, output: ForwardOutput[mx.array]) -> None:
         """Score the prompt tokens that follow the fed ones.
