@@ -130,7 +130,7 @@ def _unreachable(host: HostConfig, port: int, why: str) -> HostUnreachable:
     where = f" at {host.address}" + (f" port {port}" if port else "")
     return HostUnreachable(
         f"The agent of {host.name}{where} cannot be used: {why.rstrip('.')}.",
-        remedy=f"Is {host.name} on, and its cable in? `phalanx status` and `phalanx doctor` say what is wrong there.",
+        remedy=f"Is the host {host.name} on, and its cable in? `phalanx status` and `phalanx doctor` say more.",
     )
 
 
