@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
@@ -91,6 +92,15 @@ def test_sigterm_during_the_start_ends_the_engine(tokenizer: Tokenizer) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Python's handler of SIGINT, which a process has not that was started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_during_the_start_ends_the_engine(tokenizer: Tokenizer) -> None:
     said: list[str] = []
 
