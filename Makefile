@@ -11,7 +11,7 @@ READY := $(VENV)/.native-$(KEY)-$(NATIVE_KEY)
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test rig test-hosts test-ranks test-families test-units \
+.PHONY: help venv demo test rig test-hosts test-ranks test-families test-units test-units-waiting test-units-computing \
 	test-everything-else check lint check-native soak format bench bench-cpu clean
 
 help:
@@ -55,15 +55,22 @@ demo: $(READY)
 	@$(BIN)/phalanx demo $(if $(KEEP),--keep)
 
 check:
-	@$(MAKE) --no-print-directory -j2 lint test-units
+	@$(MAKE) --no-print-directory -j3 lint test-units
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
-test-units: $(READY)
-	$(BIN)/pytest -q tests/test_architecture.py tests/test_documents.py tests/unit
+# Half of the unit tests wait for connections and silences: they run beside the half that computes.
+WAITING := tests/unit/channel tests/unit/server tests/unit/supervision
+test-units: test-units-waiting test-units-computing
+
+test-units-waiting: $(READY)
+	$(BIN)/pytest -q -p no:cacheprovider $(WAITING)
+
+test-units-computing: $(READY)
+	$(BIN)/pytest -q tests/test_architecture.py tests/test_documents.py tests/unit $(WAITING:%=--ignore=%)
 
 # $(call each_isa,COMMAND): COMMAND with the kernels for each instruction set that runs here, the best one first. There
 # are kernels for Linux only.
