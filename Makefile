@@ -1,29 +1,37 @@
 # Everything runs in one environment, .venv, which is made when it is missing and brought up to date when
-# pyproject.toml or constraints.txt change. PYTHON chooses the interpreter it is made with.
+# pyproject.toml or the locks change. PYTHON chooses the interpreter it is made with, BACKEND (cpu, cuda12, cuda13) which
+# MLX it gets on Linux; without it the machine decides (tools/mlx_backend.sh).
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-KEY := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+MLX := $(shell BACKEND=$(BACKEND) sh tools/mlx_backend.sh)
+LOCKS := $(shell BACKEND=$(MLX) sh tools/mlx_backend.sh locks)
+KEY := $(MLX)-$(shell cat pyproject.toml $(LOCKS) | cksum | cut -d' ' -f1)
 NATIVE_KEY := $(shell cat $$(find native -type f ! -path '*/build/*' ! -path '*/__pycache__/*' | sort) | cksum | cut -d' ' -f1)
 BASE := $(VENV)/.installed-$(KEY)
 READY := $(VENV)/.native-$(KEY)-$(NATIVE_KEY)
+# Another backend's libraries lie in the same directory, and go first; so does what was built for processors.
+BACKENDS := mlx mlx-cpu mlx-cuda-12 mlx-cuda-13 phalanx-cpu
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test rig test-hosts test-ranks test-families test-units test-units-waiting test-units-computing \
-	test-everything-else check lint check-native soak format bench bench-cpu clean
+	test-everything-else check lint clients check-native soak format bench bench-cpu bench-gateway \
+	clean
 
 help:
 	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
 	@echo 'make test    all checks and tests; as root on Debian and Ubuntu, first installs sshd and other tools of the'
 	@echo '             tests of several hosts (RIG=0 leaves that out)'
 	@echo 'make check   style, types, architecture, unit tests'
+	@echo 'make clients  what other people'\''s clients make of the server; the first run installs them'
 	@echo 'make check-native  the native kernels under sanitizers'
 	@echo 'make soak    the long tests: whole grids of which make test runs a part (hours)'
 	@echo 'make format  rewrite the sources in the project'\''s style'
 	@echo 'make bench   phalanx against mlx_lm.server, side by side'
 	@echo 'make bench-cpu  the native kernels against llama.cpp (builds llama-cpp-python)'
+	@echo 'make bench-gateway  the gateway beside other routers (those of make clients), and docs/reports/gateway.md'
 	@echo 'make clean   remove caches and build output (not .venv)'
 
 venv: $(READY)
@@ -36,16 +44,19 @@ $(BIN)/python:
 		echo 'Could not make .venv. On Debian and Ubuntu: apt install python3-venv' >&2; rm -rf $(VENV); exit 1; }
 
 $(BASE): $(BIN)/python
-	@echo 'Installing phalanx and its tools into $(VENV) ...'
-	@$(INSTALL) -c constraints.txt -e '.[engine,mpi,dev]'
+	@test -n '$(MLX)'
+	@echo 'Installing phalanx with MLX for $(MLX) and its tools into $(VENV) ...'
+	@ls $(VENV)/.installed-$(MLX)-* >/dev/null 2>&1 || $(BIN)/python -m pip --disable-pip-version-check -qq uninstall -y $(BACKENDS)
+	@$(INSTALL) --require-hashes --only-binary :all: $(LOCKS:%=-r %)
+	@$(INSTALL) --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
-# The native kernels are for Linux; without a C++ compiler phalanx runs on MLX's own, much slower.
+# The native kernels are for processors under Linux; without a C++ compiler phalanx runs on MLX's own, much slower.
 $(READY): $(BASE)
-	@if [ "$$(uname)" = Linux ] && command -v $${CXX:-c++} >/dev/null; then \
-		echo 'Building the native CPU kernels ...'; $(INSTALL) --no-deps ./native; \
-	elif [ "$$(uname)" = Linux ]; then \
+	@if [ $(MLX) = cpu ] && command -v $${CXX:-c++} >/dev/null; then \
+		echo 'Building the native CPU kernels ...'; PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-deps --no-build-isolation ./native; \
+	elif [ $(MLX) = cpu ]; then \
 		echo 'No C++ compiler: models will compute with the slow CPU kernels of MLX. On Debian and Ubuntu: apt install g++'; \
 	fi
 	@rm -f $(VENV)/.native-*
@@ -73,8 +84,8 @@ test-units-computing: $(READY)
 	$(BIN)/pytest -q tests/test_architecture.py tests/test_documents.py tests/unit $(WAITING:%=--ignore=%)
 
 # $(call each_isa,COMMAND): COMMAND with the kernels for each instruction set that runs here, the best one first. There
-# are kernels for Linux only.
-each_isa = [ "$$(uname)" = Linux ] || exit 0; isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
+# are none where MLX computes on a GPU.
+each_isa = [ $(MLX) = cpu ] || exit 0; isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
 	for isa in $$isas; do echo "kernels: $$isa"; KERN_ISA=$$isa $(1) || exit 1; done
 
 # System packages come first, so that everything after them sees the same machine. Tests of several hosts often wait,
@@ -103,7 +114,11 @@ test-families: $(READY)
 test-everything-else: $(READY)
 	$(call each_isa,$(BIN)/pytest -q tests/native)
 	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/test_architecture.py --ignore=tests/test_documents.py --ignore=tests/native \
-		--ignore=tests/ranks --ignore=tests/e2e/hosts
+		--ignore=tests/ranks --ignore=tests/e2e/hosts --ignore=tests/clients
+
+# Each client gets an environment of its own under .venv/clients; CLIENTS names another folder.
+clients: $(READY)
+	$(BIN)/pytest -q tests/clients
 
 # The kernels under sanitizers: memory and undefined behaviour, then threads, where MLX must not be, which is built
 # without. Needs cmake.
@@ -141,6 +156,11 @@ bench-cpu: $(READY)
 	@CMAKE_ARGS=-DGGML_NATIVE=ON $(INSTALL) -e '.[bench-cpu]'
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/cpu.py
+
+# Routers that make clients has not installed are left out.
+bench-gateway: $(READY)
+	@$(INSTALL) -e '.[bench-gateway]'
+	$(BIN)/python benchmarks/gateway_report.py --routers $(or $(CLIENTS),$(VENV)/clients)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -43,7 +43,6 @@ BLOCK = 8  # steps
 WARM = 8  # blocks before measuring, in which the graph cache captures the steps
 CONTEXT = 128
 ROWS = (1, 4)
-GUARD = 1 << 30
 
 
 def main() -> int:
@@ -81,7 +80,9 @@ def run_rank(path: Path, blocks: int) -> None:
     install.install("fast", 1, async_dispatch=False)
     reducer = Reducer(join("mpi", rank, RANKS, 5, where="", deadline_s=60), checksum=NativeChecksum())
     prepared = load.prepare(path, dtype="auto", trust_remote_code=False, reducer=reducer)
-    loaded = prepared.materialise(memory.guard_bytes(GUARD, None), lambda *_: None, ranks_here=RANKS)
+    loaded = prepared.materialise(
+        memory.guard_bytes(memory.read_machine()), lambda *_: None, ranks_here=RANKS, sharing=RANKS
+    )
     facts = registry.inspect(loaded.model, loaded.config)
     reducer.discard()  # `inspect` only builds
     results = {rows: compare(loaded, facts, reducer, rows, blocks) for rows in ROWS}

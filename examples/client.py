@@ -6,6 +6,7 @@ python examples/client.py [http://127.0.0.1:8000/v1]
 
 from __future__ import annotations
 
+import os
 import sys
 
 import openai
@@ -16,7 +17,8 @@ QUESTION = "What is phalanx?"
 def main() -> None:
     """Ask one question, then one that the server must refuse."""
     url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
-    client = openai.OpenAI(base_url=url, api_key="none")  # the key counts only if the server has an --api-key
+    key = os.environ.get("OPENAI_API_KEY", "none")  # it counts only if the server has an --api-key
+    client = openai.OpenAI(base_url=url, api_key=key)
     model = client.models.list().data[0].id
     stream_answer(client, model)
     show_refusal(client, model)
@@ -53,5 +55,7 @@ def show_refusal(client: openai.OpenAI, model: str) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except openai.APIConnectionError:
-        sys.exit("No server answers there. Start one with: phalanx serve demo")
+    except openai.AuthenticationError as error:
+        sys.exit(f"{error.body['message']} Set OPENAI_API_KEY to one of the server's keys.")
+    except openai.APIConnectionError as error:
+        sys.exit(f"No server answers there ({error.__cause__}). Start one with: phalanx serve demo")

@@ -4,7 +4,8 @@
 
 Each family of `tests/support/families.py` is built as a tiny random model in fp32 and driven at random
 (`tests/support/ragged.py`): chunked prefill, drafts of which some are rejected, rows that join, finish, move, grow and
-share prefixes. Greedy tokens must equal one-at-a-time generation with stock caches. Ends with 1 if any disagrees.
+share prefixes. Greedy tokens must equal one-at-a-time generation with stock caches. Then it is cut into stages
+(`tests/support/stages.py`), whose logits must have the uncut model's bits. Ends with 1 if any disagrees.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 import mlx_lm.models  # noqa: E402
+from mlx_lm.utils import load_model  # noqa: E402
 from support.conformance import conform  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
+from support.stages import drive_cut  # noqa: E402
 
 from phalanx.errors import ModelUnsupported  # noqa: E402
 from phalanx.model.check import FOREIGN  # noqa: E402
 
 PROMPTS, LONGEST, TOKENS = 8, 40, 32
+STAGES = (2, 3)
 
 HEAD = f"""# Which models can be served
 
@@ -43,12 +47,16 @@ token for token, with mlx-lm's own caches, one prompt at a time. A name with a c
 - **one by one** - batched by the scheduler, but the model is called once per row; drafts are rolled back.
 - **refused** - the server says so at the start, with this reason.
 
+**Stages**: the same model is cut between its layers into 2 and into 3 stages of equally many, each loaded by itself.
+What one hands on is given to the next, and every logit of a shorter run has the same bits as the uncut model's. Where a
+cut is refused, the server says so at the start; other places may do.
+
 Not in the table: what depends on more tokens than the run has. `dynamic` RoPE scaling is served only up to the length
 at which it starts to change the frequencies, because beyond it mlx-lm's output depends on how a prompt is cut. plamo3
 sees one token more in prefill than in decoding, as in mlx-lm, which cuts its prompts at 2,048 tokens and we elsewhere.
 
-| model file | served | its caches | drafts rejected | fewest different tokens |
-|---|---|---|---|---|
+| model file | served | its caches | drafts rejected | fewest different tokens | stages |
+|---|---|---|---|---|---|
 """
 
 
@@ -65,7 +73,7 @@ def main() -> int:
         print(line, flush=True)
         if not right:
             wrong.append(family)
-    lines += [f"| {name} | not run | no tiny configuration | | |" for name in unlisted()]
+    lines += [f"| {name} | not run | no tiny configuration | | | |" for name in unlisted()]
     if args.write:
         (ROOT / "docs" / "models.md").write_text(HEAD + "\n".join(lines) + "\n")
     print(f"{len(lines)} families, {len(wrong)} wrong: {', '.join(wrong)}")
@@ -77,10 +85,11 @@ def run(family: str) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             outcome = conform(family, Path(folder), prompts=PROMPTS, longest=LONGEST, tokens=TOKENS)
+            stages, equal = cuts(Path(folder) / "model")
         except ModelUnsupported as error:
-            return f"| {family} | refused | {error.message} | | |", True
+            return f"| {family} | refused | {error.message} | | | |", True
         except (*FOREIGN, SystemExit) as error:
-            return f"| {family} | not run | cannot be built on this machine: {type(error).__name__} | | |", True
+            return f"| {family} | not run | cannot be built on this machine: {type(error).__name__} | | | |", True
     assert outcome.facts is not None
     caches, _, why = outcome.facts.description.partition("; rows one by one: ")
     served = "together" if outcome.facts.rolls_back else "together, no rollback"
@@ -89,8 +98,26 @@ def run(family: str) -> tuple[str, bool]:
     if outcome.wrong or outcome.left:
         served = f"WRONG ({len(outcome.wrong)} of {PROMPTS})"
     rollbacks = outcome.events["rollbacks"] or ""
-    line = f"| {family} | {served} | {caches} | {rollbacks} | {outcome.distinct} |"
-    return line, not outcome.wrong and not outcome.left
+    line = f"| {family} | {served} | {caches} | {rollbacks} | {outcome.distinct} | {stages} |"
+    return line, equal and not outcome.wrong and not outcome.left
+
+
+def cuts(path: Path) -> tuple[str, bool]:
+    """The last column of a line, and whether all cuts that are not refused give the uncut model's bits."""
+    layers = len(load_model(path, lazy=True)[0].layers)
+    right, refused, wrong = [], [], []
+    for stages in (n for n in STAGES if n <= layers):
+        outcome = drive_cut(path, stages, prompts=4, longest=24, tokens=24)
+        if outcome.refusal:
+            refused.append((stages, outcome.refusal))
+        else:
+            (wrong if outcome.different or outcome.left else right).append(stages)
+    if wrong:
+        return f"WRONG in {wrong}", False
+    if not refused:
+        return "yes" if len(right) == len(STAGES) else f"in {right[0]}", True
+    (stages, why), *_ = refused
+    return (f"in {right[0]}; not in {stages}: {why}" if right else f"no: {why}"), True
 
 
 def unlisted() -> list[str]:

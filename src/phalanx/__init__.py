@@ -1,17 +1,18 @@
 """phalanx: one large language model, served from several machines that you own.
 
-`LLM`, `SamplingParams` and the outputs are imported when they are first used: `import phalanx` loads nothing.
+`LLM`, its parameters and its outputs are imported when they are first used: `import phalanx` loads nothing.
 """
 
 import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "phalanx.offline.llm",
     "SamplingParams": "phalanx.offline.sampling_params",
+    "StructuredOutputsParams": "phalanx.offline.sampling_params",
     "RequestOutput": "phalanx.offline.outputs",
     "CompletionOutput": "phalanx.offline.outputs",
 }

@@ -1,23 +1,22 @@
-"""All settings, parsed once and frozen, and every environment variable phalanx reads.
+"""All settings, parsed once and frozen.
 
 A field declares its type, its range (`Meta`), its default and its flag (`Flag`); the docstring below it documents it.
 `cli/flags.py` makes the flags of every command from these declarations, and `phalanx.LLM` checks its keywords against
-them. Nothing else reads `os.environ`. Does not know where a value came from.
+them. Does not know where a value came from.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from phalanx.errors import ConfigError
+from phalanx.environment import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, GUARD_VARIABLES
+from phalanx.speculation_config import SpeculativeConfig
 
 DEFAULT_MODEL = "demo"
 DEFAULT_PORT = 8000
+GATEWAY_PORT = 8080
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -25,24 +24,26 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Backend = Literal["ring", "mpi", "jaccl", "jaccl-ring", "nccl"]
 BackendChoice = Literal["auto", Backend]
 Collective = Literal["auto", "star", "ring"]
+ActivationDtype = Literal["model", "float32", "float16", "bfloat16"]
 MOST_RANKS = 16
 """Largest group; the attention heads of no model divide among more ranks."""
-SECRET_VARIABLE = "PHALANX_GROUP_SECRET"
-CLUSTER_VARIABLE = "PHALANX_CLUSTER_SECRET"
-RUNTIME_VARIABLE = "XDG_RUNTIME_DIR"
+NONCE_BITS = 48
+"""Of the random number that tells starts apart; the fabric compares it as three numbers of 16 bits."""
+RUN_PHALANX = ("-P", "-m", "phalanx")
+"""Python's options that run phalanx. -P: the current directory may hold a file with the name of a module."""
+CREDENTIALS_FILE = "credentials.json"
+"""Name of the file with a host's key and the certificates of its cluster; it lies beside the cluster's file."""
 AGENT_PORT = 32330
 """TCP port on which every host but the first waits for the first one to start ranks."""
 COORDINATOR_PORT = 32323
 """TCP port of JACCL. JACCL takes every connection for a rank, so phalanx never probes whether the port is free (F3)."""
-KERNELS_VARIABLE = "PHALANX_CPU_KERNELS"
-API_KEY_VARIABLE = "PHALANX_API_KEY"
-GUARD_VARIABLES = ("PHALANX_MEMORY_GUARD_GB", "MLX_MEMORY_GUARD_GB")
 
 CpuPrecision = Literal["auto", "exact", "fast"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-Panel = Literal["Engine", "Memory", "Ranks", "HTTP", "Limits", "Sampling"]
+Panel = Literal["Engine", "Memory", "Ranks", "HTTP", "Limits", "Sampling", "Replicas", "Health checks", "Retries"]
 
 Count = Annotated[int, Meta(ge=1)]
+Width = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 Size = Annotated[float, Meta(ge=0.0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
@@ -68,71 +69,6 @@ class Flag(Struct, frozen=True):
     """The value is an argument of the command; there is no flag."""
 
 
-Control = Literal["cost", "floor", "always"]
-Share = Annotated[float, Meta(ge=0.0, le=1.0)]
-
-
-class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="method"):
-    """What all methods of `--speculative-config` have in common; the names are vLLM's where it has the field."""
-
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=16)] = 15
-    """Largest number of drafted tokens per sequence and step; the control chooses up to it."""
-    disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
-    """Nothing is drafted while more than so many rows decode; None leaves it to the control."""
-    control: Control = "cost"
-    """`cost` weighs what is accepted against what a step takes, as measured; `floor` switches off below a rate of
-    acceptance; `always` verifies every draft."""
-    window: Annotated[int, Meta(ge=1, le=100_000)] = 50
-    """Verified drafts behind the rolling figures, and behind the rate that `floor` judges."""
-    compare_steps: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    """For measuring: runs of so many steps with drafts take turns with as many without, and how fast both are is
-    counted (`spec/comparison.py`); None: no such turns."""
-    floor: Share | None = None
-    """Of control `floor`: the rate of acceptance below which it switches off; None is 0.40."""
-    probe_share: Annotated[float, Meta(ge=0.0, le=0.1)] | None = None
-    """Of control `cost`: the share of time that tries without a gain may cost; None is 0.005."""
-
-
-class NgramSpeculation(Speculation, frozen=True, kw_only=True, tag="ngram"):
-    """Prompt lookup: what followed the same last tokens before."""
-
-    prompt_lookup_max: Annotated[int, Meta(ge=1, le=16)] = 4
-    """Longest run of last tokens that is looked up."""
-    prompt_lookup_min: Annotated[int, Meta(ge=1, le=16)] = 2
-    """Shortest one."""
-    prompt_lookup_requests: Annotated[int, Meta(ge=0, le=1024)] = 16
-    """Earlier requests that are looked up as well; 0 is the sequence's own tokens only."""
-
-
-class SuffixSpeculation(Speculation, frozen=True, kw_only=True, tag="suffix"):
-    """What followed most often, in this request and recent ones."""
-
-    suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=2, le=256)] = 24
-    """Longest context that is compared, in tokens."""
-    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0, le=1024)] = 64
-    """Earlier requests that are remembered; 0 is the sequence's own tokens only."""
-    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0.0, le=16.0)] = 2.0
-    """A draft is at most so many times as long as the context that matched (`spec/suffix.py` says what counts)."""
-    suffix_decoding_min_token_prob: Share = 0.1
-    """A draft ends where the estimated probability that all of it is right falls below this."""
-
-
-class DraftModelSpeculation(Speculation, frozen=True, kw_only=True, tag="draft_model"):
-    """A smaller model with the same tokenizer."""
-
-    model: Annotated[str, Meta(min_length=1)]
-    """A local directory, a hub id, or `demo`."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id; None is the default branch."""
-
-
-class RandomSpeculation(Speculation, frozen=True, kw_only=True, tag="random"):
-    """Noise, for drills: shows what speculation costs where it does not help."""
-
-
-SpeculativeConfig = NgramSpeculation | SuffixSpeculation | DraftModelSpeculation | RandomSpeculation
-
-
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """Settings of a rank process. They travel as JSON on the command line of `phalanx rank`."""
 
@@ -145,8 +81,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Largest prompt + output in tokens; None is the model's own context."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), Flag("Rows computed together, at most.", "Engine")] = 16
     """Largest number of rows computed together."""
-    max_num_batched_tokens: Annotated[Count, Flag("Tokens of one step, at most.", "Engine")] = 512
-    """Largest number of tokens a step feeds to the model, prefill chunks and decoding rows together."""
+    max_num_batched_tokens: Annotated[
+        Count | None, Flag("Tokens of one step, at most.", "Engine", default="512 on a CPU, 2,048 on a GPU")
+    ] = None
+    """Largest number of tokens a step feeds to the model, prefill chunks and decoding rows together. None: 512 on a
+    CPU, 2,048 on a GPU, and at least one for each row."""
     target_step_ms: Annotated[
         float, Meta(ge=1.0), Flag("Prefill chunks are cut so that a step takes about this long.", "Engine")
     ] = 250.0
@@ -204,12 +143,35 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         Size | None,
         Flag("GiB that stay free.", "Memory", default="10 %, at least 5", variable=GUARD_VARIABLES[0]),
     ] = None
-    """GiB kept free for the rest of the machine; None is max(10 % of physical memory, 5 GB) (B2)."""
+    """GiB kept free for the rest of the machine; None is max(10 % of physical memory, 5 GB), and 10 % of an NVIDIA
+    GPU's memory (B2)."""
+    wired_limit: Annotated[
+        bool, Flag("Macs: keep weights and caches in memory (wired); without, macOS may page them out.", "Memory")
+    ] = True
+    """On Metal, wire up to the GPU's whole part of the memory; `phalanx doctor` says what speaks for and against."""
 
     tensor_parallel_size: Annotated[
-        int, Meta(ge=1, le=MOST_RANKS), Flag("Processes that share every layer.", "Ranks", aliases=("-tp", "--tp"))
+        Width | tuple[Width, ...],
+        Flag(
+            "Processes that share every layer; with --pp also of each stage (2,1).", "Ranks", metavar="N[,N...]",
+            aliases=("-tp", "--tp"),
+        ),
+    ] = 1  # fmt: skip
+    """Ranks that share every layer; each is a process with its part of the weights and of the KV cache. Of all stages,
+    or of each, the one with the embedding first."""
+    pipeline_parallel_size: Annotated[
+        Width, Flag("Stages, each with some of the layers.", "Ranks", aliases=("-pp", "--pp"))
     ] = 1
-    """Ranks that share every layer; each is a process with its part of the weights and of the KV cache."""
+    """Stages, each of which has some consecutive layers and ranks of its own (P1)."""
+    pp_split: Annotated[
+        tuple[Count, ...] | None,
+        Flag("Layers of each stage.", "Ranks", metavar="N,N...", default="by memory"),
+    ] = None
+    """Number of layers of each stage, the one with the embedding first; None divides them by cost and memory (P4)."""
+    pp_activation_dtype: Annotated[ActivationDtype, Flag("Numbers that stages hand on; `model` is exact.", "Ranks")] = (
+        "model"
+    )
+    """Type of the numbers between stages. Another one than the model's halves what is sent, or rounds."""
     backend: Annotated[BackendChoice, Flag("What carries their sums; `auto` says what it took.", "Ranks")] = "auto"
     """Transport of the collectives; `auto` takes the best that is installed and logs why (F1)."""
     collective: Annotated[Collective, Flag("All-reduce algorithm of mpi.", "Ranks")] = "auto"
@@ -230,32 +192,63 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         str | None,
         Flag(
             "Produce a fault once, to see what happens: "
-            "garbage, stale, zero, permute, kill, suspend, wedge, tamper, crash.",
+            "garbage, stale, zero, permute, kill, suspend, wedge, tamper, crash; between stages cut, lose, repeat, "
+            "corrupt.",
             "Ranks",
             metavar="KIND:rank=R,step=S",
         ),
     ] = None
     """A fault to produce, for drills and tests: `KIND:rank=R,step=S[,layer=L]`; see `dist/fault_injection.py`."""
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Ranks of each stage, the one with the embedding first."""
+        given = self.tensor_parallel_size
+        return (given,) * self.pipeline_parallel_size if isinstance(given, int) else given
+
+    @property
+    def n_ranks(self) -> int:
+        """Ranks of all stages."""
+        return sum(self.widths)
+
 
 class GroupConfig(Struct, frozen=True, kw_only=True):
     """What makes rank processes one group; without it, a rank is a group of its own.
 
-    Travels as JSON on the command line of `phalanx rank`. The group's secret does not: it is in the environment.
+    Travels as JSON on the command line of `phalanx rank`.
     """
 
     size: int
-    """Number of ranks."""
-    backend: Backend
-    """Transport of the collectives. Where it does not work, the start fails; phalanx tries no other."""
+    """Number of ranks, of all stages."""
+    widths: tuple[int, ...] = ()
+    """Ranks of each stage, the one with the embedding first; empty: one stage. See `dist/topology.py`."""
+    backend: Backend | None
+    """Transport of the collectives of each stage; None where no stage has more than one rank. Where it does not work,
+    the start fails; phalanx tries no other."""
     nonce: int
     """Random number of this start of this group; it tells ranks of another job, or of an earlier start, apart."""
     control: str
-    """`host:port` on which rank 0 accepts the other ranks' control connections."""
+    """Where rank 0 accepts the other ranks' control connections: the path of a Unix socket, or `host:port`."""
     addresses: tuple[str, ...] = ()
     """`ip:port` of each rank in a ring; empty for backends that find their peers themselves."""
+    link_addresses: tuple[str, ...] = ()
+    """Address of each rank's host for connections between stages; empty on one machine, which uses Unix sockets."""
     ranks_here: int = 1
-    """Number of ranks on this rank's machine, which share its memory."""
+    """Number of ranks on this rank's machine, which share its processors and read the same files."""
+    hosts: tuple[str, ...] = ()
+    """Name of each rank's host in the cluster file; empty where there is none. Machines' own names do not tell them
+    apart: two Macs are often both `Mac-Studio.local`."""
+
+    def __post_init__(self) -> None:
+        for name, given in (
+            ("addresses", self.addresses),
+            ("hosts", self.hosts),
+            ("link_addresses", self.link_addresses),
+        ):
+            if given and len(given) != self.size:
+                raise ValueError(f"{name} has {len(given)} entries for {self.size} ranks")
+        if self.widths and sum(self.widths) != self.size:
+            raise ValueError(f"widths {self.widths} do not add up to {self.size} ranks")
 
 
 class HostConfig(Struct, frozen=True, kw_only=True):
@@ -265,10 +258,14 @@ class HostConfig(Struct, frozen=True, kw_only=True):
     """Its name for ssh and in messages."""
     address: str
     """Address of its agent; of the first host: for control connections. Stable, wired or Wi-Fi (F3)."""
-    ips: tuple[str, ...]
-    """Addresses for a ring's collectives, by which the previous rank reaches this one."""
+    ips: tuple[str, ...] = ()
+    """Addresses for a ring's collectives, by which the previous rank reaches this one. In a file, none means
+    `address`."""
     rdma: tuple[str | tuple[str, ...] | None, ...] = ()
     """RDMA devices of this host towards each host of the cluster, None for itself; empty without RDMA (F2)."""
+    gpus: Annotated[int, Meta(ge=0)] = 0
+    """Number of NVIDIA GPUs that MLX can use there. A rank computes on the first; with one on every host, `auto` is
+    nccl."""
 
 
 class ClusterConfig(Struct, frozen=True, kw_only=True):
@@ -289,27 +286,101 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """Address to bind. Other machines reach the server only if the user gives another address than the default."""
     port: Annotated[int, Meta(ge=0, le=65535), Flag("Port; 0 picks a free one.", "HTTP")] = DEFAULT_PORT
     """TCP port; 0 picks a free one, which is printed."""
+    ollama_port: Annotated[
+        int | None,
+        Meta(ge=0, le=65535),
+        Flag("A second port for the same API; Ollama's clients ask at 11434.", "HTTP", default="none"),
+    ] = None
+    """A second TCP port, at which the whole API is served as well; 0 picks a free one. Ollama's clients expect it at
+    11434."""
     api_key: Annotated[
-        tuple[str, ...], Flag("A key clients must send; may be repeated.", "HTTP", variable=API_KEY_VARIABLE)
+        tuple[str, ...],
+        Flag(
+            "A key clients must send; may be repeated (in the variable: with blanks between them).",
+            "HTTP",
+            variable=API_KEY_VARIABLE,
+        ),
     ] = ()
-    """Accepted Bearer keys; empty means no key is needed."""
+    """Accepted keys; empty means no key is needed. Clients with different keys share places and rows by turns."""
+    admin_key: Annotated[
+        str | None,
+        Flag("Key of a gateway that may move streams between servers.", "HTTP", variable=ADMIN_KEY_VARIABLE),
+    ] = None
+    """Who sends it is told which tokens a stream is made of, and may go on with one of another server's; None: nobody
+    is and may. See `edge/migration.py`."""
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Flag(
+            "Name in clients' Host header, besides addresses, localhost and the machine's own; may be repeated. "
+            "`*.example.com`, or `*` for all.",
+            "HTTP",
+        ),
+    ] = ()
+    """Further names that a Host header may have. Other names are refused: a web page could send requests under a name
+    of its own (DNS rebinding)."""
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Flag("Origin of web pages that may ask (CORS), such as https://chat.example.com; may be repeated.", "HTTP"),
+    ] = ()
+    """Origins whose web pages may use the API (CORS); `*` is all. Empty: no page but this server's own."""
+    ssl_certfile: Annotated[
+        str | None, Flag("Certificate chain (PEM): the server speaks HTTPS.", "HTTP", is_file=True)
+    ] = None
+    """File with the server's certificate chain, PEM, the server's own first; None is plain HTTP."""
+    ssl_keyfile: Annotated[
+        str | None, Flag("Its private key, unless it is in the same file.", "HTTP", is_file=True)
+    ] = None
+    """File with the certificate's private key, PEM; None if `ssl_certfile` has it."""
     served_model_name: Annotated[
-        tuple[str, ...], Flag("Name clients use; may be repeated.", "HTTP", default="MODEL as given")
+        tuple[str, ...],
+        Flag("Name clients use; may be repeated.", "HTTP", default="MODEL; of a directory, its last part"),
     ] = ()
-    """Names by which clients may ask for the model; empty is the model argument itself."""
+    """Names by which clients may ask for the model; empty is the model argument, or the last part of a directory's
+    path; then the argument itself is understood as well, but not shown."""
     chat_template: Annotated[str | None, Flag("Jinja file instead of the model's.", "HTTP", is_file=True)] = None
     """File with a Jinja chat template that replaces the model's."""
     default_chat_template_kwargs: Annotated[dict[str, object], Flag("Variables of the chat template.", "HTTP")] = {}
     """Defaults for the template's variables; a request's own win."""
+    tool_call_parser: Annotated[
+        str | None,
+        Flag(
+            "Form in which the model calls tools, by vLLM's names: hermes, mistral, ...",
+            "HTTP",
+            default="as its template",
+        ),
+    ] = None
+    """Form in which the model writes calls of tools, by a name of vLLM's or mlx-lm's; None is its chat template's."""
+    reasoning_parser: Annotated[
+        str | None,
+        Flag(
+            "Form of the model's reasoning, by vLLM's names: deepseek_r1, qwen3, ...", "HTTP", default="as its template"
+        ),
+    ] = None
+    """Form in which the model writes its reasoning, by a name of vLLM's; None is its chat template's."""
+    enable_auto_tool_choice: Annotated[bool, Flag("As in vLLM; here the model may always call.", "HTTP")] = True
+    """Whether a request's tools may be called where it does not say so; with False it has to say `tool_choice`."""
     keepalive_seconds: Annotated[float, Meta(ge=0.1), Flag("A comment after this much silence.", "HTTP")] = 5.0
     """After so many seconds without an event, a stream gets a comment line, which keeps the connection open."""
 
     queue: Annotated[int, Meta(ge=0), Flag("Requests that may wait; one more is a 429.", "Limits")] = 32
     """Requests (choices) that may wait beyond `max_num_seqs`; one more is answered 429."""
     max_n: Annotated[int, Meta(ge=1, le=1024), Flag("Largest `n`.", "Limits")] = 16
-    """Largest `n` (and number of prompts times n in one completions call)."""
+    """Largest `n`: choices per prompt."""
+    max_prompts: Annotated[int, Meta(ge=1, le=1024), Flag("Prompts of one completions request.", "Limits")] = 256
+    """Most prompts of one completions request. Evaluations send tens at once."""
+    clamp_max_tokens: Annotated[
+        bool, Flag("Lower a `max_tokens` that the context has no room for, instead of refusing it.", "Limits")
+    ] = True
+    """Lower a request's max_tokens to what the context has room for, and say so in `finish_detail`; else refuse it.
+    Agents ask for 32,000 tokens whatever the model."""
     max_body_mb: Annotated[float, Meta(ge=0.001, le=1024), Flag("Largest request, MiB.", "Limits")] = 8.0
     """Largest HTTP request body, MiB."""
+    max_connections: Annotated[Count | None, Flag("Connections, at most.", "Limits", default="at least 1,024")] = None
+    """Most connections at once; None is 1,024, or twice `max_num_seqs + queue`. See `edge/table.py`."""
+    max_connections_per_address: Annotated[
+        Count | None, Flag("Of them, from one address (a proxy is one).", "Limits", default="half of all")
+    ] = None
+    """Most connections from one IPv4 address or IPv6 /64 network; None is half of `max_connections`."""
     drain_seconds: Annotated[Size, Flag("For running requests at the end.", "Limits")] = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
     stall_seconds: Annotated[float, Meta(ge=1.0), Flag("Silence that ends the engine.", "Limits")] = 60.0
@@ -324,67 +395,3 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     def max_body_bytes(self) -> int:
         """`max_body_mb` in bytes."""
         return int(self.max_body_mb * MIB)
-
-
-def environment() -> Mapping[str, str]:
-    """The process environment, for handing to child processes."""
-    return os.environ
-
-
-def default_environment(variables: Mapping[str, str]) -> None:
-    """Set variables that libraries in this process read, where the user has not."""
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
-
-
-def group_secret() -> bytes | None:
-    """Shared secret by which ranks prove that they belong to one group; the launcher sets the variable."""
-    text = os.environ.get(SECRET_VARIABLE)
-    return text.encode() if text else None
-
-
-def cluster_secret() -> str | None:
-    """Shared secret by which the first host's server proves itself to agents; `phalanx up` gives it to all hosts."""
-    return os.environ.get(CLUSTER_VARIABLE) or None
-
-
-def cpu_kernels_wanted() -> bool:
-    """Whether this process may load the native kernels; the launcher forbids it with `PHALANX_CPU_KERNELS=0`."""
-    return os.environ.get(KERNELS_VARIABLE, "1") != "0"
-
-
-def memory_guard_override_gb() -> float | None:
-    """`PHALANX_MEMORY_GUARD_GB`, else `MLX_MEMORY_GUARD_GB` (B2); None when neither is set.
-
-    Raises:
-        ConfigError: the variable is not a non-negative number.
-    """
-    for name in GUARD_VARIABLES:
-        text = os.environ.get(name)
-        if text is None or text == "":
-            continue
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not value >= 0.0 or value == float("inf"):
-            raise ConfigError(f"{name}={text!r} is not a number of GB.", remedy=f"Set {name}=5, or unset it.")
-        return value
-    return None
-
-
-def api_key_from_environment() -> str | None:
-    """`PHALANX_API_KEY` (as `vllm serve` reads VLLM_API_KEY); None when unset or empty."""
-    return os.environ.get(API_KEY_VARIABLE) or None
-
-
-def runtime_dir() -> Path:
-    """Directory of this user's sockets and PID files: `$XDG_RUNTIME_DIR`, else the temporary directory."""
-    return Path(os.environ.get(RUNTIME_VARIABLE) or os.environ.get("TMPDIR") or "/tmp")
-
-
-def hub_cache() -> Path:
-    """Directory of huggingface_hub's models: `$HF_HUB_CACHE`, else `$HF_HOME/hub`, else below the home directory."""
-    if given := os.environ.get("HF_HUB_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"

@@ -10,16 +10,26 @@
     +-- InvalidRequest         a client's mistake (HTTP 4xx): names the field
     |   +-- RequestTooLarge    body, prompt or n above the limit
     |   +-- UnknownModel       the model named in a request is not served here
+    |   +-- UnknownPath        a gateway has nothing at this path
     |   +-- InvalidApiKey      no key, or a wrong one
     |   +-- WrongMediaType     the body is not declared as JSON
+    |   +-- ForbiddenHost      the Host header has a name that is not this server's
+    |   +-- AdminKeyRefused    no admin key, or a wrong one, where only a gateway may ask
+    |   +-- GrammarRefused     what an answer must match cannot be compiled, and why
     +-- ClusterError           ssh, a process or the set-up of a host failed; names the host
     |   +-- StartFailed        a cluster's start failed; names the first cause
     +-- SlowClient             a stream's reader fell too far behind
     +-- QueueFull              too many requests; `retry_after` seconds
+    |   +-- RateLimited        an API key has used up what it may have in a minute, or at once
+    +-- ReplicaError           of a gateway's replicas
+    |   +-- NoReplica          none can take the request; names each with its reason; `retry_after` seconds
+    |   +-- ReplicaFailed      one failed while it answered; names it
+    |   +-- ReplicaTooSlow     the request's time ended before the answer did
+    |   +-- MalformedAnswer    bytes of a replica that are not the protocol's
     +-- EngineError
         +-- EngineUnavailable  not ready or restarting, with the reason
         +-- HostUnreachable    a host's agent does not answer, or refuses; names host and address
-        +-- Quarantined        the request was active in two engine crashes
+        +-- Quarantined        the request was computed alone in two engine crashes
         +-- Desync             a rank's state differs from the plan's; names step, row and field
         +-- NonFiniteLogits    a forward produced NaN or infinity; names step and row
         +-- GroupError         ranks could not form the intended group; names backend, rank and port
@@ -28,6 +38,12 @@
         +-- PeerLost           a rank failed after the group formed; names rank, host and cause
         +-- PeerLate           ranks did not answer before a deadline; names them
         +-- FrameError         bytes on a socket that are not phalanx's protocol
+        +-- StageLinkError     a frame between pipeline stages is not the planned one; names the link and the frame
+        |   +-- FrameCorrupted a bit of it is not what was sent
+        |   +-- FrameLost      a later frame came instead
+        |   +-- FrameRepeated  it came again
+        |   +-- FrameMismatch  it was not planned, or not with this dtype or shape
+        |   +-- FrameLate      it did not come in time
         +-- CollectiveFault    a reduction's checksum or tag is wrong on a rank; names step and layer
 
 Every error has a message that names the cause and a `remedy` that says what to do. Does not know HTTP: the table of
@@ -92,12 +108,28 @@ class UnknownModel(InvalidRequest):
     """The request names a model that this server does not serve; the message names those that it serves."""
 
 
+class UnknownPath(InvalidRequest):
+    """There is nothing at the path of the request."""
+
+
 class InvalidApiKey(InvalidRequest):
     """The Authorization header has no accepted key."""
 
 
 class WrongMediaType(InvalidRequest):
     """The request's Content-Type is not JSON."""
+
+
+class ForbiddenHost(InvalidRequest):
+    """The request's Host header has a name that is not this server's."""
+
+
+class AdminKeyRefused(InvalidRequest):
+    """A header asks for what only the holder of the server's admin key may have."""
+
+
+class GrammarRefused(InvalidRequest):
+    """A schema, expression or grammar cannot be compiled within limits; the message says why, in llguidance's words."""
 
 
 class ClusterError(PhalanxError):
@@ -120,6 +152,34 @@ class QueueFull(PhalanxError):
         self.retry_after = retry_after
 
 
+class RateLimited(QueueFull):
+    """An API key has used up what it may have in a minute, or at once; the message says which limit."""
+
+
+class ReplicaError(PhalanxError):
+    """Base of the errors of a gateway's replicas."""
+
+
+class NoReplica(ReplicaError):
+    """No replica can take the request; the message names each with its reason. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class ReplicaFailed(ReplicaError):
+    """A replica failed while it answered a request; the message names it."""
+
+
+class ReplicaTooSlow(ReplicaError):
+    """The time of a request ended before its answer did; the message names the replica, if it had one."""
+
+
+class MalformedAnswer(ReplicaError):
+    """A replica's answer is not what its protocol says; the message says what is wrong with it."""
+
+
 class EngineError(PhalanxError):
     """Base of the errors in or about the engine."""
 
@@ -137,7 +197,7 @@ class HostUnreachable(EngineError):
 
 
 class Quarantined(EngineError):
-    """The request was being computed during two engine crashes, so it is not tried again."""
+    """The request was the only one that was computed during two engine crashes, so it is not tried again."""
 
 
 class Desync(EngineError):
@@ -170,6 +230,30 @@ class PeerLate(EngineError):
 
 class FrameError(EngineError):
     """The other end of a socket does not speak phalanx's protocol, or a message is too long."""
+
+
+class StageLinkError(EngineError):
+    """Base of the faults of links between pipeline stages (P3). Nothing of that step is committed."""
+
+
+class FrameCorrupted(StageLinkError):
+    """A frame's checksum is wrong: a bit is not what was sent."""
+
+
+class FrameLost(StageLinkError):
+    """A frame did not come, but a later one did."""
+
+
+class FrameRepeated(StageLinkError):
+    """A frame came that had been here before."""
+
+
+class FrameMismatch(StageLinkError):
+    """A frame came that the plan does not ask for, or with another dtype or shape."""
+
+
+class FrameLate(StageLinkError):
+    """A frame did not come in time."""
 
 
 class CollectiveFault(EngineError):
@@ -206,6 +290,9 @@ def exit_code_of(error: PhalanxError) -> ExitCode:
         Desync: ExitCode.DESYNC,
         NonFiniteLogits: ExitCode.NUMERIC,
         CollectiveFault: ExitCode.NUMERIC,
+        StageLinkError: ExitCode.DESYNC,
+        FrameCorrupted: ExitCode.NUMERIC,
+        FrameLate: ExitCode.STALLED,
         GroupError: ExitCode.GROUP,
         PeerRefused: ExitCode.CONFIG,
         PeerLost: ExitCode.PEER_LOST,

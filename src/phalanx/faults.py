@@ -144,15 +144,26 @@ FAULTS: tuple[Fault, ...] = (
         pattern=r"kIOGPUCommandBufferCallbackErrorOutOfMemory|\[metal::malloc\].*(exceed|greater)|std::bad_alloc",
         example="[METAL] Command buffer execution failed: Insufficient Memory (00000008:"
         "kIOGPUCommandBufferCallbackErrorOutOfMemory)",
-        cause="The GPU's memory is exhausted.",
-        remedy="Lower --kv-cache-gb or --max-num-seqs, use more hosts, or a smaller model.",
+        cause="The GPU's memory is exhausted: on a Mac, the part of the memory that macOS lets the GPU use.",
+        remedy="Lower --kv-cache-gb or --max-num-seqs, use more hosts, or a smaller model; `phalanx doctor --all` "
+        "shows the part, and how to raise it.",
+    ),
+    Fault(
+        name="gpu-panic",
+        pattern=r"prepare count underflow|IOGPUMemory\.cpp",
+        example='panic(cpu 9 caller 0xfffffe003d0f8f30): "completeMemory() prepare count underflow" '
+        "@IOGPUMemory.cpp:550",
+        cause="The Mac has restarted by itself: a fault of macOS's GPU driver, which wired memory brings about on some "
+        "machines.",
+        remedy="Serve with --no-wired-limit; weights may then be paged out, and steps be slow, where memory is short.",
     ),
     # Memory ---------------------------------------------------------------------------------------------------------
     Fault(
         name="memory-guard",
         pattern=r"MemoryShortage|the memory guard keeps .* free",
         example="rank 1: MemoryShortage: big does not fit: b lacks 12.00 GB.",
-        cause="The model's shard and its caches do not fit beside what this host must keep free.",
+        cause="The model's shard and its caches do not fit beside what this host must keep free. On a GPU its own "
+        "memory counts, on a Mac the part that macOS lets the GPU use.",
         remedy="Use more hosts or a smaller model; `phalanx doctor --model M` shows needed and available memory.",
     ),
     Fault(
@@ -174,8 +185,8 @@ FAULTS: tuple[Fault, ...] = (
         name="open-files",
         pattern=r"Too many open files",
         example="OSError: [Errno 24] Too many open files",
-        cause="The limit on open files is reached.",
-        remedy="Raise it (`ulimit -n 4096`, or LimitNOFILE in the unit) and restart.",
+        cause="The limit on open files is reached. phalanx raises it by itself as far as the hard limit allows.",
+        remedy="Raise the hard limit (`ulimit -Hn` shows it; LimitNOFILE in the unit) and restart.",
     ),
     # Hosts, ssh -----------------------------------------------------------------------------------------------------
     Fault(
@@ -241,14 +252,15 @@ FAULTS: tuple[Fault, ...] = (
         pattern=r"No module named '?phalanx|phalanx: (command )?not found|command not found: phalanx",
         example="bash: line 1: phalanx: command not found",
         cause="phalanx is not installed for the Python that ssh finds on this host.",
-        remedy="Install it there (`pip install 'phalanx[engine]'`), or name its Python with --python.",
+        remedy="Install it there (`make venv` in a checkout), or name its Python with --python.",
     ),
     Fault(
         name="engine-missing",
         pattern=r"No module named '?mlx",
         example="ModuleNotFoundError: No module named 'mlx'",
         cause="phalanx is installed without its engine on this host.",
-        remedy="Run `pip install 'phalanx[engine]'` there.",
+        remedy="Install it there with `make venv` in a checkout, or with one of `phalanx[cpu]`, `phalanx[cuda13]`, "
+        "`phalanx[cuda12]`; on a Mac `phalanx[engine]`.",
     ),
     # The group ------------------------------------------------------------------------------------------------------
     Fault(
@@ -274,8 +286,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="rank-did-not-join",
-        pattern=r"could not join the group within|PeerMissing",
-        example="rank 1 at 10.0.0.2:40001 could not join the group within 60 s",
+        pattern=r"could not join the group|PeerMissing",
+        example="rank 1 could not join the group at 10.0.0.2:40001 within 60 s",
         cause="A rank is missing: it ended early, a firewall is in its way, or `ips` in the hostfile are wrong.",
         remedy="Look at its log (`phalanx logs --rank N`), open the firewall between the hosts, check `ips`.",
     ),

@@ -2,7 +2,7 @@
 
 Computes with numbers that `psutil` reads from the system (/proc/meminfo, sysctl hw.memsize) and, on Linux, with the
 limit of the container or service: the kernel kills a process that exceeds that limit, however much memory the host has.
-Does not know MLX.
+A GPU's limits come from `model/device_memory.py`, in the same form. Does not know MLX.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import psutil
 from msgspec import Struct
@@ -19,6 +20,7 @@ from msgspec import Struct
 from phalanx.errors import ConfigError, MemoryShortage
 
 GB = 1 << 30
+MIB = 1 << 20
 LOGITS_SHARE = 0.05
 """Share of the free memory above the guard: a quarter of what the default split leaves for computing."""
 MOST_LOGITS = 1 * GB
@@ -27,11 +29,20 @@ LOGIT_BYTES = 16
 """Bytes per logit: a float32, and three more while the sampler works (scaled logits, noise, probability mass)."""
 
 
-class MachineMemory(Struct, frozen=True):
-    """Bytes, as the operating system reports them."""
+Kind = Literal["host", "metal", "cuda"]
 
-    physical: int
+
+class MachineMemory(Struct, frozen=True):
+    """The memory that a rank's weights and caches lie in, in bytes: of the host, or what its GPU may use."""
+
+    total: int
     available: int
+    kind: Kind = "host"
+    """`metal`: the part of the host's memory that macOS lets the GPU use. `cuda`: an NVIDIA GPU's own memory."""
+    outside: int = 0
+    """Memory of the host beyond `total`, which therefore stays free in any case."""
+    device: str = ""
+    """Tells GPUs of one host apart that have memory of their own."""
 
 
 class Prediction(Struct, frozen=True):
@@ -45,8 +56,12 @@ class Prediction(Struct, frozen=True):
     kv: int
     """The KV budget that the user chose, or the bytes of one short row."""
     guard: int
-    physical: int
-    available: int
+    machine: MachineMemory
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Equal for ranks that share memory."""
+        return self.host, self.machine.device
 
     @property
     def needed(self) -> int:
@@ -75,12 +90,10 @@ def read_machine(membership: Path = Path("/proc/self/cgroup"), mount: Path = Pat
     """
     memory = psutil.virtual_memory()
     limits = [
-        MachineMemory(physical=int(memory.total), available=int(memory.available)),
+        MachineMemory(total=int(memory.total), available=int(memory.available)),
         *(limit for group in _control_groups(membership, mount) if (limit := _limit_of(group)) is not None),
     ]
-    return MachineMemory(
-        physical=min(limit.physical for limit in limits), available=min(limit.available for limit in limits)
-    )
+    return MachineMemory(total=min(limit.total for limit in limits), available=min(limit.available for limit in limits))
 
 
 def _control_groups(membership: Path, mount: Path) -> list[Path]:
@@ -112,7 +125,7 @@ def _limit_of(group: Path) -> MachineMemory | None:
             continue
         if limit != "max":
             used = max(0, usage - int(stat.get(inactive, 0)))
-            return MachineMemory(physical=int(limit), available=max(0, int(limit) - used))
+            return MachineMemory(total=int(limit), available=max(0, int(limit) - used))
     return None
 
 
@@ -129,15 +142,29 @@ def trim_heap() -> None:
             trim(0)
 
 
-def guard_bytes(physical: int, override_gb: float | None = None) -> int:
-    """Bytes to keep free: `max(10 % of physical, 5 GB)`, or the override in GB (B2).
+def guard_bytes(machine: MachineMemory, override_gb: float | None = None) -> int:
+    """Bytes of `machine` to keep free: `max(10 % of the host's memory, 5 GB)`, or the override in GB (B2).
+
+    Memory that the GPU may not use stays free already, so it counts. An NVIDIA GPU's own memory holds no other programs
+    that need 5 GB: 10 % of it stay free.
 
     Raises:
         ConfigError: the override is not a number of GB.
     """
-    if override_gb is None:
-        return max(physical // 10, 5 * GB)
-    return _bytes("--memory-guard-gb", override_gb)
+    if override_gb is not None:
+        wanted = _bytes("--memory-guard-gb", override_gb)
+    else:
+        wanted = machine.total // 10 if machine.kind == "cuda" else _of_host(machine.total + machine.outside)
+    return max(0, wanted - machine.outside)
+
+
+def _of_host(physical: int) -> int:
+    return max(physical // 10, 5 * GB)
+
+
+def largest_wired_limit_mb(physical: int) -> int:
+    """The value of macOS's `iogpu.wired_limit_mb` that leaves the system what the guard would, in MiB."""
+    return max(0, physical - _of_host(physical)) // MIB
 
 
 def check_fits(purpose: str, needed: int, machine: MachineMemory, guard: int) -> None:
@@ -150,52 +177,90 @@ def check_fits(purpose: str, needed: int, machine: MachineMemory, guard: int) ->
         return
     raise MemoryShortage(
         f"{purpose} needs {needed / GB:.2f} GB; available {machine.available / GB:.2f} GB of "
-        f"{machine.physical / GB:.2f} GB physical, of which the memory guard keeps {guard / GB:.2f} GB free.",
-        remedy="Close other programs, choose a smaller or more strongly quantised model, or lower the guard with "
-        "--memory-guard-gb (or PHALANX_MEMORY_GUARD_GB).",
+        f"{machine.total / GB:.2f} GB {_TOTAL_IS[machine.kind]}, of which the memory guard keeps "
+        f"{guard / GB:.2f} GB free.",
+        remedy=f"{make_room(machine) or 'Use more machines'}, choose a smaller or more strongly quantised model, or "
+        "lower the guard with --memory-guard-gb (or PHALANX_MEMORY_GUARD_GB).",
     )
 
 
+_TOTAL_IS: dict[Kind, str] = {
+    "host": "physical",
+    "metal": "that macOS lets the GPU use",
+    "cuda": "of the GPU",
+}
+
+
+def make_room(machine: MachineMemory) -> str:
+    """How the user makes more memory available, as the beginning of a sentence; "" where nothing does."""
+    match machine.kind:
+        case "host":
+            return "Close other programs"
+        case "cuda":
+            return "End other programs on the GPU (`nvidia-smi` lists them)"
+        case "metal":
+            most = largest_wired_limit_mb(machine.total + machine.outside)
+            lower = machine.total < most * MIB
+            return f"Let the GPU use more (`sudo sysctl iogpu.wired_limit_mb={most}`)" if lower else ""
+
+
 def check_group(model: str, predictions: Sequence[Prediction]) -> None:
-    """Refuse to load if the ranks of a machine together would cross its guard (B2).
+    """Refuse to load if the ranks that share a memory would together cross its guard (B2).
 
     Raises:
         MemoryShortage: names the machines; contains the table of all ranks.
     """
-    hosts: dict[str, list[Prediction]] = {}
-    for prediction in predictions:
-        hosts.setdefault(prediction.host, []).append(prediction)
-    short = [
-        f"{host} lacks {(needed - free) / GB:.2f} GB"
-        for host, ranks in hosts.items()
-        if (needed := sum(rank.needed for rank in ranks)) > (free := _free(ranks))
-    ]
+    short = []
+    rooms: dict[str, list[str]] = {}
+    for ranks in _by_place(predictions).values():
+        needed, free = sum(rank.needed for rank in ranks), _free(ranks)
+        if needed > free:
+            short.append(f"{ranks[0].host} lacks {(needed - free) / GB:.2f} GB")
+            rooms.setdefault(make_room(ranks[0].machine), []).append(ranks[0].host)
+    rooms.pop("", None)
     if short:
+        room = [f"{what} on {' and '.join(dict.fromkeys(hosts))}. " for what, hosts in rooms.items()]
         raise MemoryShortage(
-            f"{model} does not fit: {', '.join(short)}.\n{prediction_table(predictions)}\n", remedy=_GROUP_REMEDY
+            f"{model} does not fit: {', '.join(short)}.\n{prediction_table(predictions)}\n",
+            remedy="".join([*room, _GROUP_REMEDY]),
         )
 
 
+def ranks_beside(predictions: Sequence[Prediction], rank: int) -> int:
+    """Number of ranks, this one among them, whose memory is that of `rank`."""
+    return next(len(ranks) for ranks in _by_place(predictions).values() if any(one.rank == rank for one in ranks))
+
+
+def _by_place(predictions: Sequence[Prediction]) -> dict[tuple[str, str], list[Prediction]]:
+    places: dict[tuple[str, str], list[Prediction]] = {}
+    for prediction in predictions:
+        places.setdefault(prediction.place, []).append(prediction)
+    return places
+
+
 def _free(ranks: Sequence[Prediction]) -> int:
-    """Memory that the ranks of one machine may use: the least available memory reported, minus the largest guard."""
-    return min(rank.available for rank in ranks) - max(rank.guard for rank in ranks)
+    """Memory that the ranks of one place may use: the least available memory reported, minus the largest guard."""
+    return min(rank.machine.available for rank in ranks) - max(rank.guard for rank in ranks)
 
 
 _GROUP_REMEDY = (
-    "Use more machines (a larger --tp), a smaller or more strongly quantised model, close other programs, or lower "
-    "the guard with --memory-guard-gb (or PHALANX_MEMORY_GUARD_GB)."
+    "Use more machines (a larger --tp), a smaller or more strongly quantised model, or lower the guard with "
+    "--memory-guard-gb (or PHALANX_MEMORY_GUARD_GB)."
 )
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
     """A table with one line per rank, in GB."""
-    cells = [["host", "rank", "weights", "working", "KV", "guard", "available", "physical"]]
+    cells = [["host", "rank", "weights", "working", "KV", "guard", "available", "total", "memory"]]
     for p in sorted(predictions, key=lambda p: p.rank):
-        sizes = (p.weights, p.working, p.kv, p.guard, p.available, p.physical)
-        cells.append([p.host, str(p.rank), *(f"{size / GB:.2f}" for size in sizes)])
+        sizes = (p.weights, p.working, p.kv, p.guard, p.machine.available, p.machine.total)
+        cells.append([p.host, str(p.rank), *(f"{size / GB:.2f}" for size in sizes), _MEMORY_OF[p.machine.kind]])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return "\n".join([*lines, "(GB; ranks of one host share what it has)"])
+    return "\n".join([*lines, "(GB; ranks of one host share its memory, and that of a GPU that they share)"])
+
+
+_MEMORY_OF: dict[Kind, str] = {"host": "host's", "metal": "GPU's part", "cuda": "GPU's"}
 
 
 def serving_budget(

@@ -8,10 +8,12 @@ or tokenizers, and imports neither MLX nor mlx-lm itself.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -39,7 +41,8 @@ def register() -> None:
         if name.startswith("__") and name not in ("__version__", "__all__"):
             raise AttributeError(name)  # a look by the import system or `inspect`
         del package.__dict__["__getattr__"]
-        run_init(package)
+        with _limits_kept():
+            run_init(package)
         return getattr(package, name)
 
     package.__dict__["__getattr__"] = define
@@ -61,10 +64,27 @@ def import_utils() -> Any:
     for module in replaced:
         sys.modules[module] = _stand_ins(module, UNUSED[module])
     try:
-        return importlib.import_module(name)
+        with _limits_kept():
+            return importlib.import_module(name)
     finally:
         for module in replaced:
             del sys.modules[module]
+
+
+@contextlib.contextmanager
+def _limits_kept() -> Iterator[None]:
+    """A context in which modules that are imported cannot change this process's limits.
+
+    `mlx_lm.utils` sets the limit of open files to 2,048, and for good to 4,096, when it is imported. Here
+    `open_files.py` decides.
+    """
+    stand_in = ModuleType("resource")
+    stand_in.__dict__.update(vars(resource), setrlimit=lambda *_: None)
+    sys.modules["resource"] = stand_in
+    try:
+        yield
+    finally:
+        sys.modules["resource"] = resource
 
 
 def _stand_ins(module: str, names: tuple[str, ...]) -> ModuleType:

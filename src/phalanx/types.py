@@ -38,7 +38,7 @@ class StopRule(Struct, frozen=True, kw_only=True):
     """When a sequence ends, by token ids and counts. (The server looks for stop strings.)"""
 
     max_tokens: int  # >= 1, already limited to the context
-    min_tokens: int = 0  # stop ids are masked until the sequence has this many tokens
+    min_tokens: int = 0  # stop ids are masked until the sequence has this many tokens, unless a grammar forces them
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence ids and the client's stop_token_ids
 
 
@@ -53,8 +53,15 @@ class SequenceRequest(Struct, frozen=True, kw_only=True):
     committed: list[int] = []  # tokens that were generated before an engine restart
     prompt_logprobs: int | None = None  # as Sampling.logprobs, for the prompt's tokens (`echo`)
     timeout_s: float | None = None  # seconds from arrival at the engine
-    cache_salt: str = ""  # cached prefixes are shared only between sequences of the same salt
+    owner: str = ""  # stands for an API key; prefixes are shared within an owner, rows go by turns between owners
+    cache_salt: str = ""  # the client's own: prefixes are shared only with sequences of the same owner and salt
     most_drafts: int | None = None  # draft tokens per step, at most; None: the engine decides
+    grammar: str = ""  # that the whole output must match (llguidance's JSON, see `text/grammar.py`); "": none
+
+    @property
+    def sharing(self) -> str:
+        """What sequences that share prefixes and drafts have in common. (An owner has no slash.)"""
+        return f"{self.owner}/{self.cache_salt}" if self.cache_salt else self.owner
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -77,11 +84,13 @@ class FabricFigure(Struct, frozen=True, kw_only=True):
 class SelfTest(Struct, frozen=True, kw_only=True):
     """The results of a group's self-test at start (F4)."""
 
-    total: float = 0.0  # all_sum of rank + 1
+    summed: int = 1  # ranks of rank 0's stage
+    total: float = 0.0  # their all_sum of rank + 1
     expected: float = 0.0
     fabric: list[FabricFigure] = []
     control_ms: float = 0.0  # round trip of a small message to all ranks; the slowest of several
     tokens: int = 0  # tokens that all ranks computed equally, from a prompt longer than one prefill chunk
+    step_ms: float = 0.0  # median of the steps that decoded these tokens, one at a time
     reductions: int = 0  # checked sums over ranks in one forward
     unchecked: int = 0  # collectives in mlx-lm's own layers, which are not checked
     seconds: float = 0.0
@@ -104,15 +113,18 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     load_s: float
     kernels: str = "MLX"  # MLX's own kernels, or a description of the native ones
     speculation: str = "off"  # the drafter and its largest number of drafts, or why there is none
-    ranks: int = 1  # of the tensor-parallel group
+    ranks: int = 1  # of all stages
+    stages: int = 1
     backend: str = "none"  # of its collectives
     self_test: SelfTest | None = None  # None for a single rank
+    identity: str = ""  # a hash of what decides the logits: the model's files, software, kernels, device, ranks
 
 
 class RankStats(Struct, frozen=True, kw_only=True):
     """Statistics of one rank, cumulative since the engine started unless named otherwise."""
 
     rank: int
+    stage: int = 0  # of the pipeline; 0 has the embedding
     host: str
     pid: int
     steps: int = 0  # steps executed

@@ -46,7 +46,7 @@ def real_server(tiny_model: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def frail_server(tiny_model: Path) -> Iterator[Running]:
-    """As `real_server`, for tests that kill its engine (three times at most, or it is given up)."""
+    """As `real_server`, for tests that kill its engine."""
     with real(tiny_model) as running:
         yield running
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
+from support.driver import PATIENT
 
 from phalanx import LLM, RequestOutput, SamplingParams
-from phalanx.errors import EngineUnavailable
+from phalanx.errors import EngineUnavailable, InvalidRequest
 
 SETTINGS: dict[str, Any] = {"memory_guard_gb": 0.2, "kv_cache_gb": 0.1, "prefix_cache_gb": 0.01}
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -96,6 +97,14 @@ def test_chat_is_the_template_and_the_same_tokens(llm: LLM) -> None:
     assert tokens(llm.chat(conversations[0], GREEDY)) == tokens(outputs)[:1]
 
 
+def test_tools_are_the_templates(llm: LLM) -> None:
+    """As with vLLM: the template shows them, and a call is text. This template knows none, and says so."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    with pytest.raises(InvalidRequest, match="does not show tools") as caught:
+        llm.chat([{"role": "user", "content": PROMPTS[0]}], GREEDY, tools=tools)
+    assert caught.value.param == "tools"
+
+
 def test_log_probabilities(llm: LLM) -> None:
     (output,) = llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2))
     answer = output.outputs[0]
@@ -115,7 +124,7 @@ def test_log_probabilities(llm: LLM) -> None:
 def test_two_ranks_say_the_same_and_are_gone_after_close(llm: LLM, tiny_model: Path) -> None:
     expected = tokens(llm.generate(PROMPTS, GREEDY))
     before = processes_of(tiny_model)
-    with LLM(tiny_model, tensor_parallel_size=2, **SETTINGS) as two:
+    with LLM(tiny_model, tensor_parallel_size=2, **PATIENT, **SETTINGS) as two:
         assert tokens(two.generate(PROMPTS, GREEDY)) == expected
         assert len(processes_of(tiny_model)) >= len(before) + 2  # a launcher (mpirun) counts as well
     assert processes_of(tiny_model) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import httpx
 import openai
@@ -71,7 +72,7 @@ def test_completions(client):
 
 
 def test_token_ids_and_echo(client, server):
-    ids = httpx.post(f"{server.origin}/tokenize", json={"prompt": "hello there"}).json()["tokens"]
+    ids = httpx.post(f"{server.origin}/tokenize", json={"prompt": "hello there"}, timeout=60).json()["tokens"]
     by_text = client.completions.create(model=MODEL, prompt="hello there", max_tokens=6, temperature=0, echo=True)
     by_ids = client.completions.create(model=MODEL, prompt=ids, max_tokens=6, temperature=0, echo=True)
     assert by_ids.choices[0].text == by_text.choices[0].text
@@ -131,7 +132,7 @@ def test_stop(client):
 
 def test_logit_bias_forces_a_token(real_server):
     client = openai.OpenAI(base_url=real_server.base_url, api_key="none", max_retries=0, timeout=120)
-    token = httpx.post(f"{real_server.origin}/tokenize", json={"prompt": "h"}).json()["tokens"][0]
+    token = httpx.post(f"{real_server.origin}/tokenize", json={"prompt": "h"}, timeout=60).json()["tokens"][0]
     answer = client.chat.completions.create(**{**SHORT, "max_tokens": 3}, logit_bias={str(token): 100})
     assert answer.choices[0].message.content == "hhh"
 
@@ -142,7 +143,7 @@ def test_logit_bias_forces_a_token(real_server):
         (openai.NotFoundError, {"model": "gpt-4"}),
         (openai.BadRequestError, {"temperature": -1}),
         (openai.BadRequestError, {"messages": []}),
-        (openai.BadRequestError, {"max_tokens": 10**6}),
+        (openai.BadRequestError, {"messages": [{"role": "user", "content": "fox " * 20_000}]}),
         (openai.BadRequestError, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         (openai.BadRequestError, {"extra_body": {"frobnicate": True}}),
     ],
@@ -162,9 +163,14 @@ def test_cancelling_frees_the_row(client, server):
 
 
 def test_leaving_before_the_answer_frees_the_row(server):
-    with pytest.raises(httpx.ReadTimeout):
-        body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "n": 16}
-        httpx.post(f"{server.base_url}/completions", json=body, timeout=0.05)
+    body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "n": 16}
+    for _ in range(20):  # a busy machine may see the answer before it can leave
+        with suppress(httpx.ReadTimeout):
+            httpx.post(f"{server.base_url}/completions", json=body, timeout=httpx.Timeout(120, read=0.05))
+            continue
+        break
+    else:
+        pytest.fail("the answer always came in time")
     wait_until_idle(server)
 
 
@@ -172,7 +178,7 @@ def wait_until_idle(server: Running) -> None:
     """Nothing holds a seat, neither in the journal nor in the engine."""
     label = f'{{model_name="{MODEL}"}} 0.0'
     for _ in range(600):
-        text = httpx.get(f"{server.origin}/metrics").text
+        text = httpx.get(f"{server.origin}/metrics", timeout=60).text
         gauges = all(f"phalanx:num_requests_{name}{label}" in text for name in ("running", "waiting"))
         if server.call(lambda: server.server._journal.unfinished) == 0 and gauges:
             return

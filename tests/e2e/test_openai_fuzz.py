@@ -15,11 +15,23 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support.dialects import MESSAGES, OLLAMA, RESPONSES
+from support.examples import SOAK
 from support.serving import MODEL, Running, sse
 
-EXAMPLES = 600  # per test; with the four of the description more than 2,000
+EXAMPLES = 2000 if SOAK else 200  # per test
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+OTHERS = {  # path -> its dialect, and what limits an answer there
+    "/v1/responses": (RESPONSES, {"max_output_tokens": 2}),
+    "/v1/responses/input_tokens": (RESPONSES, {}),
+    "/v1/messages": (MESSAGES, {"max_tokens": 2}),
+    "/v1/messages/count_tokens": (MESSAGES, {}),
+    "/api/chat": (OLLAMA, {"options": {"num_predict": 2}}),
+    "/api/generate": (OLLAMA, {"options": {"num_predict": 2}}),
+    "/api/show": (OLLAMA, {}),
+}
 JSON = {"content-type": "application/json"}
+pytestmark = pytest.mark.grows
 FUZZ = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -43,6 +55,7 @@ FIELDS = [
     *("top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias stop stop_token_ids").split(),
     *("ignore_eos min_tokens skip_special_tokens include_stop_str_in_output timeout timing logprobs").split(),
     *("top_logprobs echo suffix best_of tools tool_choice response_format chat_template_kwargs tokens").split(),
+    *("structured_outputs guided_json guided_regex guided_choice guided_grammar").split(),
     *("add_generation_prompt continue_final_message reasoning_effort metadata user modalities").split(),
 ]
 hostile = st.sampled_from(
@@ -81,7 +94,7 @@ def stream_beside(fake_server: Running):
         yield
         events = sse(first + "".join(lines))
     assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
-    assert httpx.get(f"{fake_server.origin}/health").status_code == 200
+    assert httpx.get(f"{fake_server.origin}/health", timeout=60).status_code == 200
 
 
 def check(response: httpx.Response) -> None:
@@ -154,18 +167,22 @@ def test_bytes_headers_and_methods(http):
     send()
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [*ROUTES, *OTHERS])
 def test_the_openapi_description(fake_server, http, route):
     """What the description allows, and what it forbids (schemathesis makes both)."""
     schema = schemathesis.openapi.from_dict(http.get("/openapi.json").json())
     operation = schema[route]["POST"]
 
-    @settings(FUZZ, max_examples=60)
+    @settings(FUZZ, max_examples=EXAMPLES // (20 if route in OTHERS else 10))
     @given(operation.as_strategy())
     def allowed(case):
-        if isinstance(case.body, dict):
-            case.body = small(case.body)
-        check(http.post(route, content=json.dumps(case.body).encode("utf-8", "replace"), headers=JSON))
+        if route in OTHERS:
+            spoken, limit = OTHERS[route]
+            body = {**case.body, **limit} if isinstance(case.body, dict) else case.body
+            spoken.check(route, http.post(route, content=json.dumps(body).encode("utf-8", "replace"), headers=JSON))
+            return
+        body = small(case.body) if isinstance(case.body, dict) else case.body
+        check(http.post(route, content=json.dumps(body).encode("utf-8", "replace"), headers=JSON))
 
     allowed()
 

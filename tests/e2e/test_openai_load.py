@@ -59,14 +59,15 @@ def test_200_streams(server: Running):
     assert outcome["full"] + outcome["429"] == CLIENTS
     assert outcome["full"] >= 48  # what fits at once: 16 rows and 32 places
     assert server.call(lambda: server.server._journal.unfinished) == 0
-    assert httpx.get(f"{server.origin}/health").status_code == 200
+    assert httpx.get(f"{server.origin}/health", timeout=60).status_code == 200
 
 
 def test_memory_comes_back(real_server: Running):
     """As the engine's own numbers say, and as a client can ask."""
 
     def over_http() -> dict[str, int]:
-        found: dict[str, int] = httpx.post(f"{real_server.origin}/reset_prefix_cache").json()["bytes"]
+        reset = httpx.post(f"{real_server.origin}/reset_prefix_cache", json={}, timeout=60)
+        found: dict[str, int] = reset.json()["bytes"]
         return found
 
     run_all(real_server)  # libraries take what they take once

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, MODEL, Running, running_server, sse
 from support.speculation import with_noise
 
-from phalanx.config import DraftModelSpeculation, RandomSpeculation
+from phalanx.speculation_config import DraftModelSpeculation, RandomSpeculation
 from phalanx.supervision.process import EngineProcess
 from phalanx.text.tokenizer import Tokenizer
 
@@ -26,7 +26,7 @@ ASKED = [
     ("chat", {"temperature": 0.8, "stop": ["a", "e"], "min_tokens": 9}),
     ("chat", {"temperature": 0.8, "n": 2, "stop": ["oo", "t", "x"], "include_stop_str_in_output": True}),
     ("chat", {"temperature": 1.0, "logit_bias": {"20": 5, "30": -100}, "max_tokens": 1}),
-    ("text", {"prompt": "the fox", "temperature": 0.9, "echo": True, "logprobs": 2}),
+    ("text", {"prompt": "the fox", "temperature": 0.9, "echo": True, "logprobs": 2, "max_tokens": 60}),
 ]
 
 

@@ -13,7 +13,8 @@ from support.models import make_model
 from support.ragged import stock_greedy
 from support.speculation import load, random_prompts
 
-from phalanx.config import DraftModelSpeculation, EngineConfig
+from phalanx.config import EngineConfig
+from phalanx.engine.link import SingleRank
 from phalanx.engine.memory_plan import predict
 from phalanx.engine.speculation import DraftWeights, describe
 from phalanx.errors import ConfigError, ModelNotFound
@@ -22,6 +23,7 @@ from phalanx.model.loading.load import prepare
 from phalanx.model.sampling.metadata import SamplingMetadata, TokenCounts
 from phalanx.spec.draft_model import MAX_CATCH_UP, DraftModel
 from phalanx.spec.drafters import BUCKETS
+from phalanx.speculation_config import DraftModelSpeculation
 from phalanx.types import Sampling
 
 VOCAB = 512
@@ -233,8 +235,8 @@ def test_its_memory_is_in_the_prediction(llama):
     prepared = prepare(llama, dtype="float32", trust_remote_code=False)
     facts = registry.inspect(prepared.model, prepared.config)
     draft = DraftWeights(config, spec, llama)
-    alone = predict(config, 0, prepared, facts, None, 0)
-    both = predict(config, 0, prepared, facts, draft, 0)
+    alone = predict(config, SingleRank(), prepared, facts, None, 0)
+    both = predict(config, SingleRank(), prepared, facts, draft, 0)
     assert both.weights == 2 * alone.weights
     assert both.kv == 2 * alone.kv
 

@@ -42,9 +42,9 @@ def engine(loaded, monkeypatch: pytest.MonkeyPatch) -> Engine:
     made = Engine(runner, vocab, batched=16, post=journal)
     forward, written_caches = runner.forward, runner.written_caches
 
-    def noted(fwd, kv_len):
+    def noted(fwd, kv_len, inlet):
         journal.lines.append(f"forward {len(fwd.seqs)}x{len(fwd.tokens[0])}")
-        return forward(fwd, kv_len)
+        return forward(fwd, kv_len, inlet)
 
     def waits():
         journal.lines.append("wait")
@@ -100,8 +100,10 @@ def test_tokens_do_not_wait_where_a_forward_is_waited_for(engine, monkeypatch, w
     steps(engine, 1)
     runner = engine.leader.runner
     if why == "other ranks":
-        monkeypatch.setattr(runner, "reducer", SimpleNamespace(size=2, begin=lambda step: None, finish=list))
-        monkeypatch.setattr(runner, "_check_sums", lambda arena, sums, logits: None)
+        group = SimpleNamespace(
+            size=2, foreign=False, begin=lambda step: None, finish=list, judge=lambda step, sums: None
+        )
+        monkeypatch.setattr(runner, "reducer", group)
     else:
         monkeypatch.setattr(runner, "facts", replace(runner.facts, one_row="a reason"))
     assert steps(engine, 1)[:2] == ["1 sent", "forward 1x1"]

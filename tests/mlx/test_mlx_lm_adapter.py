@@ -9,7 +9,7 @@ HEAVY = "{'transformers', 'huggingface_hub', 'httpx', 'jinja2', 'tokenizers', 'p
 
 
 def run(*lines: str) -> str:
-    found = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    found = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=400)
     assert found.returncode == 0, found.stderr
     return found.stdout.strip()
 
@@ -46,6 +46,19 @@ def test_an_unknown_name_is_an_import_error() -> None:
         "print(hasattr(mlx_lm, 'no_such_name'), 'transformers' in sys.modules)",
     )
     assert said == "False False\nFalse True"
+
+
+def test_the_limit_of_open_files_is_left_alone() -> None:
+    """mlx-lm lowers it when it is imported, the hard limit for good."""
+    limits = run(
+        "import resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE)",
+        "from phalanx.mlx_lm_adapter import import_utils",
+        "import_utils(); print(resource.getrlimit(resource.RLIMIT_NOFILE) == limits)",
+        "import mlx_lm; mlx_lm.generate; print(resource.getrlimit(resource.RLIMIT_NOFILE) == limits)",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))",
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])",
+    )
+    assert limits == "True\nTrue\n100"
 
 
 def test_mlx_lm_that_is_imported_already_is_left_alone() -> None:

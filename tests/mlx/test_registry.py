@@ -8,13 +8,15 @@ import mlx.core as mx
 import pytest
 from support.families import Weights
 from support.models import build, make_config
+from support.tf32 import tf32_products
 from test_mutants import MUTANTS, WINDOW_MUTANTS
 
 from phalanx.errors import ModelUnsupported
-from phalanx.model import registry
+from phalanx.model import check, registry
 from phalanx.model.cache.buffers import ArenaBuffers
 from phalanx.model.cache.layout import GroupLayout, Heads, KvLayout, StateLayout
 from phalanx.model.cache.ragged import RowView
+from phalanx.model.check import EXACT, ROUNDED, tolerance_of
 from phalanx.model.runner import Runner
 
 
@@ -88,6 +90,16 @@ def test_a_model_mlx_lm_cannot_run_is_refused() -> None:
         registry.inspect(model, config)
 
 
+def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
+    """Its ids would be read from behind the embeddings."""
+    config = make_config("llama")
+    model = build(config, Weights())
+    n_logits = config["vocab_size"]
+    for wrong in ({**config, "vocab_size": n_logits + 1}, {"model_type": "x", "text_config": {"vocab_size": 10**6}}):
+        with pytest.raises(ModelUnsupported, match=rf"vocab_size is \d+, but .* has {n_logits} logits"):
+            registry.inspect(model, wrong)
+
+
 def probed(family: str, runner_class: type[Runner], dtype: mx.Dtype = mx.float32) -> Runner:
     config = make_config(family)
     model = build(config, Weights(), dtype)
@@ -122,9 +134,32 @@ def test_a_dtype_that_mlx_cannot_compute_is_refused_before_the_first_request() -
         probed("mixtral", Runner, mx.bfloat16)
 
 
+def test_the_tolerance_is_that_of_the_devices_products() -> None:
+    tolerances = [tolerance_of(dtype, on_cpu=on_cpu) for dtype in (mx.float32, mx.bfloat16) for on_cpu in (True, False)]
+    assert tolerances == [EXACT, ROUNDED, ROUNDED, ROUNDED]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
+def test_rounded_products_are_no_disagreement(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """On a device that rounds products of several rows the check passes with room, and not with a CPU's tolerance."""
+    distances: list[float] = []
+
+    def noted(ours: mx.array, theirs: mx.array) -> float:
+        distances.append(distance(ours, theirs))
+        return distances[-1]
+
+    distance = check._distance
+    monkeypatch.setattr(check, "_distance", noted)
+    with tf32_products():
+        assert probed(family, Runner).facts.one_row == ""
+    assert EXACT / 20 < max(distances) < ROUNDED / 10
+
+
+@pytest.mark.parametrize("tolerance", [EXACT, ROUNDED])
 @pytest.mark.parametrize("mutant", ["values zero", "offset + 1", "mask off", "no rollback"])
-def test_the_check_refuses_broken_caches(mutant: str) -> None:
-    """What is wrong for single rows as well cannot be served."""
+def test_the_check_refuses_broken_caches(monkeypatch: pytest.MonkeyPatch, mutant: str, tolerance: float) -> None:
+    """What is wrong for single rows as well cannot be served, on a CPU and on a GPU."""
+    monkeypatch.setattr(check, "tolerance_of", lambda dtype, on_cpu: tolerance)
     with pytest.raises(ModelUnsupported, match="relative difference"):
         probed("llama", MUTANTS[mutant])
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,12 +15,14 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import compiled, kernels
 
 import phalanx.model.sampling.gumbel as gumbel_module
 from phalanx.errors import NonFiniteLogits
-from phalanx.model.sampling import sampler
+from phalanx.model.sampling import logprobs, sampler
 from phalanx.model.sampling.gumbel import gumbel, gumbel_key
-from phalanx.model.sampling.sampler import SamplingMetadata, TokenCounts, sample, score
+from phalanx.model.sampling.logprobs import narrowed
+from phalanx.model.sampling.sampler import SamplingMetadata, TokenCounts, noisy, sample, score
 from phalanx.types import Sampling
 
 Floats = npt.NDArray[np.float64]
@@ -373,3 +377,111 @@ def test_tokens_ahead_count_as_output_once_and_are_not_kept(ahead: tuple[int, ..
     assert [c.tolist() for c in counts.columns()] == before
     counts.add(ahead)
     assert [c.tolist() for c in counts.columns()] == [c.tolist() for c in after.columns()]
+
+
+class Counted(dict[int, float]):
+    """A logit bias that counts how often somebody walks through it."""
+
+    walks = 0
+
+    def keys(self) -> Any:
+        self.walks += 1
+        return super().keys()
+
+    def values(self) -> Any:
+        self.walks += 1
+        return super().values()
+
+    def items(self) -> Any:
+        self.walks += 1
+        return super().items()
+
+    def __iter__(self) -> Any:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_the_entries_of_a_bias_are_read_once_a_row_and_not_in_every_step() -> None:
+    """4,096 entries in 16 rows, read in every step, made the steps of a neighbour 47 times as long."""
+    bias, banned = Counted(dict.fromkeys(range(1024), 1.0)), frozenset(range(1024, 2048))
+    metadata = SamplingMetadata(Sampling(logit_bias=bias), 0, TokenCounts([]), banned)
+    raw = mx.array(logits_of(1, 2, 4096))
+    first = sample(raw, [metadata, position(temperature=0.0)])
+    walks = bias.walks
+    columns = metadata.bias_columns()
+    assert len(columns[0]) == 2048
+    for _ in range(5):
+        assert sample(raw, [metadata, position(temperature=0.0)]) == first
+    assert bias.walks == walks
+    assert all(mine is kept for mine, kept in zip(metadata.bias_columns(), columns, strict=True))
+    metadata.banned = frozenset()
+    assert len(metadata.bias_columns()[0]) == 1024
+
+
+# -- what a GPU does in another way ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    vocabulary=st.sampled_from([17, 512, 5_000, 32_003]), width=st.sampled_from([1, 16, 64, 1024]),
+    levels=st.sampled_from([1, 3, 200, 10**6]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_narrowing_keeps_the_smallest_keys(vocabulary: int, width: int, levels: int, seed: int) -> None:
+    """In any order, with ties, and where the best tokens are beside each other or -inf is all there is."""
+    random = np.random.default_rng(seed)
+    z = -random.integers(0, levels, (2, vocabulary)).astype(np.float32)
+    z[0] = np.sort(z[0])
+    z[1, random.integers(0, vocabulary) :] = -math.inf
+    keys = (z.view(np.uint32).astype(np.uint64) << np.uint64(32)) | np.arange(vocabulary, dtype=np.uint64)
+    width = min(width, vocabulary)
+    fewer = np.sort(np.array(narrowed(mx.array(keys), width)), axis=-1)
+    assert (fewer[:, :width] == np.sort(keys, axis=-1)[:, :width]).all()
+
+
+def test_narrowing_sorts_a_part_of_the_vocabulary() -> None:
+    sizes = {width: narrowed(mx.zeros((1, 152_000), dtype=mx.uint64), width).shape[1] for width in (16, 64, 1024)}
+    assert sizes == {16: 2048, 64: 4096, 1024: 16_384}
+    assert narrowed(mx.zeros((1, 1500), dtype=mx.uint64), 1024).shape == (1, 1500)
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 20}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.7}, {"top_p": 0.95, "min_p": 0.02}]
+)
+def test_a_gpus_ranking_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    logits = logits_of(7, 6, 20_000, scale=2.0)
+
+    def positions() -> list[SamplingMetadata]:
+        return [position(i, seed=i, logprobs=3, **options) for i in range(6)]
+
+    expected = sample(mx.array(logits), positions())
+    calls: list[int] = []
+
+    def on_gpu(keys: mx.array, width: int) -> mx.array:
+        calls.append(width)
+        return narrowed(keys, width)
+
+    monkeypatch.setattr(logprobs, "fewer_keys", on_gpu)
+    assert sample(mx.array(logits), positions()) == expected
+    assert calls
+
+
+def test_noise_is_few_kernels_where_functions_are_compiled(tmp_path: Path) -> None:
+    arrays = mx.zeros((2, 64)), mx.array([[3], [4]], dtype=mx.uint64), mx.arange(64, dtype=mx.uint64)
+    mx.eval(arrays)
+    assert kernels(lambda: noisy(*arrays), tmp_path / "graph.dot").total() == 27
+    with compiled():
+        assert kernels(lambda: noisy(*arrays), tmp_path / "graph.dot").total() == 6
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="MLX compiles with g++ on CPUs")
+def test_compiled_noise_is_the_same_noise() -> None:
+    """Up to the two logarithms, which MLX takes from another library when it compiles for a CPU."""
+    z = mx.array(logits_of(1, 3, 5_000))
+    keys, tokens = mx.array([[3], [4], [LARGEST_SEED >> 1]], dtype=mx.uint64), mx.arange(5_000, dtype=mx.uint64)
+    plain = noisy(z, keys, tokens)
+    mx.eval(plain)
+    with compiled():
+        fused = noisy(z, keys, tokens)
+        mx.eval(fused)
+    assert mx.allclose(plain, fused, rtol=0, atol=4e-6)
+    assert (mx.argmax(plain, axis=-1) == mx.argmax(fused, axis=-1)).all()

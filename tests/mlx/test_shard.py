@@ -22,6 +22,7 @@ from phalanx.model.loading import shard
 from phalanx.model.loading.load import Prepared, prepare
 from phalanx.model.loading.shard import StubGroup
 from phalanx.model.loading.weights import read_headers
+from phalanx.model.modules import copy_structure
 
 PROMPT = [5, 9, 30, 7, 8, 100, 200, 33, 2, 11]
 WIDE = {
@@ -309,7 +310,7 @@ def test_a_result_that_differs_between_columns_is_not_a_choice_of_rows() -> None
 def test_a_copy_shares_weights_but_not_changes(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     model, _ = load_model(tmp_path)
-    spare = shard._copy(model)
+    spare = copy_structure(model)
     expected = {name: np.array(array) for name, array in parameters(copy.deepcopy(model)).items()}
     shard._apply(shard._recipe(spare, "m"), spare, StubGroup(0, 2))
     for array in parameters(spare).values():

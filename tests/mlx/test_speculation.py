@@ -28,7 +28,6 @@ from support.speculation import (
     with_noise,
 )
 
-from phalanx.config import NgramSpeculation, SuffixSpeculation
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import PhalanxError
 from phalanx.memory import process_rss
@@ -43,6 +42,7 @@ from phalanx.spec.drafters import Drafter, RandomDrafter
 from phalanx.spec.ngram import NgramDrafter
 from phalanx.spec.rules import Always
 from phalanx.spec.suffix import SuffixDrafter
+from phalanx.speculation_config import NgramSpeculation, SuffixSpeculation
 from phalanx.types import Sampling, SequenceRequest, StopRule, Submit
 
 FAMILIES = ["llama", "qwen3", "deepseek_v3", "gpt_oss", "demo"]

@@ -17,6 +17,7 @@ from support.tokenizers_of_each_kind import BYTE_KINDS, KINDS, SAMPLES, SPECIAL,
 from tokenizers import Tokenizer as Fast
 
 from phalanx.errors import InvalidRequest, ModelUnsupported
+from phalanx.text.fast_backend import read
 from phalanx.text.text_stream import WindowStream
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.text.transformers_backend import TransformersBackend, load
@@ -200,8 +201,8 @@ def test_tokenizers_with_an_encode_of_their_own(tmp_path: Path) -> None:
         def encode(self, text: str, allow_special_tokens: bool = True) -> list[int]:
             return list(self.inner.encode(text, add_special_tokens=False))
 
-    wrapper = SimpleNamespace(_tokenizer=Own(plain.hf), has_chat_template=False, eos_token_ids={2})
-    own = Tokenizer(TransformersBackend(wrapper), frozenset({2}))
+    wrapper = SimpleNamespace(_tokenizer=Own(plain.hf), has_chat_template=False, eos_token_ids={2}, _chat_template=None)
+    own = Tokenizer(TransformersBackend(wrapper, {}), frozenset({2}))
     for special in (True, False):
         assert own.encode("hello", add_special_tokens=special) == plain.encode("hello", add_special_tokens=False)
     assert "".join(streamed(own, own.encode("hé 😀"))) == "hé 😀"
@@ -228,10 +229,11 @@ def test_a_conversation_is_rendered_and_encoded(tmp_path: Path) -> None:
 
 def test_a_template_given_replaces_the_models_and_gets_the_variables(tmp_path: Path) -> None:
     byte_level(tmp_path, chat_template=CHAT_TEMPLATE)
-    template = "{{ messages[0].content }}|{{ mood }}|{{ tools | length }}"
+    template = "{{ messages[0].content }}|{{ mood }}|{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     tokenizer = Tokenizer.load(tmp_path, chat_template=template)
-    ids = tokenizer.encode_chat(USER, template_kwargs={"mood": "calm", "tools": [{"type": "function"}]})
-    assert tokenizer.decode(ids) == "hello|calm|1"
+    tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
+    ids = tokenizer.encode_chat(USER, template_kwargs={"mood": "calm", "tools": tools})
+    assert tokenizer.decode(ids) == "hello|calm|look"
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,20 @@ def test_a_template_that_fails_is_the_clients_error(template: str, tmp_path: Pat
         tokenizer.encode_chat(USER, template_kwargs={})
     assert raised.value.param == "messages"
     assert "raise_exception" not in template or "roles must alternate" in str(raised.value)
+
+
+@pytest.mark.parametrize("library", [read, load])
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_template_that_takes_all_memory_is_ended_and_named(replaced: bool, library: Any, tmp_path: Path) -> None:
+    greedy = "{{ messages[0].content * (10**10 if messages[0].content == 'hello' else 1) }}"
+    path = byte_level(tmp_path, chat_template=None if replaced else greedy)
+    options = {"chat_template": None} if library is load else {}
+    backend = library(path, trust_remote_code=False, **options)
+    tokenizer = Tokenizer(backend, frozenset({2}), chat_template=greedy if replaced else None)
+    name = "template of --chat-template" if replaced else "model's own chat template"
+    with pytest.raises(InvalidRequest, match=f"The {name} was ended on these messages: it took more than 256 MiB"):
+        tokenizer.encode_chat(USER, template_kwargs={})
+    assert tokenizer.encode_chat([{"role": "user", "content": "hi"}], template_kwargs={})
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_dict", "conversation", "max_length"])

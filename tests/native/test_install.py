@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("installed.py")
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], env={**os.environ, **environment}, capture_output=True, text=True, timeout=400
     )
 
 

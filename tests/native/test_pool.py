@@ -63,7 +63,7 @@ def main() -> None:
     library.kern_set_threads(4)
     before = threads()
     work()
-    for _ in range(100):  # one may be on its way still
+    for _ in range(1200):  # one may be on its way still
         places = {",".join(map(str, sorted(os.sched_getaffinity(thread)))) for thread in threads()}
         if len(places) == 1:
             break

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ import httpx
 import openai
 import psutil
 from msgspec.structs import replace
+from support.driver import PATIENT
 from support.serving import CONFIG, MODEL, Running, running_server
 
 from phalanx.supervision.process import EngineProcess
@@ -22,15 +25,17 @@ PROMPTS = ["tell me more", "hello", "the quick brown fox jumps over the lazy dog
 
 
 @contextmanager
-def group_server(path: Path, ranks: int, backend: str, **settings: Any) -> Iterator[Running]:
-    """A server on a group of real rank processes; none of them is left afterwards."""
+def group_server(path: Path, ranks: int | tuple[int, ...], backend: str, **settings: Any) -> Iterator[Running]:
+    """A server on a group of real rank processes, or on stages of so many; no process is left afterwards."""
     engine = replace(
         CONFIG.engine,
         model=str(path),
         kv_cache_gb=0.1,
         prefix_cache_gb=0.02,
         tensor_parallel_size=ranks,
-        **({"backend": backend} if ranks > 1 else {}),
+        pipeline_parallel_size=1 if isinstance(ranks, int) else len(ranks),
+        **({"backend": backend} if ranks != 1 else {}),
+        **PATIENT,
         **settings,
     )
     process = EngineProcess(engine)
@@ -70,8 +75,8 @@ class Load:
     async def stream_all(self, when: Callable[[], Awaitable[None]] | None = None) -> dict[str, str]:
         """The whole answers, by prompt. `when` is awaited once every stream has begun."""
         self.texts = dict.fromkeys(PROMPTS, "")
-        async with openai.AsyncOpenAI(
-            base_url=self._running.base_url, api_key="none", max_retries=0, timeout=240
+        async with openai.AsyncOpenAI(  # it comes again where it came too late, and the group is starting again
+            base_url=self._running.base_url, api_key="none", max_retries=5, timeout=240
         ) as client:
             streams = [asyncio.create_task(self._stream(client, prompt)) for prompt in PROMPTS]
             if when is not None:
@@ -106,6 +111,20 @@ class Load:
 
 
 Strike = Callable[[], Awaitable[None]]
+
+
+def signal_to(running: Running, rank: int, number: signal.Signals) -> Strike:
+    """Send a signal to a rank."""
+
+    async def strike() -> None:
+        os.kill(running.engine.rank_pids[rank], number)
+
+    return strike
+
+
+def named(reasons: list[str], *parts: str) -> None:
+    """Some reason that /health gave contains all parts."""
+    assert any(all(part.lower() in reason.lower() for part in parts) for reason in reasons), reasons
 
 
 def undisturbed(path: Path) -> dict[str, str]:

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.driver import PATIENT
 from support.reference import job, reference_greedy
 
 from phalanx.dist.backend import environment_of, find_mpi, mpirun_command, ring_hostfile
 from phalanx.errors import ExitCode
 
 PHALANX = [sys.executable, "-m", "phalanx"]
-WAIT_S = 120
+WAIT_S = 240
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def process(command: Sequence[str], **environment: str) -> Iterator[subprocess.P
         if child.poll() is None:
             child.send_signal(signal.SIGTERM)
             try:
-                child.wait(30)
+                child.wait(120)
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
@@ -55,7 +56,8 @@ def test_ranks_under_another_launcher_serve_behind_an_attached_server(group_mode
     if name == "mpirun" and find_mpi() is None:
         pytest.skip("needs the mpi extra")
     line = tmp_path / "engine.sock"
-    ranks, variables = launcher(name, [*PHALANX, "rank", str(group_model), "--socket", str(line)])
+    config = json.dumps({"model": str(group_model), **PATIENT})
+    ranks, variables = launcher(name, [*PHALANX, "rank", str(group_model), "--socket", str(line), "--config", config])
     with process([*PHALANX, "serve", str(group_model), "--attach", str(line), "--port", "0"]) as server:
         while not line.exists():
             assert server.poll() is None

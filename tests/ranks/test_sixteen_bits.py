@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support.driver import ask, running
+from support.driver import PATIENT, ask, running
 from support.examples import SOAK
 from support.lockstep import SIZES, demo_prompts
 from support.models import make_model
@@ -32,7 +32,7 @@ def verdict_on(path: Path, dtype: str, ranks: int, prompts: list[list[int]]) -> 
     """On what a group says in so many bits."""
     config = EngineConfig(
         model=str(path), dtype=dtype, kv_cache_gb=0.05, prefix_cache_gb=0.0, max_num_batched_tokens=48,
-        tensor_parallel_size=ranks,
+        tensor_parallel_size=ranks, **PATIENT,
     )  # fmt: skip
 
     async def main() -> list[list[int]]:

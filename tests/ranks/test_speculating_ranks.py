@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from groups import group_server, through_a_fault
-from support.driver import running
+from support.driver import PATIENT, running
 from support.lockstep import LONG, Models, assert_lockstep, compare, make_jobs, run_jobs
 from support.reference import Job
 from support.speculation import with_noise
 
-from phalanx.config import (
+from phalanx.config import EngineConfig
+from phalanx.speculation_config import (
     DraftModelSpeculation,
-    EngineConfig,
     NgramSpeculation,
     RandomSpeculation,
     SpeculativeConfig,
@@ -71,7 +71,7 @@ def check(models: Models, family: str, method: str, k: int, rows: int, group: tu
     config = EngineConfig(
         model=str(path), kv_cache_gb=0.25, prefix_cache_gb=0.02, max_num_batched_tokens=160,
         max_num_seqs=rows, tensor_parallel_size=group[0], backend="auto" if group[0] == 1 else group[1],
-        speculative_config=config_of(models, method, family, k),
+        speculative_config=config_of(models, method, family, k), **PATIENT,
     )  # fmt: skip
 
     async def main() -> tuple[list[list[int]], EngineStats]:

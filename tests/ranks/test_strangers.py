@@ -1,9 +1,8 @@
-"""Who else connects to a group's ports: strays, ranks of another job, an earlier start (A1, F1)."""
+"""Who else connects to the ports of a group's fabric: strays, ranks of another job, an earlier start (A1, F1)."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import subprocess
 import sys
@@ -12,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from support.driver import Driver, ask
+from support.driver import PATIENT, Driver, ask
 
-from phalanx.config import SECRET_VARIABLE, EngineConfig, environment
+from phalanx.config import EngineConfig
 from phalanx.dist.backend import ring_hostfile
 from phalanx.dist.ports import free_ports
+from phalanx.environment import environment
 from phalanx.supervision import launch
 from phalanx.supervision.process import EngineProcess
 
@@ -88,59 +88,33 @@ def generate(config: EngineConfig) -> tuple[list[int], list[str]]:
 
 def config_for(path, backend: str, ranks: int = 2, **more) -> EngineConfig:
     return EngineConfig(
-        model=str(path), kv_cache_gb=0.1, prefix_cache_gb=0.0, tensor_parallel_size=ranks, backend=backend, **more
+        model=str(path),
+        kv_cache_gb=0.1,
+        prefix_cache_gb=0.0,
+        tensor_parallel_size=ranks,
+        backend=backend,
+        **{**PATIENT, **more},
     )
 
 
-def test_strays_on_the_control_port_do_not_matter(group_model, known_ports):
-    for _ in range(5):  # where both ranks come at once, the port is open for less than a stray needs
-        with strays(known_ports(1)) as reached:
-            tokens, downs = generate(config_for(group_model, "mpi"))
-        assert len(tokens) == 20 and not downs
-        if reached:
-            return
-    raise AssertionError("no stray has reached the control port in five starts")
+def test_strays_on_a_ring_cost_a_start_and_no_crash_and_the_next_start_takes_other_ports(
+    group_model, known_ports, caplog
+):
+    def play(join_seconds: float) -> list[str]:
+        caplog.clear()
+        ports[:] = known_ports(2)
+        with strays(ports) as reached:
+            config = config_for(group_model, "ring", join_seconds=join_seconds, inject="slow:rank=0")
+            tokens, downs = generate(config)
+        assert reached and len(tokens) == 20 and not downs
+        return [record.getMessage() for record in caplog.records if "start again on other" in record.getMessage()]
 
-
-def test_a_taken_control_port_is_named_and_the_next_start_takes_another(group_model, known_ports):
-    (port,) = known_ports(1)
-    with socket.create_server(("127.0.0.1", port)):
-        tokens, downs = generate(config_for(group_model, "mpi"))
-    assert len(tokens) == 20 and len(downs) == 1
-    assert f"rank 0 cannot listen on 127.0.0.1:{port} for the other ranks: Address already in use" in downs[0]
-
-
-def test_strays_on_a_ring_end_the_start_by_its_deadline_and_the_next_one_takes_other_ports(group_model, known_ports):
-    ports = known_ports(3)
-    with strays(ports[1:]) as reached:
-        tokens, downs = generate(config_for(group_model, "ring", join_seconds=12.0, inject="slow:rank=0"))
-    assert reached and len(tokens) == 20
-    assert len(downs) == 1
-    assert "could not join" in downs[0] or "could not start" in downs[0] or "connected to" in downs[0]
-    assert "rank " in downs[0] and any(f"127.0.0.1:{port}" in downs[0] for port in ports[1:])
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_of_another_job_is_turned_away(group_model, known_ports, ranks):
-    (port,) = known_ports(1)
-    config = config_for(group_model, "mpi", ranks, join_seconds=30.0)
-    group = {"size": ranks, "backend": "mpi", "nonce": 1, "control": f"127.0.0.1:{port}"}
-    command = [sys.executable, "-m", "phalanx", "rank", config.model, "--socket", str(group_model.parent / "none.sock")]
-    command += ["--rank", "1", "--config", json.dumps({"model": config.model, "join_seconds": 20.0})]
-    intruder = subprocess.Popen(
-        [*command, "--group", json.dumps(group)],
-        env={**environment(), SECRET_VARIABLE: "another job's"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        tokens, downs = generate(config)
-        said = intruder.communicate(timeout=60)[1]
-    finally:
-        intruder.kill()
-        intruder.wait()
-    assert len(tokens) == 20 and not downs
-    assert intruder.returncode != 0 and "rank 1" in said
+    ports: list[int] = []
+    if len(found := play(12.0)) > 1:  # a start without strays missed the limit as well
+        found = play(60.0)
+    (said,) = found
+    assert "could not join" in said or "could not start" in said or "connected to" in said
+    assert "rank " in said and any(f"127.0.0.1:{port}" in said for port in ports)
 
 
 JOIN = """
@@ -149,7 +123,7 @@ from phalanx.dist.group import join
 from phalanx.errors import GroupError
 rank, nonce = int(sys.argv[1]), int(sys.argv[2])
 try:
-    join("ring", rank, 2, nonce, where="here", deadline_s=20)
+    join("ring", rank, 2, nonce, where="here", deadline_s=120)
 except GroupError as error:
     print(error)
     sys.exit(75)
@@ -171,7 +145,7 @@ def test_two_jobs_that_cross_on_one_ring_notice(tmp_path, nonces, status):
         for rank, nonce in enumerate(nonces)
     ]
     try:
-        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -1,4 +1,8 @@
-"""Groups of ranks on loopback for tests of the control channel: threads, or small processes that a test can kill."""
+"""Groups of ranks for tests of the control channel: threads, or small processes that a test can kill.
+
+Threads meet on TCP ports of loopback and show certificates, as ranks of several machines. Processes meet on a Unix
+socket, as ranks of one machine.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +14,49 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from phalanx.config import GroupConfig
+from phalanx.dist import control_address
 from phalanx.dist.channel import Identity, LeaderChannel, OnFailure, PeerFailure, WatchdogLimits, WorkerChannel
 from phalanx.dist.frames import receive_frame
-from phalanx.dist.handshake import prove
-from phalanx.dist.peers import PROTOCOL, Challenge, Hello, Message, Proof, decode, encode
+from phalanx.dist.peers import PROTOCOL, Admitted, Hello, Message, decode, encode
 from phalanx.errors import ExitCode
+from phalanx.tls.certificates import make_credentials
+from phalanx.tls.credentials import Credentials, accepting, connecting
 
-SECRET = b"the secret of this test's group"
-WAIT_S = 60.0  # for an event that must come; only a failing test waits so long
+WAIT_S = 240.0  # for an event that must come; only a failing test waits so long
 FAST = WatchdogLimits(
     hello_s=WAIT_S,
-    authenticate_s=0.3,
+    admit_s=WAIT_S,
     silence_s=WAIT_S,
     loading_silence_s=WAIT_S,
     heartbeat_s=0.05,
     stall_grace_s=WAIT_S,
 )
 """Frequent heartbeats. A busy machine delays them, so only tests of a limit shorten it."""
-STRICT = msgspec.structs.replace(FAST, silence_s=1.0)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what another thread or process does."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def heard(channel: LeaderChannel | WorkerChannel) -> list[tuple[int, bool]]:
+    """What a rank knows of each of its peers from heartbeats: its step, and whether it is inside."""
+    return [(peer.heartbeat.step, peer.heartbeat.inside) for peer in channel._watchdog.peers]
 
 
 def identity(rank: int, **changes: Any) -> Identity:
@@ -62,33 +83,52 @@ class Recorder:
         return self._failures.empty()
 
 
-def listen(port: int = 0) -> tuple[socket.socket, tuple[str, int]]:
+@cache
+def credentials() -> list[Credentials]:
+    """Of the ranks of the tests' groups."""
+    return make_credentials([f"host{rank}" for rank in range(4)])
+
+
+def listen(port: int = 0) -> tuple[socket.socket, str]:
+    """A listener on loopback, and its address as a group's `control`."""
     listener = socket.create_server(("127.0.0.1", port), backlog=128)
-    return listener, ("127.0.0.1", listener.getsockname()[1])
+    return listener, f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def meeting(control: str, size: int = 2, nonce: int = 7) -> GroupConfig:
+    """A group that meets there."""
+    return GroupConfig(size=size, backend="ring", nonce=nonce, control=control)
 
 
 def connect(
-    address: tuple[str, int],
+    control: str,
     rank: int = 1,
     size: int = 2,
     *,
-    secret: bytes = SECRET,
+    shows: Credentials | None = None,
+    nonce: int = 7,
     limits: WatchdogLimits = FAST,
     recorder: Recorder | None = None,
     **changes: Any,
 ) -> WorkerChannel:
-    """A worker's channel. Its failure does not end the test's process."""
-    me = identity(rank, host=f"host{rank}", **changes)
-    return WorkerChannel.connect(address, size, secret, me, limits, recorder or Recorder())
+    """A worker's channel. Its failure does not end the test's process.
+
+    Args:
+        shows: other credentials than those of the rank.
+    """
+    me = identity(rank, **{"host": f"host{rank}", **changes})
+    own = None if control_address.is_unix(control) else shows or credentials()[rank]
+    return WorkerChannel.connect(meeting(control, size, nonce), own, me, limits, recorder or Recorder())
 
 
 class Group:
     """A leader and workers in threads of this process."""
 
-    def __init__(self, size: int, limits: WatchdogLimits = FAST) -> None:
+    def __init__(self, size: int, limits: WatchdogLimits = FAST, control: str = "") -> None:
         self.recorders = [Recorder() for _ in range(size)]
-        listener, address = listen()
-        self.leader = LeaderChannel(listener, size, SECRET, identity(0), limits, self.recorders[0])
+        listener, address = (control_address.listen(control), control) if control else listen()
+        own = None if control else credentials()[0]
+        self.leader = LeaderChannel(listener, meeting(address, size), own, identity(0), limits, self.recorders[0])
         with ThreadPoolExecutor(size) as pool:
             joining = [
                 pool.submit(connect, address, rank, size, limits=limits, recorder=self.recorders[rank])
@@ -109,8 +149,9 @@ class Group:
 
 
 @contextmanager
-def group(size: int, limits: WatchdogLimits = FAST) -> Iterator[Group]:
-    ranks = Group(size, limits)
+def group(size: int, limits: WatchdogLimits = FAST, control: str = "") -> Iterator[Group]:
+    """A group over TLS; or in plain, on a Unix socket with the path `control`."""
+    ranks = Group(size, limits, control)
     try:
         yield ranks
     finally:
@@ -124,9 +165,15 @@ class Gatherer:
         listener, self.address = listen(port)
         self.recorder = Recorder()
         self.joined: list[WorkerChannel] = []
-        self.channel = LeaderChannel(listener, size, SECRET, identity(0, **changes), limits, self.recorder)
+        group, me = meeting(self.address, size), identity(0, **changes)
+        self.channel = LeaderChannel(listener, group, credentials()[0], me, limits, self.recorder)
         self._pool = ThreadPoolExecutor(1)
         self.gathered = self._pool.submit(self.channel.gather)
+
+    @property
+    def port(self) -> tuple[str, int]:
+        host, _, port = self.address.rpartition(":")
+        return host, int(port)
 
     def close(self) -> None:
         if self.gathered.exception(WAIT_S) is None:
@@ -144,14 +191,21 @@ class RawPeer:
         self.socket.settimeout(WAIT_S)
 
     @classmethod
-    def to(cls, address: tuple[str, int]) -> RawPeer:
-        return cls(socket.create_connection(address))
+    def to(cls, port: tuple[str, int], shows: Credentials) -> RawPeer:
+        """A rank that connects to a leader and shows these credentials."""
+        return cls(connecting(shows, peer=0).wrap_socket(socket.create_connection(port, timeout=WAIT_S)))
 
     @classmethod
     def of(cls, listener: socket.socket) -> RawPeer:
+        """A leader, to which the first connection to `listener` leads."""
         accepted, _ = listener.accept()
         listener.close()
-        return cls(accepted)
+        return cls.serving(accepted, credentials()[0])
+
+    @classmethod
+    def serving(cls, accepted: socket.socket, shows: Credentials) -> RawPeer:
+        """The end of an accepted connection that shows these credentials."""
+        return cls(accepting(shows, peers=range(1, 4)).wrap_socket(accepted, server_side=True))
 
     def send(self, message: Message) -> None:
         self.socket.sendall(encode(message))
@@ -160,24 +214,14 @@ class RawPeer:
         payload = receive_frame(self.socket)
         return None if payload is None else decode(payload)
 
-    def prove(self, secret: bytes = SECRET) -> Message | None:
-        challenge, nonce = self.receive(), bytes(32)
-        assert isinstance(challenge, Challenge)
-        self.send(Proof(nonce, prove(secret, "worker", challenge.nonce, nonce)))
-        return self.receive()
-
     def lead(self) -> None:
-        """Play the leader's part of the handshake, up to the worker's Hello."""
-        nonce = bytes(32)
-        self.send(Challenge(nonce))
-        proof = self.receive()
-        assert isinstance(proof, Proof)
-        self.send(Proof(b"", prove(SECRET, "leader", nonce, proof.nonce)))
+        """Play the leader's part of the handshake, up to the worker's admission."""
         assert isinstance(self.receive(), Hello)
+        self.send(Admitted())
 
     def join(self, rank: int, size: int = 2, **changes: Any) -> None:
-        assert isinstance(self.prove(), Proof)
-        self.send(Hello(identity(rank, **changes), PROTOCOL, size))
+        self.send(Hello(identity(rank, **changes), PROTOCOL, size, 7))
+        assert isinstance(self.receive(), Admitted)
 
     def close(self) -> None:
         self.socket.close()
@@ -210,21 +254,22 @@ def stop_in_turn(channel: Any) -> None:
 
 
 def rank_main(
-    rank: int, size: int, listener: int, port: int, limits: dict[str, float], on_failure: OnFailure | None = None
+    rank: int, size: int, control: str, limits: dict[str, float], on_failure: OnFailure | None = None
 ) -> None:
     """A rank process: runs the commands of stdin, one per line (`enter 42 0.5`), and answers each on stdout.
 
     Args:
-        listener: file descriptor of the leader's listening socket.
+        control: path of the leader's Unix socket.
     """
     me = identity(rank)
     settings = msgspec.convert(limits, WatchdogLimits)
     channel: Any
     if rank == 0:
-        channel = LeaderChannel(socket.socket(fileno=listener), size, SECRET, me, settings, on_failure)
+        listener = control_address.listen(control)
+        channel = LeaderChannel(listener, meeting(control, size), None, me, settings, on_failure)
         channel.gather()
     else:
-        channel = WorkerChannel.connect(("127.0.0.1", port), size, SECRET, me, settings, on_failure)
+        channel = WorkerChannel.connect(meeting(control, size), None, me, settings, on_failure)
     channel.serving()
     verbs: dict[str, Callable[..., Any]] = {
         "enter": channel.enter,
@@ -232,6 +277,7 @@ def rank_main(
         "close": lambda: channel.close("done"),
         "fail": lambda code, cause: channel.fail(ExitCode(code), cause.replace("_", " ")),
         "turns": lambda: channel.wakeups,
+        "heard": lambda: heard(channel),
         "receive": lambda: channel.receive(),
         "broadcast": lambda text: channel.broadcast(text.encode()),
         "stop_in_turn": lambda: stop_in_turn(channel),
@@ -263,19 +309,17 @@ class Processes:
         self._callback = callback
         self._pool = ThreadPoolExecutor(size)
         own = own or {}
-        listener, (_, self._port) = listen()
-        with listener:
-            self.processes = [self._start(rank, size, listener, own.get(rank, limits)) for rank in range(size)]
+        self._directory = tempfile.TemporaryDirectory()
+        self.processes = [self._start(rank, size, own.get(rank, limits)) for rank in range(size)]
         for rank in range(size):
             assert self._line(rank) == "ready", self.end(rank)
 
-    def _start(self, rank: int, size: int, listener: socket.socket, limits: WatchdogLimits) -> subprocess.Popen[str]:
-        where = f"{listener.fileno()}, {self._port}"
-        arguments = f"{rank}, {size}, {where}, {msgspec.to_builtins(limits)}, {self._callback}"
+    def _start(self, rank: int, size: int, limits: WatchdogLimits) -> subprocess.Popen[str]:
+        control = f"{self._directory.name}/control"
+        arguments = f"{rank}, {size}, {control!r}, {msgspec.to_builtins(limits)}, {self._callback}"
         return subprocess.Popen(
             [sys.executable, "-c", f"from support.channels import *; rank_main({arguments})"],
             env=environment(),
-            pass_fds=[listener.fileno()] if rank == 0 else [],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -319,6 +363,7 @@ class Processes:
                 if stream is not None:
                     stream.close()
         self._pool.shutdown()
+        self._directory.cleanup()
 
 
 def names(text: str) -> list[int]:

@@ -6,16 +6,19 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from phalanx.config import EngineConfig
+from phalanx.supervision.attach import AttachedEngine
 from phalanx.supervision.process import EngineProcess
 from phalanx.types import Batch, Finished, ModelInfo, PromptScored, Sampling, SequenceRequest, StopRule, Submit, Tokens
 
 DEADLINE_S = 240.0
+PATIENT: dict[str, float] = {"silence_seconds": 8.0, "join_seconds": 240.0}
+"""Settings of a group on a busy machine, where a rank may stand still for seconds."""
 
 
 class Driver:
     """An `EngineListener` that records all events."""
 
-    def __init__(self, engine: EngineProcess) -> None:
+    def __init__(self, engine: EngineProcess | AttachedEngine) -> None:
         self.engine = engine
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list] = {}

@@ -231,6 +231,12 @@ FAMILIES: dict[str, Config] = {
         "vocab_size_per_layer_input": VOCAB,
         "hidden_size_per_layer_input": 16,
     },
+    "gemma4_text:large": {
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 0,
+        **ALTERNATING,
+        "hidden_size_per_layer_input": 0,
+    },
     "glm": {},
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": {"partial_rotary_factor": 0.5, "rope_scaling": None, "use_qk_norm": True},

@@ -9,7 +9,8 @@ Flips must also be rare: at most FLIPS of all tokens, or twice as many as mlx-lm
 same text. In bfloat16, with 8 bits of mantissa, mlx-lm flips 2 to 17 % on random models and 5 % on the demo model.
 
 As a script: `python tests/support/near_ties.py JOBS.json OUT.json`, where JOBS is a list of `{"model": directory,
-"dtype": name, "prompt": [ids], "tokens": [ids]}` and OUT becomes a list of objects with the fields of `Forced`.
+"dtype": name, "device": "cpu" or "gpu", "prompt": [ids], "tokens": [ids]}` and OUT becomes a list of objects with the
+fields of `Forced`. The device is that of the 16 bits; float32 is computed on the processor.
 """
 
 from __future__ import annotations
@@ -66,9 +67,12 @@ def judge(answers: Sequence[Forced]) -> Verdict:
     return Verdict(len(pairs), len(flips), sum(answer.flips for answer in answers), unexplained)
 
 
-def force(path: Path, dtype: str, said: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Forced]:
-    """mlx-lm's logits for (prompt, generated tokens) pairs, computed in a subprocess."""
-    jobs = [{"model": str(path), "dtype": dtype, "prompt": list(p), "tokens": list(t)} for p, t in said]
+def force(
+    path: Path, dtype: str, said: Sequence[tuple[Sequence[int], Sequence[int]]], *, device: str = "cpu"
+) -> list[Forced]:
+    """mlx-lm's logits for (prompt, generated tokens) pairs, computed in a subprocess; those of `dtype` on `device`."""
+    model = {"model": str(path), "dtype": dtype, "device": device}
+    jobs = [{**model, "prompt": list(p), "tokens": list(t)} for p, t in said]
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "jobs.json", Path(folder) / "out.json"
         source.write_text(json.dumps(jobs))
@@ -109,18 +113,20 @@ def main() -> None:
         model.update_modules(tree_unflatten(layers))
         return model
 
-    def logits(entry: dict[str, Any], dtype: str) -> mx.array:
+    def logits(entry: dict[str, Any], dtype: str, device: str) -> mx.array:
         if (key := (entry["model"], dtype)) not in models:
             models[key], _ = load_model(Path(entry["model"]))
             models[key].set_dtype(getattr(mx, dtype))
             models[key] = decoded(models[key])
         ids = mx.array([entry["prompt"] + entry["tokens"][:-1]])
-        answer: mx.array = models[key](ids, cache=make_prompt_cache(models[key]))[0].astype(mx.float32)
+        with mx.stream(mx.Device(getattr(mx, device))):
+            answer: mx.array = models[key](ids, cache=make_prompt_cache(models[key]))[0].astype(mx.float32)
+            mx.eval(answer)
         return answer
 
     answers = []
     for entry in json.loads(Path(sys.argv[1]).read_text()):
-        exact, rounded = logits(entry, "float32"), logits(entry, entry["dtype"])
+        exact, rounded = logits(entry, "float32", "cpu"), logits(entry, entry["dtype"], entry["device"])
         said, theirs = exact[len(entry["prompt"]) - 1 :], rounded[len(entry["prompt"]) - 1 :]
         chosen = mx.take_along_axis(said, mx.array(entry["tokens"])[:, None], axis=-1)[:, 0]
         flips = mx.sum(mx.argmax(said, axis=-1) != mx.argmax(theirs, axis=-1))

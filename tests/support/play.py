@@ -34,6 +34,7 @@ class Play:
             max_tokens=rnd.randint(1, self.longest_answer),
             stop_ids=frozenset(rnd.randrange(self.vocab) for _ in range(rnd.choice((0, 0, 1, 3)))),
         )
+        owner = rnd.choice(("", "", "key 1", "key 2"))
         arrived = []
         for choice in range(rnd.choice((1, 1, 1, 3))):
             request = SequenceRequest(
@@ -42,6 +43,7 @@ class Play:
                 prompt=prompt,
                 sampling=Sampling(temperature=0.0, choice=choice),
                 stop=stop,
+                owner=owner,
             )
             self.requests[request.id] = request
             arrived.append(request)

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Fast
 
 from phalanx.config import EngineConfig, ServerConfig
+from phalanx.edge.listening import base_url, bind
 from phalanx.server.app import create_app
 from phalanx.server.run import Server
-from phalanx.server.start import bind
 from phalanx.supervision.client import FAKE_INFO, EngineClient, FakeEngine, Script
 from phalanx.text.tokenizer import Tokenizer
+from phalanx.tls.trust import trust_only
 
 MODEL = "tiny"
 EOS = "<eos>"
@@ -70,7 +71,7 @@ async def asgi_client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
     async with app.router.lifespan_context(app):
         await asyncio.sleep(0)  # lets the engine's start task run
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
             yield client
 
 
@@ -89,7 +90,7 @@ class Running:
     def __init__(self, server: Server, engine: EngineClient) -> None:
         self.server = server
         self.engine = engine
-        self.origin = f"http://127.0.0.1:{server.port}"
+        self.origin = base_url("127.0.0.1", server.port, tls=server.config.is_ssl).removesuffix("/v1")
         self.base_url = f"{self.origin}/v1"
 
     def call(self, work: Any) -> Any:
@@ -103,28 +104,40 @@ class Running:
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the server's event loop and return its result."""
         assert self.server._loop is not None
-        return asyncio.run_coroutine_threadsafe(coroutine, self.server._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.server._loop).result(120)
 
 
 @contextmanager
-def running_server(tokenizer: Tokenizer, engine: EngineClient, config: ServerConfig = CONFIG) -> Iterator[Running]:
+def running_server(
+    tokenizer: Tokenizer, engine: EngineClient, config: ServerConfig = CONFIG, **options: Any
+) -> Iterator[Running]:
     """A real uvicorn on a free port, drained at the end."""
-    listener = bind("127.0.0.1", 0)
-    server = Server(config, engine, tokenizer, listener)
+    n_ports = 1 if config.ollama_port is None else 2
+    listeners = [bind("127.0.0.1", 0) for _ in range(n_ports)]
+    server = Server(config, engine, tokenizer, listeners, **options)
     thread = threading.Thread(target=lambda: asyncio.run(server.run_until_ended()), daemon=True)
-    with listener:
+    with ExitStack() as sockets:
+        for listener in listeners:
+            sockets.enter_context(listener)
         thread.start()
         running = Running(server, engine)
-        with httpx.Client(base_url=running.origin, timeout=60) as client:
-            while client.get("/health").status_code != 200:  # the socket listens already, so this never fails
+        verify = True if config.ssl_certfile is None else trust_only(Path(config.ssl_certfile))
+        with httpx.Client(base_url=running.origin, timeout=60, verify=verify) as client:
+            while not _is_healthy(client):
                 assert thread.is_alive()
                 time.sleep(0.05)  # polling without a pause would take a core from the starting ranks
         try:
             yield running
         finally:
             server.drain()
-            thread.join(60)
+            thread.join(120)
             assert not thread.is_alive(), "the server did not stop"
+
+
+def _is_healthy(client: httpx.Client) -> bool:
+    with suppress(httpx.TransportError):  # a busy machine may let the connection miss a short deadline
+        return client.get("/health").status_code == 200
+    return False
 
 
 def sse(text: str) -> list[Any]:

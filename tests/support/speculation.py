@@ -18,19 +18,25 @@ from support.drafts import by_position
 from tokenizers import Tokenizer
 
 from phalanx.demo import MODEL_DIR
+from phalanx.dist.stage_link import Ends
 from phalanx.engine.leader import Leader
 from phalanx.engine.link import SingleRank
+from phalanx.engine.stages import StagedRunner
 from phalanx.engine.step_deadline import StepDeadline
+from phalanx.errors import ModelUnsupported
 from phalanx.model import registry
 from phalanx.model.runner import Runner
 from phalanx.sched.admission import KvLimits
+from phalanx.sched.prefill_budget import PrefillBounds
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
 from phalanx.spec.control import Control
 from phalanx.spec.drafters import Draft, Drafter
+from phalanx.spec.grammars import Grammars
 from phalanx.spec.rules import Always
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter
+from phalanx.text.grammar import GrammarCompiler
 from phalanx.types import (
     Batch,
     Cancel,
@@ -67,6 +73,9 @@ class Post:
     def drain(self, *, block: bool) -> list[Any]:
         return []
 
+    def wake(self) -> None:
+        pass
+
     def send(self, message: Any) -> None:
         if not isinstance(message, Batch):
             return
@@ -94,23 +103,30 @@ class Engine:
         budget: int = 1 << 28,
         batched: int = 160,
         post: Post | None = None,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         limits = KvLimits(
             max_num_seqs=rows, max_model_len=1024, kv_budget=budget, bytes_per_token=runner.facts.bytes_per_token
         )
-        self.scheduler = Scheduler(
-            SchedulerConfig(limits=limits, max_num_batched_tokens=batched, target_step_s=0.1, prefix_budget=1 << 24)
+        config = SchedulerConfig(
+            limits=limits,
+            prefill=PrefillBounds(most=batched),
+            target_step_s=0.1,
+            prefix_budget=1 << 24,
+            recurrent=runner.facts.recurrent,
         )
+        self.scheduler = Scheduler(config)
         self.metadata = SamplingMetadataCache()
         self.post = post or Post()
         self.vocab = vocab
         self.meter = SpecMeter("test")
+        self.grammars = Grammars(lambda: compiler or _no_tokenizer(), self.post.wake)
         self._runner = runner
         self.leader = self._lead(None)
 
     def speculate(self, drafter: Drafter, k: int, control: Control | None = None) -> Engine:
         """Speculate from now on with this drafter. Returns self."""
-        speculator = Speculator(drafter, control or Always(k), self.meter, self.vocab)
+        speculator = Speculator(drafter, control or Always(k), self.meter, self.vocab, _grammars=self.grammars)
         self.leader = self._lead(speculator)
         return self
 
@@ -119,9 +135,10 @@ class Engine:
         return self.metadata.after(self.scheduler.by_number[number], drafts)
 
     def _lead(self, speculator: Speculator | None) -> Leader:
+        alone = StagedRunner(self._runner, 0, Ends(None, ()), "float32")
         return Leader(
-            self.scheduler, self._runner, self.post, link=SingleRank(), deadline=StepDeadline(1e6),
-            metadata=self.metadata, speculator=speculator,
+            self.scheduler, alone, self.post, link=SingleRank(), deadline=StepDeadline(1e6),
+            metadata=self.metadata, speculator=speculator, grammars=self.grammars,
         )  # fmt: skip
 
     def step(self) -> None:
@@ -157,6 +174,10 @@ class Engine:
     def _tokens(self, number: str) -> list[int]:
         answer = self.post.answers.get(number)
         return [] if answer is None else answer.tokens
+
+
+def _no_tokenizer() -> GrammarCompiler:
+    raise ModelUnsupported("this engine has no tokenizer")
 
 
 @dataclass(frozen=True)

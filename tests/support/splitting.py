@@ -16,6 +16,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from support.families import FAMILIES
 
 from phalanx.model.loading.load import Loaded, load
+from phalanx.model.loading.stage_cut import Choice
+from phalanx.model.stage import call_model
 
 UNBUILDABLE = {
     "olmo": "needs a package of its own",
@@ -80,36 +82,45 @@ class HandReducer:
 
 
 class Ranks:
-    """All ranks of a split model."""
+    """All ranks of a split model, or of a stage of one."""
 
-    def __init__(self, path: Path, size: int, dtype: Any = "float32") -> None:
+    def __init__(self, path: Path, size: int, dtype: Any = "float32", choose_layers: Choice | None = None) -> None:
         self.board = Board()
         self.reducers = [HandReducer(self.board, rank, size) for rank in range(size)]
         self.loaded: list[Loaded] = [
-            load(path, dtype=dtype, guard=0, trust_remote_code=False, on_progress=lambda *_: None, reducer=reducer)
-            for reducer in self.reducers  # type: ignore[arg-type]
+            load(
+                path,
+                dtype=dtype,
+                guard=0,
+                trust_remote_code=False,
+                on_progress=lambda *_: None,
+                reducer=reducer,  # type: ignore[arg-type]
+                choose_layers=choose_layers,
+            )
+            for reducer in self.reducers
         ]
 
     @property
     def models(self) -> list[Module]:
         return [loaded.model for loaded in self.loaded]
 
-    def forward(self, tokens: Sequence[int]) -> list[mx.array]:
-        """Every rank's logits [1, L, V] for a prompt."""
+    def forward(self, tokens: Sequence[int], inlets: Sequence[mx.array] | None = None) -> list[mx.array]:
+        """Every rank's logits [1, L, V] for a prompt, or what it hands on; `inlets` are those of a stage's ranks."""
         self.board.totals.clear()
         while True:
-            outputs = list(self._attempt(mx.array([tokens])))
+            outputs = list(self._attempt(mx.array([tokens]), inlets))
             if len(outputs) == len(self.models):
                 return outputs
             assert not outputs, "some ranks make fewer sums than others"
             parts = [self.board.parts[rank] for rank in range(len(self.models))]
             self.board.totals.append(sum(parts[1:], parts[0]))
 
-    def _attempt(self, tokens: mx.array) -> Iterator[mx.array]:
-        for model, reducer in zip(self.models, self.reducers, strict=True):
+    def _attempt(self, tokens: mx.array, inlets: Sequence[mx.array] | None) -> Iterator[mx.array]:
+        for rank, (loaded, reducer) in enumerate(zip(self.loaded, self.reducers, strict=True)):
             reducer.calls = 0
+            inlet, caches = None if inlets is None else inlets[rank], make_prompt_cache(loaded.model)
             try:
-                logits = model(tokens, cache=make_prompt_cache(model))
+                logits = call_model(loaded.model, loaded.stage, tokens, caches, inlet)
                 mx.eval(logits)
             except _NotYetSummed:
                 continue

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from phalanx.config import EngineConfig
-from phalanx.dist import backend
+from phalanx.dist import backend, gpus
+from phalanx.environment import runtime_dir
 from phalanx.errors import ConfigError
 
 
@@ -28,9 +29,19 @@ def test_auto_takes_the_ring_without_other_backends_and_gives_the_reason(bare):
 
 def test_auto_takes_mpi_on_linux_when_it_is_installed(bare):
     bare.setattr(backend, "find_mpi", lambda: backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
+    bare.setattr(backend, "is_private_network_possible", lambda: True)
     choice = backend.choose("auto", machines=1)
     assert choice.backend == "mpi"
     assert "/x/mpirun" in choice.reason
+
+
+def test_auto_opens_no_daemon_to_strangers(bare):
+    """In a container that allows no namespaces, Open MPI's daemon would listen on all addresses, and obey."""
+    bare.setattr(backend, "find_mpi", lambda: backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
+    bare.setattr(backend, "is_private_network_possible", lambda: False)
+    assert backend.choose("auto", machines=1).backend == "ring"
+    assert "strangers" in backend.choose("auto", machines=1).reason
+    assert backend.choose("mpi", machines=1).backend == "mpi", "who asks for it gets it, and a line in the log"
 
 
 def test_auto_prefers_rdma_between_machines(bare):
@@ -43,6 +54,89 @@ def test_rdma_joins_no_ranks_of_one_machine(bare):
     assert backend.choose("auto", machines=1).backend == "ring"
     with pytest.raises(ConfigError, match="--backend jaccl joins machines over RDMA; here all ranks are on one"):
         backend.choose("jaccl", machines=1)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_auto_takes_nccl_where_every_rank_has_a_gpu(bare, machines):
+    bare.setattr(backend, "find_mpi", lambda: backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
+    assert backend.choose("auto", machines=machines, gpu_shortage="").backend == "nccl"
+    assert backend.choose("auto", "ring", machines=machines, gpu_shortage="").backend != "nccl", "it has no such choice"
+    assert backend.choose("ring", machines=machines, gpu_shortage="").backend == "ring"
+
+
+def test_nccl_without_a_gpu_for_every_rank_is_refused(bare):
+    with pytest.raises(ConfigError, match=r"--backend nccl: .* shortage: 4 ranks, but 2 GPUs that MLX can use"):
+        backend.choose("nccl", machines=1, gpu_shortage=gpus.shortage(4, {"this machine": 2}))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "known", "said"),
+    [
+        (2, {"here": 2}, ""),
+        (2, {"here": 8}, ""),
+        (2, {"here": 1}, "2 ranks, but 1 GPU that MLX can use"),
+        (2, {"here": 0}, "2 ranks, but 0 GPUs that MLX can use"),
+        (2, {"a": 1, "b": 1}, ""),
+        (3, {"a": 8, "b": 0, "c": 0}, "no GPU that MLX can use is known on b, c"),
+    ],
+)
+def test_a_shortage_of_gpus_is_put_in_words(ranks, known, said):
+    assert gpus.shortage(ranks, known) == said
+
+
+A, B, C = "GPU-aaaa", "GPU-bbbb", "GPU-cccc"
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        (None, (A, B, C)),
+        ("2,0", (C, A)),
+        ("GPU-b", (B,)),
+        ("1,7,0", (B,)),  # as CUDA reads it: what is wrong ends the list
+        ("-1", ()),
+        ("", ()),
+    ],
+)
+def test_the_users_own_choice_of_gpus_counts(given, left):
+    assert gpus.allowed([A, B, C], given) == left
+
+
+def test_each_rank_sees_one_gpu():
+    assert [gpus.variables_of(rank, (A, B)) for rank in range(3)] == [{gpus.VARIABLE: name} for name in (A, B, A)]
+    assert gpus.variables_of(1, (A,)) == gpus.variables_of(1, ()) == {}
+
+
+@pytest.fixture
+def nvidia(monkeypatch, tmp_path):
+    """A machine with two GPUs, made of a stand-in for nvidia-smi; and the packages of MLX that are installed."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\n[ "$1" = --query-gpu=uuid ] && printf "{A}\\n{B}\\n"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    packages = {"mlx-cuda-12"}
+    monkeypatch.setattr(gpus, "_installed", packages.__contains__)
+    monkeypatch.delenv(gpus.VARIABLE, raising=False)
+    gpus.usable_gpus.cache_clear()
+    yield packages
+    gpus.usable_gpus.cache_clear()
+
+
+def test_gpus_are_found_where_mlx_is_built_for_them(nvidia):
+    assert gpus.usable_gpus() == (A, B)
+
+
+def test_an_mlx_for_processors_uses_no_gpu(nvidia):
+    nvidia.clear()
+    assert gpus.usable_gpus() == ()
+
+
+def test_mpirun_shares_out_the_gpus(monkeypatch):
+    monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
+    found = backend.mpirun_command(3, "auto", ["p", "rank"], (A, B))
+    ranks = [["-np", "1", "-x", f"{gpus.VARIABLE}={name}", "p", "rank"] for name in (A, B, A)]
+    assert found[found.index("-np") :] == [*ranks[0], ":", *ranks[1], ":", *ranks[2]]
+    assert backend.mpirun_command(3, "auto", ["p"], (A,))[-3:] == ["-np", "3", "p"]
 
 
 @pytest.mark.parametrize("asked", ["mpi", "jaccl", "jaccl-ring", "nccl"])
@@ -59,7 +153,7 @@ def test_an_algorithm_needs_the_backend_that_has_a_choice(bare):
 def test_mpirun_gets_the_algorithm(monkeypatch):
     monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
     command = backend.mpirun_command(4, "ring", ["python", "x.py"])
-    assert command[0] == "mpirun"
+    assert "mpirun" in command
     assert command[-2:] == ["python", "x.py"]
     assert command[command.index("coll_tuned_allreduce_algorithm") + 1] == "4"
     assert "coll_tuned_allreduce_algorithm" not in backend.mpirun_command(4, "auto", ["x"])
@@ -68,8 +162,9 @@ def test_mpirun_gets_the_algorithm(monkeypatch):
 def test_mpirun_gives_every_host_its_own_command(monkeypatch):
     monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
     commands = [["p0", "rank", "--rank", "0"], ["p1", "rank", "--rank", "1"]]
-    found = backend.mpirun_on_hosts(["a", "b"], "star", commands, {"SECRET": "x"}, "python -m phalanx reach c.json")
-    assert found[found.index("plm_ssh_agent") + 1] == "python -m phalanx reach c.json"
+    agent = "python -m phalanx reach c.json"
+    found = backend.mpirun_on_hosts(["a", "b"], "star", commands, {"SECRET": "x"}, agent)
+    assert found[found.index("plm_ssh_agent") + 1] == agent
     assert found[found.index("coll_tuned_allreduce_algorithm") + 1] == "1"
     first = found.index("-np")
     assert found[first:] == [
@@ -137,6 +232,7 @@ def test_the_environment_of_a_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "environment", dict)
     assert backend.environment_of("mpi", None, None) == {
         "MLX_MPI_LIBNAME": "libmpi.so",
+        "HOME": str(runtime_dir()),  # for there is none
         "OMPI_MCA_btl": "^ofi",
         "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
     }

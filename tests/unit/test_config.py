@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import tempfile
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from phalanx.config import (
-    EngineConfig,
-    ServerConfig,
-    api_key_from_environment,
-    memory_guard_override_gb,
-    runtime_dir,
-)
+from phalanx import environment
+from phalanx.config import EngineConfig, ServerConfig
+from phalanx.environment import api_key_from_environment, child_environment, memory_guard_override_gb, runtime_dir
 from phalanx.errors import ConfigError
 
 
@@ -63,9 +64,58 @@ def test_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert api_key_from_environment() == "secret"
 
 
-def test_runtime_dir_prefers_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_dir_is_the_first_that_can_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert str(runtime_dir()) == "/tmp"
     monkeypatch.setenv("TMPDIR", "/var/tmp")
     assert str(runtime_dir()) == "/var/tmp"
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
-    assert str(runtime_dir()) == "/run/user/1"
+    own = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own))
+    assert runtime_dir() == own
+    own.rmdir()
+    assert str(runtime_dir()) == "/var/tmp"  # it is gone
+    file, long = tmp_path / "file", tmp_path / ("l" * 100)
+    file.touch()
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(file))
+    monkeypatch.setenv("TMPDIR", str(long))
+    assert str(runtime_dir()) == "/tmp"
+
+
+def test_on_macos_state_lies_in_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """macOS empties both temporary directories of what lies unread for three days, and servers run for weeks."""
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    library = tmp_path / "Library" / "Application Support" / "phalanx"
+    monkeypatch.setattr(environment, "SOCKET_PATH", len(str(library)) + environment.SOCKET_NAME)
+    monkeypatch.setenv("TMPDIR", "/var/tmp")
+    assert runtime_dir() == library
+    assert library.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(environment, "SOCKET_PATH", environment.SOCKET_PATH - 1)
+    assert str(runtime_dir()) == "/var/tmp", "a long name of a user leaves no room for sockets"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
+    assert str(runtime_dir()) == "/tmp"
+
+
+def test_runtime_dir_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/nonexistent")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="/nonexistent is no directory, /tmp may not be written to"):
+        runtime_dir()
+
+
+def test_children_get_no_keys_and_no_place_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PHALANX_API_KEY", "MLX_RANK", "MLX_HOSTFILE", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "NCCL_PORT"):
+        monkeypatch.setenv(name, "1")
+    kept = {"PHALANX_CPU_KERNELS": "0", "OMPI_MCA_btl": "tcp", "NCCL_DEBUG": "INFO", "MLX_METAL_FAST_SYNCH": "1"}
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    children = child_environment()
+    assert kept.items() <= children.items()
+    assert not {
+        "PHALANX_API_KEY",
+        "MLX_RANK",
+        "MLX_HOSTFILE",
+        "OMPI_COMM_WORLD_RANK",
+        "PMIX_NAMESPACE",
+        "NCCL_PORT",
+    } & set(children)

@@ -11,15 +11,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 from support.web import chunk, events, usage, web_server
 
 from phalanx.cli import chat, generate, rank, serve
 from phalanx.cli.main import COMMANDS, HIDDEN, main
 from phalanx.cli.private import free_port
 from phalanx.cli.terminal import report
-from phalanx.config import EngineConfig, GroupConfig, NgramSpeculation, ServerConfig
+from phalanx.config import EngineConfig, GroupConfig, ServerConfig
 from phalanx.errors import ConfigError, ExitCode, MemoryShortage, ModelNotFound, PhalanxError, exit_code_of
+from phalanx.server.schema import ChatMessage
+from phalanx.speculation_config import NgramSpeculation
+from phalanx.tls.certificates import make_credentials
+from phalanx.tls.credentials import write_credentials
 
 DEFAULT = ServerConfig(engine=EngineConfig(model="demo"))
 
@@ -43,7 +47,7 @@ def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
         "heavy = {'mlx', 'mlx_lm', 'transformers', 'fastapi', 'numpy', 'torch'} & set(sys.modules);"
         "sys.exit(f'imports {heavy}' if heavy else code)"
     )
-    ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout
 
@@ -97,6 +101,7 @@ ENGINE_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--no-prefix-caching"], "prefix_cache_gb", 0.0),
     (["--no-enable-prefix-caching"], "prefix_cache_gb", 0.0),
     (["--memory-guard-gb", "0"], "memory_guard_gb", 0.0),
+    (["--no-wired-limit"], "wired_limit", False),
     (["--trace", "plans.jsonl"], "trace", "plans.jsonl"),
 ]
 
@@ -109,21 +114,43 @@ GROUP_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--silence-seconds", "5"], "silence_seconds", 5.0),
     (["--wedge-seconds", "20"], "wedge_seconds", 20.0),
     (["--inject", "garbage:rank=1,step=4"], "inject", "garbage:rank=1,step=4"),
+    (["--tp", "3"], "tensor_parallel_size", 3),
 ]
 """Together with `--tp 2`."""
+
+STAGE_FLAGS: list[tuple[list[str], str, Any]] = [
+    ([], "pipeline_parallel_size", 2),
+    (["--tp", "2,1"], "tensor_parallel_size", (2, 1)),
+    (["--pp-split", "20,41"], "pp_split", (20, 41)),
+    (["--pp-activation-dtype", "float16"], "pp_activation_dtype", "float16"),
+]
+"""Together with `--pp 2`."""
 
 SERVER_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--host", "::1"], "host", "::1"),
     (["--port", "0"], "port", 0),
+    (["--ollama-port", "11434"], "ollama_port", 11434),
     (["--served-model-name", "a", "--served-model-name", "b"], "served_model_name", ("a", "b")),
     (["--api-key", "k1", "--api-key", "k2"], "api_key", ("k1", "k2")),
+    (["--admin-key", "k3"], "admin_key", "k3"),
+    (["--allowed-hosts", "a", "--allowed-hosts", "*.b.c"], "allowed_hosts", ("a", "*.b.c")),
+    (["--allowed-hosts", "*"], "allowed_hosts", ("*",)),
+    (["--allowed-origins", "https://a", "--allowed-origins", "*"], "allowed_origins", ("https://a", "*")),
     (["--queue", "0"], "queue", 0),
+    (["--max-connections", "9"], "max_connections", 9),
+    (["--max-connections-per-address", "3"], "max_connections_per_address", 3),
     (["--max-body-mb", "0.5"], "max_body_mb", 0.5),
     (["--max-n", "3"], "max_n", 3),
+    (["--max-prompts", "3"], "max_prompts", 3),
+    (["--no-clamp-max-tokens"], "clamp_max_tokens", False),
     (["--keepalive-seconds", "0.5"], "keepalive_seconds", 0.5),
     (["--drain-seconds", "0"], "drain_seconds", 0.0),
     (["--stall-seconds", "9"], "stall_seconds", 9.0),
     (["--default-chat-template-kwargs", '{"a": 1}'], "default_chat_template_kwargs", {"a": 1}),
+    (["--tool-call-parser", "mistral"], "tool_call_parser", "mistral"),
+    (["--reasoning-parser", "none"], "reasoning_parser", "none"),
+    (["--enable-auto-tool-choice"], "enable_auto_tool_choice", True),
+    (["--no-enable-auto-tool-choice"], "enable_auto_tool_choice", False),
     (["--log-level", "debug"], "log_level", "debug"),
 ]
 
@@ -141,17 +168,69 @@ def test_group_flag(parsed: list[ServerConfig], name: str, flags: list[str], fie
     assert asdict(parsed[0].engine) == {**asdict(DEFAULT.engine), "tensor_parallel_size": 2, field: value}
 
 
+@pytest.mark.parametrize("name", ["--pp", "-pp", "--pipeline-parallel-size"])
+@pytest.mark.parametrize(("flags", "field", "value"), STAGE_FLAGS)
+def test_stage_flag(parsed: list[ServerConfig], name: str, flags: list[str], field: str, value: Any) -> None:
+    assert main(["serve", name, "2", *flags]) == 0
+    assert asdict(parsed[0].engine) == {**asdict(DEFAULT.engine), "pipeline_parallel_size": 2, field: value}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tp", "2,1"], "--tp 2,1 is for 2 stages, but --pp is 1"),
+        (["--pp", "3", "--tp", "2,1"], "--tp 2,1 is for 2 stages, but --pp is 3"),
+        (["--pp", "4", "--tp", "8"], "--tp and --pp ask for 32 ranks; 16 are the most"),
+        (["--pp-split", "20,41"], "--pp-split is for stages, and there is one"),
+        (["--pp-activation-dtype", "float16"], "--pp-activation-dtype is for stages, and there is one"),
+        (["--pp", "2", "--pp-split", "20,30,11"], "--pp-split 20,30,11 has 3 numbers, --pp is 2"),
+        (["--pp", "2", "--inject", "cut:rank=2,step=4"], "there is no rank 2"),
+        (["--pp", "2", "--attach", "/s"], "--attach waits for ranks of another launcher, which starts one stage"),
+    ],
+)
+def test_stage_flags_that_contradict_each_other(
+    parsed: list[ServerConfig], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags]) == ExitCode.CONFIG
+    assert said in capsys.readouterr().err and not parsed
+
+
+@pytest.mark.parametrize("flags", [["--tp", "2,x"], ["--tp", "0"], ["--pp", "2", "--tp", "2,"], ["--pp-split", "1.5"]])
+def test_numbers_of_stages_are_whole(
+    parsed: list[ServerConfig], flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags]) != 0
+    assert "whole numbers" in capsys.readouterr().err and not parsed
+
+
 @pytest.mark.parametrize(("flags", "field", "value"), SERVER_FLAGS)
 def test_server_flag(parsed: list[ServerConfig], flags: list[str], field: str, value: Any) -> None:
     assert main(["serve", *flags]) == 0
     assert asdict(parsed[0]) == {**asdict(DEFAULT), field: value}
 
 
+@pytest.mark.parametrize("flag", ["--tool-call-parser", "--reasoning-parser"])
+def test_forms_of_calls_have_known_names(parsed: list[ServerConfig], flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} 'klingon' is not known.") as caught:
+        main(["serve", flag, "klingon"])
+    assert "mistral" in caught.value.remedy
+    assert not parsed
+
+
 def test_every_setting_has_a_flag() -> None:
     """A setting that cannot be set, or a flag nobody tested, shows here."""
-    assert {field for _, field, _ in ENGINE_FLAGS + GROUP_FLAGS} == set(EngineConfig.__struct_fields__)
-    tested = {field for _, field, _ in SERVER_FLAGS} | {"chat_template", "engine"}
+    assert {field for _, field, _ in ENGINE_FLAGS + GROUP_FLAGS + STAGE_FLAGS} == set(EngineConfig.__struct_fields__)
+    tested = {field for _, field, _ in SERVER_FLAGS} | {"chat_template", "engine", "ssl_certfile", "ssl_keyfile"}
     assert tested == set(ServerConfig.__struct_fields__)
+
+
+def test_certificate_files(parsed: list[ServerConfig], tmp_path: Path) -> None:
+    certificate, key = tmp_path / "server.pem", tmp_path / "key.pem"
+    assert main(["serve", "--ssl-certfile", str(certificate)]) == ExitCode.USAGE
+    for file in (certificate, key):
+        file.write_text("x")
+    assert main(["serve", "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]) == 0
+    assert (parsed[0].ssl_certfile, parsed[0].ssl_keyfile) == (str(certificate), str(key))
 
 
 def test_chat_template_file(parsed: list[ServerConfig], tmp_path: Path) -> None:
@@ -170,7 +249,18 @@ def test_keys_from_file_and_environment(
     monkeypatch.setenv("PHALANX_API_KEY", "from-environment")
     assert main(["serve"]) == 0
     assert main(["serve", "--api-key-file", str(file), "--api-key", "zero"]) == 0
-    assert [config.api_key for config in parsed] == [("from-environment",), ("zero", "one", "two")]
+    monkeypatch.setenv("PHALANX_API_KEY", "several keys")
+    assert main(["serve"]) == 0
+    keys = [config.api_key for config in parsed]
+    assert keys == [("from-environment",), ("zero", "one", "two"), ("several", "keys")]
+
+
+def test_the_admin_key_of_the_environment(parsed: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["serve"]) == 0
+    monkeypatch.setenv("PHALANX_ADMIN_KEY", "from-environment")
+    assert main(["serve"]) == 0
+    assert main(["serve", "--admin-key", "given"]) == 0
+    assert [config.admin_key for config in parsed] == [None, "from-environment", "given"]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +295,14 @@ def test_usage_errors_name_flag_and_value(
         ),
         (["--no-prefix-caching", "--prefix-cache-gb", "1"], ["--no-prefix-caching", "--prefix-cache-gb 1"]),
         (["--api-key", " "], ["--api-key"]),
+        (["--admin-key", ""], ["--admin-key", "empty"]),
+        (["--admin-key", "schlüssel"], ["--admin-key", "ASCII"]),
+        (["--admin-key", "k", "--api-key", "k"], ["--admin-key", "also an --api-key"]),
+        (["--allowed-hosts", "http://a"], ["--allowed-hosts 'http://a'", "without scheme"]),
+        (["--allowed-hosts", "a:8000"], ["--allowed-hosts 'a:8000'", "port"]),
+        (["--allowed-hosts", "a*.example.com"], ["--allowed-hosts", "*.NAME"]),
+        (["--allowed-origins", "chat.example.com"], ["--allowed-origins 'chat.example.com'", "https://"]),
+        (["--allowed-origins", "https://a/"], ["--allowed-origins 'https://a/'", "without a path"]),
         (["--served-model-name", ""], ["--served-model-name"]),
         (["--default-chat-template-kwargs", "[1]"], ["--default-chat-template-kwargs", "[1]"]),
         (["--backend", "ring"], ["--backend", "--tp"]),
@@ -222,6 +320,13 @@ def test_contradictions_are_explained(
     assert said.startswith("error:")
     assert all(word in said for word in named), said
     assert parsed == []
+
+
+@pytest.mark.parametrize("flag", ["--api-key-file", "--chat-template"])
+def test_a_file_that_is_not_text_is_named(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_bytes(b"caf\xe9")
+    assert main(["serve", flag, str(tmp_path / "file")]) == ExitCode.CONFIG
+    assert f"error: {flag} {tmp_path / 'file'} is not UTF-8" in capsys.readouterr().err
 
 
 def test_an_empty_key_file_is_named(
@@ -295,18 +400,29 @@ def test_rank_passes_its_settings_on(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model="demo", max_num_seqs=3)
     text = msgspec.json.encode(config).decode()
     assert main(["rank", "demo", "--rank", "1", "--socket", "/s", "--config", text]) == ExitCode.DESYNC
-    assert seen == [(config, None, "/s", 1)]
+    assert seen == [(config, None, None, "/s", 1)]
 
 
-def test_rank_passes_its_group_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_passes_its_group_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(rank, "run_rank", lambda *args: seen.append(args) or 0)
-    group = GroupConfig(size=2, backend="ring", nonce=5, control="127.0.0.1:1")
+    group = GroupConfig(size=2, backend="ring", nonce=5, control="/run/control")
     text = msgspec.json.encode(group).decode()
     assert main(["rank", "demo", "--rank", "1", "--socket", "/s", "--group", text]) == 0
-    assert seen == [(EngineConfig(model="demo"), group, "/s", 1)]
+    own = make_credentials(["a", "b"])[1]
+    write_credentials(tmp_path / "credentials", own)
+    apart = replace(group, control="127.0.0.1:1")
+    words = ["--group", msgspec.json.encode(apart).decode(), "--credentials", str(tmp_path / "credentials")]
+    assert main(["rank", "demo", "--rank", "1", "--socket", "/s", *words]) == 0
+    config = EngineConfig(model="demo")
+    assert seen == [(config, group, None, "/s", 1), (config, apart, own, "/s", 1)]
     assert main(["rank", "demo", "--rank", "2", "--socket", "/s", "--group", text]) == ExitCode.CONFIG
     assert main(["rank", "demo", "--rank", "1", "--socket", "/s", "--group", "{}"]) == ExitCode.CONFIG
+    short = text.replace('"hosts":[]', '"hosts":["a"]')
+    assert main(["rank", "demo", "--rank", "1", "--socket", "/s", "--group", short]) == ExitCode.CONFIG
+    assert "hosts has 1 entries for 2 ranks" in capsys.readouterr().err
 
 
 def test_rank_reads_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,8 +472,8 @@ def test_generate_builds_the_apis_body(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["generate", "m", "-p", "hi", "--system", "be brief", "--json", *flags]) == 0
     config, body, as_json = seen[0]
     assert (config.model, config.max_num_seqs, as_json) == ("m", 1, True)
-    assert body.model_dump(exclude_none=True) == {
-        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+    assert {name: value for name, value in asdict(body).items() if value is not None} == {
+        "messages": [ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="hi")],
         "max_tokens": 5, "temperature": 0.0, "seed": 7, "stop": ["a", "b"], "top_k": 3,
     }  # fmt: skip
 
@@ -424,6 +540,29 @@ def test_a_conversation_carries_its_history(
     assert "answer 4" in capsys.readouterr().out
 
 
+def test_reasoning_and_calls_stand_apart_from_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def part(**delta: Any) -> dict[str, Any]:
+        return {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+
+    def call(**function: str) -> dict[str, Any]:
+        return part(tool_calls=[{"index": 0, "function": function}])
+
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        asked.append(body["messages"])
+        parts = [part(reasoning_content="Hm, "), part(reasoning="so."), chunk("I"), chunk(" ask.")]
+        calls = [call(name="f", arguments=""), call(arguments='{"a'), call(arguments='": 1}'), call(name="g")]
+        return 200, events(*parts, *calls, chunk(finish="tool_calls"), usage(1, 2))
+
+    assert talk("one\ntwo\n", monkeypatch, answer, "--model", "m") == 0
+    shown = 'Hm, so.\n\nI ask.\nf {"a": 1}\ng \n'
+    assert capsys.readouterr().out == 2 * shown
+    assert asked[1][1] == {"role": "assistant", "content": "I ask."}
+
+
 def test_a_refused_question_is_not_part_of_the_conversation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -473,7 +612,7 @@ def test_a_conversation_asks_its_own_server_for_its_clock(monkeypatch: pytest.Mo
     asked: list[dict[str, Any]] = []
 
     class Server:
-        url, model = "http://127.0.0.1:1/v1", "demo"
+        url, model, certificate = "http://127.0.0.1:1/v1", "demo", None
 
         def __init__(self, *_: Any) -> None: ...
 
@@ -483,7 +622,7 @@ def test_a_conversation_asks_its_own_server_for_its_clock(monkeypatch: pytest.Mo
             return 0
 
     monkeypatch.setattr(chat, "PrivateServer", Server)
-    monkeypatch.setattr(chat, "talk", lambda url, key, model, conversation: asked.append(conversation._options) or 0)
+    monkeypatch.setattr(chat, "talk", lambda server, model, conversation: asked.append(conversation._options) or 0)
     assert main(["chat", "demo", "--seed", "3"]) == 0
     assert main(["chat", "http://127.0.0.1:1", "--seed", "3"]) == 0
     assert asked == [{"seed": 3, "timing": True}, {"seed": 3}]

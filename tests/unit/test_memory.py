@@ -9,36 +9,70 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from phalanx.errors import ConfigError, MemoryShortage
 from phalanx.memory import (
     GB,
+    MIB,
     MachineMemory,
     Prediction,
     check_fits,
     check_group,
     guard_bytes,
+    largest_wired_limit_mb,
     prediction_table,
     process_rss,
+    ranks_beside,
     read_machine,
     serving_budget,
 )
 
 NOWHERE = Path("/nonexistent")
-MACHINE = MachineMemory(physical=64 * GB, available=40 * GB)
+MACHINE = MachineMemory(total=64 * GB, available=40 * GB)
+MAC = MachineMemory(total=107 * GB, available=107 * GB, kind="metal", outside=21 * GB)
+GPU = MachineMemory(total=24 * GB, available=23 * GB, kind="cuda", device="GPU-1")
+
+
+def of(total: int) -> MachineMemory:
+    return MachineMemory(total=total, available=total)
 
 
 def test_the_guard_is_a_tenth_but_at_least_5_gb() -> None:
-    assert guard_bytes(512 * GB) == 512 * GB // 10
-    assert guard_bytes(16 * GB) == 5 * GB
-    assert guard_bytes(512 * GB, 0.5) == GB // 2
-    assert guard_bytes(512 * GB, 0.0) == 0
+    assert guard_bytes(of(512 * GB)) == 512 * GB // 10
+    assert guard_bytes(of(16 * GB)) == 5 * GB
+    assert guard_bytes(of(512 * GB), 0.5) == GB // 2
+    assert guard_bytes(of(512 * GB), 0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("limit_gb", "override", "guard_gb"),
+    [(107, None, 0.0), (120, None, 4.8), (128, None, 12.8), (107, 30.0, 9.0), (107, 0.0, 0.0), (128, 2.0, 2.0)],
+)
+def test_what_macos_keeps_from_the_gpu_counts_as_free(limit_gb: int, override: float | None, guard_gb: float) -> None:
+    """Of 128 GB, macOS lets the GPU use 107 on its own, and what `iogpu.wired_limit_mb` says."""
+    mac = MachineMemory(limit_gb * GB, limit_gb * GB, "metal", outside=(128 - limit_gb) * GB)
+    assert guard_bytes(mac, override) == pytest.approx(guard_gb * GB, abs=1)
+
+
+def test_a_gpu_keeps_a_tenth_of_its_own_memory() -> None:
+    assert guard_bytes(GPU) == 24 * GB // 10
+    assert guard_bytes(GPU, 1.0) == GB
+
+
+@pytest.mark.parametrize("physical_gb", [16, 64, 128, 512])
+def test_the_largest_wired_limit_needs_no_further_guard(physical_gb: int) -> None:
+    most = largest_wired_limit_mb(physical_gb * GB) * MIB
+    mac = MachineMemory(most, most, "metal", outside=physical_gb * GB - most)
+    assert guard_bytes(mac) == 0
+    assert guard_bytes(MachineMemory(most + MIB, most, "metal", outside=physical_gb * GB - most - MIB)) > 0
+    assert largest_wired_limit_mb(4 * GB) == 0
 
 
 @pytest.mark.parametrize("gb", [-1.0, math.nan, math.inf])
 def test_a_value_that_is_not_a_number_of_gb_is_refused_by_its_flag(gb: float) -> None:
     with pytest.raises(ConfigError, match="--memory-guard-gb"):
-        guard_bytes(64 * GB, gb)
+        guard_bytes(MACHINE, gb)
     with pytest.raises(ConfigError, match="--kv-cache-gb"):
         serving_budget(MACHINE, 0, gb, None, minimum_kv=1)
     with pytest.raises(ConfigError, match="--prefix-cache-gb"):
@@ -54,17 +88,32 @@ def test_an_exact_fit_passes_and_one_byte_more_is_refused_with_all_numbers() -> 
         assert part in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("machine", "parts"),
+    [
+        (MACHINE, ["GB physical", "Close other programs, choose"]),
+        (MAC, ["107.00 GB that macOS lets the GPU use", "more (`sudo sysctl iogpu.wired_limit_mb=117964`), choose"]),
+        (replace(MAC, total=120 * GB, outside=8 * GB), ["120.00 GB that macOS", "Use more machines, choose"]),
+        (GPU, ["24.00 GB of the GPU", "End other programs on the GPU (`nvidia-smi` lists them), choose"]),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_whose_memory_it_is_and_how_to_make_room(machine: MachineMemory, parts: list[str]) -> None:
+    with pytest.raises(MemoryShortage) as raised:
+        check_fits("A model", 200 * GB, machine, 0)
+    assert [part for part in parts if part not in str(raised.value)] == []
+
+
 # -- the machine -----------------------------------------------------------------------------------------------------
 
 
 def test_a_machine_without_control_groups_has_the_systems_numbers() -> None:
     machine = read_machine(NOWHERE, NOWHERE)
-    assert machine.physical == psutil.virtual_memory().total
-    assert 0 < machine.available <= machine.physical
+    assert machine.total == psutil.virtual_memory().total
+    assert 0 < machine.available <= machine.total
 
 
 def test_this_process_has_a_size() -> None:
-    assert 1 << 20 < process_rss() < read_machine(NOWHERE, NOWHERE).physical
+    assert 1 << 20 < process_rss() < read_machine(NOWHERE, NOWHERE).total
 
 
 def group(folder: Path, version: int, limit: str, usage: int, inactive: int) -> None:
@@ -76,9 +125,6 @@ def group(folder: Path, version: int, limit: str, usage: int, inactive: int) -> 
     (folder / "memory.stat").write_text(f"anon 5\n{total}inactive_file {inactive}\n")
 
 
-MIB = 1 << 20
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_containers_limit_counts_instead_of_the_hosts_memory(version: int, tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
@@ -86,9 +132,9 @@ def test_a_containers_limit_counts_instead_of_the_hosts_memory(version: int, tmp
     root = tmp_path / ("mount/memory" if version == 1 else "mount")
     group(root / "a", version, str(64 * MIB), usage=50 * MIB, inactive=20 * MIB)
     group(root / "a/b", version, "max" if version == 2 else str(2**63 - 4096), usage=10 * MIB, inactive=0)
-    assert read_machine(membership, tmp_path / "mount") == MachineMemory(physical=64 * MIB, available=34 * MIB)
+    assert read_machine(membership, tmp_path / "mount") == MachineMemory(total=64 * MIB, available=34 * MIB)
     group(root / "a/b", version, str(32 * MIB), usage=40 * MIB, inactive=0)
-    assert read_machine(membership, tmp_path / "mount") == MachineMemory(physical=32 * MIB, available=0)
+    assert read_machine(membership, tmp_path / "mount") == MachineMemory(total=32 * MIB, available=0)
 
 
 def test_inside_a_container_the_own_group_is_the_root_of_the_mount(tmp_path: Path) -> None:
@@ -101,7 +147,7 @@ def test_unreadable_limits_are_no_limits(tmp_path: Path) -> None:
     (tmp_path / "cgroup").write_text("0::/\n")
     group(tmp_path / "mount", 2, "what", usage=1, inactive=0)
     (tmp_path / "mount/memory.current").unlink()
-    assert read_machine(tmp_path / "cgroup", tmp_path / "mount").physical == psutil.virtual_memory().total
+    assert read_machine(tmp_path / "cgroup", tmp_path / "mount").total == psutil.virtual_memory().total
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------
@@ -158,8 +204,14 @@ def test_a_budget_below_one_row_names_the_flag() -> None:
 
 
 def prediction(host: str, rank: int, **sizes: int) -> Prediction:
-    usual = {"weights": 10, "working": 2, "kv": 4, "guard": 5, "available": 20, "physical": 32}
-    return Prediction(host, rank, **{name: size * GB for name, size in {**usual, **sizes}.items()})
+    usual = {"weights": 10, "working": 2, "kv": 4, "guard": 5, "available": 20, "total": 32}
+    values = {name: size * GB for name, size in {**usual, **sizes}.items()}
+    machine = MachineMemory(values.pop("total"), values.pop("available"))
+    return Prediction(host, rank, machine=machine, **values)
+
+
+def on(machine: MachineMemory, rank: int, host: str = "box") -> Prediction:
+    return Prediction(host, rank, weights=15 * GB, working=GB, kv=GB, guard=guard_bytes(machine), machine=machine)
 
 
 def test_a_rank_needs_its_weights_and_the_larger_of_working_and_kv_memory() -> None:
@@ -187,3 +239,27 @@ def test_a_refusal_names_the_short_machines_and_shows_all_ranks() -> None:
     ]  # fmt: skip
     assert len({len(line) for line in table[:4]}) == 1
     assert all(line in text for line in table)
+
+
+def test_ranks_on_gpus_of_their_own_share_nothing() -> None:
+    other = replace(GPU, device="GPU-2")
+    ranks = [on(GPU, 0), on(other, 1)]
+    check_group("m", ranks)
+    assert [ranks_beside(ranks, rank) for rank in (0, 1)] == [1, 1]
+    with pytest.raises(MemoryShortage, match=r"box lacks 11\.40 GB"):
+        check_group("m", [on(GPU, 0), on(GPU, 1)])
+    crowded = [on(GPU, 0), on(other, 1), on(GPU, 2)]
+    assert [ranks_beside(crowded, rank) for rank in (0, 1, 2)] == [2, 1, 2]
+
+
+def test_a_refusal_says_on_which_machine_to_do_what() -> None:
+    mac, gpu = replace(MAC, total=12 * GB, available=12 * GB), replace(GPU, available=GB)
+    with pytest.raises(MemoryShortage) as refused:
+        check_group("m", [on(mac, 0, "studio"), on(gpu, 1, "box"), on(of(10 * GB), 2, "a"), on(of(10 * GB), 3, "b")])
+    assert refused.value.remedy.startswith(
+        "Let the GPU use more (`sudo sysctl iogpu.wired_limit_mb=28672`) on studio. End other programs on the GPU "
+        "(`nvidia-smi` lists them) on box. Close other programs on a and b. Use more machines"
+    )
+    assert [line.split()[-2:] for line in refused.value.message.splitlines()[2:6]] == [
+        ["GPU's", "part"], ["24.00", "GPU's"], ["10.00", "host's"], ["10.00", "host's"],
+    ]  # fmt: skip

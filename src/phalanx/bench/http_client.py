@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 from msgspec import Struct
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.tls.trust import trust_only
 
 CONNECT_S = 10.0
 NO_LIMIT = httpx.Timeout(None, connect=CONNECT_S)  # no limit on the time of an answer
 UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+KEY_REMEDY = "Give one of the server's keys: --api-key, or PHALANX_API_KEY."
+REMEDIES = {
+    "CERTIFICATE_VERIFY_FAILED": "Give the certificate that the server has now: --ssl-certfile FILE.",
+    "WRONG_VERSION_NUMBER": "The server there does not speak HTTPS: try http://.",
+    "RECORD_LAYER_FAILURE": "The server there does not speak HTTPS: try http://.",
+    "Server disconnected without sending a response": "Does the server speak HTTPS? Then try https://.",
+}
+"""Part of an error of httpx -> what to do."""
 
 
 class RequestFailed(PhalanxError):
@@ -61,14 +71,39 @@ class Exchange(Struct, frozen=True, kw_only=True):
         return 1.0 / tpot if tpot else None
 
 
-def open_client(base_url: str, api_key: str | None = None) -> httpx.AsyncClient:
-    """A client for `base_url` (which ends in /v1). It ignores the environment's proxies, even for other machines."""
+def open_client(base_url: str, api_key: str | None = None, certificate: Path | None = None) -> httpx.AsyncClient:
+    """A client for `base_url` (which ends in /v1). It ignores the environment's proxies, even for other machines.
+
+    Args:
+        certificate: the server's (PEM): with https, exactly this one is accepted; None asks the usual authorities.
+
+    Raises:
+        ConfigError: the certificate cannot be used.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.AsyncClient(base_url=base_url, headers=headers, timeout=NO_LIMIT, limits=UNLIMITED, trust_env=False)
+    try:
+        verify = True if certificate is None else trust_only(certificate)
+    except OSError as error:  # ssl.SSLError among them
+        raise ConfigError(
+            f"{certificate} is not a certificate (PEM): {error.strerror or error}.",
+            remedy="Give the file that the server has as --ssl-certfile.",
+        ) from error
+    return httpx.AsyncClient(
+        base_url=base_url, headers=headers, timeout=NO_LIMIT, limits=UNLIMITED, trust_env=False, verify=verify
+    )
 
 
 async def first_model(client: httpx.AsyncClient) -> str:
     """The name of the first model that the server lists.
+
+    Raises:
+        RequestFailed: as of `listed_models`.
+    """
+    return (await listed_models(client))[0][0]
+
+
+async def listed_models(client: httpx.AsyncClient) -> list[tuple[str, int | None]]:
+    """Names of the models that the server lists, at least one, and their contexts in tokens where it tells them.
 
     Raises:
         RequestFailed: the server cannot be reached, refuses the key, or lists no model.
@@ -82,7 +117,7 @@ async def first_model(client: httpx.AsyncClient) -> str:
     listed = response.json().get("data", [])
     if not listed:
         raise RequestFailed(f"{client.base_url} lists no model.")
-    return str(listed[0]["id"])
+    return [(str(model["id"]), model.get("max_model_len")) for model in listed]
 
 
 async def stream_chat(
@@ -90,15 +125,22 @@ async def stream_chat(
     body: Mapping[str, Any],
     *,
     on_text: Callable[[str], None] | None = None,
+    on_reasoning: Callable[[str], None] | None = None,
+    on_call: Callable[[str, str], None] | None = None,
     path: str = "/chat/completions",
 ) -> Exchange:
     """Post `body` as a streaming request and read the answer to its end.
+
+    Args:
+        on_text: is told of each further part of the answer's content.
+        on_reasoning: the same of its reasoning.
+        on_call: the same of its calls: the name of one that begins, else empty, and a part of the arguments, JSON.
 
     Raises:
         RequestFailed: the server cannot be reached, answers an error, or breaks the stream.
     """
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    record = _Record(on_text)
+    record = _Record(on_text or _pass, on_reasoning or _pass, on_call or _pass)
     try:
         async with client.stream("POST", path, json=request) as response:
             if response.status_code != httpx.codes.OK:
@@ -114,8 +156,15 @@ async def stream_chat(
 class _Record:
     """Collects the events of one stream."""
 
-    def __init__(self, on_text: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        on_text: Callable[[str], None],
+        on_reasoning: Callable[[str], None],
+        on_call: Callable[[str, str], None],
+    ) -> None:
         self._on_text = on_text
+        self._on_reasoning = on_reasoning
+        self._on_call = on_call
         self._sent = time.monotonic()
         self._arrivals: list[float] = []
         self._pieces: list[str] = []
@@ -128,12 +177,19 @@ class _Record:
         if "error" in event:
             raise RequestFailed(f"The stream ended with an error: {_message(event)}")
         for choice in event.get("choices") or ():
-            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-            if text:
+            delta = choice.get("delta") or {}
+            text = choice.get("text") or delta.get("content") or ""
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            calls = [call.get("function") or {} for call in delta.get("tool_calls") or ()]
+            if text or reasoning or calls:
                 self._arrivals.append(time.monotonic())
+            if reasoning:
+                self._on_reasoning(reasoning)
+            if text:
                 self._pieces.append(text)
-                if self._on_text is not None:
-                    self._on_text(text)
+                self._on_text(text)
+            for call in calls:
+                self._on_call(call.get("name") or "", call.get("arguments") or "")
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
         self._usage = event.get("usage") or self._usage
         self._timing = event.get("timing") or self._timing
@@ -150,6 +206,10 @@ class _Record:
             ended=time.monotonic(),
             timing=self._timing,
         )
+
+
+def _pass(*parts: str) -> None:
+    """Do nothing with a part of an answer."""
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -173,7 +233,9 @@ def _refused(response: httpx.Response) -> RequestFailed:
     except ValueError:
         message = response.text[:500]
     return RequestFailed(
-        f"{response.request.url} answered {response.status_code}: {message}", status=response.status_code
+        f"{response.request.url} answered {response.status_code}: {message}",
+        remedy=KEY_REMEDY if response.status_code == httpx.codes.UNAUTHORIZED else "",
+        status=response.status_code,
     )
 
 
@@ -183,7 +245,9 @@ def _message(body: Any) -> str:
 
 
 def _unreachable(client: httpx.AsyncClient, error: httpx.HTTPError) -> RequestFailed:
+    cause = str(error).rstrip(".") or type(error).__name__
+    remedies = (remedy for part, remedy in REMEDIES.items() if part in cause)
     return RequestFailed(
-        f"No answer from {client.base_url}: {error or type(error).__name__}.",
-        remedy="Is the server running there? `phalanx serve` prints its address.",
+        f"No answer from {client.base_url}: {cause}.",
+        remedy=next(remedies, "Is the server running there? `phalanx serve` prints its address."),
     )

@@ -11,21 +11,30 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.flags import whole
-from phalanx.config import AGENT_PORT, CLUSTER_VARIABLE, cluster_secret
-from phalanx.errors import ConfigError
+from phalanx.config import AGENT_PORT, CREDENTIALS_FILE
+from phalanx.logs import CountingHandler
+from phalanx.open_files import raise_limit
 from phalanx.supervision.agent import Agent
+from phalanx.supervision.awake import stay_awake
+from phalanx.tls.credentials import read_credentials
 
 
 def command(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(**whole(1, 65535), help="Port to listen on.")] = AGENT_PORT,
     directory: Annotated[Path, typer.Option(help="For files of ranks.")] = Path("phalanx-agent"),
+    credentials: Annotated[
+        Path, typer.Option(metavar="FILE", help="This host's key and all certificates; `phalanx up` writes it.")
+    ] = Path(CREDENTIALS_FILE),
 ) -> int:
     """Wait for the server on the first host, and run this host's rank for it."""
-    secret = cluster_secret()
-    if secret is None:
-        raise ConfigError(f"{CLUSTER_VARIABLE} is not set.", remedy="Agents are started by `phalanx up`.")
+    known = read_credentials(credentials)
+    raise_limit()
     logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s agent: %(message)s", datefmt="%H:%M:%S"
+        handlers=[CountingHandler(sys.stderr)],
+        level=logging.INFO,
+        format="%(asctime)s agent: %(message)s",
+        datefmt="%H:%M:%S",
     )
-    return asyncio.run(Agent(secret, directory.absolute()).serve(host, port))
+    stay_awake()
+    return asyncio.run(Agent(known, credentials.absolute(), directory.absolute()).serve(host, port))

@@ -6,24 +6,28 @@ Speaks OpenAI's HTTP API only, so that every server of that API works. Does not 
 from __future__ import annotations
 
 import asyncio
+import re
 import readline
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
+import httpx
 import typer
 from rich.console import Console
 
 from phalanx.bench.http_client import Exchange, RequestFailed, first_model, open_client, stream_chat
 from phalanx.cli.flags import flag
 from phalanx.cli.private import PrivateServer
-from phalanx.cli.terminal import note, report
-from phalanx.config import api_key_from_environment
+from phalanx.cli.terminal import note, report, show, show_dim
+from phalanx.environment import api_key_from_environment
 from phalanx.errors import ConfigError, ExitCode
 from phalanx.offline.sampling_params import SamplingParams
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit (or Ctrl-D) ends"
 HISTORY_LINES = 1000
+BARE_ADDRESS = re.compile(r"[^/\s]+:\d+(/v1)?/?")
+"""An address without a scheme; no hub id has a colon."""
 
 
 def command(
@@ -39,6 +43,12 @@ def command(
     seed: Annotated[int | None, flag(SamplingParams, "seed", rich_help_panel=None)] = None,
     model: Annotated[str | None, typer.Option("--model", help="With URL: which of the server's models.")] = None,
     api_key: Annotated[str | None, typer.Option(help="With URL. Also PHALANX_API_KEY.")] = None,
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="With an https URL: the server's certificate, if no authority signed it."
+        ),
+    ] = None,
 ) -> int:
     """Talk to a model, or to a running server, in this terminal."""
     given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
@@ -47,16 +57,33 @@ def command(
         if serve_flags:
             raise ConfigError(f"Flags for `serve` ({' '.join(serve_flags)}) need a MODEL, not a URL.")
         key = api_key or api_key_from_environment()
-        return talk(api_base(target), key, model, ChatSession(system, options))
-    if model is not None or api_key is not None:
-        raise ConfigError("--model and --api-key go with a URL, not with a MODEL.", remedy="Leave them out.")
+        return talk(Server(api_base(target), key, ssl_certfile), model, ChatSession(system, options))
+    if BARE_ADDRESS.fullmatch(target) and not Path(target).exists():
+        raise ConfigError(f"{target} is an address without a scheme.", remedy=f"Give http://{target} or https://.")
+    if model is not None or api_key is not None or ssl_certfile is not None:
+        raise ConfigError(
+            "--model, --api-key and --ssl-certfile go with a URL, not with a MODEL.", remedy="Leave them out."
+        )
     server = PrivateServer(target, ["--port", "0", *(serve_flags or [])])
     try:
         server.wait_ready(note)
         options["timing"] = True  # phalanx's own timing holds even where the answer arrives in one burst
-        return talk(server.url, api_key_from_environment(), server.model, ChatSession(system, options))
+        ours = Server(server.url, api_key_from_environment(), server.certificate)
+        return talk(ours, server.model, ChatSession(system, options))
     finally:
         server.stop()
+
+
+class Server(NamedTuple):
+    """A server to talk to."""
+
+    url: str  # ends in /v1
+    key: str | None
+    certificate: Path | None  # the only one that is accepted; None: the usual authorities decide
+
+    def open(self) -> httpx.AsyncClient:
+        """A client of this server."""
+        return open_client(*self)
 
 
 def api_base(url: str) -> str:
@@ -95,12 +122,12 @@ class ChatSession:
         return {"model": model, "messages": [*system, *self._turns], **self._options}
 
 
-def talk(base_url: str, api_key: str | None, model: str | None, session: ChatSession) -> int:
+def talk(server: Server, model: str | None, session: ChatSession) -> int:
     """Read a line, show the answer, until the user ends it: Ctrl-C ends an answer, Ctrl-D the conversation."""
-    model = model or asyncio.run(_first_model(base_url, api_key))
+    model = model or asyncio.run(_first_model(server))
     console = Console(highlight=False, soft_wrap=True)
     readline.set_history_length(HISTORY_LINES)
-    note(f"{model} at {base_url}. {HELP}")
+    note(f"{model} at {server.url}. {HELP}")
     while (line := _read(console)) is not None:
         if not line.strip():
             continue
@@ -111,7 +138,7 @@ def talk(base_url: str, api_key: str | None, model: str | None, session: ChatSes
         session.ask(line)
         said: list[str] = []
         try:
-            exchange = asyncio.run(_answer(base_url, api_key, session.body(model), _shower(said)))
+            exchange = asyncio.run(_answer(server, session.body(model), View(said)))
             print()
             _after(exchange)
         except KeyboardInterrupt:
@@ -155,12 +182,42 @@ def _obey(line: str, session: ChatSession) -> bool:
     return True
 
 
-def _shower(said: list[str]) -> Callable[[str], None]:
-    def show(text: str) -> None:
-        said.append(text)
-        print(text, end="", flush=True)
+class View:
+    """Shows an answer while it comes: the text, and dimmed what surrounds it, reasoning and calls of tools.
 
-    return show
+    Args:
+        said: gets the parts of the text.
+    """
+
+    def __init__(self, said: list[str]) -> None:
+        self._said = said
+        self._aside = False  # the last thing shown was not the text
+
+    def text(self, text: str) -> None:
+        """Show a further part of the text."""
+        if self._aside:
+            print("\n")
+        self._aside = False
+        self._said.append(text)
+        show(text)
+
+    def reasoning(self, text: str) -> None:
+        """Show a further part of the reasoning."""
+        self._show_aside(text, new_line=not self._aside and bool(self._said))
+
+    def call(self, name: str, arguments: str) -> None:
+        """Show a further part of a call, which has a name if it is the first one."""
+        self._show_aside(f"{name} {arguments}" if name else arguments, new_line=bool(name) and not self._nothing_yet)
+
+    @property
+    def _nothing_yet(self) -> bool:
+        return not self._said and not self._aside
+
+    def _show_aside(self, text: str, *, new_line: bool) -> None:
+        if new_line:
+            print()
+        self._aside = True
+        show_dim(text)
 
 
 def _after(exchange: Exchange) -> None:
@@ -175,11 +232,12 @@ def _after(exchange: Exchange) -> None:
     note(", ".join(facts))
 
 
-async def _answer(base_url: str, key: str | None, body: dict[str, Any], show: Callable[[str], None]) -> Exchange:
-    async with open_client(base_url, key) as client:
-        return await stream_chat(client, body, on_text=show)  # Ctrl-C closes the connection: the server cancels
+async def _answer(server: Server, body: dict[str, Any], view: View) -> Exchange:
+    async with server.open() as client:
+        # Ctrl-C closes the connection: the server cancels.
+        return await stream_chat(client, body, on_text=view.text, on_reasoning=view.reasoning, on_call=view.call)
 
 
-async def _first_model(base_url: str, key: str | None) -> str:
-    async with open_client(base_url, key) as client:
+async def _first_model(server: Server) -> str:
+    async with server.open() as client:
         return await first_model(client)

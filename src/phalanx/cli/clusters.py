@@ -13,8 +13,9 @@ from rich.table import Table
 
 from phalanx.cli.flags import whole
 from phalanx.cluster.check_results import CheckResult
-from phalanx.cluster.host import HostStatus
+from phalanx.cluster.host_status import GatewayStatus, HostStatus
 from phalanx.cluster.hostfile import Hostfile, from_names, parse
+from phalanx.cluster.layout import Layout
 from phalanx.errors import ClusterError, ConfigError
 
 GB = 1 << 30
@@ -63,23 +64,49 @@ def chosen(argument: Path | None, option: Path | None, names: str | None, count:
     return hostfile if count is None else hostfile.first(count)
 
 
-def status_table(found: Mapping[str, HostStatus | ClusterError | str | None]) -> Table:
-    """One row per host: rank, phase, process, memory, and a remark."""
+def status_table(
+    found: Mapping[str, HostStatus | ClusterError | str | None],
+    layout: Layout | None = None,
+    gateway: GatewayStatus | None = None,
+) -> Table:
+    """One row per host: rank, phase, process, memory, and a remark.
+
+    Args:
+        layout: of several replicas; then each row also says which replica it is of, and the gateway has a row.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("rank", "host", "phase", "pid", "memory GB", "of machine GB", "says"):
         table.add_column(column, overflow="fold")
-    for rank, (name, status) in enumerate(found.items()):
-        if status is None:
-            table.add_row(str(rank), name, "connecting")
-        elif isinstance(status, HostStatus):
-            rss, used, physical = status.rss / GB, status.used / GB, status.physical / GB
-            table.add_row(
-                str(rank), name, phase(status), str(status.child or "-"), f"{rss:.2f}", f"{used:.1f} / {physical:.1f}",
-                escape(says(status)),
-            )  # fmt: skip
-        else:
-            table.add_row(str(rank), name, "[red]unreachable[/]", "", "", "", escape(str(status)))
+    if layout is None:
+        for rank, (name, status) in enumerate(found.items()):
+            table.add_row(str(rank), *_cells(name, status))
+        return table
+    table.columns[0].header = "replica:rank"
+    for replica, hosts in layout.replicas.items():
+        for rank, name in enumerate(hosts):
+            if name in found:
+                table.add_row(f"{replica}:{rank}", *_cells(name, found[name]))
+    host = found.get(layout.gateway)
+    if gateway is not None and not isinstance(host, ClusterError | str):
+        cells = _cells(layout.gateway, gateway.process)
+        used = [name for name, said in gateway.replicas.items() if said == "ok"]
+        if len(used) < len(gateway.replicas):
+            cells[1] = f"[yellow]{len(used)} of {len(gateway.replicas)} replicas[/]"
+        table.add_row("gateway", *cells)
+    elif layout.gateway in found:
+        table.add_row("gateway", *_cells(layout.gateway, HostStatus(host="") if isinstance(host, HostStatus) else host))
     return table
+
+
+def _cells(name: str, status: HostStatus | ClusterError | str | None) -> list[str]:
+    """A row but for its first column."""
+    if status is None:
+        return [name, "connecting"]
+    if not isinstance(status, HostStatus):
+        return [name, "[red]unreachable[/]", "", "", "", escape(str(status))]
+    rss, used, physical = status.rss / GB, status.used / GB, status.physical / GB
+    memory = [f"{rss:.2f}", f"{used:.1f} / {physical:.1f}"]
+    return [name, phase(status), str(status.child or "-"), *memory, escape(says(status))]
 
 
 def phase(status: HostStatus) -> str:
@@ -96,7 +123,7 @@ def phase(status: HostStatus) -> str:
     if health.ok:
         return "[green]ready[/]"
     share = f" {health.done / health.total:.0%}" if health.total > 1 else ""
-    return f"[yellow]{health.step or health.phase}{share}[/]"
+    return f"[yellow]{escape(health.step or health.phase)}{share}[/]"
 
 
 def says(status: HostStatus) -> str:

@@ -20,8 +20,9 @@ from rich.table import Table
 from phalanx.bench.http_client import Exchange, RequestFailed, open_client, stream_chat
 from phalanx.cli.flags import flag
 from phalanx.cli.private import PrivateServer, free_port
-from phalanx.cli.terminal import note
+from phalanx.cli.terminal import note, show
 from phalanx.config import DEFAULT_PORT, ServerConfig
+from phalanx.environment import api_key_from_environment
 from phalanx.errors import ExitCode, PhalanxError
 
 PROMPT = "What is phalanx?"
@@ -73,11 +74,11 @@ def command(
 
 
 async def _ask(console: Console, url: str, body: dict[str, Any]) -> Exchange:
-    async with open_client(url) as client:
+    async with open_client(url, api_key_from_environment()) as client:
         await stream_chat(client, {**body, "messages": [{"role": "user", "content": WARM_UP}], "max_tokens": 4})
         console.print(f"[bold cyan]you  [/] {escape(body['messages'][0]['content'])}")
         console.print("[bold green]model[/] ", end="")
-        exchange = await stream_chat(client, body, on_text=lambda text: print(text, end="", flush=True))
+        exchange = await stream_chat(client, body, on_text=show)
         print("\n")
     if not exchange.text.strip() or exchange.finish_reason is None:
         raise RequestFailed(f"The answer is empty (finish_reason {exchange.finish_reason}).")
@@ -98,10 +99,11 @@ def _show_speed(console: Console, exchange: Exchange) -> None:
 def _show_ranks(console: Console, url: str) -> None:
     """Print each rank's steps and checked sums; waits until the ranks have reported them."""
     deadline = time.monotonic() + REPORT_S
+    key = {"x-api-key": api_key_from_environment() or ""}
     ranks: list[dict[str, Any]] = []
     while not (ranks and ranks[0]["steps"]) and time.monotonic() < deadline:
         time.sleep(0.2)
-        ranks = httpx.get(url.removesuffix("/v1") + "/health").json().get("ranks", [])
+        ranks = httpx.get(url.removesuffix("/v1") + "/health", headers=key).json().get("ranks", [])
     for rank in ranks:
         console.print(
             f"rank {rank['rank']} ({rank['host']}, pid {rank['pid']}): {rank['steps']} steps, "
@@ -113,6 +115,7 @@ def _show_ranks(console: Console, url: str) -> None:
 def _show_curl(console: Console, url: str, body: dict[str, Any], running: bool) -> None:
     asked = json.dumps({"model": body["model"], "messages": body["messages"], "stream": True})
     console.print("\nTry it yourself:" if running else "\nTry it yourself, with `phalanx serve` in another terminal:")
+    key = "" if api_key_from_environment() is None else "-H 'Authorization: Bearer KEY' "
     console.print(
-        f"  curl -N {url}/chat/completions -H 'Content-Type: application/json' -d {escape(shlex.quote(asked))}"
+        f"  curl -N {url}/chat/completions {key}-H 'Content-Type: application/json' -d {escape(shlex.quote(asked))}"
     )

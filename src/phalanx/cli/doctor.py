@@ -57,7 +57,7 @@ def command(
         file, backend=backend if backend != "auto" else file.backend or "auto", running=True, model=model,
         api_host=host, api_port=port, agent_port=agent_port, guard_gb=memory_guard_gb,
     )  # fmt: skip
-    results = asyncio.run(examine(file, remotes, asked))
+    results = asyncio.run(examine([file], remotes, asked))
     level = worst(result for found in results.values() for result in found)
     if as_json:
         body = {"level": level, "results": results}

@@ -79,8 +79,8 @@ class Setting:
 
     @property
     def is_nested(self) -> bool:
-        """The field is a settings class itself: there is a flag for each of its fields."""
-        return isinstance(self.type, type) and issubclass(self.type, Struct)
+        """The field is a settings class itself, and always set: there is a flag for each of its fields."""
+        return isinstance(self.type, type) and issubclass(self.type, Struct) and self.default is not None
 
     @property
     def is_list(self) -> bool:
@@ -88,9 +88,15 @@ class Setting:
         return self.type in (tuple[str, ...], str | list[str])
 
     @property
+    def is_counts(self) -> bool:
+        """The flag's value is whole numbers, separated by commas."""
+        return not self.is_list and any(get_origin(kind) is tuple for kind in (self.type, *get_args(self.type)))
+
+    @property
     def is_json(self) -> bool:
         """The flag's value is JSON."""
-        return not (self.is_list or self.type in (int, float, str, bool) or get_origin(self.type) is Literal)
+        simple = self.is_list or self.is_counts or self.type in (int, float, str, bool)
+        return not (simple or get_origin(self.type) is Literal)
 
     def parameter(self, default: Any) -> inspect.Parameter:
         """What a command's signature has for this setting; typer makes the flag of it.
@@ -141,7 +147,7 @@ class Setting:
 
     def _parsed_as(self) -> Any:
         """The type that typer converts the text to."""
-        return Path if self.flag.is_file else str if self.is_json else self.type
+        return Path if self.flag.is_file else str if self.is_json or self.is_counts else self.type
 
     def _parser(self) -> dict[str, Any]:
         """Arguments of `typer.Option` that say how the text is checked."""
@@ -149,6 +155,8 @@ class Setting:
             return {"exists": True, "dir_okay": False, "readable": True}
         if self.is_json:
             return {"metavar": "JSON"}
+        if self.is_counts:
+            return {"parser": functools.partial(_counts, single=get_origin(self.type) is not tuple)}
         if self.range is None or self.range.ge is None:
             return {}
         return _ranged(int if self.type is int else float, self.range.ge, self.range.le)
@@ -266,6 +274,19 @@ def whole(low: int, high: int | None = None) -> dict[str, Any]:
 def number(low: float, high: float | None = None) -> dict[str, Any]:
     """As `whole`, for a finite number."""
     return _ranged(float, low, high)
+
+
+def _counts(given: object, *, single: bool) -> int | tuple[int, ...]:
+    """Whole numbers, 1 or more, separated by commas.
+
+    Args:
+        single: one number alone is no tuple.
+    """
+    words = str(given).split(",")
+    if not all(word.isascii() and word.isdigit() and int(word[:9]) > 0 for word in words):
+        raise typer.BadParameter(f"{given!r} is not whole numbers, 1 or more, separated by commas.")
+    numbers = tuple(int(word) for word in words)
+    return numbers[0] if single and len(numbers) == 1 else numbers
 
 
 def _ranged(kind: type[int] | type[float], low: float, high: float | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import typer
 from msgspec import Struct
 
 from phalanx.cli.flags import Flags, flag, with_settings
-from phalanx.cli.terminal import LoadingView, report, set_up_logging
+from phalanx.cli.terminal import LoadingView, report, set_up_logging, show
 from phalanx.config import DEFAULT_MODEL, EngineConfig, LogLevel, ServerConfig
 from phalanx.errors import ConfigError, EngineUnavailable, ExitCode
 from phalanx.offline.local_engine import LocalEngine
@@ -29,7 +29,8 @@ from phalanx.types import SpecStats
 
 SETTINGS = Flags(
     "model", "max_model_len", "dtype", "revision", "trust_remote_code", "cpu_kernels", "cpu_precision", "threads",
-    "trace", "kv_cache_gb", "memory_guard_gb", "speculative_config", "tensor_parallel_size", "backend",
+    "trace", "kv_cache_gb", "memory_guard_gb", "wired_limit", "speculative_config", "tensor_parallel_size",
+    "pipeline_parallel_size", "pp_split", "pp_activation_dtype", "backend",
     model=DEFAULT_MODEL, max_num_seqs=1, prefix_cache_gb=0.0,
 )  # fmt: skip
 SAMPLING = Flags("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
@@ -69,10 +70,10 @@ def command(
     text = sys.stdin.read() if prompt == "-" else prompt
     shared = {"seed": secrets.randbits(63), **sampling.fields()}
     if raw:
-        body: ChatBody | CompletionBody = CompletionBody.model_validate({"prompt": text, **shared})
+        body: ChatBody | CompletionBody = msgspec.convert({"prompt": text, **shared}, CompletionBody)
     else:
         messages = [] if system is None else [{"role": "system", "content": system}]
-        body = ChatBody.model_validate({"messages": [*messages, {"role": "user", "content": text}], **shared})
+        body = msgspec.convert({"messages": [*messages, {"role": "user", "content": text}], **shared}, ChatBody)
     set_up_logging(log_level)
     return asyncio.run(run(check_engine(config), body, json))
 
@@ -88,7 +89,7 @@ async def run(config: EngineConfig, body: ChatBody | CompletionBody, as_json: bo
             except EngineUnavailable as error:
                 report(error)
                 return process.state.exit_code or ExitCode.CRASH
-        output = await engine.answer(body, show=None if as_json else _show)
+        output = await engine.answer(body, show=None if as_json else show)
         stats = await process.ping()
     finally:
         await engine.close()
@@ -107,7 +108,3 @@ def _result(output: RequestOutput, seed: int, spec: SpecStats | None) -> Result:
         seed=seed,
         speculation=None if spec is None else speculation_report(spec),
     )
-
-
-def _show(text: str) -> None:
-    print(text, end="", flush=True)

@@ -12,10 +12,12 @@ from rich.markup import escape
 
 from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
 from phalanx.cli.flags import whole
-from phalanx.cluster.lifecycle import read_logs
+from phalanx.cluster.host import LogRequest
+from phalanx.cluster.lifecycle import read_logs, remotes_of
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ConfigError, ExitCode
 from phalanx.faults import recognise
+from phalanx.text.printable import printable
 
 
 def command(
@@ -23,34 +25,41 @@ def command(
     hostfile_option: HostfileOption = None,
     hosts: Hosts = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
-    rank: Annotated[int | None, typer.Option(**whole(0), help="Of this rank's host alone.", show_default="all")] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(**whole(0), help="Of this rank's host alone; with --replica, of its rank.", show_default="all"),
+    ] = None,
+    replica: Annotated[str | None, typer.Option(help="Of this replica's hosts alone.", show_default="all")] = None,
     lines: Annotated[int, typer.Option("--lines", **whole(0), help="Of each log, to begin with.")] = 50,
     python: Python = PYTHON,
 ) -> int:
-    """Show what server, agents and ranks have logged since the last `up`."""
+    """Show what servers, agents, ranks and the gateway have logged since the last `up`."""
     file = chosen(hostfile, hostfile_option, hosts)
-    if rank is not None and rank >= len(file.hosts):
-        raise ConfigError(f"--rank {rank}, but there are {len(file.hosts)} hosts.")
     remotes = [Remote(host.ssh, python=python) for host in file.hosts]
+    if replica is not None:
+        remotes = asyncio.run(remotes_of(remotes, replica))
+    if rank is not None and rank >= len(remotes):
+        raise ConfigError(f"--rank {rank}, but there are {len(remotes)} hosts.")
     chosen_remotes = remotes if rank is None else [remotes[rank]]
+    request = LogRequest(lines=lines, follow=follow, gateway=replica is None and rank is None)
     with contextlib.suppress(KeyboardInterrupt):
-        return asyncio.run(_show(chosen_remotes, lines, follow))
+        return asyncio.run(_show(chosen_remotes, request))
     return ExitCode.OK
 
 
-async def _show(remotes: list[Remote], lines: int, follow: bool) -> int:
+async def _show(remotes: list[Remote], request: LogRequest) -> int:
     console = Console(soft_wrap=True, highlight=False)
     seen: set[tuple[str, str]] = set()
 
     def show(host: str, line: str) -> None:
         fault = recognise(line)
         colour = "red" if fault is not None else "dim"
-        console.print(f"[{colour}]{escape(host)}[/] {escape(line)}")
+        console.print(f"[{colour}]{escape(host)}[/] {escape(printable(line))}")
         if fault is not None and (host, fault.name) not in seen:
             seen.add((host, fault.name))
             console.print(f"[yellow]  {fault.name}: {escape(fault.cause)} {escape(fault.remedy)}[/]")
 
-    problems = await read_logs(remotes, lines, follow, show)
+    problems = await read_logs(remotes, request, show)
     for problem in problems:
         console.print(f"[red]{escape(str(problem))}[/]")
     return ExitCode.CRASH if problems else ExitCode.OK

@@ -10,12 +10,17 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from phalanx.cli.exits import exit_code
+from phalanx.cli import streams
+from phalanx.cli.exits import exit_code, flushed, for_launchd
+from phalanx.environment import under_launchd
+from phalanx.errors import ExitCode
 
 COMMANDS = {
     "serve": "Load a model and serve it over an OpenAI-compatible HTTP API.",
+    "gateway": "One address for many servers: health, queue, dispatch.",
     "generate": "Write one answer to a prompt, then end.",
     "chat": "Talk to a model, or to a running server, in this terminal.",
+    "launch": "Start a coding agent that works with a server of phalanx.",
     "demo": "Serve the bundled model and stream one answer, with its speed.",
     "selftest": "Test a group of ranks: sums, speed, equal tokens, memory.",
     "up": "Start a cluster: ranks on several hosts, a server on the first.",
@@ -27,6 +32,7 @@ COMMANDS = {
     "hostfile": "Write a hostfile from host names, or check one.",
     "net": "Set up, test or undo the network between hosts.",
     "model": "Bring a model to the hosts of a cluster.",
+    "credentials": "Make the keys of a cluster's hosts, where units start it.",
     "agent": "Runs ranks on this host for a server on another. Started by `up`, not by hand.",
     "fetch": "Download a model on this machine.",
     "host": "Commands that a cluster command runs on this host, through ssh.",
@@ -43,9 +49,26 @@ OWN_PARSER = frozenset({"rank"})
 """Commands that parse their words themselves: typer imports pydantic, for which a starting rank would wait."""
 
 
+SERVING = frozenset({"agent", "gateway", "host", "rank", "serve"})
+"""Commands that go on without a reader of their output."""
+
+
+UNITS = {"serve": "org.phalanx.server", "agent": "org.phalanx.agent", "gateway": "org.phalanx.gateway"}
+"""Command -> label of its unit for launchd."""
+
+
 def run() -> None:
     """The `phalanx` executable."""
-    sys.exit(main(sys.argv[1:]))
+    arguments = sys.argv[1:]
+    streams.secure(goes_on=not SERVING.isdisjoint(arguments[:1]))
+    for argument in arguments:
+        if not _is_utf8(argument):
+            print(f"error: the argument {argument!r} is not UTF-8.", file=sys.stderr)
+            sys.exit(ExitCode.USAGE)
+    code = flushed(main(arguments))
+    if under_launchd() and arguments[:1] != [] and arguments[0] in UNITS:
+        code = for_launchd(code, UNITS[arguments[0]])
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,3 +92,12 @@ def _passed_on(asked: str | None, arguments: Sequence[str]) -> list[str]:
         return words
     at = words.index("--")
     return [*words[:at], *(f"--word={word}" for word in words[at + 1 :])]
+
+
+def _is_utf8(argument: str) -> bool:
+    """Whether an argument was UTF-8: Python keeps other bytes as surrogates."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -15,9 +15,9 @@ from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts
 from phalanx.cli.flags import flag, whole
 from phalanx.cluster.fabric import facts_of, measure_pairs, order, set_up, test_group, undo
 from phalanx.cluster.hostfile import Hostfile
-from phalanx.cluster.lifecycle import Plan, check
 from phalanx.cluster.links import Done
 from phalanx.cluster.network import Steps, cables, parse_node, steps
+from phalanx.cluster.plans import Plan, check
 from phalanx.cluster.ssh import Remote
 from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig
 from phalanx.errors import ClusterError, ConfigError, ExitCode
@@ -112,9 +112,12 @@ async def _test(plan: Plan, *, links_only: bool) -> int:
         return ExitCode.OK
     found = await test_group(plan)
     test = found.info["self_test"]
-    console.print(f"all_sum of 1 ... {found.info['ranks']}: {test['total']:g}, expected {test['expected']:g}")
+    console.print(f"all_sum of 1 ... {test['summed']}: {test['total']:g}, expected {test['expected']:g}")
     for figure in test["fabric"]:
         console.print(f"  {figure['bytes']:>9,} bytes: {figure['median_us']:.0f} us, {figure['gb_per_s']:.3f} GB/s")
+    console.print(f"a step of one token: {test['step_ms']:.2f} ms")
+    if found.fast_synch:
+        console.print(f"MLX_METAL_FAST_SYNCH: {escape(found.fast_synch)}")
     for rank in found.ranks:
         console.print(f"rank {rank['rank']} on {rank['host']}: active memory {rank['active_bytes'] / (1 << 30):.2f} GB")
     return ExitCode.OK if test["total"] == test["expected"] else ExitCode.CRASH

@@ -6,6 +6,7 @@ not outlive a parent that was killed; unless it is meant to stay (`keep`). Does 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -18,28 +19,32 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from phalanx.config import runtime_dir
+from phalanx.config import RUN_PHALANX
+from phalanx.environment import runtime_dir
 from phalanx.errors import EngineUnavailable
 
 READY = re.compile(r"^phalanx is ready: (\S+) \(model (.+)\)$", re.MULTILINE)
 POLL_S = 0.05
 END_S = 60.0  # after SIGTERM; the server drains within --drain-seconds, 30 by default
-LAST_LINES = 15
 
 
 class PrivateServer:
-    """A `phalanx serve` process. `url` (ending in /v1) and `model` are known once `wait_ready` has returned."""
+    """A `phalanx serve` process. `url` (ending in /v1) and `model` are known once `wait_ready` has returned.
+
+    `certificate` is the server's, if the flags give it one.
+    """
 
     def __init__(self, model: str, flags: Sequence[str] = (), *, keep: bool = False) -> None:
         self.url = ""
         self.model = ""
+        self.certificate = _certificate_in(flags)
         handle, name = tempfile.mkstemp(prefix="phalanx-serve-", suffix=".log", dir=runtime_dir())
         self.log = Path(name)
         self._keep = keep
         self._shown = 0  # characters of the log that went to `show`
         with os.fdopen(handle, "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "phalanx", "serve", model, *flags, *([] if keep else ["--stop-on-eof"])],
+                [sys.executable, *RUN_PHALANX, "serve", model, *flags, *([] if keep else ["--stop-on-eof"])],
                 stdin=subprocess.DEVNULL if keep else subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -55,12 +60,12 @@ class PrivateServer:
         """Wait until the server serves; `show` gets each log line on the way.
 
         Raises:
-            EngineUnavailable: the server ended; with the last lines of its log.
+            EngineUnavailable: the server ended; the last lines that `show` got say why.
         """
         while True:
             ended = self._process.poll() is not None
             text = self.log.read_text(errors="replace")
-            complete = text.rfind("\n") + 1
+            complete = len(text) if ended else text.rfind("\n") + 1
             for line in text[self._shown : complete].splitlines():
                 if not READY.match(line):
                     show(line)
@@ -69,8 +74,9 @@ class PrivateServer:
                 self.url, self.model = ready.groups()
                 return
             if ended:
-                last = "\n  ".join(text.splitlines()[-LAST_LINES:])
-                raise EngineUnavailable(f"The server ended with status {self._process.returncode}:\n  {last}")
+                raise EngineUnavailable(
+                    f"The server ended with status {self._process.returncode}.", remedy="Its last lines above say why."
+                )
             time.sleep(POLL_S)
 
     def stop(self) -> int:
@@ -88,6 +94,13 @@ class PrivateServer:
         if self._process.returncode == 0:
             self.log.unlink(missing_ok=True)
         return self._process.returncode
+
+
+def _certificate_in(flags: Sequence[str]) -> Path | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--ssl-certfile", type=Path)
+    found: Path | None = parser.parse_known_args(list(flags))[0].ssl_certfile
+    return found
 
 
 def free_port(wanted: int, host: str = "127.0.0.1") -> int:

@@ -8,18 +8,13 @@ from typing import Annotated
 
 import typer
 
-from phalanx.config import CLUSTER_VARIABLE, cluster_secret
-from phalanx.errors import ConfigError
 from phalanx.supervision.hosts import read_cluster, run_on_agent
 
 
 def command(
-    cluster: Annotated[Path, typer.Argument(help="ClusterConfig as JSON.")],
+    cluster: Annotated[Path, typer.Argument(help="ClusterConfig as JSON; the credentials lie beside it.")],
     host: Annotated[str, typer.Argument(help="A host of it.")],
     words: Annotated[list[str], typer.Argument(help="A command line for its shell.")],
 ) -> int:
     """Run a command line on a host through its agent, as `ssh HOST WORDS` would."""
-    secret = cluster_secret()
-    if secret is None:
-        raise ConfigError(f"{CLUSTER_VARIABLE} is not set.", remedy="The server that starts mpirun sets it.")
-    return asyncio.run(run_on_agent(read_cluster(cluster), secret, host, words))
+    return asyncio.run(run_on_agent(read_cluster(cluster), host, words))

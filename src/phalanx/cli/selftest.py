@@ -7,25 +7,30 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
 from phalanx.cli.flags import Flags, flag, with_settings
 from phalanx.cli.terminal import LoadingView, report, set_up_logging
-from phalanx.config import DEFAULT_MODEL, GIB, ClusterConfig, EngineConfig, LogLevel, ServerConfig
+from phalanx.config import DEFAULT_MODEL, GIB, EngineConfig, LogLevel, ServerConfig
 from phalanx.errors import EngineUnavailable, ExitCode
+from phalanx.model.loading.resolve import resolve_models
 from phalanx.offline.settings import check_engine
-from phalanx.supervision.hosts import load_cluster
+from phalanx.supervision import fast_synch
+from phalanx.supervision.fast_synch import FastSynch
+from phalanx.supervision.hosts import KnownCluster, load_cluster
 from phalanx.supervision.process import EngineProcess
 from phalanx.types import Batch, EngineStats, ModelInfo
 
 SETTINGS = Flags(
-    "model", "tensor_parallel_size", "backend", "collective", "join_seconds", "dtype", "revision", "trust_remote_code",
-    "memory_guard_gb", model=DEFAULT_MODEL, tensor_parallel_size=2,
+    "model", "tensor_parallel_size", "pipeline_parallel_size", "pp_split", "pp_activation_dtype", "backend",
+    "collective", "join_seconds", "dtype", "revision", "trust_remote_code", "memory_guard_gb", "wired_limit",
+    model=DEFAULT_MODEL, tensor_parallel_size=2,
 )  # fmt: skip
 
 
@@ -38,11 +43,41 @@ def command(
 ) -> int:
     """Test a group of ranks: sums of known values, speed, equal tokens, the control connection, memory."""
     set_up_logging(log_level)
-    return asyncio.run(run(check_engine(config), json, load_cluster(cluster, config.tensor_parallel_size)))
+    resolve_models(config)
+    return asyncio.run(run(check_engine(config), json, load_cluster(cluster, config.n_ranks)))
 
 
-async def run(config: EngineConfig, as_json: bool, cluster: tuple[ClusterConfig, str] | None = None) -> int:
-    """Start an engine, wait for its verdict, print it, end the engine; the exit code."""
+class Outcome(NamedTuple):
+    """What a group's self-test came to: the figures, or why it failed and the exit code."""
+
+    info: ModelInfo | None
+    stats: EngineStats | None = None
+    reason: str = ""
+    code: int = ExitCode.OK
+
+
+async def run(config: EngineConfig, as_json: bool, cluster: KnownCluster | None = None) -> int:
+    """Start an engine, wait for its verdict, print it, end the engine; the exit code. With JACCL, try both ways to
+    synchronise Metal (`fast_synch.py`)."""
+    found = await _test(config, cluster)
+    if found.info is None or found.stats is None:
+        report(EngineUnavailable(f"The self-test failed: {found.reason}."))
+        return found.code
+    compared = None
+    if cluster is not None and fast_synch.concerns(found.info.backend):
+        compared = await _other_way(config, cluster, found)
+    if as_json:
+        extra = {} if compared is None else {"fast_synch": fast_synch.advise(compared)}
+        print(msgspec.json.encode({"info": found.info, "ranks": found.stats.ranks, **extra}).decode())
+    else:
+        show(found.info, found.stats)
+        if compared is not None:
+            print(f"{fast_synch.VARIABLE}: {fast_synch.advise(compared)}")
+    return ExitCode.OK
+
+
+async def _test(config: EngineConfig, cluster: KnownCluster | None) -> Outcome:
+    """Run one engine as far as its verdict."""
     engine = EngineProcess(config, cluster=cluster)
     verdict = Verdict(engine)
     try:
@@ -51,37 +86,49 @@ async def run(config: EngineConfig, as_json: bool, cluster: tuple[ClusterConfig,
             info = await verdict.info
         if info is None:
             reason = (engine.state.reason or verdict.reason).rstrip(".")
-            report(EngineUnavailable(f"The self-test failed: {reason}."))
-            return engine.state.exit_code or ExitCode.CRASH
-        stats = await engine.ping()
+            return Outcome(None, None, reason, engine.state.exit_code or ExitCode.CRASH)
+        return Outcome(info, await engine.ping())
     finally:
         await engine.close()
-    if as_json:
-        print(msgspec.json.encode({"info": info, "ranks": stats.ranks}).decode())
-    else:
-        show(info, stats)
-    return ExitCode.OK
+
+
+async def _other_way(config: EngineConfig, cluster: KnownCluster, first: Outcome) -> FastSynch:
+    """The time of a step as the cluster is set up, which was measured, and with the other value of the variable."""
+    on = fast_synch.is_on(cluster.config.envs)
+    changed = replace(cluster.config, envs=fast_synch.with_value(cluster.config.envs, not on))
+    second = await _test(config, cluster._replace(config=changed))
+    mine, other = (
+        None if one.info is None or one.info.self_test is None else one.info.self_test.step_ms
+        for one in (first, second)
+    )
+    return FastSynch(off_ms=other if on else mine, on_ms=mine if on else other, problem=second.reason)
 
 
 def show(info: ModelInfo, stats: EngineStats) -> None:
     """Print the figures as tables."""
     console = Console(highlight=False)
     test = info.self_test
-    console.print(f"{info.ranks} ranks over {info.backend}, {info.model_type}, {info.dtype}")
+    stages = f" in {info.stages} stages" if info.stages > 1 else ""
+    console.print(f"{info.ranks} ranks{stages} over {info.backend}, {info.model_type}, {info.dtype}")
     if test is not None:
-        console.print(f"all_sum of 1 ... {info.ranks}: {test.total:g}, expected {test.expected:g}")
-        speeds = Table("bytes", "median us", "GB/s", box=None)
-        for figure in test.fabric:
-            speeds.add_row(f"{figure.bytes:,}", f"{figure.median_us:.0f}", f"{figure.gb_per_s:.3f}")
-        console.print(speeds)
-        unchecked = f", {test.unchecked} unchecked" if test.unchecked else ""
+        where = f" in stage {info.stages - 1}" if info.stages > 1 else ""
+        if test.summed > 1:
+            console.print(f"all_sum of 1 ... {test.summed}{where}: {test.total:g}, expected {test.expected:g}")
+            speeds = Table("bytes", "median us", "GB/s", box=None)
+            for figure in test.fabric:
+                speeds.add_row(f"{figure.bytes:,}", f"{figure.median_us:.0f}", f"{figure.gb_per_s:.3f}")
+            console.print(speeds)
+            unchecked = f", {test.unchecked} unchecked" if test.unchecked else ""
+            console.print(f"sums per forward{where}: {test.reductions} checked{unchecked}")
         console.print(f"control connection: {test.control_ms:.2f} ms round trip, the slowest of some")
-        console.print(f"sums per forward: {test.reductions} checked{unchecked}")
-        console.print(f"tokens: {test.tokens} of {test.tokens} equal on all ranks")
-    ranks = Table("rank", "host", "pid", "active GB", "peak GB", "resident GB", box=None)
+        equal = f"{test.tokens} of {test.tokens} equal on {test.summed} ranks" if test.summed > 1 else f"{test.tokens}"
+        console.print(f"tokens{where}: {equal}, {test.step_ms:.2f} ms each")
+    ranks = Table("rank", "stage", "host", "pid", "active GB", "peak GB", "resident GB", box=None)
     for rank in stats.ranks:
         sizes = (rank.active_bytes, rank.peak_bytes, rank.rss_bytes)
-        ranks.add_row(str(rank.rank), rank.host, str(rank.pid), *(f"{size / GIB:.2f}" for size in sizes))
+        ranks.add_row(
+            str(rank.rank), str(rank.stage), rank.host, str(rank.pid), *(f"{size / GIB:.2f}" for size in sizes)
+        )
     console.print(ranks)
 
 

@@ -5,8 +5,8 @@ Does not know HTTP, nor how the engine works.
 
 from __future__ import annotations
 
-import ipaddress
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -17,16 +17,24 @@ from msgspec.structs import replace
 
 from phalanx.cli.flags import Flags, with_settings
 from phalanx.cli.terminal import LoadingView, note, set_up_logging
-from phalanx.config import DEFAULT_MODEL, ServerConfig, api_key_from_environment
+from phalanx.config import DEFAULT_MODEL, ServerConfig
+from phalanx.edge.listening import is_loopback
+from phalanx.environment import admin_key_from_environment, api_keys_from_environment, api_keys_in
 from phalanx.errors import ConfigError
-from phalanx.model.loading.resolve import resolve
+from phalanx.model.loading.resolve import resolve_models
 from phalanx.offline.settings import check_engine
 from phalanx.server.defaults import read_defaults
+from phalanx.server.outputs.shapes import reasoning_parsers, tool_parsers
 from phalanx.server.start import serve
 from phalanx.supervision.attach import AttachedEngine
+from phalanx.supervision.awake import stay_awake
 from phalanx.supervision.hosts import load_cluster
 from phalanx.supervision.process import EngineProcess
+from phalanx.text.template_files import BYTE_ORDER_MARK
 from phalanx.text.tokenizer import Tokenizer
+
+HOST_NAME = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?")
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # "null": a page from a file
 
 
 @with_settings
@@ -64,13 +72,23 @@ def command(
     """Load a model and serve it over an OpenAI-compatible HTTP API until Ctrl-C or SIGTERM."""
     if attach is not None and cluster is not None:
         raise ConfigError("--attach waits for ranks that --cluster would start.", remedy="Give one of them.")
+    if attach is not None and config.engine.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--attach waits for ranks of another launcher, which starts one stage, but --pp asks for "
+            f"{config.engine.pipeline_parallel_size}.",
+            remedy="Leave one of them out: `phalanx serve --pp` starts stages on this machine, `phalanx up` on more.",
+        )
     prefix_cache_gb = _prefix_cache_gb(config.engine.prefix_cache_gb, no_prefix_caching)
+    _check_names(config)
+    _check_parsers(config)
     config = replace(
         config,
         engine=check_engine(replace(config.engine, prefix_cache_gb=prefix_cache_gb)),
         served_model_name=_names(config.served_model_name),
         api_key=_keys(config.api_key, api_key_file),
+        admin_key=admin_key_from_environment() if config.admin_key is None else config.admin_key,
     )
+    _check_admin_key(config)
     set_up_logging(config.log_level)
     if stop_on_eof:
         _stop_on_eof()
@@ -81,33 +99,28 @@ def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None =
     """Serve until told to stop; with `attach`, an engine that comes to this socket; with `cluster`, on its hosts."""
     if not is_loopback(config.host) and not config.api_key:
         note(f"warning: {config.host} can be reached from other machines, and no --api-key is set")
-    path = resolve(
-        config.engine.model, revision=config.engine.revision, trust_remote_code=config.engine.trust_remote_code
-    )
-    template = None if config.chat_template is None else Path(config.chat_template).read_text()
+    path = resolve_models(config.engine)
+    template = None
+    if config.chat_template is not None:
+        template = _text_of(Path(config.chat_template), "--chat-template").removeprefix(BYTE_ORDER_MARK)
 
     def load_tokenizer() -> Tokenizer:
-        return Tokenizer.load(path, chat_template=template, trust_remote_code=config.engine.trust_remote_code)
+        tokenizer = Tokenizer.load(path, chat_template=template, trust_remote_code=config.engine.trust_remote_code)
+        tokenizer.start_rendering()
+        return tokenizer
 
     engine = (
         EngineProcess(
             config.engine,
             stall_s=config.stall_seconds,
-            cluster=load_cluster(cluster, config.engine.tensor_parallel_size),
+            cluster=load_cluster(cluster, config.engine.n_ranks),
         )
         if attach is None
         else AttachedEngine(attach.absolute(), stall_s=config.stall_seconds)
     )
+    stay_awake()
     with LoadingView(engine):
         return serve(config, engine, load_tokenizer, read_defaults(path))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _prefix_cache_gb(given: float | None, off: bool) -> float | None:
@@ -115,6 +128,40 @@ def _prefix_cache_gb(given: float | None, off: bool) -> float | None:
     if off and given:
         raise ConfigError(f"--no-prefix-caching contradicts --prefix-cache-gb {given:g}.", remedy="Give one of them.")
     return 0.0 if off else given
+
+
+def _check_names(config: ServerConfig) -> None:
+    """Refuse names that no Host or Origin header can have: they would let nothing in.
+
+    Raises:
+        ConfigError: names the flag and the value.
+    """
+    for name in config.allowed_hosts:
+        if not HOST_NAME.fullmatch(name):
+            raise ConfigError(
+                f"--allowed-hosts {name!r} is not a name.",
+                remedy="Give the name without scheme and port, `*.NAME`, or `*`. Addresses are always allowed.",
+            )
+    for origin in config.allowed_origins:
+        if not ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--allowed-origins {origin!r} is not an origin.",
+                remedy="Give scheme, name and port without a path, such as https://chat.example.com, or `*`.",
+            )
+
+
+def _check_parsers(config: ServerConfig) -> None:
+    """Refuse names of forms that are unknown.
+
+    Raises:
+        ConfigError: names the flag, and all names.
+    """
+    for flag, name, known in (
+        ("--tool-call-parser", config.tool_call_parser, tool_parsers()),
+        ("--reasoning-parser", config.reasoning_parser, reasoning_parsers()),
+    ):
+        if name is not None and name not in known:
+            raise ConfigError(f"{flag} {name!r} is not known.", remedy=f"Known are {', '.join(known)}.")
 
 
 def _names(given: tuple[str, ...]) -> tuple[str, ...]:
@@ -129,14 +176,43 @@ def _keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
     if any(not key.strip() for key in keys):
         raise ConfigError("--api-key is empty.", remedy="Leave it out to need no key.")
     if file is not None:
-        lines = [line.strip() for line in file.read_text().splitlines()]
-        from_file = [line for line in lines if line and not line.startswith("#")]
+        from_file = api_keys_in(_text_of(file, "--api-key-file"))
         if not from_file:
             raise ConfigError(f"--api-key-file {file} has no key.", remedy="Write one key per line.")
         keys += from_file
-    if not keys and (key := api_key_from_environment()):
-        keys.append(key)
-    return tuple(dict.fromkeys(keys))
+    return tuple(dict.fromkeys(keys)) or api_keys_from_environment()
+
+
+def _check_admin_key(config: ServerConfig) -> None:
+    """Refuse an admin key that no header can have, or that clients have.
+
+    Raises:
+        ConfigError: says why.
+    """
+    key = config.admin_key
+    if key is None:
+        return
+    wrong = ""
+    if not key or key != key.strip() or not (key.isascii() and key.isprintable()):
+        wrong = "is empty, not printable ASCII, or has blanks around it"
+    elif key in config.api_key:
+        wrong = "is also an --api-key, so that every client could use it"
+    if wrong:
+        raise ConfigError(f"--admin-key {wrong}.", remedy="`openssl rand -hex 32` prints a good one.")
+
+
+def _text_of(file: Path, flag: str) -> str:
+    """The text in a file that a flag names.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} {file} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} {file} is not UTF-8: {error}.", remedy="Write it as UTF-8.") from error
 
 
 def _stop_on_eof() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -11,10 +12,11 @@ import typer
 from rich.console import Console
 
 from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen, status_table
-from phalanx.cluster.host import HostStatus
-from phalanx.cluster.lifecycle import statuses
+from phalanx.cluster.host_status import GatewayStatus, HostReport, HostStatus
+from phalanx.cluster.layout import Layout
+from phalanx.cluster.lifecycle import layout_in, statuses
 from phalanx.cluster.ssh import Remote
-from phalanx.errors import ExitCode
+from phalanx.errors import ClusterError, ExitCode
 
 
 def command(
@@ -24,18 +26,36 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     python: Python = PYTHON,
 ) -> int:
-    """Show every host's processes, memory and health. Exit code 0: the server is healthy and every host answers."""
+    """Show every host's processes, memory and health. Exit code 0: all servers are healthy and every host answers."""
     chosen_hosts = chosen(hostfile, hostfile_option, hosts)
     found = asyncio.run(statuses([Remote(host.ssh, python=python) for host in chosen_hosts.hosts]))
+    layout = layout_in(found.values())
+    gateway = next((one.gateway for one in found.values() if isinstance(one, HostReport) and one.gateway), None)
+    rows = {name: one.status if isinstance(one, HostReport) else one for name, one in found.items()}
     if as_json:
-        plain = {
-            name: status if isinstance(status, HostStatus) else {"error": status.message, "remedy": status.remedy}
-            for name, status in found.items()
-        }
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n")
+        plain = {name: _plain(row) for name, row in rows.items()}
+        value = plain if layout is None else _by_replica(plain, layout, gateway)
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
     else:
-        Console().print(status_table(found))
-    first = found[chosen_hosts.hosts[0].ssh]
-    healthy = isinstance(first, HostStatus) and first.health is not None and first.health.ok
-    all_answer = all(isinstance(status, HostStatus) for status in found.values())
+        Console().print(status_table(rows, layout, gateway))
+    first = chosen_hosts.hosts[0].ssh
+    servers, used = ((first,), tuple(rows)) if layout is None else (layout.servers, layout.hosts)
+    healthy = all(_is_healthy(rows[host]) for host in servers if host in rows)
+    if layout is not None and layout.gateway in rows:
+        healthy &= gateway is not None and _is_healthy(gateway.process)
+    all_answer = all(isinstance(rows[host], HostStatus) for host in used if host in rows)
     return ExitCode.OK if healthy and all_answer else ExitCode.CRASH
+
+
+def _is_healthy(status: HostStatus | ClusterError) -> bool:
+    return isinstance(status, HostStatus) and status.health is not None and status.health.ok
+
+
+def _plain(row: HostStatus | ClusterError) -> object:
+    return row if isinstance(row, HostStatus) else {"error": row.message, "remedy": row.remedy}
+
+
+def _by_replica(plain: Mapping[str, object], layout: Layout, gateway: GatewayStatus | None) -> object:
+    """The hosts of each replica, and what the gateway says of the replicas."""
+    replicas = {name: {host: plain[host] for host in hosts if host in plain} for name, hosts in layout.replicas.items()}
+    return {"replicas": replicas, "gateway": {"host": layout.gateway, "status": gateway}}

@@ -1,4 +1,4 @@
-"""Everything on stderr: errors, notes, log lines, loading progress.
+"""What people read: errors, notes, log lines and loading progress on stderr, a model's text on stdout.
 
 Does not know what any command does.
 """
@@ -10,11 +10,13 @@ import logging
 import sys
 import threading
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
-from phalanx.config import environment
+from phalanx.environment import environment
 from phalanx.errors import PhalanxError
+from phalanx.logs import CountingHandler
 from phalanx.supervision.client import EngineClient, EngineState
+from phalanx.text.printable import LineFormatter, printable
 
 BOLD_RED, DIM = "1;31", "2"
 POLL_S = 0.1
@@ -23,28 +25,38 @@ PLAIN_STEP = 0.25  # without a terminal: one line per this share of a phase
 
 def report(error: PhalanxError) -> None:
     """Print an error in red, and its remedy on a second line."""
-    print(f"{_styled('error:', BOLD_RED)} {error.message}", file=sys.stderr)
+    print(f"{_styled('error:', BOLD_RED)} {printable(error.message)}", file=sys.stderr)
     if error.remedy:
-        print(f"  {error.remedy}", file=sys.stderr)
+        print(f"  {printable(error.remedy)}", file=sys.stderr)
 
 
 def note(text: str) -> None:
     """Print a dim line for the user."""
-    print(_styled(text, DIM), file=sys.stderr)
+    print(_styled(printable(text), DIM), file=sys.stderr)
 
 
-def _styled(text: str, style: str) -> str:
-    """The text in a terminal's style, or as it is where stderr is no terminal or the user wants no colours."""
+def show(text: str) -> None:
+    """Print a piece of a model's text on stdout. A terminal gets it without control characters, a file as it is."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def show_dim(text: str) -> None:
+    """As `show`, for what is not the answer itself."""
+    print(_styled(printable(text), DIM, sys.stdout) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def _styled(text: str, style: str, file: TextIO | None = None) -> str:
+    """The text in a terminal's style, or as it is where the file (stderr) is no terminal or nobody wants colours."""
     variables = environment()
-    plain = not sys.stderr.isatty() or variables.get("NO_COLOR") or variables.get("TERM") == "dumb"
+    plain = not (file or sys.stderr).isatty() or variables.get("NO_COLOR") or variables.get("TERM") == "dumb"
     return text if plain else f"\033[{style}m{text}\033[0m"
 
 
 def set_up_logging(level: str) -> None:
-    """Log phalanx at `level`, other libraries from warnings on; with `debug`, everything."""
+    """Log phalanx at `level`, other libraries from warnings on; with `debug`, everything. Repeats are counted."""
     verbose = level == "debug"
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    handler = CountingHandler(sys.stderr)
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
     handler.addFilter(lambda record: verbose or record.name.startswith("phalanx") or record.levelno >= logging.WARNING)
     logging.basicConfig(handlers=[handler], level=logging.DEBUG if verbose else logging.WARNING, force=True)
     logging.getLogger("phalanx").setLevel(level.upper())

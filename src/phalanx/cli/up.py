@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,24 +24,25 @@ from phalanx.cli.clusters import (
     status_table,
 )
 from phalanx.cli.flags import flag as setting
-from phalanx.cli.flags import number
+from phalanx.cli.flags import number, whole
 from phalanx.cli.terminal import note
-from phalanx.cluster.doctor import examine, wanted, worst
-from phalanx.cluster.fabric import addressed
-from phalanx.cluster.host import flag, serve_address
-from phalanx.cluster.lifecycle import (
-    LOGS,
-    Cluster,
-    Plan,
-    backend_of,
-    check,
-    model_of,
-    start_all,
-    stop_all,
-    wait_healthy,
+from phalanx.cluster.deployment import (
+    Deployment,
+    certificate_for_clients,
+    deploy,
+    split_flags,
+    url_of,
+    with_https_everywhere,
 )
+from phalanx.cluster.doctor import examine, wanted_of, worst
+from phalanx.cluster.fabric import addressed
+from phalanx.cluster.flags import split_flag
+from phalanx.cluster.host_status import flag
+from phalanx.cluster.lifecycle import Cluster, goal_of, start_all, stop_all, wait_healthy
+from phalanx.cluster.plans import LOGS, Plan, check, split_keys
 from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig, EngineConfig
-from phalanx.errors import ClusterError, ExitCode, StartFailed
+from phalanx.environment import admin_key_from_environment, api_keys_from_environment
+from phalanx.errors import ClusterError, ConfigError, ExitCode, StartFailed
 
 DOWN_S = 15.0
 
@@ -66,58 +69,98 @@ def command(
     skip_checks: Annotated[bool, typer.Option("--skip-checks", help="Start without looking first.")] = False,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C ends the cluster.")] = False,
     log_dir: Annotated[str, typer.Option(help="On the hosts, below the home directory unless absolute.")] = LOGS,
+    ssl: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Serve HTTPS with a new certificate, and write it to FILE for clients."),
+    ] = None,
     agent_port: Annotated[int, setting(ClusterConfig, "agent_port")] = AGENT_PORT,
+    replicas: Annotated[
+        int, typer.Option(**whole(1), help="Groups of --tp hosts, each with a server, behind a gateway.")
+    ] = 1,
+    gateway_host: Annotated[
+        str | None, typer.Option(metavar="HOST", help="Where the gateway runs.", show_default="the first host")
+    ] = None,
     python: Python = PYTHON,
     word: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
 ) -> int:
-    """Start a cluster: rank i on host i, the server on the first. Everything after `--` goes to `phalanx serve`."""
-    plan = check(
-        Plan(
-            hostfile=chosen(hostfile, hostfile_option, hosts, num_ranks),
-            serve=tuple(word or ("demo",)),
-            backend=backend,
-            envs=tuple(env or ()),
-            timeout_s=timeout,
-            log_dir=log_dir,
-            agent_port=agent_port,
-            python=python,
-        )
+    """Start a cluster: rank i on host i, the server on the first. Everything after `--` goes to `phalanx serve`.
+
+    With --replicas: everything after a second `--` goes to `phalanx gateway`.
+    """
+    if replicas == 1 and gateway_host is not None:
+        raise ConfigError("--gateway-host: one group has no gateway.", remedy="Use it with --replicas 2 or more.")
+    words, of_gateway = split_flags(word or ("demo",)) if replicas > 1 else (tuple(word or ("demo",)), ())
+    serve, keys = split_keys(words or ("demo",))
+    serve, admin_keys = split_flag(serve, "--admin-key")
+    flags, clients_keys = split_keys(of_gateway)
+    if replicas > 1:
+        clients_keys = clients_keys or api_keys_from_environment()
+    elif not keys and flag(list(serve), "--api-key-file") is None:
+        keys = api_keys_from_environment()
+    plan = Plan(
+        hostfile=chosen(hostfile, hostfile_option, hosts, num_ranks),
+        serve=serve,
+        api_keys=keys,
+        admin_key=admin_keys[-1] if admin_keys else admin_key_from_environment(),
+        backend=backend,
+        envs=tuple(env or ()),
+        timeout_s=timeout,
+        log_dir=log_dir,
+        agent_port=agent_port,
+        python=python,
     )
-    return asyncio.run(_up(plan, skip_checks=skip_checks, foreground=foreground))
+
+    def divided(plan: Plan) -> Deployment:
+        if replicas == 1:
+            return Deployment(groups=(check(plan),))
+        return deploy(plan, replicas=replicas, gateway_host=gateway_host, flags=flags, keys=clients_keys)
+
+    divided(plan)  # what is wrong is said before hosts are asked for addresses
+    return asyncio.run(_up(plan, divided, ssl, skip_checks=skip_checks, foreground=foreground))
 
 
-async def _up(plan: Plan, *, skip_checks: bool, foreground: bool) -> int:
+async def _up(
+    plan: Plan, divided: Callable[[Plan], Deployment], ssl: Path | None, *, skip_checks: bool, foreground: bool
+) -> int:
     console = Console(stderr=True)
-    plan = replace(plan, hostfile=await addressed(plan.hostfile, plan.remotes()))
+    deployment = divided(replace(plan, hostfile=await addressed(plan.hostfile, plan.remotes())))
+    if ssl is not None:
+        deployment = _secured(deployment, ssl)
     if not skip_checks:
-        await _look_first(plan, console)
+        await _look_first(deployment, console)
     if not foreground:
         try:
-            await bring_up(plan, console)
+            await bring_up(deployment, console)
         except asyncio.CancelledError:
             note("the cluster goes on starting; `phalanx status` shows how far it is, `phalanx down` ends it")
             raise
         return ExitCode.OK
     try:
-        await bring_up(plan, console)
-        return await _stay(plan)
+        await bring_up(deployment, console)
+        return await _stay(deployment)
     finally:
         note("stopping the cluster ...")
-        await asyncio.shield(stop_all(plan.remotes(), timeout_s=DOWN_S, force=False))
+        await asyncio.shield(stop_all(deployment.remotes(), timeout_s=DOWN_S))
 
 
-async def _look_first(plan: Plan, console: Console) -> None:
+def _secured(deployment: Deployment, file: Path) -> Deployment:
+    """The deployment with new certificates for HTTPS; what clients are to trust is written to a file."""
+    secured = with_https_everywhere(deployment)
+    try:
+        file.write_text(certificate_for_clients(secured))
+    except OSError as error:
+        raise ConfigError(f"--ssl {file}: {error.strerror}.", remedy="Name a file that can be written.") from error
+    return secured
+
+
+async def _look_first(deployment: Deployment, console: Console) -> None:
     """Check the hosts before anything starts (L2).
 
     Raises:
         ClusterError: a check failed that would keep the cluster from running; names host and remedy.
     """
-    host, port = serve_address(list(plan.serve))
-    asked = wanted(
-        plan.hostfile, backend=backend_of(plan), running=False, model=model_of(plan),
-        api_host=flag(list(plan.serve), "--host") or host, api_port=port, agent_port=plan.agent_port,
-    )  # fmt: skip
-    results = await examine(plan.hostfile, plan.remotes(), asked)
+    groups = [plan.hostfile for plan in deployment.groups]
+    results = await examine(groups, deployment.remotes(), wanted_of(deployment))
     if worst(result for found in results.values() for result in found) != "ok":
         console.print(check_results_table(results, all_levels=False))
     bad = [(host, result) for host, found in results.items() for result in found if result.level == "bad"]
@@ -129,39 +172,49 @@ async def _look_first(plan: Plan, console: Console) -> None:
         )
 
 
-async def bring_up(plan: Plan, console: Console) -> None:
+async def bring_up(deployment: Deployment, console: Console) -> None:
     """Start the cluster and wait until it is healthy; a table shows every host meanwhile.
 
     Raises:
         ClusterError: the cluster does not become healthy. It has been stopped, unless it is only late.
     """
-    first = plan.hostfile.hosts[0]
-    await start_all(plan)
-    async with Cluster(plan.remotes()).watched() as cluster:
+    await start_all(deployment)
+    async with Cluster(deployment.remotes()).watched() as cluster:
         with Live(console=console, refresh_per_second=4, transient=not console.is_terminal) as live:
 
             def show(now: Cluster) -> None:
-                live.update(status_table({**now.statuses, **now.problems}))
+                live.update(status_table({**now.statuses, **now.problems}, deployment.layout, now.gateway))
 
             try:
-                await wait_healthy(plan, cluster, show)
+                await wait_healthy(goal_of(deployment), cluster, show, timeout_s=deployment.groups[0].timeout_s)
             except StartFailed:
-                await stop_all(plan.remotes(), timeout_s=DOWN_S, force=False)
+                await stop_all(deployment.remotes(), timeout_s=DOWN_S)
                 raise
-    bound, port = flag(list(plan.serve), "--host") or "127.0.0.1", serve_address(list(plan.serve))[1]
-    where = first.address if bound in ("0.0.0.0", "::") else bound
-    print(f"phalanx is up: http://{where}:{port}/v1 ({len(plan.hostfile.hosts)} hosts)", flush=True)
-    if bound.startswith("127."):
-        note(
-            f"only {first.ssh} itself reaches this address; `-- {plan.serve[0]} --host 0.0.0.0` opens it to the others"
-        )
+    _say_where(deployment)
 
 
-async def _stay(plan: Plan) -> int:
-    """Wait until the server has ended for good; its exit code."""
-    async with Cluster(plan.remotes()).watched() as cluster:
+def _say_where(deployment: Deployment) -> None:
+    """Print the address, and who reaches it."""
+    plan, gateway = deployment.groups[0], deployment.gateway
+    size = len(plan.hostfile.hosts)
+    what = f"{size} hosts" if gateway is None else f"{len(deployment.groups)} replicas of {size} hosts"
+    print(f"phalanx is up: {url_of(deployment)} ({what})", flush=True)
+    host, words = (plan.hostfile.hosts[0], plan.serve) if gateway is None else (gateway.host, gateway.flags)
+    if (flag(list(words), "--host") or "127.0.0.1").startswith("127."):
+        opens = f"-- {plan.serve[0]} --host 0.0.0.0" if gateway is None else "-- MODEL -- --host 0.0.0.0"
+        note(f"only {host.ssh} itself reaches this address; `{opens}` opens it to the others")
+    elif gateway is not None and not gateway.api_keys and flag(list(gateway.flags), "--keys") is None:
+        note("warning: other machines reach this address, and no key is asked for; `-- MODEL -- --api-key KEY` does")
+
+
+async def _stay(deployment: Deployment) -> int:
+    """Wait until the server, or the gateway, has ended for good; its exit code."""
+    first = deployment.groups[0].hostfile.hosts[0].ssh
+    async with Cluster(deployment.remotes()).watched() as cluster:
         while True:
             await asyncio.sleep(1.0)
-            server = cluster.statuses[plan.hostfile.hosts[0].ssh]
-            if server is not None and (server.ended is not None or not server.role):
-                return server.ended or ExitCode.OK
+            status = cluster.statuses[first]
+            if deployment.gateway is not None:
+                status = None if cluster.gateway is None else cluster.gateway.process
+            if status is not None and (status.ended is not None or not status.role):
+                return status.ended or ExitCode.OK

@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec import Struct
 
 from phalanx.cluster.machine import Bridge, Interface, Rdma
-from phalanx.config import AGENT_PORT, DEFAULT_PORT, HostConfig
+from phalanx.config import AGENT_PORT, DEFAULT_PORT, GATEWAY_PORT, HostConfig
 
 Level = Literal["ok", "warning", "bad"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
@@ -27,6 +27,18 @@ class CheckResult(Struct, frozen=True, kw_only=True):
     remedy: str = ""
 
 
+def good(check: str, seen: str) -> CheckResult:
+    return CheckResult(check=check, level="ok", seen=seen)
+
+
+def bad(check: str, seen: str, wanted: str, remedy: str) -> CheckResult:
+    return CheckResult(check=check, level="bad", seen=seen, wanted=wanted, remedy=remedy)
+
+
+def warning(check: str, seen: str, wanted: str, remedy: str) -> CheckResult:
+    return CheckResult(check=check, level="warning", seen=seen, wanted=wanted, remedy=remedy)
+
+
 class ExamineRequest(Struct, frozen=True, kw_only=True):
     """The role of a host in a cluster, for which it is to be examined."""
 
@@ -39,6 +51,9 @@ class ExamineRequest(Struct, frozen=True, kw_only=True):
     api_port: int = DEFAULT_PORT
     agent_port: int = AGENT_PORT
     guard_gb: float | None = None
+    gateway: str | None = None  # address that a gateway on this host will bind; None: there is none
+    gateway_port: int = GATEWAY_PORT
+    has_rank: bool = True  # else there is only the gateway
     running: bool = False  # a cluster may be running: its processes and ports are no fault then
 
 
@@ -60,6 +75,7 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     interfaces: list[Interface] = []
     bridge: Bridge | None = None
     rdma: Rdma = Rdma(enabled=None)
+    gpus: int = 0  # of NVIDIA, that MLX can use
     model: ModelFacts | None = None
 
 

@@ -13,26 +13,27 @@ import resource
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from phalanx import __version__
 from phalanx.cluster import identity, machine
-from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts
+from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts, bad, good, warning
 from phalanx.cluster.library import find_model
+from phalanx.cluster.memory_checks import memory, wired_memory
 from phalanx.cluster.supervisor import RunDirectory, describe
 from phalanx.config import COORDINATOR_PORT
-from phalanx.errors import ConfigError
-from phalanx.memory import guard_bytes, read_machine
+from phalanx.dist.gpus import usable_gpus
 
 GB = 1 << 30
-WIRED_LIMIT = 350 * GB  # about 23 million pages: more means a known leak of wired memory (L2)
-WIRED_SHARE = 0.7  # of physical memory; the limit on smaller machines
 DISK_GB = 5
 OPEN_FILES = 1024
+MLX_BACKENDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cpu")
 CONNECT_S = 2.0
+
+CHOICE = "one of `phalanx[cpu]`, `phalanx[cuda13]`, `phalanx[cuda12]`; on a Mac `phalanx[engine]`"
 
 Check = Callable[[ExamineRequest, HostFacts, RunDirectory], Iterator[CheckResult]]
 
@@ -40,7 +41,8 @@ Check = Callable[[ExamineRequest, HostFacts, RunDirectory], Iterator[CheckResult
 def examine(wanted: ExamineRequest, run_dir: RunDirectory) -> Examination:
     """Run all checks on this host."""
     facts = gather(wanted)
-    return Examination(facts=facts, results=[result for check in CHECKS for result in check(wanted, facts, run_dir)])
+    checks = CHECKS if wanted.has_rank else CHECKS_OF_A_GATEWAY
+    return Examination(facts=facts, results=[result for check in checks for result in check(wanted, facts, run_dir)])
 
 
 def gather(wanted: ExamineRequest) -> HostFacts:
@@ -54,6 +56,7 @@ def gather(wanted: ExamineRequest) -> HostFacts:
         interfaces=machine.interfaces(),
         bridge=machine.bridge(),
         rdma=machine.rdma(),
+        gpus=len(usable_gpus()),
         model=None if wanted.model is None else find_model(wanted.model),
     )
 
@@ -65,18 +68,6 @@ def _version(package: str) -> str:
         return ""
 
 
-def good(check: str, seen: str) -> CheckResult:
-    return CheckResult(check=check, level="ok", seen=seen)
-
-
-def bad(check: str, seen: str, wanted: str, remedy: str) -> CheckResult:
-    return CheckResult(check=check, level="bad", seen=seen, wanted=wanted, remedy=remedy)
-
-
-def warning(check: str, seen: str, wanted: str, remedy: str) -> CheckResult:
-    return CheckResult(check=check, level="warning", seen=seen, wanted=wanted, remedy=remedy)
-
-
 # Software and files ----------------------------------------------------------------------------------------------
 
 
@@ -85,10 +76,23 @@ def engine(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> I
     if missing:
         yield bad(
             "engine", f"{' and '.join(missing)} not installed", "phalanx with its engine",
-            "Run `pip install 'phalanx[engine]'` on this host.",
+            f"Run `make venv` in its checkout, or install {CHOICE}.",
         )  # fmt: skip
     else:
         yield good("engine", f"MLX {facts.versions['mlx']}, mlx-lm {facts.versions['mlx-lm']}")
+        yield from _one_backend([package for package in MLX_BACKENDS if _version(package)])
+
+
+def _one_backend(found: Sequence[str]) -> Iterator[CheckResult]:
+    """MLX's libraries for processors and for GPUs lie in one directory: those installed last are loaded."""
+    if not found:  # an MLX that the user built has no such package
+        seen = "none of " + ", ".join(MLX_BACKENDS)
+        yield warning("MLX's backend", seen, "one of them", f"If MLX cannot be imported, install {CHOICE}.")
+    elif len(found) > 1:
+        yield bad(
+            "MLX's backend", " and ".join(found), "one of them",
+            f"Run `pip uninstall mlx {' '.join(found)}`, then install {CHOICE}.",
+        )  # fmt: skip
 
 
 def mpi(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
@@ -113,11 +117,13 @@ def disk(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Ite
 
 
 def open_files(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)  # servers, ranks and agents raise the soft limit themselves
     if 0 <= limit < OPEN_FILES:
         yield warning(
-            "open files", f"at most {limit}", f"{OPEN_FILES}", "Raise it: `ulimit -n 4096` in the shell's profile."
-        )
+            "open files", f"at most {limit}", f"{OPEN_FILES}",
+            "Raise the hard limit (`ulimit -Hn`): LimitNOFILE in a unit, /etc/security/limits.conf, or on macOS "
+            "`sudo launchctl limit maxfiles 65536 65536`.",
+        )  # fmt: skip
 
 
 def model(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
@@ -137,48 +143,11 @@ def model(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> It
         )  # fmt: skip
 
 
-# Memory ----------------------------------------------------------------------------------------------------------
-
-
-def wired_memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
-    if facts.system != "macOS":
-        return
-    wired, physical = machine.wired_bytes(), machine.physical_bytes()
-    limit = min(WIRED_LIMIT, int(physical * WIRED_SHARE))
-    if wired > limit and not run_dir.running():
-        yield bad(
-            "wired memory", f"{wired / GB:.0f} GB wired while nothing runs", f"below {limit / GB:.0f} GB",
-            "Memory has leaked after a kill. Reboot this host, then run `phalanx net setup`.",
-        )  # fmt: skip
-    else:
-        yield good("wired memory", f"{wired / GB:.1f} GB of {physical / GB:.0f} GB")
-
-
-def free_memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
-    if facts.model is None or run_dir.running():
-        return
-    found = read_machine()
-    try:
-        guard = guard_bytes(found.physical, wanted.guard_gb)
-    except ConfigError as error:
-        yield bad("memory", error.message, "a number", error.remedy)
-        return
-    shard = facts.model.bytes // (len(wanted.peers) + 1)
-    if shard > found.available - guard:
-        yield bad(
-            "memory", f"{found.available / GB:.1f} GB available, of which {guard / GB:.1f} GB stay free",
-            f"{shard / GB:.1f} GB for the shard of this host",
-            "Close programs, use more hosts, or a smaller model; PHALANX_MEMORY_GUARD_GB lowers what stays free.",
-        )  # fmt: skip
-    else:
-        yield good("memory", f"{found.available / GB:.1f} GB available for a shard of {shard / GB:.2f} GB")
-
-
 # Processes and ports ---------------------------------------------------------------------------------------------
 
 
 def processes(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
-    running = run_dir.running()
+    running = [*run_dir.running(), *run_dir.gateway.running()]
     own = {process.pid for process in identity.family(running)}
     strays = [process for process in identity.strays() if process.pid not in own]
     if strays:
@@ -204,13 +173,16 @@ def hold(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Ite
 
 def ports(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
     """Checks ports by binding to them: the coordinator would take a connection to its port for a rank (F3)."""
-    if run_dir.running() and wanted.running:
-        return
-    asked = [("agent port", wanted.host.address, wanted.agent_port, "--agent-port")]
-    if wanted.rank == 0:
-        asked = [("API port", wanted.api_host, wanted.api_port, "--port after `--`")]
-        if wanted.backend.startswith("jaccl"):
+    asked: list[tuple[str, str, int, str]] = []
+    if wanted.has_rank and not (run_dir.running() and wanted.running):
+        if wanted.rank > 0:
+            asked.append(("agent port", wanted.host.address, wanted.agent_port, "--agent-port"))
+        else:
+            asked.append(("API port", wanted.api_host, wanted.api_port, "--port after `--`"))
+        if wanted.rank == 0 and wanted.backend.startswith("jaccl"):
             asked.append(("coordinator port", wanted.host.address, COORDINATOR_PORT, ""))
+    if wanted.gateway is not None and not (run_dir.gateway.running() and wanted.running):
+        asked.append(("gateway port", wanted.gateway, wanted.gateway_port, "--port after the second `--`"))
     for check, host, port, option in asked:
         try:
             _bind(host, port)
@@ -351,7 +323,7 @@ CHECKS: tuple[Check, ...] = (
     open_files,
     model,
     wired_memory,
-    free_memory,
+    memory,
     processes,
     hold,
     ports,
@@ -361,3 +333,6 @@ CHECKS: tuple[Check, ...] = (
     bridge,
     subnets,
 )
+
+CHECKS_OF_A_GATEWAY: tuple[Check, ...] = (disk, open_files, processes, hold, ports, address, peers)
+"""Of a host that has no rank."""

@@ -35,12 +35,15 @@ def discover(facts: Mapping[str, HostFacts]) -> tuple[Hostfile, list[str]]:
             for i, j in pairs
         ]
         reasons.append("backend jaccl: every two hosts have a cable with RDMA")
+    elif len(names) > 1 and all(fact.gpus for fact in facts.values()):
+        reasons.append("no backend is fixed: nccl, since MLX can use a GPU on every host")
     else:
         any_device = any(port for fact in facts.values() for port in fact.rdma.ports)
         why = "not every two hosts have a cable with RDMA" if any_device else "no host has RDMA"
         reasons.append(f"no backend is fixed ({why}): mpi on Linux where it is installed, else ring")
     hosts = tuple(
-        Host(ssh=name, ips=(ips[name],), rdma=tuple(matrix[index]) if rdma else ()) for index, name in enumerate(names)
+        Host(ssh=name, ips=(ips[name],), rdma=tuple(matrix[index]) if rdma else (), gpus=facts[name].gpus)
+        for index, name in enumerate(names)
     )
     return Hostfile(hosts=hosts, backend="jaccl" if rdma else None), reasons
 

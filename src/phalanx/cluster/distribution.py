@@ -14,7 +14,7 @@ import msgspec
 from phalanx.cluster.file_transfer import BLOCK, Inventory, Manifest, ModelFile, ReceivedFile, manifest, missing_shards
 from phalanx.cluster.library import model_path
 from phalanx.cluster.ssh import ANSWER, Remote, end, failure, run
-from phalanx.config import hub_cache
+from phalanx.environment import hub_cache
 from phalanx.errors import ClusterError, ModelNotFound
 
 VERIFY_S = 3600.0  # enough to read a terabyte
@@ -84,7 +84,7 @@ async def push(model: str, wanted: Manifest, remotes: Sequence[Remote], progress
 async def _push(path: Path, wanted: Manifest, remote: Remote, progress: Progress) -> None:
     found = await remote.call("inventory", wanted, Inventory, timeout_s=VERIFY_S)
     by_path = {entry.path: entry for entry in wanted.files}
-    todo = [(by_path[missing.path], missing.have) for missing in found.missing]
+    todo = [(by_path[missing.path], missing.have) for missing in found.missing if missing.path in by_path]
     needed = sum(entry.bytes - have for entry, have in todo)
     if needed > found.free:
         raise ClusterError(

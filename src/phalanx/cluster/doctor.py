@@ -9,9 +9,15 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts, worst
+from phalanx.cluster.deployment import Deployment
+from phalanx.cluster.host_status import flag, serve_address
 from phalanx.cluster.hostfile import Host, Hostfile
+from phalanx.cluster.plans import backend_of, model_of
 from phalanx.cluster.ssh import Remote
+from phalanx.config import GATEWAY_PORT
 from phalanx.errors import ClusterError
 from phalanx.faults import recognise
 
@@ -21,7 +27,7 @@ TOGETHER = "between hosts"
 
 SAME = ("python", "phalanx", "mlx", "mlx-lm")
 
-__all__ = ["TOGETHER", "compare", "examine", "wanted", "worst"]
+__all__ = ["TOGETHER", "compare", "examine", "wanted", "wanted_of", "worst"]
 
 
 def wanted(hostfile: Hostfile, *, backend: str, running: bool, **settings: object) -> list[ExamineRequest]:
@@ -36,26 +42,61 @@ def wanted(hostfile: Hostfile, *, backend: str, running: bool, **settings: objec
     ]  # fmt: skip
 
 
+def wanted_of(deployment: Deployment) -> list[ExamineRequest]:
+    """The request to each host of what is to be started, in the order of its hosts."""
+    found = [
+        request
+        for plan in deployment.groups
+        for request in wanted(
+            plan.hostfile, backend=backend_of(plan), running=False, model=model_of(plan), agent_port=plan.agent_port,
+            api_host=flag(list(plan.serve), "--host") or serve_address(list(plan.serve))[0],
+            api_port=serve_address(list(plan.serve))[1],
+        )
+    ]  # fmt: skip
+    if (gateway := deployment.gateway) is None:
+        return found
+    bound = flag(list(gateway.flags), "--host") or "127.0.0.1"
+    port = serve_address(list(gateway.flags), GATEWAY_PORT)[1]
+    if gateway.host.ssh not in [request.host.name for request in found]:
+        (alone,) = Hostfile(hosts=(gateway.host,)).placed()
+        found.append(ExamineRequest(host=alone, rank=0, has_rank=False, agent_port=found[0].agent_port))
+    servers = [request.host for request in found if request.rank == 0 and request.has_rank]
+    return [
+        replace(
+            request, gateway=bound, gateway_port=port,
+            peers=tuple(dict.fromkeys([*request.peers, *(host for host in servers if host != request.host)])),
+        )
+        if request.host.name == gateway.host.ssh
+        else request
+        for request in found
+    ]  # fmt: skip
+
+
 async def examine(
-    hostfile: Hostfile, remotes: Sequence[Remote], requests: Sequence[ExamineRequest]
+    groups: Sequence[Hostfile], remotes: Sequence[Remote], requests: Sequence[ExamineRequest]
 ) -> dict[str, list[CheckResult]]:
-    """The results by host, in the hosts' order; last, under `TOGETHER`, those about several hosts."""
+    """The results by host, in the hosts' order; last, under `TOGETHER`, those about several hosts.
+
+    Args:
+        groups: the hosts whose ranks work together; one host more may have no rank.
+    """
     answers = await asyncio.gather(
         *(_examine(remote, request) for remote, request in zip(remotes, requests, strict=True))
     )
     results: dict[str, list[CheckResult]] = {}
     facts: dict[str, HostFacts] = {}
-    for host, (answer, skew) in zip(hostfile.hosts, answers, strict=True):
+    for remote, request, (answer, skew) in zip(remotes, requests, answers, strict=True):
         if isinstance(answer, ClusterError):
             fault = recognise(answer.message)
             name = fault.name if fault is not None else "ssh"
-            results[host.ssh] = [
+            results[remote.name] = [
                 CheckResult(check=name, level="bad", seen=answer.message, wanted="an answer", remedy=answer.remedy)
             ]
         else:
-            results[host.ssh] = [CheckResult(check="ssh", level="ok", seen="answers"), _clock(skew), *answer.results]
-            facts[host.ssh] = answer.facts
-    results[TOGETHER] = list(compare(facts, hostfile, requests[0].backend))
+            results[remote.name] = [CheckResult(check="ssh", level="ok", seen="answers"), _clock(skew), *answer.results]
+            if request.has_rank:
+                facts[remote.name] = answer.facts
+    results[TOGETHER] = list(compare(facts, groups, requests[0].backend))
     return results
 
 
@@ -83,13 +124,14 @@ def _clock(skew: float) -> CheckResult:
     )
 
 
-def compare(facts: Mapping[str, HostFacts], hostfile: Hostfile, backend: str) -> Iterator[CheckResult]:
-    """Compare the hosts that answered. Pure."""
+def compare(facts: Mapping[str, HostFacts], groups: Sequence[Hostfile], backend: str) -> Iterator[CheckResult]:
+    """Compare the hosts that answered, and the ends of cables inside each group. Pure."""
     yield from _versions(facts)
     yield from _models(facts)
     if backend.startswith("jaccl"):
-        yield from _cables(facts, hostfile.hosts)
-    yield from _fast_synch(facts, hostfile, backend)
+        for group in groups:
+            yield from _cables(facts, group.hosts)
+    yield from _fast_synch(facts, groups[0], backend)
 
 
 def _versions(facts: Mapping[str, HostFacts]) -> Iterator[CheckResult]:
@@ -169,5 +211,6 @@ def _fast_synch(facts: Mapping[str, HostFacts], hostfile: Hostfile, backend: str
         seen="1 in the hostfile's envs: fast; MLX's authors call it buggy (rare deadlocks, which the watchdog ends)"
         if on
         else "not set: safe; some machines are several times slower without it",
-        remedy="Leave it out if groups are ended as wedged." if on else 'Try "envs": ["MLX_METAL_FAST_SYNCH=1"].',
+        remedy="`phalanx net test` measures both ways and says which to write into the hostfile."
+        + (" Leave it out if groups are ended as wedged." if on else ""),
     )

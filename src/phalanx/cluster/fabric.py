@@ -18,15 +18,24 @@ from phalanx.cluster.discovery import discover
 from phalanx.cluster.doctor import wanted
 from phalanx.cluster.host import GroupTest, StopRequest, TestRequest
 from phalanx.cluster.hostfile import Host, Hostfile
-from phalanx.cluster.lifecycle import Plan, specs
-from phalanx.cluster.links import Done, LinkSpeed, Listening, MeasureRequest, ReachRequest, ReachResult, SetupRequest
+from phalanx.cluster.links import (
+    Done,
+    LinkSpeed,
+    Listening,
+    ListenRequest,
+    MeasureRequest,
+    ReachRequest,
+    ReachResult,
+    SetupRequest,
+)
 from phalanx.cluster.network import Cable, Node, Steps, matrix
+from phalanx.cluster.plans import Plan, new_credentials, specs
 from phalanx.cluster.ssh import Remote, on_all
 from phalanx.cluster.supervisor import Stopped, SupervisorStarted
 from phalanx.config import AGENT_PORT
 from phalanx.errors import ClusterError
 
-TEST_S = 180.0
+TEST_S = 300.0  # over JACCL a group starts twice
 
 
 class Pair(Struct, frozen=True, kw_only=True):
@@ -133,10 +142,11 @@ async def measure_pairs(hostfile: Hostfile, remotes: Sequence[Remote]) -> list[P
 
 
 async def _measure(one: Host, one_remote: Remote, other: Host, other_remote: Remote) -> Pair:
-    answers = other_remote.listen("listen", {}, Listening)
+    token = secrets.token_hex(16)
+    answers = other_remote.listen("listen", ListenRequest(address=other.address, token=token), Listening)
     try:
         listening = await anext(answers)
-        probe = MeasureRequest(address=other.address, port=listening.port)
+        probe = MeasureRequest(address=other.address, port=listening.port, token=token)
         measured = await one_remote.call("measure", probe, LinkSpeed)
     finally:
         await answers.aclose()
@@ -150,7 +160,7 @@ async def test_group(plan: Plan) -> GroupTest:
         ClusterError: a host cannot start its agent, or the test failed; says why.
     """
     first, *others = plan.remotes()
-    server, *agents = specs(plan, secrets.token_hex(32))
+    server, *agents = specs(plan, new_credentials([host.ssh for host in plan.hostfile.hosts]))
     started: list[Remote] = []
     try:
         for remote, spec in zip(others, agents, strict=True):

@@ -1,32 +1,40 @@
 """A host's side of `model push`: lists which files are missing, receives them, verifies them (L2).
 
 A file is received as NAME.part and renamed once its checksum is right, so an interrupted transfer continues where it
-ended, and an incomplete file is never taken for a complete one. Does not know where files come from.
+ended, and an incomplete file is never taken for a complete one. Below a model's directory no link is followed where
+something is written: whatever lies there already may be a stranger's. Does not know where files come from.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Callable, Sequence
+import socket
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol
+from typing import Annotated, BinaryIO, Protocol
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from phalanx.cluster.library import files_of, needed_files
-from phalanx.config import hub_cache
+from phalanx.environment import hub_cache
 from phalanx.errors import ClusterError, ConfigError
+from phalanx.text.model_files import belongs_to
 
 BLOCK = 1 << 20  # bytes
+PART = ".part"  # ends the name of a file that is being received
 
 
 class ModelFile(Struct, frozen=True, kw_only=True):
     """A file of a model."""
 
     path: str  # relative to the model's directory, with /
-    bytes: int
+    bytes: Annotated[int, Meta(ge=0)]
     sha256: str
 
 
@@ -41,7 +49,7 @@ class MissingFile(Struct, frozen=True, kw_only=True):
     """A file that is not complete on this host."""
 
     path: str
-    have: int  # bytes that were received already
+    have: Annotated[int, Meta(ge=0)]  # bytes that were received already
 
 
 class Inventory(Struct, frozen=True, kw_only=True):
@@ -72,24 +80,48 @@ def manifest(
 
     Args:
         progress: called with the number of bytes read since the last call.
+
+    Raises:
+        ClusterError: there are no files, one cannot be read, or one is a link that leads out of the model.
     """
     files = [
-        ModelFile(path=file.relative_to(path).as_posix(), bytes=file.stat().st_size, sha256=digest(file, progress))
+        ModelFile(
+            path=file.relative_to(path).as_posix(),
+            bytes=file.stat().st_size,
+            sha256=_digest_of_own(file, path, progress),
+        )
         for file in (needed_files(path) if needed else files_of(path))
-        if not file.name.endswith(".part")
+        if not file.name.endswith(PART)
     ]
     if not files:
         raise ClusterError(f"{path} has no files" + (" that serving reads." if needed else "."))
     return Manifest(place=place, files=files)
 
 
-def digest(file: Path, progress: Callable[[int], None] = lambda _: None) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+def _digest_of_own(file: Path, model: Path, progress: Callable[[int], None]) -> str:
+    """The digest of a model's file, which a link may not fetch from elsewhere. The hub's links lead to `blobs`.
+
+    Raises:
+        ClusterError: names the file.
+    """
+    target = file.resolve()
+    if not belongs_to(target, model):
+        raise ClusterError(
+            f"{file} is a link that leads out of the model, to {target}.", remedy="Put the file itself in its place."
+        )
+    try:
+        with file.open("rb") as stream:
+            return digest(stream, progress)
+    except OSError as error:
+        raise ClusterError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+def digest(stream: BinaryIO, progress: Callable[[int], None] = lambda _: None) -> str:
+    """SHA-256 of the rest of a stream, in hexadecimal."""
     state = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(BLOCK):
-            state.update(block)
-            progress(len(block))
+    while block := stream.read(BLOCK):
+        state.update(block)
+        progress(len(block))
     return state.hexdigest()
 
 
@@ -103,8 +135,22 @@ def directory_of(place: str) -> Path:
         name, at, revision = place.removeprefix("hub:").partition("@")
         if name.count("/") != 1 or not at or not revision.isalnum():
             raise ConfigError(f"{place!r} is not hub:OWNER/NAME@REVISION.")
-        return hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots" / revision
+        return hub_cache() / _one_name(f"models--{name.replace('/', '--')}") / "snapshots" / revision
+    for part in PurePosixPath(place).parts:
+        if part != "/":
+            _one_name(part)
     return Path.home() / place  # an absolute path stays as it is
+
+
+def _one_name(part: str) -> str:
+    """A part of a path.
+
+    Raises:
+        ConfigError: it leads elsewhere, or could not be shown.
+    """
+    if part in ("", ".", "..") or "/" in part or not part.isprintable():
+        raise ConfigError(f"{part!r} is not a name of a file or folder.")
+    return part
 
 
 def inventory(wanted: Manifest) -> Inventory:
@@ -112,14 +158,36 @@ def inventory(wanted: Manifest) -> Inventory:
     directory = directory_of(wanted.place)
     missing = []
     for entry in wanted.files:
-        file = _inside(directory, entry.path)
-        if file.is_file() and file.stat().st_size == entry.bytes and digest(file) == entry.sha256:
+        file = directory.joinpath(*_parts(entry.path))
+        if _is_complete(file, entry):
             continue
-        part = _part(file)
-        have = part.stat().st_size if part.is_file() else 0
+        have = _own_size(_part(file))
         missing.append(MissingFile(path=entry.path, have=have if have <= entry.bytes else 0))
     existing = next(folder for folder in (directory, *directory.parents) if folder.exists())
     return Inventory(directory=str(directory), missing=missing, free=shutil.disk_usage(existing).free)
+
+
+def _is_complete(file: Path, entry: ModelFile) -> bool:
+    """Whether a file is the one of the manifest. Links are followed: the hub's files are links."""
+    try:
+        if not file.is_file() or file.stat().st_size != entry.bytes:
+            return False
+        with file.open("rb") as stream:
+            return digest(stream) == entry.sha256
+    except OSError:
+        return False
+
+
+def _own_size(part: Path) -> int:
+    """The size of what was received; 0 if it is no ordinary file of its own."""
+    with contextlib.suppress(OSError):
+        found = part.lstat()
+        return found.st_size if _is_own(found) else 0
+    return 0
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
 
 
 def take(place: str, entry: ModelFile, have: int, stream: ByteStream) -> ReceivedFile:
@@ -129,64 +197,126 @@ def take(place: str, entry: ModelFile, have: int, stream: ByteStream) -> Receive
         have: bytes that were received already.
 
     Raises:
-        ClusterError: the stream ended early (received bytes are kept), or the checksum is wrong (they are deleted).
+        ConfigError: no file of a model has this name.
+        ClusterError: the stream ended early (received bytes are kept), the checksum is wrong or the disk is full (they
+            are deleted), or a link is in the way.
     """
-    directory = directory_of(place)
-    file = _inside(directory, entry.path)
-    part = _part(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with part.open("r+b" if part.exists() else "w+b") as out:
-        out.truncate(have)
-        out.seek(have)
-        left = entry.bytes - have
-        while left:
-            block = stream.read(min(left, BLOCK))
-            if not block:
+    directory, (*folders, name) = directory_of(place), _parts(entry.path)
+    if not 0 <= have <= entry.bytes:
+        raise ConfigError(f"{entry.path}: {have} bytes were received already, of {entry.bytes}.")
+    with _errors_name_file(directory / entry.path), _folder(directory, folders) as folder:
+        part = f"{name}{PART}"
+        with _open_part(part, folder) as out:
+            out.truncate(have)
+            out.seek(have)
+            _receive(out, entry, have, stream, part, folder)
+            out.seek(0)
+            if digest(out) != entry.sha256:
+                os.unlink(part, dir_fd=folder)
                 raise ClusterError(
-                    f"{entry.path} was interrupted after {entry.bytes - left} of {entry.bytes} bytes.",
-                    remedy="Run the same command again: it goes on from there.",
+                    f"{entry.path} arrived with a wrong checksum and was thrown away.",
+                    remedy="Run the same command again. If it comes again, the disk or the memory of a host is faulty.",
                 )
-            _write(out, block)
-            left -= len(block)
-    if digest(part) != entry.sha256:
-        part.unlink()
-        raise ClusterError(
-            f"{entry.path} arrived with a wrong checksum and was thrown away.",
-            remedy="Run the same command again. If it comes again, the disk or the memory of a host is faulty.",
-        )
-    part.replace(file)
+        os.rename(part, name, src_dir_fd=folder, dst_dir_fd=folder)  # a link of this name is replaced, not followed
     return ReceivedFile(path=entry.path, bytes=entry.bytes - have)
 
 
-def _write(out: BinaryIO, block: bytes) -> None:
-    out.write(block)
-    out.flush()
+def _receive(out: BinaryIO, entry: ModelFile, have: int, stream: ByteStream, part: str, folder: int) -> None:
+    """Write the rest of a stream, `entry.bytes` at most in all."""
+    left = entry.bytes - have
+    while left:
+        block = stream.read(min(left, BLOCK))
+        if not block:
+            raise ClusterError(
+                f"{entry.path} was interrupted after {entry.bytes - left} of {entry.bytes} bytes.",
+                remedy="Run the same command again: it goes on from there.",
+            )
+        try:
+            rest = memoryview(block)
+            while rest:
+                rest = rest[out.write(rest) :]
+        except OSError as error:
+            os.unlink(part, dir_fd=folder)
+            raise ClusterError(
+                f"{socket.gethostname()} cannot store {entry.path}: {error.strerror} after {entry.bytes - left} of "
+                f"{entry.bytes} bytes, which were deleted again.",
+                remedy="Make room on its disk, then run the same command again.",
+            ) from error
+        left -= len(block)
+
+
+@contextlib.contextmanager
+def _folder(directory: Path, names: Sequence[str]) -> Iterator[int]:
+    """A descriptor of a folder below a model's directory; folders that are missing are made, links not followed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for name in names:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, dir_fd=folder)
+            below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = below
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _open_part(name: str, folder: int) -> BinaryIO:
+    """Open a partly received file, or a new one, without a buffer: an error of `write` is of its own bytes.
+
+    A link of this name is removed; its target stays as it is.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not _is_own(os.stat(name, dir_fd=folder, follow_symlinks=False)):
+            os.unlink(name, dir_fd=folder)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    return os.fdopen(os.open(name, flags, 0o644, dir_fd=folder), "r+b", buffering=0)
+
+
+@contextlib.contextmanager
+def _errors_name_file(file: Path) -> Iterator[None]:
+    """Turn errors of the system into `ClusterError`, which names host and file."""
+    try:
+        yield
+    except OSError as error:
+        link = error.errno in (errno.ELOOP, errno.ENOTDIR)
+        raise ClusterError(
+            f"{socket.gethostname()} cannot write {file}: {error.strerror}"
+            + (f" ({error.filename})." if error.filename else "."),
+            remedy="Links inside a model's directory are not followed there: remove the link."
+            if link
+            else "Look at that folder's owner, its permissions and the space on its disk.",
+        ) from error
 
 
 def finish(wanted: Manifest) -> Inventory:
     """End a transfer: make a hub snapshot the current one of its repository. Returns what is still missing."""
     directory = directory_of(wanted.place)
     if wanted.place.startswith("hub:"):
-        refs = directory.parent.parent / "refs"
-        refs.mkdir(exist_ok=True)
-        (refs / "main").write_text(directory.name)
+        repository = directory.parent.parent
+        with _errors_name_file(repository / "refs" / "main"), _folder(repository, ["refs"]) as refs:
+            with _open_part(f"main{PART}", refs) as out:
+                out.truncate(0)
+                out.write(directory.name.encode())
+            os.rename(f"main{PART}", "main", src_dir_fd=refs, dst_dir_fd=refs)
     return inventory(wanted)
 
 
-def _inside(directory: Path, path: str) -> Path:
-    """The path of a manifest's file.
+def _parts(path: str) -> tuple[str, ...]:
+    """The parts of the path of a manifest's file.
 
     Raises:
-        ConfigError: it would be outside the model's directory.
+        ConfigError: it would be outside the model's directory, hidden, or one that is received at the moment.
     """
-    parts = PurePosixPath(path).parts
-    if not parts or ".." in parts or path.startswith("/"):
+    parts = tuple(path.split("/"))
+    if any(part.startswith(".") or not part or not part.isprintable() for part in parts) or path.endswith(PART):
         raise ConfigError(f"{path!r} is not a file of a model.")
-    return directory.joinpath(*parts)
+    return parts
 
 
 def _part(file: Path) -> Path:
-    return file.with_name(file.name + ".part")
+    return file.with_name(file.name + PART)
 
 
 def missing_shards(path: Path, names: Sequence[str]) -> list[str]:

@@ -4,24 +4,25 @@
      "hosts": [{"ssh": "studio1", "ips": ["192.168.1.11"], "rdma": [null, "rdma_en5"]}, ...]}
 
 A plain list of hosts is a hostfile without backend and envs. `rdma[j]` of host i names the device or devices of host i
-towards host j; null for itself. Does not know whether hosts and devices exist.
+towards host j; null for itself. `gpus`, which mlx.launch does not know, is a host's number of NVIDIA GPUs. Does not
+know whether hosts and devices exist.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import json
-import re
 from collections.abc import Sequence
 from typing import Any, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.config import MOST_RANKS, Backend, HostConfig
+from phalanx.config import Backend, HostConfig
 from phalanx.errors import ConfigError
+from phalanx.rank_variables import read_variable
 
-ENTRY = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*=")
+MOST_HOSTS = 256  # of a cluster; `MOST_RANKS` of them make a group
 
 Devices = str | tuple[str, ...] | None
 
@@ -32,6 +33,7 @@ class Host(Struct, frozen=True, kw_only=True):
     ssh: str
     ips: tuple[str, ...] = ()
     rdma: tuple[Devices, ...] = ()
+    gpus: int = 0
 
     @property
     def address(self) -> str:
@@ -57,12 +59,18 @@ class Hostfile(Struct, frozen=True, kw_only=True):
                 f"--num-ranks {count}, but there are {len(self.hosts)} hosts.",
                 remedy="Every host runs one rank: name more hosts, or lower --num-ranks.",
             )
-        return replace(self, hosts=tuple(replace(host, rdma=host.rdma[:count]) for host in self.hosts[:count]))
+        return self.part(0, count)
+
+    def part(self, begin: int, end: int) -> Hostfile:
+        """A hostfile of the hosts from `begin` on and before `end`, with their part of the device matrix."""
+        return replace(self, hosts=tuple(replace(host, rdma=host.rdma[begin:end]) for host in self.hosts[begin:end]))
 
     def placed(self) -> tuple[HostConfig, ...]:
         """The hosts as the engine's configuration."""
         return tuple(
-            HostConfig(name=host.ssh, address=host.address, ips=host.ips or (host.address,), rdma=host.rdma)
+            HostConfig(
+                name=host.ssh, address=host.address, ips=host.ips or (host.address,), rdma=host.rdma, gpus=host.gpus
+            )
             for host in self.hosts
         )
 
@@ -110,8 +118,10 @@ def parse(text: str, where: str) -> Hostfile:
         raise ConfigError(
             f"{where}: backend {backend!r} is not one.", remedy=f"Known: any, {', '.join(get_args(Backend))}."
         )
-    if not isinstance(envs, list) or not all(isinstance(entry, str) and ENTRY.match(entry) for entry in envs):
+    if not isinstance(envs, list) or not all(isinstance(entry, str) for entry in envs):
         raise ConfigError(f"{where}: envs is not a list of NAME=value.")
+    for entry in envs:
+        read_variable(entry, f"{where}: envs")
     hosts = tuple(_host(entry, f"{where}: host {index}") for index, entry in enumerate(value["hosts"]))
     return _checked(Hostfile(hosts=hosts, backend=None if backend == "any" else backend, envs=tuple(envs)), where)
 
@@ -119,17 +129,20 @@ def parse(text: str, where: str) -> Hostfile:
 def _host(value: Any, where: str) -> Host:
     if not isinstance(value, dict):
         raise ConfigError(f"{where} is not an object.", remedy='Write {"ssh": NAME, "ips": [ADDRESS]}.')
-    unknown = set(value) - {"ssh", "ips", "rdma"}
+    unknown = set(value) - {"ssh", "ips", "rdma", "gpus"}
     if unknown:
-        raise ConfigError(f"{where}: unknown field {sorted(unknown)[0]!r}.", remedy="Known: ssh, ips, rdma.")
-    ssh, ips, rdma = value.get("ssh"), value.get("ips", []), value.get("rdma", [])
+        raise ConfigError(f"{where}: unknown field {sorted(unknown)[0]!r}.", remedy="Known: ssh, ips, rdma, gpus.")
+    ssh, ips, rdma, gpus = value.get("ssh"), value.get("ips", []), value.get("rdma", []), value.get("gpus", 0)
     if not isinstance(ssh, str) or not ssh:
         raise ConfigError(f"{where}: `ssh` is not a name.", remedy="It is what you would type after `ssh`.")
     if not isinstance(ips, list) or not all(_is_ip(ip) for ip in ips):
         raise ConfigError(f"{where} ({ssh}): `ips` is not a list of IP addresses: {ips!r}.")
     if not isinstance(rdma, list):
         raise ConfigError(f"{where} ({ssh}): `rdma` is not a list.")
-    return Host(ssh=ssh, ips=tuple(ips), rdma=tuple(_devices(entry, f"{where} ({ssh})") for entry in rdma))
+    if type(gpus) is not int or gpus < 0:
+        raise ConfigError(f"{where} ({ssh}): `gpus` is not a number of GPUs: {gpus!r}.")
+    devices = tuple(_devices(entry, f"{where} ({ssh})") for entry in rdma)
+    return Host(ssh=ssh, ips=tuple(ips), rdma=devices, gpus=gpus)
 
 
 def _is_ip(value: Any) -> bool:
@@ -150,8 +163,8 @@ def _devices(value: Any, where: str) -> Devices:
 def _checked(hostfile: Hostfile, where: str) -> Hostfile:
     """Check what concerns several hosts or fields together."""
     hosts = hostfile.hosts
-    if not 1 <= len(hosts) <= MOST_RANKS:
-        raise ConfigError(f"{where} names {len(hosts)} hosts; 1 to {MOST_RANKS} make a group.")
+    if not 1 <= len(hosts) <= MOST_HOSTS:
+        raise ConfigError(f"{where} names {len(hosts)} hosts; 1 to {MOST_HOSTS} make a cluster.")
     for field, values in (("ssh", [host.ssh for host in hosts]), ("ips", [ip for host in hosts for ip in host.ips])):
         if "" in values:
             raise ConfigError(f"{where}: a host has no name.", remedy="Write a,b,c.")
@@ -201,6 +214,8 @@ def render(hostfile: Hostfile) -> str:
         entry: dict[str, Any] = {"ssh": host.ssh, "ips": list(host.ips)}
         if host.rdma:
             entry["rdma"] = list(host.rdma)
+        if host.gpus:
+            entry["gpus"] = host.gpus
         lines.append("    " + json.dumps(entry))
     head = json.dumps(value)[1:-1]
     return "{" + head + ',\n  "hosts": [\n' + ",\n".join(lines) + "\n  ]}\n"

@@ -1,12 +1,13 @@
-"""Identifies phalanx's processes by id, start time and command, since the system uses process ids again.
+"""Identifies phalanx's processes by id, start time, program and arguments, since the system uses process ids again.
 
-A process is signalled only if it matches all three. Does not know why a process should end.
+A process is signalled only if it matches all four. Does not know why a process should end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable
@@ -16,10 +17,13 @@ import msgspec
 import psutil
 from msgspec import Struct
 
+from phalanx.cluster.layout import REPLICAS_FILE
+
 SAME_S = 0.005  # largest difference of equal start times; Linux counts in hundredths of a second
 POLL_S = 0.05
-VERBS = ("rank", "agent", "serve", "host")
+VERBS = ("rank", "agent", "serve", "host", "gateway")
 """The commands of a group's processes: `... -m phalanx VERB ...`, or `.../phalanx VERB ...`."""
+FRAMEWORK = re.compile(r".*/Python3?\.framework/Versions/[^/]+(?=/)")
 
 
 class Record(Struct, frozen=True):
@@ -27,17 +31,31 @@ class Record(Struct, frozen=True):
 
     pid: int
     created: float  # start time in seconds: on Linux since boot (independent of the clock), elsewhere since the epoch
-    command: list[str]
+    program: str  # as `program_of` names it
+    arguments: list[str]  # the command without its first word, which is what the process calls itself
 
 
 def record(pid: int) -> Record:
     """The record of a running process.
 
     Raises:
-        psutil.NoSuchProcess: it is gone.
+        psutil.Error: it is gone, or cannot be looked at.
     """
-    process = psutil.Process(pid)
-    return Record(pid, _created(process), process.cmdline())
+    return _record(psutil.Process(pid))
+
+
+def _record(process: psutil.Process) -> Record:
+    return Record(process.pid, _created(process), program_of(process.exe()), process.cmdline()[1:])
+
+
+def program_of(executable: str) -> str:
+    """The name of a program that stays the same when it executes itself again.
+
+    A Python of a macOS framework does: its `bin/python3.12` becomes `Resources/Python.app/Contents/MacOS/Python` of the
+    same framework, under another first word. Process id and start time stay.
+    """
+    framework = FRAMEWORK.match(executable)
+    return executable if framework is None else framework[0]
 
 
 def _created(process: psutil.Process) -> float:
@@ -54,10 +72,13 @@ def find(known: Record | None) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(known.pid)
-        same = abs(_created(process) - known.created) <= SAME_S and process.cmdline() == known.command
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        found = _record(process)
     except psutil.Error:
         return None
+    same = abs(found.created - known.created) <= SAME_S and found.program == known.program
+    return process if same and found.arguments == known.arguments else None
 
 
 def read(file: Path) -> Record | None:
@@ -88,13 +109,14 @@ def strays() -> list[psutil.Process]:
 
 
 def is_group_member(command: list[str]) -> bool:
-    """Whether a command line is that of a phalanx rank, agent, server or supervisor."""
+    """Whether a command line is that of a phalanx rank, agent, server or supervisor, or of a gateway of `up`."""
     for index, word in enumerate(command[:-1]):
         module = word == "phalanx" and index > 0 and command[index - 1] == "-m"
         script = Path(word).name == "phalanx" and (index == 0 or (index == 1 and _is_python(command[0])))
         if module or script:
-            verb = command[index + 1]
-            return verb in VERBS and (verb != "host" or "supervise" in command[index + 2 :])
+            verb, words = command[index + 1], command[index + 2 :]
+            needed = {"host": "supervise", "gateway": REPLICAS_FILE}.get(verb)  # other gateways are the user's own
+            return verb in VERBS and (needed is None or needed in words)
     return False
 
 
@@ -109,6 +131,14 @@ def family(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             found |= {each.pid: each for each in (process, *process.children(recursive=True))}
     return list(found.values())
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    """Whether this process itself listens on a TCP port, and not another one, perhaps of another user."""
+    with contextlib.suppress(psutil.Error):
+        found = process.net_connections("tcp")
+        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
+    return False
 
 
 def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:

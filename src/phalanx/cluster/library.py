@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from phalanx.cluster.check_results import ModelFacts
-from phalanx.config import hub_cache
 from phalanx.demo import MODEL_DIR
+from phalanx.environment import hub_cache
 
 DIGESTED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 """Small files whose content is part of a model's digest. Of weight files, only name and size are."""

@@ -1,138 +1,80 @@
 """Starts, stops and observes a cluster from any machine that can reach its hosts by ssh (L1, L4, L5).
 
-The first host gets a supervisor with the server, every other host one with an agent. After that, this machine is not
-needed. Does not know how a host does its part (`host.py`), nor how results are printed (`cli/`).
+A group's first host gets a supervisor with the server, every other host one with an agent, and the host of a gateway
+one for that. After that, this machine is not needed. Does not know how a host does its part (`host.py`), nor how
+results are printed (`cli/`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import get_args
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from phalanx.cluster.host import HostStatus, LogLines, LogRequest, StopRequest, flag
-from phalanx.cluster.hostfile import Hostfile
+from phalanx.cluster.deployment import Deployment, new_keys, placed
+from phalanx.cluster.host import LogLines, LogRequest, Part, StartedHere, StopRequest
+from phalanx.cluster.host_status import GatewayStatus, HostReport, HostStatus
+from phalanx.cluster.layout import Layout
+from phalanx.cluster.plans import new_credentials
 from phalanx.cluster.ssh import Remote, on_all
-from phalanx.cluster.supervisor import KILL_HOLD_S, Spec, Stopped, SupervisorStarted
-from phalanx.config import AGENT_PORT, CLUSTER_VARIABLE, DEFAULT_PORT, Backend, ClusterConfig
+from phalanx.cluster.supervisor import GATEWAY, KILL_HOLD_S, Spec, Stopped, SupervisorStarted
 from phalanx.errors import ClusterError, ConfigError, StartFailed
 from phalanx.faults import recognise
 
-CLUSTER_FILE = ".phalanx/run/cluster.json"
-LOGS = ".phalanx/logs"
-DRAIN_S = "8"  # less than the time after which `down` kills
 SSH_MARGIN_S = 60.0  # in addition to a verb's own time limit
 
 
-class Plan(Struct, frozen=True, kw_only=True):
-    """A cluster to start."""
+class Goal(Struct, frozen=True, kw_only=True):
+    """When a cluster, or the part of it that was started, is healthy. Hosts are named as for ssh."""
 
-    hostfile: Hostfile
-    serve: tuple[str, ...] = ("demo",)  # arguments of `phalanx serve`
-    backend: str = "auto"
-    envs: tuple[str, ...] = ()
-    timeout_s: float = 600.0
-    log_dir: str = LOGS
-    agent_port: int = AGENT_PORT
-    python: str = sys.executable
-
-    def remotes(self) -> list[Remote]:
-        return [Remote(host.ssh, python=self.python) for host in self.hostfile.hosts]
+    hosts: tuple[str, ...]  # where something was started
+    servers: tuple[str, ...]  # those whose server must be healthy
+    gateway: str | None = None  # the host of a gateway that must use these replicas, if it can be asked
+    replicas: tuple[str, ...] = ()
 
 
-OURS = ("--tp", "-tp", "--tensor-parallel-size", "--cluster", "--backend", "--attach")
-"""Flags of `serve` that `up` sets itself."""
+def goal_of(deployment: Deployment) -> Goal:
+    """All servers are healthy, and the gateway uses all of them."""
+    hosts = tuple(host.ssh for host in deployment.hosts)
+    if (layout := deployment.layout) is None:
+        return Goal(hosts=hosts, servers=hosts[:1])
+    return Goal(hosts=hosts, servers=layout.servers, gateway=layout.gateway, replicas=tuple(layout.replicas))
 
 
-def check(plan: Plan) -> Plan:
-    """Check a plan, and return it.
-
-    Raises:
-        ConfigError: names the flag.
-    """
-    for word in plan.serve:
-        if word.partition("=")[0] in OURS:
-            raise ConfigError(
-                f"{word} after `--`: `up` sets it itself.", remedy="Use --num-ranks and --backend before the `--`."
-            )
-    port = flag(list(plan.serve), "--port") or str(DEFAULT_PORT)
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--port {port}: a cluster needs a port that is known before.", remedy="Give 1 to 65535.")
-    backend = backend_of(plan)
-    if backend not in ("auto", *get_args(Backend)):
-        raise ConfigError(f"--backend {backend} is not one.", remedy=f"Known: {', '.join(get_args(Backend))}.")
-    if backend in ("jaccl", "jaccl-ring") and not all(host.rdma for host in plan.hostfile.hosts):
-        raise ConfigError(
-            f"--backend {backend} needs `rdma` for every host in the hostfile.",
-            remedy="`phalanx hostfile --hosts ...` finds the devices; or use --backend ring.",
-        )
-    return plan
-
-
-def backend_of(plan: Plan) -> str:
-    """The backend of the flag, else of the hostfile, else auto."""
-    return plan.backend if plan.backend != "auto" else plan.hostfile.backend or "auto"
-
-
-def model_of(plan: Plan) -> str:
-    """The model to serve: the first word after `--`, unless that is a flag; else the demo."""
-    return "demo" if not plan.serve or plan.serve[0].startswith("-") else plan.serve[0]
-
-
-def specs(plan: Plan, secret: str) -> list[Spec]:
-    """The specification of each host's supervisor, in rank order."""
-    hosts = plan.hostfile.placed()
-    variables = dict(entry.partition("=")[::2] for entry in (*plan.hostfile.envs, *plan.envs))
-    cluster = ClusterConfig(
-        hosts=hosts, agent_port=plan.agent_port, envs=tuple(f"{name}={value}" for name, value in variables.items())
-    )
-    serve = ["serve", *plan.serve]
-    if flag(serve, "--drain-seconds") is None:
-        serve += ["--drain-seconds", DRAIN_S]
-    files = {}
-    if len(hosts) > 1:
-        serve += ["--tp", str(len(hosts)), "--backend", backend_of(plan), "--cluster", CLUSTER_FILE]
-        files = {"cluster.json": msgspec.json.encode(cluster).decode()}
-    exported = {CLUSTER_VARIABLE: secret, **variables}
-    specs = [Spec(role="server", command=serve, variables=exported, log=f"{plan.log_dir}/rank-0.log", files=files)]
-    for rank, host in enumerate(hosts[1:], 1):
-        command = ["agent", "--host", host.address, "--port", str(plan.agent_port), "--directory", ".phalanx/run/agent"]
-        specs.append(Spec(role="agent", command=command, variables=exported, log=f"{plan.log_dir}/rank-{rank}.log"))
-    return specs
-
-
-async def start_all(plan: Plan) -> dict[str, SupervisorStarted]:
+async def start_all(deployment: Deployment) -> None:
     """Start the supervisors on all hosts in parallel (the server waits for its agents): all of them, or none.
 
     Raises:
         ClusterError: a host could not start its supervisor; the others were stopped again.
     """
-    return await _start(list(zip(plan.remotes(), specs(plan, secrets.token_hex(32)), strict=True)))
+    remotes = {remote.name: remote for remote in deployment.remotes()}
+    await _start([(remotes[name], spec) for name, spec in placed(deployment, new_keys())])
 
 
-async def _start(todo: Sequence[tuple[Remote, Spec]]) -> dict[str, SupervisorStarted]:
-    tasks = {
-        remote: asyncio.create_task(remote.call("start", spec, SupervisorStarted, timeout_s=SSH_MARGIN_S + KILL_HOLD_S))
+async def _start(todo: Sequence[tuple[Remote, Spec]]) -> None:
+    tasks = [
+        asyncio.create_task(remote.call("start", spec, SupervisorStarted, timeout_s=SSH_MARGIN_S + KILL_HOLD_S))
         for remote, spec in todo
-    }
+    ]
     try:
-        await asyncio.wait(tasks.values())
-        return {remote.name: task.result() for remote, task in tasks.items()}
+        await asyncio.wait(tasks)
+        for task in tasks:
+            task.result()
     except (ClusterError, asyncio.CancelledError):
-        for task in tasks.values():
+        for task in tasks:
             task.cancel()
-        answers = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
         started = [
-            remote for remote, answer in zip(tasks, answers, strict=True) if isinstance(answer, SupervisorStarted)
+            remote.call("stop", StopRequest(only=_part_of(spec)), Stopped)
+            for (remote, spec), answer in zip(todo, answers, strict=True)
+            if isinstance(answer, SupervisorStarted)
         ]
-        await on_all(started, "stop", StopRequest(), Stopped)
+        await asyncio.gather(*started, return_exceptions=True)
         raise
 
 
@@ -142,6 +84,7 @@ class Cluster:
     def __init__(self, remotes: Sequence[Remote]) -> None:
         self.statuses: dict[str, HostStatus | None] = {remote.name: None for remote in remotes}
         self.problems: dict[str, str] = {}
+        self.gateway: GatewayStatus | None = None
         self._remotes = list(remotes)
 
     @contextlib.asynccontextmanager
@@ -158,50 +101,77 @@ class Cluster:
     async def _follow(self, remote: Remote) -> None:
         while True:
             try:
-                async for status in remote.listen("watch", {}, HostStatus):
-                    self.statuses[remote.name] = status
+                async for report in remote.listen("watch", {}, HostReport):
+                    self.statuses[remote.name] = report.status
+                    self.gateway = report.gateway or self.gateway
                     self.problems.pop(remote.name, None)
             except ClusterError as error:
                 self.problems[remote.name] = str(error)
             await asyncio.sleep(1.0)
 
 
-async def wait_healthy(plan: Plan, cluster: Cluster, show: Callable[[Cluster], None]) -> None:
-    """Wait until the server is healthy.
+async def wait_healthy(goal: Goal, cluster: Cluster, show: Callable[[Cluster], None], *, timeout_s: float) -> None:
+    """Wait until all servers are healthy, and the gateway uses them.
 
     Raises:
         StartFailed: a host failed to start; has the first cause, the host and the remedy.
-        ClusterError: the server was not healthy within the plan's timeout.
+        ClusterError: a server was not healthy within `timeout_s`.
     """
-    deadline = time.monotonic() + plan.timeout_s
-    first = plan.hostfile.hosts[0].ssh
-    started: dict[str, int] = {}  # host -> process that was started first
+    deadline = time.monotonic() + timeout_s
+    started: dict[tuple[str, str], int] = {}  # host and role -> process that was started first
     while True:
         show(cluster)
-        for name, status in cluster.statuses.items():
-            if status is None:
-                continue
+        for name, status in _looked_at(goal, cluster):
             if (cause := final_cause(name, status)) is not None:
                 raise cause
-            if status.child is not None and started.setdefault(name, status.child) != status.child:
+            if status.child is not None and started.setdefault((name, status.role), status.child) != status.child:
                 raise _caused(name, f"its {status.role} crashed while it started", status)
-        server = cluster.statuses[first]
-        if server is not None and server.health is not None and server.health.ok:
+        late = [host for host in goal.servers if not _is_healthy(cluster.statuses[host])]
+        if not late and _gateway_uses(goal, cluster):
             return
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"Not healthy after {plan.timeout_s:g} s: {_why_late(first, cluster)}",
+                f"Not healthy after {timeout_s:g} s: {_why_late(late, cluster)}",
                 remedy="It goes on starting: `phalanx status` shows how far it is. Give a larger --timeout.",
             )
         await asyncio.sleep(0.2)
 
 
-def _why_late(first: str, cluster: Cluster) -> str:
-    """The server's reason for not being ready, and the hosts that do not answer this machine."""
-    server = cluster.statuses[first]
-    health = None if server is None or first in cluster.problems else server.health
-    reasons = ["no status came"] if health is None and not cluster.problems else []
-    reasons += [health.reason] if health is not None and health.reason else []
+def _looked_at(goal: Goal, cluster: Cluster) -> Iterator[tuple[str, HostStatus]]:
+    """Host and status of everything that must not fail: servers and agents, then the gateway."""
+    for host in goal.hosts if goal.servers else ():
+        if (status := cluster.statuses[host]) is not None:
+            yield host, status
+    if goal.gateway is not None and cluster.gateway is not None:
+        yield goal.gateway, cluster.gateway.process
+
+
+def _is_healthy(status: HostStatus | None) -> bool:
+    return status is not None and status.health is not None and status.health.ok
+
+
+def _gateway_uses(goal: Goal, cluster: Cluster) -> bool:
+    """Whether the gateway gives requests to the replicas. One that cannot be asked holds nothing up."""
+    if goal.gateway is None or goal.gateway in cluster.problems:
+        return True
+    if (gateway := cluster.gateway) is None:
+        return False
+    if gateway.process.supervisor is None and gateway.process.child is None:  # its host has been off
+        return True
+    return all(gateway.replicas.get(name) == "ok" for name in goal.replicas)
+
+
+def _why_late(late: Sequence[str], cluster: Cluster) -> str:
+    """The servers' reasons for not being ready, else the gateway's, and the hosts that do not answer this machine."""
+    reasons = []
+    for host in late:
+        server = cluster.statuses[host]
+        health = None if server is None or host in cluster.problems else server.health
+        reasons += ["no status came"] if health is None and not cluster.problems else []
+        reasons += [health.reason] if health is not None and health.reason else []
+    if not late:
+        health = None if cluster.gateway is None else cluster.gateway.process.health
+        reasons += ["no status of the gateway came" if health is None else f"the gateway: {health.reason}"]
     return " ".join([*reasons, *cluster.problems.values()])
 
 
@@ -222,9 +192,15 @@ def _caused(name: str, said: str, status: HostStatus) -> StartFailed:
     )
 
 
-async def stop_all(remotes: Sequence[Remote], *, timeout_s: float, force: bool) -> dict[str, Stopped | ClusterError]:
-    """Send SIGTERM on all hosts in parallel, wait, and SIGKILL remaining processes. Returns each host's report."""
-    request = StopRequest(timeout_s=timeout_s, force=force)
+async def stop_all(
+    remotes: Sequence[Remote], *, timeout_s: float, force: bool = False, only: Part | None = None
+) -> dict[str, Stopped | ClusterError]:
+    """Send SIGTERM on all hosts in parallel, wait, and SIGKILL remaining processes. Returns each host's report.
+
+    Args:
+        only: end only this part of what runs on a host.
+    """
+    request = StopRequest(timeout_s=timeout_s, force=force, only=only)
     answers = await asyncio.gather(
         *(remote.call("stop", request, Stopped, timeout_s=timeout_s + SSH_MARGIN_S) for remote in remotes),
         return_exceptions=True,
@@ -237,42 +213,122 @@ async def stop_all(remotes: Sequence[Remote], *, timeout_s: float, force: bool) 
     return result
 
 
-async def statuses(remotes: Sequence[Remote]) -> Mapping[str, HostStatus | ClusterError]:
-    """The current status of every host."""
-    return await on_all(remotes, "status", {}, HostStatus)
+async def statuses(remotes: Sequence[Remote]) -> Mapping[str, HostReport | ClusterError]:
+    """The current state of every host."""
+    return await on_all(remotes, "status", {}, HostReport)
 
 
-async def restart_all(remotes: Sequence[Remote], *, timeout_s: float) -> None:
-    """Stop all hosts and start them again with the same specifications.
+def layout_in(reports: Iterable[HostReport | ClusterError]) -> Layout | None:
+    """The replicas of a cluster, as its hosts know them; None if there is no gateway, or nothing was started.
+
+    A host whose processes run counts before one that has only kept its files, perhaps of an earlier cluster.
+    """
+    found = [report for report in reports if isinstance(report, HostReport) and report.layout is not None]
+    found.sort(key=lambda report: report.status.child is None and report.gateway is None)
+    return found[0].layout if found else None
+
+
+async def restart_all(remotes: Sequence[Remote], *, part: str | None, timeout_s: float) -> Goal:
+    """Stop what was started and start it again with the same specifications and new credentials.
+
+    Args:
+        part: only this replica, or "gateway"; hosts of the others need not answer.
+
+    Returns:
+        When that is healthy again.
 
     Raises:
         ClusterError: a host does not answer, or nothing was started there.
+        ConfigError: there is no such replica, or the remotes are not all of its hosts.
     """
-    answers = await on_all(remotes, "spec", {}, Spec)
-    specs: list[Spec] = []
-    for answer in answers.values():
+    answers = await on_all(remotes, "spec", {}, StartedHere)
+    layout = _layout_of(answers)
+    goal = goal_of_restart(layout, part, [remote.name for remote in remotes])
+    only: Part | None = None if part is None else "gateway" if part == GATEWAY else "group"
+    chosen = [remote for remote in remotes if remote.name in goal.hosts]
+    found: list[tuple[Remote, Spec]] = []
+    for remote in chosen:
+        answer = answers[remote.name]
         if isinstance(answer, ClusterError):
             raise answer
-        specs.append(answer)
-    for name, stopped in (await stop_all(remotes, timeout_s=timeout_s, force=False)).items():
+        found += [(remote, spec) for spec in answer.specs if only in (None, _part_of(spec))]
+    for name, stopped in (await stop_all(chosen, timeout_s=timeout_s, only=only)).items():
         if isinstance(stopped, ClusterError):
             raise stopped
         if stopped.left:
             raise ClusterError(f"{name}: {', '.join(stopped.left)} cannot be ended.", remedy="Reboot that host.")
-    await _start(list(zip(remotes, specs, strict=True)))
+    await _start(_renewed(found, layout))
+    return goal
+
+
+def _layout_of(answers: Mapping[str, StartedHere | ClusterError]) -> Layout | None:
+    return next((one.layout for one in answers.values() if isinstance(one, StartedHere) and one.layout), None)
+
+
+def _part_of(spec: Spec) -> Part:
+    return "gateway" if spec.role == GATEWAY else "group"
+
+
+def goal_of_restart(layout: Layout | None, part: str | None, names: Sequence[str]) -> Goal:
+    """What is to be stopped and started, and what has to be healthy in the end.
+
+    Args:
+        part: a replica, or "gateway"; None: everything.
+        names: of the hosts that may be used.
+
+    Raises:
+        ConfigError: there is no such part, or hosts are missing.
+    """
+    if layout is None:
+        if part is not None:
+            raise ConfigError(f"There is no replica {part!r}.", remedy="`phalanx up --replicas N` starts several.")
+        return Goal(hosts=tuple(names), servers=tuple(names[:1]))
+    if part is None:
+        hosts, servers, replicas = layout.hosts, layout.servers, tuple(layout.replicas)
+    elif part == GATEWAY:
+        hosts, servers, replicas = (layout.gateway,), (), ()
+    else:
+        hosts, replicas = layout.hosts_of(part), (part,)
+        servers = hosts[:1]
+    if missing := [host for host in hosts if host not in names]:
+        raise ConfigError(
+            f"{', '.join(missing)} must be named as well.", remedy=f"The cluster has {', '.join(layout.hosts)}."
+        )
+    gateway = layout.gateway if layout.gateway in names else None
+    return Goal(hosts=hosts, servers=servers, gateway=gateway, replicas=replicas)
+
+
+def _renewed(found: Sequence[tuple[Remote, Spec]], layout: Layout | None) -> list[tuple[Remote, Spec]]:
+    """The specifications with new credentials, which each group of hosts shares."""
+    groups = [[remote.name for remote, _ in found]] if layout is None else list(layout.replicas.values())
+    known = {name: credentials for names in groups for name, credentials in zip_longest(names, new_credentials(names))}
+    return [
+        (remote, spec if spec.role == GATEWAY else replace(spec, credentials=known[remote.name]))
+        for remote, spec in found
+    ]
+
+
+async def remotes_of(remotes: Sequence[Remote], replica: str) -> list[Remote]:
+    """Those of one replica's hosts, in rank order.
+
+    Raises:
+        ConfigError: there is no such replica, or one of its hosts was not named.
+    """
+    answers = await on_all(remotes, "spec", {}, StartedHere)
+    goal = goal_of_restart(_layout_of(answers), replica, [remote.name for remote in remotes])
+    by_name = {remote.name: remote for remote in remotes}
+    return [by_name[host] for host in goal.hosts]
 
 
 async def read_logs(
-    remotes: Sequence[Remote], lines: int, follow: bool, show: Callable[[str, str], None]
+    remotes: Sequence[Remote], request: LogRequest, show: Callable[[str, str], None]
 ) -> list[ClusterError]:
     """Read the logs of hosts and call `show(host, line)` for each line. With `follow`, runs until cancelled.
 
     Returns:
         The errors of hosts whose logs could not be read.
     """
-    answers = await asyncio.gather(
-        *(_read_log(remote, lines, follow, show) for remote in remotes), return_exceptions=True
-    )
+    answers = await asyncio.gather(*(_read_log(remote, request, show) for remote in remotes), return_exceptions=True)
     problems = [one for one in answers if isinstance(one, BaseException)]
     for problem in problems:
         if not isinstance(problem, ClusterError):
@@ -280,9 +336,9 @@ async def read_logs(
     return [problem for problem in problems if isinstance(problem, ClusterError)]
 
 
-async def _read_log(remote: Remote, lines: int, follow: bool, show: Callable[[str, str], None]) -> None:
-    async for piece in remote.listen("logs", LogRequest(lines=lines, follow=follow), LogLines):
+async def _read_log(remote: Remote, request: LogRequest, show: Callable[[str, str], None]) -> None:
+    async for piece in remote.listen("logs", request, LogLines):
         for line in piece.lines:
-            show(remote.name, line)
+            show(f"{remote.name} {piece.of}" if piece.of else remote.name, line)
         if piece.over:
             return

@@ -6,6 +6,7 @@ Does not know how plans are made (`network.py`), nor which hosts are measured (`
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import statistics
 import subprocess
@@ -28,6 +29,7 @@ SMALL = 64  # bytes
 LARGE = 1 << 20
 BULK = 64 << 20  # bytes for the bandwidth
 PROBE_S = 20.0
+TOKEN_S = 1.0  # for a connection to say that it is the measurement
 
 
 class Done(Struct, frozen=True, kw_only=True):
@@ -57,6 +59,14 @@ class ReachResult(Struct, frozen=True, kw_only=True):
     problem: int
 
 
+class ListenRequest(Struct, frozen=True, kw_only=True):
+    """Answer one measurement on this address of the host."""
+
+    address: str
+    token: str
+    """The measurement begins with these bytes; other connections are closed."""
+
+
 class Listening(Struct, frozen=True, kw_only=True):
     """A port that answers one measurement."""
 
@@ -68,6 +78,7 @@ class MeasureRequest(Struct, frozen=True, kw_only=True):
 
     address: str
     port: int
+    token: str
 
 
 class LinkSpeed(Struct, frozen=True, kw_only=True):
@@ -179,30 +190,55 @@ def is_there(request: ReachRequest) -> ReachResult:
 # Measuring -------------------------------------------------------------------------------------------------------
 
 
-def listener() -> tuple[Listening, threading.Thread]:
-    """Open a port that answers one measurement. The thread ends after it, or after `PROBE_S`."""
-    server = socket.create_server(("", 0))
-    server.settimeout(PROBE_S)
-    thread = threading.Thread(target=_answer, args=(server,), daemon=True)
+def listener(request: ListenRequest) -> tuple[Listening, threading.Thread]:
+    """Open a port that answers one measurement. The thread ends after it, or after `PROBE_S`.
+
+    Raises:
+        ClusterError: the address is not this host's.
+    """
+    family = socket.AF_INET6 if ":" in request.address else socket.AF_INET
+    try:
+        server = socket.create_server((request.address, 0), family=family)
+    except OSError as error:
+        raise ClusterError(
+            f"{request.address} is not an address of this host: {error.strerror or error}.",
+            remedy="Correct `ips` in the hostfile.",
+        ) from error
+    thread = threading.Thread(target=_answer, args=(server, request.token.encode()), daemon=True)
     thread.start()
     return Listening(port=server.getsockname()[1]), thread
 
 
-def _answer(server: socket.socket) -> None:
+def _answer(server: socket.socket, token: bytes) -> None:
+    """Answer the first connection that begins with the token."""
+    deadline = time.monotonic() + PROBE_S
     with server:
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            return
-        with connection:
-            connection.settimeout(PROBE_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for _ in range(ROUNDS):
-                connection.sendall(_exactly(connection, SMALL))
-            received = 0
-            while received < BULK:
-                received += len(_exactly(connection, LARGE))
-            connection.sendall(b"." * SMALL)
+        while (left := deadline - time.monotonic()) > 0:
+            server.settimeout(left)
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                return
+            with connection:
+                connection.settimeout(TOKEN_S)
+                try:
+                    is_expected = secrets.compare_digest(_exactly(connection, len(token)), token)
+                except OSError:
+                    continue
+                if is_expected:
+                    _echo(connection)
+                    return
+
+
+def _echo(connection: socket.socket) -> None:
+    connection.settimeout(PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for _ in range(ROUNDS):
+        connection.sendall(_exactly(connection, SMALL))
+    received = 0
+    while received < BULK:
+        received += len(_exactly(connection, LARGE))
+    connection.sendall(b"." * SMALL)
 
 
 def measure(request: MeasureRequest) -> LinkSpeed:
@@ -214,6 +250,7 @@ def measure(request: MeasureRequest) -> LinkSpeed:
     try:
         with socket.create_connection((request.address, request.port), timeout=PROBE_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(request.token.encode())
             times = []
             for _ in range(ROUNDS):
                 started = time.perf_counter()

@@ -12,11 +12,15 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 
+import msgspec
 import psutil
 from msgspec import Struct
+
+from phalanx.memory import MachineMemory, read_machine
 
 TOOL_S = 10.0
 PAGE = 16384  # bytes, if vm_stat does not say
@@ -87,6 +91,21 @@ def wired_bytes() -> int:
 def physical_bytes() -> int:
     text = tool("sysctl", "-n", "hw.memsize") if is_mac() else ""
     return int(text) if text.strip().isdecimal() else int(psutil.virtual_memory().total)
+
+
+def rank_memory() -> MachineMemory:
+    """What a rank could use on this machine, as MLX tells a process of its own; without MLX, the host's memory."""
+    text = tool(sys.executable, "-P", "-m", "phalanx.model.device_memory")
+    try:
+        return msgspec.json.decode(text, type=MachineMemory)
+    except msgspec.DecodeError:
+        return read_machine()
+
+
+def wired_limit_mb() -> int:
+    """macOS's `iogpu.wired_limit_mb`, in MiB; 0 where it is not set."""
+    text = tool("sysctl", "-n", "iogpu.wired_limit_mb").strip()
+    return int(text) if text.isdecimal() else 0
 
 
 def interfaces() -> list[Interface]:

@@ -11,6 +11,7 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from phalanx.cluster.check_results import HostFacts
 from phalanx.cluster.hostfile import Host
@@ -229,4 +230,4 @@ def matrix(joined: Sequence[Cable], names: Sequence[str]) -> list[list[str | Non
 
 def with_matrix(hosts: Sequence[Host], rows: Sequence[Sequence[str | None]]) -> tuple[Host, ...]:
     """Hosts of a hostfile, with the rows of a device matrix."""
-    return tuple(Host(ssh=host.ssh, ips=host.ips, rdma=tuple(row)) for host, row in zip(hosts, rows, strict=True))
+    return tuple(replace(host, rdma=tuple(row)) for host, row in zip(hosts, rows, strict=True))

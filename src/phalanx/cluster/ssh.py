@@ -12,12 +12,14 @@ import shlex
 import socket
 import sys
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from phalanx.config import RUN_PHALANX
 from phalanx.errors import ClusterError
 from phalanx.faults import recognise
+from phalanx.text.printable import printable
 
 CONNECT_S = 4  # less than the 5 s within which `status` reports a host that does not answer
 SSH = (
@@ -28,6 +30,7 @@ SSH_FAILED = 255  # ssh's own exit status
 ANSWER = "phalanx-answer:"  # before the JSON, since login scripts may print other lines
 LAST_LINES = 6  # of stderr in a message
 LINE_LIMIT = 1 << 24  # bytes
+MOST_SAID = 1 << 26  # bytes that are kept of one answer
 
 T = TypeVar("T")
 
@@ -47,7 +50,7 @@ class Remote:
     def command(self, *words: str) -> list[str]:
         """The local command that runs `phalanx WORDS` on the host."""
         if is_here(self.name):
-            return [sys.executable, "-m", "phalanx", *words]
+            return [sys.executable, *RUN_PHALANX, *words]
         return self.shell_command(_phalanx(self._python, words))
 
     def shell_command(self, script: str) -> list[str]:
@@ -88,7 +91,9 @@ class Remote:
             async for line in process.stdout:
                 if (text := line.decode(errors="replace")).startswith(ANSWER):
                     yield _decode(self.name, text, kind)
-            raise failure(self.name, await process.wait(), (await process.stderr.read()).decode(errors="replace"))
+            raise failure(self.name, await process.wait(), (await _said(process.stderr)).decode(errors="replace"))
+        except ValueError as error:  # of `readline`
+            raise failure(self.name, 0, f"a line of more than {LINE_LIMIT} bytes") from error
         finally:
             await end(process)
 
@@ -101,19 +106,30 @@ def is_here(name: str) -> bool:
 def _phalanx(python: str, words: Sequence[str]) -> str:
     arguments = shlex.join(words)
     program = shlex.quote(python)
-    return f"if [ -x {program} ]; then exec {program} -m phalanx {arguments}; fi; " + (
+    return f"if [ -x {program} ]; then exec {program} {shlex.join(RUN_PHALANX)} {arguments}; fi; " + (
         f'exec "${{SHELL:-/bin/sh}}" -lc {shlex.quote(f"exec phalanx {arguments}")}'
     )
 
 
 def _decode(name: str, line: str, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(line[len(ANSWER) :], type=kind)
-    except msgspec.DecodeError as error:
+        return msgspec.convert(_safe(msgspec.json.decode(line[len(ANSWER) :])), kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ClusterError(
             f"{name} answers in another way than this phalanx expects: {error}.",
             remedy="Install the same version of phalanx on all machines.",
         ) from error
+
+
+def _safe(value: Any) -> Any:
+    """A decoded answer whose texts may be printed: the host may have been taken over."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_safe(each) for each in value]
+    if isinstance(value, dict):
+        return {_safe(name): _safe(each) for name, each in value.items()}
+    return value
 
 
 async def run(command: Sequence[str], payload: bytes, timeout_s: float, name: str) -> tuple[int, str, str]:
@@ -130,13 +146,32 @@ async def run(command: Sequence[str], payload: bytes, timeout_s: float, name: st
         raise ClusterError(f"{command[0]} cannot be run: {error.strerror}.", remedy="Install OpenSSH.") from error
     try:
         async with asyncio.timeout(timeout_s):
-            out, err = await process.communicate(payload)
+            out, err, _ = await asyncio.gather(
+                _said(process.stdout), _said(process.stderr), _tell(process.stdin, payload)
+            )
+            await process.wait()
     except TimeoutError as error:
         raise failure(name, SSH_FAILED, f"ssh gave no answer within {timeout_s:g} s") from error
     finally:
         await end(process)
     assert process.returncode is not None
     return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+
+
+async def _said(stream: asyncio.StreamReader | None) -> bytes:
+    """What a host said, `MOST_SAID` bytes at most."""
+    said = bytearray()
+    while stream is not None and (piece := await stream.read(1 << 16)):
+        said += piece[: MOST_SAID - len(said)]
+    return bytes(said)
+
+
+async def _tell(stream: asyncio.StreamWriter | None, payload: bytes) -> None:
+    if stream is not None:
+        with contextlib.suppress(ConnectionError):  # the host's answer says why
+            stream.write(payload)
+            await stream.drain()
+        stream.close()
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
@@ -154,7 +189,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 def failure(name: str, code: int, said: str) -> ClusterError:
     """The error of a failed call, from its exit status and output."""
-    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith(ANSWER)]
+    lines = [line.strip() for line in printable(said).splitlines() if line.strip() and not line.startswith(ANSWER)]
     for line in lines:
         if (fault := recognise(line)) is not None:
             return ClusterError(f"{name}: {fault.cause} ({fault.name}: {line})", remedy=fault.remedy)

@@ -1,9 +1,9 @@
-"""The supervisor of a host: keeps one process running, in a session of its own that outlives shell and ssh (L3).
+"""A supervisor: keeps one process running, in a session of its own that outlives shell and ssh (L3).
 
-On the first host that process is the server, on the others the agent. The supervisor starts it again after a crash, up
-to a limit, but not after an error that a restart cannot fix. The process writes its own log and does not depend on the
-supervisor: it continues if the supervisor is killed, and `stop` finds it by its PID file. Does not know ssh or other
-hosts.
+On a group's first host that process is the server, on the others the agent; a gateway has a supervisor of its own. The
+supervisor starts its process again after a crash, but not after an error that a restart cannot fix. The process writes
+its own log and does not depend on the supervisor: it continues if the supervisor is killed, and `stop` finds it by its
+PID file. Does not know ssh or other hosts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -21,30 +22,40 @@ from types import FrameType
 import msgspec
 import psutil
 from msgspec import Struct
+from msgspec.structs import replace
 
 from phalanx.cluster import identity
-from phalanx.config import RUNTIME_VARIABLE, environment
+from phalanx.cluster.layout import Layout
+from phalanx.config import CREDENTIALS_FILE, RUN_PHALANX
+from phalanx.environment import RUNTIME_VARIABLE, environment
 from phalanx.errors import ClusterError, ExitCode
+from phalanx.logs import rotate
+from phalanx.private_files import write_private
+from phalanx.tls.credentials import Credentials, write_credentials
 
-RESTARTS = 5  # at most, within WINDOW_S
-WINDOW_S = 300.0
-FIRST_PAUSE_S = 0.5
+SHORT_S = 60.0  # a process that ended within it counts as a start that failed; the pauses grow with those
+FIRST_PAUSE_S = 0.5  # doubled for each start that failed
 LONGEST_PAUSE_S = 30.0
 READY_S = 10.0  # until a new supervisor must have written its PID file
 KILL_HOLD_S = 30.0  # nothing is started for so long after a SIGKILL: RDMA devices stay busy (F7, EBUSY)
 SUPERVISOR_SAYS = " supervisor: "  # marks the supervisor's own lines in the log
+LOG_CHECK_S = 10.0  # between two looks at the size of the log
 LAST_S = 3.0  # longest wait after SIGKILL
-PROGRAM = (sys.executable, "-m", "phalanx")
+FINAL = tuple(code for code in ExitCode if not code.restart_helps)
+GATEWAY = "gateway"  # a role, and the name of its run directory
+PROGRAM = (sys.executable, *RUN_PHALANX)
 
 
 class Spec(Struct, frozen=True, kw_only=True):
     """The process that a supervisor keeps running."""
 
-    role: str  # "server" or "agent"
+    role: str  # "server", "agent" or "gateway"
     command: list[str]  # after `python -m phalanx`
     variables: dict[str, str]
     log: str  # file, relative to the home directory unless absolute
     files: dict[str, str] = {}  # name in the run directory -> text
+    credentials: Credentials | None = None  # written to `CREDENTIALS_FILE`, and to no other file
+    layout: Layout | None = None  # of a cluster of several replicas
 
 
 class ProcessOutcome(Struct, frozen=True, kw_only=True):
@@ -73,10 +84,11 @@ class Stopped(Struct, frozen=True, kw_only=True):
 
 
 class RunDirectory:
-    """The directory with the state of a host's part of a cluster: `~/.phalanx/run`."""
+    """The directory with the state of a host's part of a cluster: `~/.phalanx/run`, for a gateway another one."""
 
-    def __init__(self, home: Path | None = None) -> None:
-        self.run = (home or Path.home()) / ".phalanx" / "run"
+    def __init__(self, home: Path | None = None, name: str = "run") -> None:
+        self._home = home
+        self.run = (home or Path.home()) / ".phalanx" / name
         self.supervisor = self.run / "supervisor.pid"
         self.child = self.run / "child.pid"
         self.spec = self.run / "spec.json"
@@ -84,6 +96,11 @@ class RunDirectory:
         self.hold = self.run / "hold"
         self.scratch = self.run / "tmp"
         """For sockets and PID files of the running process, which remain if it is killed."""
+
+    @property
+    def gateway(self) -> RunDirectory:
+        """That of a gateway, which may run on this host beside a server or an agent."""
+        return RunDirectory(self._home, GATEWAY)
 
     def held_s(self) -> float:
         """Seconds until something may be started again after a SIGKILL."""
@@ -140,9 +157,12 @@ def start(spec: Spec, run_dir: RunDirectory) -> int:
         time.sleep(min(held_s, 1.0))
     run_dir.clear()
     run_dir.run.mkdir(parents=True, exist_ok=True, mode=0o700)
+    run_dir.run.chmod(0o700)  # where a hold was left, the directory was there
     log = _open_log(spec)
     for name, text in spec.files.items():
-        (run_dir.run / name).write_text(text)
+        write_private(run_dir.run / name, text.encode())
+    if spec.credentials is not None:
+        write_credentials(run_dir.run / CREDENTIALS_FILE, spec.credentials)
     with log.open("ab") as output:
         process = subprocess.Popen(
             [*PROGRAM, "host", "supervise"],
@@ -153,8 +173,10 @@ def start(spec: Spec, run_dir: RunDirectory) -> int:
             cwd=Path.home(),
         )
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(spec))
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it ended already: why is in the log
+        process.stdin.write(msgspec.json.encode(replace(spec, credentials=None)))  # `spec.json` keeps no key
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
     deadline = time.monotonic() + READY_S
     while identity.read(run_dir.supervisor) is None:
         if process.poll() is not None or time.monotonic() > deadline:
@@ -188,8 +210,8 @@ def describe(process: psutil.Process) -> str:
     return f"pid {process.pid}"
 
 
-def stop(run_dir: RunDirectory, *, timeout_s: float, force: bool) -> tuple[list[str], list[str], list[str]]:
-    """End the processes that run here: SIGTERM, and SIGKILL for those that remain after `timeout_s` seconds.
+def stop(*run_dirs: RunDirectory, timeout_s: float, force: bool) -> tuple[list[str], list[str], list[str]]:
+    """End the processes of these directories: SIGTERM, and SIGKILL for those that remain after `timeout_s` seconds.
 
     Args:
         force: also end processes of groups that no PID file names.
@@ -197,21 +219,23 @@ def stop(run_dir: RunDirectory, *, timeout_s: float, force: bool) -> tuple[list[
     Returns:
         Descriptions of the processes that were found, that were killed, and that still run.
     """
-    roots = run_dir.running()
+    running = [found for run_dir in run_dirs if (found := run_dir.running())]
+    roots = [process for found in running for process in found]
     strays = [process for process in identity.strays() if process not in roots] if force else []
     processes = identity.family([*roots, *strays])
-    found = [describe(process) for process in [*roots, *strays]]
-    identity.send([*roots[:1], *strays], signal.SIGTERM)  # the supervisor passes it on to its process
+    named = [describe(process) for process in [*roots, *strays]]
+    identity.send([*(found[0] for found in running), *strays], signal.SIGTERM)  # a supervisor passes it on
     remaining = identity.wait_gone(processes, timeout_s)
     killed = [describe(process) for process in remaining]
     if remaining:
         identity.send(remaining, signal.SIGKILL)
         remaining = identity.wait_gone(remaining, LAST_S)
-        run_dir.run.mkdir(parents=True, exist_ok=True)
-        run_dir.hold.write_text(str(time.time() + KILL_HOLD_S))
+        run_dirs[0].run.mkdir(parents=True, exist_ok=True)
+        run_dirs[0].hold.write_text(str(time.time() + KILL_HOLD_S))
     if not remaining:
-        run_dir.clear()
-    return found, killed, [describe(process) for process in remaining]
+        for run_dir in run_dirs:
+            run_dir.clear()
+    return named, killed, [describe(process) for process in remaining]
 
 
 # The supervisor's own process ------------------------------------------------------------------------------------
@@ -223,26 +247,31 @@ class _Supervisor:
         self._run_dir = run_dir
         self._child: subprocess.Popen[bytes] | None = None
         self._terminating = False
-        self._crashes: list[float] = []
+        self._restarts = 0
+        self._failed = 0  # starts in succession
+        self._log = threading.Thread(target=self._keep_log_small, name="log", daemon=True)
 
     def run(self) -> int:
         """Keep the process running until it ends for good or SIGTERM arrives. Returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._terminate)
-        self._run_dir.spec.touch(mode=0o600)
-        self._run_dir.spec.write_bytes(msgspec.json.encode(self._spec))
+        self._run_dir.spec.unlink(missing_ok=True)
+        write_private(self._run_dir.spec, msgspec.json.encode(self._spec))
         identity.write(self._run_dir.supervisor, identity.record(os.getpid()))
+        self._log.start()
         while not self._terminating:
+            started = time.monotonic()
             status = self._run_once()
             if self._terminating:
                 break
-            if not self._restart_helps(status):
-                outcome = ProcessOutcome(status=status, at=time.time(), restarts=len(self._crashes))
+            if status in FINAL:
+                outcome = ProcessOutcome(status=status, at=time.time(), restarts=self._restarts)
                 self._run_dir.outcome.write_bytes(msgspec.json.encode(outcome))
                 for file in (self._run_dir.child, self._run_dir.supervisor):
                     file.unlink(missing_ok=True)
                 return status
-            self._pause()
+            self._restarts += 1
+            self._pause(time.monotonic() - started)
         self._run_dir.clear()
         return ExitCode.OK
 
@@ -257,28 +286,34 @@ class _Supervisor:
         )
         if self._terminating:  # the signal arrived while the process was being started
             self._child.terminate()
-        with contextlib.suppress(psutil.Error):
-            identity.write(self._run_dir.child, self._started())
+        if (started := self._started()) is not None:
+            identity.write(self._run_dir.child, started)
         status = self._child.wait()
         _log(f"{self._spec.role} (pid {self._child.pid}) ended with status {status}")
         return status
 
-    def _started(self) -> identity.Record:
-        """The child's record, after exec: between fork and exec it has its parent's command line."""
+    def _started(self) -> identity.Record | None:
+        """The child's record, after exec: between fork and exec it has its parent's arguments. None if it ended."""
         assert self._child is not None
-        mine = psutil.Process().cmdline()
-        while (child := identity.record(self._child.pid)).command in ([], mine) and self._child.poll() is None:
+        mine = psutil.Process().cmdline()[1:]
+        while self._child.poll() is None:
+            with contextlib.suppress(psutil.Error):  # macOS may refuse to show a process that is executing
+                child = identity.record(self._child.pid)
+                if child.arguments not in ([], mine):
+                    return child
             time.sleep(0.005)
-        return child
+        return None
 
-    def _restart_helps(self, status: int) -> bool:
-        now = time.monotonic()
-        self._crashes = [crash for crash in self._crashes if now - crash <= WINDOW_S] + [now]
-        final = (ExitCode.OK, ExitCode.USAGE, ExitCode.CONFIG, ExitCode.MEMORY)
-        return status not in final and len(self._crashes) <= RESTARTS
+    def _keep_log_small(self) -> None:
+        while True:
+            time.sleep(LOG_CHECK_S)
+            if rotate(log_file(self._spec)):
+                _log("the log had grown too large; what was in it is in the file that ends in .1")
 
-    def _pause(self) -> None:
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (len(self._crashes) - 1))
+    def _pause(self, lived_s: float) -> None:
+        """Wait before the next start; longer after several that failed in succession."""
+        self._failed = self._failed + 1 if lived_s < SHORT_S else 0
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(0, self._failed - 1))
         _log(f"starting it again in {pause_s:g} s")
         deadline = time.monotonic() + pause_s
         while not self._terminating and time.monotonic() < deadline:

@@ -17,10 +17,13 @@ from ctypes.util import find_library
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.config import Backend, BackendChoice, Collective, environment
+from phalanx.config import Backend, BackendChoice, Collective
+from phalanx.dist.gpus import variables_of
+from phalanx.dist.private_network import in_private_network
+from phalanx.environment import environment, runtime_dir
 from phalanx.errors import ConfigError
 
-PROBE_S = 5.0  # time limit of the tool that lists devices
+PROBE_S = 5.0  # time limit of the tool that lists devices, and of a look at the system
 
 ALLREDUCE = {"star": "1", "ring": "4"}
 """Open MPI's `coll_tuned_allreduce_algorithm`: 1 reduces on one rank and broadcasts the sum, 4 is a ring."""
@@ -41,17 +44,28 @@ class ChosenBackend(NamedTuple):
 
 
 def choose(
-    asked: BackendChoice, collective: Collective = "auto", *, machines: int, cabled: bool = True
+    asked: BackendChoice,
+    collective: Collective = "auto",
+    *,
+    machines: int,
+    cabled: bool = True,
+    gpu_shortage: str = "MLX computes on processors",
 ) -> ChosenBackend:
     """The backend for a group on `machines` machines, of which this is the first.
 
     Args:
         cabled: whether the hosts file says which RDMA devices connect which machines.
+        gpu_shortage: why not every rank has an NVIDIA GPU of its own (`gpus.shortage`); empty if each has one.
 
     Raises:
         ConfigError: the backend that was asked for cannot be used; says what is missing and how to get it.
     """
-    chosen = _best(machines if cabled else 1) if asked == "auto" else ChosenBackend(asked, "asked for")
+    if asked != "auto":
+        chosen = ChosenBackend(asked, "asked for")
+    elif not gpu_shortage and collective == "auto":
+        chosen = ChosenBackend("nccl", "every rank has an NVIDIA GPU of its own")
+    else:
+        chosen = _best(machines if cabled else 1)
     if chosen.backend == "mpi" and find_mpi() is None:
         raise ConfigError(
             "--backend mpi: no mpirun and libmpi were found.",
@@ -67,8 +81,12 @@ def choose(
             f"--backend {chosen.backend}: this machine has no RDMA device.",
             remedy="It needs macOS 26.2 or newer with Thunderbolt 5 and `rdma_ctl enable`; or use --backend ring.",
         )
-    if chosen.backend == "nccl" and shutil.which("nvidia-smi") is None:
-        raise ConfigError("--backend nccl: this machine has no NVIDIA driver.", remedy="Use --backend ring or mpi.")
+    if chosen.backend == "nccl" and gpu_shortage:
+        raise ConfigError(
+            f"--backend nccl: every rank needs a GPU of its own, and there is a shortage: {gpu_shortage}.",
+            remedy="`nvidia-smi` must show them, and MLX be that of `phalanx[cuda13]` or `[cuda12]`; `phalanx "
+            "hostfile` counts those of other hosts. Or use --backend ring.",
+        )
     if collective != "auto" and chosen.backend != "mpi":
         raise ConfigError(
             f"--collective {collective} needs --backend mpi; {chosen.backend} has one algorithm only.",
@@ -81,8 +99,18 @@ def _best(machines: int) -> ChosenBackend:
     if machines > 1 and (devices := rdma_devices()):
         return ChosenBackend("jaccl", f"RDMA devices {', '.join(devices)} are there")
     if sys.platform == "linux" and (mpi := find_mpi()) is not None:
-        return ChosenBackend("mpi", f"Open MPI is installed ({mpi.mpirun})")
+        if machines > 1 or is_private_network_possible():
+            return ChosenBackend("mpi", f"Open MPI is installed ({mpi.mpirun})")
+        return ChosenBackend("ring", "no private network for Open MPI's daemon, to which strangers could connect")
     return ChosenBackend("ring", "no MPI library is there" + (", nor an RDMA device" if machines > 1 else ""))
+
+
+def is_private_network_possible() -> bool:
+    """Whether this Linux system can keep strangers from the daemon of an Open MPI on this machine alone."""
+    try:
+        return subprocess.run(in_private_network([]), capture_output=True, timeout=PROBE_S, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def find_mpi() -> Mpi | None:
@@ -131,19 +159,39 @@ def environment_of(
         variables |= {"MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": host, "NCCL_PORT": port}
     if backend == "mpi" and (mpi := find_mpi()) is not None:
         variables["MLX_MPI_LIBNAME"] = mpi.library
+        if "HOME" not in environment():
+            variables["HOME"] = str(runtime_dir())  # Open MPI does not start without one
         variables |= {name: environment().get(name, value) for name, value in MPI_SETTINGS.items()}
     return variables
 
 
-def mpirun_command(size: int, collective: Collective, command: Sequence[str]) -> list[str]:
-    """The `mpirun` command for `size` ranks on this machine.
+def mpi_directories(files: Path, shared_memory: Path | None = None) -> dict[str, str]:
+    """The variables by which mpirun and its ranks on this machine leave their files where phalanx deletes them."""
+    variables = {"TMPDIR": str(files)}
+    if shared_memory is not None:
+        name = "OMPI_MCA_btl_sm_backing_directory"
+        variables[name] = environment().get(name, str(shared_memory))
+    return variables
 
-    It binds no rank to processors, because the kernels place their threads themselves.
+
+def mpirun_command(size: int, collective: Collective, command: Sequence[str], gpus: Sequence[str] = ()) -> list[str]:
+    """The `mpirun` command for `size` ranks on this machine, which sum over shared memory. `gpus` are shared out.
+
+    It binds no rank to processors, because the kernels place their threads themselves. No process outside can connect
+    to its ranks or to Open MPI's daemon (`private_network.py`).
     """
     mpi = find_mpi()
     if mpi is None:
         raise ConfigError("mpirun is not there any more.", remedy="Install `phalanx[mpi]` again.")
-    return [mpi.mpirun, *MPI_OPTIONS, *_algorithm(collective), "-np", str(size), *command]
+    transports = [] if TRANSPORTS in environment() else ["--mca", "btl", "^ofi,tcp"]
+    options = [*MPI_OPTIONS, *transports, *_algorithm(collective)]
+    if len(gpus) < 2:
+        return in_private_network([mpi.mpirun, *options, "-np", str(size), *command])
+    ranks: list[str] = []
+    for rank in range(size):
+        exports = [word for name, value in variables_of(rank, gpus).items() for word in ("-x", f"{name}={value}")]
+        ranks += [*([":"] if ranks else []), "-np", "1", *exports, *command]
+    return in_private_network([mpi.mpirun, *options, *ranks])
 
 
 def mpirun_on_hosts(
@@ -170,9 +218,10 @@ def mpirun_on_hosts(
     return [mpi.mpirun, *options, *ranks]
 
 
+TRANSPORTS = "OMPI_MCA_btl"
 MPI_SETTINGS = {
     # Open MPI's own transports only: libfabric's search for networks takes a second, and its `mtl` sums differently.
-    "OMPI_MCA_btl": "^ofi",
+    TRANSPORTS: "^ofi",
     # How ranks wait if there are more ranks than cores: with sched_yield they starve others for minutes (Linux 6.18).
     "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
 }

@@ -1,6 +1,6 @@
 """The control channel of a group: the leader's end and the workers' ends, as their engine threads use them.
 
-Each worker has one TCP connection to the leader. It carries payloads both ways, in order, and the heartbeats by which
+Each worker has one connection to the leader. It carries payloads both ways, in order, and the heartbeats by which
 ranks detect the loss of another rank. An engine thread may block here, but not for ever: its rank's watchdog ends the
 process if the group cannot continue. Does not know what payloads mean.
 """
@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from phalanx.config import GroupConfig
 from phalanx.dist.handshake import LeaderHandshake, Member, join_leader
 from phalanx.dist.peers import Identity, Payload, PeerFailure, WatchdogLimits, encode
 from phalanx.dist.watchdog import Peer, Watchdog, exit_on_failure
 from phalanx.errors import ExitCode, PeerLate, PeerLost
+from phalanx.tls.credentials import Credentials
 
 __all__ = ["Identity", "LeaderChannel", "OnFailure", "PeerFailure", "WatchdogLimits", "WorkerChannel"]
 
@@ -72,21 +74,22 @@ class LeaderChannel(_Channel):
     """The leader's end. `gather` must be called before any other method.
 
     Args:
-        listener: a listening TCP socket, IPv4 or IPv6; `gather` closes it.
+        listener: of `control_address.listen`; `gather` closes it.
+        credentials: of this rank; None where the listener is a Unix socket.
         on_failure: `watchdog.exit_on_failure` if None: a line on stderr and `os._exit`.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        size: int,
-        secret: bytes,
+        group: GroupConfig,
+        credentials: Credentials | None,
         me: Identity,
         limits: WatchdogLimits = DEFAULT_LIMITS,
         on_failure: OnFailure | None = None,
     ) -> None:
         super().__init__(me, limits, on_failure, leads=True)
-        self._handshake = LeaderHandshake(listener, size, secret, me, limits)
+        self._handshake = LeaderHandshake(listener, group, credentials, me, limits)
 
     def gather(self) -> list[Identity]:
         """Wait until all workers have joined. To be called once.
@@ -141,9 +144,8 @@ class WorkerChannel(_Channel):
     @classmethod
     def connect(
         cls,
-        address: tuple[str, int],
-        size: int,
-        secret: bytes,
+        group: GroupConfig,
+        credentials: Credentials | None,
         me: Identity,
         limits: WatchdogLimits = DEFAULT_LIMITS,
         on_failure: OnFailure | None = None,
@@ -151,15 +153,16 @@ class WorkerChannel(_Channel):
         """Join the leader's group. Returns once the group is complete.
 
         Args:
-            address: host and port of the leader; tried again until `hello_s` have passed.
+            group: says where the leader listens; this rank tries to connect until `hello_s` have passed.
+            credentials: of this rank; None where the leader listens on a Unix socket.
             on_failure: `watchdog.exit_on_failure` if None: a line on stderr and `os._exit`.
 
         Raises:
             PeerMissing: the leader was not reached, or the group did not form; names the missing ranks.
             PeerRefused: this rank, or another one, cannot be in the group.
-            GroupError: another job's leader listens at `address`.
+            GroupError: the leader there is of another start, or takes this rank for another.
         """
-        return cls(join_leader(address, size, secret, me, limits), me, limits, on_failure)
+        return cls(join_leader(group, credentials, me, limits), me, limits, on_failure)
 
     def receive(self) -> bytes | None:
         """The next payload; None once the leader has ended the group without a failure. Blocks."""

@@ -1,4 +1,5 @@
-"""One TCP connection of the control channel: reads and writes messages, and never blocks longer than its caller allows.
+"""One control connection: reads and writes messages, in plain or under TLS, and never blocks longer than its caller
+allows.
 
 The socket is non-blocking. One thread reads (`read`); several may write whole frames, in turn by a lock. Bytes that the
 kernel does not take at once are kept and sent before the next frame, so that frames stay whole. Does not know the rank
@@ -15,40 +16,58 @@ import time
 
 from phalanx.dist.frames import MAX_FRAME, Splitter
 from phalanx.dist.peers import Message, decode
+from phalanx.errors import FrameError
+from phalanx.tls.session import TlsSession
 
 _PIECE = 1 << 16  # bytes per system call; larger ones cost a memory mapping each
 _PIECES = 16  # per read at most, so that one peer does not keep the others waiting
+_NOTHING = memoryview(b"")
 
 
 class Connection:
     """Owns a connected socket.
 
     Args:
-        limit: the largest message accepted, in bytes.
+        tls: the session of this end; None sends and receives in plain.
+        stranger_bytes: the number of bytes accepted until `trust` is called; None is any number.
     """
 
-    def __init__(self, connected: socket.socket, *, limit: int = MAX_FRAME) -> None:
+    def __init__(
+        self, connected: socket.socket, tls: TlsSession | None = None, *, stranger_bytes: int | None = None
+    ) -> None:
         self._socket = connected
-        self._splitter = Splitter(limit)
-        self._lock = threading.Lock()
-        self._unsent = memoryview(b"")
+        self._tls = tls
+        self._stranger_bytes = stranger_bytes
+        self._splitter = Splitter(MAX_FRAME if stranger_bytes is None else stranger_bytes)
+        self._turn = threading.Lock()  # of the thread that sends a frame; it may wait with it
+        self._lock = threading.Lock()  # of the TLS session and of what is not sent yet; no thread waits with it
+        self._frame = _NOTHING  # what is left to seal
+        self._sealed = _NOTHING  # what is left to send
         self.ended = ""
-        """How the connection ended; "" while it is open."""
+        """How the connection ended, as a predicate; "" while it is open."""
         connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._answer()
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def accept_large_messages(self) -> None:
-        """Accept messages up to the frame limit from now on. Called once the other end is authenticated."""
-        self._splitter.limit = MAX_FRAME
+    @property
+    def established(self) -> bool:
+        """Whether messages may be sent: TLS, where there is TLS, knows the other end."""
+        return self._tls is None or self._tls.established
+
+    def trust(self, limit: int = MAX_FRAME) -> None:
+        """Accept messages of up to `limit` bytes from now on. Called once the other end is known."""
+        self._stranger_bytes = None
+        self._splitter.limit = limit
 
     def read(self) -> list[Message]:
         """The messages that have arrived completely. Does not block. Sets `ended` at the end of the stream.
 
         Raises:
-            FrameError: the other end sent something that is not a message.
+            FrameError: the other end sent something that is not a message, or too much before it was known.
         """
         payloads: list[bytes] = []
         for _ in range(_PIECES):
@@ -59,70 +78,64 @@ class Connection:
             except OSError as error:
                 self.ended = f"lost its connection: {error.strerror or error}"
                 break
-            if not piece:
-                self.ended = "closed its connection" + ("" if self._splitter.between_frames else " amid a message")
-                break
-            payloads += self._splitter.feed(piece)
-            if len(piece) < _PIECE:
+            self._count(piece)
+            payloads += self._splitter.feed(self._unseal(piece))
+            if self.ended and not self._splitter.between_frames:
+                self.ended += " amid a message"
+            if self.ended or len(piece) < _PIECE:
                 break
         return [decode(payload) for payload in payloads]
 
-    def wait_readable(self, timeout_s: float) -> None:
-        """Wait until there is something to read, at most `timeout_s` seconds."""
-        _wait(self._socket, select.POLLIN, timeout_s)
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Wait until there is something to read, at most `timeout_s` seconds. Returns whether there is."""
+        return _wait(self._socket, select.POLLIN, timeout_s)
 
     def offer(self, data: bytes, *, wait_s: float = 0.0) -> bool:
         """Send a frame without blocking, or do not send it.
 
         Args:
-            wait_s: seconds to wait for the lock while another thread is sending.
+            wait_s: seconds to wait while another thread is sending.
 
         Returns:
             Whether the frame will be delivered if the other end reads. A broken connection is not an error here: the
             next `read` reports it.
         """
-        if not self._lock.acquire(timeout=wait_s):
+        if not self._turn.acquire(timeout=wait_s):
             return False
         try:
-            self._push()
-            if self._unsent:
+            if not self._push():
                 return False
             self._push(data)
             return True
         except OSError:
             return False
         finally:
-            self._lock.release()
+            self._turn.release()
 
     def send(self, data: bytes, timeout_s: float) -> None:
-        """Send a frame.
+        """Send a frame. To be called once the connection is `established`.
 
         Raises:
             TimeoutError: the kernel did not take the whole frame within `timeout_s` seconds.
             OSError: the connection is broken.
         """
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            self._push(data)
-            while self._unsent:
+        with self._turn:
+            sent = self._push(data)
+            while not sent:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"{len(self._unsent)} bytes not taken within {timeout_s:g} s")
+                    unsent = len(self._frame) + len(self._sealed)
+                    raise TimeoutError(f"{unsent} bytes not taken within {timeout_s:g} s")
                 _wait(self._socket, select.POLLOUT, left)
-                self._push()
-
-    def _push(self, data: bytes = b"") -> None:
-        """Write unsent bytes and then `data`, as far as the kernel takes them; keep the rest. The lock is held."""
-        if data:
-            self._unsent = memoryview(bytes(self._unsent) + data if self._unsent else data)
-        try:
-            while self._unsent:
-                self._unsent = self._unsent[self._socket.send(self._unsent) :]
-        except BlockingIOError:
-            pass
+                sent = self._push()
 
     def finish(self) -> None:
         """Send nothing more: the other end gets the end of the stream after all frames."""
+        if self._tls is not None:
+            with self._lock:
+                self._tls.finish()
+            self._answer()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -130,8 +143,64 @@ class Connection:
         """Close the socket. No thread may be reading or writing."""
         self._socket.close()
 
+    def _count(self, piece: bytes) -> None:
+        if self._stranger_bytes is not None:
+            self._stranger_bytes -= len(piece)
+            if self._stranger_bytes < 0:
+                raise FrameError("The peer sent too much before it said who it is.")
 
-def _wait(connected: socket.socket, event: int, timeout_s: float) -> None:
+    def _unseal(self, piece: bytes) -> bytes:
+        """The bytes that the other end said; `piece` is empty at the end of the stream."""
+        if self._tls is None:
+            if not piece:
+                self.ended = "closed its connection"
+            return piece
+        with self._lock:
+            if piece:
+                said = self._tls.receive(piece)
+            else:
+                said = b""
+                self._tls.receive_end()
+            self.ended = self._tls.ended
+            answers = self._tls.has_answer
+        if answers:
+            self._answer()
+        return said
+
+    def _answer(self) -> None:
+        """Send what TLS has to send by itself. If the connection is broken, the next `read` or `send` reports it."""
+        with contextlib.suppress(OSError):
+            self._push()
+
+    def _push(self, data: bytes = b"") -> bool:
+        """Send what was kept and then `data`, as far as the kernel takes it; keep the rest.
+
+        Returns:
+            Whether nothing was kept.
+        """
+        with self._lock:
+            if data:
+                self._frame = memoryview(bytes(self._frame) + data if self._frame else data)
+            try:
+                while self._sealed or self._seal():
+                    self._sealed = self._sealed[self._socket.send(self._sealed) :]
+            except BlockingIOError:
+                pass
+            return not (self._sealed or self._frame)
+
+    def _seal(self) -> bool:
+        """Make the next piece ready to be sent, if there is one. The lock is held."""
+        if self._tls is None:
+            self._sealed, self._frame = self._frame[:_PIECE], self._frame[_PIECE:]
+        elif self._tls.established:
+            piece, self._frame = self._frame[:_PIECE], self._frame[_PIECE:]
+            self._sealed = memoryview(self._tls.seal(piece))
+        else:
+            self._sealed = memoryview(self._tls.seal(_NOTHING))  # of the handshake; frames wait for its end
+        return bool(self._sealed)
+
+
+def _wait(connected: socket.socket, event: int, timeout_s: float) -> bool:
     poll = select.poll()  # not select(): a process may have more than 1,024 files open
     poll.register(connected, event)
-    poll.poll(max(0.0, timeout_s) * 1000)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))

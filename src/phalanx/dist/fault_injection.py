@@ -17,15 +17,22 @@ from phalanx.errors import ConfigError
 
 BufferFault = Literal["garbage", "stale", "zero", "permute"]
 RankFault = Literal["kill", "suspend", "wedge", "tamper", "crash", "late", "slow", "version"]
+LinkFault = Literal["cut", "lose", "repeat", "corrupt"]
 BUFFER_FAULTS = get_args(BufferFault)
 RANK_FAULTS = get_args(RankFault)
+LINK_FAULTS = get_args(LinkFault)
 SLOW_S = 4.0  # that the rank of a "slow" fault waits between the handshake and joining the fabric
 
 
-class Injection(Struct, frozen=True, kw_only=True):
-    """One fault: a rank fault happens at `step`, a buffer fault at reduction `layer` of the first forward from it."""
+Piece = bytes | bytearray | memoryview
+"""Of what is sent over a link."""
 
-    kind: BufferFault | RankFault
+
+class Injection(Struct, frozen=True, kw_only=True):
+    """One fault: a rank fault happens at `step`, a buffer fault at reduction `layer` of the first forward from it, a
+    link fault in what the rank sends to the next stage in `step`."""
+
+    kind: BufferFault | RankFault | LinkFault
     rank: int
     step: int = 1
     layer: int = 0
@@ -44,12 +51,13 @@ def parse(text: str) -> Injection:
         if name not in ("rank", "step", "layer") or not value.isdecimal():
             raise ConfigError(f"--inject {text!r}: {item!r} is not rank=R, step=S or layer=L.")
         fields[name] = int(value)
-    if kind not in BUFFER_FAULTS + RANK_FAULTS or "rank" not in fields:
+    kinds = BUFFER_FAULTS + RANK_FAULTS + LINK_FAULTS
+    if kind not in kinds or "rank" not in fields:
         raise ConfigError(
             f"--inject {text!r} is not KIND:rank=R,step=S[,layer=L].",
-            remedy=f"Kinds: {', '.join(BUFFER_FAULTS + RANK_FAULTS)}.",
+            remedy=f"Kinds: {', '.join(kinds)}.",
         )
-    return Injection(kind=cast("BufferFault | RankFault", kind), **fields)
+    return Injection(kind=cast("BufferFault | RankFault | LinkFault", kind), **fields)
 
 
 def inject(injection: Injection, step: int) -> None:
@@ -72,3 +80,26 @@ def inject(injection: Injection, step: int) -> None:
             raise IndexError(f"injected at step {step}")  # an error that no code handles
         case _:
             return
+
+
+def on_the_way(injection: Injection, step: int, pieces: list[Piece]) -> list[Piece]:
+    """What a rank sends of a frame instead of these pieces, if its link fault is due.
+
+    Raises:
+        ConnectionError: the fault is a cut link.
+    """
+    if step != injection.step:
+        return pieces
+    match injection.kind:
+        case "cut":
+            raise ConnectionError(f"injected at step {step}")
+        case "lose":
+            return []
+        case "repeat":
+            return pieces * 2
+        case "corrupt":
+            changed = bytearray(pieces[-1])
+            changed[len(changed) // 2] ^= 1
+            return [*pieces[:-1], changed]
+        case _:
+            return pieces

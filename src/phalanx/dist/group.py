@@ -8,6 +8,7 @@ or plans.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import secrets
 import signal
@@ -17,10 +18,13 @@ from contextlib import contextmanager
 from typing import cast
 
 import mlx.core as mx
+import msgspec
+from msgspec import Struct
 
-from phalanx.config import Backend, GroupConfig
+from phalanx.config import NONCE_BITS, Backend, GroupConfig
 from phalanx.dist.ports import free_ports
 from phalanx.errors import GroupError
+from phalanx.tls.credentials import Credentials
 
 log = logging.getLogger("phalanx.group")
 
@@ -28,7 +32,7 @@ Fabric = mx.distributed.Group
 """The group over which ranks sum."""
 
 _MLX_NAME = {"jaccl-ring": "jaccl"}  # for MLX a variant of jaccl, which MLX_JACCL_RING selects
-MESSAGE_BYTES = 256  # of the message that rank 0 sends over the fabric
+ENTRY_BYTES = 2048  # of what a rank tells the others over the fabric; a certificate has about 700
 
 
 def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, deadline_s: float) -> Fabric:
@@ -57,30 +61,68 @@ def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, dead
     return group
 
 
-def agree(group: Fabric, backend: Backend, host: str) -> tuple[GroupConfig, bytes]:
-    """Send the control address and secret of a group from rank 0 to all ranks, over the fabric.
+class _Entry(Struct, frozen=True, kw_only=True):
+    """What one rank tells the others over the fabric."""
 
-    For ranks that `mpirun` or `mlx.launch` started; phalanx's own launcher passes both to every rank itself.
+    certificate: str
+    """PEM."""
+    control: str
+    """Of rank 0: `host:port` on which it accepts control connections."""
+    nonce: int
+    """Of rank 0: the nonce of this start."""
+
+
+def agree(group: Fabric, backend: Backend, host: str) -> tuple[GroupConfig, Credentials]:
+    """Exchange certificates, and rank 0's control address, over the fabric.
+
+    For ranks that `mpirun` or `mlx.launch` started; phalanx's own launcher passes all this to every rank itself. The
+    certificates are new: a process that cannot write on the fabric cannot pass for a rank on the control connections.
 
     Args:
         host: the address at which the other ranks reach rank 0.
 
     Returns:
-        The group's configuration, with a free port of `host` for control connections, and its secret.
+        The group's configuration, with a free port of `host` for control connections, and this rank's credentials.
+
+    Raises:
+        GroupError: what a rank has sent cannot be read.
     """
-    message = bytearray(MESSAGE_BYTES)
-    if group.rank() == 0:
-        (port,) = free_ports(1, host)
-        text = f"{host}:{port} {secrets.token_hex(32)}".encode()
-        message[: len(text)] = text
-    with mx.stream(mx.Device(mx.cpu)):
-        received = mx.distributed.all_sum(mx.array(list(message), dtype=mx.int32), group=group)
-        values = cast("list[int]", received.tolist())
-    control, _, secret = bytes(values).rstrip(b"\0").decode().partition(" ")
+    rank, size = group.rank(), group.size()
+    mine = importlib.import_module("phalanx.tls.certificates").make_certificate(f"rank {rank}")
+    control = f"{host}:{free_ports(1, host)[0]}" if rank == 0 else ""
+    entry = _Entry(certificate=mine.certificate, control=control, nonce=secrets.randbits(NONCE_BITS))
+    entries = _exchange(group, entry)
     same_host = host in ("127.0.0.1", "::1", "localhost")
-    ranks_here = group.size() if same_host else 1
-    config = GroupConfig(size=group.size(), backend=backend, nonce=0, control=control, ranks_here=ranks_here)
-    return config, secret.encode()
+    config = GroupConfig(
+        size=size,
+        backend=backend,
+        nonce=entries[0].nonce,
+        control=entries[0].control,
+        ranks_here=size if same_host else 1,
+    )
+    certificates = tuple(one.certificate for one in entries)
+    return config, Credentials(key=mine.key, place=rank, certificates=certificates)
+
+
+def _exchange(group: Fabric, mine: _Entry) -> list[_Entry]:
+    """Every rank's entry: the sum of a [size, ENTRY_BYTES] array in which each rank has filled its row."""
+    text = msgspec.json.encode(mine)
+    if len(text) > ENTRY_BYTES:
+        raise GroupError(f"Rank 0's control address is too long: {mine.control[:80]}...", remedy="Give a shorter one.")
+    with mx.stream(mx.Device(mx.cpu)):
+        row = mx.array(list(text.ljust(ENTRY_BYTES)), dtype=mx.int32)
+        here = mx.arange(group.size())[:, None] == group.rank()
+        values = cast("list[list[int]]", mx.distributed.all_sum(mx.where(here, row, 0), group=group).tolist())
+    entries = []
+    for rank, numbers in enumerate(values):
+        try:
+            entries.append(msgspec.json.decode(bytes(numbers), type=_Entry))
+        except (ValueError, msgspec.DecodeError) as error:
+            raise GroupError(
+                f"What rank {rank} has sent over the fabric cannot be read: {error}.",
+                remedy="All ranks need the same version of phalanx.",
+            ) from error
+    return entries
 
 
 @contextmanager

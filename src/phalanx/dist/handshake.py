@@ -1,76 +1,71 @@
-"""The handshake by which workers join the leader: both ends prove that they know the group's secret.
+"""The handshake by which workers join the leader of their start.
 
-    leader                        worker
-    Challenge(nonce)        ->
-                            <-    Proof(own nonce, HMAC(secret, "worker", both nonces))
-    Proof(HMAC(secret, "leader", both nonces))  ->
-                            <-    Hello(identity, protocol, size)
-    Welcome | Refused       ->    once the group is complete, or cannot form
+    worker                                  leader
+    (TLS: each end shows its certificate)
+    Hello(identity, protocol, size, nonce)  ->
+                                            <-    Admitted | Refused
+                                            <-    Welcome | Refused    once the group is complete, or cannot form
 
-Any process may connect, so a connection is only a candidate until its proof: it gets little time and little memory, and
-cannot delay others. The handshake authenticates; it does not encrypt. Does not know what the complete group does.
+Between machines both ends show certificates: a worker accepts rank 0's only, and the leader accepts rank i's for rank i
+only. On one machine permissions of the socket's directory say who may connect (`control_address.py`). So any process
+may connect over TCP, and a connection is only a candidate until it is admitted: it gets little time and little memory,
+and cannot delay others. Does not know what the complete group does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import logging
-import os
 import selectors
 import socket
+import ssl
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
+from phalanx.config import GroupConfig
+from phalanx.dist import control_address
 from phalanx.dist.connection import Connection
 from phalanx.dist.peers import (
     PROTOCOL,
-    Challenge,
+    Admitted,
     Hello,
     Identity,
     Message,
-    Proof,
     Refused,
     WatchdogLimits,
     Welcome,
     encode,
 )
 from phalanx.errors import FrameError, GroupError, PeerMissing, PeerRefused
+from phalanx.tls.credentials import Credentials, accepting, connecting
+from phalanx.tls.session import TlsSession
 
 log = logging.getLogger("phalanx.channel")
 
-MAX_CANDIDATES = 64  # one more drops the oldest; a rank that was dropped connects again
-CANDIDATE_BYTES = 4096  # per message before authentication; a Hello takes a few hundred
-NONCE_BYTES = 32
+MAX_CANDIDATES = 64  # one more drops one; a rank that was dropped connects again
+CANDIDATE_BYTES = 1 << 14  # accepted from a candidate in all; TLS and a Hello take about 3,000
+WORKER_FRAME = 4 << 20  # bytes of a worker's message at most: figures and failures, never plans
+LOGGED_DROPS = 20  # further ones of a start are counted, so that strangers cannot fill a disk
 RETRY_S = 0.1  # between a worker's attempts to connect
+REASONS = 4  # the last different ones are told: a leader that is gone hides none of why it refused before
 OUTCOME_WAIT_S = 5.0  # a worker waits so much longer than the leader for the group, so that the leader reports first
 
 MUST_MATCH = ("version", "mlx", "mlx_lm", "fingerprint")
 """Fields of `Identity` that must be equal on all ranks. An empty one is not known yet and is not compared."""
 
-_Expected = TypeVar("_Expected", Challenge, Proof, Welcome)
+_Expected = TypeVar("_Expected", Admitted, Welcome)
 
 _ERRORS = {error.__name__: error for error in (GroupError, PeerMissing, PeerRefused)}
 
 
 class Member(NamedTuple):
-    """An authenticated rank."""
+    """An admitted rank."""
 
     identity: Identity
     connection: Connection
     early: tuple[Message, ...] = ()  # messages that arrived together with the last one of the handshake
-
-
-def _is_valid_mac(mac: bytes, secret: bytes, role: str, leader_nonce: bytes, worker_nonce: bytes) -> bool:
-    complete = len(leader_nonce) == len(worker_nonce) == NONCE_BYTES
-    return complete and hmac.compare_digest(mac, prove(secret, role, leader_nonce, worker_nonce))
-
-
-def prove(secret: bytes, role: str, leader_nonce: bytes, worker_nonce: bytes) -> bytes:
-    """The MAC of one end of the handshake. It includes the role, so that an attacker cannot send an end its own MAC."""
-    return hmac.digest(secret, role.encode() + b"\0" + leader_nonce + worker_nonce, hashlib.sha256)
 
 
 def mismatch(mine: Identity, hello: Hello, size: int, present: Iterable[Identity]) -> str:
@@ -102,29 +97,43 @@ def mismatch(mine: Identity, hello: Hello, size: int, present: Iterable[Identity
 class _Candidate:
     """A connection to the leader that has not joined the group yet."""
 
-    def __init__(self, accepted: socket.socket, address: str, deadline: float) -> None:
-        self.connection = Connection(accepted, limit=CANDIDATE_BYTES)
-        self.address = address
-        self.deadline = deadline
-        self.nonce = os.urandom(NONCE_BYTES)
-        self.authenticated = False
+    def __init__(
+        self, accepted: socket.socket, address: tuple[str, int], tls: TlsSession | None, admit_s: float
+    ) -> None:
+        self.source, port = address
+        self.address = f"{self.source} port {port}" if port else self.source
+        self.tls = tls
+        self.connection = Connection(accepted, tls, stranger_bytes=CANDIDATE_BYTES)
+        self.deadline = time.monotonic() + admit_s
 
 
 class LeaderHandshake:
     """The leader's side: accepts connections until every other rank has joined.
 
     Owns the listener and closes it at the end, so that later connections are refused.
+
+    Args:
+        credentials: of rank 0; None where the listener is a Unix socket.
     """
 
-    def __init__(self, listener: socket.socket, size: int, secret: bytes, me: Identity, limits: WatchdogLimits) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        group: GroupConfig,
+        credentials: Credentials | None,
+        me: Identity,
+        limits: WatchdogLimits,
+    ) -> None:
         self._listener = listener
-        self._size = size
-        self._secret = secret
+        self._group = group
+        self._credentials = credentials
+        self._context = None if credentials is None else accepting(credentials, peers=range(1, group.size))
         self._me = me
         self._limits = limits
         self._candidates: list[_Candidate] = []  # oldest first
         self._members: dict[int, Member] = {}
         self._selector = selectors.DefaultSelector()
+        self._drops = 0
 
     def run(self) -> list[Member]:
         """Wait for the other ranks. Returns them in rank order; the caller owns their connections.
@@ -148,16 +157,18 @@ class LeaderHandshake:
                 candidate.connection.close()
             self._selector.close()
             self._listener.close()
+            if self._drops > LOGGED_DROPS:
+                log.warning("%d more connections were dropped", self._drops - LOGGED_DROPS)
         return [self._members[rank] for rank in sorted(self._members)]
 
     def _gather(self) -> None:
         deadline = time.monotonic() + self._limits.hello_s
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        while len(self._members) < self._size - 1:
+        while len(self._members) < self._group.size - 1:
             now = time.monotonic()
             for candidate in [candidate for candidate in self._candidates if candidate.deadline <= now]:
-                self._drop(candidate, f"did not prove itself within {self._limits.authenticate_s:g} s")
+                self._drop(candidate, f"did not say who it is within {self._limits.admit_s:g} s")
             if now >= deadline:
                 raise self._missing()
             next_deadline = min([deadline, *(candidate.deadline for candidate in self._candidates)])
@@ -170,10 +181,11 @@ class LeaderHandshake:
                     self._receive(key.data)
 
     def _missing(self) -> PeerMissing:
-        missing = sorted(set(range(self._size)) - {self._me.rank} - self._members.keys())
+        size = self._group.size
+        missing = sorted(set(range(size)) - {self._me.rank} - self._members.keys())
         names = ", ".join(map(str, missing))
         return PeerMissing(
-            f"Rank{'s' * (len(missing) > 1)} {names} of {self._size} did not come to the leader, {self._me}, within "
+            f"Rank{'s' * (len(missing) > 1)} {names} of {size} did not come to the leader, {self._me}, within "
             f"{self._limits.hello_s:g} s.",
             remedy="Look at the log of that rank's machine, and whether it can reach the leader's control port.",
         )
@@ -182,20 +194,32 @@ class LeaderHandshake:
         try:
             accepted, address = self._listener.accept()
         except OSError as error:  # it disconnected, or this process has too many open files: the leader goes on waiting
-            log.warning("a connection could not be accepted: %s", error)
+            self._log_drop("a connection could not be accepted: %s", error)
             return
-        if len(self._candidates) >= MAX_CANDIDATES:
-            self._drop(self._candidates[0], f"made room: {MAX_CANDIDATES} connections wait")
-        candidate = _Candidate(accepted, _name(address), time.monotonic() + self._limits.authenticate_s)
+        source = ("this machine", 0) if accepted.family == socket.AF_UNIX else address[:2]
+        self._make_room(source[0])
+        tls = None if self._context is None else TlsSession(self._context, server_side=True)
+        candidate = _Candidate(accepted, source, tls, self._limits.admit_s)
         self._candidates.append(candidate)
         self._selector.register(candidate.connection, selectors.EVENT_READ, candidate)
-        candidate.connection.offer(encode(Challenge(candidate.nonce)))
+
+    def _make_room(self, source: str) -> None:
+        """Drop a candidate if there are too many: the oldest of the address with the most, so that no other suffers."""
+        if len(self._candidates) >= MAX_CANDIDATES:
+            ((crowd, _),) = Counter([source, *(one.source for one in self._candidates)]).most_common(1)
+            oldest = next((one for one in self._candidates if one.source == crowd), self._candidates[0])
+            self._drop(oldest, f"made room: {MAX_CANDIDATES} connections wait")
 
     def _drop(self, candidate: _Candidate, why: str) -> None:
-        log.warning("the connection from %s was dropped: it %s", candidate.address, why)
+        self._log_drop("the connection from %s was dropped: it %s", candidate.address, why)
         self._selector.unregister(candidate.connection)
         self._candidates.remove(candidate)
         candidate.connection.close()
+
+    def _log_drop(self, line: str, *values: object) -> None:
+        self._drops += 1
+        if self._drops <= LOGGED_DROPS:
+            log.warning(line, *values)
 
     def _check_member(self, member: Member) -> None:
         """A member sends nothing while the group forms, so its connection is readable only if it was lost."""
@@ -215,54 +239,50 @@ class LeaderHandshake:
         except FrameError as error:
             self._drop(candidate, f"is none of ours. {error}")
             return
-        for message in messages:
-            if not self._answer(candidate, message):
-                return
-        if candidate.connection.ended:
+        if messages:
+            first = messages[0]
+            if isinstance(first, Hello):
+                self._admit_or_refuse(candidate, first)
+            else:
+                self._drop(candidate, f"sent {type(first).__name__} out of turn")
+        elif candidate.connection.ended:
             self._drop(candidate, candidate.connection.ended)
 
-    def _answer(self, candidate: _Candidate, message: Message) -> bool:
-        """Handle a message. Returns whether the connection is still a candidate."""
-        match message:
-            case Proof() if not candidate.authenticated:
-                return self._check_proof(candidate, message)
-            case Hello() if candidate.authenticated:
-                self._admit(candidate, message)
-            case _:
-                self._drop(candidate, f"sent {type(message).__name__} out of turn")
-        return False
-
-    def _check_proof(self, candidate: _Candidate, proof: Proof) -> bool:
-        if not _is_valid_mac(proof.mac, self._secret, "worker", candidate.nonce, proof.nonce):
+    def _admit_or_refuse(self, candidate: _Candidate, hello: Hello) -> None:
+        """Admit a rank of this start. A stranger is dropped; a rank that cannot be in the group ends the start."""
+        if stranger := self._stranger(candidate, hello):
             refused = Refused(
                 GroupError.__name__,
-                f"The leader at this address, {self._me}, is of another job: its secret is not ours.",
-                "Another group uses the same port; start this one on another.",
+                f"The leader at this address, {self._me}, does not let in {hello.identity}, which {stranger}.",
+                "Start all ranks by one command, and no other group on this port.",
             )
             candidate.connection.offer(encode(refused))
-            self._drop(candidate, "belongs to another job: its secret is not ours")
-            return False
-        candidate.authenticated = True
-        mac = prove(self._secret, "leader", candidate.nonce, proof.nonce)
-        candidate.connection.offer(encode(Proof(b"", mac)))
-        return True
-
-    def _admit(self, candidate: _Candidate, hello: Hello) -> None:
+            self._drop(candidate, stranger)
+            return
         present = [member.identity for member in self._members.values()]
-        if reason := mismatch(self._me, hello, self._size, present):
+        if reason := mismatch(self._me, hello, self._group.size, present):
             error = PeerRefused(reason, remedy="All ranks need the same installation, model and start.")
             candidate.connection.offer(encode(Refused(type(error).__name__, error.message, error.remedy)))
             raise error
         member = Member(hello.identity, candidate.connection)
         self._candidates.remove(candidate)
         self._members[hello.identity.rank] = member
-        member.connection.accept_large_messages()
+        member.connection.trust(WORKER_FRAME)
+        member.connection.offer(encode(Admitted()))
         self._selector.modify(member.connection, selectors.EVENT_READ, member)
         log.info("%s on %s connected from %s", member.identity, member.identity.device, candidate.address)
 
-
-def _name(address: tuple[str, int] | tuple[str, int, int, int] | str) -> str:
-    return address if isinstance(address, str) else f"{address[0]} port {address[1]}"
+    def _stranger(self, candidate: _Candidate, hello: Hello) -> str:
+        """Why a process is not a rank of this start, as a predicate; "" if it is one."""
+        rank = hello.identity.rank
+        if candidate.tls is not None and self._credentials is not None:
+            place = candidate.tls.place(self._credentials)
+            if place != rank:
+                whose = "an unknown certificate" if place is None else f"the certificate of rank {place}"
+                return f"says that it is rank {rank}, but shows {whose}"
+        if hello.nonce != self._group.nonce:
+            return "is of another job, or of another start of this one"
+        return ""
 
 
 # The worker's side -----------------------------------------------------------------------------------------------
@@ -272,56 +292,56 @@ class _Retry(Exception):
     """The other end is not the leader, or the connection was lost; another attempt may succeed."""
 
 
-def join_leader(address: tuple[str, int], size: int, secret: bytes, me: Identity, limits: WatchdogLimits) -> Member:
+def join_leader(group: GroupConfig, credentials: Credentials | None, me: Identity, limits: WatchdogLimits) -> Member:
     """Connect to the leader and wait until the group is complete. The caller owns the leader's connection.
+
+    Args:
+        credentials: of this rank; None where the leader listens on a Unix socket.
 
     Raises:
         PeerMissing: the leader was not reached before the deadline, or other ranks did not join.
         PeerRefused: this rank, or another one, cannot be in the leader's group.
-        GroupError: the leader of another job listens at this address.
+        GroupError: the leader is of another start, or does not accept that this is the rank that it says it is.
     """
     deadline = time.monotonic() + limits.hello_s
-    where = _name(address)
-    last = "no attempt was made"
+    context = None if credentials is None else connecting(credentials, peer=0)
+    reasons: list[str] = []
     while (left := deadline - time.monotonic()) > 0:
         try:
-            return _attempt(address, size, secret, me, left)
+            return _attempt(group, context, me, left, limits)
         except (OSError, FrameError, _Retry) as error:
-            last = str(error)
+            if (reason := str(error)) not in reasons:
+                reasons = [*reasons, reason][-REASONS:]
         time.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))
     raise PeerMissing(
-        f"{me} did not reach the leader at {where} within {limits.hello_s:g} s: {last}.",
+        f"{me} did not reach the leader at {group.control} within {limits.hello_s:g} s: "
+        f"{'; '.join(reasons) or 'no attempt was made'}.",
         remedy="Is the leader running, and may this machine connect to that port?",
     )
 
 
-def _attempt(address: tuple[str, int], size: int, secret: bytes, me: Identity, left_s: float) -> Member:
+def _attempt(
+    group: GroupConfig, context: ssl.SSLContext | None, me: Identity, left_s: float, limits: WatchdogLimits
+) -> Member:
     deadline = time.monotonic() + left_s
-    connection = Connection(_connect(address, left_s), limit=CANDIDATE_BYTES)
+    admit_s = min(left_s, limits.admit_s)
+    admit_by = time.monotonic() + admit_s
+    connected = control_address.connect(group.control, admit_s)
+    tls = None if context is None else TlsSession(context, server_side=False)
+    connection = Connection(connected, tls, stranger_bytes=CANDIDATE_BYTES)
     with contextlib.ExitStack() as on_error:
         on_error.callback(connection.close)
         reader = _MessageReader(connection)
-        leader_nonce, nonce = reader.expect(Challenge, deadline).nonce, os.urandom(NONCE_BYTES)
-        connection.send(encode(Proof(nonce, prove(secret, "worker", leader_nonce, nonce))), left_s)
-        mac = reader.expect(Proof, deadline).mac
-        if not _is_valid_mac(mac, secret, "leader", leader_nonce, nonce):
-            raise _Retry("what listens there does not know this group's secret")
-        connection.accept_large_messages()
-        connection.send(encode(Hello(me, PROTOCOL, size)), left_s)
+        reader.establish(admit_by)
+        connection.trust()
+        connection.send(encode(Hello(me, PROTOCOL, group.size, group.nonce)), admit_s)
+        reader.expect(Admitted, admit_by)
         try:
             leader = reader.expect(Welcome, deadline + OUTCOME_WAIT_S).leader
-        except (OSError, FrameError, _Retry) as error:  # this was the group's leader: another attempt is useless
+        except (OSError, FrameError, _Retry) as error:  # the leader knew this rank: another attempt is useless
             raise PeerMissing(f"{me} had joined, but the group did not form: {error}.") from error
         on_error.pop_all()
     return Member(leader, connection, tuple(reader.unread))
-
-
-def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    connected = socket.create_connection(address, timeout=timeout_s)
-    if connected.getsockname() == connected.getpeername():
-        connected.close()  # TCP's simultaneous open: a connection to a free local port may connect to itself
-        raise _Retry("nothing listens there")
-    return connected
 
 
 class _MessageReader:
@@ -331,17 +351,27 @@ class _MessageReader:
         self._connection = connection
         self.unread: list[Message] = []
 
+    def establish(self, deadline: float) -> None:
+        """Wait until messages may be sent."""
+        while not self._connection.established:
+            self._read(deadline)
+
     def expect(self, kind: type[_Expected], deadline: float) -> _Expected:
         while not self.unread:
-            if (left := deadline - time.monotonic()) <= 0:
-                raise _Retry("what listens there did not answer in time")
-            self._connection.wait_readable(left)
-            self.unread += self._connection.read()
-            if self._connection.ended and not self.unread:
-                raise _Retry(f"the leader {self._connection.ended}")
+            self._read(deadline)
         message = self.unread.pop(0)
         if isinstance(message, Refused):
             raise _ERRORS.get(message.kind, GroupError)(message.message, remedy=message.remedy)
         if not isinstance(message, kind):
             raise _Retry(f"what listens there sent {type(message).__name__} instead of {kind.__name__}")
         return message
+
+    def _read(self, deadline: float) -> None:
+        """Read what has arrived. A deadline that passed while this process stood still does not hide an answer."""
+        left = deadline - time.monotonic()
+        arrived = self._connection.wait_readable(max(0.0, left))
+        if not arrived and left <= 0:
+            raise _Retry("what listens there did not answer in time")
+        self.unread += self._connection.read()
+        if self._connection.ended and not self.unread:
+            raise _Retry(f"what listens there {self._connection.ended}")

@@ -11,7 +11,7 @@ from msgspec import Struct
 from phalanx.dist.frames import frame
 from phalanx.errors import ConfigError, ExitCode, FrameError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the messages below. Ranks with different versions do not form a group."""
 
 
@@ -36,7 +36,7 @@ class WatchdogLimits(Struct, frozen=True, kw_only=True):
     """Time limits of the control channel, in seconds."""
 
     hello_s: float = 30.0  # until all ranks must have joined
-    authenticate_s: float = 5.0  # until a new connection must have proved that it knows the secret
+    admit_s: float = 5.0  # until a new connection must have said which rank it is, and the leader answered
     silence_s: float = 2.0  # without a byte from a rank, while serving, until it counts as lost
     loading_silence_s: float = 60.0  # the same before serving: loading holds the interpreter's lock for long
     heartbeat_s: float = 0.25  # between heartbeats
@@ -73,25 +73,17 @@ class PeerFailure(Struct, frozen=True, kw_only=True):
 # During the handshake (`handshake.py`):
 
 
-class Challenge(Struct, frozen=True, tag=True):
-    """Leader to worker, first: asks for a proof that the worker knows the secret."""
-
-    nonce: bytes
-
-
-class Proof(Struct, frozen=True, tag=True):
-    """Both ways: HMAC-SHA256 over the sender's role and both nonces."""
-
-    nonce: bytes  # the worker's nonce; empty from the leader, which sent its own in the Challenge
-    mac: bytes
-
-
 class Hello(Struct, frozen=True, tag=True):
-    """Worker to leader: the worker's identity, and the size of the group that it was started for."""
+    """Worker to leader, first: the worker's identity, and the group that it was started for."""
 
     identity: Identity
     protocol: int
     size: int
+    nonce: int  # of the start
+
+
+class Admitted(Struct, frozen=True, tag=True):
+    """Leader to worker: the worker is in the group, which is not complete yet."""
 
 
 class Welcome(Struct, frozen=True, tag=True):
@@ -132,7 +124,7 @@ class Goodbye(Struct, frozen=True, tag=True):
     failure: PeerFailure | None = None
 
 
-Message = Challenge | Proof | Hello | Welcome | Refused | Payload | Heartbeat | Goodbye
+Message = Hello | Admitted | Welcome | Refused | Payload | Heartbeat | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -8,6 +8,10 @@ from typing import NamedTuple
 from phalanx.dist.peers import Heartbeat, Identity, PeerFailure
 from phalanx.errors import ExitCode
 
+ALL_INSIDE = 1.25
+"""Of the limit, before a step counts as stuck that every rank has reached. A stage that waits for its input names the
+link before (`engine/stages.py`)."""
+
 
 class StepPosition(NamedTuple):
     """The step of this rank's engine thread. Replaced as a whole, so that the watchdog reads it without a lock."""
@@ -31,7 +35,7 @@ def stalled(
     """The failure of a step that takes longer than its limit; None while it does not.
 
     The failure names the ranks that have not reached the step, by their heartbeats; if there are none, it names all
-    ranks that are in it.
+    ranks that are in it, somewhat later.
 
     Args:
         now: seconds on the clock of `position.since`.
@@ -47,6 +51,8 @@ def stalled(
             [(rank, f"stands {_describe(heartbeat)}") for rank, heartbeat in behind],
             f"while the others are in step {step} (limit {position.limit_s:.3g} s)",
         )
+    if seconds <= position.limit_s * ALL_INSIDE + grace_s:
+        return None
     inside = [(me, seconds)]
     inside += [(rank, beat.inside_s) for rank, beat in others if beat.inside and beat.step == step]
     return _failure(

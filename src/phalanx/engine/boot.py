@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ from pathlib import Path
 import mlx.core as mx
 from msgspec.structs import replace
 
-from phalanx.config import MOST_RANKS, EngineConfig, GroupConfig, default_environment, group_secret
+from phalanx.config import MOST_RANKS, EngineConfig, GroupConfig
 from phalanx.dist.backend import Foreign, environment_of
 from phalanx.dist.group import Fabric, agree, join
 from phalanx.dist.peers import PeerFailure
@@ -43,32 +42,37 @@ from phalanx.engine.role import build_role
 from phalanx.engine.selftest import self_test
 from phalanx.engine.served_model import load_model
 from phalanx.engine.server_socket import ServerSocket
+from phalanx.engine.stages import StagedRunner, wire_dtype
 from phalanx.engine.step_deadline import StepDeadline
 from phalanx.engine.worker import Worker
+from phalanx.environment import default_environment
 from phalanx.errors import ConfigError, ExitCode, PhalanxError, exit_code_of
-from phalanx.supervision.launch import pid_file
+from phalanx.open_files import raise_limit
+from phalanx.supervision.launch import write_pid_file
+from phalanx.text.printable import LineFormatter
+from phalanx.tls.credentials import Credentials
 from phalanx.types import Failed
 
 log = logging.getLogger("phalanx.engine")
 
 
-def run_rank(config: EngineConfig, group: GroupConfig | None, socket_path: str, rank: int) -> int:
+def run_rank(
+    config: EngineConfig, group: GroupConfig | None, credentials: Credentials | None, socket_path: str, rank: int
+) -> int:
     """Serve as one rank until told to end. Rank 0 does so behind the server's socket.
 
     Args:
         group: None for a single rank.
+        credentials: of this rank, for a group over several machines; else None.
         socket_path: of the server. Rank 0 connects to it; every rank leaves its process id beside it.
 
     Returns:
         The process's exit status (`ExitCode`).
     """
     _log_to_stderr(rank)
-    pid_file(Path(socket_path), rank).write_text(str(os.getpid()))
+    write_pid_file(Path(socket_path), rank)
     _die_with_parent()
-    secret = group_secret()
-    if group is not None and secret is None:
-        raise ConfigError("This rank has no group secret.", remedy="Ranks are started by `phalanx serve --tp N`.")
-    return _run(config, group, secret or b"", socket_path, rank, None)
+    return _run(config, group, credentials, socket_path, rank, None)
 
 
 def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str, control_host: str) -> int:
@@ -78,6 +82,11 @@ def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str,
         control_host: rank 0's address, as the other ranks reach it.
     """
     _log_to_stderr(launcher.rank)
+    if config.pipeline_parallel_size > 1:
+        log.error(
+            "ConfigError: another launcher starts one stage; `phalanx serve --pp` and `phalanx up` start several."
+        )
+        return ExitCode.CONFIG
     config = replace(config, tensor_parallel_size=launcher.size, backend=launcher.backend)
     rank, size = launcher.rank, launcher.size
     if size > MOST_RANKS:
@@ -85,22 +94,23 @@ def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str,
     default_environment(environment_of(launcher.backend, None, None))
     try:
         fabric = join(launcher.backend, rank, size, 0, where="", deadline_s=config.join_seconds)
-        group, secret = agree(fabric, launcher.backend, control_host)
+        group, credentials = agree(fabric, launcher.backend, control_host)
     except PhalanxError as error:
         log.error("%s: %s", type(error).__name__, error)
         return exit_code_of(error)
-    return _run(config, group, secret, socket_path, rank, fabric)
+    return _run(config, group, credentials, socket_path, rank, fabric)
 
 
 def _run(
     config: EngineConfig,
     group: GroupConfig | None,
-    secret: bytes,
+    credentials: Credentials | None,
     socket_path: str,
     rank: int,
     fabric: Fabric | None,
 ) -> int:
     """Start, serve, end. Every error ends the rank, and the server and the other ranks are told why."""
+    raise_limit()
     server_socket = None
     if rank == 0:
         server_socket = ServerSocket(socket_path)
@@ -108,8 +118,8 @@ def _run(
     link: LeaderLink | WorkerLink | SingleRank = SingleRank()
     try:
         if group is not None:
-            link = rendezvous(config, group, secret, rank, on_lost=lambda lost: _report_lost(server_socket, lost))
-        role = _start(config, group, fabric, link, server_socket)
+            link = rendezvous(config, group, credentials, rank, on_lost=lambda lost: _report_lost(server_socket, lost))
+        role = _start(config, group, credentials, fabric, link, server_socket)
         role.run()
         link.close()
     except PhalanxError as error:
@@ -128,21 +138,24 @@ def _run(
 def _start(
     config: EngineConfig,
     group: GroupConfig | None,
+    credentials: Credentials | None,
     fabric: Fabric | None,
     link: LeaderLink | WorkerLink | SingleRank,
     server_socket: ServerSocket | None,
 ) -> Leader | Worker:
     """From connected ranks to a group that is ready to serve. Roles part at the end."""
     report = reporter(server_socket)
-    member = join_group(config, group, link, fabric, report)
+    member = join_group(config, group, credentials, link, fabric, report)
     model = load_model(config, member, report)
     deadline = StepDeadline(config.wedge_seconds)
-    tested = self_test(link, model.runner, model.vocab_size, deadline, unchecked=len(model.loaded.unchecked))
-    plan = plan_memory(config, model.runner.facts, model.draft, model.guard, link, member.ranks_here)
+    activations = wire_dtype(config.pp_activation_dtype, model.runner, link)
+    staged = StagedRunner(model.runner, member.stage, member.ends, activations)
+    tested = self_test(link, staged, model.vocab_size, deadline, unchecked=len(model.loaded.unchecked))
+    plan = plan_memory(config, model.runner.facts, model.whole, model.draft, model.guard, link, model.sharing)
     mx.clear_cache()  # of buffers that only the start needed
     mx.reset_peak_memory()
     link.serving()
-    return build_role(config, member, model, plan, tested, deadline, server_socket)
+    return build_role(config, member, model, staged, plan, tested, deadline, server_socket)
 
 
 def _report_failure(
@@ -162,7 +175,9 @@ def _report_lost(server_socket: ServerSocket | None, lost: PeerFailure) -> None:
 
 
 def _log_to_stderr(rank: int) -> None:
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {rank}: %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(f"rank {rank}: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
 
 
 def _die_with_parent() -> None:

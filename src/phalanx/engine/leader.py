@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 
 import mlx.core as mx
@@ -19,17 +20,17 @@ from phalanx.engine.mirror import Mirror
 from phalanx.engine.outbox import EventOutbox
 from phalanx.engine.prompt_scores import PromptScores
 from phalanx.engine.server_socket import ServerSocket
+from phalanx.engine.stages import StagedRunner
 from phalanx.engine.step_deadline import StepDeadline
 from phalanx.engine.step_timer import StepTimer
 from phalanx.engine.trace import Trace
 from phalanx.engine.worker import inject_fault, rank_stats
 from phalanx.memory import trim_heap
-from phalanx.model.runner import Runner
-from phalanx.sched.commit import commit_chunk, commit_tokens
+from phalanx.sched.commit import commit_tokens
 from phalanx.sched.drafts import after_next, useful_drafts
 from phalanx.sched.plan import Commit, Forward, Order, Reset, Step, Stop
 from phalanx.sched.scheduler import Scheduler
-from phalanx.sched.sequence import Sequence
+from phalanx.spec.grammars import Grammars, Masks
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import log_line
@@ -52,12 +53,18 @@ IDLE_BEFORE_RELEASE_S = 2.0  # without work, after which the engine gives freed 
 
 
 class Leader:
-    """Owns the scheduler, the mirror, the runner, and the connections to the server and to the other ranks."""
+    """Owns the scheduler, the mirror, the runner, and the connections to the server and to the other ranks.
+
+    Args:
+        staged: the runner, with its connections to other stages.
+        plans_ahead: plans that may follow a plan of chunks alone before it is executed: as many as there are further
+            stages, so that each stage computes a chunk.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        staged: StagedRunner,
         server_socket: ServerSocket,
         *,
         link: LeaderLink | SingleRank,
@@ -66,9 +73,14 @@ class Leader:
         injection: Injection | None = None,
         metadata: SamplingMetadataCache | None = None,
         speculator: Speculator | None = None,
+        grammars: Grammars,
+        plans_ahead: int = 0,
     ) -> None:
         self.scheduler = scheduler
-        self.runner = runner
+        self.runner = staged.runner
+        self._staged = staged
+        self._plans_ahead = plans_ahead
+        self._sent: deque[tuple[Step, float]] = deque()  # plans that this rank has to execute yet, with their limits
         self.mirror = Mirror()
         self._server_socket = server_socket
         self._outbox = EventOutbox(server_socket)
@@ -79,6 +91,7 @@ class Leader:
         self._injection = injection
         self._metadata = metadata or SamplingMetadataCache()
         self._speculator = speculator
+        self._grammars = grammars
         self._prompt_scores = PromptScores()
         self._pings: list[int] = []  # nonces to be answered after this step
         self._release_at_once = False  # the prefix cache was dropped, and its memory should not wait
@@ -94,25 +107,51 @@ class Leader:
             self.step()
             self._release_idle_memory()
             self.answer_pings()
+        while self._sent:
+            self.step()
         self._outbox.flush()
         self._link.send(Order(Stop()))
 
     def step(self) -> None:
         """One step: draft, schedule, broadcast, execute, verify, commit, apply, observe; then publish the events."""
         self._timer.start()
-        drafts = self._draft()
-        step = self.scheduler.schedule(time.monotonic(), drafts)
+        step, limit_s = self._next()
         if step is not None:
-            self._broadcast(step)
+            self._link.enter(step.id, limit_s)
             execution = self._execute(step)
             verified = self._verify(step, execution)
             commits = self._commit(step, verified.tokens)
             self.scheduler.apply(commits, time.monotonic(), verified.logprobs)
+            self._advance_grammars(commits, verified)
             self._observe(step, execution, verified, commits)
         self._publish(step)
         self._timer.stop(planned=step is not None)
 
     # -- the phases of a step ----------------------------------------------------------------------------------------
+
+    def _next(self) -> tuple[Step | None, float]:
+        """The plan to be executed now, and its time limit. Plans further ones behind chunks, which other stages begin
+        with: what a chunk computes changes no plan. None are planned while somebody waits for a pause between plans."""
+        if not self._sent and (planned := self._plan()) is not None:
+            self._sent.append(planned)
+        while 0 < len(self._sent) <= self._plans_ahead and not (self._pings or self._stopping):
+            is_chunk = not any(forward.sample or forward.score for forward in self._sent[-1][0].forwards)
+            if not is_chunk or (planned := self._plan()) is None:
+                break
+            self._sent.append(planned)
+        return self._sent.popleft() if self._sent else (None, 0.0)
+
+    def _plan(self) -> tuple[Step, float] | None:
+        """Draft, schedule and broadcast. Returns the plan and its time limit; None if there is nothing to do."""
+        self._take_grammars()
+        drafts = self._draft()
+        step = self.scheduler.schedule(time.monotonic(), drafts, self._grammars.held)
+        return None if step is None else (step, self._broadcast(step))
+
+    def _take_grammars(self) -> None:
+        """Let sequences run whose grammars are compiled by now, and end those whose grammars cannot be."""
+        for number, reason in self._grammars.take_made().items():
+            self.scheduler.give_up(number, "error", reason, time.monotonic())
 
     def _draft(self) -> dict[int, list[int]]:
         """Drafts by sequence number; none while a forward is in flight, which feeds one token per row."""
@@ -122,35 +161,54 @@ class Leader:
             self._outbox.before_draft(computes=self._speculator.computes)
             return self._speculator.draft(self.scheduler.draftable(), overlapped=self.runner.has_in_flight)
 
-    def _broadcast(self, step: Step) -> None:
-        """Send the plan to every rank, so that all begin at the same time."""
+    def _broadcast(self, step: Step) -> float:
+        """Send the plan to every rank, so that all begin at the same time. Returns its time limit."""
         if self._trace is not None:
             self._trace.plan(step)
         with self._timer.phase("control"):
-            limit_s = self._deadline.limit(step)
+            limit_s = self._deadline.limit(step) * (1 + len(self._sent))  # it waits for those before
             if self._injection is not None:
                 inject_fault(self._injection, step.id, self.mirror)
             self._link.send(Order(step, limit_s))
-            self._link.enter(step.id, limit_s)
+            self._staged.expect(step, limit_s)
+        return limit_s
 
     def _execute(self, step: Step) -> Execution[mx.array]:
         with self._timer.phase("model"):
             self._outbox.before_execute(blocks=self.runner.blocks(step))
-            return execute(step, self.mirror, self.runner)
+            return execute(step, self.mirror, self._staged)
 
     def _verify(self, step: Step, execution: Execution[mx.array]) -> Verified:
         """Score prompts, draw a token after every token of the sampling forwards and verify drafts; one wait in all."""
         with self._timer.phase("model"):
             self._outbox.while_computing()
             by_number = self.scheduler.by_number
-            dispatch_next = self.runner.dispatch_next if self._rows_repeat(step) else None
             for output in execution.outputs:
-                if output.forward.score:
-                    self._prompt_scores.add(by_number[output.forward.seqs[0]], output)
+                if output.forward.score and (seq := by_number.get(output.forward.seqs[0])) is not None:
+                    self._prompt_scores.add(seq, output)
             sampling = [(output.forward, output.logits) for output in execution.outputs if output.forward.sample]
-            verified = verify(sampling, by_number, self._metadata, self.runner.written_caches(), dispatch_next)
+            caches = self.runner.written_caches()
+            masks = self._masks(sampling, caches)
+            dispatch_next = self.runner.dispatch_next if self._rows_repeat(step) else None
+            try:
+                verified = verify(sampling, by_number, self._metadata, caches, dispatch_next, masks)
+            finally:
+                self.runner.check_sums()  # a wrong sum is also the cause of numbers that cannot be sampled
+            self.runner.start_in_flight()
         self._link.leave(step.id)
         return verified
+
+    def _masks(self, sampling: list[tuple[Forward, mx.array]], caches: list[mx.array]) -> Masks:
+        """What grammars allow after every fed token. They are asked while the device computes the logits."""
+        drafts = {
+            number: tokens[1:valid]
+            for forward, _ in sampling
+            for number, tokens, valid in zip(forward.seqs, forward.tokens, forward.valid, strict=True)
+        }
+        if not self._grammars.constrains(drafts.keys()):
+            return {}
+        mx.async_eval([logits for _, logits in sampling], caches)  # type: ignore[no-untyped-call]
+        return self._grammars.masks(drafts)
 
     def _rows_repeat(self, step: Step) -> bool:
         """Whether the next step probably feeds the same rows, each with the one token that is being drawn for it."""
@@ -160,21 +218,29 @@ class Leader:
         rows = [self.scheduler.by_number[number] for number in numbers]
         if not all(map(after_next, rows)):
             return False
+        if self._speculator is not None and not all(
+            self._grammars.may_run_ahead(row.number) for row in rows if useful_drafts(row)
+        ):
+            return False
         return self._speculator is None or not any(map(useful_drafts, rows)) or self._speculator.can_overlap(numbers)
 
     def _commit(self, step: Step, verified: Mapping[int, list[int]]) -> list[Commit]:
-        """One commit per row of the step; a row's last chunk and its sampling forward make one commit."""
-        commits: dict[int, Commit] = {}
-        for forward in step.forwards:
-            for number, valid in zip(forward.seqs, forward.valid, strict=True):
-                seq = self.scheduler.by_number[number]
-                commits[number] = self._commit_row(seq, forward, valid, verified)
-        return list(commits.values())
+        """One commit per row that the step sampled for; the scheduler has committed the chunks of the others."""
+        by_number = self.scheduler.by_number
+        return [
+            commit_tokens(by_number[number], by_number[number].kv_len, valid, verified[number])
+            for forward in step.forwards
+            if forward.sample
+            for number, valid in zip(forward.seqs, forward.valid, strict=True)
+        ]
 
-    def _commit_row(self, seq: Sequence, forward: Forward, valid: int, verified: Mapping[int, list[int]]) -> Commit:
-        if forward.sample:
-            return commit_tokens(seq, len(seq.tokens) - 1, valid, verified[seq.number])
-        return commit_chunk(seq, seq.kv_len, valid)
+    def _advance_grammars(self, commits: list[Commit], verified: Verified) -> None:
+        """Tell grammars what was committed, and end rows that they leave no token."""
+        for number in verified.nothing_left:
+            self.scheduler.give_up(number, *self._grammars.ending(number), time.monotonic())
+        for commit in commits:
+            if commit.tokens and commit.finish is None:
+                self._grammars.advance(commit.seq, commit.tokens)
 
     def _observe(self, step: Step, execution: Execution[mx.array], verified: Verified, commits: list[Commit]) -> None:
         """Report the duration of the step to the deadline, the prefill budget and the speculator."""
@@ -195,6 +261,7 @@ class Leader:
         alive = self.scheduler.by_number.keys()
         self._metadata.keep(alive)
         self._prompt_scores.keep(alive)
+        self._grammars.keep(alive)
         if self._speculator is not None:
             self._speculator.keep(alive)
         self._outbox.after_step(idle=step is None or self.scheduler.idle)
@@ -204,7 +271,8 @@ class Leader:
     @property
     def _is_idle(self) -> bool:
         """Whether there is nothing to do before the next message."""
-        return self.scheduler.idle and not self._pings and not self._release_at_once
+        rests = self.scheduler.rests(self._grammars.held) and not self._sent
+        return rests and not self._pings and not self._release_at_once
 
     def handle(self, message: ToEngine) -> None:
         """Take a message from the server. It takes effect in the next step."""
@@ -215,6 +283,8 @@ class Leader:
             case Submit():
                 self.scheduler.submit(message.request, now)
                 self._prompt_scores.begin(message.request)
+                if (seq := self.scheduler.by_id.get(message.request.id)) is not None:
+                    self._grammars.begin(seq.number, seq.request)
             case Cancel():
                 self.scheduler.cancel(message.id, now)
             case Finish():
@@ -229,7 +299,7 @@ class Leader:
 
     def answer_pings(self) -> None:
         """Answer every ping with current figures, which proves that the engine loop of every rank runs."""
-        if self._pings:
+        if self._pings and not self._sent:  # else ranks would wait for each other
             self._outbox.flush()  # the server takes an answer as the end of all earlier events
             stats = self.stats()
             for nonce in self._pings:
@@ -239,7 +309,7 @@ class Leader:
     def _release_idle_memory(self) -> None:
         """Return the buffers that are kept for reuse to the system, once whenever the engine has become idle."""
         idle_s = time.monotonic() - self._last_work
-        if not self.scheduler.idle or not (self._release_at_once or idle_s > IDLE_BEFORE_RELEASE_S):
+        if not self.scheduler.idle or self._sent or not (self._release_at_once or idle_s > IDLE_BEFORE_RELEASE_S):
             return
         self._release_at_once = False
         if self._holds_memory:
@@ -254,7 +324,7 @@ class Leader:
 
     def stats(self) -> EngineStats:
         """Current counters and gauges; collects those of every rank."""
-        ranks = self._link.report(rank_stats(0, self.mirror, self.runner))
+        ranks = self._link.report(rank_stats(self._link, self.mirror, self._staged))
         scheduler, counters = self.scheduler, self.scheduler.counters
         used, budget = scheduler.admission.used, scheduler.config.limits.kv_budget
         return EngineStats(

@@ -7,6 +7,7 @@ lost rank is noticed (`dist/channel.py`).
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
@@ -27,6 +28,8 @@ class Link(Protocol):
 
     rank: int
     size: int
+    host: str
+    """Name of this rank's host, the same in every message."""
 
     def share(self, value: T) -> list[T]:
         """The values of all ranks, in rank order; every rank calls this at the same point."""
@@ -40,6 +43,9 @@ class SingleRank:
 
     rank = 0
     size = 1
+
+    def __init__(self) -> None:
+        self.host = socket.gethostname()
 
     def share(self, value: T) -> list[T]:
         return [value]
@@ -71,8 +77,9 @@ class LeaderLink:
 
     rank = 0
 
-    def __init__(self, channel: LeaderChannel, size: int) -> None:
+    def __init__(self, channel: LeaderChannel, size: int, host: str) -> None:
         self.size = size
+        self.host = host
         self._channel = channel
         self._stats = msgspec.msgpack.Decoder(RankStats)
 
@@ -113,9 +120,10 @@ class LeaderLink:
 class WorkerLink:
     """Another rank's end."""
 
-    def __init__(self, channel: WorkerChannel, rank: int, size: int) -> None:
+    def __init__(self, channel: WorkerChannel, rank: int, size: int, host: str) -> None:
         self.rank = rank
         self.size = size
+        self.host = host
         self._channel = channel
         self._orders = msgspec.msgpack.Decoder(Order)
         self._lists = msgspec.msgpack.Decoder(list[bytes])

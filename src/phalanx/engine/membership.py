@@ -6,25 +6,32 @@ Starts from a control connection (`rendezvous.py`). Does not know models or requ
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
-from phalanx.config import EngineConfig, GroupConfig
+from phalanx.config import NONCE_BITS, EngineConfig, GroupConfig
 from phalanx.dist import fault_injection
 from phalanx.dist.corrupt_buffer import CorruptBuffer
 from phalanx.dist.fault_injection import Injection
 from phalanx.dist.group import Fabric, join
 from phalanx.dist.reduce import Reducer
+from phalanx.dist.stage_link import Ends, connect_stages
+from phalanx.dist.topology import Topology
 from phalanx.engine.link import LeaderLink, SingleRank, WorkerLink
 from phalanx.errors import ConfigError
 from phalanx.kernels import install, preload
 from phalanx.kernels.native_checksum import NativeChecksum
 from phalanx.model.loading import load
+from phalanx.tls.credentials import Credentials
 
 log = logging.getLogger("phalanx.engine")
+
+RING_JOIN_S = 15.0
+"""Seconds to join a ring, whose ranks have met already (`rendezvous.py`). If a stranger is connected to a port of the
+ring, the ranks wait for each other until this time is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +40,39 @@ class Membership:
 
     group: GroupConfig | None
     """None for a single rank."""
+    topology: Topology
     link: LeaderLink | WorkerLink | SingleRank
     reducer: Reducer
     kernels: str
     """The kernels in use, as one line for the log."""
     injection: Injection | None
     """The fault to be injected on this rank."""
+    ends: Ends
+    """Its connections to the stages beside its own."""
+
+    @property
+    def stage(self) -> int:
+        """The number of this rank's stage; 0 has the embedding."""
+        return self.topology.place(self.link.rank).stage
 
     @property
     def ranks_here(self) -> int:
-        """Ranks on this machine, which share its memory and processors."""
+        """Ranks on this machine, which share its processors."""
         return 1 if self.group is None else self.group.ranks_here
 
 
 def join_group(
     config: EngineConfig,
     group: GroupConfig | None,
+    credentials: Credentials | None,
     link: LeaderLink | WorkerLink | SingleRank,
     fabric: Fabric | None,
     report: load.Progress,
 ) -> Membership:
-    """Install the kernels and join the fabric.
+    """Install the kernels, join the fabric, and connect to the stages beside this rank's own.
 
     Args:
+        credentials: of this rank, for a group over several machines; else None.
         fabric: None where it is not joined yet.
 
     Raises:
@@ -69,9 +86,33 @@ def join_group(
     report("joining the group", 0, 1)
     if injection is not None and injection.kind == "slow":
         time.sleep(fault_injection.SLOW_S)
-    reducer = _reducer(config, group, fabric, link.rank, injection)
-    reducer.names = [f"rank {rank} on {host}" for rank, host in enumerate(link.share(socket.gethostname()))]
-    return Membership(group, link, reducer, kernels, injection)
+    topology = Topology((1,) if group is None else group.widths or (group.size,))
+    reducer = _reducer(config, group, topology, fabric, link.rank, injection)
+    hosts = link.share(link.host)
+    here = topology.ranks(topology.place(link.rank).stage)
+    reducer.names = [f"rank {rank} on {hosts[rank]}" for rank in here]
+    ends = _connect(config, group, credentials, topology, link, hosts, injection)
+    return Membership(group, topology, link, reducer, kernels, injection, ends)
+
+
+def _connect(
+    config: EngineConfig,
+    group: GroupConfig | None,
+    credentials: Credentials | None,
+    topology: Topology,
+    link: LeaderLink | WorkerLink | SingleRank,
+    hosts: list[str],
+    injection: Injection | None,
+) -> Ends:
+    """The connections to other stages; none where there is one stage."""
+    if group is None or topology.n_stages == 1:
+        return Ends(None, ())
+    names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
+    fault = injection is not None and injection.kind in fault_injection.LINK_FAULTS
+    tamper = partial(fault_injection.on_the_way, injection) if injection is not None and fault else None
+    return connect_stages(
+        group, topology, link.rank, names, credentials, link.share, deadline_s=config.join_seconds, tamper=tamper
+    )  # fmt: skip
 
 
 def _install_kernels(config: EngineConfig, ranks_here: int) -> str:
@@ -101,16 +142,21 @@ def _own_injection(config: EngineConfig, rank: int) -> Injection | None:
 def _reducer(
     config: EngineConfig,
     group: GroupConfig | None,
+    topology: Topology,
     fabric: Fabric | None,
     rank: int,
     injection: Injection | None,
 ) -> Reducer:
-    """Join the fabric, unless that is done, and sum over it."""
-    if group is None:
+    """Join the fabric of this rank's stage, unless that is done, and sum over it."""
+    place = topology.place(rank)
+    width = topology.widths[place.stage]
+    if group is None or group.backend is None or width == 1:
         return Reducer(None)
     if fabric is None:
         where = group.addresses[rank] if group.addresses else ""
-        fabric = join(group.backend, rank, group.size, group.nonce, where=where, deadline_s=config.join_seconds)
+        deadline_s = min(config.join_seconds, RING_JOIN_S) if group.backend == "ring" else config.join_seconds
+        nonce = (group.nonce + place.stage) % (1 << NONCE_BITS)  # stages do not take each other's ranks for their own
+        fabric = join(group.backend, place.tp_rank, width, nonce, where=where, deadline_s=deadline_s)
     corrupt = injection is not None and injection.kind in fault_injection.BUFFER_FAULTS
     fault = CorruptBuffer(injection) if injection is not None and corrupt else None
     checksum = NativeChecksum() if install.active() else None

@@ -7,17 +7,18 @@ loaded or computed.
 from __future__ import annotations
 
 import logging
-import socket
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from phalanx import memory
-from phalanx.config import GIB, EngineConfig, memory_guard_override_gb
-from phalanx.engine.link import LeaderLink, SingleRank, WorkerLink
+from phalanx.config import GIB, EngineConfig
+from phalanx.engine.link import Link
 from phalanx.engine.speculation import DraftWeights
+from phalanx.environment import memory_guard_override_gb
 from phalanx.errors import ConfigError, MemoryShortage
 from phalanx.model.cache.layout import CacheFacts, row_bytes
+from phalanx.model.device_memory import read_memory
 from phalanx.model.loading import load
 from phalanx.sched.admission import GRANULE, KvLimits, largest_row
 
@@ -36,14 +37,14 @@ class MemoryPlan(NamedTuple):
 
 
 def memory_guard(config: EngineConfig) -> int:
-    """Bytes of this machine's memory that stay free."""
+    """Bytes of this rank's memory, the host's or its GPU's, that stay free."""
     guard_gb = config.memory_guard_gb if config.memory_guard_gb is not None else memory_guard_override_gb()
-    return memory.guard_bytes(memory.read_machine().physical, guard_gb)
+    return memory.guard_bytes(read_memory(), guard_gb)
 
 
 def predict(
     config: EngineConfig,
-    rank: int,
+    link: Link,
     prepared: load.Prepared,
     facts: CacheFacts,
     draft: DraftWeights | None,
@@ -53,7 +54,7 @@ def predict(
     kv = GRANULE * (row_bytes(facts.layouts, prepared.dtype) + (0 if draft is None else draft.bytes_per_token))
     if config.kv_cache_gb is not None:
         kv = int(config.kv_cache_gb * GIB)
-    own = prepared.predict(rank=rank, host=socket.gethostname(), kv=kv, guard=guard)
+    own = prepared.predict(rank=link.rank, host=link.host, kv=kv, guard=guard)
     if draft is None:
         return own
     working = max(own.working, draft.working_bytes)
@@ -63,14 +64,20 @@ def predict(
 def plan_memory(
     config: EngineConfig,
     facts: CacheFacts,
+    whole: CacheFacts,
     draft: DraftWeights | None,
     guard: int,
-    link: LeaderLink | WorkerLink | SingleRank,
-    ranks_here: int,
+    link: Link,
+    sharing: int,
 ) -> MemoryPlan:
     """Split the memory that loading left, and find the context that fits. Every rank of the group calls this.
 
     A draft model's rows get as many tokens as the target's, from the same budget.
+
+    Args:
+        facts: of this rank's caches.
+        whole: by which rows are counted, the same on all ranks: with stages those of the whole model, else `facts`.
+        sharing: number of ranks that share this one's memory.
 
     Raises:
         ConfigError: `--max-model-len` is beyond the model's own context, or a size is not a number of GB.
@@ -79,21 +86,25 @@ def plan_memory(
     wanted = _wanted_context(config, facts)
     draft_bytes = 0 if draft is None else draft.bytes_per_token
     link.share(True)  # all ranks have loaded, so that what is free now stays free
-    own = _own_budget(config, facts, draft_bytes, guard, ranks_here)
-    budgets = link.share(own)
+    own = _in_whole_model(_own_budget(config, facts, draft_bytes, guard, sharing), facts, whole)
+    budgets, hosts = link.share(own), link.share(link.host)
     budget = memory.Budget(
         kv=min(b.kv for b in budgets), prefix=min(b.prefix for b in budgets), logits=min(b.logits for b in budgets)
     )
-    fits = largest_row(budget.kv, facts.bytes_per_token, facts.bytes_per_row)
-    _check_context(config, wanted, fits, budget.kv, link.rank)
+    fits = largest_row(budget.kv, whole.bytes_per_token, whole.bytes_per_row)
+    whose = ""
+    if whole is not facts:  # some stage has the least memory for its layers
+        least = min(range(link.size), key=lambda rank: budgets[rank].kv)
+        whose = f" (rows of all stages; rank {least} on {hosts[least]} has the least for its layers)"
+    _check_context(config, wanted, fits, budget.kv, whose, link.rank)
     limits = KvLimits(
         max_num_seqs=config.max_num_seqs,
         max_model_len=min(wanted, fits),
         kv_budget=budget.kv,
-        bytes_per_token=facts.bytes_per_token,
-        bytes_per_row=facts.bytes_per_row,
+        bytes_per_token=whole.bytes_per_token,
+        bytes_per_row=whole.bytes_per_row,
     )
-    draft_kv = 0 if draft is None else budget.kv * draft_bytes // facts.bytes_per_token
+    draft_kv = 0 if draft is None else budget.kv * draft_bytes // whole.bytes_per_token
     return MemoryPlan(limits, budget, draft_kv)
 
 
@@ -109,30 +120,39 @@ def _wanted_context(config: EngineConfig, facts: CacheFacts) -> int:
     return wanted
 
 
-def _check_context(config: EngineConfig, wanted: int, fits: int, kv_budget: int, rank: int) -> None:
-    """A context that was asked for must fit; the model's own is cut to what fits."""
+def _check_context(config: EngineConfig, wanted: int, fits: int, kv_budget: int, whose: str, rank: int) -> None:
+    """A context that was asked for must fit; the model's own is cut to what fits.
+
+    Args:
+        whose: which rank the budget is of, with stages.
+    """
     if config.max_model_len is not None and config.max_model_len > fits:
         raise MemoryShortage(
-            f"--max-model-len {config.max_model_len} needs more KV memory than the budget of {kv_budget / GIB:.2f} GB "
-            f"holds ({fits} tokens).",
+            f"--max-model-len {config.max_model_len} needs more KV memory than the budget of {kv_budget / GIB:.2f} GB"
+            f"{whose} holds ({fits} tokens).",
             remedy=f"Use --max-model-len {fits}, or raise --kv-cache-gb.",
         )
     if wanted > fits and rank == 0:
-        log.warning("context limited to %d tokens by the KV budget (the model's own is %d)", fits, wanted)
+        log.warning("context limited to %d tokens by the KV budget%s; the model's own is %d", fits, whose, wanted)
 
 
-def _own_budget(
-    config: EngineConfig, facts: CacheFacts, draft_bytes: int, guard: int, ranks_here: int
-) -> memory.Budget:
-    """What this rank can give: its share of this machine's free memory.
+def _own_budget(config: EngineConfig, facts: CacheFacts, draft_bytes: int, guard: int, sharing: int) -> memory.Budget:
+    """What this rank can give: its share of the free memory.
 
     Args:
         draft_bytes: per token of a draft model's rows, which come out of the KV budget.
     """
     minimum = GRANULE * (facts.bytes_per_token + draft_bytes) + facts.bytes_per_row
-    machine = memory.read_machine()
-    machine = replace(machine, available=guard + (machine.available - guard) // ranks_here)
+    machine = read_memory(sharing)
+    machine = replace(machine, available=guard + (machine.available - guard) // sharing)
     budget = memory.serving_budget(machine, guard, config.kv_cache_gb, config.prefix_cache_gb, minimum_kv=minimum)
     if draft_bytes:
         budget = replace(budget, kv=budget.kv * facts.bytes_per_token // (facts.bytes_per_token + draft_bytes))
     return budget
+
+
+def _in_whole_model(budget: memory.Budget, own: CacheFacts, whole: CacheFacts) -> memory.Budget:
+    """This rank's budget in bytes of the whole model's rows, so that the budgets of all stages count the same rows."""
+    shares = ((own.bytes_per_token, whole.bytes_per_token), (own.bytes_per_row, whole.bytes_per_row))
+    ratio = min((all_ / mine for mine, all_ in shares if mine), default=1.0)
+    return replace(budget, kv=int(budget.kv * ratio), prefix=int(budget.prefix * ratio))

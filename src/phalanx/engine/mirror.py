@@ -24,13 +24,13 @@ from phalanx.sched.plan import (
     Store,
     Swap,
 )
-from phalanx.sched.scheduler import state_digest
-from phalanx.sched.sequence import extend_crc
+from phalanx.sched.sequence import extend_crc, state_digest
 
 
 @dataclass(slots=True)
 class Row:
-    """One placed sequence: its number, valid KV length and the CRC of its committed tokens."""
+    """One placed sequence: its number, computed positions (valid, but for those in flight) and the CRC of its committed
+    tokens."""
 
     seq: int
     kv_len: int = 0

@@ -28,7 +28,7 @@ class PromptScores:
             self._complete.append(PromptScored(request.id, [None]))
 
     def add(self, seq: Sequence, output: ForwardOutput[mx.array]) -> None:
-        """Score the prompt tokens that follow the fed ones.
+        """Score the prompt tokens that follow the fed ones, but for those scored before the row was preempted.
 
         Args:
             output: of a forward that scores, which has one row.
@@ -37,10 +37,14 @@ class PromptScores:
             NonFiniteLogits: as `score`.
         """
         (start,), (valid,) = output.kv_len, output.forward.valid
-        targets = seq.tokens[start + 1 : min(start + 1 + valid, seq.prompt_len)]
-        top = seq.request.prompt_logprobs or 0
         scores = self._scores.setdefault(seq.number, [None])
-        scores.extend(score(output.logits[0, : len(targets)], targets, top))
+        known = len(scores)
+        targets = seq.tokens[known : min(start + 1 + valid, seq.prompt_len)]
+        if not targets:
+            return
+        first = known - 1 - start  # the fed token that the first of them follows
+        top = seq.request.prompt_logprobs or 0
+        scores.extend(score(output.logits[0, first : first + len(targets)], targets, top))
         if len(scores) == seq.prompt_len:
             self._complete.append(PromptScored(seq.id, scores))
 

@@ -12,30 +12,34 @@ from typing import NoReturn
 
 from phalanx import __version__
 from phalanx.config import EngineConfig, GroupConfig
-from phalanx.dist import fault_injection
+from phalanx.dist import control_address, fault_injection
 from phalanx.dist.channel import LeaderChannel, WorkerChannel
 from phalanx.dist.peers import Identity, PeerFailure, WatchdogLimits
 from phalanx.dist.watchdog import write_stderr
 from phalanx.engine.link import LeaderLink, WorkerLink
-from phalanx.errors import GroupError
+from phalanx.tls.credentials import Credentials
 
 
 def rendezvous(
-    config: EngineConfig, group: GroupConfig, secret: bytes, rank: int, *, on_lost: Callable[[PeerFailure], None]
+    config: EngineConfig,
+    group: GroupConfig,
+    credentials: Credentials | None,
+    rank: int,
+    *,
+    on_lost: Callable[[PeerFailure], None],
 ) -> LeaderLink | WorkerLink:
     """Connect to the other ranks of this start; returns when all are connected.
 
     Args:
-        secret: proves that a rank belongs to this group.
+        credentials: of this rank; None where the ranks meet on a Unix socket.
         on_lost: called once, from the watchdog's thread, before the process exits because the group is broken.
 
     Raises:
-        EngineError: ranks are missing, or are not of this group; names them. Or the port is taken; names it.
+        EngineError: ranks are missing, or are not of this group; names them. Or the control address is taken; names it.
     """
-    host, _, port = group.control.rpartition(":")
     heartbeat_s = min(0.25, config.silence_seconds / 4)
     limits = WatchdogLimits(hello_s=config.join_seconds, silence_s=config.silence_seconds, heartbeat_s=heartbeat_s)
-    me = identity(rank, config.inject)
+    me = identity(group, rank, config.inject)
     if me.rank == rank and _is_injected_late(config, rank):
         time.sleep(config.join_seconds * 10)
 
@@ -45,30 +49,23 @@ def rendezvous(
         os._exit(lost.code)
 
     if rank == 0:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        leader = LeaderChannel(control_address.listen(group.control), group, credentials, me, limits, broken)
         try:
-            listener = socket.create_server((host, int(port)), family=family, backlog=64)
-        except OSError as error:
-            raise GroupError(
-                f"rank 0 cannot listen on {group.control} for the other ranks: {error.strerror}.",
-                remedy="The next start takes other ports.",
-            ) from error
-        leader = LeaderChannel(listener, group.size, secret, me, limits, broken)
-        leader.gather()
-        return LeaderLink(leader, group.size)
-    return WorkerLink(
-        WorkerChannel.connect((host, int(port)), group.size, secret, me, limits, broken), rank, group.size
-    )
+            leader.gather()
+        finally:
+            control_address.remove_socket(group.control)
+        return LeaderLink(leader, group.size, me.host)
+    return WorkerLink(WorkerChannel.connect(group, credentials, me, limits, broken), rank, group.size, me.host)
 
 
-def identity(rank: int, fault: str | None = None) -> Identity:
+def identity(group: GroupConfig, rank: int, fault: str | None = None) -> Identity:
     """How this process introduces itself to the other ranks."""
     injected = None if fault is None else fault_injection.parse(fault)
     other = injected is not None and injected.kind == "version" and injected.rank == rank
     return Identity(
         rank=rank,
         pid=os.getpid(),
-        host=socket.gethostname(),
+        host=group.hosts[rank] if group.hosts else socket.gethostname(),
         version=__version__ + ("-other" if other else ""),
         mlx=version("mlx"),
         mlx_lm=version("mlx-lm"),

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import platform
+from collections.abc import Sequence
 
-from phalanx.config import GIB, EngineConfig
+import mlx.core as mx
+import msgspec
+
+from phalanx.config import GIB, EngineConfig, GroupConfig
 from phalanx.engine.leader import Leader
 from phalanx.engine.link import WorkerLink
 from phalanx.engine.membership import Membership
@@ -15,11 +21,16 @@ from phalanx.engine.served_model import ServedModel
 from phalanx.engine.server_socket import ServerSocket
 from phalanx.engine.speculation import describe as describe_speculation
 from phalanx.engine.speculation import make_speculator
+from phalanx.engine.stages import StagedRunner
 from phalanx.engine.step_deadline import StepDeadline
 from phalanx.engine.trace import Trace
 from phalanx.engine.worker import Worker
+from phalanx.sched.prefill_budget import prefill_bounds
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
+from phalanx.spec.grammars import Grammars
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
+from phalanx.text.grammar import GrammarCompiler
+from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import ModelInfo, Ready, SelfTest
 
 log = logging.getLogger("phalanx.engine")
@@ -29,6 +40,7 @@ def build_role(
     config: EngineConfig,
     member: Membership,
     model: ServedModel,
+    staged: StagedRunner,
     plan: MemoryPlan,
     tested: SelfTest | None,
     deadline: StepDeadline,
@@ -41,34 +53,47 @@ def build_role(
         server_socket: of rank 0; None on the others.
     """
     if isinstance(member.link, WorkerLink):
-        return Worker(model.runner, member.link, member.injection)
+        return Worker(staged, member.link, member.injection)
     assert server_socket is not None
     info = _model_info(config, member, model, plan, tested)
     _announce(config, info)
     scheduler = Scheduler(_scheduler_config(config, model, plan))
     metadata = SamplingMetadataCache()
+    grammars = Grammars(lambda: _load_compiler(config, model), server_socket.wake)
     speculator = make_speculator(
-        config.speculative_config, scheduler, metadata, info.vocab_size, model.draft_runner, plan.draft_kv
+        config.speculative_config, scheduler, metadata, info.vocab_size, model.draft_runner, plan.draft_kv, grammars
     )
     server_socket.send(Ready(info=info, pid=os.getpid()))
     return Leader(
         scheduler,
-        model.runner,
+        staged,
         server_socket,
         link=member.link,
+        plans_ahead=member.topology.n_stages - 1,
         deadline=deadline,
         trace=Trace(config.trace) if config.trace else None,
         injection=member.injection,
         metadata=metadata,
         speculator=speculator,
+        grammars=grammars,
     )
+
+
+def _load_compiler(config: EngineConfig, model: ServedModel) -> GrammarCompiler:
+    """The compiler of grammars, for the model's tokenizer: the leader needs none before a request has a grammar."""
+    tokenizer = Tokenizer.load(model.loaded.path, trust_remote_code=config.trust_remote_code)
+    return GrammarCompiler(tokenizer, tokenizer.eos_ids)
 
 
 def _scheduler_config(config: EngineConfig, model: ServedModel, plan: MemoryPlan) -> SchedulerConfig:
     facts = model.runner.facts
     return SchedulerConfig(
         limits=plan.limits,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill=prefill_bounds(
+            on_gpu=mx.default_device() != mx.Device(mx.cpu),
+            most=config.max_num_batched_tokens,
+            rows=config.max_num_seqs,
+        ),
         target_step_s=config.target_step_ms / 1000,
         prefix_budget=plan.budget.prefix,
         recurrent=facts.recurrent,
@@ -90,16 +115,41 @@ def _model_info(
         rolls_back=facts.rolls_back,
         caches=facts.description,
         weights_bytes=loaded.weights_bytes,
-        kv_bytes_per_token=facts.bytes_per_token,
+        kv_bytes_per_token=model.whole.bytes_per_token,
         kv_budget_bytes=plan.budget.kv,
         prefix_budget_bytes=plan.budget.prefix,
         load_s=loaded.load_s,
         ranks=1 if group is None else group.size,
-        backend="none" if group is None else group.backend,
+        stages=member.topology.n_stages,
+        backend=(None if group is None else group.backend) or "none",
         self_test=tested,
         kernels=member.kernels,
         speculation=describe_speculation(config.speculative_config, facts),
+        identity=_identity(config, member, model),
     )
+
+
+def _identity(config: EngineConfig, member: Membership, model: ServedModel) -> str:
+    """See `ModelInfo.identity`. In which order ranks add is a part of it: sums of floats depend on that."""
+    on_gpu = mx.default_device() != mx.Device(mx.cpu)
+    device = str(mx.device_info().get("device_name")) if on_gpu else f"{platform.system()} {platform.machine()}"
+    order = order_of_sums(config, member.group, model.layers)
+    facts = (model.software, str(model.loaded.dtype), member.kernels, device, order)
+    return hashlib.blake2b(msgspec.json.encode(facts), digest_size=8).hexdigest()
+
+
+def order_of_sums(
+    config: EngineConfig, group: GroupConfig | None, layers: Sequence[tuple[int, int]]
+) -> tuple[object, ...] | None:
+    """What decides how the ranks of a group add and round; None for a single rank.
+
+    Args:
+        layers: as `ServedModel.layers`. Stages of other widths add otherwise, and each link may round.
+    """
+    if group is None:
+        return None
+    stages = (group.widths, layers, config.pp_activation_dtype) if layers else ()
+    return group.size, group.backend, config.collective, *stages
 
 
 def _announce(config: EngineConfig, info: ModelInfo) -> None:

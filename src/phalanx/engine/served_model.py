@@ -12,14 +12,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 from phalanx import __version__, memory
-from phalanx.config import DraftModelSpeculation, EngineConfig
+from phalanx.config import EngineConfig
 from phalanx.engine.link import Link
 from phalanx.engine.membership import Membership
 from phalanx.engine.memory_plan import memory_guard, predict
 from phalanx.engine.selftest import RankFacts, compare_facts
 from phalanx.engine.speculation import DraftWeights
+from phalanx.engine.stages import layer_choice
 from phalanx.kernels import install
-from phalanx.model import registry
+from phalanx.model import device_memory, registry
 from phalanx.model.cache.layout import CacheFacts
 from phalanx.model.check import check_model
 from phalanx.model.loading import load
@@ -27,6 +28,7 @@ from phalanx.model.loading.resolve import resolve
 from phalanx.model.loading.weights import fingerprint
 from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner
+from phalanx.speculation_config import DraftModelSpeculation
 
 log = logging.getLogger("phalanx.engine")
 
@@ -41,7 +43,18 @@ class ServedModel:
     """The draft model; only the leader has one, and only where the configuration names it."""
     draft_runner: Runner | None
     guard: int
-    """Bytes of this machine's memory that stay free."""
+    """Bytes of this rank's memory that stay free."""
+    sharing: int
+    """Number of ranks, this one among them, that share this rank's memory."""
+    software: RankFacts
+    """What this rank runs, on which model; the same on all ranks."""
+    layers: tuple[tuple[int, int], ...]
+    """By rank: the layers `[first, last)` of its stage; empty where there is one stage."""
+
+    @property
+    def whole(self) -> CacheFacts:
+        """The caches of the whole model, over no ranks, if this rank has a stage of it; else those of this rank."""
+        return self.runner.facts if self.loaded.stage is None else self.loaded.stage.whole
 
     @property
     def vocab_size(self) -> int:
@@ -63,23 +76,30 @@ def load_model(config: EngineConfig, member: Membership, report: load.Progress) 
     link, reducer = member.link, member.reducer
     guard = memory_guard(config)
     path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    _compare_software(config, link, path)
-    prepared = load.prepare(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, reducer=reducer)
+    software = _compared_software(config, link, path)
+    prepared = load.prepare(
+        path,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+        reducer=reducer,
+        choose_layers=layer_choice(config, member.topology, link, guard),
+    )
     reducer.foreign = bool(prepared.unchecked)
-    facts = registry.inspect(prepared.model, prepared.config)
+    facts = registry.inspect(prepared.model, prepared.config, prepared.stage)
     reducer.discard()  # inspecting only builds
     draft = _draft_weights(config, link.rank, facts, path)
-    _check_memory(config, link, prepared, facts, draft, guard)
-    loaded = prepared.materialise(guard, report, ranks_here=member.ranks_here)
+    sharing = _check_memory(config, link, prepared, facts, draft, guard)
+    device_memory.wire(config.wired_limit, sharing)
+    stage = prepared.stage
+    layers = () if stage is None else tuple(link.share((stage.first, stage.last)))
+    loaded = prepared.materialise(guard, report, ranks_here=member.ranks_here, sharing=sharing)
     runner = _checked_runner(loaded, member, report)
     draft_runner = None if draft is None else draft.materialise(guard, report)
-    return ServedModel(loaded, runner, draft, draft_runner, guard)
+    return ServedModel(loaded, runner, draft, draft_runner, guard, sharing, software, layers)
 
 
-def _compare_software(config: EngineConfig, link: Link, path: Path) -> None:
-    """All ranks run the same software on the same model."""
-    if link.size == 1:
-        return
+def _compared_software(config: EngineConfig, link: Link, path: Path) -> RankFacts:
+    """The software and the model of this rank, which are those of all ranks."""
     facts = RankFacts(
         phalanx=__version__,
         mlx=version("mlx"),
@@ -87,7 +107,9 @@ def _compare_software(config: EngineConfig, link: Link, path: Path) -> None:
         model=fingerprint(path),
         dtype=config.dtype,
     )
-    compare_facts(link, facts)
+    if link.size > 1:
+        compare_facts(link, facts)
+    return facts
 
 
 def _draft_weights(config: EngineConfig, rank: int, facts: CacheFacts, target: Path) -> DraftWeights | None:
@@ -99,20 +121,21 @@ def _draft_weights(config: EngineConfig, rank: int, facts: CacheFacts, target: P
 
 def _check_memory(
     config: EngineConfig, link: Link, prepared: load.Prepared, facts: CacheFacts, draft: DraftWeights | None, guard: int
-) -> None:
-    """What every rank is about to load fits on its machine."""
-    predictions = link.share(predict(config, link.rank, prepared, facts, draft, guard))
+) -> int:
+    """Check that what every rank is about to load fits. Returns the number of ranks that share this one's memory."""
+    predictions = link.share(predict(config, link, prepared, facts, draft, guard))
     if link.rank == 0:
         log.info("before loading:\n%s", memory.prediction_table(predictions))
     memory.check_group(prepared.path.name, predictions)
+    return memory.ranks_beside(predictions, link.rank)
 
 
 def _checked_runner(loaded: load.Loaded, member: Membership, report: load.Progress) -> Runner:
     """A runner of the loaded model whose rows agree with mlx-lm; rows are packed only where every rank can."""
     absorb_short_queries(loaded.model)
-    facts = registry.inspect(loaded.model, loaded.config)
+    facts = registry.inspect(loaded.model, loaded.config, loaded.stage)
     member.reducer.discard()  # inspecting only builds
-    runner = Runner(loaded.model, facts, loaded.dtype, member.reducer)
+    runner = Runner(loaded.model, facts, loaded.dtype, member.reducer, stage=loaded.stage)
     report("checking the model", 0, 1)
     link = member.link
     check_model(runner, loaded.model, may_pack=all(link.share(install.active())))

@@ -39,7 +39,7 @@ class ServerSocket:
                 f"--socket {path}: {error.strerror or error}.",
                 remedy=f"Start the server first: `phalanx serve --attach {path}`.",
             ) from error
-        self._queue: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._read, name="server_socket", daemon=True)
@@ -71,14 +71,18 @@ class ServerSocket:
             self._server_gone()
 
     def drain(self, *, block: bool) -> list[ToEngine]:
-        """All messages that have arrived. With `block`, waits for the first."""
-        messages: list[ToEngine] = []
+        """All messages that have arrived. With `block`, waits for the first, or until another thread calls `wake`."""
+        messages: list[ToEngine | None] = []
         try:
             messages.append(self._queue.get(block=block))
             while True:
                 messages.append(self._queue.get_nowait())
         except queue.Empty:
-            return messages
+            return [message for message in messages if message is not None]
+
+    def wake(self) -> None:
+        """End a wait for messages. Any thread may call it."""
+        self._queue.put(None)
 
     def _read(self) -> None:
         try:

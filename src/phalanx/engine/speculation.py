@@ -11,14 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import assert_never
 
-from phalanx.config import (
-    DraftModelSpeculation,
-    EngineConfig,
-    NgramSpeculation,
-    RandomSpeculation,
-    SpeculativeConfig,
-    SuffixSpeculation,
-)
+from phalanx.config import EngineConfig
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import ConfigError
 from phalanx.model import registry
@@ -34,11 +27,19 @@ from phalanx.spec import rules
 from phalanx.spec.comparison import Comparison
 from phalanx.spec.draft_model import DraftModel
 from phalanx.spec.drafters import Drafter, RandomDrafter
+from phalanx.spec.grammars import Grammars
 from phalanx.spec.ngram import NgramDrafter
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter
 from phalanx.spec.suffix import SuffixDrafter
+from phalanx.speculation_config import (
+    DraftModelSpeculation,
+    NgramSpeculation,
+    RandomSpeculation,
+    SpeculativeConfig,
+    SuffixSpeculation,
+)
 from phalanx.text.tokenizer import Tokenizer
 
 log = logging.getLogger("phalanx.engine")
@@ -119,12 +120,14 @@ def make_speculator(
     vocab_size: int,
     draft: Runner | None,
     draft_kv: int,
+    grammars: Grammars,
 ) -> Speculator | None:
     """The speculator of this leader; None where nothing may be drafted.
 
     Args:
         draft: the draft model, where the configuration names one.
         draft_kv: bytes for its rows.
+        grammars: cut drafts, and draft what they force.
     """
     if config is None or scheduler.config.recurrent:
         return None
@@ -145,6 +148,7 @@ def make_speculator(
         vocab_size,
         config.disable_by_batch_size or math.inf,
         lambda: [row for row in scheduler.layout.rows() if not row.decoding],
+        grammars,
     )
 
 

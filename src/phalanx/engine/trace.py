@@ -10,6 +10,7 @@ from typing import IO
 
 import msgspec
 
+from phalanx.errors import ConfigError
 from phalanx.sched.plan import Plan
 from phalanx.types import ToEngine
 
@@ -18,7 +19,17 @@ class Trace:
     """Appends to a file, unbuffered, so that a crash loses nothing that was written."""
 
     def __init__(self, path: str) -> None:
-        self._file: IO[bytes] = Path(path).open("ab", buffering=0)  # noqa: SIM115 (open for the process's life)
+        """Open the file.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        try:
+            self._file: IO[bytes] = Path(path).open("ab", buffering=0)  # noqa: SIM115 (open for the process's life)
+        except OSError as error:
+            raise ConfigError(
+                f"--trace {path} cannot be written: {error.strerror}.", remedy="Name a file that can be made there."
+            ) from error
         self._encoder = msgspec.json.Encoder()
 
     def message(self, message: ToEngine) -> None:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import mlx.core as mx
 
 from phalanx.dist.fault_injection import Injection, inject
 from phalanx.engine.execute import execute
-from phalanx.engine.link import WorkerLink
+from phalanx.engine.link import Link, WorkerLink
 from phalanx.engine.mirror import Mirror
+from phalanx.engine.stages import StagedRunner
 from phalanx.memory import process_rss, trim_heap
-from phalanx.model.runner import Runner
 from phalanx.sched.plan import Report, Reset, Step, Stop
 from phalanx.types import RankStats
 
 
 class Worker:
-    """Owns a mirror, the runner and the link to the leader."""
+    """Owns a mirror, the runner and the link to the leader.
 
-    def __init__(self, runner: Runner, link: WorkerLink, injection: Injection | None = None) -> None:
-        self.runner = runner
+    Args:
+        staged: the runner, with its connections to other stages.
+    """
+
+    def __init__(self, staged: StagedRunner, link: WorkerLink, injection: Injection | None = None) -> None:
+        self.runner = staged.runner
+        self._staged = staged
         self.mirror = Mirror()
         self._link = link
         self._injection = injection
@@ -34,7 +38,7 @@ class Worker:
                 case Step():
                     self._step(order.plan, order.limit_s)
                 case Report():
-                    self._link.answer(rank_stats(self._link.rank, self.mirror, self.runner))
+                    self._link.answer(rank_stats(self._link, self.mirror, self._staged))
                 case Reset():
                     self.runner.reset()
                     trim_heap()
@@ -45,7 +49,8 @@ class Worker:
         if self._injection is not None:
             inject_fault(self._injection, step.id, self.mirror)
         self._link.enter(step.id, limit_s)
-        execute(step, self.mirror, self.runner)
+        self._staged.expect(step, limit_s)
+        execute(step, self.mirror, self._staged)
         self._link.leave(step.id)
 
 
@@ -56,15 +61,17 @@ def inject_fault(injection: Injection, step: int, mirror: Mirror) -> None:
     inject(injection, step)
 
 
-def rank_stats(rank: int, mirror: Mirror, runner: Runner) -> RankStats:
+def rank_stats(link: Link, mirror: Mirror, staged: StagedRunner) -> RankStats:
     """This rank's figures now."""
+    reducer = staged.runner.reducer
     return RankStats(
-        rank=rank,
-        host=socket.gethostname(),
+        rank=link.rank,
+        stage=staged.number,
+        host=link.host,
         pid=os.getpid(),
         steps=mirror.step,
         matches=mirror.matches,
-        reductions=runner.reducer.tally.reductions if runner.reducer.checked else 0,
+        reductions=reducer.tally.reductions if reducer.checked else 0,
         active_bytes=mx.get_active_memory(),
         peak_bytes=mx.get_peak_memory(),
         rss_bytes=process_rss(),

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from typing import Any
 
-from phalanx.config import cpu_kernels_wanted
+from phalanx.environment import cpu_kernels_wanted
 
 FOUND = sys.platform == "linux" and importlib.util.find_spec("phalanx_cpu") is not None
 """Whether the package is installed."""

@@ -3,25 +3,28 @@
 Two rows of different length are prefilled, decoded together, verified with padding and rolled back. All logits must
 equal those of the model with mlx-lm's caches, one row at a time, up to a tolerance. If rows cannot be computed
 together, the check tries them one after another; if that is wrong as well, it refuses the model. In the same way it
-finds out whether rows can be packed, without padding. Leaves no state behind. Does not know the scheduler or requests.
+finds out whether rows can be packed, without padding. A stage is checked alone, on random arrays at its inlet, and must
+not need anything else from the stages before. Leaves no state behind. Does not know the scheduler or requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from phalanx.dist.reduce import Reducer
 from phalanx.errors import CollectiveFault, EngineError, ModelUnsupported
+from phalanx.model.cache.layout import KvLayout, leaves, single_caches
 from phalanx.model.runner import Runner
+from phalanx.model.stage import call_model, cannot_be_cut
 from phalanx.sched.plan import Admit, Forward, Resize
 
 FOREIGN = (
+    ArithmeticError,
     AssertionError,
     AttributeError,
     IndexError,
@@ -38,9 +41,12 @@ PROMPTS = ((11, 7), (5, 3, 8, 2, 9))
 NEXT = (4, 6)
 """Tokens after the prompts: any ids that every vocabulary has."""
 
-TOLERANCE = {mx.float32: 0.01, mx.float16: 0.25, mx.bfloat16: 0.25}
-"""Largest RMS of the difference, in units of the logits' standard deviation. A wrong mask or position gives ~1; in 16
-bits, a rounding error that selects another expert gives ~0.1."""
+LARGEST = 11
+"""The largest of these ids."""
+
+EXACT, ROUNDED = 0.01, 0.25
+"""Largest RMS of the difference, in units of the logits' standard deviation. A wrong mask or position gives ~1; a
+rounding error in 16 bits that selects another expert gives ~0.1."""
 
 Compared = tuple[str, mx.array, mx.array]
 
@@ -53,11 +59,11 @@ def check_model(runner: Runner, model: Module, *, may_pack: bool = False) -> Non
 
     Raises:
         ModelUnsupported: rows of different lengths differ from mlx-lm's results, or mlx-lm fails; says where and how.
+            Or a stage needs something of other stages.
     """
     try:
         expected = [
-            _reference_logits(model, prompt, follow, runner.reducer)
-            for prompt, follow in zip(PROMPTS, NEXT, strict=True)
+            _reference_logits(runner, model, prompt, follow) for prompt, follow in zip(PROMPTS, NEXT, strict=True)
         ]
     except FOREIGN as error:
         raise ModelUnsupported(
@@ -80,22 +86,54 @@ def check_model(runner: Runner, model: Module, *, may_pack: bool = False) -> Non
         runner.facts = replace(facts, packs=not _first_difference(runner, expected, packed=True))
 
 
-def _reference_logits(model: Module, prompt: Sequence[int], follow: int, reducer: Reducer) -> list[mx.array]:
-    """The logits after the prompt and after one more token, with mlx-lm's own caches."""
+def tolerance_of(dtype: mx.Dtype, *, on_cpu: bool) -> float:
+    """The tolerance of the check: `EXACT` only where products are.
+
+    GPUs round the operands of float32 products of several rows to 10 bits (TF32), as much as float16; mlx-lm computes
+    the check's rows one at a time, and the runner together.
+    """
+    return EXACT if dtype == mx.float32 and on_cpu else ROUNDED
+
+
+def _reference_logits(runner: Runner, model: Module, prompt: Sequence[int], follow: int) -> list[mx.array]:
+    """The logits after the prompt and after one more token, with mlx-lm's own caches; of a stage what it hands on."""
     caches = make_prompt_cache(model)
     outputs = []
     for tokens in (prompt[:-1], prompt[-1:], [follow]):
-        output = model(mx.array([tokens]), cache=caches)[0, -1]
-        sums = reducer.finish()
+        output = call_model(model, runner.stage, mx.array([tokens]), caches, _inlet(runner, [tokens]))[0, -1]
+        sums = runner.reducer.finish()
         mx.eval(*sums, output)
-        reducer.judge(0, sums)
+        if runner.stage is not None and mx.isnan(output).any().item():
+            raise cannot_be_cut(
+                runner.stage.name,
+                f"{runner.stage} cannot do with the array that is handed on: NaN came from elsewhere",
+            )
+        runner.reducer.judge(0, sums)
         outputs.append(output)
+        if runner.stage is not None:
+            _advance_foreign(runner, caches, len(tokens))
     return outputs[1:]
+
+
+def _advance_foreign(runner: Runner, caches: list[Any], count: int) -> None:
+    """Make mlx-lm's caches of other stages' layers longer, from which a model may take masks. They stay empty."""
+    for leaf, cache in zip(leaves(runner.facts.layouts), single_caches(caches), strict=True):
+        if isinstance(leaf, KvLayout) and leaf.keys is None:
+            cache.offset += count
+
+
+def _inlet(runner: Runner, rows: Sequence[Sequence[int]]) -> mx.array | None:
+    """What a stage takes for these tokens: [rows, L, width], equal for equal tokens; None if it takes nothing."""
+    if runner.stage is None or not runner.stage.has_inlet:
+        return None
+    table = mx.random.normal((LARGEST + 1, runner.stage.width), runner.dtype, key=mx.random.key(0))
+    inlet: mx.array = table[mx.array([list(row) for row in rows])]
+    return inlet
 
 
 def _first_difference(runner: Runner, expected: list[list[mx.array]], *, packed: bool = False) -> str:
     """The first difference beyond the tolerance, or the first error, in words; "" if there is none."""
-    tolerance = TOLERANCE.get(runner.dtype, 0.01)
+    tolerance = tolerance_of(runner.dtype, on_cpu=mx.default_device() == mx.Device(mx.cpu))
     try:
         for place, ours, theirs in (_compare_packed if packed else _compare)(runner, expected):
             distance = _distance(ours, theirs)
@@ -174,10 +212,12 @@ def _feed(
         sample=sample,
         packed=packed,
     )
-    logits = runner.forward(forward, kv_len)
+    fed = [(token,) for row in rows for token in row] if packed else forward.tokens
+    logits = runner.forward(forward, kv_len, _inlet(runner, fed))
     if logits is None:
         return mx.zeros((0,))
     mx.eval(logits, runner.written_caches())
+    runner.check_sums()
     return logits
 
 

@@ -18,7 +18,7 @@ from phalanx.model.cache.ragged import RowView
 class Replayed(NamedTuple):
     """The result of a replayed model call, not evaluated."""
 
-    logits: mx.array | None  # [rows, L, V]; None: not asked for
+    logits: mx.array | None  # [rows, L, V], or what a stage hands on, [rows, L, width]; None: not asked for
     sums: list[mx.array]  # as from `Reducer.finish`
 
 
@@ -31,13 +31,20 @@ class Graphs:
     """Graphs captured so far. A forward that captures one takes longer than a usual one."""
 
     def call(
-        self, arena: ArenaBuffers, view: RowView, tokens: Sequence[Sequence[int]], *, samples: bool = True
+        self,
+        arena: ArenaBuffers,
+        view: RowView,
+        tokens: Sequence[Sequence[int]],
+        *,
+        samples: bool = True,
+        inlet: mx.array | None = None,
     ) -> Replayed | None:
         """Replay the model call for an opened arena, its caches written; None where the runner has to call the model.
 
         Args:
             tokens: [rows, L].
-            samples: whether logits are asked for.
+            samples: whether logits are asked for, or from a stage that has an outlet, what comes out.
+            inlet: [rows, L, width] for a stage that has one.
         """
         return None
 

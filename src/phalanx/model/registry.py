@@ -9,7 +9,7 @@ complete (`docs/models.md`). Does not know plans, memory budgets or how a model 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from phalanx.errors import ModelUnsupported
+from phalanx.errors import EngineError, ModelUnsupported
 from phalanx.model.cache.layout import (
     CacheFacts,
     GroupLayout,
@@ -35,9 +35,11 @@ from phalanx.model.cache.layout import (
     bytes_per_row,
     bytes_per_token,
     leaves,
+    single_caches,
 )
 from phalanx.model.check import FOREIGN, check_model
 from phalanx.model.modules import model_files
+from phalanx.model.stage import Stage, cannot_be_cut
 
 __all__ = ["CacheFacts", "check_model", "inspect"]
 
@@ -61,23 +63,28 @@ REFUSED = {
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 
-def inspect(model: Module, config: Mapping[str, Any]) -> CacheFacts:
+def inspect(model: Module, config: Mapping[str, Any], stage: Stage | None = None) -> CacheFacts:
     """The layout and limits of a model's caches. Builds graphs and evaluates none.
+
+    Of a stage, all caches are listed. Those of other stages' layers have no keys, values or state, and so take no
+    bytes; their windows, and whether any is recurrent, count as in the whole model.
 
     Args:
         config: the model's config.json.
+        stage: the layers that the model consists of; None for all.
 
     Raises:
-        ModelUnsupported: a cache has no counterpart here, or mlx-lm itself cannot run the model; says which and why.
+        ModelUnsupported: a cache has no counterpart here, or mlx-lm itself cannot run the model, or not these layers
+            alone; says which and why.
     """
     files = model_files(model)
     for name in sorted(files & REFUSED.keys()):
         raise ModelUnsupported(f"Models of mlx-lm's `{name}` cannot be served: {REFUSED[name]}.")
     stock = _stock_caches(model, config)
-    _dry_run(model, stock, config)
+    _dry_run(model, stock, config, stage)
     layouts = tuple(_layout(cache, f"layer {i}") for i, cache in enumerate(stock))
     recurrent = any(isinstance(leaf, StateLayout) for leaf in leaves(layouts))
-    one_row = _one_row_reason(model, files)
+    one_row = _one_row_reason(model, files) if stage is None else stage.whole.one_row
     return CacheFacts(
         layouts=layouts,
         rolls_back=not recurrent,
@@ -87,7 +94,7 @@ def inspect(model: Module, config: Mapping[str, Any]) -> CacheFacts:
         bytes_per_row=bytes_per_row(layouts),
         one_row=one_row,
         mask_dims=5 if files & GROUPED_MASK else 4,
-        max_len=_max_len(model, config),
+        max_len=_max_len(model, config) if stage is None else stage.whole.max_len,
         description=_describe(stock, layouts, one_row),
     )
 
@@ -135,13 +142,31 @@ def _check_class(cache: Any, where: str, config: Mapping[str, Any]) -> None:
         raise ModelUnsupported(f"{_name(config)} cannot be served: {where} pins its first {cache.keep} tokens.")
 
 
-def _dry_run(model: Module, caches: list[Any], config: Mapping[str, Any]) -> None:
-    """Build, but do not evaluate, a prefill of two tokens and a decode step: `caches` then have their shapes."""
+def _dry_run(model: Module, caches: list[Any], config: Mapping[str, Any], stage: Stage | None) -> None:
+    """Build, but do not evaluate, a prefill of two tokens and a decode step: `caches` then have their shapes.
+
+    Raises:
+        ModelUnsupported: mlx-lm fails, or the logits are fewer than the vocabulary that the config claims.
+    """
     try:
         model(mx.zeros((1, 2), dtype=mx.int32), cache=list(caches))
-        model(mx.zeros((1, 1), dtype=mx.int32), cache=list(caches))
-    except FOREIGN as error:
+        logits = model(mx.zeros((1, 1), dtype=mx.int32), cache=list(caches))
+    except (EngineError, *FOREIGN) as error:
+        if stage is not None:
+            reason = error.message if isinstance(error, EngineError) else repr(error)
+            raise cannot_be_cut(stage.name, f"{stage} cannot run without the others: {reason.rstrip('.')}") from error
         raise ModelUnsupported(f"mlx-lm itself cannot run {_name(config)} on two tokens: {error!r}.") from error
+    _check_vocabulary(config, logits.shape[-1])
+
+
+def _check_vocabulary(config: Mapping[str, Any], n_logits: int) -> None:
+    """Refuse a config.json that claims ids beyond the model's own: they would be read from behind its embeddings."""
+    claimed = (config if "vocab_size" in config else config.get("text_config") or {}).get("vocab_size")
+    if isinstance(claimed, int) and claimed > n_logits:
+        raise ModelUnsupported(
+            f"config.json: vocab_size is {claimed}, but {_name(config)} has {n_logits} logits.",
+            remedy="Download the model again, or correct vocab_size.",
+        )
 
 
 def _layout(cache: Any, where: str) -> Layout:
@@ -171,18 +196,9 @@ def _max_len(model: Module, config: Mapping[str, Any]) -> int | None:
 
 
 def _describe(stock: list[Any], layouts: tuple[Layout, ...], one_row: str) -> str:
-    kinds = Counter(_kind(leaf, cache) for leaf, cache in zip(leaves(layouts), _flat(stock), strict=True))
+    kinds = Counter(_kind(leaf, cache) for leaf, cache in zip(leaves(layouts), single_caches(stock), strict=True))
     text = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
     return f"{text}; rows one by one: {one_row}" if one_row else text
-
-
-def _flat(caches: list[Any]) -> Iterator[Any]:
-    """Single caches, in the order of `leaves`."""
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from _flat(list(cache.caches))
-        else:
-            yield cache
 
 
 def _kind(leaf: KvLayout | StateLayout, cache: Any) -> str:

@@ -6,10 +6,9 @@ Knows arenas, slots and model calls. Does not know sequences, sampling, commits 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, assert_never
+from typing import Any, assert_never
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn.layers.base import Module
 
 from phalanx.dist.reduce import Reducer
@@ -20,27 +19,14 @@ from phalanx.model.cache.layout import CacheFacts
 from phalanx.model.cache.ragged import RowView
 from phalanx.model.cpu.graph_cache import GraphCache
 from phalanx.model.graphs import Graphs
+from phalanx.model.in_flight import InFlight
+from phalanx.model.overlap import Overlap, overlap_of
+from phalanx.model.stage import Stage, call_model, check_inlet
 from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, RowOp, Share, Step, Store, Swap
 
 MAX_ASYNC_ROWS = 4
 """Rows of a forward that is dispatched before its plan exists. With more rows, one of them arrives or ends more often,
 so that the result is discarded; and the time saved is a smaller part of a step."""
-
-
-class _InFlight(NamedTuple):
-    """A forward dispatched before its plan exists: the one that the next plan probably contains."""
-
-    arena: int
-    start: int
-    kv_len: list[int]
-    tokens: mx.array  # [rows], drawn in the step before
-    logits: mx.array  # [rows, 1, V]
-
-    def computes(self, fwd: Forward, kv_len: Sequence[int]) -> bool:
-        """Whether this is the forward that the plan asks for, token for token."""
-        one_token = fwd.sample and not fwd.score and len(fwd.tokens[0]) == 1
-        same_rows = (fwd.arena, fwd.start, [*kv_len]) == (self.arena, self.start, self.kv_len)
-        return one_token and same_rows and [token for (token,) in fwd.tokens] == np.array(self.tokens).tolist()
 
 
 class Runner:
@@ -51,17 +37,31 @@ class Runner:
         facts: what `registry.inspect` found about it.
         dtype: floating dtype of the activations.
         reducer: sums the layers' results over ranks; None for a single rank.
+        overlap: what is done while the device computes; None for what suits this process's kernels and device.
+        stage: the layers that the model consists of; None for all.
     """
 
-    def __init__(self, model: Module, facts: CacheFacts, dtype: mx.Dtype, reducer: Reducer | None = None) -> None:
+    def __init__(
+        self,
+        model: Module,
+        facts: CacheFacts,
+        dtype: mx.Dtype,
+        reducer: Reducer | None = None,
+        overlap: Overlap | None = None,
+        stage: Stage | None = None,
+    ) -> None:
         self.model = model
         self.facts = facts
         self.dtype = dtype
         self.reducer = reducer or Reducer(None)
+        self.stage = stage
+        self._has_outlet = stage is not None and stage.has_outlet
         self.samples = True
         """Whether this rank needs logits; workers do not."""
         ops = install.operations()
-        self._graphs = Graphs() if ops is None else GraphCache(ops, model, facts.mask_dims, self.reducer)
+        on_gpu = mx.default_device() != mx.Device(mx.cpu)
+        self._overlap = overlap or overlap_of(native=ops is not None, on_gpu=on_gpu)
+        self._graphs = Graphs() if ops is None else GraphCache(ops, model, facts.mask_dims, self.reducer, stage)
         self._captured_before = 0
         self._step = 0
         self._arenas: dict[int, ArenaBuffers] = {}
@@ -69,7 +69,8 @@ class Runner:
         self._touched: ArenaBuffers | None = None
         self._logits: mx.array | None = None
         self._last: tuple[Forward, list[int]] | None = None  # sampled one token per row; lengths before it
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
+        self._unjudged: list[mx.array] | None = None  # sums of a dispatched forward, from `Reducer.finish`
 
     @property
     def kv_bytes(self) -> int:
@@ -99,43 +100,53 @@ class Runner:
         for op in ops:
             self._apply(op)
 
-    def forward(self, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+    def forward(self, fwd: Forward, kv_len: Sequence[int], inlet: mx.array | None = None) -> mx.array | None:
         """Feed tokens; `kv_len[i]` is the valid length of row `start + i` before the forward.
 
+        Args:
+            inlet: [rows, L, width] (packed: [tokens, 1, width]), what the stage before returned for this forward; None
+                for the first stage and for a whole model.
+
         Returns:
-            Logits `[rows, L, V]` (packed: `[tokens, 1, V]`), not evaluated, when the plan samples or scores and this
+            From a stage before the last one, what the next stage takes: as `inlet`, evaluated, its sums judged. Else
+            logits `[rows, L, V]` (packed: `[tokens, 1, V]`), not evaluated, when the plan samples or scores and this
             rank does too: evaluate them together with `written_caches()`. Otherwise None, with the caches evaluated.
 
         Raises:
-            EngineError: the buffers are too short, or a recurrent row would be padded or rolled back.
-            CollectiveFault: a sum over ranks was wrong on some rank.
+            EngineError: the buffers are too short, a recurrent row would be padded or rolled back, or `inlet` does not
+                belong to this forward.
+            CollectiveFault: a sum over ranks was wrong on some rank. If waits are joined (`overlap.py`), sums of a
+                forward whose logits are returned are judged by `check_sums`.
         """
         self._flush()
+        check_inlet(self.stage, inlet, (sum(fwd.valid), 1) if fwd.packed else (len(kv_len), len(fwd.tokens[0])))
         arena = self._arena(fwd.arena)
         arena.check_state(fwd.start, kv_len)
         in_flight, self._in_flight, self._last = self._in_flight, None, None
         if self.facts.recurrent and min(fwd.valid) < len(fwd.tokens[0]):
             raise EngineError("Rows with recurrent state cannot be padded.")
         if fwd.packed:
-            logits = self._packed(arena, fwd, kv_len)
+            logits = self._packed(arena, fwd, kv_len, inlet)
         elif self.facts.one_row and len(kv_len) > 1:
-            logits = self._rows_in_turn(arena, fwd, kv_len)
+            logits = self._rows_in_turn(arena, fwd, kv_len, inlet)
         else:
             view = self._view(arena, fwd.start, kv_len, len(fwd.tokens[0]), fwd.sample)
             if in_flight is not None and in_flight.computes(fwd, kv_len):
                 logits = in_flight.logits
-                arena.open(view, [length + 1 for length in kv_len])
-                arena.close()
+                arena.advance(view, [length + 1 for length in kv_len])
             else:
-                logits = self._call(arena, view, fwd.tokens, kv_len, fwd.valid)
-            if fwd.sample and len(fwd.tokens[0]) == 1:
+                if in_flight is not None and in_flight.written:
+                    self._forget(in_flight)
+                logits = self._call(arena, view, fwd.tokens, kv_len, fwd.valid, inlet, join=fwd.sample)
+            if fwd.sample and len(fwd.tokens[0]) == 1 and self.stage is None:
                 self._last = fwd, [*kv_len]
         self._touched = arena
-        if self.samples and (fwd.sample or fwd.score):
+        if self.samples and (fwd.sample or fwd.score) and not self._has_outlet:
             self._logits = logits
             return logits
-        mx.eval(arena.touched())
-        return None
+        handed_on = [logits] if self._has_outlet else []
+        mx.eval(handed_on, arena.touched())
+        return logits if self._has_outlet else None
 
     @property
     def captured_graph(self) -> bool:
@@ -152,9 +163,14 @@ class Runner:
         return bool(step.ops) or not self._is_async(step.forwards)
 
     def _is_async(self, forwards: Sequence[Forward]) -> bool:
-        """Whether these forwards are dispatched without waiting: one sampling forward, on a single rank."""
-        single = self.reducer.size == 1 and not self.facts.one_row
-        return single and len(forwards) == 1 and forwards[0].sample
+        """Whether these forwards are dispatched without waiting: one sampling forward, no sums to be judged first."""
+        lazy = (self.reducer.size == 1 or self._joins_waits) and not self.facts.one_row
+        return lazy and len(forwards) == 1 and forwards[0].sample and not self._has_outlet
+
+    @property
+    def _joins_waits(self) -> bool:
+        """Whether sums over ranks are judged after the wait for the tokens, instead of in a wait of their own."""
+        return self._overlap is Overlap.BUILD and self.samples and not self._has_outlet
 
     # -- async scheduling ------------------------------------------------------------------------------------------
 
@@ -164,15 +180,17 @@ class Runner:
         return self._in_flight is not None
 
     def may_dispatch_next(self, forwards: Sequence[Forward]) -> bool:
-        """Whether `dispatch_next` may follow these forwards: they do not wait, and their rows are few."""
-        return self._is_async(forwards) and len(forwards[0].seqs) <= MAX_ASYNC_ROWS
+        """Whether `dispatch_next` may follow these forwards: alone, they do not wait, and their rows are few."""
+        alone = self.reducer.size == 1 and self.stage is None
+        return alone and self._is_async(forwards) and len(forwards[0].seqs) <= MAX_ASYNC_ROWS
 
     def dispatch_next(self, tokens: mx.array) -> None:
-        """Dispatch the forward that comes next if nothing changes: the rows of the last one, a token later.
+        """Dispatch or build the forward that comes next if nothing changes: the rows of the last one, a token later.
 
         After a token has been drawn the processor works on it for as long as a few layers take; the device computes
         the next forward meanwhile. If the plan asks for another forward, the result is discarded: it lies behind all
-        rows' lengths.
+        rows' lengths. A forward that is not replayed is only built here: call `start_in_flight` when the tokens have
+        arrived.
 
         Args:
             tokens: uint32 [rows], drawn from the last forward's logits, still being computed.
@@ -184,16 +202,42 @@ class Runner:
         if max(kv_len) >= arena.capacity:
             return
         view = self._view(arena, fwd.start, kv_len, 1, True)
-        logits = self._graphs.call_in_flight(arena, view, tokens[:, None])
+        build = self._overlap is Overlap.BUILD
+        call = self._build_in_flight if build else self._graphs.call_in_flight
+        logits = call(arena, view, tokens[:, None])
         if logits is not None:
             arena.reach(view)
-            self._in_flight = _InFlight(fwd.arena, fwd.start, kv_len, tokens, logits)
+            written = arena.touched() if build else []
+            self._in_flight = InFlight(fwd.arena, fwd.start, kv_len, tokens, logits, written)
+
+    def _build_in_flight(self, arena: ArenaBuffers, view: RowView, tokens: mx.array) -> mx.array:
+        """Build the model call for tokens [rows, 1] that the device is still computing."""
+        view.early = False  # it would write to buffers that are being read
+        arena.resume(view)
+        logits: mx.array = self.model(tokens.astype(mx.int32), cache=list(arena.caches))
+        arena.close()
+        return logits
+
+    def start_in_flight(self) -> None:
+        """Dispatch the forward that `dispatch_next` built. Its tokens must have arrived.
+
+        Not earlier: MLX writes into a cache in place only if no unfinished work reads it. Dispatched beside the forward
+        before, as mlx-lm does, it would copy the caches of all layers (measured: 79 MB for a buffer of 78).
+        """
+        if self._in_flight is not None and self._in_flight.written:
+            mx.async_eval(self._in_flight.logits, self._in_flight.written)  # type: ignore[no-untyped-call]
 
     def _discard_in_flight(self) -> None:
         """Drop the forward in flight after it is computed: its buffers may be moved or freed next."""
         if self._in_flight is not None:
-            mx.eval(self._in_flight.logits)
+            self._forget(self._in_flight)
         self._in_flight = self._last = None
+
+    def _forget(self, in_flight: InFlight) -> None:
+        """Wait for a forward that no plan contains. Keys and values beyond the rows' lengths are as good as none."""
+        mx.eval(in_flight.logits, in_flight.written)
+        if in_flight.written:
+            self._arena(in_flight.arena).forget()
 
     # -- model calls -----------------------------------------------------------------------------------------------
 
@@ -204,7 +248,7 @@ class Runner:
     def reset(self) -> None:
         """Free unevaluated results, captured graphs and MLX's cached buffers."""
         self._discard_in_flight()
-        self._logits = self._touched = None
+        self._logits = self._touched = self._unjudged = None
         self._graphs.reset()
         mx.clear_cache()
 
@@ -221,29 +265,51 @@ class Runner:
         tokens: Sequence[Sequence[int]],
         kv_len: Sequence[int],
         valid: Sequence[int],
+        inlet: mx.array | None,
+        *,
+        join: bool = False,
     ) -> mx.array | None:
-        """One model call over rows of one arena; logits [rows, L, V] where they are asked for."""
+        """One model call over rows of one arena; logits [rows, L, V] where they are asked for, or a stage's outlet.
+
+        Args:
+            join: the caller waits for the logits and then calls `check_sums`.
+        """
         arena.open(view, [length + n for length, n in zip(kv_len, valid, strict=True)])
-        if (replayed := self._graphs.call(arena, view, tokens, samples=self.samples)) is not None:
+        wanted = self.samples or self._has_outlet
+        if (replayed := self._graphs.call(arena, view, tokens, samples=wanted, inlet=inlet)) is not None:
             logits, sums = replayed
         else:
             caches: list[Any] = list(arena.caches)  # a copy: models may extend the list
-            logits = self.model(mx.array([list(row) for row in tokens], dtype=mx.int32), cache=caches)
+            ids = mx.array([list(row) for row in tokens], dtype=mx.int32)
+            logits = call_model(self.model, self.stage, ids, caches, inlet)
             sums = self.reducer.finish()
         arena.close()
         if self.reducer.size > 1:
-            self._check_sums(arena, sums, logits)
-        return logits if self.samples else None
+            # All collectives of the call: the same arrays in the same order on every rank. The rank that samples
+            # evaluates the logits later, unless mlx-lm has collectives of its own in them.
+            arrays = [*sums, *arena.touched(), *([logits] if self.reducer.foreign or self._has_outlet else [])]
+            self._unjudged = sums
+            if join and self._joins_waits:
+                mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+            else:
+                mx.eval(arrays)
+                self.check_sums()
+        return logits if wanted else None
 
-    def _check_sums(self, arena: ArenaBuffers, sums: list[mx.array], logits: mx.array | None) -> None:
-        """Evaluate all collectives of a call, the same arrays in the same order on every rank, and check them.
+    def check_sums(self) -> None:
+        """Wait for the sums of the last forward and judge them, if that has not been done.
 
-        The rank that samples evaluates the logits later, unless mlx-lm has collectives of its own in them.
+        Raises:
+            CollectiveFault: a sum over ranks was wrong on some rank.
         """
-        mx.eval(*sums, *arena.touched(), *([logits] if self.reducer.foreign else []))
-        self.reducer.judge(self._step, sums)
+        sums, self._unjudged = self._unjudged, None
+        if sums is not None:
+            mx.eval(sums)
+            self.reducer.judge(self._step, sums)
 
-    def _packed(self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+    def _packed(
+        self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int], inlet: mx.array | None
+    ) -> mx.array | None:
         """A call without padding: each token is a row of its own; logits [tokens, 1, V]."""
         if not install.active():
             raise EngineError(
@@ -252,15 +318,18 @@ class Runner:
             )
         view = RowView(fwd.start, kv_len, 1, mask_dims=self.facts.mask_dims, packed=fwd.valid)
         tokens = [(token,) for row, n in zip(fwd.tokens, fwd.valid, strict=True) for token in row[:n]]
-        return self._call(arena, view, tokens, kv_len, fwd.valid)
+        return self._call(arena, view, tokens, kv_len, fwd.valid, inlet)
 
-    def _rows_in_turn(self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int]) -> mx.array | None:
+    def _rows_in_turn(
+        self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int], inlet: mx.array | None
+    ) -> mx.array | None:
         """For models that take one position for all rows: one call per row, without padding; logits padded with 0."""
         width = len(fwd.tokens[0])
         parts = []
         for i, (row, n) in enumerate(zip(fwd.tokens, fwd.valid, strict=True)):
             view = self._view(arena, fwd.start + i, kv_len[i : i + 1], n, fwd.sample)
-            part = self._call(arena, view, [row[:n]], kv_len[i : i + 1], [n])
+            own = None if inlet is None else inlet[i : i + 1, :n]
+            part = self._call(arena, view, [row[:n]], kv_len[i : i + 1], [n], own)
             mx.eval([] if part is None else part, arena.touched())  # before the next row writes (see `buffers.py`)
             if part is not None:
                 parts.append(mx.pad(part, [(0, 0), (0, width - n), (0, 0)]) if n < width else part)
@@ -271,6 +340,7 @@ class Runner:
         if self._logits is not None and self._touched is not None:
             mx.eval(self._logits, self._touched.touched())
         self._logits = None
+        self.check_sums()
 
     def _apply(self, op: RowOp) -> None:
         match op:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
@@ -20,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from pydantic import ValidationError
+import msgspec
 
 from phalanx.config import DEFAULT_MODEL
 from phalanx.errors import EngineUnavailable, InvalidRequest
@@ -89,16 +90,20 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template.
+
+        As with vLLM, `text` is what the model wrote: calls of tools and reasoning stand in it in the model's own form.
 
         Args:
             messages: the messages of a conversation, or a list of conversations.
             sampling_params: for all conversations, or one per conversation; None is the model's defaults.
             add_generation_prompt: end the prompt with the start of the model's answer.
             continue_final_message: continue the last message, which is the model's, instead.
-            chat_template_kwargs: variables of the chat template.
+            tools: that the chat template shows to the model, as `{"type": "function", "function": {...}}`.
+            chat_template_kwargs: further variables of the chat template.
 
         Returns:
             One output per conversation, in their order.
@@ -112,7 +117,10 @@ class LLM:
         template = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
-            "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
+            "chat_template_kwargs": {
+                **(chat_template_kwargs or {}),
+                **({} if tools is None else {"tools": [dict(tool) for tool in tools]}),
+            },
         }
         bodies = [_chat(one, its, template, i) for i, (one, its) in enumerate(zip(several, params, strict=True))]
         return self._answer(bodies, params)
@@ -248,12 +256,13 @@ def _parse(kind: type[B], fields: Mapping[str, Any], index: int) -> B:
     Raises:
         InvalidRequest: one of them has a wrong type; names prompt and field.
     """
+    given = {name: value for name, value in fields.items() if value is not None}
     try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0])
-        raise InvalidRequest(f"prompt {index}: {name}: {first['msg']}.", param=name) from error
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        wrong, _, place = str(error).partition(" - at `$.")
+        name = re.split(r"[.\[`]", place)[0]
+        raise InvalidRequest(f"prompt {index}: {place.rstrip('`') or 'the fields'}: {wrong}.", param=name) from error
 
 
 def _of(error: InvalidRequest, index: int, n: int) -> InvalidRequest:

@@ -19,11 +19,13 @@ from msgspec.structs import replace
 
 from phalanx.config import EngineConfig
 from phalanx.errors import EngineUnavailable
-from phalanx.model.loading.resolve import resolve
+from phalanx.model.loading.resolve import resolve_models
 from phalanx.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from phalanx.server.answers import Ending, timing_json
 from phalanx.server.defaults import read_defaults
+from phalanx.server.dialects.openai_objects import usage_json
 from phalanx.server.generation import Generation
+from phalanx.server.grammar_checks import GrammarChecks
 from phalanx.server.journal import Journal, RequestSlots
 from phalanx.server.metrics import Metrics
 from phalanx.server.parsed import ChatRequest, CompletionRequest, Served
@@ -62,7 +64,7 @@ class LocalEngine:
     def __init__(self, config: EngineConfig, engine: EngineClient) -> None:
         self._config = config
         self._engine = engine
-        self._path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        self._path = resolve_models(config)
         self._journal = Journal(
             engine, Metrics(config.model), max_num_seqs=config.max_num_seqs, queue=WAITING, clock=time.monotonic
         )
@@ -70,6 +72,7 @@ class LocalEngine:
         self._numbers = itertools.count()
         self._loaded: asyncio.Future[bool] | None = None
         self._prompts: Prompts | None = None
+        self._grammars: GrammarChecks | None = None
         self._served: Served | None = None
 
     async def start(self) -> None:
@@ -86,21 +89,25 @@ class LocalEngine:
         with ThreadPoolExecutor(1, thread_name_prefix="load tokenizer") as pool:
             tokenizer = await loop.run_in_executor(pool, self._load_tokenizer)
         self._prompts = Prompts(tokenizer)
+        self._grammars = GrammarChecks(tokenizer)
         self._served = Served(
             names=(self._config.model,),
             max_n=MAX_N,
+            max_prompts=1,
             defaults=read_defaults(self._path),
             eos_ids=frozenset(tokenizer.eos_ids),
             template_kwargs={},
         )
         if not await self._loaded:
-            raise EngineUnavailable(f"The engine did not start: {self._engine.state.reason}.")
+            raise EngineUnavailable(f"The engine did not start: {self._engine.state.reason.rstrip('.')}.")
 
     async def close(self) -> None:
         """End the engine's processes and drop the tokenizer's threads. Safe to call twice and before `start`."""
         await self._engine.close()
         if self._prompts is not None:
             self._prompts.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     async def answer(
         self,
@@ -120,13 +127,16 @@ class LocalEngine:
             PhalanxError: the request cannot be answered.
         """
         info = self._journal.require_ready()
-        assert self._prompts is not None and self._served is not None, "start comes first"
+        assert self._prompts is not None and self._grammars is not None and self._served is not None, (
+            "start comes first"
+        )
         if prompt_logprobs is not None:
             in_range("prompt_logprobs", prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         parsed = parse_chat(body, self._served) if isinstance(body, ChatBody) else parse_completion(body, self._served)
         options = parsed.options
         with self._journal.reserve(options.n) as slots:
             text, prompt = await _encode(self._prompts, parsed, info.max_model_len)
+            grammar = await self._grammars.output_grammar(options.answer, owner="")
             requests = plan_sequences(
                 options,
                 [prompt],
@@ -135,9 +145,10 @@ class LocalEngine:
                 seed=options.sampling.seed if options.seeded else secrets.randbits(64),
                 eos_ids=self._served.eos_ids,
                 info=info,
+                grammar=grammar,
             )
             requests = [replace(request, prompt_logprobs=prompt_logprobs) for request in requests]
-            generation = Generation(self._prompts.tokenizer, options, requests, [None])
+            generation = Generation(self._prompts.tokenizer, options, requests, [None], id=requests[0].group)
             return await self._generate(generation, slots, requests, text, show)
 
     async def _generate(
@@ -152,7 +163,7 @@ class LocalEngine:
         texts = [""] * len(requests)
         endings: dict[int, Ending] = {}
         with self._recording(requests) as records:
-            generation.begin(slots)
+            await generation.begin(slots)
             async for deltas in generation.deltas(None):
                 for delta in deltas:
                     texts[delta.index] += delta.text
@@ -166,7 +177,7 @@ class LocalEngine:
             prompt_token_ids=requests[0].prompt,
             prompt_logprobs=self._scored(records[0].prompt_logprobs),
             outputs=[self._output(i, texts[i], endings[i], record) for i, record in enumerate(records)],
-            usage=generation.usage().json(),
+            usage=usage_json(generation.usage()),
             timing=timing_json(generation.first_ending, None),
         )
 
@@ -235,7 +246,7 @@ async def _encode(
 ) -> tuple[str | None, list[int]]:
     """The prompt's text, if it is known, and its token ids."""
     if isinstance(parsed, ChatRequest):
-        ids = await prompts.encode_chat(parsed.conversation, limit=max_model_len)
+        ids = (await prompts.encode_chat(parsed.conversation, limit=max_model_len)).tokens
         return prompts.tokenizer.decode(ids, skip_special_tokens=False), ids
     (prompt,) = parsed.prompts
     return prompt if isinstance(prompt, str) else None, await prompts.encode(prompt, limit=max_model_len)

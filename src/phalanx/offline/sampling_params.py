@@ -15,6 +15,25 @@ from phalanx.config import Count, Flag, Size
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
+class StructuredOutputsParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer looks like: one of json, regex, choice, grammar and json_object."""
+
+    json: dict[str, Any] | str | None = None
+    """A JSON schema, or its text."""
+    regex: str | None = None
+    """An expression that matches the whole answer; it has no look-around."""
+    choice: list[str] | None = None
+    """The answer is one of these texts."""
+    grammar: str | None = None
+    """A grammar in Lark, or in llama.cpp's GBNF."""
+    json_object: bool | None = None
+    """The answer is a JSON object."""
+    whitespace_pattern: str | None = None
+    """Of JSON: an expression for what may stand between two of its tokens."""
+    disable_any_whitespace: bool | None = None
+    """Of JSON: nothing stands between two of its tokens."""
+
+
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """None stands for the default of `phalanx serve`: the model's generation_config.json, else OpenAI's.
 
@@ -59,6 +78,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Log-probability of every output token and of so many of the most likely ones."""
     prompt_logprobs: int | None = None
     """As `logprobs`, for the prompt's tokens."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the answer looks like; None: any text."""
 
     def fields(self) -> dict[str, Any]:
         """What is set, as fields of an API request that chat and completions share; without log-probabilities."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.config import EngineConfig
+from phalanx.config import MOST_RANKS, EngineConfig
 from phalanx.dist.fault_injection import parse
 from phalanx.errors import ConfigError
 from phalanx.spec.parse_config import parse as parse_speculation
@@ -24,19 +24,40 @@ def check_engine(config: EngineConfig) -> EngineConfig:
     Raises:
         ConfigError: names the flags.
     """
-    if config.max_num_batched_tokens < config.max_num_seqs:
+    if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than "
             f"--max-num-seqs {config.max_num_seqs}: every running row needs a token per step.",
             remedy=f"Use --max-num-batched-tokens {config.max_num_seqs} or more.",
         )
-    if config.inject is not None and (rank := parse(config.inject).rank) >= config.tensor_parallel_size:
+    _check_stages(config)
+    if config.inject is not None and (rank := parse(config.inject).rank) >= config.n_ranks:
         raise ConfigError(f"--inject {config.inject!r}: there is no rank {rank}.")
-    if config.tensor_parallel_size == 1:
+    if max(config.widths) == 1:
         unused = {"--backend": config.backend != "auto", "--collective": config.collective != "auto"}
         for flag in (flag for flag, given in unused.items() if given):
             raise ConfigError(f"{flag} says how several ranks talk, but there is one.", remedy="Add --tp N.")
     return config
+
+
+def _check_stages(config: EngineConfig) -> None:
+    """The flags that say how many ranks and stages there are go together."""
+    stages, widths = config.pipeline_parallel_size, config.widths
+    if len(widths) != stages:
+        raise ConfigError(
+            f"--tp {','.join(map(str, widths))} is for {len(widths)} stages, but --pp is {stages}.",
+            remedy="Give --tp one number, or one for each stage.",
+        )
+    if config.n_ranks > MOST_RANKS:
+        raise ConfigError(f"--tp and --pp ask for {config.n_ranks} ranks; {MOST_RANKS} are the most.")
+    if stages == 1 and (config.pp_split is not None or config.pp_activation_dtype != "model"):
+        flag = "--pp-split" if config.pp_split is not None else "--pp-activation-dtype"
+        raise ConfigError(f"{flag} is for stages, and there is one.", remedy="Add --pp N.")
+    if config.pp_split is not None and len(config.pp_split) != stages:
+        raise ConfigError(
+            f"--pp-split {','.join(map(str, config.pp_split))} has {len(config.pp_split)} numbers, --pp is {stages}.",
+            remedy="Give the number of layers of each stage.",
+        )
 
 
 def engine_config(model: str | Path, settings: Mapping[str, Any]) -> EngineConfig:

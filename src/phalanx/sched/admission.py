@@ -2,8 +2,8 @@
 
 A buffer costs rows x capacity, so the budget counts what is really allocated, not the sum of row lengths (design:
 Ragged rows). Short rows share arena 0, whose capacity never exceeds `long_threshold`; longer ones share arena 1. The
-threshold is chosen so that a full arena 0 takes at most half of the budget. Does not know which row comes first
-(`scheduler.py`).
+threshold is chosen so that a full arena 0 takes at most half of the budget. With row groups, each has these two arenas.
+Does not know which row comes first (`scheduler.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from phalanx.sched.arena import Arena, Layout
+from phalanx.sched.sequence import Sequence
 
 GRANULE = 256  # tokens; capacities are multiples of it
 SMALLEST_THRESHOLD = 1024  # tokens
@@ -24,18 +25,19 @@ class KvLimits(Struct, frozen=True, kw_only=True):
     kv_budget: int  # bytes
     bytes_per_token: int
     bytes_per_row: int = 0  # recurrent state
+    row_groups: int = 1  # sets of rows that decode in plans of their own: as many plans with them can be in flight
 
     @property
     def long_threshold(self) -> int:
-        """Largest capacity of arena 0, in tokens."""
+        """Largest capacity of an arena of short rows, in tokens."""
         half = max(0, self.kv_budget // 2 - self.max_num_seqs * self.bytes_per_row)
         share = half // max(1, self.max_num_seqs * self.bytes_per_token)
         return max(SMALLEST_THRESHOLD, share // GRANULE * GRANULE)
 
     @property
     def n_arenas(self) -> int:
-        """Two where rows can be longer than the threshold, else one."""
-        return 2 if self.max_model_len > self.long_threshold else 1
+        """Two for each row group where rows can be longer than the threshold, else one."""
+        return self.row_groups * (2 if self.max_model_len > self.long_threshold else 1)
 
 
 def round_up(tokens: int) -> int:
@@ -62,10 +64,41 @@ class Admission:
         """Bytes allocated for rows."""
         return sum(self._cost(a.allocated, a.capacity) for a in self.layout.arenas)
 
-    def arena_for(self, tokens: int) -> Arena:
-        """The arena a row of this many tokens belongs to."""
-        long = self.limits.n_arenas > 1 and tokens > self.limits.long_threshold
-        return self.layout.arenas[1 if long else 0]
+    def admit(self, seq: Sequence) -> bool:
+        """Give a waiting sequence a row, with room for one token more, in the row group with the fewest rows.
+
+        Changes state. Returns False, and changes nothing, when all rows are taken or memory is short.
+        """
+        if self.layout.n_rows >= self.limits.max_num_seqs:
+            return False
+        groups = range(self.limits.row_groups)
+        group = min(groups, key=lambda group: sum(len(arena.rows) for arena in self.layout.group(group)))
+        need = len(seq.tokens) + 1
+        arena = self._arena_for(need, group)
+        if not self.reserve(arena, len(arena.rows) + 1, need):
+            return False
+        self.layout.admit(seq, arena)
+        return True
+
+    def make_room(self, seq: Sequence) -> bool:
+        """Give a row room for its known tokens, where need be in the arena of longer rows.
+
+        Changes state. Returns False, and changes nothing, when memory is short.
+        """
+        need = len(seq.tokens)
+        arena = self.layout.arenas[seq.arena]
+        target = self._arena_for(need, arena.group)
+        if target is arena or arena.long:
+            return self.reserve(arena, len(arena.rows), need)
+        if not self.reserve(target, len(target.rows) + 1, need):
+            return False
+        self.layout.transfer(seq, target)
+        return True
+
+    def _arena_for(self, tokens: int, group: int) -> Arena:
+        """The arena a row of this many tokens belongs to, in a row group."""
+        short, *long = self.layout.group(group)
+        return long[0] if long and tokens > self.limits.long_threshold else short
 
     def reserve(self, arena: Arena, rows: int, tokens: int) -> bool:
         """Make sure the arena has `rows` rows of `tokens` tokens, resizing if the budget allows. Changes state.
@@ -100,10 +133,11 @@ class Admission:
                 return
 
     def _shrink_others(self, arena: Arena) -> bool:
-        """Cut the other arenas to what their rows need; False when they are as small as possible already."""
+        """Cut the other arenas to what their rows need, or have if they need more; False when they are as small as
+        possible already."""
         changed = False
         for other in self.layout.arenas:
-            size = (len(other.rows), self._longest(other) if other.rows else 0)
+            size = (len(other.rows), min(other.capacity, self._longest(other)))
             if other is not arena and size != (other.allocated, other.capacity):
                 self.layout.resize(other, *size)
                 changed = True
@@ -111,12 +145,12 @@ class Admission:
 
     def _ceiling(self, arena: Arena) -> int:
         limit = self.limits.max_model_len
-        if self.limits.n_arenas > 1 and arena.index == 0:
-            limit = self.limits.long_threshold
+        if not arena.long:
+            limit = min(limit, self.limits.long_threshold)
         return round_up(limit)
 
     def _longest(self, arena: Arena) -> int:
-        return max((round_up(len(row.tokens)) for row in arena.rows), default=0)
+        return max((round_up(row.extent) for row in arena.rows), default=0)
 
     def _fits(self, arena: Arena, rows: int, capacity: int) -> bool:
         others = self.used - self._cost(arena.allocated, arena.capacity)

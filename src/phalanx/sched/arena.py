@@ -1,11 +1,14 @@
 """Where rows live: the leader's picture of the KV buffers, and the operations that change it.
 
 An arena keeps its rows dense: slots `[0, D)` decode, `[D, len(rows))` prefill. Every change is recorded in `ops` as an
-operation of the plan, which all ranks execute. Does not know arrays, nor how much memory a row may have
+operation of the plan, which all ranks execute. With pipeline stages, arenas are shared out among row groups, each of
+which decodes in plans of its own (design: Plans in flight). Does not know arrays, nor how much memory a row may have
 (`admission.py`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from phalanx.sched.plan import Admit, Free, Move, Resize, RowOp, Swap
 from phalanx.sched.sequence import Sequence
@@ -14,8 +17,10 @@ from phalanx.sched.sequence import Sequence
 class Arena:
     """One set of KV buffers `[rows, heads, capacity, head_dim]`."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, group: int, *, long: bool) -> None:
         self.index = index
+        self.group = group
+        self.long = long  # for rows above the threshold
         self.allocated = 0  # rows
         self.capacity = 0  # tokens per row
         self.rows: list[Sequence] = []
@@ -23,11 +28,43 @@ class Arena:
 
 
 class Layout:
-    """All arenas of a group of ranks, with the operations of the step being planned in `ops`."""
+    """All arenas of a group of ranks, with the operations of the step being planned in `ops`.
 
-    def __init__(self, n_arenas: int) -> None:
-        self.arenas = [Arena(i) for i in range(n_arenas)]
+    Arenas `[0, row_groups)` hold the short rows of each row group; where there are more, the others hold the long ones.
+    """
+
+    def __init__(self, n_arenas: int, row_groups: int) -> None:
+        self.row_groups = row_groups
+        self.arenas = [Arena(i, i % row_groups, long=i >= row_groups) for i in range(n_arenas)]
         self.ops: list[RowOp] = []
+
+    def group(self, group: int) -> list[Arena]:
+        """The arenas of a row group."""
+        return self.arenas[group :: self.row_groups]
+
+    def decoding(self, group: int | None) -> list[Sequence]:
+        """The decoding rows of a row group, if any is meant."""
+        if group is None:
+            return []
+        return [row for arena in self.group(group) for row in arena.rows[: arena.n_decoding]]
+
+    def next_group(self, last: int, short: Collection[int] = ()) -> int | None:
+        """The row group whose turn it is to decode; None if all that have decoding rows are in flight.
+
+        Args:
+            last: the row group that decoded last.
+            short: row groups that lack memory.
+        """
+        for group in ((last + i) % self.row_groups for i in range(1, self.row_groups + 1)):
+            rows = self.decoding(group)
+            if rows and group not in short and not any(row.in_flight for row in rows):
+                return group
+        return None
+
+    @property
+    def n_rows(self) -> int:
+        """Placed sequences."""
+        return sum(len(arena.rows) for arena in self.arenas)
 
     def rows(self) -> list[Sequence]:
         """All placed sequences, arena by arena, in slot order."""

@@ -34,11 +34,11 @@ def commit_tokens(seq: Sequence, kv_len: int, fed: int, verified: Seq[int]) -> C
     Args:
         kv_len: valid KV length before the sampling forward.
         fed: tokens that forward computed for the row: the last known token y and the drafts d1..dk, so k + 1.
-        verified: the accepted drafts and the token sampled after them; 1..k+1 tokens.
+        verified: the accepted drafts and the token sampled after them; 1..k+1 tokens, or fewer if no token was left.
 
     The m committed tokens mean that y and the first m - 1 drafts were right, so m positions became valid.
     """
-    kept = clip(seq.request.stop, seq.n_output, verified)
+    kept = clip(seq.request.stop, seq.n_output, verified, constrained=bool(seq.request.grammar))
     return Commit(
         seq=seq.number,
         tokens=tuple(verified[: kept.keep]),

@@ -1,7 +1,8 @@
 """The plan: plain data, the only contract between the leader and the ranks that execute it.
 
-A `Step` says everything a rank does in one step: what the last step committed, which rows move where in the KV
-buffers, and which rectangular forwards run. Ranks decide nothing (design: Lock step). Does not know models or arrays.
+A `Step` says everything a rank does in one step: what has been committed since the last one, which rows move where in
+the KV buffers, and which rectangular forwards run. Ranks decide nothing (design: Lock step). Does not know models or
+arrays.
 
 Rows live in *arenas*. An arena is one set of KV buffers `[rows, heads, capacity, head_dim]` per layer; all its rows
 share one capacity. Arena 0 holds short rows, arena 1 long ones, so that one long prompt does not inflate every row.
@@ -18,7 +19,7 @@ from phalanx.types import FinishReason
 class Commit(Struct, frozen=True, array_like=True):
     """What one row gained in one step, decided once (`sched/commit.py`) and obeyed by every rank.
 
-    The step's forwards brought the row's KV region to `computed` positions; `kv_len` of them are valid, the rest were
+    Its forwards brought the row's KV region to `computed` positions; `kv_len` of them are valid, the rest were
     rejected drafts. A rank whose row is not at `computed` has skipped or repeated a forward (A1).
     """
 
@@ -129,7 +130,8 @@ class Forward(Struct, frozen=True):
 
 
 class Step(Struct, frozen=True, tag="step"):
-    """One step. `digest` is the leader's row state after `commits` and `ops`, before the forwards."""
+    """One step. `digest` is the leader's row state after `commits` and `ops`, before the forwards; positions count that
+    earlier steps compute whose outcomes are not known yet."""
 
     id: int
     commits: tuple[Commit, ...]

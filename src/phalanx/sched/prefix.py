@@ -4,14 +4,17 @@ Every rank keeps the arrays under an entry number (`model/runner.py`); this inde
 An entry is the token list whose KV is kept. Entries are found by chained hashes of 16-token blocks, compared token
 by token before use, and evicted least recently used first within a byte budget. Keys include a salt, so only requests
 of one API key share entries; model, dtype and precision need no key because an index never outlives the engine process.
-Does not know where rows live.
+Also finds prefixes of rows that are being computed (`live_prefix`). Does not know where rows live.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from phalanx.sched.sequence import Sequence
 
 BLOCK = 16  # tokens
 
@@ -43,6 +46,27 @@ def common_prefix(a: array[int] | list[int], b: array[int] | list[int], limit: i
         else:
             high = middle - 1
     return low
+
+
+def live_prefix(
+    rows: Iterable[Sequence], seq: Sequence, limit: int, *, exact_only: bool
+) -> tuple[Sequence | None, int]:
+    """The live row of the same owner and salt that shares the longest computed prefix, at least one block; its length.
+
+    Args:
+        limit: longest prefix of use.
+        exact_only: only a row whose whole state is that of the prefix, as recurrent state cannot be cut.
+    """
+    best, best_length = None, BLOCK - 1
+    for row in rows:
+        if row is seq or row.request.sharing != seq.request.sharing:
+            continue
+        if exact_only and (row.kv_len > limit or row.in_flight):
+            continue
+        length = common_prefix(row.tokens, seq.tokens, min(row.kv_len, limit))
+        if length > best_length and (not exact_only or length == row.kv_len):
+            best, best_length = row, length
+    return best, best_length
 
 
 class PrefixIndex:

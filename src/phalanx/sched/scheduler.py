@@ -1,29 +1,30 @@
 """The scheduler decides what runs next; no other file does.
 
 `schedule(now, drafts)` turns the state of all sequences into one `Step`, every rank executes the step, and
-`apply(commits)` takes its outcome back in. Pure: no MLX, no I/O, no clock (`now` is an argument); the same calls give
-the same plans. What clients ask for (`submit`, `cancel`, `finish`) changes state and takes effect in the next plan.
+`apply(commits)` takes its outcome back in. With pipeline stages, further steps may be scheduled before that; outcomes
+return in the order of their steps (design: Plans in flight). Pure: no MLX, no I/O, no clock (`now` is an argument); the
+same calls give the same plans. What clients ask for (`submit`, `cancel`, `finish`) changes state and takes effect in
+the next plan; a row that is in flight ends when its plan returns.
 """
 
 from __future__ import annotations
 
-import zlib
-from array import array
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-import msgspec
 from msgspec import Struct
 
 from phalanx.sched.admission import Admission, KvLimits
 from phalanx.sched.arena import Layout
+from phalanx.sched.commit import commit_chunk
 from phalanx.sched.drafts import Drafts, fit_drafts, useful_drafts
 from phalanx.sched.forwards import decode_forwards, prefill_forwards
 from phalanx.sched.plan import Commit, Evict, Forward, Restore, Share, Step, Store
-from phalanx.sched.prefill_budget import SMALLEST_CHUNK, PrefillBudget
-from phalanx.sched.prefix import BLOCK, PrefixIndex, common_prefix
-from phalanx.sched.sequence import Sequence, extend_crc
+from phalanx.sched.prefill_budget import PrefillBounds, PrefillBudget, share_out
+from phalanx.sched.prefix import BLOCK, PrefixIndex, live_prefix
+from phalanx.sched.sequence import Ending, Sequence, extend_crc, limit_length, state_digest
+from phalanx.sched.waiting import WaitingQueue, victim
 from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs, Tokens
 
 
@@ -31,11 +32,10 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     """Constants of one engine."""
 
     limits: KvLimits
-    max_num_batched_tokens: int
+    prefill: PrefillBounds
     target_step_s: float
     prefix_budget: int  # bytes
     recurrent: bool = False  # rows hold recurrent state: no padding, a fresh row alone, prefixes whole
-    first_chunk: int = SMALLEST_CHUNK  # prompt tokens of the first step; see `PrefillBudget`
     largest_logits: int = 256  # tokens with logits in one step: of a chunk that is scored, of all rows with drafts
     pack_above: int | None = None
     """Sampling forwards of more tokens (rows x widest row) are fed without padding: smaller ones are replayed from
@@ -53,25 +53,12 @@ class Counters(Struct):
     decode_steps: int = 0
 
 
-def state_digest(rows: Iterable[tuple[int, int, int, int, int]]) -> int:
-    """CRC-32 over (arena, slot, seq, kv_len, crc of committed tokens) of every row, in slot order."""
-    return zlib.crc32(array("q", [value for row in rows for value in row]).tobytes())
-
-
-def limit_length(request: SequenceRequest, room: int) -> SequenceRequest:
-    """The request with `max_tokens` limited to what the context leaves."""
-    if request.stop.max_tokens <= room:
-        return request
-    stop = msgspec.structs.replace(request.stop, max_tokens=max(1, room))
-    return msgspec.structs.replace(request, stop=stop)
-
-
 class Scheduler:
     """The leader's policy and state. Used from one thread."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.layout = Layout(config.limits.n_arenas)
+        self.layout = Layout(config.limits.n_arenas, config.limits.row_groups)
         self.admission = Admission(config.limits, self.layout)
         self.prefix = PrefixIndex(
             config.prefix_budget,
@@ -79,14 +66,15 @@ class Scheduler:
             config.limits.bytes_per_row,
             exact_only=config.recurrent,
         )
-        self.prefill_budget = PrefillBudget(config.first_chunk, config.max_num_batched_tokens, config.target_step_s)
+        self.prefill_budget = PrefillBudget(config.prefill, config.target_step_s)
         self.counters = Counters()
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.by_id: dict[str, Sequence] = {}
         self.by_number: dict[int, Sequence] = {}
         self.step_id = 0
         self._numbers = 0
-        self._commits: list[Commit] = []  # of the last step, carried by the next
+        self._decoded = -1  # the row group that decoded last
+        self._commits: list[Commit] = []  # carried by the next step
         self._events: list[Tokens | Finished] = []
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -104,25 +92,21 @@ class Scheduler:
         if seq.prompt_len == 0 or room < 1:
             limit = self.config.limits.max_model_len
             detail = f"A prompt of {seq.prompt_len} tokens does not fit in the context of {limit} with an answer."
-            self._end(seq, "error", now, detail=detail)
+            self._end(seq, Ending("error", detail), now)
         elif seq.n_output >= seq.request.stop.max_tokens:
-            self._end(seq, "length", now)
+            self._end(seq, Ending("length"), now)
 
     def cancel(self, seq_id: str, now: float) -> None:
         """End a sequence, waiting or running; its computed prefix may be kept."""
-        seq = self.by_id.get(seq_id)
-        if seq is not None:
-            self._end(seq, "cancelled", now)
+        self._end_or_mark(self.by_id.get(seq_id), Ending("cancelled"), now)
 
     def finish(self, seq_id: str, n_tokens: int, now: float) -> None:
         """The server found a stop string: the sequence ends with its first `n_tokens` output tokens."""
-        seq = self.by_id.get(seq_id)
-        if seq is None:
-            return
-        del seq.tokens[seq.prompt_len + n_tokens :]
-        rolled_back = seq.kv_len > len(seq.tokens)
-        seq.kv_len = min(seq.kv_len, len(seq.tokens))
-        self._end(seq, "stop", now, keep=not (rolled_back and self.config.recurrent))
+        self._end_or_mark(self.by_id.get(seq_id), Ending("stop", n_tokens=n_tokens), now)
+
+    def give_up(self, number: int, reason: FinishReason, detail: str, now: float) -> None:
+        """End a sequence that cannot go on, unless it has ended; its computed prefix may be kept."""
+        self._end_or_mark(self.by_number.get(number), Ending(reason, detail, keep=not self.config.recurrent), now)
 
     def reset_prefix_cache(self) -> None:
         """Drop every kept prefix."""
@@ -131,12 +115,16 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute and nothing to tell the ranks."""
-        return not self.by_id and not self.layout.ops and not self._commits
+        return self.rests(frozenset())
+
+    def rests(self, held: Collection[int]) -> bool:
+        """Whether there is nothing to do before one of these waiting sequences may get a row."""
+        return not (self.by_number.keys() - held or self.layout.ops or self._commits)
 
     @property
     def n_running(self) -> int:
         """Sequences that hold a slot."""
-        return sum(len(arena.rows) for arena in self.layout.arenas)
+        return self.layout.n_rows
 
     def take_events(self) -> list[Tokens | Finished]:
         """Events since the last call, in order."""
@@ -146,28 +134,38 @@ class Scheduler:
     # -- one step ----------------------------------------------------------------------------------------------
 
     def draftable(self) -> dict[Sequence, int]:
-        """Decoding rows, and how many drafts are of use to each. Rows that finish their prompt in the next step are not
-        among them yet."""
+        """The rows that decode in the next step, and how many drafts are of use to each. Rows that finish their prompt
+        in that step are not among them yet."""
         if self.config.recurrent:
             return {}
-        rows = (row for arena in self.layout.arenas for row in arena.rows[: arena.n_decoding])
-        return {row: useful_drafts(row) for row in rows}
+        group = self.layout.next_group(self._decoded)
+        return {row: useful_drafts(row) for row in self.layout.decoding(group)}
 
-    def schedule(self, now: float, drafts: Drafts = MappingProxyType({})) -> Step | None:
-        """The next step, or None when there is nothing to do. Changes state.
+    def schedule(
+        self, now: float, drafts: Drafts = MappingProxyType({}), held: Collection[int] = frozenset()
+    ) -> Step | None:
+        """The next step, or None when there is nothing to do, or not before a step in flight returns. Changes state.
 
         Args:
             drafts: tokens that may follow in decoding rows (`draftable`); cut to what fits, or left out.
+            held: numbers of waiting sequences that get no row yet, because their grammars are being compiled.
         """
         assert not (drafts and self.config.recurrent), "recurrent state cannot roll back (A3)"
         self._expire(now)
-        self._grow()
-        self._admit(now)
+        short = self._grow()
+        if not short:
+            self._admit(now, held)
         self.layout.free_empty()
-        most = min(self.config.max_num_batched_tokens, self.config.largest_logits)
+        group = self.layout.next_group(self._decoded, short)
+        rows = self.layout.decoding(group)
+        most = min(self.config.prefill.most, self.config.largest_logits)
+        drafts = {row.number: drafts[row.number] for row in rows if row.number in drafts}
         fitted = fit_drafts(self.layout, self.admission, drafts, most)
-        chunks = self._plan_chunks(fitted)
-        forwards = [*self._prefill_forwards(chunks), *self._decode_forwards(fitted)]
+        chunks = self._plan_chunks(len(rows) + sum(map(len, fitted.values())))
+        forwards = self._prefill_forwards(chunks)
+        if group is None:
+            group = self.layout.next_group(self._decoded, short)  # of rows that have just finished their prompts
+        forwards += self._decode_forwards(group, fitted)
         if not forwards and not self.layout.ops and not self._commits:
             return None
         self.step_id += 1
@@ -180,6 +178,7 @@ class Scheduler:
         )
         self._commits.clear()
         self.layout.ops.clear()
+        self._depart(forwards)
         return step
 
     def apply(
@@ -188,20 +187,27 @@ class Scheduler:
         """Take the outcome of a step: the commits go to clients as events now, and to the ranks with the next plan.
 
         Args:
+            commits: of the rows that the step's sampling forwards fed.
             logprobs: by sequence number, one entry per verified token, where the request asked for them.
         """
         for commit in commits:
             seq = self.by_number[commit.seq]
-            computed = commit.kv_len - seq.kv_len
-            seq.kv_len = commit.kv_len
+            assert seq.in_flight == commit.computed - seq.kv_len, "the outcome of a forward that did not run"
+            seq.kv_len, seq.in_flight = commit.kv_len, 0
             self._commits.append(commit)
-            self.counters.prefill_tokens += computed - len(commit.tokens)
             if commit.tokens:
                 self._commit_output(seq, commit, now, logprobs.get(seq.number))
+            if seq.ending is not None:
+                exact = commit.kv_len == commit.computed or not self.config.recurrent
+                self._end(seq, seq.ending._replace(keep=seq.ending.keep and exact), now)
+            elif commit.finish is not None:
+                self._end(seq, Ending(commit.finish, stop_id=commit.stop_id), now)
 
     def digest(self) -> int:
-        """The leader's row state, to be compared with every rank's mirror."""
-        return state_digest((r.arena, r.slot, r.number, r.kv_len, r.crc) for r in self.layout.rows())
+        """The leader's row state, to be compared with every rank's mirror. Positions in flight count: ranks have
+        computed them."""
+        rows = self.layout.rows()
+        return state_digest((r.arena, r.slot, r.number, r.kv_len + r.in_flight, r.crc) for r in rows)
 
     # -- parts of apply ----------------------------------------------------------------------------------------
 
@@ -217,45 +223,36 @@ class Scheduler:
             seq.first_token = now
         self.counters.generated_tokens += len(commit.tokens)
         self._events.append(Tokens(id=seq.id, start=start, tokens=list(commit.tokens), logprobs=kept))
-        if commit.finish is not None:
-            self._end(seq, commit.finish, now, stop_id=commit.stop_id)
 
-    def _end(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        now: float,
-        *,
-        detail: str = "",
-        stop_id: int | None = None,
-        keep: bool = True,
-    ) -> None:
+    def _end_or_mark(self, seq: Sequence | None, ending: Ending, now: float) -> None:
+        """End the sequence now, or when the plan returns in which it is in flight. Its first ending counts."""
+        if seq is None:
+            return
+        if seq.in_flight:
+            seq.ending = seq.ending or ending
+        else:
+            self._end(seq, ending, now)
+
+    def _end(self, seq: Sequence, ending: Ending, now: float) -> None:
         """End the sequence: keep its prefix, free its row, tell the client."""
         del self.by_id[seq.id]
         del self.by_number[seq.number]
+        keep = ending.keep
+        if ending.n_tokens is not None:
+            del seq.tokens[seq.prompt_len + ending.n_tokens :]
+            keep = keep and not (seq.kv_len > len(seq.tokens) and self.config.recurrent)  # that cannot roll back
+            seq.kv_len = min(seq.kv_len, len(seq.tokens))
         if seq.slot >= 0:
             if keep:
                 self._keep_prefix(seq)
             self.layout.release(seq)
         else:
             self.waiting.remove(seq)
-        self._events.append(
-            Finished(
-                id=seq.id,
-                reason=reason,
-                n_tokens=seq.n_output,
-                cached_tokens=seq.cached_tokens,
-                drafted_tokens=seq.drafted,
-                accepted_tokens=seq.accepted,
-                timing=seq.timing(now),
-                detail=detail,
-                stop_id=stop_id,
-            )
-        )
+        self._events.append(seq.finished(ending, now))
 
     def _keep_prefix(self, seq: Sequence) -> None:
         kept = seq.kv_len
-        entry, evicted = self.prefix.add(seq.request.cache_salt, seq.tokens[:kept])
+        entry, evicted = self.prefix.add(seq.request.sharing, seq.tokens[:kept])
         self.layout.ops.extend(Evict(number) for number in evicted)
         if entry is not None:
             self.layout.ops.append(Store(seq.arena, seq.slot, entry, kept))
@@ -265,55 +262,70 @@ class Scheduler:
     def _expire(self, now: float) -> None:
         late = [s for s in self.by_id.values() if s.deadline is not None and now >= s.deadline]
         for seq in late:
-            self._end(seq, "timeout", now, detail=f"The request's timeout of {seq.request.timeout_s:g} s passed.")
+            detail = f"The request's timeout of {seq.request.timeout_s:g} s passed."
+            self._end_or_mark(seq, Ending("timeout", detail), now)
 
-    def _grow(self) -> None:
-        """Every row gets room for its known tokens; the newest rows are preempted when memory is short."""
+    def _grow(self) -> set[int]:
+        """Every row gets room for its known tokens; rows are preempted when memory is short.
+
+        Returns:
+            The row groups that cannot decode yet: a row lacks room, and the one that must give way is in flight.
+        """
+        short: set[int] = set()
         for seq in sorted(self.layout.rows(), key=lambda s: s.number):
-            while seq.slot >= 0 and not self._make_room(seq):
-                victim = max(self.layout.rows(), key=lambda s: s.number)
-                if victim is seq and self.n_running == 1:
+            while seq.slot >= 0 and not self.admission.make_room(seq):
+                if self.n_running == 1:
                     raise AssertionError(f"one row of {len(seq.tokens)} tokens exceeds the KV budget")
-                self._preempt(victim)
-
-    def _make_room(self, seq: Sequence) -> bool:
-        """Room for the row's known tokens, where need be in the arena of longer rows; False when memory is short."""
-        need = len(seq.tokens)
-        arena = self.layout.arenas[seq.arena]
-        target = self.admission.arena_for(need)
-        if target is arena or target.index < arena.index:
-            return self.admission.reserve(arena, len(arena.rows), need)
-        if not self.admission.reserve(target, len(target.rows) + 1, need):
-            return False
-        self.layout.transfer(seq, target)
-        return True
+                row = victim(self.layout.rows(), self._rows_by_owner())
+                if row.in_flight:
+                    short.add(self.layout.arenas[seq.arena].group)
+                    break
+                self._preempt(row)
+        return short
 
     def _preempt(self, seq: Sequence) -> None:
         """Free a row; its known tokens do not change and will be computed again."""
         self.counters.preemptions += 1
         self.layout.release(seq)
-        self.waiting.appendleft(seq)
+        self.waiting.put_first(seq)
 
-    def _admit(self, now: float) -> None:
-        """First come, first served. Choices of one request wait until the first of them has prefilled the prompt."""
-        held: list[Sequence] = []
-        while self.waiting and self.n_running < self.config.limits.max_num_seqs:
-            seq = self.waiting[0]
-            if self._sibling_prefills(seq):
-                held.append(self.waiting.popleft())
+    def _rows_by_owner(self) -> Counter[str]:
+        return Counter(row.request.owner for row in self.layout.rows())
+
+    def _admit(self, now: float, held: Collection[int]) -> None:
+        """Give rows to waiting sequences, by turns between owners. Choices of one request wait until the first of them
+        has prefilled the prompt."""
+        if not self.waiting:
+            return
+        rows = self._rows_by_owner()
+        for seq in self.waiting.by_turns(rows):
+            if self.n_running >= self.config.limits.max_num_seqs and rows[seq.request.owner]:
+                return  # as every owner that waits
+            if seq.number in held or self._sibling_prefills(seq):
                 continue
-            need = len(seq.tokens) + 1
-            arena = self.admission.arena_for(need)
-            if not self.admission.reserve(arena, len(arena.rows) + 1, need):
-                break
-            self.waiting.popleft()
-            self.layout.admit(seq, arena)
+            while not self.admission.admit(seq):
+                if not self._make_way(seq, rows):
+                    return
+            self.waiting.remove(seq)
+            rows[seq.request.owner] += 1
             if seq.first_scheduled is None:
                 seq.first_scheduled = now
             self._reuse_prefix(seq)
             if seq.to_prefill == 0:
                 self.layout.promote(seq)
-        self.waiting.extendleft(reversed(held))
+
+    def _make_way(self, seq: Sequence, rows: Counter[str]) -> bool:
+        """For an owner without any row: preempt a row of the owner that holds most of them; False if that has one, or
+        the row is in flight."""
+        if rows[seq.request.owner] or not any(count > 1 for count in rows.values()):
+            return False
+        row = victim(self.layout.rows(), rows)
+        if row.in_flight:
+            return False
+        rows[row.request.owner] -= 1
+        self._keep_prefix(row)  # memory of its own, so that little is computed again
+        self._preempt(row)
+        return True
 
     def _sibling_prefills(self, seq: Sequence) -> bool:
         """Whether another choice of the same request is prefilling the prompt, which this one can then share."""
@@ -331,8 +343,8 @@ class Scheduler:
         limit = len(seq.tokens) - 1
         if seq.first_token is None:
             self.counters.prefix_queries += seq.prompt_len
-        hit = self.prefix.find(seq.request.cache_salt, seq.tokens, limit)
-        live, shared = self._live_prefix(seq, limit)
+        hit = self.prefix.find(seq.request.sharing, seq.tokens, limit)
+        live, shared = live_prefix(self.layout.rows(), seq, limit, exact_only=self.config.recurrent)
         length = 0
         if live is not None and (hit is None or shared > hit.length):
             self.layout.ops.append(Share(live.arena, live.slot, seq.arena, seq.slot, shared))
@@ -345,39 +357,10 @@ class Scheduler:
             seq.cached_tokens = min(length, seq.prompt_len)
             self.counters.prefix_hits += seq.cached_tokens
 
-    def _live_prefix(self, seq: Sequence, limit: int) -> tuple[Sequence | None, int]:
-        """The live row that shares the longest computed prefix, at least one block; and that prefix's length."""
-        best, best_length = None, BLOCK - 1
-        for row in self.layout.rows():
-            if row is seq or row.request.cache_salt != seq.request.cache_salt:
-                continue
-            if self.config.recurrent and row.kv_len > limit:
-                continue
-            length = common_prefix(row.tokens, seq.tokens, min(row.kv_len, limit))
-            if length > best_length and (not self.config.recurrent or length == row.kv_len):
-                best, best_length = row, length
-        return best, best_length
-
-    def _plan_chunks(self, drafts: Drafts) -> dict[int, int]:
-        """How many tokens each prefilling row computes in this step: sequence number -> tokens.
-
-        The prefill budget goes in equal shares to the rows, those with the least left first, so that a short prompt
-        beside a long one is answered soon and the long one still advances.
-        """
+    def _plan_chunks(self, decoding: int) -> dict[int, int]:
+        """Sequence number -> tokens that it prefills in a step that feeds `decoding` tokens to decoding rows."""
         rows = [row for row in self.layout.rows() if not row.decoding]
-        decoding = self.n_running - len(rows) + sum(map(len, drafts.values()))
-        left = self.prefill_budget.tokens(decoding)
-        chunks: dict[int, int] = {}
-        rows.sort(key=lambda row: (row.to_prefill, row.number))
-        for i, row in enumerate(rows):
-            share = -(-left // (len(rows) - i))
-            count = min(row.to_prefill, share)
-            if row.wants_scores:
-                count = min(count, self.config.largest_logits)
-            if count > 0:
-                chunks[row.number] = count
-                left -= count
-        return chunks
+        return share_out(self.prefill_budget.tokens(decoding), rows, most_scored=self.config.largest_logits)
 
     def _prefill_forwards(self, chunks: dict[int, int]) -> list[Forward]:
         """The chunks as forwards. A row that finishes its prompt becomes a decoding row of this same step."""
@@ -387,13 +370,30 @@ class Scheduler:
                 self.layout.promote(row)
         return prefill_forwards(self.layout, rows, chunks, pad=not self.config.recurrent)
 
-    def _decode_forwards(self, drafts: Drafts) -> list[Forward]:
-        """Sampling forwards for the decoding rows of each arena."""
+    def _decode_forwards(self, group: int | None, drafts: Drafts) -> list[Forward]:
+        """Sampling forwards for the decoding rows of each arena of a row group."""
+        if group is None:
+            return []
+        self._decoded = group
+        self.counters.decode_steps += 1
         alone, pack_above = self.config.recurrent, self.config.pack_above
-        found = [
+        return [
             forward
-            for arena in self.layout.arenas
+            for arena in self.layout.group(group)
             for forward in decode_forwards(arena, drafts, fresh_alone=alone, pack_above=pack_above)
         ]
-        self.counters.decode_steps += bool(found)
-        return found
+
+    def _depart(self, forwards: Collection[Forward]) -> None:
+        """The forwards are in flight: nothing can change what a chunk computes, so it is committed at once, or with
+        what the same step samples for its row."""
+        sampled = {number for forward in forwards if forward.sample for number in forward.seqs}
+        for forward in forwards:
+            for number, valid in zip(forward.seqs, forward.valid, strict=True):
+                seq = self.by_number[number]
+                if forward.sample:
+                    seq.in_flight = valid
+                    continue
+                if number not in sampled:
+                    self._commits.append(commit_chunk(seq, seq.kv_len, valid))
+                seq.kv_len += valid
+                self.counters.prefill_tokens += valid

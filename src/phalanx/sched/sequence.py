@@ -9,13 +9,39 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from phalanx.types import SequenceRequest, Timing
+import msgspec
+
+from phalanx.types import Finished, FinishReason, SequenceRequest, Timing
+
+
+def state_digest(rows: Iterable[tuple[int, int, int, int, int]]) -> int:
+    """CRC-32 over (arena, slot, seq, computed positions, crc of committed tokens) of every row, in slot order."""
+    return zlib.crc32(array("q", [value for row in rows for value in row]).tobytes())
 
 
 def extend_crc(crc: int, tokens: Iterable[int]) -> int:
     """CRC-32 of a token list, extended: the part of a row's digest that stands for its history."""
     return zlib.crc32(array("q", tokens).tobytes(), crc)
+
+
+def limit_length(request: SequenceRequest, room: int) -> SequenceRequest:
+    """The request with `max_tokens` limited to what the context leaves."""
+    if request.stop.max_tokens <= room:
+        return request
+    stop = msgspec.structs.replace(request.stop, max_tokens=max(1, room))
+    return msgspec.structs.replace(request, stop=stop)
+
+
+class Ending(NamedTuple):
+    """Why a sequence ends, and with what."""
+
+    reason: FinishReason
+    detail: str = ""
+    stop_id: int | None = None
+    n_tokens: int | None = None  # output tokens that count, where the server found a stop string; None: all
+    keep: bool = True  # whether its computed prefix may be kept
 
 
 class Sequence:
@@ -28,6 +54,8 @@ class Sequence:
         self.prompt_len = len(request.prompt)
         self.tokens: list[int] = [*request.prompt, *request.committed]  # known
         self.kv_len = 0  # computed
+        self.in_flight = 0  # positions behind kv_len that a plan in flight computes, whose outcome is not known yet
+        self.ending: Ending | None = None  # it ends when that plan returns
         self.crc = 0  # over the tokens committed since the row was admitted, as the mirrors see them
         self.arena = -1
         self.slot = -1  # -1: waiting
@@ -40,7 +68,6 @@ class Sequence:
         self.cached_tokens = 0
         self.drafted = 0  # draft tokens verified
         self.accepted = 0  # of those, committed
-        self.scored = 0  # prompt tokens whose log-probability is known (prompt_logprobs)
 
     @property
     def n_output(self) -> int:
@@ -53,6 +80,11 @@ class Sequence:
         return max(0, len(self.tokens) - 1 - self.kv_len)
 
     @property
+    def extent(self) -> int:
+        """Positions that its row needs: those of known tokens, and those that are in flight."""
+        return max(len(self.tokens), self.kv_len + self.in_flight)
+
+    @property
     def wants_scores(self) -> bool:
         """Whether the request asks for prompt log-probabilities, so that every prompt token must be computed."""
         return self.request.prompt_logprobs is not None
@@ -63,6 +95,20 @@ class Sequence:
         self.decoding = False
         self.kv_len = 0
         self.crc = 0
+
+    def finished(self, ending: Ending, now: float) -> Finished:
+        """The last event of the sequence."""
+        return Finished(
+            id=self.id,
+            reason=ending.reason,
+            n_tokens=self.n_output,
+            cached_tokens=self.cached_tokens,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
+            timing=self.timing(now),
+            detail=ending.detail,
+            stop_id=ending.stop_id,
+        )
 
     def timing(self, now: float) -> Timing:
         """How long the sequence waited, prefilled and decoded until `now` (M1)."""

@@ -19,19 +19,21 @@ class Clip(NamedTuple):
     stop_id: int | None
 
 
-def clip(rule: StopRule, n_output: int, tokens: Sequence[int]) -> Clip:
+def clip(rule: StopRule, n_output: int, tokens: Sequence[int], *, constrained: bool = False) -> Clip:
     """Cut verified tokens at the first stop id or at `max_tokens`, whichever comes first.
 
     A stop token counts as an output token. Before `min_tokens` a stop id does not end the row (the sampler does not
-    draw it there, but a draft could contain it).
+    draw it there, but a draft could contain it). With a grammar it does: there it is drawn only where the grammar
+    allows nothing else.
 
     Args:
         n_output: output tokens committed before these.
-        tokens: verified tokens in order, at least one.
+        tokens: verified tokens in order; none if the grammar left no token to draw.
+        constrained: whether the request has a grammar.
     """
     for i, token in enumerate(tokens):
         n = n_output + i + 1
-        if token in rule.stop_ids and n > rule.min_tokens:
+        if token in rule.stop_ids and (constrained or n > rule.min_tokens):
             return Clip(i + 1, "stop", token)
         if n >= rule.max_tokens:
             return Clip(i + 1, "length", None)

@@ -16,12 +16,19 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from msgspec import Struct
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from phalanx import __version__
 from phalanx.config import ServerConfig
+from phalanx.edge.hosts import AllowedHosts
+from phalanx.edge.keys import ApiKeys
+from phalanx.edge.refused_keys import RefusedKeys
+from phalanx.edge.request_ids import REQUEST_ID
 from phalanx.errors import (
+    AdminKeyRefused,
     EngineUnavailable,
+    ForbiddenHost,
     InvalidApiKey,
     InvalidRequest,
     PhalanxError,
@@ -31,41 +38,97 @@ from phalanx.errors import (
     UnknownModel,
     WrongMediaType,
 )
+from phalanx.server.access import HostCheck, without_paths
+from phalanx.server.answers import Failure
+from phalanx.server.call_memory import CallMemory
+from phalanx.server.chat_encoding import ChatEncoder
+from phalanx.server.dialects import messages_format, ollama, ollama_format
+from phalanx.server.dialects.chat import CHAT
+from phalanx.server.dialects.completions import COMPLETIONS
+from phalanx.server.dialects.dialect import Dialect, ErrorBody
+from phalanx.server.dialects.messages import COUNTED_MESSAGES, MESSAGES, count_body
+from phalanx.server.dialects.ollama_body import OllamaModelBody
+from phalanx.server.dialects.ollama_models import REFUSED
+from phalanx.server.dialects.openai_objects import error_body
+from phalanx.server.dialects.responses import RESPONSES, input_tokens_body
+from phalanx.server.envelope import Envelope
+from phalanx.server.grammar_checks import GrammarChecks
 from phalanx.server.health import Health
 from phalanx.server.info import InfoEndpoints
-from phalanx.server.intake import check_key
+from phalanx.server.intake import Intake
 from phalanx.server.journal import Journal
 from phalanx.server.metrics import Metrics
+from phalanx.server.numerics import numerics_of
+from phalanx.server.ollama import OllamaEndpoints
 from phalanx.server.openapi import describe_bodies, json_body
-from phalanx.server.parsed import GenerationDefaults, Served
+from phalanx.server.outputs.shapes import OutputShapes, by_name, choose
+from phalanx.server.parsed import GenerationDefaults, Served, served_names
 from phalanx.server.prompts import Prompts
 from phalanx.server.routes import CLIENT_GONE, CompletionEndpoints
-from phalanx.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from phalanx.server.schema import DetokenizeBody, TokenizeBody
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
+
 
 class Status(Struct, frozen=True):
-    """The HTTP status of an error, and OpenAI's name for its kind."""
+    """The HTTP status of an error, and OpenAI's names for its kind."""
 
     status: int
     type: str  # OpenAI's `error.type`
+    code: str | None = None  # OpenAI's `error.code`, where the error has none of its own: never a number
 
 
 STATUS: Mapping[type[PhalanxError], Status] = {
     InvalidRequest: Status(400, "invalid_request_error"),
     InvalidApiKey: Status(401, "invalid_request_error"),
+    ForbiddenHost: Status(403, "invalid_request_error"),
+    AdminKeyRefused: Status(403, "invalid_request_error"),
     UnknownModel: Status(404, "invalid_request_error"),
     SlowClient: Status(408, "invalid_request_error"),
     RequestTooLarge: Status(413, "invalid_request_error"),
     WrongMediaType: Status(415, "invalid_request_error"),
-    QueueFull: Status(429, "rate_limit_error"),
+    QueueFull: Status(429, "rate_limit_error", "rate_limit_exceeded"),
     EngineUnavailable: Status(503, "service_unavailable_error"),
     PhalanxError: Status(500, "server_error"),
 }
 """An error has the status of its nearest ancestor in this table."""
+
+
+GENERATING: Mapping[str, Dialect[Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+    "/api/chat": ollama.CHAT,
+    "/api/generate": ollama.GENERATE,
+}
+"""Path -> the dialect of the requests that the model answers there."""
+NOT_TEXT = (
+    "/v1/embeddings",
+    "/embeddings",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
+    "/pooling",
+    "/classify",
+)
+"""Paths of OpenAI's, Cohere's, Jina's and vLLM's for models that compute vectors and scores."""
+COUNTING: Mapping[str, tuple[Dialect[Any], Callable[[int], dict[str, Any]]]] = {
+    "/v1/messages/count_tokens": (COUNTED_MESSAGES, count_body),
+    "/v1/responses/input_tokens": (RESPONSES, input_tokens_body),
+}
+"""Path -> the dialect of the requests whose prompts are counted there, and how the count is written."""
+ERROR_BODIES: Mapping[str, ErrorBody] = {
+    "/v1/messages": messages_format.error_body,
+    "/api": ollama_format.error_body,
+}
+"""Path -> how errors are written there and below; elsewhere as OpenAI does."""
 
 
 def status_of(error: PhalanxError) -> Status:
@@ -73,15 +136,22 @@ def status_of(error: PhalanxError) -> Status:
     return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
 
 
-def error_object(error: PhalanxError) -> dict[str, Any]:
-    """OpenAI's error object, as a body or as an event of a stream."""
+def failure_of(error: PhalanxError) -> Failure:
+    """The error as a client sees it."""
     entry = status_of(error)
     param = error.param if isinstance(error, InvalidRequest) else None
-    code: str | int | None = error.code if isinstance(error, InvalidRequest) else None
-    return {"error": {"message": str(error), "type": entry.type, "param": param, "code": code or entry.status}}
+    code = error.code if isinstance(error, InvalidRequest) else None
+    message = str(error) if isinstance(error, InvalidRequest) else without_paths(str(error))
+    return Failure(status=entry.status, type=entry.type, message=message, param=param, code=code or entry.code)
 
 
-def error_response(error: PhalanxError) -> JSONResponse:
+def body_of(failure: Failure, path: str) -> dict[str, Any]:
+    """The error in the words of the dialect that is spoken at this path."""
+    write = next((write for root, write in ERROR_BODIES.items() if f"{path}/".startswith(f"{root}/")), error_body)
+    return write(failure)
+
+
+def error_response(error: PhalanxError, path: str) -> JSONResponse:
     """The response to a request that failed before the first byte of its answer."""
     headers = {}
     if isinstance(error, (QueueFull, EngineUnavailable)):
@@ -89,7 +159,8 @@ def error_response(error: PhalanxError) -> JSONResponse:
         headers = {"Retry-After": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
     if isinstance(error, InvalidApiKey):
         headers = {"WWW-Authenticate": "Bearer"}
-    return JSONResponse(error_object(error), status_of(error).status, headers)
+    failure = failure_of(error)
+    return JSONResponse(body_of(failure, path), failure.status, headers)
 
 
 def create_app(
@@ -109,19 +180,35 @@ def create_app(
         clock: monotonic seconds.
     """
     served = Served(
-        names=config.served_model_name or (config.engine.model,),
+        names=served_names(config),
+        hidden_name=None if config.served_model_name else config.engine.model,
         max_n=config.max_n,
+        max_prompts=config.max_prompts,
+        default_max_tokens=COMPLETION_TOKENS,
+        clamp_max_tokens=config.clamp_max_tokens,
         defaults=defaults or GenerationDefaults(),
         eos_ids=frozenset(tokenizer.eos_ids),
         template_kwargs=config.default_chat_template_kwargs,
+        shapes=shapes_of(config, tokenizer),
+        auto_tools=config.enable_auto_tool_choice,
     )
+    numerics = numerics_of(config, served, tokenizer.fingerprint())
     metrics = Metrics(served.names[0])
     journal = Journal(engine, metrics, max_num_seqs=config.engine.max_num_seqs, queue=config.queue, clock=clock)
-    health = Health(engine, metrics, stall_s=config.stall_seconds)
+    health = Health(engine, metrics, stall_s=config.stall_seconds, limit=config.engine.max_num_seqs, numerics=numerics)
+    intake = Intake(config.max_body_bytes, lambda: engine.info.max_model_len if engine.info else None)
     prompts = Prompts(tokenizer)
     tokenize_prompts = Prompts(tokenizer, threads=1)  # a thread of its own: /tokenize must not delay completions
-    information = InfoEndpoints(config, engine, served, tokenize_prompts, health, metrics)
-    completions = CompletionEndpoints(config, served, prompts, journal, metrics, error_object, clock)
+    keys = ApiKeys(config.api_key)
+    calls = CallMemory()
+    chats = ChatEncoder(prompts, served.shapes, calls)
+    counted = ChatEncoder(tokenize_prompts, served.shapes, calls)
+    information = InfoEndpoints(config, engine, served, intake, tokenize_prompts, counted, health, metrics, keys)
+    ollama_info = OllamaEndpoints(served, intake, tokenizer.template_source, information.loaded)
+    grammars = GrammarChecks(tokenizer)
+    completions = CompletionEndpoints(
+        config, served, intake, prompts, chats, grammars, journal, metrics, failure_of, numerics, clock
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -137,13 +224,32 @@ def create_app(
             await engine.close()
             prompts.close()
             tokenize_prompts.close()
+            grammars.close()
 
-    app = FastAPI(title="phalanx", version=__version__, lifespan=lifespan)
+    # FastAPI's pages for people load scripts from another site; /openapi.json says the same and loads nothing.
+    app = FastAPI(
+        title="phalanx",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # the envelope drops them
+    )
+    app.state.shapes = served.shapes
     app.state.journal = journal  # run.py waits for its requests when the server stops
-    _add_routes(app, config, completions, information)
+    _add_routes(app, keys, completions, information)
+    _add_ollama_routes(app, keys, ollama_info)
+    _add_middleware(app, config, metrics)
     _add_error_handlers(app)
-    describe_bodies(app)
+    generating = {dialect.body for dialect in GENERATING.values()}
+    describe_bodies(app, {TokenizeBody, DetokenizeBody, OllamaModelBody, *generating})
     return app
+
+
+def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:
+    """In which forms the model writes calls of tools and reasoning: by its chat template, or as the flags say."""
+    found = choose(tokenizer.template_source, tokenizer.added_tokens)
+    return by_name(found, config.tool_call_parser, config.reasoning_parser)
 
 
 def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None] | None) -> None:
@@ -156,46 +262,95 @@ def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None
         on_failure(error)
 
 
-def _add_routes(
-    app: FastAPI, config: ServerConfig, completions: CompletionEndpoints, information: InfoEndpoints
-) -> None:
-    async def require_key(request: Request) -> None:
-        request.state.api_key = check_key(request.headers.get("authorization"), config.api_key)
+def _add_middleware(app: FastAPI, config: ServerConfig, metrics: Metrics) -> None:
+    """Browsers' rules, before any route: the last one added comes first."""
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],  # a pre-flight is told what it asked for
+            expose_headers=["Retry-After", "retry-after-ms", REQUEST_ID],
+        )
+    hosts = AllowedHosts(config.host, config.allowed_hosts)
+    app.add_middleware(HostCheck, hosts=hosts, error_response=error_response)
+    app.add_middleware(Envelope, answered=metrics.answered)
 
-    authenticated = [Depends(require_key)]  # for /v1 and for endpoints that change state
+
+def _authenticated(keys: ApiKeys) -> list[Any]:
+    """Dependencies of routes to all that computes or changes state, and to what describes the model."""
+
+    async def require_key(request: Request) -> None:
+        request.state.owner = keys.owner(request.headers)
+
+    return [Depends(require_key)]
+
+
+def _add_routes(app: FastAPI, keys: ApiKeys, completions: CompletionEndpoints, information: InfoEndpoints) -> None:
+    authenticated = _authenticated(keys)
     add = app.add_api_route
-    chat, complete = json_body(ChatBody), json_body(CompletionBody)
-    add("/v1/chat/completions", completions.chat, methods=["POST"], dependencies=authenticated, openapi_extra=chat)
-    add("/v1/completions", completions.complete, methods=["POST"], dependencies=authenticated, openapi_extra=complete)
+    tokenize, detokenize = json_body(TokenizeBody), json_body(DetokenizeBody)
+    for path, dialect in GENERATING.items():
+        handler, extra = completions.of(dialect), json_body(dialect.body)
+        add(path, handler, methods=["POST"], dependencies=authenticated, openapi_extra=extra)
+    for path, (counted, written) in COUNTING.items():
+        handler, extra = information.counting(counted, written), json_body(counted.body)
+        add(path, handler, methods=["POST"], dependencies=authenticated, openapi_extra=extra)
+    for path in NOT_TEXT:
+        add(path, information.other_outputs, methods=["POST"], dependencies=authenticated, include_in_schema=False)
     add("/v1/models", information.models, methods=["GET"], dependencies=authenticated)
     add("/v1/models/{name:path}", information.model, methods=["GET"], dependencies=authenticated)
-    add("/tokenize", information.tokenize, methods=["POST"], openapi_extra=json_body(TokenizeBody))
-    add("/detokenize", information.detokenize, methods=["POST"], openapi_extra=json_body(DetokenizeBody))
+    add("/tokenize", information.tokenize, methods=["POST"], dependencies=authenticated, openapi_extra=tokenize)
+    add("/detokenize", information.detokenize, methods=["POST"], dependencies=authenticated, openapi_extra=detokenize)
+    add("/tokenizer_info", information.tokenizer_info, methods=["GET"], dependencies=authenticated)
     add("/reset_prefix_cache", information.reset_prefix_cache, methods=["POST"], dependencies=authenticated)
+    add("/", information.root, methods=["GET"])
     add("/version", information.version, methods=["GET"])
     add("/health", information.health, methods=["GET"])
     add("/ping", information.health, methods=["GET"])
     add("/metrics", information.metrics, methods=["GET"])
 
 
+def _add_ollama_routes(app: FastAPI, keys: ApiKeys, information: OllamaEndpoints) -> None:
+    """Those of Ollama's API that do not run the model."""
+    authenticated = _authenticated(keys)
+    add = app.add_api_route
+    shown = json_body(OllamaModelBody)
+    add("/api/version", information.version, methods=["GET"])
+    add("/api/tags", information.tags, methods=["GET"], dependencies=authenticated)
+    add("/api/ps", information.running, methods=["GET"], dependencies=authenticated)
+    add("/api/show", information.show, methods=["POST"], dependencies=authenticated, openapi_extra=shown)
+    for path in REFUSED:
+        method = "DELETE" if path.endswith("/delete") else "POST"
+        add(path, information.refuse, methods=[method], dependencies=authenticated)
+
+
 def _add_error_handlers(app: FastAPI) -> None:
+    refused = RefusedKeys("A wrong admin key")
+
     async def phalanx_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, PhalanxError)
+        if isinstance(error, AdminKeyRefused):
+            refused.note(request.client.host if request.client else "an unknown address", time.monotonic())
         if status_of(error).status >= 500 and not isinstance(error, EngineUnavailable):
-            log.error("%s %s: %s", request.method, request.url.path, error)
-        return error_response(error)
+            log.error("%s %s (%s): %s", request.method, request.url.path, request.state.request_id, error)
+        return error_response(error, request.url.path)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{error.detail}: {request.method} {request.url.path}"
-        body = {"message": message, "type": "invalid_request_error", "param": None, "code": error.status_code}
-        return JSONResponse({"error": body}, error.status_code, error.headers)
+        failure = Failure(status=error.status_code, type="invalid_request_error", message=message)
+        return JSONResponse(body_of(failure, request.url.path), error.status_code, error.headers)
 
     async def client_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     async def unexpected_error(request: Request, error: Exception) -> Response:
-        return JSONResponse(error_object(PhalanxError("Internal server error; the server's log has the details.")), 500)
+        request_id = request.state.request_id  # this answer does not pass the envelope
+        log.error("%s %s (%s) failed", request.method, request.url.path, request_id)
+        details = PhalanxError(f"Internal server error; the server's log has the details of {request_id}.")
+        body = body_of(failure_of(details), request.url.path)
+        return JSONResponse(body, 500, {REQUEST_ID: request_id})
 
     app.add_exception_handler(PhalanxError, phalanx_error)
     app.add_exception_handler(HTTPException, http_error)

@@ -7,11 +7,13 @@ client kills an engine that stopped answering; this module only reports. Does no
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from phalanx.errors import EngineUnavailable
+from phalanx.server.access import without_paths
 from phalanx.server.metrics import Metrics
 from phalanx.supervision.client import EngineClient
 from phalanx.types import Batch, EngineStats, Finished, ModelInfo
@@ -22,10 +24,25 @@ SILENT_S = 15.0  # longer than any step should take; less than the default limit
 
 
 class Health:
-    """Listens to the engine's events, pings the engine, and reports its state."""
+    """Listens to the engine's events, pings the engine, and reports its state.
 
-    def __init__(self, engine: EngineClient, metrics: Metrics, *, stall_s: float) -> None:
+    Args:
+        limit: sequences that the engine computes together.
+        numerics: of a server with this model; see `numerics.py`.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        *,
+        stall_s: float,
+        limit: int,
+        numerics: Callable[[ModelInfo], str],
+    ) -> None:
         self._engine = engine
+        self._limit = limit
+        self._numerics = numerics
         self._metrics = metrics
         self._silent_s = min(SILENT_S, stall_s)
         self._ready = asyncio.Event()
@@ -54,7 +71,8 @@ class Health:
         age = state.last_pong_age_s
         body: dict[str, Any] = {"status": "ok", "restarts": state.restarts}
         if state.phase != "ready":
-            body |= {"status": state.phase, "reason": state.reason or f"the engine is {state.phase}"}
+            reason = without_paths(state.reason) or f"the engine is {state.phase}"
+            body |= {"status": state.phase, "reason": reason}
             if state.down_since is not None:
                 body["since"] = datetime.fromtimestamp(state.down_since, UTC).isoformat(timespec="seconds")
             if state.progress is not None:
@@ -64,10 +82,15 @@ class Health:
             body |= {"status": "starting", "reason": "the engine has not answered a ping yet"}
         elif age > self._silent_s:
             body |= {"status": "stalled", "reason": f"the engine's loop has not answered for {age:.0f} s"}
+        if state.phase == "ready" and (info := self._engine.info) is not None:
+            body["numerics"] = self._numerics(info)
+            stats = self._stats or EngineStats()  # it has just started; without a limit a gateway would give it one
+            body["requests"] = {"running": stats.running, "waiting": stats.waiting, "limit": self._limit}
         if state.phase == "ready" and self._stats is not None:
             body["ranks"] = [
                 {
                     "rank": rank.rank,
+                    "stage": rank.stage,
                     "host": rank.host,
                     "pid": rank.pid,
                     "steps": rank.steps,

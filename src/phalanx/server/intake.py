@@ -1,119 +1,149 @@
-"""From an HTTP request to a typed body: checks media type, size, JSON, field types and API key.
+"""From an HTTP request to a parsed body: checks media type and size, reads and decodes the body, and has it parsed.
 
-Every failure is an `InvalidRequest`. Does not know what the fields mean (`validate.py`).
+Large bodies are parsed one after the other on a thread beside the event loop. The memory of those that are being read
+or tokenised is bounded in all, and shared among API keys. Does not know JSON (`bodies.py`) or what the fields mean
+(`validate.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import asyncio
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
 
-import msgspec
 from fastapi import Request
-from pydantic import ValidationError
 
-from phalanx.errors import InvalidApiKey, InvalidRequest, RequestTooLarge, WrongMediaType
+from phalanx.edge.media_types import require_json
+from phalanx.errors import QueueFull, RequestTooLarge
+from phalanx.memory import trim_heap
+from phalanx.server.bodies import parse_body
+from phalanx.server.content_encoding import decoding_of
+from phalanx.server.json_fields import Readers
+from phalanx.server.places import Places
 from phalanx.server.schema import Body
 
+INLINE_BYTES = 1 << 14  # a body of this size is parsed in 7 ms at worst; a thread would cost every request 0.1 ms
+SMALL_BYTES = 1 << 16  # bodies up to this size are read however many large ones there are
+LARGEST_BODIES = 4  # bodies of the largest size that may be in memory at once
+TRIM_BYTES = 1 << 20  # of a body after which freed memory is given back to the system
+RETRY_AFTER_S = 1.0  # a body of 8 MiB is parsed in a tenth of a second
+
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 
-async def read_body(request: Request, kind: type[B], max_bytes: int) -> B:
-    """The request's JSON body as `kind`.
+class Intake:
+    """Reads the bodies of one server. Used on its event loop.
 
-    Raises:
-        WrongMediaType: the Content-Type is not JSON.
-        RequestTooLarge: more than `max_bytes`, by its Content-Length or while reading.
-        InvalidRequest: the body is not JSON, not an object, or has a field of a wrong type.
+    Args:
+        max_bytes: of one body.
+        context: tokens of the context, once it is known; more ids are not converted.
     """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Requiring JSON also keeps foreign web pages out: a browser sends it across origins only after a pre-flight.
-    if not (media_type == "application/json" or media_type.endswith("+json")):
-        raise WrongMediaType(f"Content-Type is {media_type[:80] or 'missing'!r}; it must be application/json.")
-    try:
-        value = msgspec.json.decode(await _read(request, max_bytes))
-    except RecursionError as error:
-        raise InvalidRequest("The JSON body is nested too deeply.") from error
-    except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError
-        raise InvalidRequest(f"We could not parse the JSON body of your request: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidRequest("The JSON body must be an object.")
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise _shape_error(error, value) from error
+
+    def __init__(self, max_bytes: int, context: Callable[[], int | None]) -> None:
+        self._max_bytes = max_bytes
+        self._context = context
+        self._bytes = Places(LARGEST_BODIES * max_bytes)  # of bodies above SMALL_BYTES
+        self._parsing = asyncio.Lock()  # several threads would wait for the interpreter's lock before the event loop
+
+    def memory(self, owner: str) -> BodyMemory:
+        """The memory of one body to be read, of which there is none yet. A context manager: leaving it frees it.
+
+        Args:
+            owner: stands for the API key of the request; see `places.py`.
+        """
+        return BodyMemory(self._bytes, owner)
+
+    async def read(
+        self,
+        request: Request,
+        kind: type[B],
+        parse: Callable[[B], T],
+        memory: BodyMemory | None = None,
+        readers: Readers | None = None,
+        body_in: Callable[[bytes], bytes] = bytes,
+    ) -> T:
+        """The result of `parse` for the request's JSON body. `parse` may run on another thread.
+
+        Args:
+            memory: what the body takes, until the caller frees it; None: until this call ends.
+            readers: of the body's large fields; None: of OpenAI's.
+            body_in: cuts off what comes before the JSON body.
+
+        Raises:
+            WrongMediaType: of `require_json`, or the Content-Encoding is neither gzip nor none.
+            RequestTooLarge: the body is too large, by its Content-Length or while reading, as sent or decoded.
+            QueueFull: the large bodies that are being read take all the memory there is for them.
+            InvalidRequest: of `body_in`, `parse_body` or `parse`.
+        """
+        require_json(request.headers)
+        with self.memory("") if memory is None else nullcontext(memory) as taken:
+            try:
+                body = await self._receive(request, taken)
+                max_ids = self._context() or self._max_bytes
+                if len(body) <= INLINE_BYTES:
+                    return parse(parse_body(body_in(body), kind, max_ids, readers))
+                async with self._parsing:
+                    return await asyncio.to_thread(lambda: parse(parse_body(body_in(body), kind, max_ids, readers)))
+            finally:
+                if taken.n_bytes > TRIM_BYTES:
+                    await asyncio.to_thread(trim_heap)
+
+    async def _receive(self, request: Request, memory: BodyMemory) -> bytes:
+        declared = request.headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > self._max_bytes:
+            raise self._too_large()
+        decoding = decoding_of(request.headers.get("content-encoding", ""))
+        body = bytearray()
+        n_received = 0
+        async for chunk in request.stream():
+            n_received += len(chunk)
+            for piece in decoding.feed(chunk):
+                body += piece
+                if max(len(body), n_received) > self._max_bytes:
+                    raise self._too_large()
+                memory.grow(len(body))
+                await asyncio.sleep(0)  # a chunk may decode to a thousand times its size
+        decoding.finish()
+        return bytes(body)
+
+    def _too_large(self) -> RequestTooLarge:
+        return RequestTooLarge(f"The request body is larger than the {self._max_bytes} bytes this server accepts.")
 
 
-def check_key(authorization: str | None, keys: Sequence[str]) -> str:
-    """The accepted key in an Authorization header; "" if the server needs no key.
+class BodyMemory:
+    """See `Intake.memory`."""
 
-    Compares with every key, each time in constant time, so that the delay does not reveal how close a guess is.
+    def __init__(self, places: Places, owner: str) -> None:
+        self.n_bytes = 0
+        self._places = places
+        self._owner = owner
 
-    Raises:
-        InvalidApiKey: no key, or one that is not among `keys`.
-    """
-    if not keys:
-        return ""
-    scheme, _, given = (authorization or "").partition(" ")
-    given = given.strip() if scheme.lower() == "bearer" else ""
-    raw = given.encode("latin-1")  # headers are decoded as latin-1: these are the bytes that the client sent
-    matches = [key for key in keys if hmac.compare_digest(_digest(key.encode()), _digest(raw))]
-    if not matches:
-        seen = "Incorrect API key provided." if given else "You didn't provide an API key."
-        raise InvalidApiKey(f"{seen} Send it as 'Authorization: Bearer KEY'.", code="invalid_api_key")
-    return matches[0]
+    def __enter__(self) -> BodyMemory:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self.free()
 
-def cache_salt(key: str) -> str:
-    """A salt that separates the cached prefixes of different API keys. It does not reveal the key."""
-    return _digest(key.encode()).hex()[:16] if key else ""
+    def grow(self, n_bytes: int) -> None:
+        """The body has so many bytes now.
 
+        Raises:
+            QueueFull: there is no room for them.
+        """
+        if n_bytes <= max(SMALL_BYTES, self.n_bytes):
+            return
+        more = n_bytes - self.n_bytes
+        if not self._places.has_room(self._owner, more):
+            raise QueueFull(
+                f"Other large requests are being read; together they may have {self._places.capacity} bytes.",
+                retry_after=RETRY_AFTER_S,
+            )
+        self._places.take(self._owner, more)
+        self.n_bytes = n_bytes
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
-    return bytes(body)
-
-
-def _too_large(max_bytes: int) -> RequestTooLarge:
-    return RequestTooLarge(f"The request body is larger than the {max_bytes} bytes this server accepts.")
-
-
-def _shape_error(error: ValidationError, value: dict[str, Any]) -> InvalidRequest:
-    """The deepest of pydantic's errors in the first wrong field: in a union, that is the branch the client meant."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    first = errors[0]["loc"][:1]
-    chosen = max(
-        (entry for entry in errors if entry["loc"][:1] == first), key=lambda entry: len(_path(entry["loc"], value))
-    )
-    path = _path(chosen["loc"], value)
-    if chosen["type"] == "missing":
-        path = [*path, chosen["loc"][-1]] if path[-1:] != [chosen["loc"][-1]] else path
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:80]}" for part in path).lstrip(".")
-    if chosen["type"] == "missing":
-        return InvalidRequest(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
-    return InvalidRequest(f"Invalid type for '{param}': {chosen['msg']}.", param=param, code="invalid_type")
-
-
-def _path(loc: tuple[int | str, ...], value: Any) -> list[int | str]:
-    """The parts of `loc` that exist in the client's value; pydantic also puts names of union branches into it."""
-    path: list[int | str] = []
-    for part in loc:
-        in_object = isinstance(value, dict) and part in value
-        in_list = isinstance(value, list) and isinstance(part, int) and part < len(value)
-        if in_object or in_list:
-            value = value[part]
-            path.append(part)
-    return path
+    def free(self) -> None:
+        """Give the memory back. Calling it twice does nothing."""
+        self._places.give_back(self._owner, self.n_bytes)
+        self.n_bytes = 0

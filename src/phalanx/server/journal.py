@@ -2,14 +2,15 @@
 
 The journal lives in the server and survives the engine, so that streams pause instead of breaking when a rank dies
 (design: Fail-stop, then resume). It listens to the engine, keeps the committed tokens, and submits every unfinished
-sequence again once a new engine is ready. It also decides, alone, whether there is room for one more request (429).
-Does not know HTTP, text or processes.
+sequence again once a new engine is ready; one that may be the cause of crashes alone, and not for ever (S6). It also
+decides whether there is room for one more request (429). Does not know HTTP, text or processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -18,7 +19,6 @@ from msgspec.structs import replace
 from phalanx.errors import (
     EngineError,
     EngineUnavailable,
-    InvalidRequest,
     PhalanxError,
     Quarantined,
     QueueFull,
@@ -26,6 +26,7 @@ from phalanx.errors import (
 )
 from phalanx.server.metrics import Metrics
 from phalanx.server.output_queue import OutputQueue, StreamEnd, Timings
+from phalanx.server.places import Places
 from phalanx.supervision.client import EngineClient
 from phalanx.types import (
     Batch,
@@ -42,7 +43,8 @@ from phalanx.types import (
 log = logging.getLogger(__name__)
 
 UNREAD_TOKENS = 2048  # per request; about 8 KiB of text, or a minute of a fast model
-MAX_CRASHES = 2  # a sequence that was being computed during so many crashes is quarantined
+CRASHES = 2  # a sequence that was being computed during so many crashes is tried alone; after as many alone, no more
+TRIAL_TOKENS = 32  # that a sequence gets alone: more than a step computes, so it passes the place of its last crash
 RETRY_AFTER_S = (1.0, 30.0)  # least and most seconds of a Retry-After header
 
 
@@ -58,15 +60,25 @@ class _JournalEntry:
         self.committed: list[int] = list(request.committed)
         self.scored = request.prompt_logprobs is None
         self.finish_at: int | None = None  # number of output tokens that completed a stop string
+        self.known = False  # to the running engine
         self.progressed = False  # got tokens since it was last submitted
-        self.crashes = 0
+        self.crashes = 0  # during which it was being computed
+        self.crashes_alone = 0  # during which it was the only one
 
-    def resubmission(self, now: float) -> SequenceRequest:
-        """The request that continues this sequence on a new engine: with committed tokens and the remaining timeout."""
-        timeout = self.request.timeout_s
+    def submission(self, now: float, most_tokens: int | None = None) -> SequenceRequest:
+        """The request that continues this sequence: with committed tokens and the remaining timeout.
+
+        Args:
+            most_tokens: that it may get for now.
+        """
+        timeout, stop = self.request.timeout_s, self.request.stop
+        if most_tokens is not None:
+            limit = min(stop.max_tokens, len(self.committed) + most_tokens)
+            stop = replace(stop, max_tokens=limit, min_tokens=min(stop.min_tokens, limit))
         return replace(
             self.request,
             committed=list(self.committed),
+            stop=stop,
             prompt_logprobs=None if self.scored else self.request.prompt_logprobs,
             timeout_s=None if timeout is None else max(0.001, timeout - (now - self.submitted)),
         )
@@ -78,8 +90,9 @@ class RequestSlots:
     The server reserves slots before it tokenises a request, so that a full server answers 429 at once.
     """
 
-    def __init__(self, journal: Journal, n: int, arrived: float) -> None:
+    def __init__(self, journal: Journal, n: int, arrived: float, owner: str) -> None:
         self.arrived = arrived
+        self.owner = owner
         self.output = OutputQueue(limit=UNREAD_TOKENS)
         self._journal = journal
         self.free = n  # slots without a sequence
@@ -91,13 +104,13 @@ class RequestSlots:
     def __exit__(self, *_: object) -> None:
         self._journal.release(self)
 
-    def submit(self, requests: Sequence[SequenceRequest]) -> None:
-        """Submit the choices to the engine; the events of `requests[i]` have index i in the output queue.
+    def submit(self, requests: Sequence[SequenceRequest], first: int = 0) -> None:
+        """Submit choices to the engine; the events of `requests[i]` have index `first` + i in the output queue.
 
         Raises:
             EngineUnavailable: the engine went down meanwhile.
         """
-        self._journal.submit(self, requests)
+        self._journal.submit(self, requests, first)
 
     def finish(self, index: int, n_tokens: int) -> None:
         """End choice `index` after `n_tokens` output tokens, where the server found a stop string."""
@@ -113,10 +126,12 @@ class Journal:
         self._engine = engine
         self._metrics = metrics
         self._max_num_seqs = max_num_seqs
-        self._capacity = max_num_seqs + queue
         self._clock = clock
         self._entries: dict[str, _JournalEntry] = {}  # by sequence id, in order of arrival
         self._reserved = 0  # reserved slots that have no sequence yet
+        self._places = Places(max_num_seqs + queue)
+        self._suspects: list[_JournalEntry] = []  # to be tried alone
+        self._trial: _JournalEntry | None = None  # the one that is; all others wait meanwhile
         self._closing = ""  # why new requests are refused
         self._idle = asyncio.Event()
         self._idle.set()
@@ -131,26 +146,30 @@ class Journal:
         """Number of choices that hold a slot."""
         return len(self._entries) + self._reserved
 
-    def reserve(self, n: int) -> RequestSlots:
+    def reserve(self, n: int, owner: str = "") -> RequestSlots:
         """Take slots for n choices.
+
+        A request with more choices than there are places is answered once its owner has no other: it never waits for a
+        room that cannot be.
+
+        Args:
+            owner: stands for the API key of the request; see `places.py`.
 
         Raises:
             EngineUnavailable: the engine is loading, restarting, failed or shutting down.
             QueueFull: no room now; `retry_after` estimates the seconds until there is.
-            InvalidRequest: n is more than this server can ever hold.
         """
         self.require_ready()
-        if n > self._capacity:
-            raise InvalidRequest(f"{n} choices in one request; this server has places for {self._capacity}.", param="n")
-        if self.unfinished + n > self._capacity:
+        if not self._places.has_room(owner, n):
             raise QueueFull(
-                f"{self.unfinished} of {self._capacity} places ({self._max_num_seqs} running, the rest waiting) are "
-                f"taken; there is no room for {n} more.",
+                f"{self.unfinished} of {self._places.capacity} places ({self._max_num_seqs} running, the rest waiting) "
+                f"are taken; there is no room for {n} more.",
                 retry_after=self._retry_after(n),
             )
         self._reserved += n
+        self._places.take(owner, n)
         self._idle.clear()
-        return RequestSlots(self, n, self._clock())
+        return RequestSlots(self, n, self._clock(), owner)
 
     def require_ready(self) -> ModelInfo:
         """The served model.
@@ -165,25 +184,31 @@ class Journal:
             raise EngineUnavailable(describe(state.phase, state.reason), retry_after=2.0)
         return info
 
-    def submit(self, slots: RequestSlots, requests: Sequence[SequenceRequest]) -> None:
+    def submit(self, slots: RequestSlots, requests: Sequence[SequenceRequest], first: int = 0) -> None:
         """See `RequestSlots.submit`."""
         if len(requests) > slots.free:
             raise ValueError(f"{len(requests)} sequences for {slots.free} slots")
         now = self._clock()
-        for index, request in enumerate(requests):
-            self._engine.send(Submit(request))
-            self._entries[request.id] = _JournalEntry(request, index, slots, now)
+        for index, request in enumerate(requests, first):
+            entry = _JournalEntry(request, index, slots, now)
+            if self._trial is None:
+                self._engine.send(Submit(request))
+                entry.known = True
+            self._entries[request.id] = entry
             slots.ids.add(request.id)
             slots.free -= 1
             self._reserved -= 1
 
     def finish(self, slots: RequestSlots, index: int, n_tokens: int) -> None:
-        """See `RequestSlots.finish`. While the engine is down, the journal ends the sequence itself."""
+        """See `RequestSlots.finish`. The journal itself ends a sequence that no engine knows."""
         for entry in [entry for entry in self._entries.values() if entry.slots is slots and entry.index == index]:
             entry.finish_at = n_tokens
             try:
-                self._engine.send(Finish(entry.request.id, n_tokens))
+                if entry.known:
+                    self._engine.send(Finish(entry.request.id, n_tokens))
             except EngineUnavailable:
+                entry.known = False
+            if not entry.known:
                 self._end_locally(entry)
 
     def release(self, slots: RequestSlots) -> None:
@@ -193,6 +218,7 @@ class Journal:
             with suppress(EngineUnavailable):  # an engine that is down has no sequences
                 self._engine.send(Cancel(id))
         self._reserved -= slots.free
+        self._places.give_back(slots.owner, slots.free)
         slots.free = 0
         self._set_if_idle()
 
@@ -230,34 +256,60 @@ class Journal:
                     self._on_finished(entry, event, now)
 
     def on_ready(self, info: ModelInfo) -> None:
-        """Submit unfinished sequences again, in their order of arrival."""
+        """Submit unfinished sequences again: suspects one at a time, then all, in their order of arrival."""
         self._metrics.engine_up()
-        now = self._clock()
-        for entry in list(self._entries.values()):
-            entry.progressed = False
-            self._engine.send(Submit(entry.resubmission(now)))
+        suspects = [entry for entry in self._entries.values() if entry.crashes >= CRASHES]
+        self._suspects = sorted(suspects, key=lambda entry: entry.crashes_alone)  # the likely cause comes last
         if self._entries:
-            log.info("resumed %d unfinished sequences", len(self._entries))
+            log.info("resuming %d unfinished sequences, %d of them alone", len(self._entries), len(suspects))
+        self._resume()
+
+    def _resume(self) -> None:
+        """Submit the next suspect, alone; once there is none, all sequences that wait."""
+        now = self._clock()
+        self._trial = None
+        with suppress(EngineUnavailable):  # it went down just now, and `on_ready` comes again
+            while self._suspects and self._trial is None:
+                entry = self._suspects.pop(0)
+                if entry.request.id in self._entries:
+                    self._engine.send(Submit(entry.submission(now, TRIAL_TOKENS)))
+                    entry.known, self._trial = True, entry
+            waiting = [entry for entry in self._entries.values() if not entry.known]
+            for entry in waiting if self._trial is None else ():
+                self._engine.send(Submit(entry.submission(now)))
+                entry.known = True
 
     def on_down(self, reason: str, will_restart: bool) -> None:
         """Count the crash for every sequence that may have caused it. Without a restart, fail all requests."""
         self._metrics.engine_down()
+        computing, alone = self._computing(), self._trial
+        self._suspects, self._trial = [], None
+        for entry in self._entries.values():
+            entry.known = entry.progressed = False
         if not will_restart:
             self.fail_all(EngineError(f"The engine stopped and will not be started again: {reason}"))
             return
-        computing = [
-            entry
-            for i, entry in enumerate(self._entries.values())
-            if entry.progressed or i < self._max_num_seqs  # first come, first served: these may have had a row
-        ]
         for entry in computing:
             if entry.request.id not in self._entries:
                 continue  # dropped together with another choice of its request
             entry.crashes += 1
+            entry.crashes_alone += entry is alone
             if entry.finish_at is not None:
                 self._end_locally(entry)
-            elif entry.crashes >= MAX_CRASHES:
+            elif entry.crashes_alone >= CRASHES:
                 self._quarantine(entry, reason)
+
+    def _computing(self) -> list[_JournalEntry]:
+        """The sequences that may have had a row: each owner's are served in order of arrival."""
+        seen: Counter[str] = Counter()
+        found = []
+        for entry in self._entries.values():
+            if not entry.known:
+                continue
+            if entry.progressed or seen[entry.slots.owner] < self._max_num_seqs:
+                found.append(entry)
+            seen[entry.slots.owner] += 1
+        return found
 
     def _on_tokens(self, entry: _JournalEntry, event: Tokens, now: float) -> None:
         if event.start != len(entry.committed):
@@ -283,6 +335,10 @@ class Journal:
         if event.reason in ("error", "cancelled"):  # the client did not cancel it: its entry would be gone
             self._fail(entry.slots, EngineError(event.detail or "The engine could not compute this request."))
             return
+        if entry is self._trial and event.reason == "length" and event.n_tokens < entry.request.stop.max_tokens:
+            entry.known, entry.crashes, entry.crashes_alone = False, 0, 0  # it goes on with the others
+            self._resume()
+            return
         self._note_end(now)
         self._metrics.finished(entry.timings, event, len(entry.request.prompt), now)
         entry.slots.output.push(entry.index, StreamEnd(event, entry.timings))
@@ -294,10 +350,10 @@ class Journal:
         self._on_finished(entry, Finished(entry.request.id, "stop", len(entry.committed)), self._clock())
 
     def _quarantine(self, entry: _JournalEntry, reason: str) -> None:
-        log.error("quarantined %s after %d engine crashes; the last: %s", entry.request.id, entry.crashes, reason)
+        log.error("quarantined %s, alone in %d engine crashes; the last: %s", entry.request.id, CRASHES, reason)
         error = Quarantined(
-            f"This request was being computed in {entry.crashes} engine crashes and is not tried again; "
-            f"the last one: {reason}.",
+            f"This request was computed alone in {CRASHES} engine crashes and is not tried again; the last one: "
+            f"{reason}.",
             remedy="Do not send it again unchanged; the server's log has the crashes.",
         )
         self._fail(entry.slots, error)
@@ -319,6 +375,9 @@ class Journal:
         entry = self._entries.pop(id, None)
         if entry is not None:
             entry.slots.ids.discard(id)
+            self._places.give_back(entry.slots.owner, 1)
+            if entry is self._trial:
+                self._resume()
 
     def _set_if_idle(self) -> None:
         if self.unfinished == 0:

@@ -106,6 +106,12 @@ class Metrics:
             (*LABELS, "finished_reason"),
             registry=self.registry,
         )
+        self._answers = Counter(
+            PREFIX + "http_requests",
+            "Answers begun, by endpoint and HTTP status.",
+            (*LABELS, "endpoint", "status"),
+            registry=self.registry,
+        )
         self._label = label
         for reason in ("stop", "length"):
             self._ended.labels(*label, reason)  # exported as 0 before the first one
@@ -178,6 +184,10 @@ class Metrics:
     def first_byte(self, seconds: float) -> None:
         """Record the seconds from a request's arrival to the first byte of text handed to the network."""
         self._histograms["first_byte"].observe(seconds)
+
+    def answered(self, endpoint: str, status: int) -> None:
+        """Count an answer that begins, streamed or not."""
+        self._answers.labels(*self._label, endpoint, str(status)).inc()
 
     def failed(self) -> None:
         """Count a request that ended with an error."""

@@ -6,32 +6,32 @@ fields mean.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
 
-from phalanx.server.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from phalanx.server.schema import Body
 
-BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
-REF = "#/components/schemas/{model}"
+REF = "#/components/schemas/{name}"
 
 
 def json_body(kind: type[Body]) -> dict[str, Any]:
     """The `openapi_extra` argument for a route with this body."""
-    schema = {"$ref": REF.format(model=kind.__name__)}
+    schema = {"$ref": REF.format(name=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def describe_bodies(app: FastAPI) -> None:
+def describe_bodies(app: FastAPI, kinds: Collection[type[Body]]) -> None:
     """Make `app.openapi()` include the schemas of the bodies."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _, definitions = models_json_schema([(kind, "validation") for kind in BODIES], ref_template=REF)
-            document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+            _, schemas = msgspec.json.schema_components(kinds, ref_template=REF)
+            document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
             _drop_422(document)
             app.openapi_schema = document
         return app.openapi_schema

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from typing import Any
 
 from phalanx.errors import InvalidRequest
-from phalanx.server.schema import Body
+
+ONLY_FUNCTIONS = 'only "function"'
+ONLY_TEXT = "only text parts can be read by this model"
+ANSWER_FORMATS = "only text, json_object and json_schema"
+MAX_DEPTH = 300  # objects and lists inside each other; a model's call has 257, and templates write some 450
 
 
 def invalid(param: str, message: str) -> InvalidRequest:
@@ -19,12 +24,9 @@ def unsupported(param: str, detail: str = "") -> InvalidRequest:
     return InvalidRequest(f"{param} is not supported by this server{reason}.", param=param, code="unsupported_value")
 
 
-def refuse_unknown(body: Body, where: str = "") -> None:
-    """Refuse fields that the schema does not declare; null counts as absent."""
-    for name, value in (body.model_extra or {}).items():
-        if value is not None:
-            field = f"{where}{name[:80]}"
-            raise InvalidRequest(f"Unrecognized request argument supplied: {field}", param=field)
+def foreign_type(where: str, kind: str, detail: str) -> InvalidRequest:
+    """The error for an object whose `type` is one that this server does not take."""
+    return unsupported(f"{where}.type", f"{kind[:40]!r}; {detail}")
 
 
 def count(field: str, value: int | None, *, least: int) -> int | None:
@@ -41,9 +43,25 @@ def in_range(field: str, value: float, low: float, high: float) -> float:
     return value
 
 
-def check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+def check_depth(field: str, value: dict[str, Any] | list[Any]) -> None:
+    """Refuse a value that is nested too deeply for what recurses over it: encoders, chat templates, clients."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [item for item in inner if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise too_deep(field, MAX_DEPTH)
+
+
+def too_deep(field: str, most: int) -> InvalidRequest:
+    """The error for a value with more than `most` levels."""
+    return invalid(field, f"{field} is nested too deeply; at most {most} objects and lists may be inside each other.")
+
+
+def check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
     """Refuse token ids outside [0, vocab_size)."""
-    for token in ids:
+    for token in (min(ids, default=0), max(ids, default=0)):  # in a loop of C: there may be many
         if not 0 <= token < vocab_size:
             raise invalid(field, f"{field} has the token id {show(token)}; this model's ids are 0 to {vocab_size - 1}.")
 

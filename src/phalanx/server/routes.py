@@ -1,6 +1,7 @@
-"""OpenAI's endpoints. Each request is read, parsed, given slots, tokenised, generated and answered, in this order.
+"""The endpoints that generate, of all dialects.
 
-Other modules decide: `validate.py` what a field means, the journal whether there is room, `app.py` which status an
+Each request is read, parsed, given slots, tokenised, generated and answered, in this order. Other modules decide: a
+dialect what a field means and how an answer is written, the journal whether there is room, `app.py` which status an
 error has. Does not know the engine process.
 """
 
@@ -10,105 +11,169 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack, aclosing
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 from msgspec import Struct
-from starlette.responses import JSONResponse
+from msgspec.structs import replace
 
 from phalanx.config import ServerConfig
-from phalanx.errors import PhalanxError
-from phalanx.server.answers import ChatFormat, CompletionFormat, Delta, ResponseFormat, ResponseHead, timing_json
+from phalanx.edge.migration import RESUME, Resume
+from phalanx.errors import InvalidRequest, PhalanxError
+from phalanx.server.answers import Delta, Failure, ResponseHead, Usage, timing_json
+from phalanx.server.chat_encoding import ChatEncoder, Encoded
+from phalanx.server.dialects.answer_format import AnswerFormat
+from phalanx.server.dialects.dialect import Asked, Dialect, Known
 from phalanx.server.generation import Generation
-from phalanx.server.intake import cache_salt, read_body
+from phalanx.server.grammar_checks import GrammarChecks
+from phalanx.server.intake import BodyMemory, Intake
 from phalanx.server.journal import Journal
+from phalanx.server.json_pieces import to_json
 from phalanx.server.metrics import Metrics
-from phalanx.server.parsed import Options, Served
-from phalanx.server.prompts import Prompts
-from phalanx.server.schema import ChatBody, CompletionBody
-from phalanx.server.stream import DONE, KEEP_ALIVE, EventStream, disconnected, event
-from phalanx.server.validate import parse_chat, parse_completion, plan_sequences
+from phalanx.server.migration import Migration, migration_of, recorded
+from phalanx.server.parsed import ChatRequest, CompletionRequest, Options, Served
+from phalanx.server.prompts import SHORT, Prompts
+from phalanx.server.schema import Body
+from phalanx.server.stream import EventStream, disconnected
+from phalanx.server.validate import check_echoed, plan_sequences
+from phalanx.types import ModelInfo
 
+FEW_SCORED = 1024  # log-probabilities that are written on the event loop, in 3 ms
+CHARS = 256  # that are written in the time of one log-probability
+LINES = "application/x-ndjson"  # the media type of streams that are no server-sent events
 CLIENT_GONE = 499  # nginx's status for its log; the client, which has left, never sees it
 
-ErrorObject = Callable[[PhalanxError], Mapping[str, Any]]
+B = TypeVar("B", bound=Body)
 
 
 class Job(Struct, frozen=True, kw_only=True):
     """A parsed request that is not tokenised yet."""
 
     options: Options
-    encode: Callable[[int], Coroutine[Any, Any, list[list[int]]]]  # (max_model_len) -> token ids of each prompt
+    encode: Callable[[int], Coroutine[Any, Any, Encoded]]  # (max_model_len) -> prompts, what else the engine needs
     n_prompts: int
-    field: str  # "prompt" or "messages", for errors
-    id: str
-    format: Callable[[ResponseHead], ResponseFormat]
+    field: str  # that holds the prompts, for errors
+    group: str  # of its sequences; new, so that they are not taken for those of an answer that ends just now
+    id: str  # of the answer
+    created: int  # seconds since 1970
+    format: Callable[[ResponseHead], AnswerFormat]
+    silence_s: float  # after which a stream's client is told that it goes on
     texts: tuple[str | None, ...] = (None,)  # per prompt; None if the client sent token ids or messages
     echo: bool = False
-    salt: str = ""  # of the prefix cache
+    owner: str = ""  # whose API key it has; see `ApiKeys.owner`
+    memory: BodyMemory  # of the body, until the prompts are tokenised
+    migration: Migration | None = None  # None: nobody is told what a stream is made of
+
+    @property
+    def resume(self) -> Resume | None:
+        """What the stream goes on from; None if it begins here."""
+        return None if self.migration is None else self.migration.resume
+
+    @property
+    def n_choices(self) -> int:
+        """Of all prompts."""
+        return self.n_prompts * self.options.n
 
 
 class CompletionEndpoints:
-    """`/v1/chat/completions` and `/v1/completions`."""
+    """Answers requests of any dialect.
+
+    Args:
+        failure_of: what a client sees of an error.
+        numerics: of a server with this model; see `numerics.py`.
+    """
 
     def __init__(
         self,
         config: ServerConfig,
         served: Served,
+        intake: Intake,
         prompts: Prompts,
+        chats: ChatEncoder,
+        grammars: GrammarChecks,
         journal: Journal,
         metrics: Metrics,
-        error_object: ErrorObject,
+        failure_of: Callable[[PhalanxError], Failure],
+        numerics: Callable[[ModelInfo], str],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._served = served
+        self._intake = intake
         self._prompts = prompts
+        self._chats = chats
+        self._grammars = grammars
         self._journal = journal
         self._metrics = metrics
-        self._error_object = error_object
+        self._failure_of = failure_of
+        self._numerics = numerics
         self._clock = clock
 
-    async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`"""
-        parsed = parse_chat(await read_body(request, ChatBody, self._config.max_body_bytes), self._served)
+    def of(self, dialect: Dialect[B]) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of a dialect's requests."""
 
-        async def encode(limit: int) -> list[list[int]]:
-            return [await self._prompts.encode_chat(parsed.conversation, limit=limit)]
+        async def endpoint(request: Request) -> Response:
+            owner = request.state.owner
+            migration = migration_of(request.headers, self._config.admin_key)
+            with self._intake.memory(owner) as memory:
+                asked = await self._intake.read(
+                    request,
+                    dialect.body,
+                    lambda body: dialect.parse(body, self._served),
+                    memory,
+                    dialect.readers,
+                    bytes if migration is None else migration.body,
+                )
+                if migration is not None and migration.resume is not None and not _is_streamed(asked):
+                    raise InvalidRequest(f"{RESUME}: the request's answer is not streamed; send it again as it is.")
+                if isinstance(asked, Known):
+                    self._journal.require_ready()
+                    return Response(to_json(asked.answer(int(time.time()))), media_type="application/json")
+                job = _moving(self._job(asked, dialect, owner, memory), migration)
+                return await self._answer(request, job)
 
-        job = Job(
+        return endpoint
+
+    def _job(self, asked: Asked, dialect: Dialect[B], owner: str, memory: BodyMemory) -> Job:
+        id = f"{dialect.id_prefix}{uuid.uuid4().hex}"
+        silence_s = min(self._config.keepalive_seconds, dialect.longest_silence_s)
+        parsed = asked.request
+        if isinstance(parsed, ChatRequest):
+            return Job(
+                options=parsed.options,
+                encode=lambda limit: self._chats.encode(parsed, owner, limit),
+                n_prompts=1,
+                field=dialect.field,
+                group=id,
+                id=id,
+                created=int(time.time()),
+                format=asked.format,
+                silence_s=silence_s,
+                owner=owner,
+                memory=memory,
+            )
+        return Job(
             options=parsed.options,
-            encode=encode,
-            n_prompts=1,
-            field="messages",
-            id=f"chatcmpl-{uuid.uuid4().hex}",
-            format=ChatFormat,
-            salt=cache_salt(request.state.api_key),
-        )
-        return await self._answer(request, job)
-
-    async def complete(self, request: Request) -> Response:
-        """`POST /v1/completions`"""
-        parsed = parse_completion(await read_body(request, CompletionBody, self._config.max_body_bytes), self._served)
-
-        async def encode(limit: int) -> list[list[int]]:
-            return [await self._prompts.encode(prompt, limit=limit) for prompt in parsed.prompts]
-
-        job = Job(
-            options=parsed.options,
-            encode=encode,
+            encode=lambda limit: self._encode_texts(parsed, limit),
             n_prompts=len(parsed.prompts),
-            field="prompt",
-            id=f"cmpl-{uuid.uuid4().hex}",
-            format=CompletionFormat,
+            field=dialect.field,
+            group=id,
+            id=id,
+            created=int(time.time()),
+            format=asked.format,
+            silence_s=silence_s,
             texts=tuple(prompt if isinstance(prompt, str) else None for prompt in parsed.prompts),
             echo=parsed.echo,
-            salt=cache_salt(request.state.api_key),
+            owner=owner,
+            memory=memory,
         )
-        return await self._answer(request, job)
+
+    async def _encode_texts(self, parsed: CompletionRequest, limit: int) -> Encoded:
+        return Encoded(prompts=[await self._prompts.encode(prompt, limit=limit) for prompt in parsed.prompts])
 
     async def _answer(self, request: Request, job: Job) -> Response:
         if job.options.stream:
@@ -116,74 +181,163 @@ class CompletionEndpoints:
         return await unless_disconnected(request, self._whole(job))
 
     async def _whole(self, job: Job) -> Response:
-        with self._journal.reserve(job.n_prompts * job.options.n) as slots:
+        with self._journal.reserve(job.n_choices, job.owner) as slots:
             generation = await self._prepare(job)
             choices = await generation.choices(slots)
         timing = timing_json(generation.first_ending, None) if job.options.timing else None
-        body = job.format(self._head(job)).whole(choices, generation.usage(), timing)
-        return JSONResponse(body)
+        form, usage = job.format(self._head(job)), generation.usage()
+        body = await self._prompts.run(_size(job, choices), lambda: to_json(form.whole(choices, usage, timing)))
+        return Response(body, media_type="application/json")
 
     async def _stream(self, job: Job) -> Response:
         with ExitStack() as stack:
-            slots = stack.enter_context(self._journal.reserve(job.n_prompts * job.options.n))
+            slots = stack.enter_context(self._journal.reserve(job.n_choices, job.owner))
             generation = await self._prepare(job)
-            first = generation.begin(slots)  # errors up to here become an HTTP status
-            events = self._events(job, generation, slots.arrived, first)
-            return EventStream(events, stack.pop_all().close)
+            form = job.format(self._head(job))
+            if job.migration is not None:
+                await self._replay(job, job.migration, generation, form)
+            await generation.begin(slots)  # errors up to here become an HTTP status
+            events = self._events(job, form, generation, slots.arrived)
+            if job.migration is not None:
+                events = recorded(events, job.migration.ledger, lines=form.media_type == LINES)
+            return EventStream(events, stack.pop_all().close, form.media_type)
 
     async def _prepare(self, job: Job) -> Generation:
         info = self._journal.require_ready()
-        prompts = await job.encode(info.max_model_len)
-        requests = plan_sequences(
+        encoded = await job.encode(info.max_model_len)
+        prompts = encoded.prompts
+        job.memory.free()
+        answer = encoded.answer or job.options.answer
+        grammar = await self._grammars.output_grammar(answer, job.owner, encoded.whole)
+        plan = partial(
+            plan_sequences,
             job.options,
             prompts,
             field=job.field,
-            group=job.id,
-            seed=job.options.sampling.seed if job.options.seeded else secrets.randbits(64),
+            group=job.group,
+            seed=_seed(job),
             eos_ids=self._served.eos_ids,
             info=info,
             echo=job.echo,
-            cache_salt=job.salt,
+            owner=job.owner,
+            grammar=grammar,
         )
+        n_tokens = sum(map(len, prompts))
+        requests = plan() if n_tokens <= SHORT else await self._prompts.run(n_tokens, plan)
         echoes: list[str | None] = [None] * len(prompts)
         if job.echo:
             pairs = zip(job.texts, prompts, strict=True)
             echoes = [await self._prompts.decode(ids) if text is None else text for text, ids in pairs]
-        return Generation(self._prompts.tokenizer, job.options, requests, echoes)
+            check_echoed(sum(map(len, filter(None, echoes))), job.options.n)
+        ledger = None
+        if (migration := job.migration) is not None:
+            ledger, numerics = migration.ledger, self._numerics(info)
+            begin = partial(migration.begin, requests, id=job.id, created=job.created, echo=job.echo)
+            n_tokens += migration.n_known
+            requests = await self._prompts.run(n_tokens, partial(begin, numerics=numerics, info=info))
+        return Generation(
+            self._prompts.tokenizer, job.options, requests, echoes, id=job.id, reading=encoded.reading, ledger=ledger
+        )
+
+    async def _replay(self, job: Job, migration: Migration, generation: Generation, form: AnswerFormat) -> None:
+        """Bring decoders and format to the state of the server that sent what the client has."""
+        if (resume := migration.resume) is None:
+            return
+
+        def work() -> None:
+            form.opening(job.n_choices, None)
+            form.events(generation.replay(resume.choices), None)
+            form.next_number = resume.next_number
+
+        await self._prompts.run(migration.n_known, work)
 
     async def _events(
-        self, job: Job, generation: Generation, arrived: float, first: list[Delta]
+        self, job: Job, form: AnswerFormat, generation: Generation, arrived: float
     ) -> AsyncGenerator[bytes]:
         """The stream's bytes. An error becomes an event, because the status was sent before."""
-        form = job.format(self._head(job))
-        openings = [form.opening(index) for index in range(job.n_prompts * job.options.n)]
-        yield b"".join(event(chunk) for chunk in openings if chunk is not None) or KEEP_ALIVE
-        if first:
-            yield b"".join(event(form.chunk(delta)) for delta in first)
+        so_far = generation.usage_so_far() if job.options.continuous_usage else None
+        if job.resume is None:
+            yield form.opening(job.n_choices, so_far) or form.keep_alive
+        for delta in generation.opening():  # one by one: an echoed prompt may be long, and there may be many
+            yield await self._write(job, form, [delta], so_far)
         first_byte_s: float | None = None
+        last_s = self._clock()  # when the client was sent something
         try:
-            async with aclosing(generation.deltas(self._config.keepalive_seconds)) as deltas:
+            async with aclosing(generation.deltas(job.silence_s)) as deltas:
                 async for new in deltas:
-                    yield b"".join(event(form.chunk(delta)) for delta in new) or KEEP_ALIVE
-                    if first_byte_s is None and any(delta.text for delta in new):
+                    so_far = generation.usage_so_far() if job.options.continuous_usage else None
+                    written = await self._write(job, form, new, so_far)
+                    if new and not written and self._clock() - last_s < job.silence_s:
+                        continue  # nothing of this is shown
+                    yield written or form.keep_alive
+                    last_s = self._clock()
+                    if first_byte_s is None and any(delta.n_chars for delta in new):
                         first_byte_s = self._clock() - arrived
                         self._metrics.first_byte(first_byte_s)
         except PhalanxError as error:
-            yield event(self._error_object(error)) + DONE
+            if job.migration is not None:
+                job.migration.ledger.fail(error)
+            yield form.failure(self._failure_of(error))
             return
         timing = timing_json(generation.first_ending, first_byte_s) if job.options.timing else None
-        if job.options.include_usage or timing is not None or job.options.speculation:
-            yield event(form.usage_chunk(generation.usage(), timing))
-        yield DONE
+        usage = generation.usage()
+        n_scored = usage.completion * _scores_of_one(job)  # a dialect may repeat them
+        if n_scored <= FEW_SCORED:
+            yield form.closing(usage, timing)
+        else:
+            yield await self._prompts.run(n_scored, lambda: form.closing(usage, timing))
+
+    async def _write(self, job: Job, form: AnswerFormat, deltas: list[Delta], so_far: Usage | None) -> bytes:
+        """The events of some deltas. Those of a step are short; an echoed prompt is long, and may be scored."""
+        size = _size(job, deltas)
+        if size <= FEW_SCORED:
+            return form.events(deltas, so_far)
+        return await self._prompts.run(size, lambda: form.events(deltas, so_far))
 
     def _head(self, job: Job) -> ResponseHead:
+        options = job.options
         return ResponseHead(
             id=job.id,
-            created=int(time.time()),
-            model=job.options.model,
-            logprobs=job.options.sampling.logprobs is not None,
-            null_usage=job.options.stream and job.options.include_usage,
+            created=job.created,
+            model=options.model,
+            logprobs=options.sampling.logprobs is not None,
+            usage_at_end=options.include_usage or options.timing or options.speculation,
+            null_usage=options.stream and options.include_usage,
+            moves=0 if job.migration is None else job.migration.moves,
         )
+
+
+def _is_streamed(asked: Asked | Known) -> bool:
+    return isinstance(asked, Asked) and asked.request.options.stream
+
+
+def _moving(job: Job, migration: Migration | None) -> Job:
+    """The job of a stream that may move; with the answer that it is, if it has."""
+    if migration is None or not job.options.stream:
+        return job
+    if migration.resume is None:
+        return replace(job, migration=migration)
+    start = migration.resume.start
+    return replace(job, migration=migration, id=start.id, created=start.created)
+
+
+def _seed(job: Job) -> int:
+    """Of the sampling: the answer's, if it has begun, else the client's, or any."""
+    if job.resume is not None:
+        return job.resume.start.seed
+    return job.options.sampling.seed if job.options.seeded else secrets.randbits(64)
+
+
+def _size(job: Job, deltas: list[Delta]) -> int:
+    """How long these deltas take to write, in log-probabilities."""
+    n_scored = sum(len(delta.scored) for delta in deltas) * _scores_of_one(job)
+    return n_scored + sum(delta.n_chars for delta in deltas) // CHARS
+
+
+def _scores_of_one(job: Job) -> int:
+    """Log-probabilities of one token in the answer."""
+    top = job.options.sampling.logprobs
+    return 0 if top is None else 1 + top
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import gc
 import logging
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
 
 from phalanx.config import ServerConfig
+from phalanx.edge.acceptor import Acceptor, limits_within
+from phalanx.edge.listening import base_url
+from phalanx.edge.table import ConnectionTable, Deadlines, Place
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.server.app import create_app
+from phalanx.server.connections import Connection
 from phalanx.server.journal import Journal
-from phalanx.server.parsed import GenerationDefaults
-from phalanx.server.start import BACKLOG
+from phalanx.server.outputs.shapes import OutputShapes
+from phalanx.server.parsed import GenerationDefaults, served_names
+from phalanx.server.start import limits_of
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, ModelInfo
@@ -31,23 +36,14 @@ FLUSH_S = 5.0  # for the last bytes of responses, after the drain
 KEEP_ALIVE_S = 75  # longer than clients' pools keep an idle connection; else they send into one that is closing
 
 
-def base_url(host: str, port: int) -> str:
-    """The URL of the API for a client on this machine."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return f"http://{host}:{port}/v1"
-    if address.is_unspecified:
-        return f"http://127.0.0.1:{port}/v1"
-    return f"http://[{host}]:{port}/v1" if address.version == 6 else f"http://{host}:{port}/v1"
-
-
 class Server(uvicorn.Server):
     """uvicorn with a drain before its own shutdown. During the drain the server answers new requests with 503.
 
     Args:
-        listener: a bound and listening TCP socket.
+        listeners: bound and listening TCP sockets: of `config.port` and, if there is one, of `config.ollama_port`.
+            What is served at both, and within which limits, is the same.
         defaults: sampling parameters of requests that set none.
+        deadlines: how long clients may keep a connection waiting.
     """
 
     def __init__(
@@ -55,8 +51,9 @@ class Server(uvicorn.Server):
         config: ServerConfig,
         engine: EngineClient,
         tokenizer: Tokenizer,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         defaults: GenerationDefaults | None = None,
+        deadlines: Deadlines = Deadlines(),
     ) -> None:
         app = create_app(config, engine, tokenizer, defaults=defaults, on_failure=self._on_failure)
         super().__init__(
@@ -66,17 +63,23 @@ class Server(uvicorn.Server):
                 access_log=config.log_level == "debug",
                 log_config=None,
                 lifespan="on",
-                backlog=BACKLOG,
+                ws="none",
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 server_header=False,
                 timeout_graceful_shutdown=int(FLUSH_S),
             )
         )
-        self.port = int(listener.getsockname()[1])
+        self.port, *self.further_ports = (int(listener.getsockname()[1]) for listener in listeners)
         self._settings = config
         self._engine = engine
-        self._listener = listener
+        self._listeners = listeners
+        self._deadlines = deadlines
+        self._table = ConnectionTable(limits_within(limits_of(config)))
+        self._acceptors: list[Acceptor[Connection]] = []
         self._journal: Journal = app.state.journal
+        self._shapes: OutputShapes = app.state.shapes
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
@@ -91,7 +94,8 @@ class Server(uvicorn.Server):
             PhalanxError: the error of `engine.start`.
         """
         self._loop = asyncio.get_running_loop()
-        await self.serve(sockets=[self._listener])
+        gc.freeze()  # else a collection looks at every imported module, for 30 ms in which no stream goes on
+        await self.serve()
         if self._failure is not None:
             raise self._failure
         return self._exit_code
@@ -102,6 +106,30 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._drain)
 
     # uvicorn's hooks -------------------------------------------------------------------------------------------
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, and accept connections in uvicorn's place: it knows neither limits nor deadlines."""
+        await super().startup(sockets=[])
+        for listener in self._listeners:
+            acceptor = Acceptor(listener, self._table, self._connect, deadlines=self._deadlines, tls=self.config.ssl)
+            acceptor.start()
+            self._acceptors.append(acceptor)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more connections, and let uvicorn end those that are open."""
+        for acceptor in self._acceptors:
+            await acceptor.stop()
+        await super().shutdown(sockets=list(self._listeners))
+
+    def _connect(self, place: Place) -> Connection:
+        return Connection(
+            place,
+            self._table,
+            self._deadlines,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -123,23 +151,27 @@ class Server(uvicorn.Server):
     # The engine's listener -------------------------------------------------------------------------------------
 
     def on_ready(self, info: ModelInfo) -> None:
-        """Print the URL of the API, once."""
+        """Print the URL of the API, and in which forms the model calls tools and reasons, once."""
         if not self._announced:
             self._announced = True
-            names = self._settings.served_model_name or (self._settings.engine.model,)
-            url = base_url(self._settings.host, self.port)
-            print(f"phalanx is ready: {url} (model {names[0]})", flush=True)
+            tls = self._settings.ssl_certfile is not None
+            url = base_url(self._settings.host, self.port, tls=tls)
+            print(f"phalanx is ready: {url} (model {served_names(self._settings)[0]})", flush=True)
+            for port in self.further_ports:
+                other = base_url(self._settings.host, port, tls=tls).removesuffix("/v1")
+                print(f"for Ollama's clients: {other}", flush=True)
+            print(self._shapes.describe(), flush=True)
 
     def on_down(self, reason: str, will_restart: bool) -> None:
-        """End the server if the engine has failed before it was ever ready. Later failures are reported to clients."""
+        """End the server if the engine has failed for good, with the engine's exit code: supervisors see it."""
         if will_restart:
             log.warning("the engine went down and is being restarted: %s", reason)
             return
         log.error("the engine went down for good: %s", reason)
         if not self._announced:
             print(f"phalanx could not start: {reason}", file=sys.stderr, flush=True)
-            self._exit_code = self._engine.state.exit_code or ExitCode.CRASH
-            self.should_exit = True
+        self._exit_code = self._engine.state.exit_code or ExitCode.CRASH
+        self.should_exit = True
 
     def on_batch(self, batch: Batch) -> None:
         """Nothing to do: the journal handles batches."""

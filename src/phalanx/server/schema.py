@@ -1,128 +1,270 @@
-"""The JSON bodies that clients send, as pydantic models: names and types of fields.
+"""The JSON bodies that clients send: names, types and sizes of fields. `bodies.py` reads them.
 
-They describe the API in OpenAPI and refuse values of wrong types. Undeclared fields are kept, so that `validate.py` can
-refuse them by name. Does not know what values mean, nor which of them the server supports (`validate.py`).
+They also describe the API in OpenAPI. Does not know what values mean, nor which of them the server supports
+(`validate.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from msgspec import Meta, Struct
 
 INERT = "Accepted for compatibility; does not change the answer."
 LATER = "Not supported yet: anything but its neutral value is answered 400."
+INERT_IN_HISTORY = (
+    "id",
+    "annotations",
+    "cache_control",
+    "parsed",
+    "provider_specific_fields",
+    "reasoning_details",
+    "thinking_blocks",
+)
+"""Fields of messages that clients got from servers, or wrote for others, and send back in the history."""
+MAX_MESSAGES = 4096  # OpenAI takes 2,048
+MAX_PARTS = 4096  # of one message's content
+MAX_PROMPTS = 1024  # --max-prompts allows no more
+MAX_TOOLS = 512  # OpenAI takes 128; clients that join several tool servers send more
+MAX_CALLS = 256  # of one message
 
 
-class Body(BaseModel):
-    """Strict types ("5" is not 5); unknown fields are kept in `model_extra`."""
-
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+class Body(Struct, forbid_unknown_fields=True):
+    """Types are strict ("5" is not 5), and null counts as absent."""
 
 
-class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="One more chunk with `usage` and no choices, at the end.")
-    include_obfuscation: bool | None = Field(None, description="Only false: no padding is ever added.")
+class TolerantBody(Body, forbid_unknown_fields=False):
+    """Unknown fields are passed over, for dialects whose clients send new ones every month."""
 
 
-class ContentPart(Body):
-    type: str = Field(description='Only "text".')
+def _field(text: str) -> Meta:
+    return Meta(description=text)
+
+
+PROMPT = Meta(
+    extra_json_schema={
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "maxItems": MAX_PROMPTS},
+            {"type": "array", "items": {"type": "integer"}},
+            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "maxItems": MAX_PROMPTS},
+        ]
+    }
+)
+
+
+class StreamOptions(Body, kw_only=True):
+    include_usage: Annotated[bool | None, _field("One more chunk with `usage` and no choices, at the end.")] = None
+    continuous_usage_stats: Annotated[bool | None, _field("The `usage` so far in every chunk.")] = None
+    include_obfuscation: Annotated[bool | None, _field("Only false: no padding is ever added.")] = None
+
+
+class ContentPart(Body, kw_only=True):
+    type: Annotated[str, _field('Only "text".')]
     text: str | None = None
+    cache_control: Annotated[Any, _field(INERT)] = None
+    image_url: Annotated[Any, _field(LATER)] = None
+    input_audio: Annotated[Any, _field(LATER)] = None
+    file: Annotated[Any, _field(LATER)] = None
 
 
-class ChatMessage(Body):
-    role: str = Field(description="system, developer, user or assistant.")
-    content: str | list[ContentPart] | None = None
+class FunctionBody(Body, kw_only=True):
+    name: Annotated[str, _field("1 to 128 of A-Z, a-z, 0-9, `_`, `-`, `.`")]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, _field("JSON schema of the arguments, an object.")] = None
+    strict: Annotated[
+        bool | None, _field("Calls that have to be made obey the schema anyway; others are as the model writes them.")
+    ] = None
+
+
+class ToolBody(Body, kw_only=True):
+    type: Annotated[str, _field('Only "function".')]
+    function: FunctionBody
+    cache_control: Annotated[Any, _field(INERT)] = None
+
+
+class CalledFunctionBody(Body, kw_only=True):
+    name: str
+    arguments: Annotated[
+        str | dict[str, Any] | None, _field("A JSON object, as text or as it is; empty for no arguments.")
+    ] = None
+    parsed_arguments: Annotated[Any, _field(INERT)] = None
+
+
+class ToolCallBody(Body, kw_only=True):
+    id: str
+    function: CalledFunctionBody
+    type: Annotated[str | None, _field('Only "function".')] = None
+    index: Annotated[Any, _field(INERT)] = None
+    cache_control: Annotated[Any, _field(INERT)] = None
+    provider_specific_fields: Annotated[Any, _field(INERT)] = None
+
+
+class ChatMessage(Body, kw_only=True):
+    role: Annotated[str, _field("system, developer, user, assistant or tool.")]
+    content: Annotated[
+        str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None,
+        _field("Only an assistant's message may be without."),
+    ] = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: str | None = Field(None, description=INERT)
-    tool_calls: list[Any] | None = Field(None, description=LATER)
+    refusal: Annotated[str | None, _field("The content of an assistant's message that has none.")] = None
+    id: Annotated[Any, _field(INERT)] = None
+    annotations: Annotated[Any, _field(INERT)] = None
+    cache_control: Annotated[Any, _field(INERT)] = None
+    parsed: Annotated[Any, _field(INERT)] = None
+    provider_specific_fields: Annotated[Any, _field(INERT)] = None
+    reasoning_details: Annotated[Any, _field(INERT)] = None
+    thinking_blocks: Annotated[Any, _field(INERT)] = None
+    tool_calls: Annotated[
+        Annotated[list[ToolCallBody], Meta(max_length=MAX_CALLS)] | None, _field("Of an assistant's message.")
+    ] = None
+    tool_call_id: Annotated[str | None, _field("Of a tool's message: the call it answers.")] = None
 
 
-class SamplingBody(Body):
+class JsonSchemaFormat(Body, kw_only=True):
+    name: Annotated[str, _field("Accepted for compatibility; the model is not shown it.")]
+    schema: Annotated[dict[str, Any], _field("A JSON schema that the answer matches.")]
+    description: Annotated[str | None, _field(INERT)] = None
+    strict: Annotated[bool | None, _field("Accepted for compatibility; the answer always matches the schema.")] = None
+
+
+class AnswerFormat(Body, kw_only=True):
+    """`response_format`"""
+
+    type: Annotated[str, _field("text, json_object or json_schema.")]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body, kw_only=True):
+    """`structured_outputs`, with vLLM's names: one of json, regex, choice, grammar and json_object."""
+
+    json: Annotated[dict[str, Any] | str | None, _field("A JSON schema, or its text.")] = None
+    regex: Annotated[str | None, _field("Matches the whole answer; no look-around.")] = None
+    choice: Annotated[list[str] | None, _field("The answer is one of these texts.")] = None
+    grammar: Annotated[str | None, _field("Lark, or llama.cpp's GBNF.")] = None
+    json_object: Annotated[bool | None, _field("The answer is a JSON object.")] = None
+    whitespace_pattern: Annotated[str | None, _field("Of JSON: what may stand between two of its tokens.")] = None
+    disable_any_whitespace: Annotated[bool | None, _field("Of JSON: nothing stands between two of its tokens.")] = None
+    disable_fallback: Annotated[bool | None, _field(INERT)] = None
+    disable_additional_properties: Annotated[bool | None, _field("Only false.")] = None
+    structural_tag: Annotated[str | None, _field(LATER)] = None
+
+
+class SamplingBody(Body, kw_only=True):
     """The fields that chat and text completions share."""
 
-    model: str | None = Field(None, description="A served model's name; the first one when left out.")
-    max_tokens: int | None = Field(None, description="Most output tokens; all the context has room for by default.")
-    n: int | None = Field(None, description="Number of choices per prompt.")
+    model: Annotated[str | None, _field("A served model's name; the first one when left out.")] = None
+    max_tokens: Annotated[
+        int | None,
+        _field("Most output tokens. Without it, 16 of a completion; of a chat, what there is room for."),
+    ] = None
+    n: Annotated[int | None, _field("Number of choices per prompt.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: int | None = Field(None, description="Any integer (taken modulo 2**64). The same seed gives the same tokens.")
-    temperature: float | None = Field(None, description="0 is greedy.")
+    seed: Annotated[int | None, _field("Any integer (taken modulo 2**64). The same seed gives the same tokens.")] = None
+    temperature: Annotated[float | None, _field("0 is greedy.")] = None
     top_p: float | None = None
-    top_k: int | None = Field(None, description="0 or -1 is off.")
+    top_k: Annotated[int | None, _field("0 or -1 is off.")] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token id (as a string) -> -100..100.")
-    stop: str | list[str] | None = Field(None, description="Up to 16 strings; the answer ends before the first.")
+    logit_bias: Annotated[dict[str, float] | None, _field("Token id (as a string) -> -100..100.")] = None
+    stop: Annotated[str | list[str] | None, _field("Up to 16 strings; the answer ends before the first.")] = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
-    timeout: float | None = Field(None, description='Seconds; afterwards the answer ends with "length". Ours.')
-    timing: bool | None = Field(None, description="Adds `timing` (seconds) beside `usage`. Ours.")
-    num_speculative_tokens: int | None = Field(
-        None, description="Tokens drafted for this request in a step, at most; 0: none. Changes speed only. Ours."
-    )
-    speculation: bool | None = Field(
-        None, description="Adds `completion_tokens_details` to `usage`: predicted tokens, accepted and rejected. Ours."
-    )
-    user: str | None = Field(None, description=INERT)
-    metadata: dict[str, Any] | None = Field(None, description=INERT)
-    store: bool | None = Field(None, description=INERT)
-    service_tier: str | None = Field(None, description=INERT)
-    safety_identifier: str | None = Field(None, description=INERT)
-    prompt_cache_key: str | None = Field(None, description=INERT)
+    timeout: Annotated[float | None, _field('Seconds; afterwards the answer ends with "length". Ours.')] = None
+    timing: Annotated[bool | None, _field("Adds `timing` (seconds) beside `usage`. Ours.")] = None
+    num_speculative_tokens: Annotated[
+        int | None, _field("Tokens drafted for this request in a step, at most; 0: none. Changes speed only. Ours.")
+    ] = None
+    speculation: Annotated[
+        bool | None,
+        _field("Adds `completion_tokens_details` to `usage`: predicted tokens, accepted and rejected. Ours."),
+    ] = None
+    response_format: Annotated[AnswerFormat | None, _field("What the answer looks like.")] = None
+    structured_outputs: Annotated[StructuredOutputs | None, _field("What the answer looks like, as in vLLM.")] = None
+    guided_json: Annotated[dict[str, Any] | str | None, _field("structured_outputs.json, by its older name.")] = None
+    guided_regex: Annotated[str | None, _field("structured_outputs.regex, by its older name.")] = None
+    guided_choice: Annotated[list[str] | None, _field("structured_outputs.choice, by its older name.")] = None
+    guided_grammar: Annotated[str | None, _field("structured_outputs.grammar, by its older name.")] = None
+    user: Annotated[str | None, _field(INERT)] = None
+    metadata: Annotated[dict[str, Any] | None, _field(INERT)] = None
+    store: Annotated[bool | None, _field(INERT)] = None
+    service_tier: Annotated[str | None, _field(INERT)] = None
+    safety_identifier: Annotated[str | None, _field(INERT)] = None
+    prompt_cache_key: Annotated[str | None, _field(INERT)] = None
+    prompt_cache_retention: Annotated[str | None, _field(INERT)] = None
+    cache_salt: Annotated[
+        str | None, _field("Cached prefixes are shared only between requests with the same salt.")
+    ] = None
+    best_of: Annotated[int | None, _field("Only the same number as n.")] = None
+    use_beam_search: Annotated[bool | None, _field("Only false.")] = None
+    length_penalty: Annotated[float | None, _field("Only 1.")] = None
+    bad_words: Annotated[list[str] | None, _field("Only an empty list.")] = None
+    priority: Annotated[int | None, _field("Only 0.")] = None
+    no_stop_trim: Annotated[bool | None, _field("Only false.")] = None
+    separate_reasoning: Annotated[bool | None, _field("Only true.")] = None
+    stream_reasoning: Annotated[bool | None, _field("Only true.")] = None
+    include_reasoning: Annotated[bool | None, _field("Only true.")] = None
+    return_hidden_states: Annotated[bool | None, _field("Only false.")] = None
 
 
-class ChatBody(SamplingBody):
+class ChatBody(SamplingBody, kw_only=True):
     """`POST /v1/chat/completions`"""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int | None, _field("The newer name of max_tokens.")] = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, description="0..20; needs logprobs.")
-    reasoning_effort: str | None = Field(None, description="Handed to the chat template.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
+    top_logprobs: Annotated[int | None, _field("0..20; needs logprobs.")] = None
+    reasoning_effort: Annotated[
+        str | None, _field('Handed to the chat template; "none" also sets its `enable_thinking` to false.')
+    ] = None
+    verbosity: Annotated[str | None, _field("Handed to the chat template.")] = None
+    echo: Annotated[bool | None, _field("Only false.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, _field("Variables for the chat template.")] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    parallel_tool_calls: bool | None = Field(None, description=INERT)
-    modalities: list[str] | None = Field(None, description='Only ["text"].')
-    response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}.')
-    tools: list[Any] | None = Field(None, description=LATER)
-    tool_choice: str | dict[str, Any] | None = Field(None, description=LATER)
-    functions: list[Any] | None = Field(None, description=LATER)
-    function_call: str | dict[str, Any] | None = Field(None, description=LATER)
+    parallel_tool_calls: Annotated[bool | None, _field("false: the answer ends with its first call.")] = None
+    modalities: Annotated[list[str] | None, _field('Only ["text"].')] = None
+    tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        _field('"auto", "required", {"type": "function", "function": {"name": ...}}, or "none": they are not shown.'),
+    ] = None
+    functions: Annotated[list[Any] | None, _field(LATER)] = None
+    function_call: Annotated[str | dict[str, Any] | None, _field(LATER)] = None
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(SamplingBody, kw_only=True):
     """`POST /v1/completions`"""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    echo: bool | None = Field(None, description="The prompt (and its logprobs) come before the answer.")
-    logprobs: int | None = Field(None, description="0..20 most likely tokens beside the chosen one.")
-    best_of: int | None = Field(None, description="Only the same number as n.")
-    suffix: str | None = Field(None, description=LATER)
+    prompt: Annotated[str | list[str | int | list[int]], PROMPT]  # a list's items are of one kind
+    echo: Annotated[bool | None, _field("The prompt (and its logprobs) come before the answer.")] = None
+    logprobs: Annotated[int | None, _field("0..20 most likely tokens beside the chosen one.")] = None
+    suffix: Annotated[str | None, _field(LATER)] = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Body, kw_only=True):
     """`POST /tokenize`: either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Body, kw_only=True):
     """`POST /detokenize`"""
 
     model: str | None = None

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import resource
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from phalanx.config import ServerConfig
-from phalanx.errors import ConfigError, ExitCode
+from phalanx.edge.listening import bind, check_certificate
+from phalanx.edge.table import ConnectionLimits, limits_for
+from phalanx.errors import ExitCode
+from phalanx.open_files import raise_limit
 from phalanx.server.parsed import GenerationDefaults
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 
-BACKLOG = 2048
-OPEN_FILES = 4096  # file descriptors; each connection takes one
+OPEN_FILES = 256  # besides one for each connection
 
 
 def serve(
@@ -37,19 +39,29 @@ def serve(
         defaults: sampling parameters of requests that set none.
 
     Raises:
-        ConfigError: the address cannot be bound; says which and what to do.
+        ConfigError: the address cannot be bound, or the certificate cannot be used; says which and what to do.
         PhalanxError: the error of the engine's start or of `load_tokenizer`. The engine is closed before.
     """
-    _allow_many_connections()
-    with bind(config.host, config.port) as listener:
-        return asyncio.run(_serve(config, engine, load_tokenizer, listener, defaults))
+    check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    raise_limit(limits_of(config).total + OPEN_FILES)
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(bind(config.host, config.port))]
+        if config.ollama_port is not None:
+            listeners.append(stack.enter_context(bind(config.host, config.ollama_port, "--ollama-port")))
+        return asyncio.run(_serve(config, engine, load_tokenizer, listeners, defaults))
+
+
+def limits_of(config: ServerConfig) -> ConnectionLimits:
+    """The limits that a server's settings ask for."""
+    requests = config.engine.max_num_seqs + config.queue
+    return limits_for(config.max_connections, config.max_connections_per_address, requests)
 
 
 async def _serve(
     config: ServerConfig,
     engine: EngineClient,
     load_tokenizer: Callable[[], Tokenizer],
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     defaults: GenerationDefaults | None,
 ) -> int:
     """Prepare a server and run it. SIGTERM during the preparation closes the engine; later the server handles it."""
@@ -66,7 +78,7 @@ async def _serve(
     if preparing.cancelled():
         return ExitCode.OK
     run, tokenizer = preparing.result()
-    code: int = await run.Server(config, engine, tokenizer, listener, defaults).run_until_ended()
+    code: int = await run.Server(config, engine, tokenizer, listeners, defaults).run_until_ended()
     return code
 
 
@@ -75,39 +87,3 @@ async def _prepare(engine: EngineClient, load_tokenizer: Callable[[], Tokenizer]
     await engine.launch()
     run = await asyncio.to_thread(importlib.import_module, "phalanx.server.run")
     return run, await asyncio.to_thread(load_tokenizer)
-
-
-def _allow_many_connections() -> None:
-    """Raise the soft limit of open files, which is often 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound and listening TCP socket; `port` 0 takes a free one.
-
-    Raises:
-        ConfigError: the port is taken or not allowed, or the host is not an address of this machine.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        # asyncio sets TCP_NODELAY only on sockets of protocol TCP; without it every chunk may wait 40 ms.
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"--host {host} is not an address: {error}.", remedy="Use 127.0.0.1 or 0.0.0.0.") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"Cannot listen on {host} port {port}: {error.strerror or error}.",
-            remedy="Choose another --port (0 picks a free one), or stop what uses it "
-            f"(`ss -ltnp 'sport = :{port}'` or `lsof -i :{port}` shows what).",
-        ) from error
-    listener.setblocking(False)
-    return listener

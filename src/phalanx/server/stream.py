@@ -9,9 +9,10 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+
+from phalanx.server.json_pieces import to_json
 
 log = logging.getLogger(__name__)
 
@@ -19,22 +20,30 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 SLOW_WRITE_S = 30.0  # a stream ends if its client reads nothing for so long
 HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer the events
 ]
 
-_encoder = msgspec.json.Encoder()
 _LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
 """Characters that JSON may contain, but that many clients take for the end of a line (httpx does: `str.splitlines`)."""
 
 
-def event(payload: object) -> bytes:
-    """One `data:` event."""
-    data = _encoder.encode(payload)
+def one_line(payload: object) -> bytes:
+    """JSON that no client takes for more than one line."""
+    data = to_json(payload)
     for char, escaped in _LINE_ENDS.items():
         data = data.replace(char, escaped)
-    return b"data: " + data + b"\n\n"
+    return data
+
+
+def event(payload: object) -> bytes:
+    """One `data:` event."""
+    return b"data: " + one_line(payload) + b"\n\n"
+
+
+def named_event(name: str, payload: object) -> bytes:
+    """One `data:` event with its name in an `event:` line before it."""
+    return b"event: " + name.encode() + b"\n" + event(payload)
 
 
 async def disconnected(receive: Receive) -> None:
@@ -48,8 +57,9 @@ async def disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """A response that sends each item of `events` at once, and calls `close` once, however it ends."""
 
-    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None], media_type: str) -> None:
         super().__init__()
+        self._head = [(b"content-type", f"{media_type}; charset=utf-8".encode()), *HEADERS]
         self._events = events
         self._close = close
 
@@ -70,7 +80,7 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         try:
-            await _send(send, {"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await _send(send, {"type": "http.response.start", "status": 200, "headers": self._head})
             async for chunk in self._events:
                 await _send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
             await _send(send, {"type": "http.response.body", "body": b"", "more_body": False})

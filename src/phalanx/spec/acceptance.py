@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from phalanx.spec.drafters import BUCKETS, Draft
+from phalanx.spec.drafters import BUCKETS, CERTAIN, Draft
 
 POOL_FADES = 0.95  # decay of a drafter's counts per draft: about the last 20 drafts count
 ROW_FADES = 0.85  # decay of one sequence's counts per draft: about the last 7 drafts count, since texts change
@@ -38,6 +38,8 @@ class Acceptance:
 
     def observe(self, bucket: int, right: bool) -> None:
         """Record whether a token of this bucket was right, given that all before it were. Changes state."""
+        if bucket == CERTAIN:
+            return
         self._counts[bucket] = self._counts[bucket][0] + right, self._counts[bucket][1] + 1.0
 
     @property
@@ -70,7 +72,7 @@ class AcceptanceTracker:
         found: dict[int, tuple[float, Chances]] = {}
         for key in keys & self.pending.keys():
             (draft, at), rates = self.pending[key], self._rates(key)
-            likely = rates[draft.buckets[at]]
+            likely = _rate(rates, draft.buckets[at])
             found[key] = likely, _chances(rates, draft.buckets[at + 1 :], likely)
         return found
 
@@ -100,10 +102,14 @@ class AcceptanceTracker:
         return self._rows.get(key, self._pool).rates
 
 
+def _rate(rates: Sequence[float], bucket: int) -> float:
+    return 1.0 if bucket == CERTAIN else rates[bucket]
+
+
 def _chances(rates: Sequence[float], buckets: Sequence[int], chance: float) -> Chances:
     chances: Chances = []
     for bucket in buckets:
-        chance *= rates[bucket]
+        chance *= _rate(rates, bucket)
         if chance < MIN_CHANCE:
             break
         chances.append(chance)

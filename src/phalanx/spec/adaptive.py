@@ -133,10 +133,14 @@ class AdaptiveControl:
 
     def _fastest(self, chances: Mapping[int, Chances]) -> Choice:
         """The choice with the most tokens per second. No drafts if the non-speculative step is fastest or not measured
-        yet, or if the budget is spent. With a rich budget, unmeasured widths are assumed to be cheap: the cost of
-        kernels that work on blocks of tokens is a staircase."""
+        yet, or if the budget cannot pay for what the choice may lose: its cost, less the tokens that it gains for
+        certain. With a rich budget, unmeasured widths are assumed to be cheap: the cost of kernels that work on blocks
+        of tokens is a staircase."""
         best, most, rows = Choice({}), self._budget.spendable + OVERDRAFT, self._rows
-        if most <= 0 or not chances or self._costs.base(rows) is None:
+        if not chances or self._costs.base(rows) is None:
+            return best
+        sure = {key: row.count(1.0) for key, row in chances.items()}
+        if most <= 0 and not any(sure.values()):
             return best
         found = [(takes, gained, self._width(takes.values())) for takes, gained in self._candidates(chances)]
         widths = [width for _, _, width in found]
@@ -144,7 +148,8 @@ class AdaptiveControl:
         costs = self._costs.ratios(rows, widths, optimistic=most > GAINS_AT_RISK / 2)
         for (takes, gained, width), price, cost in zip(found, prices, costs, strict=True):
             speed = (1.0 + gained / rows) / cost
-            if speed > max(best.speed, MARGIN) and price - 1.0 <= most and width <= self._costs.reach(rows):
+            at_risk = price - 1.0 - sum(min(k, sure[key]) for key, k in takes.items()) / rows
+            if speed > max(best.speed, MARGIN) and at_risk <= max(0.0, most) and width <= self._costs.reach(rows):
                 best = Choice(takes, speed, cost)
         return best
 
@@ -209,6 +214,8 @@ class AdaptiveControl:
         if time.step_s is not None and (width > 1 or is_base):
             self._costs.observe(rows, width, time.step_s - (time.drafting_s if width == 1 else 0.0))
             base = self._costs.base(rows)
+        elif not self._gave_up_overlap:  # not overlapped for another's sake: of a grammar that forced tokens lately
+            self._costs.elapse()
         gained = sum(map(len, committed.values())) / rows - 1.0
         self._last_step_paid = gained > self._overlap_loss
         self._budget.charge_step(1.0 if base is None else self._cost(rows, width, base, time), gained)

@@ -17,6 +17,7 @@ SAMPLES = 5  # per kind of step; their median counts, of one or two the smaller,
 FRESH = 100  # steps for which the time of a non-speculative step is valid: measuring it costs 1 % of the gains
 SETTLED = 16  # the same once all sequences are new, with other context lengths; short answers have few steps
 HOLDS = 300  # steps for which a ratio is valid
+UNSURE = 16  # the same of a single measurement: one disturbed step must not rule out a width for `HOLDS` steps
 PER_TOKEN = 0.02  # least cost of one more token per row, and that before any measurement: memory-bound
 
 
@@ -38,6 +39,11 @@ class _Samples:
         self.values.append(value)
         self.value = median(self.values) if len(self.values) > 2 else min(self.values)
         self.at, self.arrivals = at, arrivals
+
+    @property
+    def holds(self) -> int:
+        """Steps for which a ratio is valid."""
+        return HOLDS if len(self.values) > 1 else UNSURE
 
 
 class CostCurve:
@@ -62,6 +68,10 @@ class CostCurve:
             if self._steps - samples.at > HOLDS:
                 samples.values.clear()
             samples.add(seconds / max(self._base[rows].value, 1e-9), self._steps)
+
+    def elapse(self) -> None:
+        """A step that cannot be compared: what was measured grows older. Changes state."""
+        self._steps += 1
 
     def base(self, rows: int) -> float | None:
         """Seconds of a non-speculative step; None if there are too few measurements or no recent ones."""
@@ -101,7 +111,8 @@ class CostCurve:
     def _measured(self, rows: int) -> dict[float, float]:
         """Valid ratios for this number of rows, else for the next smaller number that has any."""
         for measured_rows in sorted((r for r in self._ratios if r <= rows), reverse=True):
-            held = {w: max(1.0, s.value) for w, s in self._ratios[measured_rows].items() if self._steps - s.at <= HOLDS}
+            samples = self._ratios[measured_rows].items()
+            held = {width: max(1.0, s.value) for width, s in samples if self._steps - s.at <= s.holds}
             if held:
                 return held
         return {}

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 BUCKETS = 16  # number of confidence buckets; also the longest draft
+CERTAIN = BUCKETS
+"""Bucket of a token that cannot be wrong, because a grammar allows no other."""
 EVEN = 6  # bucket of a token with even odds, as estimated by the drafter
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Guessed tokens, one at least, and the confidence bucket of each: tokens of one bucket should be right about
-    equally often; how often is measured (`acceptance.py`). Without an estimate, the buckets are the positions."""
+    equally often; how often is measured (`acceptance.py`), except of `CERTAIN` ones. Without an estimate, the buckets
+    are the positions."""
 
     tokens: list[int]
     buckets: Sequence[int]

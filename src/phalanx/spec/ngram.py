@@ -8,10 +8,10 @@ latest places continue with the same token. Pure; O(run lengths) per token and p
 
 from __future__ import annotations
 
-from phalanx.config import NgramSpeculation
 from phalanx.spec import lookup
 from phalanx.spec.drafters import Draft, bucket
 from phalanx.spec.lookup import LookupDrafter, Place, Text, TextGroup
+from phalanx.speculation_config import NgramSpeculation
 
 COMPARED = 24  # tokens of context that are compared at most
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from phalanx.config import NgramSpeculation, Speculation, SpeculativeConfig
 from phalanx.errors import ConfigError
+from phalanx.speculation_config import NgramSpeculation, Speculation, SpeculativeConfig
 
 FLAG = "--speculative-config"
 EXAMPLE = """Methods are ngram, suffix, draft_model and random; '{"method": "ngram"}' is an example."""

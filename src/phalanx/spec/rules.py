@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 
-from phalanx.config import DraftModelSpeculation, SpeculativeConfig
 from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.budget import PROBE_SHARE
 from phalanx.spec.control import Committed, Control, StepTime, Unread, share_out
 from phalanx.spec.drafters import Draft
+from phalanx.speculation_config import DraftModelSpeculation, SpeculativeConfig
 
 FLOOR = 0.40  # rate of acceptance below which `FloorControl` switches drafts off (A8)
 BACKOFF = 20  # windows of steps for which it stays off before it tries again

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-from phalanx.model.sampling.metadata import SamplingMetadata, TokenCounts
+from phalanx.model.sampling.metadata import SamplingMetadata, TokenBiases, TokenCounts
 from phalanx.sched.sequence import Sequence
 
 
@@ -20,11 +20,13 @@ class SamplingMetadataCache:
         """Metadata of the token after the last known one. A later call changes the same object."""
         if (position := self._next.get(seq.number)) is None:
             history = TokenCounts(seq.request.prompt, [])
-            position = SamplingMetadata(sampling=seq.request.sampling, index=0, history=history)
+            biases = TokenBiases(seq.request.sampling.logit_bias)
+            position = SamplingMetadata(sampling=seq.request.sampling, index=0, history=history, biases=biases)
             self._next[seq.number] = position
         position.history.add(seq.tokens[seq.prompt_len + position.index :])
         position.index = seq.n_output
         position.banned = _banned(seq, position.index)
+        position.allowed = None
         return position
 
     def behind(self, seq: Sequence, drafts: Seq[int]) -> list[SamplingMetadata]:
@@ -44,7 +46,8 @@ class SamplingMetadataCache:
 
 def _after(seq: Sequence, first: SamplingMetadata, drafts: tuple[int, ...]) -> SamplingMetadata:
     index = first.index + len(drafts)
-    return SamplingMetadata(first.sampling, index, first.history, _banned(seq, index), drafts)
+    banned = _banned(seq, index)
+    return SamplingMetadata(first.sampling, index, first.history, banned, drafts, biases=first.biases)
 
 
 def _banned(seq: Sequence, index: int) -> frozenset[int]:

@@ -16,6 +16,7 @@ from phalanx.sched.plan import Commit, Step
 from phalanx.sched.sequence import Sequence
 from phalanx.spec.control import Committed, Control, StepTime, Unread
 from phalanx.spec.drafters import Drafter
+from phalanx.spec.grammars import Grammars
 from phalanx.spec.stats import SpecMeter
 
 
@@ -33,6 +34,7 @@ class Speculator:
     _vocab_size: int  # of the target; drafts are cut before a token outside it
     _most_rows: float = math.inf  # with more decoding rows there are no drafts
     _prefilling: Callable[[], Iterable[Sequence]] = tuple  # rows that the target prefills, and a draft model reads
+    _grammars: Grammars | None = None
     _without_drafts: bool = False  # the comparison wants no drafts in this step
     _pending: list[Committed] = field(default_factory=list)  # committed tokens of such steps
     _refused: bool = False  # all rows' requests refuse drafts: the control is not called
@@ -75,7 +77,8 @@ class Speculator:
             return {}
         self._observe_pending()
         if self._skip and not self._refused:
-            if self._skipping == {seq.number for seq in draftable}:
+            same = self._skipping == {seq.number for seq in draftable}
+            if same and (overlapped or self._grammars is None or not self._grammars.forces(self._skipping)):
                 return {}
             self._skip = 0
         for seq in draftable:
@@ -91,6 +94,8 @@ class Speculator:
         wanted = {number: n for number, n in asked.items() if number not in unread}
         drafts = self._drafter.draft(wanted) if wanted else {}
         known = {number: cut for number, draft in drafts.items() if (cut := draft.within(self._vocab_size)).tokens}
+        if self._grammars is not None:
+            known = self._grammars.constrain(known, useful, force=not overlapped)
         chosen = self._control.choose(known) if known else {}
         return {number: known[number].tokens[:k] for number, k in chosen.items()}
 
@@ -108,7 +113,7 @@ class Speculator:
             return
         fed = {n: valid - 1 for f in step.forwards if f.sample for n, valid in zip(f.seqs, f.valid, strict=True)}
         drafted = {number: k for number, k in fed.items() if k}
-        self.meter.count((k, len(verified[number]) - 1) for number, k in drafted.items())
+        self.meter.count((k, max(0, len(verified[number]) - 1)) for number, k in drafted.items())
         committed = {commit.seq: commit.tokens for commit in commits if commit.tokens}
         if self.meter.comparison is not None and not step.ops and all(f.sample for f in step.forwards):
             self.meter.comparison.end(sum(map(len, committed.values())))
@@ -135,7 +140,7 @@ class Speculator:
     def _follow(self, seq: Sequence) -> None:
         if seq.number not in self._followed:
             self._followed.add(seq.number)
-            self._drafter.begin(seq.number, seq.tokens, seq.request.cache_salt)
+            self._drafter.begin(seq.number, seq.tokens, seq.request.sharing)
 
     def _extend(self, committed: Committed) -> None:
         for number in committed.keys() & self._followed:

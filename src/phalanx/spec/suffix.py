@@ -13,10 +13,10 @@ token costs two entries of an index, and only the latest places count (`lookup.P
 
 from __future__ import annotations
 
-from phalanx.config import SuffixSpeculation
 from phalanx.spec import lookup
 from phalanx.spec.drafters import Draft, bucket
 from phalanx.spec.lookup import LookupDrafter, Place, Text, TextGroup
+from phalanx.speculation_config import SuffixSpeculation
 
 RUNS = (6, 2, 1)
 """Run lengths that are looked up, the longest first; the first one with places decides. A single token is enough in

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from types import MappingProxyType
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from phalanx.model.sampling.sampler import sample
 from phalanx.sched.commit import accept
 from phalanx.sched.plan import Forward
 from phalanx.sched.sequence import Sequence
+from phalanx.spec.grammars import Masks, constrain_sampling
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.types import TokenLogprobs
 
@@ -25,8 +27,9 @@ from phalanx.types import TokenLogprobs
 class Verified(NamedTuple):
     """By sequence number: accepted drafts and the token drawn after them, and as many log-probabilities if wanted."""
 
-    tokens: dict[int, list[int]]  # 1..k + 1 each
+    tokens: dict[int, list[int]]  # 1..k + 1 each; fewer where nothing was left to draw
     logprobs: dict[int, list[TokenLogprobs]]
+    nothing_left: set[int]  # sequences for which no token can be drawn after these
 
 
 def verify(
@@ -35,6 +38,7 @@ def verify(
     metadata: SamplingMetadataCache,
     also_evaluate: Seq[mx.array] = (),
     meanwhile: Callable[[mx.array], None] | None = None,
+    masks: Masks = MappingProxyType({}),
 ) -> Verified:
     """Draw a token after every fed token of sampling forwards, and accept drafts.
 
@@ -42,21 +46,32 @@ def verify(
         outputs: forwards with their logits [rows, L, V].
         also_evaluate: arrays to evaluate with the logits (the caches that the forwards wrote).
         meanwhile: as of `sample`.
+        masks: what may be drawn after the fed tokens, for sequences with grammars.
 
     Raises:
         NonFiniteLogits: a row of logits that is needed holds NaN or infinity.
     """
-    verified = Verified({}, {})
+    verified = Verified({}, {}, set())
     if not outputs:
         return verified
     fed = [row for forward, _ in outputs for row in zip(forward.seqs, forward.tokens, forward.valid, strict=True)]
     rows = [(number, tokens[1:valid]) for number, tokens, valid in fed]
-    positions = [position for number, drafts in rows for position in metadata.behind(sequences[number], drafts)]
+    positions = []
+    for number, drafts in rows:
+        places = metadata.behind(sequences[number], drafts)
+        if number in masks:
+            constrain_sampling(places, masks[number])
+        positions += places
     logits = [_needed(forward, logits) for forward, logits in outputs]
     sampled = sample(logits[0] if len(logits) == 1 else mx.concatenate(logits), positions, also_evaluate, meanwhile)
     start = 0
     for number, drafts in rows:
-        tokens = verified.tokens[number] = list(accept(drafts, sampled.tokens[start : start + len(drafts) + 1]))
+        tokens = list(accept(drafts, sampled.tokens[start : start + len(drafts) + 1]))
+        left = next((i for i in range(len(tokens)) if start + i in sampled.nothing_left), len(tokens))
+        if left < len(tokens):
+            verified.nothing_left.add(number)
+            del tokens[left:]
+        verified.tokens[number] = tokens
         if scored := [entry for entry in sampled.logprobs[start : start + len(tokens)] if entry is not None]:
             verified.logprobs[number] = scored
         start += len(drafts) + 1

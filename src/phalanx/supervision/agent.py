@@ -1,9 +1,9 @@
 """The agent of a host runs one process for the server on the first host (design: Fail-stop, then resume).
 
-The agent listens on one address and authenticates the server by the cluster's secret. It starts the command that the
-server sends, copies the process's output to the server and to its own stderr, and reports the exit status. When the
-connection closes or is silent for `SILENT_S`, the agent ends the process: the server is gone, and the next one starts
-all ranks anew. Does not know what the process does, nor why it is started.
+The agent listens on one address and takes orders from the first host of its cluster alone. It starts a rank or Open
+MPI's daemon (`programs.py`), copies the process's output to the server and to its own stderr, and reports the exit
+status. When the connection closes or is silent for `SILENT_S`, the agent ends the process: the server is gone, and the
+next one starts all ranks anew. Does not know what the process does, nor why it is started.
 """
 
 from __future__ import annotations
@@ -16,51 +16,52 @@ import os
 import signal
 import socket
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.config import environment
 from phalanx.dist.ports import free_ports
 from phalanx.errors import ConfigError, ExitCode, FrameError
 from phalanx.supervision.agent_protocol import (
-    HANDSHAKE_S,
     SILENT_S,
     AgentConnection,
     AskPorts,
-    Challenge,
     Ended,
     KeepAlive,
     Output,
     Ports,
-    Proof,
-    Run,
+    RunDaemon,
+    RunRank,
     Signal,
     Started,
     ToAgent,
     Welcome,
-    nonce,
-    proof,
-    proves,
 )
+from phalanx.supervision.programs import DAEMON, daemon, rank
+from phalanx.supervision.tls_listener import TlsListener
+from phalanx.tls.credentials import Credentials, accepting
 
 log = logging.getLogger("phalanx.agent")
 
-GRACE_S = 2.0  # between SIGTERM and SIGKILL
+GRACE_S = 2.0  # between SIGTERM and SIGKILL: a rank has nothing to save
 LEAVE_S = 10.0  # after the agent's own SIGTERM: the server may end the process in order
 READ_BYTES = 1 << 16  # largest piece of output per message
-FRAME_LIMIT = 1 << 20  # bytes per message after the handshake
 
 
 class Agent:
     """Runs one process at a time.
 
     Args:
-        secret: of the cluster; the server must prove that it knows it.
-        directory: for the files of `Run`. The agent makes it, and deletes it at the end.
+        credentials: this host's, which it read from `credentials_file`; the rank that it starts reads them as well.
+        directory: in which the agent makes a directory of its own, which it deletes at the end; and `directory` itself,
+            if the agent made that.
     """
 
-    def __init__(self, secret: str, directory: Path) -> None:
-        self._secret = secret
-        self._directory = directory
+    def __init__(self, credentials: Credentials, credentials_file: Path, directory: Path) -> None:
+        self._credentials = credentials
+        self._credentials_file = credentials_file
+        self._parent = directory
+        self._directory = directory  # while it listens, its own one in there
         self._process: _AgentProcess | None = None
         self._start_lock = asyncio.Lock()  # held while a process is replaced
 
@@ -68,51 +69,41 @@ class Agent:
         """Listen until SIGTERM or SIGINT. Returns the exit code.
 
         Raises:
-            ConfigError: the agent cannot listen on the address.
+            ConfigError: the agent cannot listen on the address, or not write into its directory.
         """
+        with _directory_in(self._parent) as self._directory:
+            await self._serve(host, port)
+        return ExitCode.OK
+
+    async def _serve(self, host: str, port: int) -> None:
         leave = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, leave.set)
+        listener = TlsListener(accepting(self._credentials, peers=[0]), self._accept)
         try:
-            listener = await asyncio.start_server(self._accept, host, port)
+            await listener.listen(host, port)
         except OSError as error:
             raise ConfigError(
                 f"The agent cannot listen on {host} port {port}: {error.strerror or error}.",
                 remedy="End what uses the port (`phalanx down`), or choose another with `phalanx up --agent-port`.",
             ) from error
         log.info("listening on %s port %d", host, port)
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         await leave.wait()
-        listener.close()
+        await listener.close()
         if self._process is not None:
             await self._process.finish(LEAVE_S)
-        for file in self._directory.iterdir():
-            file.unlink()
-        self._directory.rmdir()
-        return ExitCode.OK
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
         connection = AgentConnection(reader, writer, ToAgent)
+        connection.send(Welcome(sys.executable, str(self._directory), str(self._credentials_file)))
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                await self._authenticate(connection)
-            connection.limit = FRAME_LIMIT
             await self._handle_messages(connection)
-        except (FrameError, TimeoutError, ConnectionError) as error:
-            log.warning("a connection from %s ended: %s", writer.get_extra_info("peername"), error or "it fell silent")
+        except (FrameError, OSError) as error:  # TimeoutError is an OSError
+            said = "it fell silent" if isinstance(error, TimeoutError) else error
+            log.warning("the server's connection from %s ended: %s", address, said)
         finally:
             connection.close()
-
-    async def _authenticate(self, connection: AgentConnection) -> None:
-        """The handshake of `agent_protocol.py`, the agent's side."""
-        mine = nonce()
-        connection.send(Challenge(mine))
-        theirs = await connection.expect(Proof)
-        if not proves(theirs.mac, self._secret, "server", mine, theirs.nonce):
-            raise FrameError("it does not know this cluster's secret")
-        mac = proof(self._secret, "agent", mine, theirs.nonce)
-        connection.send(Welcome(mac, sys.executable, str(self._directory)))
 
     async def _handle_messages(self, connection: AgentConnection) -> None:
         """Answer the server until it closes the connection, then end the process that it started here."""
@@ -128,7 +119,7 @@ class Agent:
                         connection.send(KeepAlive())
                     case AskPorts():
                         connection.send(_ports(message))
-                    case Run() if process is None:
+                    case RunRank() | RunDaemon() if process is None:
                         process = await self._run(connection, message)
                     case Signal() if process is not None:
                         process.signal(message.number)
@@ -138,27 +129,26 @@ class Agent:
             if process is not None:
                 await process.finish(0.0)
 
-    async def _run(self, connection: AgentConnection, run: Run) -> _AgentProcess | None:
-        """Start the command, after ending an earlier connection's process. None if it cannot be started."""
+    async def _run(self, connection: AgentConnection, run: RunRank | RunDaemon) -> _AgentProcess | None:
+        """Start a program, after ending an earlier connection's process. None if it cannot be started."""
         async with self._start_lock:
             if self._process is not None:
                 await self._process.finish(0.0)
-            variables = {**environment(), **run.variables}
-            for name, text in run.files.items():
-                file = self._directory / f"{Path(name).name}.json"
-                file.write_text(text)
-                variables[name] = str(file)
             try:
+                for folder in (self._parent, self._directory):  # a cleaner of old files may have taken them
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                command, variables = rank(run, self._directory) if isinstance(run, RunRank) else daemon(run)
                 process = await asyncio.create_subprocess_exec(
-                    *run.command,
+                    *command,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                     env=variables,
                     start_new_session=True,
                 )
-            except OSError as error:
-                connection.send(Ended(ExitCode.CONFIG, f"{run.command[0]} cannot be run: {error.strerror or error}"))
+            except (OSError, ConfigError) as error:
+                name = "phalanx rank" if isinstance(run, RunRank) else DAEMON
+                connection.send(Ended(ExitCode.CONFIG, f"{name} cannot be run: {error}"))
                 return None
             connection.send(Started(process.pid))
             self._process = _AgentProcess(process, connection)
@@ -197,6 +187,26 @@ class _AgentProcess:
             done, _ = await asyncio.wait([self._report], timeout=seconds)
             if done:
                 return
+
+
+@contextlib.contextmanager
+def _directory_in(parent: Path) -> Iterator[Path]:
+    """A new directory, deleted at the end; so is its parent, if it was made for it and nothing else is in it."""
+    made = not parent.exists()
+    try:
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        own = tempfile.TemporaryDirectory(prefix="agent-", dir=parent)
+    except OSError as error:
+        raise ConfigError(
+            f"--directory {parent}: {error.strerror or error}.", remedy="Name a directory that can be written to."
+        ) from error
+    try:
+        with own as name:
+            yield Path(name)
+    finally:
+        if made:
+            with contextlib.suppress(OSError):  # not empty
+                parent.rmdir()
 
 
 def _ports(asked: AskPorts) -> Ports:

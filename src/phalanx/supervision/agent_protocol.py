@@ -1,79 +1,74 @@
-"""The protocol between a server and the agents of other hosts: messages, and a mutual proof of the cluster's secret.
+"""The protocol between a server and the agents of other hosts, inside TLS: each end knows that the other is the host
+that it means.
 
-    agent                          server
-    Challenge(nonce)        ->
-                            <-     Proof(own nonce, HMAC(secret, "server", both nonces))
-    Welcome(HMAC(secret, "agent", both nonces), python, directory)  ->
-                            <-     AskPorts, Run, Signal, KeepAlive
-    Ports, Started, Output, Ended, KeepAlive  ->
+    agent                                       server
+    Welcome(python, directory, credentials)  ->
+                                             <- AskPorts, RunRank, RunDaemon, Signal, KeepAlive
+    Ports, Started, Output, Ended, KeepAlive ->
 
-The server starts at most one process per connection, and the agent ends it with the connection. The messages are
-authenticated at the start and not encrypted. Does not know what the process does.
+The server starts at most one process per connection, and the agent ends it with the connection. Does not know what the
+process does, nor how connections are made.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import secrets
-from typing import TypeVar
+import ssl
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from phalanx.dist.frames import frame, read_frame
-from phalanx.dist.handshake import prove
 from phalanx.errors import FrameError
+from phalanx.tls.failures import explain
 
-NONCE_BYTES = 32
-UNAUTHENTICATED_LIMIT = 4096  # bytes per message before the handshake is over
-HANDSHAKE_S = 5.0
+ANSWER_S = 5.0  # for an answer that takes the other end no work
+FRAME_LIMIT = 1 << 20  # bytes per message, either way
 KEEP_ALIVE_S = 0.5  # between two `KeepAlive` messages
 SILENT_S = 2.5  # without a message the other end counts as gone; a little longer than between ranks
 
-
-class Challenge(Struct, frozen=True, tag=True):
-    """The agent's first message."""
-
-    nonce: bytes
-
-
-class Proof(Struct, frozen=True, tag=True):
-    """The server proves that it knows the secret."""
-
-    nonce: bytes
-    mac: bytes
+AgentPath = Annotated[str, Meta(pattern=r"^/[^\x00-\x1f\x7f]*\Z", max_length=4096)]
+"""A whole path, so that it can be no option and no separator of the command lines that it becomes a part of."""
+FileVariable = Literal["MLX_HOSTFILE", "MLX_IBV_DEVICES"]
+"""Environment variables that name a file for MLX's backend."""
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """The agent proves that it knows the secret. `python`: its interpreter; `directory`: for files and sockets."""
+    """The agent's first message. Paths on its host: its interpreter, a directory for sockets, its credentials' file."""
 
-    mac: bytes
-    python: str
-    directory: str
+    python: AgentPath
+    directory: AgentPath
+    credentials: AgentPath
 
 
 class AskPorts(Struct, frozen=True, tag=True):
     """Ask for `count` free TCP ports on an address of the agent's host."""
 
     address: str
-    count: int
+    count: Annotated[int, Meta(ge=1, le=64)]
 
 
 class Ports(Struct, frozen=True, tag=True):
     """Ports that were free when the agent looked. Empty, with `problem` and `remedy`, if it found none."""
 
-    numbers: list[int]
+    numbers: list[Annotated[int, Meta(ge=1, le=65535)]]
     problem: str = ""
     remedy: str = ""
 
 
-class Run(Struct, frozen=True, tag=True):
-    """Start a process. The agent first ends the process of an earlier connection."""
+class RunRank(Struct, frozen=True, tag=True):
+    """Start `phalanx rank`. The agent first ends the process of an earlier connection."""
 
-    command: list[str]
+    arguments: list[str]
     variables: dict[str, str] = {}
-    files: dict[str, str] = {}  # variable -> text; the agent writes a file and sets the variable to its path
+    files: dict[FileVariable, str] = {}  # -> text; the agent writes a file and sets the variable to its path
+
+
+class RunDaemon(Struct, frozen=True, tag=True):
+    """Start Open MPI's daemon `prted`, as `RunRank` starts a rank."""
+
+    arguments: list[str]
 
 
 class Started(Struct, frozen=True, tag=True):
@@ -91,22 +86,22 @@ class Output(Struct, frozen=True, tag=True):
 class Ended(Struct, frozen=True, tag=True):
     """The process has ended. `status` is negative for a signal; `problem` says why a process could not start."""
 
-    status: int
+    status: Annotated[int, Meta(ge=-64, le=255)]
     problem: str = ""
 
 
 class Signal(Struct, frozen=True, tag=True):
     """Send a signal to the process and its descendants."""
 
-    number: int
+    number: Annotated[int, Meta(ge=1, le=31)]
 
 
 class KeepAlive(Struct, frozen=True, tag=True):
     """Heartbeat. The server sends it, the agent answers it."""
 
 
-ToAgent = Proof | AskPorts | Run | Signal | KeepAlive
-FromAgent = Challenge | Welcome | Ports | Started | Output | Ended | KeepAlive
+ToAgent = AskPorts | RunRank | RunDaemon | Signal | KeepAlive
+FromAgent = Welcome | Ports | Started | Output | Ended | KeepAlive
 
 Expected = TypeVar("Expected")
 
@@ -122,7 +117,6 @@ class AgentConnection:
         self._reader = reader
         self._writer = writer
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(union)
-        self.limit = UNAUTHENTICATED_LIMIT  # bytes per received message
 
     def send(self, message: object) -> None:
         """Queue a message without blocking; does nothing on a closed connection."""
@@ -133,9 +127,15 @@ class AgentConnection:
         """The next message; None after the other end has closed.
 
         Raises:
-            FrameError: the bytes are not a message of this protocol, or exceed `limit`.
+            FrameError: the bytes are not a message of this protocol, exceed the limit, or were changed on the way; or
+                the other end refuses the connection.
         """
-        payload = await read_frame(self._reader, self.limit)
+        try:
+            payload = await read_frame(self._reader, FRAME_LIMIT)
+        except ssl.SSLError as error:
+            refused = "ALERT" in (error.reason or "")
+            said = "It refuses the connection" if refused else "Its bytes were changed on the way"
+            raise FrameError(f"{said} ({explain(error)}).") from error
         try:
             return None if payload is None else self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
@@ -156,19 +156,3 @@ class AgentConnection:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def nonce() -> bytes:
-    """`NONCE_BYTES` random bytes."""
-    return secrets.token_bytes(NONCE_BYTES)
-
-
-def proves(mac: bytes, secret: str, role: str, agents: bytes, servers: bytes) -> bool:
-    """Whether both nonces have their length and `mac` is the proof for this secret and role. Constant time."""
-    whole = len(agents) == len(servers) == NONCE_BYTES
-    return whole and hmac.compare_digest(mac, proof(secret, role, agents, servers))
-
-
-def proof(secret: str, role: str, agents: bytes, servers: bytes) -> bytes:
-    """The MAC by which a role ("agent" or "server") proves that it knows the secret; over both nonces."""
-    return prove(secret.encode(), role, agents, servers)

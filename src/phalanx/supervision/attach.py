@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from pathlib import Path
 
@@ -40,15 +41,14 @@ class AttachedEngine(EngineConnection):
         Raises:
             ConfigError: a file has this path, or the socket cannot be made.
         """
-        if self._path.is_socket():
-            self._path.unlink()  # left by a killed server: a live one would still hold the HTTP port
         try:
-            self._listener = await asyncio.start_unix_server(self._accept, self._path)
+            if self._path.is_socket():
+                self._path.unlink()  # left by a killed server: a live one would still hold the HTTP port
+            self._listener = await asyncio.start_unix_server(self._accept, sock=_bound(self._path))
         except OSError as error:
             raise ConfigError(
                 f"--attach {self._path}: {error.strerror or error}.", remedy="Name a new file."
             ) from error
-        self._path.chmod(0o600)
         reason = f"waiting for `phalanx rank --socket {self._path}`"
         self._state = replace(self._state, reason=reason)
 
@@ -91,3 +91,19 @@ class AttachedEngine(EngineConnection):
             if self._failure is not None:
                 reason = self._failure.message
             self._report_down("restarting", reason, None)
+
+
+def _bound(path: Path) -> socket.socket:
+    """A Unix socket to which only this user can connect: nobody can before it listens, and then it is private.
+
+    Raises:
+        OSError: a file has this path, or the socket cannot be made.
+    """
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.bind(str(path))
+        path.chmod(0o600)
+    except OSError:
+        made.close()
+        raise
+    return made

@@ -41,6 +41,7 @@ class EngineConnection(EngineClient):
         self._pings: dict[int, asyncio.Future[EngineStats]] = {}
         self._nonce = 0
         self._last_message_at = 0.0  # monotonic seconds
+        self._ready_at: float | None = None  # monotonic seconds, of the leader that is or was connected last
         self._failure: Failed | None = None
 
     @property
@@ -98,6 +99,7 @@ class EngineConnection(EngineClient):
                 self._state = replace(self._state, phase=phase, reason=reason, progress=progress)
             case Ready():
                 self._info = message.info
+                self._ready_at = time.monotonic()
                 self._state = replace(self._state, phase="ready", reason="", down_since=None, progress=None)
                 self.emit_ready(message.info)
             case Failed():

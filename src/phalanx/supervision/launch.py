@@ -1,17 +1,18 @@
 """Starts the processes of a group on this machine, and finds and ends those that are left.
 
-A group is one process per rank, or one `mpirun` that starts the ranks. Every start gets new ports, a new nonce and a
-new secret. Does not know why a group ended or whether it starts again (`process.py`).
+A group is one process per rank, or one `mpirun` that starts the ranks. Every start gets new ports, a new nonce and
+a new socket for control connections. Does not know why a group ended or whether it starts again (`process.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,9 +20,13 @@ from typing import Protocol
 import msgspec
 import psutil
 
-from phalanx.config import KERNELS_VARIABLE, SECRET_VARIABLE, EngineConfig, GroupConfig, environment
-from phalanx.dist.backend import ChosenBackend, environment_of, mpirun_command, ring_hostfile
+from phalanx.config import NONCE_BITS, RUN_PHALANX, EngineConfig, GroupConfig
+from phalanx.dist.backend import ChosenBackend, environment_of, mpi_directories, mpirun_command, ring_hostfile
+from phalanx.dist.gpus import usable_gpus, variables_of
 from phalanx.dist.ports import LOOPBACK, free_ports
+from phalanx.dist.topology import Topology
+from phalanx.environment import KERNELS_VARIABLE, child_environment
+from phalanx.errors import ConfigError
 
 
 class Child(Protocol):
@@ -41,7 +46,7 @@ class Child(Protocol):
     def send_signal(self, signal: int) -> None: ...
 
 
-NONCE_BITS = 48
+CONTROL_SUFFIX = ".ctl"  # of the control connections' socket; no longer than ".sock", for paths have 104 bytes at most
 POLL_S = 0.05  # between two looks at processes that are ending
 
 
@@ -57,13 +62,15 @@ class RankProcesses:
     """The processes of one start.
 
     Args:
-        processes: name -> process; the names are "rank 0", "rank 1", ..., or "mpirun" alone.
+        processes: name -> process; the names are "rank 0", "rank 1", ..., or "mpirun", or "mpirun of stage 0", ...
         pid_files: rank -> the file in which the rank leaves its process id.
     """
 
     def __init__(self, processes: dict[str, Child], pid_files: Sequence[Path]) -> None:
         self.processes = processes
         self._pid_files = pid_files
+        self.numbers: dict[int, int] = {}
+        """Process id -> rank, of the ranks of this machine when the first process had ended."""
         self.killed = False
         """Whether a process had to be ended by SIGKILL."""
 
@@ -72,17 +79,16 @@ class RankProcesses:
         """The process id of rank 0, once it is known."""
         if (process := self.processes.get("rank 0")) is not None:
             return process.pid if process.returncode is None else None
-        return next(iter(self.rank_pids().values()), None)
+        return self.rank_pids().get(0)
 
     def rank_pids(self) -> dict[int, int]:
         """rank -> process id of the ranks of this machine that run."""
-        found = {}
+        return {rank: pid for rank, pid in self._written_pids() if _is_rank(pid)}
+
+    def _written_pids(self) -> Iterator[tuple[int, int]]:
         for rank, file in enumerate(self._pid_files):
             with contextlib.suppress(OSError, ValueError):
-                pid = int(file.read_text())
-                if _is_rank(pid):
-                    found[rank] = pid
-        return found
+                yield rank, int(file.read_text())
 
     async def first_end(self) -> End:
         """Wait until one of the processes has ended."""
@@ -92,6 +98,7 @@ class RankProcesses:
         finally:
             for task in waits:
                 task.cancel()
+        self.numbers = {pid: rank for rank, pid in self._written_pids()}
         # A process that a signal ended is the cause; the others exited because they lost it.
         ends = [End(waits[task], task.result()) for task in done]
         return min(ends, key=lambda end: (end.status >= 0, end.name))
@@ -127,55 +134,88 @@ class RankProcesses:
         return ", ".join(left or [f"rank {rank} (pid {pid})" for rank, pid in self.rank_pids().items()])
 
 
-async def start_ranks(config: EngineConfig, choice: ChosenBackend | None, socket_path: Path) -> RankProcesses:
-    """Start all ranks of a group.
+async def start_ranks(
+    config: EngineConfig, choice: ChosenBackend | None, socket_path: Path, *, shared_memory: Path | None = None
+) -> RankProcesses:
+    """Start all ranks of all stages.
 
     Args:
-        choice: None for a single rank, which needs no backend.
-        socket_path: on which the server process waits for rank 0.
+        choice: None where no stage has more than one rank, so that none needs a backend.
+        socket_path: on which the server process waits for rank 0, in a directory that only this user may enter.
+        shared_memory: directory for Open MPI's segments, else its own choice.
 
     Raises:
         OSError: a process cannot be started.
     """
-    base = [sys.executable, "-m", "phalanx", "rank", config.model, "--socket", str(socket_path)]
+    base = [sys.executable, *RUN_PHALANX, "rank", config.model, "--socket", str(socket_path)]
     base += ["--config", msgspec.json.encode(config).decode()]
-    size = config.tensor_parallel_size
-    pid_files = [pid_file(socket_path, rank) for rank in range(size)]
+    topology = Topology(config.widths)
+    pid_files = [pid_file(socket_path, rank) for rank in range(topology.size)]
     kernels = {} if config.cpu_kernels else {KERNELS_VARIABLE: "0"}
-    if choice is None:
+    if topology.size == 1:
         return RankProcesses({"rank 0": await spawn([*base, "--rank", "0"], kernels)}, pid_files)
-    ports = free_ports(1 + {"ring": size, "nccl": 1}.get(choice.backend, 0))
+    backend = None if choice is None else choice.backend
+    ports = free_ports(topology.size if backend == "ring" else 0)
     group = GroupConfig(
-        size=size,
-        backend=choice.backend,
+        size=topology.size,
+        widths=topology.widths,
+        backend=backend,
         nonce=secrets.randbits(NONCE_BITS),
-        control=f"{LOOPBACK}:{ports[0]}",
-        addresses=tuple(f"{LOOPBACK}:{port}" for port in ports[1:]) if choice.backend == "ring" else (),
-        ranks_here=size,
+        control=str(socket_path.with_suffix(CONTROL_SUFFIX)),
+        addresses=tuple(f"{LOOPBACK}:{port}" for port in ports),
+        ranks_here=topology.size,
     )
     base += ["--group", msgspec.json.encode(group).decode()]
-    secret = {**kernels, SECRET_VARIABLE: secrets.token_hex(32)}
-    if choice.backend == "mpi":
-        variables = {**secret, **environment_of("mpi", None, None)}
-        command = mpirun_command(size, config.collective, base)
-        return RankProcesses({"mpirun": await spawn(command, variables)}, pid_files)
-    hostfile = socket_path.with_suffix(".hosts.json")
-    hostfile.write_text(ring_hostfile(group.addresses))
     processes: dict[str, Child] = {}
-    for rank in range(size):
-        meeting = f"{LOOPBACK}:{ports[-1]}"
-        variables = {**secret, **environment_of(choice.backend, rank, hostfile, size=size, meeting=meeting)}
-        processes[f"rank {rank}"] = await spawn([*base, "--rank", str(rank)], variables)
+    for stage in range(topology.n_stages):
+        ranks = topology.ranks(stage)
+        if backend == "mpi" and len(ranks) > 1:
+            own = {**kernels, **environment_of("mpi", None, None)}
+            own |= mpi_directories(socket_path.parent, shared_memory)
+            words = [*base, "--stage", str(stage)]
+            name = "mpirun" if topology.n_stages == 1 else f"mpirun of stage {stage}"
+            processes[name] = await spawn(mpirun_command(len(ranks), config.collective, words, _gpus(ranks)), own)
+        else:
+            processes |= await _start_each(base, group, ranks, socket_path.with_suffix(f".{stage}.json"), kernels)
     return RankProcesses(processes, pid_files)
 
 
+async def _start_each(
+    base: Sequence[str], group: GroupConfig, ranks: range, hostfile: Path, kernels: dict[str, str]
+) -> dict[str, Child]:
+    """Start the ranks of a stage, each as a process of this one."""
+    backend, meeting = group.backend, ""
+    if backend == "ring":
+        _write_hostfile(hostfile, [group.addresses[rank] for rank in ranks])
+    elif backend == "nccl":
+        meeting = f"{LOOPBACK}:{free_ports(1)[0]}"
+    processes: dict[str, Child] = {}
+    for tp_rank, rank in enumerate(ranks):
+        variables = {**kernels, **variables_of(rank, usable_gpus())}
+        if backend is not None and len(ranks) > 1:
+            variables |= environment_of(backend, tp_rank, hostfile, size=len(ranks), meeting=meeting)
+        processes[f"rank {rank}"] = await spawn([*base, "--rank", str(rank)], variables)
+    return processes
+
+
+def _write_hostfile(file: Path, addresses: Sequence[str]) -> None:
+    file.write_text(ring_hostfile(addresses))
+
+
+def _gpus(ranks: range) -> list[str]:
+    """This machine's GPUs, beginning with the one of the first of these ranks."""
+    gpus = list(usable_gpus())
+    first = ranks.start % len(gpus) if gpus else 0
+    return [*gpus[first:], *gpus[:first]]
+
+
 async def spawn(command: Sequence[str], variables: dict[str, str]) -> asyncio.subprocess.Process:
-    """Start a child process with a pipe for its stderr, in this process's environment plus `variables`."""
+    """Start a child process with a pipe for its stderr, in `child_environment` plus `variables`."""
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-        env={**environment(), **variables},
+        env={**child_environment(), **variables},
         process_group=0,  # Ctrl-C is for the server, which drains and then ends the ranks
     )
 
@@ -183,6 +223,24 @@ async def spawn(command: Sequence[str], variables: dict[str, str]) -> asyncio.su
 def pid_file(socket_path: Path, rank: int) -> Path:
     """The file in which a rank writes its process id, because mpirun and job schedulers do not report it."""
     return socket_path.with_name(f"{socket_path.name}.rank{rank}.pid")
+
+
+def write_pid_file(socket_path: Path, rank: int) -> None:
+    """Leave this process's id beside the server's socket. A link is not followed: others may write there.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    file = pid_file(socket_path, rank)
+    try:
+        file.unlink(missing_ok=True)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(str(os.getpid()))
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be written: {error.strerror}.",
+            remedy="The server's socket belongs in a directory of yours.",
+        ) from error
 
 
 def _is_rank(pid: int) -> bool:

@@ -2,18 +2,20 @@
 
 The supervisor (design: Fail-stop, then resume) starts the ranks, forwards their logs and pings the leader every second.
 It kills all ranks when the leader is silent for too long or one rank has ended, and starts them again unless a restart
-cannot help. Does not know requests: the server's journal submits unfinished ones again. Runs on one asyncio loop.
+cannot help. Ranks that could not join are no crash: a stranger may have connected to one of their ports, and the next
+start takes others. Does not know requests: the server's journal submits unfinished ones again. Runs on one asyncio
+loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -21,23 +23,33 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from phalanx.config import ClusterConfig, EngineConfig, runtime_dir
+from phalanx.config import EngineConfig
 from phalanx.dist.backend import ChosenBackend, choose
-from phalanx.errors import ConfigError, EngineUnavailable, ExitCode, HostUnreachable
+from phalanx.dist.gpus import shortage, usable_gpus
+from phalanx.environment import runtime_dir
+from phalanx.errors import ConfigError, EngineUnavailable, ExitCode, HostUnreachable, PhalanxError
+from phalanx.logs import RepeatCounter, kind_of
 from phalanx.supervision.engine_connection import EngineConnection, Streams
-from phalanx.supervision.hosts import start_on_hosts
+from phalanx.supervision.hosts import KnownCluster, start_on_hosts
 from phalanx.supervision.launch import Child, End, RankProcesses, pid_file, start_ranks
+from phalanx.supervision.owned_directory import OwnedDirectory
+from phalanx.supervision.restarts import Restarts
+from phalanx.text.printable import printable
 from phalanx.types import Shutdown
 
 log = logging.getLogger("phalanx.engine")
 
-RESTARTS = 3  # crashes within `RESTART_WINDOW_S` that are restarted; after one more the engine has failed
-RESTART_WINDOW_S = 300.0
+SHARED_MEMORY = Path("/dev/shm")  # Linux; Open MPI makes its segments there
 EXIT_WAIT_S = 5.0  # between Shutdown and SIGTERM, and between SIGTERM and SIGKILL
 GRACE_S = 3.0  # between one rank's end and SIGKILL for ranks that have not noticed it
+EXHAUSTED = (
+    errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EADDRINUSE,
+)  # fmt: skip
+"""Errors of a start for want of processes, memory, files, disk or ports: other programs may have taken all."""
 HOST_RETRY_S = 1.0  # between attempts to reach a host
 RDMA_COOL_DOWN_S = 30.0  # a JACCL device is busy for so long after a process that used it was killed (F7, EBUSY)
-MPIRUN_NOTICE = re.compile(r"process rank (\d+) with PID (\d+) on node (\S+) exited on\s+signal (\d+)")
+MPIRUN_NOTICE = re.compile(r"process rank (\d+) with PID (\d+) on node (\S+) exited on\s+signal (\d{1,3})\b")
+LINE_CHARS = 4000  # of a line of a rank's log
 STDERR_LINES = 20  # last lines of the ranks' logs, from which the reason of a crash is read
 
 
@@ -56,16 +68,15 @@ class EngineProcess(EngineConnection):
 
     Args:
         stall_s: seconds without an answer from the engine's loop after which it is killed and restarted.
-        cluster: the hosts of the ranks, and the secret of their agents; None for this machine alone.
+        cluster: the hosts of the ranks; None for this machine alone.
     """
 
-    def __init__(
-        self, config: EngineConfig, *, stall_s: float = 60.0, cluster: tuple[ClusterConfig, str] | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, stall_s: float = 60.0, cluster: KnownCluster | None = None) -> None:
         super().__init__(stall_s=stall_s)
         self._config = config
         self._cluster = cluster
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory: OwnedDirectory | None = None
+        self._shared_memory: OwnedDirectory | None = None  # of Open MPI's ranks on this machine
         self._ranks: RankProcesses | None = None
         self._launched: Launched | None = None  # by `launch`, until the supervisor takes it over
         self._choice: ChosenBackend | None = None
@@ -73,7 +84,7 @@ class EngineProcess(EngineConnection):
         self._stall_reason = ""
         self._down_reason = "the engine is starting"
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_LINES)
-        self._crashes: deque[float] = deque()
+        self._restarts = Restarts()
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -105,19 +116,34 @@ class EngineProcess(EngineConnection):
             ConfigError: the configured backend is not available.
         """
         self._supervisor = asyncio.create_task(self._supervise(self._prepare()), name="engine supervisor")
+        self._supervisor.add_done_callback(self._supervisor_ended)
+
+    def _supervisor_ended(self, supervisor: asyncio.Task[None]) -> None:
+        """An engine that nothing supervises has failed: what started the server starts it again."""
+        if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
+            log.error("the engine's supervisor crashed", exc_info=error)
+            self._report_down("failed", f"the engine's supervisor crashed: {error!r}", ExitCode.CRASH)
 
     def _prepare(self) -> Path:
         """Choose the backend and make the directory for sockets, once."""
         if self._directory is None:
-            size = self._config.tensor_parallel_size
-            if size > 1:
-                hosts = () if self._cluster is None else self._cluster[0].hosts
+            widths = self._config.widths
+            if max(widths) > 1:
+                hosts = () if self._cluster is None else self._cluster.config.hosts
                 cabled = all(host.rdma for host in hosts)
-                machines = max(1, len(hosts))
-                self._choice = choose(self._config.backend, self._config.collective, machines=machines, cabled=cabled)
-                log.info("%d ranks over %s: %s", size, *self._choice)
-            self._directory = tempfile.TemporaryDirectory(prefix="phalanx-", dir=runtime_dir())
-        return Path(self._directory.name)
+                gpus = {host.name: host.gpus for host in hosts} or {"this machine": len(usable_gpus())}
+                self._choice = choose(
+                    self._config.backend,
+                    self._config.collective,
+                    machines=max(1, len(hosts)),
+                    cabled=cabled,
+                    gpu_shortage=shortage(sum(widths), gpus),
+                )
+                log.info("%s ranks over %s: %s", " + ".join(map(str, widths)), *self._choice)
+            self._directory = OwnedDirectory(runtime_dir())
+            if self._choice is not None and self._choice.backend == "mpi" and SHARED_MEMORY.is_dir():
+                self._shared_memory = OwnedDirectory(SHARED_MEMORY)
+        return self._directory.path
 
     async def close(self) -> None:
         self._closing = True
@@ -133,9 +159,10 @@ class EngineProcess(EngineConnection):
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
             self._supervisor = None
-        if self._directory is not None:
-            self._directory.cleanup()
-            self._directory = None
+        for directory in (self._directory, self._shared_memory):
+            if directory is not None:
+                directory.remove()
+        self._directory = self._shared_memory = None
         self._fail_pings("closed")
         self._state = replace(self._state, phase="stopped", reason="closed")
 
@@ -150,30 +177,30 @@ class EngineProcess(EngineConnection):
                 self._state = replace(self._state, reason=str(error))
                 await asyncio.sleep(HOST_RETRY_S)
                 continue
-            except (OSError, ConfigError) as error:  # a program is missing or cannot be run
-                self._report_down("failed", f"the ranks could not be started: {error}", ExitCode.CONFIG)
-                return
+            except (OSError, ConfigError) as error:
+                reason, unjoined = f"the ranks could not be started: {error}", False
+                code = ExitCode.CRASH if isinstance(error, OSError) and error.errno in EXHAUSTED else ExitCode.CONFIG
+            else:
+                reason, code, unjoined = self._describe_end(end), self._exit_code(end), self._failed_to_join(end)
             if self._closing:
                 return
-            reason = self._describe_end(end)
-            now = time.monotonic()
-            self._crashes.append(now)
-            while self._crashes and now - self._crashes[0] > RESTART_WINDOW_S:
-                self._crashes.popleft()
-            exit_code = self._exit_code(end)
-            if not exit_code.restart_helps or len(self._crashes) > RESTARTS:
-                if exit_code.restart_helps:
-                    reason = f"{len(self._crashes)} crashes in {RESTART_WINDOW_S:g} s, the last: {reason}"
-                self._report_down("failed", reason, exit_code)
+            served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
+            pause_s = self._restarts.pause_s(served_s, code)
+            if pause_s is None:
+                tried = f"{self._restarts.failed} starts failed, the last: " if code.restart_helps else ""
+                self._report_down("failed", tried + reason, code)
                 return
             self._down_reason = reason
-            self._report_down("restarting", reason, None)
-            await asyncio.sleep(self._back_off())
+            if unjoined:
+                log.warning("the ranks did not find each other, and start again on other ports: %s", reason)
+                self._state = replace(self._state, reason=reason)
+            else:
+                self._report_down("restarting", reason, None)
+            await asyncio.sleep(self._cooled_down(pause_s))
             self._config = replace(self._config, inject=None)  # a fault is injected once
 
-    def _back_off(self) -> float:
-        """Seconds until the next start: 0.1, 0.4, 1.6, ... up to 10; longer after a killed JACCL process."""
-        pause = float(min(10.0, 0.1 * 4 ** (len(self._crashes) - 1)))
+    def _cooled_down(self, pause: float) -> float:
+        """A pause in seconds; longer after a killed JACCL process."""
         rdma = self._choice is not None and self._choice.backend.startswith("jaccl")
         killed = self._ranks is not None and (self._ranks.killed or bool(self._ranks.ended_by(signal.SIGKILL)))
         return max(pause, RDMA_COOL_DOWN_S) if rdma and killed else pause
@@ -209,7 +236,7 @@ class EngineProcess(EngineConnection):
             HostUnreachable, OSError, ConfigError: a rank cannot be started.
         """
         self._generation += 1
-        self._failure, self._stall_reason = None, ""
+        self._failure, self._stall_reason, self._ready_at = None, "", None
         self._stderr_tail.clear()
         path = directory / f"engine-{self._generation}.sock"
         connected: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
@@ -223,7 +250,7 @@ class EngineProcess(EngineConnection):
         listener = await asyncio.start_unix_server(accept, path)
         try:
             ranks = self._ranks = await self._start_ranks(path)
-        except HostUnreachable:
+        except (OSError, PhalanxError):
             listener.close()
             path.unlink(missing_ok=True)
             raise
@@ -235,15 +262,15 @@ class EngineProcess(EngineConnection):
         if not await launched.ranks.all_ended(EXIT_WAIT_S):
             launched.ranks.signal_all(signal.SIGKILL)
             await launched.ranks.all_ended(EXIT_WAIT_S)
-        ranks = range(self._config.tensor_parallel_size)
+        ranks = range(self._config.n_ranks)
         for file in (launched.path, *(pid_file(launched.path, rank) for rank in ranks)):
             file.unlink(missing_ok=True)
 
     async def _start_ranks(self, path: Path) -> RankProcesses:
-        if self._cluster is None or self._choice is None:
-            return await start_ranks(self._config, self._choice, path)
-        cluster, secret = self._cluster
-        return await start_on_hosts(self._config, self._choice, path, cluster, secret)
+        if self._cluster is None:
+            memory = None if self._shared_memory is None else self._shared_memory.path
+            return await start_ranks(self._config, self._choice, path, shared_memory=memory)
+        return await start_on_hosts(self._config, self._choice, path, self._cluster)
 
     async def _end_processes(self, ranks: RankProcesses) -> None:
         """Wait for the ranks to end after `Shutdown`; then send SIGTERM, then SIGKILL."""
@@ -256,42 +283,62 @@ class EngineProcess(EngineConnection):
     def _describe_end(self, end: End) -> str:
         if self._stall_reason:
             return self._stall_reason
-        process = "the engine process" if self._config.tensor_parallel_size == 1 else end.name
+        process = "the engine process" if self._config.n_ranks == 1 else end.name
         if self._ranks is not None and (unjoined := self._ranks.ended_by(signal.SIGALRM)):
-            ranks = " and ".join(f"{name}{self._join_address(name)}" for name in unjoined)
             return (
-                f"{ranks} could not join the group within {self._config.join_seconds:g} s: a rank is missing, or "
-                "something else is connected to the port"
+                f"{' and '.join(unjoined)} could not join the group"
+                f"{','.join(self._joining(name) for name in unjoined)}: a rank is missing, or something else is "
+                "connected to the port"
             )
         if end.status < 0:
             return _ended_by(process, -end.status)
         if found := MPIRUN_NOTICE.search(" ".join(self._stderr_tail)):
             rank, pid, host, number = found.groups()
+            numbers = {} if self._ranks is None else self._ranks.numbers
+            rank = numbers.get(int(pid), rank)  # mpirun counts within a stage
             return _ended_by(f"rank {rank} ({host}, pid {pid})", int(number))
         if self._failure is not None:
             return self._failure.message
         words = next((line for line in reversed(self._stderr_tail) if line.strip(" -")), "")
-        return f"{process} ended with status {end.status}" + (f": {words}" if words else "")
+        return f"{process} ended with status {end.status}" + (f": {words.strip()}" if words else "")
 
     def _exit_code(self, end: End) -> ExitCode:
         """The exit code of the cause. mpirun may report the status of another rank, which it ended itself."""
         reported = None if self._failure is None else _as_exit_code(self._failure.code)
         return reported if reported is not None and not reported.restart_helps else _as_exit_code(end.status)
 
-    def _join_address(self, name: str) -> str:
-        """The address at which a rank tried to join, from its log; with " at " before it."""
-        joining = re.search(rf"^{name}: joining .* at (\S+),", "\n".join(self._stderr_tail), re.MULTILINE)
-        return f" at {joining[1]}" if joining else ""
+    def _failed_to_join(self, end: End) -> bool:
+        """Whether this start ended because ranks or the fabric between them did not come together."""
+        if self._state.phase == "ready" or self._ranks is None or self._stall_reason:
+            return False
+        if self._ranks.ended_by(signal.SIGALRM):
+            return True
+        statuses = {end.status, *(process.returncode for process in self._ranks.processes.values())}
+        return end.status >= 0 and self._exit_code(end).restart_helps and ExitCode.GROUP in statuses
+
+    def _joining(self, name: str) -> str:
+        """Where a rank tried to join and how long it had, from its log: " at 127.0.0.1:7000 within 7 s"."""
+        found = re.search(rf"^{name}: joining .* at (\S+), (\S+) s at", "\n".join(self._stderr_tail), re.MULTILINE)
+        return f" at {found[1]} within {found[2]} s" if found else ""
 
     # -- while the ranks run ---------------------------------------------------------------------------------------
 
     async def _forward_log(self, process: Child) -> None:
+        """Copy a process's lines to stderr; of many that differ in numbers only, write how many there were."""
         assert process.stderr is not None
-        while line := await _read_line(process.stderr):
-            text = line.decode(errors="replace").rstrip("\n")
-            self._stderr_tail.append(text)
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+        repeats = RepeatCounter()
+        try:
+            while line := await _read_line(process.stderr):
+                text = printable(line.decode(errors="replace").rstrip("\n"))[:LINE_CHARS]
+                await asyncio.sleep(0)  # a rank that logs without end must not keep clients waiting
+                self._stderr_tail.append(text)
+                for said in repeats.ended():
+                    print(said, file=sys.stderr, flush=True)
+                if repeats.admit(kind_of(text), text):
+                    print(text, file=sys.stderr, flush=True)
+        finally:
+            for said in repeats.ended(now=True):
+                print(said, file=sys.stderr, flush=True)
 
     async def _serve(self, connected: asyncio.Future[Streams]) -> None:
         await self._receive_messages(await connected)
@@ -305,7 +352,8 @@ class EngineProcess(EngineConnection):
 
 def _ended_by(process: str, number: int) -> str:
     """A sentence on the signal that ended a process, with its usual cause."""
-    name = signal.Signals(number).name
+    known = {one.value: one.name for one in signal.Signals}  # not all real-time signals are
+    name = known.get(number, f"signal {number}")
     return f"{process} was ended by {name}" + (" (out of memory, or killed by hand)" if name == "SIGKILL" else "")
 
 

@@ -7,34 +7,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import ssl
+from collections.abc import Iterator
 
 from phalanx.config import HostConfig
-from phalanx.dist.frames import MAX_FRAME
 from phalanx.errors import ExitCode, FrameError, HostUnreachable
 from phalanx.supervision.agent_protocol import (
-    HANDSHAKE_S,
+    ANSWER_S,
     KEEP_ALIVE_S,
     SILENT_S,
     AgentConnection,
     AskPorts,
-    Challenge,
     Ended,
     FromAgent,
     KeepAlive,
     Output,
     Ports,
-    Proof,
-    Run,
+    RunDaemon,
+    RunRank,
     Signal,
     Started,
     Welcome,
-    nonce,
-    proof,
-    proves,
 )
+from phalanx.tls.credentials import Credentials, connecting
+from phalanx.tls.failures import explain
 
-CONNECT_S = 2.0
+CONNECT_S = 2.0  # for TCP and TLS
+OTHER_START = (
+    "An agent of another start or cluster may listen there: `phalanx restart` gives all hosts new keys. "
+    "If this comes again, something stands between the hosts."
+)
 
 
 class ReachedAgent:
@@ -44,6 +46,7 @@ class ReachedAgent:
         self.host = host
         self.python = welcome.python
         self.directory = welcome.directory
+        self.credentials = welcome.credentials
         self._connection = connection
 
     async def free_ports(self, address: str, count: int) -> list[int]:
@@ -54,27 +57,23 @@ class ReachedAgent:
         """
         with _errors_name_host(self.host):
             self._connection.send(AskPorts(address, count))
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(ANSWER_S):
                 ports = await self._connection.expect(Ports)
         if ports.problem:
             raise HostUnreachable(f"{self.host.name}: {ports.problem}.", remedy=ports.remedy)
+        if len(set(ports.numbers)) != count:
+            raise HostUnreachable(f"{self.host.name}: its agent named {len(ports.numbers)} ports instead of {count}.")
         return ports.numbers
 
-    async def run(
-        self, command: Sequence[str], variables: Mapping[str, str], files: Mapping[str, str] | None = None
-    ) -> RemoteProcess:
+    async def run(self, program: RunRank | RunDaemon) -> RemoteProcess:
         """Start a process on the host.
-
-        Args:
-            variables: added to the agent's environment.
-            files: environment variable -> text; the agent writes a file and sets the variable to its path.
 
         Raises:
             HostUnreachable: the agent could not start the process; says why.
         """
         with _errors_name_host(self.host):
-            self._connection.send(Run(list(command), dict(variables), dict(files or {})))
-            async with asyncio.timeout(HANDSHAKE_S + SILENT_S):
+            self._connection.send(program)
+            async with asyncio.timeout(ANSWER_S + SILENT_S):
                 answer = await self._connection.receive()
                 while isinstance(answer, KeepAlive):
                     answer = await self._connection.receive()
@@ -88,29 +87,33 @@ class ReachedAgent:
         self._connection.close()
 
 
-async def reach(host: HostConfig, port: int, secret: str) -> ReachedAgent:
+async def reach(host: HostConfig, port: int, credentials: Credentials, *, place: int) -> ReachedAgent:
     """Connect to the agent of a host.
 
+    Args:
+        credentials: of this host, the first one; agents take orders from no other.
+        place: of the host in its cluster.
+
     Raises:
-        HostUnreachable: no answer from this address, or the answer does not prove the cluster's secret.
+        HostUnreachable: no answer from this address, or what answers is not that host.
     """
     with _errors_name_host(host, port):
         async with asyncio.timeout(CONNECT_S):
-            reader, writer = await asyncio.open_connection(host.address, port)
+            reader, writer = await asyncio.open_connection(
+                host.address, port, ssl=connecting(credentials, peer=place), server_hostname=""
+            )
     connection = AgentConnection(reader, writer, FromAgent)
     try:
         with _errors_name_host(host, port):
-            async with asyncio.timeout(HANDSHAKE_S):
-                challenge = await connection.expect(Challenge)
-                mine = nonce()
-                connection.send(Proof(mine, proof(secret, "server", challenge.nonce, mine)))
-                welcome = await connection.expect(Welcome)
-            if not proves(welcome.mac, secret, "agent", challenge.nonce, mine):
-                raise FrameError("it does not know this cluster's secret")
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    welcome = await connection.expect(Welcome)
+            except FrameError as error:
+                said = "it refuses this server, whose certificate is not that of its first host"
+                raise _unreachable(host, port, said, OTHER_START) from error
     except HostUnreachable:
         connection.close()
         raise
-    connection.limit = MAX_FRAME
     return ReachedAgent(host, connection, welcome)
 
 
@@ -121,24 +124,41 @@ def _errors_name_host(host: HostConfig, port: int = 0) -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise _unreachable(host, port, "no answer") from error
-    except (OSError, FrameError) as error:
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _unreachable(host, port, said) from error
+    except ssl.SSLError as error:
+        raise _unreachable(host, port, explain(error), OTHER_START) from error
+    except OSError as error:
+        raise _unreachable(host, port, explain(error)) from error
+    except FrameError as error:
+        raise _unreachable(host, port, error.message) from error
 
 
-def _unreachable(host: HostConfig, port: int, why: str) -> HostUnreachable:
+def _unreachable(host: HostConfig, port: int, why: str, remedy: str = "") -> HostUnreachable:
     where = f" at {host.address}" + (f" port {port}" if port else "")
     return HostUnreachable(
         f"The agent of {host.name}{where} cannot be used: {why.rstrip('.')}.",
-        remedy=f"Is the host {host.name} on, and its cable in? `phalanx status` and `phalanx doctor` say more.",
+        remedy=remedy
+        or f"Is the host {host.name} on, and its cable in? `phalanx status` and `phalanx doctor` say more.",
     )
+
+
+class _Fullness(asyncio.ReadTransport):
+    """Where a `StreamReader` says that it holds much that is not read yet."""
+
+    full = False
+
+    def pause_reading(self) -> None:
+        self.full = True
+
+    def resume_reading(self) -> None:
+        self.full = False
 
 
 class RemoteProcess:
     """A process on another host, with the interface of `asyncio.subprocess.Process` (`launch.Child`).
 
     When the agent is silent for `SILENT_S`, the process counts as ended with `PEER_LOST`. It may run for a moment
-    longer; the agent ends it.
+    longer; the agent ends it. Output that comes faster than it is read is left out: a host cannot fill this one's
+    memory.
     """
 
     def __init__(self, host: HostConfig, connection: AgentConnection, pid: int) -> None:
@@ -146,6 +166,8 @@ class RemoteProcess:
         self.pid = pid
         self.returncode: int | None = None
         self.stderr: asyncio.StreamReader | None = asyncio.StreamReader()
+        self._unread = _Fullness()
+        self.stderr.set_transport(self._unread)
         self._connection = connection
         self._ended = asyncio.Event()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send_keep_alives())]
@@ -167,7 +189,9 @@ class RemoteProcess:
                     message = await self._connection.receive()
                 if isinstance(message, Output):
                     assert self.stderr is not None
-                    self.stderr.feed_data(message.data)
+                    if not self._unread.full:
+                        self.stderr.feed_data(message.data)
+                    await asyncio.sleep(0)  # for its reader, however much has arrived here
                 elif isinstance(message, Ended):
                     status, why = message.status, ""
                     break

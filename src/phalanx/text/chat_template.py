@@ -1,7 +1,7 @@
 """Renders a chat template exactly as transformers does, because chat templates are written for transformers.
 
 A template is a program from the model's repository that processes the client's data. It therefore runs in jinja2's
-sandbox and gets only copies of plain JSON values. Does not know tokenizers.
+sandbox and gets only copies of plain JSON values. `template_process.py` limits what it takes. Does not know tokenizers.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def render(
     add_generation_prompt: bool,
     continue_final_message: bool,
     variables: Mapping[str, Any],
+    now: datetime | None = None,
 ) -> str:
     """Render a conversation as text.
 
@@ -61,6 +62,7 @@ def render(
         add_generation_prompt: whether the template opens the assistant's turn.
         continue_final_message: end the text after the last message's content instead.
         variables: the template's other variables; `tools` and `documents` are lists of objects.
+        now: the local time, for templates that tell the model the date; None: the clock's.
 
     Raises:
         Exception: one of `FAILURES`.
@@ -76,6 +78,7 @@ def render(
         raise TypeError("Documents should be a list of dicts with 'title' and 'text' keys!")
     chat = [_with_reasoning({k: _plain(v) for k, v in message.items() if v is not None}) for message in messages]
     final = _mark_end(chat[-1], template) if continue_final_message else ""
+    others = {"strftime_now": (now or datetime.now()).strftime, **others}
     text = compiled.render(
         messages=chat, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt, **others
     )
@@ -143,9 +146,7 @@ def _compile(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
-    )
+    environment.globals.update(raise_exception=_raise_exception, dict=_Dict(), namespace=_Namespace)
     return environment.from_string(template)
 
 
@@ -172,10 +173,6 @@ def _to_json(
 ) -> str:
     """As transformers' filter: jinja2's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 class _Dict:

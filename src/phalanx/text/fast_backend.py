@@ -9,18 +9,27 @@ model's directory; does not know mlx-lm.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from phalanx.errors import ModelUnsupported
 from phalanx.text import chat_template as templates
-from phalanx.text import qwen2_rules
+from phalanx.text import qwen2_rules, template_files
 from phalanx.text.backend import Backend
+from phalanx.text.library_errors import library_errors
+from phalanx.text.model_files import MAX_TOKENIZER, read_file, read_json
+from phalanx.text.template_process import TemplateRenderer
+from phalanx.text.vocabulary import NEVER_IN_UTF8, is_byte_level
+
+log = logging.getLogger("phalanx.text")
 
 GENERAL_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """Values of `tokenizer_class` under which transformers takes tokenizer.json unchanged."""
@@ -33,6 +42,14 @@ GENERAL_MODELS = frozenset(
     "mimo_v2_flash minimax_m2 ministral3 mistral mistral3 mixtral nemotron olmo2 olmo3 phi3 phimoe smolvlm".split()
 )
 """Model types for which transformers uses the general class, whatever class the files name."""
+
+MISTRAL = frozenset({"mistral", "mistral3", "ministral3"})
+"""Model types of Mistral's models, whose rule for words has no English contractions."""
+
+CONTRACTIONS = b"(?i:'s|'t|'re|"
+
+NFC_SHRINKS = 3
+"""How many times shorter NFC can make a text, in UTF-8 bytes: three jamo of three bytes become a syllable of three."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -101,29 +118,50 @@ class FastBackend(Backend):
 
     def __init__(self, tokenizer: Tokenizer, named: Mapping[str, str], chat_templates: Mapping[str, str]) -> None:
         self._tokenizer = tokenizer
-        self._named = dict(named)
+        self.named = dict(named)
         self._chat_templates = dict(chat_templates)
+        self.renderer = TemplateRenderer()
         ids = {name: found for name, token in named.items() if (found := tokenizer.token_to_id(token)) is not None}
         added = tokenizer.get_added_tokens_decoder()
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_id = ids.get("bos_token")
         self.eos_ids = frozenset({ids["eos_token"]} if "eos_token" in ids else ())
         self.special = frozenset(ids.values()) | {token for token, found in added.items() if found.special}
-        self.byte_level = type(tokenizer.decoder).__name__ == "ByteLevel"
+        self.added = {found.content: token for token, found in added.items()}
+        self.byte_level = decodes_bytes(tokenizer)
         self.has_chat_template = bool(chat_templates)
+        self.chat_template = self._chat_templates.get(template_files.DEFAULT)
         self._thinks = any(all(tokenizer.token_to_id(t) is not None for t in tokens) for tokens in THINKING)
 
+    @cached_property
+    def longest_token(self) -> int | None:
+        names = [self._tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
+        added = self._tokenizer.get_added_tokens_decoder()
+        stripping = any(token.lstrip or token.rstrip for token in added.values())  # such a token takes any spaces
+        if not self.byte_level or stripping or not _keeps_all_text(self._tokenizer, names):
+            return None
+        # The name of a token has a character for each byte, that of an added one is the text itself.
+        longest = max(len(name.encode()) if token in added else len(name) for token, name in enumerate(names))
+        return longest * (1 if self._tokenizer.normalizer is None else NFC_SHRINKS)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, which holds the interpreter's lock from beginning to end.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        text: str = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)[0]
         return text
 
     def name_of(self, token: int) -> str | None:
         name: str | None = self._tokenizer.id_to_token(token)
         return name
+
+    def template_source(self, chat_template: str | None) -> str:
+        try:
+            return template_files.choose(self._chat_templates, chat_template, tools=True)
+        except ValueError:
+            return ""
 
     def render(
         self,
@@ -134,24 +172,12 @@ class FastBackend(Backend):
         variables: Mapping[str, Any],
         chat_template: str | None,
     ) -> str:
-        return templates.render(
-            self._choose_template(chat_template, variables.get("tools") is not None),
+        return self.renderer.render(
+            template_files.choose(self._chat_templates, chat_template, tools=variables.get("tools") is not None),
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables={**self._named, "enable_thinking": self._thinks, **variables},
-        )
-
-    def _choose_template(self, given: str | None, tools: bool) -> str:
-        """The source of the template to render. `given` is a source, or the name of one of the model's templates."""
-        if given is not None:
-            return self._chat_templates.get(given, given)
-        for name in ("tool_use", "default") if tools else ("default",):
-            if name in self._chat_templates:
-                return self._chat_templates[name]
-        raise ValueError(
-            "This model has multiple chat templates with no default specified! Available template names are "
-            f"{sorted(self._chat_templates)}."
+            variables={**self.named, "enable_thinking": self._thinks, **variables},
         )
 
 
@@ -159,16 +185,14 @@ def read(path: Path, *, trust_remote_code: bool) -> FastBackend | None:
     """The tokenizer of a model's directory; None if transformers might read the files differently.
 
     Raises:
-        ModelUnsupported: the library cannot read tokenizer.json, so transformers cannot either.
+        ModelUnsupported: the library cannot read tokenizer.json, so transformers cannot either; or a file of settings
+            is damaged.
     """
     try:
-        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-        model = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        text = (path / "tokenizer.json").read_bytes()
+        settings, model = read_json(path / "tokenizer_config.json"), read_json(path / "config.json")
+        text = read_file(path / "tokenizer.json", MAX_TOKENIZER)
         saved = msgspec.json.decode(text, type=Saved)
-    except (OSError, ValueError):
-        return None
-    if not isinstance(settings, dict) or not isinstance(model, dict):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     if trust_remote_code and "auto_map" in model:
         return None
@@ -179,18 +203,97 @@ def read(path: Path, *, trust_remote_code: bool) -> FastBackend | None:
     if not _no_further_files(path, settings):
         return None
     named = _named_tokens(settings, saved)
-    chat_templates = _chat_templates(path, settings)
-    if named is None or chat_templates is None or not _settings_known(settings, saved):
+    if named is None or not _settings_known(settings, saved):
         return None
-    try:
-        tokenizer = Tokenizer.from_buffer(text)
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelUnsupported(
-            f"The tokenizer in {path} cannot be loaded: {error}", remedy="Copy the model's tokenizer.json there."
-        ) from error
+    tokenizer = _from_buffer(path, text)
     if not _ids_match(tokenizer, saved.added_tokens):
         return None
-    return FastBackend(tokenizer, named, chat_templates)
+    if model["model_type"] in MISTRAL and CONTRACTIONS in text:
+        log.warning(
+            "%s splits words as Llama 3's. If this is a model of Mistral's, a conversion has lost its rule: set "
+            '"fix_mistral_regex": true in tokenizer_config.json.', path / "tokenizer.json"
+        )  # fmt: skip
+    return FastBackend(tokenizer, named, template_files.read_templates(path))
+
+
+def read_as_it_is(path: Path) -> FastBackend | None:
+    """The tokenizer that tokenizer.json describes, whatever class the settings name.
+
+    None without such a file, or where more than the file decides: the model's own code, a renderer of mlx-lm, or added
+    tokens of other files.
+
+    Raises:
+        ModelUnsupported: a file is damaged, or a special token is neither a text nor an object with one.
+    """
+    try:
+        settings = read_json(path / "tokenizer_config.json")
+        text = read_file(path / "tokenizer.json", MAX_TOKENIZER)
+    except FileNotFoundError:
+        return None
+    if "auto_map" in settings or "chat_template_type" in settings:
+        return None
+    tokenizer = _from_buffer(path, text)
+    if any(tokenizer.token_to_id(token) is None for token in _added_elsewhere(path, settings)):
+        return None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    named = {}
+    for attribute in NAMED_TOKENS:
+        value = settings.get(attribute)
+        token = value.get("content") if isinstance(value, dict) else value
+        if token is not None and not isinstance(token, str):
+            raise ModelUnsupported(
+                f"{path / 'tokenizer_config.json'}: {attribute} is {str(value)[:40]}; it must be a token's text.",
+                remedy="Repair it, or download the file again.",
+            )
+        if token is not None and tokenizer.token_to_id(token) is not None:
+            named[attribute] = token
+    return FastBackend(tokenizer, named, template_files.read_templates(path))
+
+
+def _added_elsewhere(path: Path, settings: Mapping[str, Any]) -> list[str]:
+    """The added tokens that tokenizer_config.json and added_tokens.json name."""
+    listed = settings.get("added_tokens_decoder")
+    tokens = [token.get("content") for token in listed.values()] if isinstance(listed, dict) else []
+    with contextlib.suppress(FileNotFoundError):
+        tokens += read_json(path / "added_tokens.json")
+    return [token for token in tokens if isinstance(token, str)]
+
+
+def decodes_bytes(tokenizer: Tokenizer) -> bool:
+    """Whether a tokenizer decodes every token to a fixed byte string.
+
+    A byte-level vocabulary whose decoder does not know bytes gets the decoder that does.
+    """
+    steps = b"" if tokenizer.decoder is None else bytes(tokenizer.decoder.__getstate__())
+    if b'"ByteLevel"' not in steps and is_byte_level(tokenizer.token_to_id):
+        tokenizer.decoder = decoders.ByteLevel()
+    return type(tokenizer.decoder).__name__ == "ByteLevel"
+
+
+def _from_buffer(path: Path, text: bytes) -> Tokenizer:
+    def unreadable(words: str) -> ModelUnsupported:
+        return ModelUnsupported(
+            f"{path / 'tokenizer.json'} cannot be loaded: {words}", remedy="Copy the model's tokenizer.json there."
+        )
+
+    try:
+        with library_errors(unreadable):
+            return Tokenizer.from_buffer(text)
+    except ValueError as error:
+        raise unreadable(str(error)) from error
+
+
+def _keeps_all_text(tokenizer: Tokenizer, names: Collection[str]) -> bool:
+    """Whether every byte of a text, up to NFC, becomes a part of some token."""
+    if tokenizer.normalizer is not None and type(tokenizer.normalizer).__name__ != "NFC":
+        return False
+    rules = b"" if tokenizer.pre_tokenizer is None else bytes(tokenizer.pre_tokenizer.__getstate__())
+    kinds = set(re.findall(rb'"type":"(\w+)"', rules))
+    if kinds - {b"Sequence", b"Split", b"ByteLevel", b"Digits"} or b'"Removed"' in rules:
+        return False
+    missing = set(pre_tokenizers.ByteLevel.alphabet()) - set(names)
+    return missing <= NEVER_IN_UTF8  # the library drops a byte without a token
 
 
 def _is_general(settings: Mapping[str, Any], model: Mapping[str, Any], text: bytes) -> bool:
@@ -218,7 +321,7 @@ def _is_qwen2(settings: Mapping[str, Any], model: Mapping[str, Any], text: bytes
 
 def _no_further_files(path: Path, settings: Mapping[str, Any]) -> bool:
     """Whether the directory has no further file that transformers would read."""
-    others = ["tekken.json", "additional_chat_templates"]
+    others = ["tekken.json"]
     if "added_tokens_decoder" not in settings:
         others += ["special_tokens_map.json", "added_tokens.json"]
     return not any((path / name).exists() for name in others)
@@ -264,21 +367,6 @@ def _named_tokens(settings: Mapping[str, Any], saved: Saved) -> dict[str, str] |
             return None
         named[attribute] = value
     return named
-
-
-def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str] | None:
-    """Name -> template source, from chat_template.jinja or else the settings. None for an unknown format."""
-    file = path / "chat_template.jinja"
-    try:
-        found = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
-    except (OSError, ValueError):
-        return None
-    if found is None or isinstance(found, str):
-        return {} if found is None else {"default": found}
-    try:
-        return {entry["name"]: entry["template"] for entry in msgspec.convert(found, list[dict[str, str]])}
-    except (msgspec.ValidationError, KeyError):
-        return None
 
 
 def _ids_match(tokenizer: Tokenizer, tokens: Sequence[NumberedToken]) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
 LONGEST_PARTIAL = 3  # bytes of an incomplete UTF-8 character
+LONGEST_WINDOW = 64  # tokens without a certain end; no character and no word's first space is so far back
+CONTEXT = 8  # tokens of such a window that the next one begins with; more than a character has bytes
 
 
 class TextStream(ABC):
@@ -51,7 +53,8 @@ class WindowStream(TextStream):
 
     The window begins with tokens whose text was returned before: they are context, so that a decoder that strips the
     first space of a text does not strip every token's. Up to `LONGEST_PARTIAL` trailing replacement characters are held
-    back, because the next token may complete them.
+    back, because the next token may complete them. A window of many tokens whose end stays uncertain (a model that
+    writes bytes that are no UTF-8) is cut all the same: else each token would cost as much as all before it.
 
     Args:
         decode: token ids -> text, special tokens included.
@@ -71,10 +74,11 @@ class WindowStream(TextStream):
             return ""
         self._window.append(token)
         text = self._text()
-        uncertain = len(text) - len(text.rstrip(REPLACEMENT))
-        delta = self._show(text[: len(text) - min(LONGEST_PARTIAL, uncertain)])
-        if delta and not uncertain:
+        delta = self._show(_certain(text))
+        if delta and not text.endswith(REPLACEMENT):
             self._start_window(self._window[self._context :])
+        elif len(self._window) - self._context >= LONGEST_WINDOW:
+            self._start_window(self._window[-CONTEXT:])
         return delta
 
     def finish(self) -> str:
@@ -102,6 +106,12 @@ class WindowStream(TextStream):
         return text
 
     def _start_window(self, context: list[int]) -> None:
-        """Begin a new window, after all text was returned, with `context` as its first tokens."""
+        """Begin a new window, after all certain text was returned, with `context` as its first tokens."""
         self._window, self._context, self._fresh = context, len(context), 0
-        self._shown = self._decode(context) if context else ""
+        self._shown = _certain(self._decode(context)) if context else ""
+
+
+def _certain(text: str) -> str:
+    """The text without trailing replacement characters that the next token may complete."""
+    uncertain = len(text) - len(text.rstrip(REPLACEMENT))
+    return text[: len(text) - min(LONGEST_PARTIAL, uncertain)]

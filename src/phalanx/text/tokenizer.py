@@ -7,22 +7,40 @@ HTTP or the engine.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-import json
+import logging
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import InvalidRequest, ModelUnsupported
+from phalanx.text import template_forms
 from phalanx.text.backend import Backend
-from phalanx.text.stop_strings import StopMatch, StopStrings
+from phalanx.text.library_errors import library_errors
+from phalanx.text.model_files import check_settings, read_json
+from phalanx.text.stop_strings import StopAutomaton, StopMatch, StopStrings
+from phalanx.text.template_process import TemplateBroken, TemplateLimit
 from phalanx.text.text_stream import ByteStream, TextStream, WindowStream
+from phalanx.text.vocabulary import SAMPLE, damage, from_byte_level
 
-__all__ = ["StopMatch", "StopStrings", "TextStream", "Tokenizer"]
+log = logging.getLogger("phalanx.text")
 
-TOKENIZER_FILES = ("tokenizer*", "*.tiktoken", "tiktoken.model", "vocab.*", "*.spm", "spiece.model", "sentencepiece*")
-SAMPLE = "Speculation, 1234 times: a_b(c) == 'ünïcode' 東京\n\tend."
+__all__ = ["StopAutomaton", "StopMatch", "StopStrings", "TextStream", "Tokenizer"]
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "tekken.json",
+    "*.tiktoken",
+    "tiktoken.model",
+    "vocab.*",
+    "*.spm",
+    "spiece.model",
+    "sentencepiece*",
+)
+MAX_EOS_IDS = 256  # every request carries them; known models have 8 at most
+RULES = "Speculation, 1234 times: a_b(c) == 'ünïcode' 東京\n\tend."
 """Text that tokenizers with the same vocabulary and different rules split differently."""
 
 
@@ -43,6 +61,7 @@ class Tokenizer:
         self.vocab_size = backend.vocab_size
         self.eos_ids = eos_ids
         self.bos_id = backend.bos_id
+        self.special_ids = backend.special
         self.has_chat_template = chat_template is not None or backend.has_chat_template
         self.token_bytes = lru_cache(maxsize=1 << 16)(self._token_bytes)
 
@@ -50,18 +69,41 @@ class Tokenizer:
     def load(cls, path: Path, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
         """Load the tokenizer of a model's directory.
 
-        The end-of-sequence ids are the tokenizer's and those of generation_config.json, else config.json.
-
         Raises:
-            ModelUnsupported: the directory has no tokenizer, or no library can load it.
+            ModelUnsupported: the directory has no tokenizer, or no library can load it; a file of settings is damaged;
+                or text does not come back from encoding and decoding.
         """
+        check_settings(path)
         if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
             raise ModelUnsupported(f"{path} has no tokenizer.", remedy="Copy the model's tokenizer.json there.")
-        backend: Backend | None = _library("fast_backend").read(path, trust_remote_code=trust_remote_code)
-        if backend is None:
-            library = _library("transformers_backend")
-            backend = library.load(path, trust_remote_code=trust_remote_code, chat_template=chat_template)
-        return cls(backend, _eos_ids(path) | backend.eos_ids, chat_template)
+        with library_errors(lambda words: _unloadable(path, words)):
+            backend = _load(path, trust_remote_code=trust_remote_code, chat_template=chat_template)
+            eos_ids = _eos_ids(path, backend)
+            if not eos_ids:
+                log.warning("%s names no end-of-sequence token: answers end at max_tokens only", path)
+            return cls(backend, eos_ids, chat_template)
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """The tokens that no other text becomes, special or not: text -> id."""
+        return self._backend.added
+
+    @cached_property
+    def end_texts(self) -> tuple[str, ...]:
+        """The texts of the added tokens among those that end a sequence."""
+        return tuple(text for text, token in self.added_tokens.items() if token in self.eos_ids)
+
+    @property
+    def template_source(self) -> str:
+        """The chat template that conversations with tools are rendered with; empty if there is none, or several."""
+        return self._backend.template_source(self._chat_template)
+
+    def describe(self) -> dict[str, str | None]:
+        """The special tokens by name and the source of the chat template, for clients that render or cut prompts."""
+        tokens: dict[str, str | None] = {"bos_token": None, "eos_token": None, "pad_token": None, "unk_token": None}
+        if self.eos_ids:
+            tokens["eos_token"] = self._backend.name_of(min(self.eos_ids))
+        return {**tokens, **self._backend.named, "chat_template": self._chat_template or self._backend.chat_template}
 
     def differs_from(self, other: Tokenizer) -> str:
         """The first difference between two tokenizers, in words; empty if all ids mean the same."""
@@ -71,23 +113,82 @@ class Tokenizer:
             mine, theirs = self._backend.name_of(token), other._backend.name_of(token)
             if mine != theirs:
                 return f"token {token} is {theirs!r} instead of {mine!r}"
-        return "" if self.encode(SAMPLE) == other.encode(SAMPLE) else f"it cuts {SAMPLE!r} differently"
+        return "" if self.encode(RULES) == other.encode(RULES) else f"it cuts {RULES!r} differently"
+
+    def fingerprint(self) -> str:
+        """A hash: equal for tokenizers between which `differs_from` finds nothing, with the same ends and template."""
+        names = [self._backend.name_of(token) for token in range(self.vocab_size)]
+        facts = repr((names, self.encode(RULES), sorted(self.eos_ids), self.describe()))
+        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that the text certainly has, found without tokenising it."""
+        longest = self._backend.longest_token
+        return 0 if longest is None else -(-len(text.encode()) // longest)
+
+    def start_rendering(self) -> None:
+        """Start the process that renders the chat template, and find out which form of messages the template takes.
+
+        Raises:
+            ModelUnsupported: the template is no jinja.
+        """
+        if not self.has_chat_template:
+            return
+        try:
+            _, shown = self._forms
+        except TemplateBroken as error:
+            why = " ".join(str(error).split()).rstrip(".")
+            raise ModelUnsupported(
+                f"The {self._template_name} is broken in line {error.line}: {why}.",
+                remedy="Give a template with --chat-template.",
+            ) from error
+        if "user" not in shown:
+            log.warning("the %s does not show what a user writes; requests may be refused", self._template_name)
+
+    @cached_property
+    def _forms(self) -> tuple[frozenset[str], frozenset[str]]:
+        """See `template_forms.roles_in_parts`. None are known of a template that was ended."""
+        try:
+            return template_forms.roles_in_parts(lambda messages: self._try_to_render(messages, {}))
+        except TemplateLimit:
+            return frozenset(), frozenset()
+
+    @cached_property
+    def _shows_tools(self) -> tuple[bool, bool]:
+        """Whether the template shows the tools that the model may call, and calls in the history."""
+        try:
+            return template_forms.shows_tools(self._try_to_render)
+        except TemplateLimit:
+            return False, False
+
+    @property
+    def _template_name(self) -> str:
+        return "model's own chat template" if self._chat_template is None else "template of --chat-template"
 
     # -- text to tokens --------------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds the tokenizer's BOS token, if it uses one."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        """Token ids of a text; `add_special_tokens` adds the tokenizer's BOS token, if it uses one.
 
-    def encode_chat(
+        Raises:
+            InvalidRequest: the tokenizer's library fails on this text.
+        """
+        with library_errors(_fails):
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation; `options` are those of `render_chat`."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+    def render_chat(
         self,
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any],
-    ) -> list[int]:
-        """Token ids of a conversation, rendered by the chat template.
+    ) -> str:
+        """A conversation as text, rendered by the chat template. It has all special tokens in it.
 
         Args:
             messages: OpenAI's message objects, not empty.
@@ -96,7 +197,8 @@ class Tokenizer:
             template_kwargs: the template's variables (`tools`, `enable_thinking`, ...).
 
         Raises:
-            InvalidRequest: the model has no template, the template refuses the messages, or a variable is reserved.
+            InvalidRequest: the model has no template, the template refuses the messages or takes too much time or
+                memory for them, or a variable is reserved.
         """
         if not self.has_chat_template:
             raise InvalidRequest(
@@ -105,19 +207,84 @@ class Tokenizer:
         reserved = sorted(set(template_kwargs) & self._backend.reserved)
         if reserved:
             raise InvalidRequest(f"{reserved[0]!r} is not a template variable.", param="chat_template_kwargs")
+        self._check_tools(messages, template_kwargs)
+        steering = {
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
         try:
-            text = self._backend.render(
+            parts, _ = self._forms
+            text = self._render(template_forms.in_parts(messages, parts), template_kwargs, **steering)
+            missing = template_forms.missing_message(
                 messages,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                variables=template_kwargs,
-                chat_template=self._chat_template,
+                text,
+                lambda others: self._try_to_render(template_forms.in_parts(others, parts), template_kwargs, **steering),
             )
         except self._backend.failures as error:
             raise InvalidRequest(
                 f"The chat template refuses these messages: {error or type(error).__name__}", param="messages"
             ) from error
-        return self.encode(text, add_special_tokens=False)
+        except TemplateLimit as error:
+            raise InvalidRequest(
+                f"The {self._template_name} was ended on these messages: {error}.", param="messages"
+            ) from error
+        if missing is not None:
+            raise InvalidRequest(
+                f"The {self._template_name} leaves out the text of messages[{missing}], whose role is "
+                f"{messages[missing]['role']}.",
+                param=f"messages[{missing}].content",
+            )
+        return text
+
+    def _check_tools(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> None:
+        """Refuse tools and calls that the template would leave out: the model would not know of them.
+
+        Raises:
+            InvalidRequest: names the field.
+        """
+        remedy = "Start the server with a --chat-template that knows tools"
+        if variables.get("tools") and not self._shows_tools[0]:
+            raise InvalidRequest(
+                f"The {self._template_name} does not show tools to the model. {remedy}, or send the tool_choice none.",
+                param="tools",
+            )
+        calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
+        if calling is not None and not self._shows_tools[1]:
+            raise InvalidRequest(
+                f"The {self._template_name} leaves out the calls of messages[{calling}]. {remedy}.",
+                param=f"messages[{calling}].tool_calls",
+            )
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        return self._backend.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+            chat_template=self._chat_template,
+        )
+
+    def _try_to_render(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], **steering: bool
+    ) -> str | None:
+        """As `_render`; None if the template does not take these messages.
+
+        Raises:
+            TemplateBroken, TemplateLimit: as `Backend.render`.
+        """
+        try:
+            return self._render(messages, variables, **steering)
+        except TemplateBroken:
+            raise
+        except self._backend.failures:
+            return None
 
     # -- tokens to text --------------------------------------------------------------------------------------------
 
@@ -126,9 +293,9 @@ class Tokenizer:
         hidden = self._special if skip_special_tokens else frozenset[int]()
         return self._decode([token for token in ids if token not in hidden])
 
-    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """A new incremental decoder; its pieces add up to `decode`."""
-        hidden = self._special if skip_special_tokens else frozenset[int]()
+    def stream(self, *, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> TextStream:
+        """A new incremental decoder; its pieces add up to `decode`. Special tokens that are `shown` have their text."""
+        hidden = self._special - shown if skip_special_tokens else frozenset[int]()
         if self._backend.byte_level:
             return ByteStream(lambda token: b"" if token in hidden else self.token_bytes(token))
         return WindowStream(self._decode, hidden)
@@ -145,7 +312,7 @@ class Tokenizer:
         if name is None:
             return b""
         if self._backend.byte_level:
-            return _from_byte_level(name)
+            return from_byte_level(name)
         if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
             return bytes.fromhex(name[3:5])
         # Decode after another token, because decoders strip the space of the first one.
@@ -153,12 +320,23 @@ class Tokenizer:
 
     def _decode(self, ids: Sequence[int]) -> str:
         known = [token for token in ids if 0 <= token < self.vocab_size]
-        return self._backend.decode(known)
+        with library_errors(_fails):
+            return self._backend.decode(known)
 
     def _find_anchor(self) -> int:
         """A token that decodes to plain text: the last one of "a"."""
-        ids = [token for token in self.encode("a", add_special_tokens=False) if token not in self._special]
+        ids = [t for t in self._backend.encode("a", add_special_tokens=False) if t not in self._special]
         return ids[-1] if ids else 0
+
+
+def _unloadable(path: Path, words: str) -> ModelUnsupported:
+    return ModelUnsupported(
+        f"The tokenizer in {path} cannot be loaded: {words}", remedy="Copy the model's tokenizer.json there."
+    )
+
+
+def _fails(words: str) -> InvalidRequest:
+    return InvalidRequest(f"The model's tokenizer fails on this text: {words}")
 
 
 def _library(module: str) -> Any:
@@ -166,35 +344,58 @@ def _library(module: str) -> Any:
     return importlib.import_module(f"phalanx.text.{module}")
 
 
-def _eos_ids(path: Path) -> frozenset[int]:
-    """End-of-sequence ids of generation_config.json if it names any, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            config = json.loads((path / name).read_text())
-        except (OSError, ValueError):
-            continue
-        nested = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-        found = config.get("eos_token_id", nested.get("eos_token_id"))
-        ids = found if isinstance(found, list) else [found]
-        if any(isinstance(token, int) for token in ids):
-            return frozenset(token for token in ids if isinstance(token, int))
-    return frozenset()
+def _load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> Backend:
+    """The tokenizer of a directory, by the library that reads it as it was meant."""
+    fast = _library("fast_backend")
+    backend: Backend | None = fast.read(path, trust_remote_code=trust_remote_code)
+    if backend is not None:
+        return _checked(path, backend)
+    try:
+        library = _library("transformers_backend")
+        with library_errors(lambda words: _unloadable(path, words)):
+            return _checked(path, library.load(path, trust_remote_code=trust_remote_code, chat_template=chat_template))
+    except ModelUnsupported as error:
+        # Conversions name classes whose rules are not those of the file, and settings that transformers refuses.
+        backend = fast.read_as_it_is(path)
+        if backend is None:
+            raise
+        log.warning("%s is read as it is, whatever the settings say: %s", path / "tokenizer.json", error.message)
+        return _checked(path, backend)
 
 
-# -- byte-level vocabularies ---------------------------------------------------------------------------------------
+def _checked(path: Path, backend: Backend) -> Backend:
+    """The backend, if a sample of text comes back from encoding and decoding."""
+    text = damage(
+        lambda text: backend.encode(text, add_special_tokens=False), backend.decode, complete=backend.byte_level
+    )
+    if text is not None:
+        raise ModelUnsupported(
+            f"The tokenizer in {path} is damaged: {SAMPLE!r} is {text!r} once it is encoded and decoded.",
+            remedy="Copy tokenizer.json and tokenizer_config.json from the model's origin; "
+            "a conversion may have written its pre_tokenizer or decoder wrongly.",
+        )
+    return backend
 
 
-@lru_cache(maxsize=1)
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, U+0100 and up for the other bytes."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def _eos_ids(path: Path, backend: Backend) -> frozenset[int]:
+    """End-of-sequence ids: the tokenizer's, those of generation_config.json, or else all of config.json.
+
+    Where generation_config.json names some, config.json may be out of date: of its ids only special tokens count.
+    """
+    stated, configured = _ids_in(path / "generation_config.json"), _ids_in(path / "config.json")
+    return backend.eos_ids | stated | (configured & backend.special if stated else configured)
 
 
-def _from_byte_level(name: str) -> bytes:
-    """The bytes of a token. A name with other characters is an added token, which the decoder takes as plain text."""
-    table = _byte_of_character()
-    if all(character in table for character in name):
-        return bytes(table[character] for character in name)
-    return name.encode()
+def _ids_in(file: Path) -> frozenset[int]:
+    """The ids of a file's `eos_token_id`, a number or a list."""
+    try:
+        config = read_json(file)
+    except FileNotFoundError:
+        return frozenset()
+    text_config = config.get("text_config")
+    nested = text_config if isinstance(text_config, dict) else {}
+    found = config.get("eos_token_id", nested.get("eos_token_id"))
+    ids = found if isinstance(found, list) else [found]
+    if len(ids) > MAX_EOS_IDS:
+        raise ModelUnsupported(f"{file}: eos_token_id has {len(ids)} ids.", remedy="Repair the file.")
+    return frozenset(token for token in ids if type(token) is int and 0 <= token < 1 << 31)

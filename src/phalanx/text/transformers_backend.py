@@ -11,11 +11,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from mlx_lm import tokenizer_utils
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from phalanx.errors import ModelUnsupported
+from phalanx.text import template_files
 from phalanx.text.backend import Backend
 from phalanx.text.chat_template import FAILURES
+from phalanx.text.fast_backend import decodes_bytes
+from phalanx.text.template_process import TemplateRenderer
+
+_GENERAL_RENDERING = PreTrainedTokenizerBase.apply_chat_template
+
+LOAD_ERRORS = (
+    OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RecursionError, StrictDataclassError,
+)  # fmt: skip
+"""Errors of transformers on a directory that it cannot use; the last one is about values in config.json."""
+CODE_FAILURES = (AssertionError, NotImplementedError)
+"""With which code that renders conversations refuses messages, besides those of templates."""
+LONGEST = 300  # characters of an error of transformers, whose texts fill a screen
 
 TEMPLATE_INPUTS = frozenset({"tools", "documents"})
 """Parameters of `apply_chat_template` that a template reads; the others control the rendering."""
@@ -26,11 +41,12 @@ class TransformersBackend(Backend):
 
     Args:
         wrapper: mlx-lm's `TokenizerWrapper`.
+        chat_templates: name -> source, of the model's files.
     """
 
-    failures = FAILURES
+    longest_token = None  # may be any text with a tokenizer's own code
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: Any, chat_templates: Mapping[str, str]) -> None:
         _drop_limits(wrapper)
         self._wrapper = wrapper
         self.hf: Any = wrapper._tokenizer  # the wrapper forwards attributes, but not __len__ or its type
@@ -40,9 +56,18 @@ class TransformersBackend(Backend):
         self.special = frozenset(self.hf.all_special_ids) | {
             token for token, added in self.hf.added_tokens_decoder.items() if added.special
         }
+        self.added = {str(added.content): token for token, added in self.hf.added_tokens_decoder.items()}
         self.byte_level = _is_byte_level(self.hf)
-        self.has_chat_template = bool(wrapper.has_chat_template)
+        self._chat_templates = chat_templates or _own_templates(self.hf)
+        self._library = _plain_decoder(self.hf)
+        self.named = {name: token for name, token in self.hf.special_tokens_map.items() if isinstance(token, str)}
+        self.chat_template = self._chat_templates.get(template_files.DEFAULT)
         self.reserved = _steering_parameters(type(self.hf))
+        self.renderer = TemplateRenderer()
+        own = getattr(type(self.hf), "apply_chat_template", None)
+        self._renders_itself = wrapper._chat_template is not None or own is not _GENERAL_RENDERING
+        self.failures = (*FAILURES, *CODE_FAILURES) if self._renders_itself else FAILURES
+        self.has_chat_template = bool(self._chat_templates) or (self._renders_itself and wrapper.has_chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if _accepts(self.hf.encode, "add_special_tokens"):
@@ -50,11 +75,20 @@ class TransformersBackend(Backend):
         return list(self.hf.encode(text))  # a tokenizer with its own `encode` adds no special tokens (B6)
 
     def decode(self, ids: Sequence[int]) -> str:
+        if self._library is not None:
+            # transformers calls `decode`, which holds the interpreter's lock.
+            return str(self._library.decode_batch([list(ids)], skip_special_tokens=False)[0])
         return str(self.hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def name_of(self, token: int) -> str | None:
         name: str | None = self.hf.convert_ids_to_tokens(token)
         return name
+
+    def template_source(self, chat_template: str | None) -> str:
+        try:
+            return template_files.choose(self._chat_templates, chat_template, tools=True)
+        except ValueError:
+            return ""
 
     def render(
         self,
@@ -65,6 +99,15 @@ class TransformersBackend(Backend):
         variables: Mapping[str, Any],
         chat_template: str | None,
     ) -> str:
+        if not self._renders_itself:
+            return self.renderer.render(
+                template_files.choose(self._chat_templates, chat_template, tools=variables.get("tools") is not None),
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables={**self.hf.special_tokens_map, "enable_thinking": self._wrapper.has_thinking, **variables},
+            )
+        # Code of mlx-lm or transformers, or of the model's repository, which the user trusts, and no template.
         chosen = {} if chat_template is None else {"chat_template": chat_template}
         text: str = self._wrapper.apply_chat_template(
             messages,
@@ -86,16 +129,19 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> T
     Raises:
         ModelUnsupported: transformers cannot load the tokenizer; says why.
     """
+    chat_templates = template_files.read_templates(path)
     extra: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if chat_template is not None:
         extra["chat_template_type"] = None  # else a renderer of mlx-lm takes precedence over the given template
     try:
-        return TransformersBackend(tokenizer_utils.load(path, extra))
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+        return TransformersBackend(tokenizer_utils.load(path, extra), chat_templates)
+    except LOAD_ERRORS as error:
+        why = " ".join(str(error).split())[:LONGEST]
+        has_code = not trust_remote_code and any(path.glob("*.py"))
         raise ModelUnsupported(
-            f"The tokenizer in {path} cannot be loaded: {type(error).__name__}: {str(error).strip()}",
+            f"The tokenizer in {path} cannot be loaded: {type(error).__name__}: {why}",
             remedy="Copy the model's tokenizer.json there"
-            + ("." if trust_remote_code else ", or allow its own code with --trust-remote-code if you trust it."),
+            + (", or allow its own code with --trust-remote-code if you trust it." if has_code else "."),
         ) from error
 
 
@@ -130,9 +176,20 @@ def _drop_limits(wrapper: Any) -> None:
         backend.no_padding()
 
 
+def _plain_decoder(hf: Any) -> Any:
+    """The library's tokenizer if its `decode` is all that the class's does; else None."""
+    own = [vars(c) for c in type(hf).__mro__ if c not in (PreTrainedTokenizerFast, PreTrainedTokenizerBase)]
+    overrides = any({"decode", "_decode"} & names.keys() for names in own)
+    return hf.backend_tokenizer if isinstance(hf, PreTrainedTokenizerFast) and not overrides else None
+
+
 def _is_byte_level(hf: Any) -> bool:
     """Whether a fast tokenizer's decoder takes every token as a fixed byte string, as GPT-2's."""
     backend = getattr(hf, "backend_tokenizer", None)
-    if backend is None or not hasattr(backend, "to_str") or backend.decoder is None:
-        return False
-    return type(backend.decoder).__name__ == "ByteLevel"
+    return backend is not None and hasattr(backend, "to_str") and decodes_bytes(backend)
+
+
+def _own_templates(hf: Any) -> dict[str, str]:
+    """Templates that a tokenizer's class brings."""
+    found = getattr(hf, "chat_template", None)
+    return {template_files.DEFAULT: found} if isinstance(found, str) and found.strip() else {}

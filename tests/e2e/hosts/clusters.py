@@ -13,9 +13,10 @@ from typing import Any
 
 from rig import Host, Rig
 
-SERVE = ("demo", "--host", "0.0.0.0", "--kv-cache-gb", "0.2", "--prefix-cache-gb", "0", "--memory-guard-gb", "1")
+SERVE = ("demo", "--host", "0.0.0.0", "--kv-cache-gb", "0.2", "--prefix-cache-gb", "0", "--memory-guard-gb", "1",
+         "--silence-seconds", "8")  # fmt: skip
 PORT = 8000
-WAIT_S = 90.0
+WAIT_S = 240.0
 ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 CLIENT = """
@@ -32,7 +33,7 @@ print(json.dumps(None), flush=True)
 """
 
 
-def phalanx(host: Host, *words: str, check: bool = True, timeout: float = 150.0) -> subprocess.CompletedProcess[str]:
+def phalanx(host: Host, *words: str, check: bool = True, timeout: float = 400.0) -> subprocess.CompletedProcess[str]:
     """The command at a host's keyboard; its output without colours."""
     done = host.run(["phalanx", *words], check=check, timeout=timeout)
     done.stdout, done.stderr = ANSI.sub("", done.stdout), ANSI.sub("", done.stderr)
@@ -43,7 +44,7 @@ def up(rig: Rig, count: int, backend: str, *flags: str, serve: tuple[str, ...] =
     """Start a cluster of the first hosts from the desk; its URL."""
     words = ("up", f"{count}.json", "--backend", backend, "--timeout", str(WAIT_S), *flags, "--", *serve)
     said = phalanx(rig["desk"], *words).stdout
-    found = re.search(rf"phalanx is up: (http://\S+/v1) \({count} hosts\)", said)
+    found = re.search(rf"phalanx is up: (https?://\S+/v1) \({count} hosts\)", said)
     assert found is not None, said
     return found[1]
 
@@ -67,7 +68,7 @@ class SharedCluster:
 
     def start(self) -> None:
         if not self.url:
-            self.url = up(self.rig, 2, "ring", "--env", "PHALANX_RIG_MARK=1")
+            self.url = up(self.rig, 2, "ring", "--env", "RIG_MARK=1")
 
     def end(self) -> None:
         """In order; nothing is left of it."""
@@ -84,7 +85,7 @@ class SharedCluster:
 def assert_nothing_left(rig: Rig) -> None:
     """No process, no port, no file but logs. The far ends of ssh need a moment to see that the near ones are gone."""
     for host in rig.hosts.values():
-        wait_for(lambda host=host: host.processes("phalanx") == {}, f"no process on {host.name}", 10.0)
+        wait_for(lambda host=host: host.processes("phalanx") == {}, f"no process on {host.name}")
         assert host.processes("prted") == {}, host.name
         assert host.listening() <= {22}, host.name
         assert state_files(host) == [], host.name
@@ -100,7 +101,7 @@ def state_files(host: Host) -> list[str]:
 def health(rig: Rig, at: str = "a", from_host: str | None = None) -> dict[str, Any]:
     """What /health says, asked on a host; {} if nobody answers."""
     url = f"http://{rig[at].address}:{PORT}/health"
-    done = rig[from_host or at].run(["curl", "-s", "-m", "3", url], check=False)
+    done = rig[from_host or at].run(["curl", "-s", "-m", "30", url], check=False)
     return json.loads(done.stdout) if done.stdout.startswith("{") else {}
 
 
@@ -138,7 +139,7 @@ class Stream:
         parts = []
         while (piece := self.piece()) is not None:
             parts.append(piece)
-        self._process.wait(30)
+        self._process.wait(120)
         return "".join(parts)
 
 

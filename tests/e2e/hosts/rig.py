@@ -175,7 +175,7 @@ class Host:
         command: Sequence[str],
         *,
         check: bool = True,
-        timeout: float = 120.0,
+        timeout: float = 400.0,
         shell: str | None = None,
         variables: Mapping[str, str] | None = None,
         text_in: str | None = None,

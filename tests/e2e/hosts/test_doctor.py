@@ -18,6 +18,8 @@ from mac import Mac
 from rig import Host, Rig
 
 from phalanx.faults import recognise
+from phalanx.tls.certificates import make_credentials
+from phalanx.tls.credentials import write_credentials
 
 HOSTFILE = [
     {"ssh": "a", "ips": ["10.77.0.1"], "rdma": [None, "rdma_en5"]},
@@ -188,7 +190,10 @@ def this_python(scene: Scene) -> None:
 
 def stray(scene: Scene) -> None:
     scene.stack.callback(scene.b.reboot)
-    scene.b.popen(["sh", "-c", "PHALANX_CLUSTER_SECRET=x exec phalanx agent --port 4444 --directory /tmp/stray"])
+    credentials = scene.b.home / "stray.json"
+    write_credentials(credentials, make_credentials(["a", "b"])[1])
+    scene.stack.callback(credentials.unlink)
+    scene.b.popen(["phalanx", "agent", "--port", "4444", "--directory", "/tmp/stray", "--credentials", "stray.json"])
     while 4444 not in scene.b.listening():
         time.sleep(0.05)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.web import chunk, events, usage, web_server
 
 from phalanx.bench.http_client import Exchange, RequestFailed, first_model, open_client, stream_chat
+from phalanx.errors import ConfigError
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -86,6 +88,12 @@ def test_a_refusal_carries_status_and_message(answer: str, said: str) -> None:
     assert caught.value.status == 429
 
 
+def test_a_refused_key_says_where_to_give_one() -> None:
+    with pytest.raises(RequestFailed, match="answered 401") as caught:
+        ask(401, '{"error": {"message": "no key"}}')
+    assert "--api-key" in caught.value.remedy
+
+
 def test_an_error_event_fails_the_request() -> None:
     with pytest.raises(RequestFailed, match="engine gone"):
         ask(200, events(chunk("a"), {"error": {"message": "engine gone"}}))
@@ -105,6 +113,26 @@ def test_no_server_is_named() -> None:
         pass
     with pytest.raises(RequestFailed, match=url):
         asyncio.run(run(url))
+
+
+def test_https_of_a_server_without_it_says_so() -> None:
+    async def run(url: str) -> None:
+        async with open_client(url.replace("http://", "https://")) as client:
+            await first_model(client)
+
+    with (
+        web_server(lambda path, body: (200, "{}")) as url,
+        pytest.raises(RequestFailed, match=r"No answer from https.*[^.]\.$") as caught,
+    ):
+        asyncio.run(run(url))
+    assert "try http://" in caught.value.remedy
+
+
+def test_a_file_without_a_certificate_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "key.pem"
+    file.write_text("-----BEGIN PRIVATE KEY-----")
+    with pytest.raises(ConfigError, match=r"key\.pem is not a certificate \(PEM\): no certificate is in it\. Give"):
+        open_client("https://127.0.0.1:1", certificate=file)
 
 
 def test_first_model() -> None:

@@ -5,34 +5,44 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from patience import patiently, strict
 from support.channels import (
     FAST,
-    SECRET,
-    STRICT,
     WAIT_S,
     Gatherer,
     RawPeer,
     Recorder,
     connect,
+    credentials,
     group,
+    heard,
     identity,
     listen,
+    meeting,
     names,
+    until,
 )
 
 from phalanx.dist import watchdog
 from phalanx.dist.channel import LeaderChannel, WatchdogLimits, WorkerChannel
-from phalanx.dist.peers import Challenge, Goodbye, Heartbeat, PeerFailure, Welcome
+from phalanx.dist.peers import Admitted, Goodbye, Heartbeat, PeerFailure, Welcome
 from phalanx.errors import ConfigError, ExitCode, PeerLate, PeerLost, exit_code_of
 
 # Payloads --------------------------------------------------------------------------------------------------------
 
 
-def test_payloads_arrive_whole_and_in_order_both_ways():
-    with group(4) as ranks:
+@pytest.fixture(params=["tls", "unix"])
+def control(request: pytest.FixtureRequest, private: Path) -> str:
+    """Where a group meets: "" over TLS, or a Unix socket's path."""
+    return "" if request.param == "tls" else str(private)
+
+
+def test_payloads_arrive_whole_and_in_order_both_ways(control: str):
+    with group(4, control=control) as ranks:
         assert [who.rank for who in ranks.ranks] == [0, 1, 2, 3]
         sent = [bytes([i]) * (i * i) for i in range(200)]
         for payload in sent:
@@ -46,25 +56,27 @@ def test_payloads_arrive_whole_and_in_order_both_ways():
         assert all(recorder.quiet for recorder in ranks.recorders)
 
 
-def test_large_payloads_cross_each_other():
+def test_large_payloads_cross_each_other(control: str):
     big = bytes(range(256)) * (20_000_000 // 256)
-    with group(2) as ranks, ThreadPoolExecutor(2) as pool:
-        down, up = pool.submit(ranks.leader.broadcast, big), pool.submit(ranks.workers[0].send, big[::-1])
-        assert ranks.workers[0].receive() == big and ranks.leader.collect(WAIT_S) == [big[::-1]]
+    report = big[::-1][:4_000_000]  # a worker's messages have a lower limit
+    with group(2, control=control) as ranks, ThreadPoolExecutor(2) as pool:
+        down, up = pool.submit(ranks.leader.broadcast, big), pool.submit(ranks.workers[0].send, report)
+        assert ranks.workers[0].receive() == big and ranks.leader.collect(WAIT_S) == [report]
         down.result(WAIT_S), up.result(WAIT_S)
 
 
 def test_a_rank_that_does_not_answer_is_named():
     with group(3) as ranks:
         ranks.workers[0].send(b"here")
+        until(lambda: ranks.leader._watchdog.peers[0].inbox.qsize())
         with pytest.raises(PeerLate, match=r"^rank 2 \(host2, pid \d+\) did not answer within 0\.1 s\.$") as late:
             ranks.leader.collect(0.1)
         assert exit_code_of(late.value) is ExitCode.STALLED
 
 
 def test_a_group_of_one():
-    listener, _ = listen()
-    leader = LeaderChannel(listener, 1, SECRET, identity(0), FAST)
+    listener, control = listen()
+    leader = LeaderChannel(listener, meeting(control, 1), None, identity(0), FAST)
     assert leader.gather() == [identity(0)]
     leader.broadcast(b"nobody")
     assert leader.collect(0.0) == []
@@ -87,8 +99,8 @@ def test_idle_ranks_turn_their_loops_a_few_times_a_second():
 # Ends ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_leader_ends_the_group_in_order():
-    with group(3) as ranks:
+def test_the_leader_ends_the_group_in_order(control: str):
+    with group(3, control=control) as ranks:
         ranks.leader.broadcast(b"last")
         ranks.leader.close("enough")
         for worker in ranks.workers:
@@ -142,7 +154,7 @@ def test_a_cause_takes_the_place_of_a_symptom(monkeypatch: pytest.MonkeyPatch):
 def raw_workers(size: int, limits: WatchdogLimits = FAST) -> tuple[Gatherer, list[RawPeer]]:
     """A leader, and workers spoken by hand."""
     leader = Gatherer(size, limits)
-    workers = [RawPeer.to(leader.address) for _ in range(1, size)]
+    workers = [RawPeer.to(leader.port, credentials()[rank]) for rank in range(1, size)]
     for rank, raw in enumerate(workers, 1):
         raw.join(rank, size)
     for raw in workers:
@@ -189,25 +201,29 @@ def test_workers_need_not_leave_together_when_the_group_ends():
     leader.close()
 
 
-def test_silence_is_judged_while_serving_only():
-    leader, raw = raw_worker(STRICT)
-    time.sleep(1.5 * STRICT.silence_s)
+def silence(silence_s: float) -> None:
+    leader, raw = raw_worker(strict(silence_s))
+    time.sleep(1.5 * silence_s)
     assert leader.recorder.quiet  # the limit while loading is a minute
     leader.channel.serving()
     failure = leader.recorder.failure()
     assert (failure.code, failure.rank) == (ExitCode.PEER_SILENT, 1)
     assert "rank 1 (host1" in str(failure) and "no sign of life for " in str(failure)
-    heard = raw.receive()
-    while not isinstance(heard, Goodbye):
-        assert isinstance(heard, Heartbeat)
-        heard = raw.receive()
-    assert heard.failure == failure
+    said = raw.receive()
+    while not isinstance(said, Goodbye):
+        assert isinstance(said, Heartbeat)
+        said = raw.receive()
+    assert said.failure == failure
     raw.close()
     leader.close()
 
 
-def test_a_peer_that_beats_but_takes_no_data():
-    leader, raw = raw_worker(STRICT)
+def test_silence_is_judged_while_serving_only():
+    patiently(silence)
+
+
+def beats_only(silence_s: float) -> None:
+    leader, raw = raw_worker(strict(silence_s))
     leader.channel.serving()
     done = threading.Event()
 
@@ -231,13 +247,17 @@ def test_a_peer_that_beats_but_takes_no_data():
     leader.close()
 
 
+def test_a_peer_that_beats_but_takes_no_data():
+    patiently(beats_only)
+
+
 @pytest.mark.parametrize(
-    ("send", "text"), [(b"HTTP/1.1 200 OK", "broke the protocol"), (None, "sent Challenge out of turn")]
+    ("send", "text"), [(b"HTTP/1.1 200 OK", "broke the protocol"), (None, "sent Admitted out of turn")]
 )
 def test_a_member_that_sends_nonsense_is_lost(send: bytes | None, text: str):
     leader, raw = raw_worker()
     if send is None:
-        raw.send(Challenge(b""))
+        raw.send(Admitted())
     else:
         raw.socket.sendall(send)
     failure = leader.recorder.failure()
@@ -246,12 +266,12 @@ def test_a_member_that_sends_nonsense_is_lost(send: bytes | None, text: str):
     leader.close()
 
 
-def worker_of_raw_leader() -> tuple[WorkerChannel, RawPeer, Recorder]:
+def worker_of_raw_leader(limits: WatchdogLimits) -> tuple[WorkerChannel, RawPeer, Recorder]:
     """A worker, and a leader spoken by hand."""
     listener, address = listen()
     recorder = Recorder()
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(connect, address, limits=STRICT, recorder=recorder)
+        joining = pool.submit(connect, address, limits=limits, recorder=recorder)
         raw = RawPeer.of(listener)
         raw.lead()
         raw.send(Welcome(identity(0)))
@@ -261,23 +281,26 @@ def worker_of_raw_leader() -> tuple[WorkerChannel, RawPeer, Recorder]:
 
 @pytest.mark.parametrize(("closes", "code"), [(True, ExitCode.PEER_LOST), (False, ExitCode.PEER_SILENT)])
 def test_a_leader_that_is_gone_or_silent(closes: bool, code: ExitCode):
-    worker, raw, recorder = worker_of_raw_leader()
-    worker.serving()
-    if closes:
+    def scenario(silence_s: float) -> None:
+        worker, raw, recorder = worker_of_raw_leader(strict(silence_s))
+        worker.serving()
+        if closes:
+            raw.close()
+        failure = recorder.failure()
+        assert (failure.code, failure.rank, failure.host) == (code, 0, "host0")
         raw.close()
-    failure = recorder.failure()
-    assert (failure.code, failure.rank, failure.host) == (code, 0, "host0")
-    raw.close()
-    worker.close("")
+        worker.close("")
+
+    patiently(scenario)
 
 
 def test_the_leader_has_the_last_word_on_a_rank_that_spoke_of_itself(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(watchdog, "WORKER_PATIENCE_S", WAIT_S)
-    worker, raw, recorder = worker_of_raw_leader()
+    worker, raw, recorder = worker_of_raw_leader(FAST)
     judged = PeerFailure.of(identity(1), ExitCode.PEER_LOST, "cannot be sent to: broken pipe")
     with ThreadPoolExecutor(1) as pool:
         speaking = pool.submit(worker.fail, ExitCode.CRASH, "crashed: IndexError: list index out of range")
-        time.sleep(3 * STRICT.heartbeat_s)  # until its watchdog has heard it
+        until(lambda: worker._watchdog._suspected)
         raw.send(Goodbye(str(judged), judged))
         assert recorder.failure() == judged
         assert isinstance(speaking.exception(WAIT_S), PeerLost)
@@ -293,7 +316,8 @@ def test_the_rank_that_did_not_come_to_the_step_is_named_by_all():
             channel.enter(41, WAIT_S)
             channel.leave(41)
         ranks.workers[1].enter(42, WAIT_S)
-        ranks.leader.enter(42, 1.0)  # time for the workers' heartbeats
+        until(lambda: heard(ranks.leader) == [(41, False), (42, True)])
+        ranks.leader.enter(42, 0.1)
         failures = [recorder.failure() for recorder in ranks.recorders]
         assert len(set(failures)) == 1
         assert (failures[0].code, failures[0].rank) == (ExitCode.STALLED, 1)
@@ -302,8 +326,10 @@ def test_the_rank_that_did_not_come_to_the_step_is_named_by_all():
 
 def test_when_all_are_in_the_step_all_are_named():
     with group(3) as ranks:
-        for channel in reversed(ranks.channels):
-            channel.enter(7, 1.0)
+        for worker in ranks.workers:
+            worker.enter(7, 0.1)  # they judge later than the leader
+        until(lambda: heard(ranks.leader) == [(7, True)] * 2)
+        ranks.leader.enter(7, 0.1)
         failures = [recorder.failure() for recorder in ranks.recorders]
         assert len(set(failures)) == 1 and failures[0].code is ExitCode.STALLED
         assert names(str(failures[0])) == [0, 1, 2] and "is inside step 7 for" in str(failures[0])
@@ -313,8 +339,8 @@ def test_a_worker_judges_after_the_grace_when_the_leader_does_not():
     with group(2, replace(FAST, stall_grace_s=0.2)) as ranks:
         ranks.leader.enter(7, WAIT_S)
         ranks.leader.leave(7)
-        time.sleep(3 * FAST.heartbeat_s)  # for the leader's heartbeat
-        ranks.workers[0].enter(7, 0.8)
+        until(lambda: heard(ranks.workers[0]) == [(7, False)])
+        ranks.workers[0].enter(7, 0.1)
         for recorder in ranks.recorders:
             failure = recorder.failure()
             assert (failure.code, failure.rank) == (ExitCode.STALLED, 1)
@@ -322,14 +348,17 @@ def test_a_worker_judges_after_the_grace_when_the_leader_does_not():
 
 
 def test_a_step_that_ends_in_time_is_no_stall():
-    with group(2) as ranks:
-        for step in range(20):
-            for channel in ranks.channels:
-                channel.enter(step, 1.0)
-            for channel in ranks.channels:
-                channel.leave(step)
-        time.sleep(1.2)
-        assert all(recorder.quiet for recorder in ranks.recorders)
+    def scenario(limit_s: float) -> None:
+        with group(2) as ranks:
+            for step in range(20):
+                for channel in ranks.channels:
+                    channel.enter(step, limit_s)
+                for channel in ranks.channels:
+                    channel.leave(step)
+            time.sleep(1.2 * limit_s)
+            assert all(recorder.quiet for recorder in ranks.recorders)
+
+    patiently(scenario)
 
 
 # Limits and words ------------------------------------------------------------------------------------------------

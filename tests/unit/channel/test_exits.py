@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.channels import STRICT, WAIT_S, Processes, environment, names
+from patience import patiently, strict
+from support.channels import FAST, WAIT_S, Processes, environment, names, until
 
 from phalanx.errors import ExitCode
 
@@ -65,27 +66,34 @@ def test_a_killed_rank(start: Start, victim: int):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_is_silent_to_the_others_and_blames_itself(start: Start, victim: int, in_turn: bool):
     """Wherever it stops: anywhere, or between looking at the clock and reading."""
-    ranks = start(3, STRICT)
-    if in_turn:
-        ranks.tell(victim, "stop_in_turn")
-    else:
-        ranks.send_signal(victim, signal.SIGSTOP)
-    for rank in {0, 1, 2} - {victim}:
-        assert "has given no sign of life" in ended(ranks, rank, ExitCode.PEER_SILENT, victim)
-    ranks.send_signal(victim, signal.SIGCONT)
-    assert "was suspended for" in ended(ranks, victim, ExitCode.PEER_SILENT, victim)
+
+    def scenario(silence_s: float) -> None:
+        ranks = start(3, strict(silence_s))
+        if in_turn:
+            ranks.tell(victim, "stop_in_turn")
+        else:
+            ranks.send_signal(victim, signal.SIGSTOP)
+        for rank in {0, 1, 2} - {victim}:
+            assert "has given no sign of life" in ended(ranks, rank, ExitCode.PEER_SILENT, victim)
+        ranks.send_signal(victim, signal.SIGCONT)
+        assert "was suspended for" in ended(ranks, victim, ExitCode.PEER_SILENT, victim)
+
+    patiently(scenario)
 
 
 def test_a_leader_that_was_stopped_does_not_blame_workers_that_waited(start: Start):
-    ranks = start(2, own={0: STRICT})
-    ranks.send_signal(0, signal.SIGSTOP)
-    time.sleep(1.5 * STRICT.silence_s)
-    ranks.send_signal(0, signal.SIGCONT)
-    awake = int(ranks.ask(0, "turns"))
-    while int(ranks.ask(0, "turns")) < awake + 2 * STRICT.silence_s / STRICT.heartbeat_s:
-        time.sleep(STRICT.heartbeat_s)
-    ranks.ask(0, "close")
-    assert ranks.end(0) == (0, "")
+    def scenario(silence_s: float) -> None:
+        ranks = start(2, own={0: strict(silence_s)})
+        ranks.send_signal(0, signal.SIGSTOP)
+        time.sleep(1.5 * silence_s)
+        ranks.send_signal(0, signal.SIGCONT)
+        awake = int(ranks.ask(0, "turns"))
+        while int(ranks.ask(0, "turns")) < awake + 2 * silence_s / FAST.heartbeat_s:
+            time.sleep(FAST.heartbeat_s)
+        ranks.ask(0, "close")
+        assert ranks.end(0) == (0, "")
+
+    patiently(scenario)
 
 
 def test_a_rank_that_does_not_come_to_a_step(start: Start):
@@ -94,16 +102,18 @@ def test_a_rank_that_does_not_come_to_a_step(start: Start):
         ranks.ask(rank, f"enter 41 {WAIT_S}")
     for rank in range(3):
         ranks.ask(rank, "leave 41")
-    for rank in (2, 0):
-        ranks.ask(rank, "enter 42 1")
+    ranks.ask(2, f"enter 42 {WAIT_S}")
+    until(lambda: ranks.ask(0, "heard") == "[(41, False), (42, True)]")
+    ranks.ask(0, "enter 42 0.1")
     for rank in range(3):
         assert "while the others are in step 42" in ended(ranks, rank, ExitCode.STALLED, 1)
 
 
 def test_a_step_in_which_all_are_stuck(start: Start):
     ranks = start(2)
-    for rank in (1, 0):
-        ranks.ask(rank, "enter 1 1")
+    ranks.ask(1, "enter 1 0.1")  # it judges later than the leader
+    until(lambda: ranks.ask(0, "heard") == "[(1, True)]")
+    ranks.ask(0, "enter 1 0.1")
     for rank in range(2):
         status, text = ranks.end(rank)
         assert status == ExitCode.STALLED and names(text) == [rank, 0, 1], text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from msgspec.structs import replace
 from phalanx.cli.clusters import chosen, phase, says
 from phalanx.cli.down import report
 from phalanx.cli.main import _passed_on, main
-from phalanx.cluster.host import HostStatus, ServerHealth
+from phalanx.cluster.host_status import HostStatus, ServerHealth
+from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import Stopped
 from phalanx.errors import ClusterError, ConfigError
 
@@ -40,6 +42,14 @@ def test_what_follows_two_dashes_is_passed_on():
         (["up", "--hosts", "a,a"], "ssh 'a' is there twice"),
         (["up", "--hosts", "a,b", "-n", "3"], "--num-ranks 3, but there are 2 hosts"),
         (["up", "--hosts", "a,b", "--", "demo", "--tp", "2"], "`up` sets it itself"),
+        (["up", "--hosts", "a,b", "--gateway-host", "b"], "--gateway-host: one group has no gateway"),
+        (["up", "--hosts", "a,b,c", "--replicas", "2", "--", "demo", "--tp", "2"], "need 4 hosts, but there are 3"),
+        (["up", "--hosts", "a,b,c,d", "-n", "3", "--replicas", "2"], "3 hosts cannot be divided among --replicas 2"),
+        (
+            ["up", "--hosts", "a,b", "--replicas", "2", "--", "demo", "--", "--port", "8000"],
+            "port is that of the server",
+        ),
+        (["up", "--hosts", "a,b", "--replicas", "0"], "0 is not a whole number, 1 or more"),
         (["logs", "--hosts", "a", "--rank", "1"], "--rank 1, but there are 1 hosts"),
         (["net", "setup", "--hosts", "a"], "takes its hosts from --node"),
         (["net", "test", "--hosts", "a", "--node", "a:en5:10.0.0.1"], "belong to `net setup`"),
@@ -47,12 +57,11 @@ def test_what_follows_two_dashes_is_passed_on():
         (["hostfile"], "Give host names, or --check"),
         (["model", "push", "./nowhere", "--hosts", "a"], "./nowhere is not on this machine"),
         (["host", "dance"], "no such verb"),
-        (["agent"], "PHALANX_CLUSTER_SECRET is not set"),
+        (["agent"], "credentials.json holds no credentials"),
     ],
 )
 def test_refusals_say_why(words, said, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PHALANX_CLUSTER_SECRET", raising=False)
     assert main(words) != 0
     assert said in " ".join(capsys.readouterr().err.split())
 
@@ -70,6 +79,22 @@ def test_one_way_to_name_hosts():
     assert [host.ssh for host in chosen(None, None, "a,b,c", 2).hosts] == ["a", "b"]
     with pytest.raises(ConfigError):
         chosen(Path("x"), Path("y"), None)
+
+
+@pytest.mark.parametrize("words", [["hosts.json", "1"], ["--hosts", "a,b", "1"], ["--hostfile", "hosts.json", "1"]])
+def test_where_options_name_the_hosts_the_only_word_of_restart_is_a_replica(words, monkeypatch, tmp_path):
+    seen: list[tuple[list[str], str | None]] = []
+
+    async def restart_all(remotes: Sequence[Remote], *, part: str | None, timeout_s: float) -> None:
+        seen.append(([remote.name for remote in remotes], part))
+        raise ClusterError("enough")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("phalanx.cli.restart.restart_all", restart_all)
+    (tmp_path / "hosts.json").write_text('[{"ssh": "a"}, {"ssh": "b"}]')
+    assert main(["restart", *words]) != 0
+    assert main(["restart", *words[:-1]]) != 0
+    assert seen == [(["a", "b"], "1"), (["a", "b"], None)]
 
 
 UP = HostStatus(host="a", role="server", child=5, supervisor=4, health=ServerHealth(ok=True, phase="ok"))

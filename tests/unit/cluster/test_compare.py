@@ -36,7 +36,7 @@ A, B = facts(1), facts(2, "rdma_en3")
 
 
 def bad(one: HostFacts, other: HostFacts, backend: str = "ring") -> list[CheckResult]:
-    return [result for result in compare({"a": one, "b": other}, PAIR, backend) if result.level == "bad"]
+    return [result for result in compare({"a": one, "b": other}, [PAIR], backend) if result.level == "bad"]
 
 
 def test_hosts_that_fit_are_not_complained_about():
@@ -95,6 +95,13 @@ def test_without_a_cable_between_every_two_there_is_no_rdma():
     found, reasons = discover({"a": A, "b": B, "c": third})
     assert found.backend is None and all(host.rdma == () for host in found.hosts)
     assert "not every two hosts have a cable" in reasons[-1]
+
+
+def test_gpus_are_counted_and_nccl_needs_one_on_every_host():
+    one, other = (replace(fact, rdma=Rdma(enabled=None), gpus=count) for fact, count in ((A, 1), (B, 2)))
+    found, reasons = discover({"a": one, "b": other})
+    assert [host.gpus for host in found.hosts] == [1, 2] and "nccl" in reasons[-1]
+    assert "nccl" not in discover({"a": one, "b": replace(other, gpus=0)})[1][-1]
 
 
 def test_hosts_without_a_common_network():

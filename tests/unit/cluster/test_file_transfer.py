@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import resource
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from phalanx.cluster import distribution
 from phalanx.cluster.file_transfer import Manifest, directory_of, finish, inventory, manifest, missing_shards, take
 from phalanx.cluster.library import NEEDED, find_model, is_needed, model_path
 from phalanx.errors import ClusterError, ConfigError, ModelNotFound
-from phalanx.model.loading.weights import INDEX, PATTERN
+from phalanx.model.loading.weight_files import INDEX, PATTERN
 
 BODY = bytes(range(256)) * 9000  # more than two blocks
 
@@ -78,10 +81,118 @@ def test_a_file_that_was_changed_is_missing(wanted, home):
     assert "sub/model.safetensors" in [missing.path for missing in inventory(wanted).missing]
 
 
-@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", ""])
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/passwd", "a/../../x", "", "a//b", "./a", ".ssh/authorized_keys", "a\nb", "a\0", "a.part"]
+)
 def test_no_file_leaves_the_directory(wanted, path):
     with pytest.raises(ConfigError, match="is not a file of a model"):
         take(wanted.place, replace(weights(wanted), path=path), 0, io.BytesIO(b""))
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file outside the model, to which a link leads that is already on the receiving host."""
+    file = tmp_path / "victim"
+    file.write_text("precious")
+    return file
+
+
+def plant(home: Path) -> Path:
+    folder = home / "models/m/sub"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["symbolic", "hard", "fifo"])
+def test_what_is_planted_where_a_file_is_received_stays_as_it_is(wanted, home, victim, kind):
+    part = plant(home) / "model.safetensors.part"
+    if kind == "symbolic":
+        part.symlink_to(victim)
+    elif kind == "hard":
+        part.hardlink_to(victim)
+    else:
+        os.mkfifo(part)
+    assert [missing.have for missing in inventory(wanted).missing] == [0, 0]
+    take(wanted.place, weights(wanted), 0, io.BytesIO(BODY))
+    assert victim.read_text() == "precious"
+    assert (home / "models/m/sub/model.safetensors").read_bytes() == BODY
+
+
+def test_a_link_in_place_of_a_file_is_replaced(wanted, home, victim):
+    file = plant(home) / "model.safetensors"
+    file.symlink_to(victim)
+    take(wanted.place, weights(wanted), 0, io.BytesIO(BODY))
+    assert victim.read_text() == "precious" and not file.is_symlink() and file.read_bytes() == BODY
+
+
+def test_a_link_in_place_of_a_folder_is_not_followed(wanted, home, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder = plant(home)
+    folder.rmdir()
+    folder.symlink_to(elsewhere)
+    with pytest.raises(ClusterError, match=r"cannot write .*model\.safetensors: Not a directory .*remove the link"):
+        take(wanted.place, weights(wanted), 0, io.BytesIO(BODY))
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_the_current_revision_is_not_written_through_a_link(wanted, home, victim):
+    there = replace(wanted, place="hub:owner/name@abc123")
+    refs = directory_of(there.place).parent.parent / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").symlink_to(victim)
+    finish(there)
+    assert victim.read_text() == "precious" and (refs / "main").read_text() == "abc123"
+
+
+@pytest.mark.parametrize("place", ["../x", "models/../../x", "models/m\n", "hub:a/b\0@c"])
+def test_no_model_leaves_its_place(wanted, place):
+    with pytest.raises(ConfigError, match="is not a name of a file or folder"):
+        take(place, weights(wanted), 0, io.BytesIO(BODY))
+
+
+def test_no_more_is_stored_than_was_announced(wanted, home):
+    stream = io.BytesIO(BODY + b"more")
+    take(wanted.place, weights(wanted), 0, stream)
+    assert stream.read() == b"more"
+    for have in (-1, len(BODY) + 1):
+        with pytest.raises(ConfigError, match="bytes were received already"):
+            take(wanted.place, weights(wanted), have, io.BytesIO(b""))
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(wanted, home):
+    folder = plant(home)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(BODY) // 2, limits[1]))
+    try:
+        with pytest.raises(ClusterError) as full:
+            take(wanted.place, weights(wanted), 0, io.BytesIO(BODY))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{socket.gethostname()} cannot store sub/model.safetensors: File too large after" in full.value.message
+    assert f"of {len(BODY)} bytes" in full.value.message and "Make room" in full.value.remedy
+    assert list(folder.iterdir()) == []
+
+
+def test_a_link_out_of_the_model_is_not_sent(tmp_path, victim):
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "same.json").symlink_to("config.json")
+    assert len(manifest(source, "m").files) == 2
+    (source / "vocab.txt").symlink_to(victim)
+    with pytest.raises(ClusterError, match=r"vocab\.txt is a link that leads out of the model, to .*victim"):
+        manifest(source, "m")
+
+
+def test_the_hubs_links_to_its_blobs_are_sent(home):
+    snapshot = directory_of("hub:owner/name@abc123")
+    blobs = snapshot.parent.parent / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    (blobs / "0123").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/0123")
+    assert [entry.bytes for entry in manifest(snapshot, "hub:owner/name@abc123").files] == [2]
 
 
 def test_a_hub_model_lands_in_the_hub_cache_under_its_name(wanted, home):

@@ -52,7 +52,7 @@ def test_a_written_hostfile_reads_back_equal(value):
         ("{", "not JSON"),
         ("{}", "no list `hosts`"),
         ('{"hosts": [], "port": 1}', "unknown field 'port'"),
-        ('{"hosts": []}', "names 0 hosts; 1 to 16"),
+        ('{"hosts": []}', "names 0 hosts; 1 to 256"),
         ('{"hosts": ["a"]}', "host 0 is not an object"),
         ('[{"ssh": ""}]', "`ssh` is not a name"),
         ('[{"ssh": "a", "ips": ["ten"]}]', r"host 0 \(a\): `ips`"),
@@ -60,17 +60,28 @@ def test_a_written_hostfile_reads_back_equal(value):
         ('[{"ssh": "a"}, {"ssh": "a"}]', "ssh 'a' is there twice"),
         ('[{"ssh": "a", "ips": ["1.1.1.1"]}, {"ssh": "b", "ips": ["1.1.1.1"]}]', "ips '1.1.1.1' is there twice"),
         ('{"backend": "infiniband", "hosts": [{"ssh": "a"}]}', "backend 'infiniband'"),
-        ('{"envs": ["NOVALUE"], "hosts": [{"ssh": "a"}]}', "NAME=value"),
+        ('{"envs": "A=1", "hosts": [{"ssh": "a"}]}', "envs is not a list of NAME=value"),
+        ('{"envs": ["NOVALUE"], "hosts": [{"ssh": "a"}]}', "envs: 'NOVALUE' has no value"),
+        ('{"envs": ["LD_PRELOAD=/x.so"], "hosts": [{"ssh": "a"}]}', "envs: LD_PRELOAD may not be set"),
+        ('{"envs": ["A=x\\nLD_PRELOAD=/x"], "hosts": [{"ssh": "a"}]}', "envs: the value of A has a line break"),
         ('[{"ssh": "a", "rdma": [null, 5]}, {"ssh": "b"}]', "`rdma` has 5"),
         ('[{"ssh": "a", "rdma": [null]}, {"ssh": "b"}]', "`rdma` of a has 1 entries for 2 hosts"),
         ('[{"ssh": "a", "rdma": ["x", "x"]}, {"ssh": "b", "rdma": ["x", null]}]', "a names a device towards itself"),
         ('[{"ssh": "a", "rdma": [null, "x"]}, {"ssh": "b", "rdma": [null, null]}]', "a has an RDMA device towards b"),
+        ('[{"ssh": "a", "gpus": "8"}]', r"host 0 \(a\): `gpus` is not a number of GPUs: '8'"),
+        ('[{"ssh": "a", "gpus": true}]', "`gpus` is not a number of GPUs: True"),
         ('{"backend": "jaccl", "hosts": [{"ssh": "a"}, {"ssh": "b"}]}', "`rdma` of a has 0 entries"),
     ],
 )
 def test_what_is_wrong_is_named(text, said):
     with pytest.raises(ConfigError, match=said):
         parse(text, "hosts.json")
+
+
+def test_a_hosts_gpus_reach_the_engine():
+    found = parse('[{"ssh": "a", "gpus": 2}, {"ssh": "b"}]', "x")
+    assert parse(render(found), "y") == found
+    assert [host.gpus for host in found.placed()] == [2, 0]
 
 
 def test_names_are_hosts_and_addresses_are_kept():

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.links import MeasureRequest, ReachRequest, SetupRequest, is_there, listener, measure, set_up, undo
+from phalanx.cluster import links
+from phalanx.cluster.links import (
+    LinkSpeed,
+    ListenRequest,
+    MeasureRequest,
+    ReachRequest,
+    SetupRequest,
+    is_there,
+    listener,
+    measure,
+    set_up,
+    undo,
+)
 from phalanx.cluster.network import Steps
 from phalanx.errors import ClusterError, ConfigError
 
@@ -78,12 +91,46 @@ def test_a_host_refuses_commands_that_must_never_run(tools, tmp_path):
     assert calls(tools) == []
 
 
-def test_a_link_is_measured():
-    listening, thread = listener()
+def test_a_link_is_measured(monkeypatch):
+    monkeypatch.setattr(links, "TOKEN_S", 120.0)
+    monkeypatch.setattr(links, "PROBE_S", 120.0)
+    listening, thread = listener(ListenRequest(address="127.0.0.1", token="ours"))
+    probe = MeasureRequest(address="127.0.0.1", port=listening.port, token="ours")
     assert is_there(ReachRequest(address="127.0.0.1", port=1)).problem == 0  # refused: somebody is there
-    found = measure(MeasureRequest(address="127.0.0.1", port=listening.port))
-    thread.join(10)
+    found = measure(probe)
+    thread.join(120)
     assert not thread.is_alive()
     assert 0 < found.median_us <= found.p99_us and found.gbit_per_s > 0
     with pytest.raises(ClusterError, match=r"The connection to 127\.0\.0\.1 broke"):
-        measure(MeasureRequest(address="127.0.0.1", port=listening.port))
+        measure(probe)
+
+
+def measured(request: MeasureRequest) -> LinkSpeed | None:
+    """None where a busy machine missed the time within which a connection must say its token."""
+    try:
+        return measure(request)
+    except ClusterError:
+        return None
+
+
+def test_a_stranger_takes_no_measurement_and_the_port_is_on_one_address(monkeypatch):
+    monkeypatch.setattr(links, "TOKEN_S", 0.2)
+    monkeypatch.setattr(links, "PROBE_S", 120.0)
+    listening, thread = listener(ListenRequest(address="127.0.0.1", token="ours"))
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", listening.port), timeout=60):
+        pass
+    with socket.create_connection(("127.0.0.1", listening.port)):  # a silent one
+        wrong = MeasureRequest(address="127.0.0.1", port=listening.port, token="else")
+        with pytest.raises(ClusterError, match="broke"):
+            measure(wrong)
+        ours = MeasureRequest(address="127.0.0.1", port=listening.port, token="ours")
+        while (found := measured(ours)) is None:
+            assert thread.is_alive()
+        assert found.gbit_per_s > 0
+    thread.join(120)
+    assert not thread.is_alive()
+
+
+def test_an_address_of_another_host_cannot_be_listened_on():
+    with pytest.raises(ClusterError, match=r"192\.0\.2\.77 is not an address of this host"):
+        listener(ListenRequest(address="192.0.2.77", token="ours"))

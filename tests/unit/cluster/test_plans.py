@@ -3,52 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
 import sys
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from phalanx.cluster.host import HostStatus, ServerHealth, final_error, flag, serve_address
+from phalanx.cluster.deployment import Deployment
+from phalanx.cluster.flags import split_flag
+from phalanx.cluster.host_status import HostStatus, ServerHealth, api_key, final_error, flag, serve_address
 from phalanx.cluster.hostfile import Host, Hostfile
-from phalanx.cluster.lifecycle import (
-    Cluster,
+from phalanx.cluster.lifecycle import Cluster, Goal, final_cause, start_all, wait_healthy
+from phalanx.cluster.plans import (
     Plan,
     backend_of,
     check,
-    final_cause,
     model_of,
+    new_credentials,
     specs,
-    start_all,
-    wait_healthy,
+    split_keys,
+    with_https,
 )
 from phalanx.cluster.ssh import ANSWER, Remote, failure, run
 from phalanx.cluster.supervisor import Stopped, SupervisorStarted
 from phalanx.config import ClusterConfig
 from phalanx.errors import ClusterError, ConfigError
+from phalanx.tls.certificates import make_credentials
 
 PAIR = Hostfile(
     hosts=(Host(ssh="a", ips=("10.0.0.1",)), Host(ssh="b", ips=("10.0.0.2", "10.9.0.2"))), envs=("A=1", "B=1")
 )
+CREDENTIALS = make_credentials(["a", "b"])
 PLAN = Plan(hostfile=PAIR, serve=("demo", "--port", "9"), backend="ring", envs=("B=2",))
 
 
 def test_the_server_is_on_the_first_host_and_agents_on_the_others():
-    server, agent = specs(PLAN, "secret")
+    server, agent = specs(PLAN, CREDENTIALS)
     assert (server.role, agent.role) == ("server", "agent")
     assert server.command[:4] == ["serve", "demo", "--port", "9"]
     assert flag(server.command, "--tp") == "2" and flag(server.command, "--backend") == "ring"
     assert flag(server.command, "--drain-seconds") == "8"
     assert agent.command[:5] == ["agent", "--host", "10.0.0.2", "--port", "32330"]
-    assert server.variables == agent.variables == {"PHALANX_CLUSTER_SECRET": "secret", "A": "1", "B": "2"}
+    assert server.variables == agent.variables == {"A": "1", "B": "2"}
+    assert [server.credentials, agent.credentials] == CREDENTIALS
     assert (server.log, agent.log) == (".phalanx/logs/rank-0.log", ".phalanx/logs/rank-1.log")
     cluster = msgspec.json.decode(server.files["cluster.json"], type=ClusterConfig)
     assert [host.ips for host in cluster.hosts] == [("10.0.0.1",), ("10.0.0.2", "10.9.0.2")]
     assert cluster.envs == ("A=1", "B=2")
 
 
-def test_the_secret_is_on_no_command_line():
-    assert not any("secret" in word for spec in specs(PLAN, "secret") for word in spec.command)
+def test_keys_are_on_no_command_line_and_in_no_other_file():
+    for spec in specs(PLAN, CREDENTIALS):
+        others = msgspec.json.encode(replace(spec, credentials=None))
+        assert b"PRIVATE" not in others and b"CERTIFICATE" not in others
 
 
 @pytest.mark.parametrize(("serve", "model"), [(("big", "--port", "9"), "big"), (("--port", "9"), "demo"), ((), "demo")])
@@ -57,12 +66,12 @@ def test_which_model_is_served(serve, model):
 
 
 def test_one_host_is_an_ordinary_server():
-    (server,) = specs(replace(PLAN, hostfile=PAIR.first(1)), "secret")
-    assert flag(server.command, "--tp") is None and server.files == {}
+    (server,) = specs(replace(PLAN, hostfile=PAIR.first(1)), new_credentials(["a"]))
+    assert flag(server.command, "--tp") is None and server.files == {} and server.credentials is None
 
 
 def test_the_users_drain_wins():
-    server, _ = specs(replace(PLAN, serve=("demo", "--drain-seconds=3")), "x")
+    server, _ = specs(replace(PLAN, serve=("demo", "--drain-seconds=3")), CREDENTIALS)
     assert flag(server.command, "--drain-seconds") == "3"
 
 
@@ -78,6 +87,69 @@ def test_the_users_drain_wins():
 def test_flags_that_up_cannot_pass_on(serve, said):
     with pytest.raises(ConfigError, match=said):
         check(replace(PLAN, serve=serve))
+
+
+@pytest.mark.parametrize("entry", ["PHALANX_API_KEY=x", "PYTHONPATH=/x", "A=x\n", "A=x\0", "A"])
+def test_variables_that_up_does_not_hand_out(entry):
+    with pytest.raises(ConfigError, match=r"^--env: "):
+        check(replace(PLAN, envs=("B=1", entry)))
+
+
+KEYS = ("--api-key", "one", "--host", "0.0.0.0", "--api-key=two")
+
+
+def test_keys_are_on_no_command_line():
+    serve, keys = split_keys(("demo", *KEYS))
+    assert (serve, keys) == (("demo", "--host", "0.0.0.0"), ("one", "two"))
+    server, agent = specs(replace(PLAN, serve=serve, api_keys=keys), CREDENTIALS)
+    assert server.variables == {**agent.variables, "PHALANX_API_KEY": "one two"}
+    assert not {"one", "two"} & {*server.command, *agent.command} and api_key(server) == "one"
+    assert split_flag(("demo", "--admin-key=x", "--admin-key", "y"), "--admin-key") == (("demo",), ("x", "y"))
+    server, agent = specs(replace(PLAN, admin_key="three"), CREDENTIALS)
+    assert server.variables == {**agent.variables, "PHALANX_ADMIN_KEY": "three"}
+
+
+def test_https_with_a_certificate_of_its_own(tmp_path):
+    """A client that trusts it reaches the server by each of its addresses, and by no other."""
+    server, _ = specs(with_https(PLAN), CREDENTIALS)
+    assert flag(server.command, "--ssl-certfile") == ".phalanx/run/server.pem"
+    file = tmp_path / "server.pem"
+    file.write_text(server.files["server.pem"])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    client = ssl.create_default_context(cafile=file)
+    for name in ("a", "10.0.0.1", "localhost"):
+        assert shaken(client, context, name)
+    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+        shaken(client, context, "10.0.0.2")
+    with pytest.raises(ConfigError, match="--ssl and --ssl-certfile exclude"):
+        with_https(replace(PLAN, serve=("demo", "--ssl-certfile=x")))
+
+
+def shaken(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> bool:
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = client.wrap_bio(down, up, server_hostname=name), server.wrap_bio(up, down, server_side=True)
+    done = [False, False]
+    for _ in range(3):
+        for index, end in enumerate(ends):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+                done[index] = True
+    return all(done)
+
+
+@pytest.mark.parametrize("key", ["", " x", "x y", "x\ny", "x\0"])
+def test_keys_that_cannot_be_handed_on(key):
+    with pytest.raises(ConfigError, match="--api-key: a key is empty, or has spaces") as refused:
+        check(replace(PLAN, api_keys=(key,)))
+    assert not key or key not in str(refused.value)
+    with pytest.raises(ConfigError, match="--admin-key: a key is empty, or has spaces"):
+        check(replace(PLAN, admin_key=key))
+
+
+def test_keys_come_from_one_place():
+    with pytest.raises(ConfigError, match="exclude each other"):
+        check(replace(PLAN, serve=("demo", "--api-key-file", "x"), api_keys=("k",)))
 
 
 def test_rdma_needs_devices():
@@ -159,7 +231,7 @@ def test_hosts_start_at_once_and_all_or_none(monkeypatch):
 
     monkeypatch.setattr(Remote, "call", call)
     with pytest.raises(ClusterError, match="b: Something"):
-        asyncio.run(asyncio.wait_for(start_all(PLAN), 5.0))
+        asyncio.run(asyncio.wait_for(start_all(Deployment(groups=(PLAN,))), 60.0))
     assert sorted(calls[:2]) == [("a", "start"), ("b", "start")]
     assert calls[2:] == [("a", "stop")], "what did not start is not ours to stop"
 
@@ -179,7 +251,7 @@ def test_a_late_up_names_the_reason(health, problems, said):
         cluster.statuses["a"] = replace(STATUS, health=ServerHealth(ok=False, phase="starting", reason=health))
     cluster.problems |= problems
     with pytest.raises(ClusterError) as late:
-        asyncio.run(wait_healthy(replace(PLAN, timeout_s=0.1), cluster, lambda _: None))
+        asyncio.run(wait_healthy(Goal(hosts=("a", "b"), servers=("a",)), cluster, lambda _: None, timeout_s=0.1))
     assert f"Not healthy after {said}" in late.value.message
 
 
@@ -187,7 +259,7 @@ def test_a_late_up_names_the_reason(health, problems, said):
 
 
 def test_this_machine_is_not_reached_by_ssh():
-    assert Remote("localhost").command("host", "status") == [sys.executable, "-m", "phalanx", "host", "status"]
+    assert Remote("localhost").command("host", "status") == [sys.executable, "-P", "-m", "phalanx", "host", "status"]
 
 
 def test_other_machines_are_never_asked_for_a_password():

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from phalanx.cluster import identity, supervisor
-from phalanx.cluster.supervisor import KILL_HOLD_S, RunDirectory, Spec, start, stop, supervise
+from phalanx.cluster.supervisor import RunDirectory, Spec, start, stop, supervise
 from phalanx.errors import ClusterError
+from phalanx.tls.certificates import make_credentials
+from phalanx.tls.credentials import read_credentials
 
 COUNTING = """
 import pathlib, sys
@@ -31,6 +34,13 @@ def place(tmp_path: Path) -> RunDirectory:
     found = RunDirectory(tmp_path)
     found.run.mkdir(parents=True)
     return found
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A busy machine may take long to end a process."""
+    monkeypatch.setattr(supervisor, "LAST_S", 120.0)
+    monkeypatch.setattr(supervisor, "KILL_HOLD_S", 600.0)
 
 
 @pytest.fixture
@@ -54,12 +64,12 @@ def spec(*command: str) -> Spec:
         ((64,), 1, 64),  # a flag is wrong: a restart cannot help
         ((65,), 1, 65),
         ((1, 70, 64), 3, 64),
-        ((1,), 1 + supervisor.RESTARTS, 1),  # and not without end
+        ((1,) * 20 + (64,), 21, 64),  # what may pass is tried for ever
     ],
 )
 def test_which_exit_codes_are_restarted(place, handlers, monkeypatch, tmp_path, statuses, runs, last):
     monkeypatch.setattr(supervisor, "PROGRAM", (sys.executable, "-c", COUNTING))
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
     log = tmp_path / "runs"
     assert supervise(spec(str(log), *map(str, statuses)), place) == last
     assert log.read_text() == "x" * runs
@@ -73,6 +83,28 @@ def test_secrets_are_readable_by_the_owner_alone(place, handlers, monkeypatch):
     supervise(spec(), place)
     assert place.spec.stat().st_mode & 0o077 == 0
     assert place.read_spec() == spec()
+
+
+def test_files_are_readable_by_the_owner_alone(place, monkeypatch):
+    monkeypatch.setattr(supervisor, "PROGRAM", (sys.executable, "-c", "raise SystemExit(1)"))
+    monkeypatch.setenv("HOME", str(place.run.parent.parent))
+    credentials, _ = make_credentials(["a", "b"])
+    place.run.chmod(0o755)
+    with pytest.raises(ClusterError, match="did not start"):
+        start(replace(spec(), files={"cluster.json": "k"}, credentials=credentials), place)
+    assert place.run.stat().st_mode & 0o077 == 0
+    files = {file.name: file for file in place.run.iterdir()}
+    assert set(files) == {"cluster.json", "credentials.json"}
+    assert all(file.stat().st_mode & 0o077 == 0 for file in files.values())
+    assert read_credentials(files["credentials.json"]) == credentials
+
+
+def test_a_supervisor_that_ends_before_it_reads_is_named(place, monkeypatch):
+    monkeypatch.setattr(supervisor, "PROGRAM", (sys.executable, "-c", "raise SystemExit('no such module')"))
+    monkeypatch.setenv("HOME", str(place.run.parent.parent))
+    long = spec("x" * (1 << 20))  # more than a pipe holds, so that nobody reads it
+    with pytest.raises(ClusterError, match="did not start: no such module"):
+        start(long, place)
 
 
 LEAVING = """
@@ -100,9 +132,7 @@ class Pair:
     def __init__(self, place: RunDirectory, *children: str) -> None:
         self.processes = [subprocess.Popen([sys.executable, "-c", child]) for child in children]
         for file, process in zip((place.supervisor, place.child), self.processes, strict=False):
-            while (
-                identity.record(process.pid).command[:1] != [sys.executable] or not identity.record(process.pid).command
-            ):
+            while identity.record(process.pid).arguments != ["-c", children[self.processes.index(process)]]:
                 time.sleep(0.01)
             identity.write(file, identity.record(process.pid))
 
@@ -120,10 +150,32 @@ STUBBORN = (
 
 def test_stop_ends_the_processes_of_the_pid_files(place):
     pair = Pair(place, SLEEPER)
-    found, killed, left = stop(place, timeout_s=10, force=False)
+    found, killed, left = stop(place, timeout_s=120, force=False)
     assert len(found) == 1 and str(pair.processes[0].pid) in found[0]
     assert (killed, left) == ([], []) and pair.processes[0].wait() == -signal.SIGTERM
     assert not place.run.exists()
+
+
+def test_a_gateway_beside_a_server_ends_with_it_or_alone(tmp_path):
+    place = RunDirectory(tmp_path)
+    for run_dir in (place, place.gateway):
+        run_dir.run.mkdir(parents=True)
+    assert place.gateway.run == tmp_path / ".phalanx/gateway"
+    server, gateway = Pair(place, SLEEPER), Pair(place.gateway, SLEEPER)
+    try:
+        found, killed, left = stop(place.gateway, timeout_s=10, force=False)
+        assert len(found) == 1 and (killed, left) == ([], [])
+        assert gateway.processes[0].wait() == -signal.SIGTERM and server.processes[0].poll() is None
+        assert place.run.exists() and not place.gateway.run.exists()
+        place.gateway.run.mkdir()
+        again = Pair(place.gateway, SLEEPER)
+        found, killed, left = stop(place, place.gateway, timeout_s=10, force=False)
+        assert len(found) == 2 and (killed, left) == ([], [])
+        assert [pair.processes[0].wait() for pair in (server, again)] == [-signal.SIGTERM] * 2
+        assert not place.run.parent.exists()
+    finally:
+        for pair in (server, gateway):
+            pair.end()
 
 
 def test_sigkill_follows_the_timeout_and_sets_a_hold(place):
@@ -136,17 +188,17 @@ def test_sigkill_follows_the_timeout_and_sets_a_hold(place):
     _, killed, left = stop(place, timeout_s=0.5, force=False)
     assert time.monotonic() - begun >= 0.5
     assert len(killed) == 1 and left == [] and process.wait() == -signal.SIGKILL
-    assert KILL_HOLD_S - 5 < place.held_s() <= KILL_HOLD_S
+    assert 0 < place.held_s() <= 600
     assert place.hold.exists() and not place.supervisor.exists()
 
 
-@pytest.mark.parametrize("field", ["pid", "created", "command"])
+@pytest.mark.parametrize("field", ["pid", "created", "program", "arguments"])
 def test_a_process_that_is_not_the_one_is_left_alone(place, field):
     pair = Pair(place, SLEEPER, SLEEPER + "  # another program, at once")
     victim = pair.processes[1].pid
     known = json.loads(place.supervisor.read_text())
-    changed = {"pid": {"pid": victim}, "created": {"created": known["created"] - 100}, "command": {"command": ["x"]}}
-    place.supervisor.write_text(json.dumps({**known, **changed[field]}))
+    changed = {"pid": victim, "created": known["created"] - 100, "program": "/bin/sleep", "arguments": ["x"]}
+    place.supervisor.write_text(json.dumps({**known, field: changed[field]}))
     place.child.unlink()
     try:
         assert place.running() == []
@@ -154,6 +206,50 @@ def test_a_process_that_is_not_the_one_is_left_alone(place, field):
         assert all(process.poll() is None for process in pair.processes)
     finally:
         pair.end()
+
+
+AGAIN = """
+import os, sys
+if not sys.orig_argv[0].startswith("/Library"):
+    print("recorded?", flush=True)
+    sys.stdin.readline()
+    os.execv(sys.executable, ["/Library/Python.app/Contents/MacOS/Python", "-c", sys.orig_argv[2]])
+"""
+
+
+def test_a_python_that_executes_itself_again_is_the_same_process(place):
+    """A framework Python of macOS does, at any time after its record was written. Its id and start time stay."""
+    command = [sys.executable, "-c", AGAIN + SLEEPER]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None and process.stdout.readline() == "recorded?\n"
+    before = identity.record(process.pid)
+    identity.write(place.supervisor, before)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    while not psutil.Process(process.pid).cmdline()[0].startswith("/Library"):
+        time.sleep(0.01)
+    assert identity.record(process.pid) == before
+    found, _, left = stop(place, timeout_s=120, force=False)
+    assert len(found) == 1 and left == [] and process.wait() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("executable", "program"),
+    [
+        ("/usr/bin/python3.11", "/usr/bin/python3.11"),
+        *(
+            (f"{framework}/{rest}", framework)
+            for framework in (
+                "/Library/Frameworks/Python.framework/Versions/3.12",
+                "/opt/homebrew/Cellar/python@3.13/3.13.1/Frameworks/Python.framework/Versions/3.13",
+                "/Applications/Xcode.app/Contents/Developer/Library/Frameworks/Python3.framework/Versions/3.9",
+            )
+            for rest in ("bin/python3", "Resources/Python.app/Contents/MacOS/Python")
+        ),
+    ],
+)
+def test_the_interpreter_of_a_framework_is_one_program(executable, program):
+    assert identity.program_of(executable) == program
 
 
 @pytest.mark.parametrize("text", ["", "{", "17"])
@@ -178,7 +274,7 @@ def test_descendants_of_a_process_end_with_it(place):
     identity.write(place.supervisor, identity.record(process.pid))
     (below,) = psutil.Process(process.pid).children()
     _, killed, left = stop(place, timeout_s=0.5, force=False)
-    assert len(killed) == 1 and "sleep" in killed[0] and left == []
+    assert "sleep" in killed[-1] and left == []  # a busy machine may not have ended its parent by then
     assert not below.is_running() or below.status() == psutil.STATUS_ZOMBIE
     process.wait()
 
@@ -190,6 +286,8 @@ def test_descendants_of_a_process_end_with_it(place):
         ("/venv/bin/python /venv/bin/phalanx serve demo", True),
         ("phalanx agent --host x", True),
         ("python -m phalanx host supervise", True),
+        ("python -m phalanx gateway --port 8080 --replicas .phalanx/gateway/replicas.toml", True),
+        ("python -m phalanx gateway --replicas mine.toml", False),
         ("python -m phalanx host status", False),
         ("python -m phalanx up hosts.json", False),
         ("vi phalanx rank", False),

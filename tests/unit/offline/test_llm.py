@@ -20,8 +20,9 @@ from phalanx.errors import ConfigError, EngineError, EngineUnavailable, InvalidR
 from phalanx.offline import llm as module
 from phalanx.offline.llm import LLM
 from phalanx.offline.outputs import RequestOutput
-from phalanx.offline.sampling_params import SamplingParams
+from phalanx.offline.sampling_params import SamplingParams, StructuredOutputsParams
 from phalanx.supervision.client import FakeEngine
+from phalanx.types import Submit
 
 ROWS = 2
 
@@ -65,6 +66,19 @@ def test_the_names_are_at_the_package_and_importing_it_is_light() -> None:
     program = "import sys, phalanx; sys.exit(str([name for name in sys.modules if name.startswith('phalanx.')] or ''))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.stderr.strip() == ""
+
+
+def test_a_grammar_reaches_the_engine_or_is_refused_by_name(llm: LLM, engines: list[FakeEngine]) -> None:
+    sent: list[Any] = []
+    send = engines[0].send
+    engines[0].send = lambda message: (sent.append(message), send(message))  # type: ignore[method-assign,assignment]
+    for form in ({"json": {"type": "integer"}}, {"choice": ["a", "b"]}, {"grammar": 'root ::= "a"'}, {"regex": "a"}):
+        llm.generate("x", SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(**form)))
+    grammars = [message.request.grammar for message in sent if isinstance(message, Submit)]
+    assert len(set(grammars)) == 4 and all(grammars)
+    for form, words in [({"json": {"not": {}}}, "structured_outputs.json cannot be compiled"), ({}, "exactly one of")]:
+        with pytest.raises(InvalidRequest, match=words):
+            llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(**form)))
 
 
 def test_outputs_are_in_the_order_of_the_prompts(llm: LLM) -> None:
@@ -116,7 +130,7 @@ def test_conversations(llm: LLM) -> None:
     [
         ("", {}, "prompt is empty"),
         (["a", "b"], {"max_tokens": 0}, "prompt 0: max_tokens must be at least 1"),
-        ("a", {"temperature": "hot"}, "prompt 0: temperature: Input should be a valid number"),
+        ("a", {"temperature": "hot"}, "prompt 0: temperature: Expected `float | null`, got `str`"),
         ("a", {"top_p": 1.5}, "top_p must be from 0 to 1"),
         ("a", {"n": 0}, "n must be from 1"),
         ("a", {"logprobs": 21}, "logprobs must be from 0 to 20"),
@@ -157,7 +171,10 @@ def test_a_bad_conversation_is_named(llm: LLM) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs=0: expected `int` >= 1."),
         ({"max_num_seqs": "4"}, "max_num_seqs='4': expected `int`, got `str`."),
         ({"dtype": "int8"}, "dtype='int8'"),
-        ({"max_num_seqs": 4000}, "--max-num-batched-tokens 512 is less than --max-num-seqs 4000"),
+        (
+            {"max_num_seqs": 4000, "max_num_batched_tokens": 512},
+            "--max-num-batched-tokens 512 is less than --max-num-seqs 4000",
+        ),
         ({"speculative_config": {"method": "guess"}}, "guess"),
     ],
 )
@@ -221,7 +238,7 @@ def test_closing_ends_what_another_thread_waits_for(folder: Path, monkeypatch: p
     while not engine.received:
         time.sleep(0.01)
     llm.close()
-    thread.join(10)
+    thread.join(120)
     assert [type(error) for error in caught] == [EngineUnavailable]
 
 
@@ -237,7 +254,7 @@ def test_a_fork_does_not_end_its_parents_engine(llm: LLM, engines: list[FakeEngi
 def test_a_fork_is_told_that_the_llm_is_its_parents(llm: LLM) -> None:
     pid = os.fork()
     if pid == 0:
-        signal.alarm(10)
+        signal.alarm(120)
         try:
             llm.generate("a")
         except EngineUnavailable:

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from phalanx.engine.execute import execute
 from phalanx.engine.mirror import Mirror
 from phalanx.sched.admission import KvLimits
-from phalanx.sched.commit import accept, commit_chunk, commit_tokens
+from phalanx.sched.commit import accept, commit_tokens
 from phalanx.sched.plan import (
     Admit,
     Commit,
@@ -31,6 +31,7 @@ from phalanx.sched.plan import (
     Store,
     Swap,
 )
+from phalanx.sched.prefill_budget import PrefillBounds
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
 from phalanx.types import Finished, Sampling, SequenceRequest, StopRule, Tokens
 
@@ -161,7 +162,7 @@ class Simulation:
         self.steps.append(step)
         results = [execute(step, mirror, runner) for mirror, runner in self.ranks]
         assert all(r.outputs == results[0].outputs for r in results)
-        self.scheduler.apply(self._commits(step, results[0].outputs), self.now)
+        self.scheduler.apply(self._commits(results[0].outputs), self.now)
         self._take_events()
         return True
 
@@ -176,22 +177,17 @@ class Simulation:
             return {}
         return {row.number: self.draft(row.tokens, room) for row, room in self.scheduler.draftable().items()}
 
-    def _commits(self, step: Step, outputs: list) -> list[Commit]:
-        commits: dict[int, Commit] = {}
-        for forward in step.forwards:
-            if not forward.sample:
-                for number, valid in zip(forward.seqs, forward.valid, strict=True):
-                    seq = self.scheduler.by_number[number]
-                    commits[number] = commit_chunk(seq, seq.kv_len, valid)
+    def _commits(self, outputs: list) -> list[Commit]:
+        commits = []
         for output in outputs:
             forward = output.forward
             rows = zip(forward.seqs, output.kv_len, forward.tokens, forward.valid, output.logits, strict=True)
             for number, kv_len, fed, valid, sampled in rows:
                 verified = self.accept(fed[1:valid], sampled)
-                commits[number] = commit_tokens(self.scheduler.by_number[number], kv_len, valid, verified)
+                commits.append(commit_tokens(self.scheduler.by_number[number], kv_len, valid, verified))
                 self.drafted += valid - 1
                 self.accepted += len(verified) - 1
-        return list(commits.values())
+        return commits
 
     def _take_events(self) -> None:
         for event in self.scheduler.take_events():
@@ -219,5 +215,6 @@ def make_config(**more) -> SchedulerConfig:
         bytes_per_token=more.pop("bytes_per_token", 16),
         bytes_per_row=more.pop("bytes_per_row", 0),
     )
-    defaults = {"max_num_batched_tokens": 64, "first_chunk": 64, "target_step_s": 1.0, "prefix_budget": 1 << 18}
+    prefill = PrefillBounds(more.pop("first_chunk", 64), more.pop("max_num_batched_tokens", 64))
+    defaults = {"prefill": prefill, "target_step_s": 1.0, "prefix_budget": 1 << 18}
     return SchedulerConfig(limits=limits, **{**defaults, **more})

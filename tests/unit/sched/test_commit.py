@@ -33,6 +33,20 @@ def test_clip_equals_taking_tokens_one_by_one(verified, before, max_tokens, stop
     assert clip(rule, before, verified) == (kept, finish, stop_id)
 
 
+@given(tokens, st.integers(0, 10), st.integers(1, 20), st.integers(0, 8))
+def test_with_a_grammar_a_stop_id_ends_a_row_even_before_min_tokens(verified, before, max_tokens, min_tokens):
+    """It is drawn there only if the grammar allows nothing else."""
+    rule = StopRule(max_tokens=before + max_tokens, min_tokens=min_tokens, stop_ids=frozenset({0}))
+    anywhere = StopRule(max_tokens=before + max_tokens, stop_ids=frozenset({0}))
+    assert clip(rule, before, verified, constrained=True) == clip(anywhere, before, verified)
+
+
+def test_a_row_without_any_token_left_commits_none_of_what_it_fed():
+    seq = Sequence(3, make_request("a", [1, 2, 3]), now=0.0)
+    commit = commit_tokens(seq, 2, 4, [])
+    assert (commit.tokens, commit.computed, commit.kv_len, commit.finish) == ((), 6, 2, None)
+
+
 @given(tokens, st.integers(1, 8))
 def test_commit_keeps_one_position_per_token(verified, max_tokens):
     seq = Sequence(3, make_request("a", [1, 2, 3], max_tokens), now=0.0)

@@ -11,7 +11,10 @@ from simulation import VOCAB, Simulation, make_config, make_request, reference
 from support.examples import examples
 
 from phalanx.errors import Desync
+from phalanx.sched.admission import Admission, KvLimits
+from phalanx.sched.arena import Layout
 from phalanx.sched.plan import Evict, Forward, Resize, Restore, Share
+from phalanx.sched.sequence import Sequence
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -84,13 +87,18 @@ def test_a_finished_prefix_is_reused():
 
 def test_a_prefix_is_not_shared_between_salts():
     sim = Simulation(make_config())
-    sim.submit(make_request("a", prompt_of(100), 2, cache_salt="key 1"))
+    sim.submit(make_request("a", prompt_of(100), 2, owner="key 1"))
     sim.run()
-    sim.submit(make_request("b", prompt_of(100), 2, cache_salt="key 2"))
-    sim.submit(make_request("c", prompt_of(100), 2, cache_salt="key 1"))
+    sim.submit(make_request("b", prompt_of(100), 2, owner="key 2"))
+    sim.submit(make_request("c", prompt_of(100), 2, owner="key 1"))
+    sim.submit(make_request("d", prompt_of(100), 2, owner="key 1", cache_salt="mine"))
+    sim.run()
+    sim.submit(make_request("e", prompt_of(100), 2, owner="key 1", cache_salt="mine"))
     sim.run()
     assert sim.finished["b"].cached_tokens == 0
     assert sim.finished["c"].cached_tokens == 99
+    assert sim.finished["d"].cached_tokens == 0
+    assert sim.finished["e"].cached_tokens == 99
 
 
 def test_choices_share_their_prompts_prefill():
@@ -131,6 +139,18 @@ def test_memory_pressure_preempts_the_newest_and_loses_nothing():
     assert sim.scheduler.counters.preemptions > 0
     assert sim.largest_kv <= config.limits.kv_budget
     assert sim.outputs == {r.id: reference(r) for r in requests}
+
+
+def test_making_room_never_takes_memory():
+    """Rows of the other arena may have more tokens than its buffer since the last plan."""
+    limits = KvLimits(max_num_seqs=4, max_model_len=4096, kv_budget=16 * 2560, bytes_per_token=16)
+    layout = Layout(limits.n_arenas, limits.row_groups)
+    room = Admission(limits, layout)
+    long, short = (Sequence(n, make_request(str(n), [1] * length, 99), 0.0) for n, length in ((0, 1279), (1, 1023)))
+    assert room.admit(long) and room.admit(short) and (long.arena, short.arena) == (1, 0)
+    long.tokens += [1] * 400
+    assert not room.reserve(layout.arenas[0], 2, 1024)
+    assert room.used <= limits.kv_budget and layout.arenas[1].capacity == 1536
 
 
 def test_one_long_row_does_not_inflate_the_short_ones():
@@ -204,6 +224,35 @@ def test_deadline_ends_waiting_and_running_requests():
     sim.run()
     assert sim.finished["a"].reason == "timeout" and 10 < sim.finished["a"].n_tokens < 25
     assert sim.finished["b"].reason == "timeout" and sim.finished["b"].n_tokens == 0
+
+
+def test_a_held_sequence_gets_no_row_and_others_do():
+    sim = Simulation(make_config())
+    for name in ("first", "second"):
+        sim.submit(make_request(name, prompt_of(5)))
+    first, second = sim.scheduler.by_number
+    step = sim.scheduler.schedule(0.0, held={first})
+    assert [forward.seqs for forward in step.forwards][-1] == (second,)
+    assert not sim.scheduler.rests({first}) and not sim.scheduler.idle
+    waiting = Simulation(make_config())
+    waiting.submit(make_request("only", prompt_of(5)))
+    assert waiting.scheduler.schedule(0.0, held={0}) is None
+    assert waiting.scheduler.rests({0}) and not waiting.scheduler.rests(set())
+    assert waiting.scheduler.schedule(0.0) is not None
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_giving_up_a_row_says_why(steps):
+    sim = Simulation(make_config())
+    sim.submit(make_request("a", prompt_of(5)))
+    for _ in range(steps):
+        sim.step()
+    sim.scheduler.give_up(0, "length", "nothing is left", 1.0)
+    sim.scheduler.give_up(0, "error", "it has ended already", 1.0)
+    *_, finished = sim.scheduler.take_events()
+    assert (finished.reason, finished.detail) == ("length", "nothing is left")
+    sim.run()
+    assert sim.scheduler.idle and sim.scheduler.n_running == 0
 
 
 def test_resume_continues_from_committed_tokens():

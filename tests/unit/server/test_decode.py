@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from phalanx.server.answers import Usage
 from phalanx.server.decode import ChoiceDecoder
+from phalanx.server.dialects.openai_objects import usage_json
 from phalanx.server.generation import join
 from phalanx.server.output_queue import StreamEnd, Timings
 from phalanx.server.parsed import GenerationDefaults, Served
 from phalanx.server.schema import CompletionBody
 from phalanx.server.validate import parse_completion, plan_sequences
 from phalanx.supervision.client import FAKE_INFO
+from phalanx.text.tokenizer import StopAutomaton
 from phalanx.types import Finished, FinishReason, PromptScored, Timing, TokenLogprobs, Tokens
 
 EOS_ID = 0
 SERVED = Served(
-    names=("tiny",), max_n=4, defaults=GenerationDefaults(), eos_ids=frozenset({EOS_ID}), template_kwargs={}
+    names=("tiny",),
+    max_n=4,
+    max_prompts=4,
+    clamp_max_tokens=True,
+    defaults=GenerationDefaults(),
+    eos_ids=frozenset({EOS_ID}),
+    template_kwargs={},
 )
 
 
 def decoder_for(tokenizer, **fields) -> ChoiceDecoder:
-    parsed = parse_completion(CompletionBody.model_validate({"prompt": "the", **fields}), SERVED)
+    parsed = parse_completion(msgspec.convert({"prompt": "the", **fields}, CompletionBody), SERVED)
     (request,) = plan_sequences(
         parsed.options,
         [tokenizer.encode("the")],
@@ -33,7 +42,8 @@ def decoder_for(tokenizer, **fields) -> ChoiceDecoder:
         info=replace(FAKE_INFO, vocab_size=300),
         echo=parsed.echo,
     )
-    return ChoiceDecoder(tokenizer, parsed.options, request, 0, "the" if parsed.echo else None)
+    stops = StopAutomaton(parsed.options.stop_strings) if parsed.options.stop_strings else None
+    return ChoiceDecoder(tokenizer, parsed.options, request, 0, "the" if parsed.echo else None, stops)
 
 
 def scored(tokens):
@@ -45,9 +55,7 @@ def play(decoder: ChoiceDecoder, tokens, reason: FinishReason = "length", *, chu
     deltas = []
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
-        delta = decoder.tokens(Tokens("g/0", start, part, scored(part) if logprobs else None))
-        if delta is not None:
-            deltas.append(delta)
+        deltas += decoder.tokens(Tokens("g/0", start, part, scored(part) if logprobs else None))
     deltas.append(decoder.end(StreamEnd(Finished("g/0", reason, len(tokens)), Timings(0.0, 1.0, 3.0))))
     return join(deltas)
 
@@ -85,6 +93,37 @@ def test_everything_is_clipped_to_the_stop(tokenizer):
     assert decoder.stopped_at == n
     assert choice.ending.n_tokens == n < len(tokens)
     assert len(choice.scored) == n
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 50])
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", ["fox says", "wörld, th", "ö", "hello w", "rld", "x", "s hello", "never"])
+def test_log_probabilities_end_where_the_text_ends(tokenizer, stop, include, chunk):
+    whole = "hello wörld, the quick brown fox says hello"
+    tokens = tokenizer.encode(whole)
+    everything = play(decoder_for(tokenizer, logprobs=1), tokens, logprobs=True).scored
+    decoder = decoder_for(tokenizer, stop=[stop, "never"], include_stop_str_in_output=include, logprobs=1)
+    choice = play(decoder, tokens, chunk=chunk, logprobs=True)
+    assert choice.text == (whole if stop == "never" else whole.partition(stop)[0] + (stop if include else ""))
+    assert list(choice.scored) == [entry for entry in everything if entry.offset < len(choice.text)]
+
+
+def test_no_log_probability_is_sent_before_its_text(tokenizer):
+    """Else the text of a stop string could be read from them."""
+    tokens = tokenizer.encode("hello wörld, the quick brown fox")
+    decoder = decoder_for(tokenizer, stop=["wörld, the slow", "quick brown fish"], logprobs=1)
+    n_chars = 0
+    for start, token in enumerate(tokens):
+        for delta in decoder.tokens(Tokens("g/0", start, [token], scored([token]))):
+            n_chars += len(delta.text)
+            assert all(entry.offset < n_chars for entry in delta.scored)
+
+
+@pytest.mark.parametrize("stop", [None, "never"])
+def test_a_stop_tokens_log_probability_is_sent(tokenizer, stop):
+    word = tokenizer.encode("hello")
+    choice = play(decoder_for(tokenizer, stop=stop, logprobs=0), [*word, EOS_ID], "stop", logprobs=True)
+    assert (choice.text, len(choice.scored)) == ("hello", len(word) + 1)
 
 
 def test_a_held_back_beginning_of_a_stop_string_is_shown_at_the_end(tokenizer):
@@ -135,6 +174,15 @@ def test_echo(tokenizer):
     assert choice.scored[0].offset == 3
 
 
+def test_a_lowered_max_tokens_is_said_where_it_ended_the_answer(tokenizer):
+    decoder = decoder_for(tokenizer, max_tokens=32_000)
+    room = FAKE_INFO.max_model_len - len(tokenizer.encode("the"))
+    said = f"max_tokens was 32000; the context had room for {room} tokens after the prompt."
+    assert play(decoder, tokenizer.encode("hello"), "length").ending.detail == said
+    assert play(decoder_for(tokenizer, max_tokens=32_000), tokenizer.encode("hello"), "stop").ending.detail == ""
+    assert play(decoder_for(tokenizer, max_tokens=room), tokenizer.encode("hello"), "length").ending.detail == ""
+
+
 def test_timeout_is_length_with_a_detail(tokenizer):
     choice = play(decoder_for(tokenizer, timeout=2), tokenizer.encode("hello"), "timeout")
     assert choice.ending.reason == "length"
@@ -168,7 +216,7 @@ def test_figures_of_speculation_reach_the_ending(tokenizer):
         StreamEnd(Finished("g/0", "length", 9, drafted_tokens=8, accepted_tokens=5), Timings(0.0, 1.0, 3.0))
     )
     assert (ending.drafted_tokens, ending.accepted_tokens) == (8, 5)
-    assert Usage(1, 9, 0, (5, 3)).json()["completion_tokens_details"] == {
+    assert usage_json(Usage(1, 9, 0, (5, 3)))["completion_tokens_details"] == {
         "accepted_prediction_tokens": 5,
         "rejected_prediction_tokens": 3,
     }

@@ -32,7 +32,7 @@ def test_the_end_of_an_answer_is_counted_at_once(monkeypatch):
     async def scenario():
         engine = Counted()
         await engine.start()
-        found = health.Health(engine, Metrics("tiny"), stall_s=60.0)
+        found = health.Health(engine, Metrics("tiny"), stall_s=60.0, limit=16, numerics=lambda info: info.dtype)
         watch = asyncio.create_task(found.watch())
         engine.become_ready()
         await engine.asked.wait()
@@ -44,6 +44,32 @@ def test_the_end_of_an_answer_is_counted_at_once(monkeypatch):
         found.on_batch(Batch(2, [Finished("a", "stop", 1)]))
         await asyncio.wait_for(engine.asked.wait(), 60.0)
         assert engine.pings == 2
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_health_says_how_many_sequences_run_wait_and_are_taken():
+    """A gateway shares requests out by these figures."""
+
+    class Busy(FakeEngine):
+        async def ping(self) -> EngineStats:
+            await super().ping()
+            return EngineStats(running=3, waiting=2)
+
+    async def scenario():
+        engine = Busy(manual=True)
+        await engine.start()
+        found = health.Health(engine, Metrics("tiny"), stall_s=60.0, limit=16, numerics=lambda info: info.dtype)
+        assert found.report()[1]["requests"] == {"running": 0, "waiting": 0, "limit": 16}  # its first ping is to come
+        watch = asyncio.create_task(found.watch())
+        engine.become_ready()
+        while "ranks" not in found.report()[1]:
+            await asyncio.sleep(0)
+        assert found.report()[1]["requests"] == {"running": 3, "waiting": 2, "limit": 16}
+        assert found.report()[1]["numerics"] == "float32"
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await engine.close()

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from phalanx.errors import EngineError, EngineUnavailable, InvalidRequest, Quarantined, QueueFull, SlowClient
-from phalanx.server.journal import UNREAD_TOKENS, Journal
+from phalanx.errors import EngineError, EngineUnavailable, Quarantined, QueueFull, SlowClient
+from phalanx.server.journal import TRIAL_TOKENS, UNREAD_TOKENS, Journal
 from phalanx.server.metrics import Metrics
 from phalanx.server.output_queue import OutputQueue, StreamEnd
 from phalanx.supervision.client import FakeEngine, hashed
@@ -58,7 +58,7 @@ def bench() -> Bench:
 
 def read(output: OutputQueue):
     async def soon():
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await output.read()
 
     return asyncio.run(soon())
@@ -115,17 +115,117 @@ def test_a_resumed_request_has_less_time_and_no_second_scoring(bench):
     assert len([event for _, event in read(output) if isinstance(event, PromptScored)]) == 1
 
 
-def test_second_crash_quarantines_running_sequences_but_not_waiting_ones(bench):
-    _, computed = bench.submit(request("a/0"), request("a/1"))
-    _, waiting = bench.submit(request("b/0"))
-    for _ in range(2):
+def crash(bench: Bench, times: int = 1) -> None:
+    for _ in range(times):
         bench.engine.crash("killed by signal 9")
         bench.engine.recover()
+
+
+def running(bench: Bench) -> set[str]:
+    return set(bench.engine._rows)
+
+
+LONG = 3 * TRIAL_TOKENS
+
+
+def test_after_two_crashes_what_was_computed_is_tried_one_at_a_time(bench):
+    _, one = bench.submit(request("a/0", LONG), request("a/1", LONG))
+    _, waiting = bench.submit(request("b/0", LONG))
+    crash(bench)
+    assert running(bench) == {"a/0", "a/1", "b/0"}
+    crash(bench)
+    assert running(bench) == {"a/0"}
+    _, new = bench.submit(request("c/0", LONG))
+    assert running(bench) == {"a/0"}  # a new one waits as well
+    for _ in range(TRIAL_TOKENS):
+        bench.engine.step()
+    assert running(bench) == {"a/1"}
+    for _ in range(TRIAL_TOKENS):
+        bench.engine.step()
+    assert running(bench) == {"a/0", "a/1", "b/0", "c/0"}
+    for _ in range(2 * LONG):
+        bench.engine.step()
+    events = read(one)
+    for i in (0, 1):
+        assert tokens_of(events, i) == expected(request(), LONG)
+    for output in (waiting, new):
+        assert tokens_of(read(output)) == expected(request(), LONG)
+    assert bench.journal.unfinished == 0
+
+
+def test_a_sequence_that_crashes_the_engine_alone_is_quarantined_and_no_other(bench):
+    """The engine crashes whenever it has computed two tokens of "a/1" more."""
+    _, bad = bench.submit(request("a/1", LONG))
+    _, good = bench.submit(request("b/0", LONG))
+    crashes = 0
+    for _ in range(20 * LONG):
+        if (row := bench.engine._rows.get("a/1")) is not None and row.produced >= 2:
+            crash(bench)
+            crashes += 1
+        bench.engine.step()
+    assert len(tokens_of(read(bad))) < TRIAL_TOKENS
     with pytest.raises(Quarantined, match="killed by signal 9"):
-        read(computed)
-    assert bench.journal.unfinished == 1
+        read(bad)
+    assert tokens_of(read(good)) == expected(request(), LONG)
+    assert crashes == 4  # two with others, two alone
+
+
+def test_crashes_without_a_cause_lose_nothing(bench):
+    """A sequence that was alone in a crash is tried last, and passes as soon as no crash meets it again."""
+    _, output = bench.submit(request("a/0", LONG), request("a/1", LONG))
+    for _ in range(12):
+        crash(bench)
+        for _ in range(TRIAL_TOKENS + 5):
+            bench.engine.step()
+    for _ in range(2 * LONG):
+        bench.engine.step()
+    events = read(output)
+    assert [tokens_of(events, i) for i in (0, 1)] == [expected(request(), LONG)] * 2
+
+
+def test_a_trial_ends_with_its_client(bench):
+    slots, _ = bench.submit(request("a/0", LONG))
+    _, output = bench.submit(request("b/0", LONG))
+    crash(bench, 2)
+    assert running(bench) == {"a/0"}
+    bench.journal.release(slots)
+    assert running(bench) == {"b/0"}
+    for _ in range(LONG + 1):
+        bench.engine.step()
+    assert tokens_of(read(output)) == expected(request(), LONG)
+
+
+def test_a_short_sequence_ends_within_its_trial(bench):
+    _, first = bench.submit(request("a/0", 4))
+    _, second = bench.submit(request("b/0", 4))
+    crash(bench, 2)
+    for _ in range(8):
+        bench.engine.step()
+    for output in (first, second):
+        assert tokens_of(read(output)) == expected(request(), 4)
+
+
+def test_a_stop_string_found_while_the_sequence_waits(bench):
+    """It is in tokens that came before the crash; no engine knows the sequence."""
+    slots, output = bench.submit(request("a/0", LONG))
+    bench.submit(request("b/0", LONG))
     bench.engine.step()
-    assert tokens_of(read(waiting)) == expected(request("b/0"), 1)
+    crash(bench, 2)
+    bench.journal._suspects[0].slots.finish(0, 1)
+    for _ in range(TRIAL_TOKENS):
+        bench.engine.step()
+    assert running(bench) == {"a/0"}
+    slots.finish(0, 1)
+    bench.engine.step()
+    assert read(output)[-1][1].finished.reason == "stop"
+    assert bench.journal.unfinished == 0
+
+
+def test_min_tokens_hold_in_a_trial(bench):
+    bench.submit(request("a/0", stop=StopRule(max_tokens=LONG, min_tokens=2 * TRIAL_TOKENS)))
+    crash(bench, 2)
+    stop = bench.engine.received[-1].request.stop
+    assert stop.min_tokens == stop.max_tokens == TRIAL_TOKENS
 
 
 def test_crashes_of_two_requests_do_not_add_up(bench):
@@ -172,14 +272,25 @@ def test_places_are_counted_from_the_reservation_on(bench):
     with pytest.raises(QueueFull) as caught:
         bench.journal.reserve(2)
     assert 1.0 <= caught.value.retry_after <= 30.0
-    with pytest.raises(InvalidRequest):
-        bench.journal.reserve(5)  # never possible
     last = bench.journal.reserve(1)
     last.submit([request("x/0")])
     for given_back in (slots[1], last):
         bench.journal.release(given_back)
     assert bench.journal.unfinished == 1
     bench.journal.reserve(3)
+
+
+def test_one_request_may_have_more_choices_than_there_are_places(bench):
+    """A batch of prompts that was refused until there is room for all of it would be refused for ever."""
+    large = bench.journal.reserve(9)
+    with pytest.raises(QueueFull):
+        bench.journal.reserve(1)
+    bench.journal.release(large)
+    small = bench.journal.reserve(1)
+    with pytest.raises(QueueFull):
+        bench.journal.reserve(9)
+    bench.journal.release(small)
+    bench.journal.reserve(9)
 
 
 def test_a_finished_choice_frees_its_place(bench):
@@ -256,7 +367,7 @@ def test_quiet_when_the_last_request_ended(bench):
         assert not quiet.done()
         bench.journal.release(other)
         bench.journal.release(slots)
-        await asyncio.wait_for(quiet, 5)
+        await asyncio.wait_for(quiet, 60)
 
     asyncio.run(scenario())
 
@@ -272,3 +383,48 @@ def test_counters_never_fall(bench):
     assert total() == 10
     bench.metrics.stats(EngineStats(prefix_hits=4))
     assert total() == 14
+
+
+def test_one_key_may_hold_all_places_but_keeps_no_other_out():
+    bench = Bench(max_num_seqs=2, queue=6)
+    asyncio.run(bench.engine.start())
+    greedy = [bench.journal.reserve(4, "greedy") for _ in range(2)]
+    with pytest.raises(QueueFull):
+        bench.journal.reserve(1, "greedy")
+    bench.journal.reserve(4, "me")  # half of the eight places is an equal share
+    with pytest.raises(QueueFull):
+        bench.journal.reserve(1, "me")
+    third = bench.journal.reserve(3, "third")
+    with pytest.raises(QueueFull):
+        bench.journal.reserve(1, "third")
+    bench.journal.release(third)
+    bench.journal.reserve(8, "third")  # it holds none: one request of any size
+    for slots in greedy:
+        bench.journal.release(slots)
+    assert bench.journal.unfinished == 12
+    bench.journal.reserve(2, "greedy")  # a third of the places
+    with pytest.raises(QueueFull):
+        bench.journal.reserve(1, "greedy")
+
+
+def test_a_place_is_counted_for_its_owner_until_its_sequence_ends():
+    bench = Bench(max_num_seqs=1, queue=0)
+    asyncio.run(bench.engine.start())
+    slots = bench.journal.reserve(1, "a")
+    slots.submit([request("a/0", 1)])
+    with pytest.raises(QueueFull):
+        bench.journal.reserve(1, "a")
+    bench.engine.step()
+    bench.journal.reserve(1, "a")
+
+
+def test_a_crash_is_counted_for_the_first_of_every_owner():
+    """The engine serves owners by turns, so that the second owner's first sequence may have had a row."""
+    bench = Bench(max_num_seqs=2, queue=30)
+    asyncio.run(bench.engine.start())
+    for owner in ("a", "b"):
+        for i in range(4):
+            bench.journal.reserve(1, owner).submit([request(f"{owner}{i}/0", owner=owner)])
+    bench.engine.crash()
+    crashed = {entry.request.id for entry in bench.journal._entries.values() if entry.crashes}
+    assert crashed == {"a0/0", "a1/0", "b0/0", "b1/0"}

@@ -6,17 +6,19 @@ import asyncio
 import json
 import socket
 import threading
+from contextlib import ExitStack
 
 import httpx
 import pytest
 from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, fake_engine, running_server, sse
 
+from phalanx.edge.listening import base_url, bind
+from phalanx.edge.table import Deadlines
 from phalanx.errors import ConfigError, ExitCode, ModelError, ModelUnsupported
 from phalanx.server.defaults import read_defaults
 from phalanx.server.parsed import GenerationDefaults
-from phalanx.server.run import base_url
-from phalanx.server.start import bind, serve
+from phalanx.server.start import serve
 from phalanx.supervision.client import FakeEngine, replying
 
 
@@ -25,6 +27,13 @@ def test_a_taken_port_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}.*--port"):
             bind("127.0.0.1", port)
+
+
+def test_a_taken_second_port_is_named(tokenizer):
+    with bind("127.0.0.1", 0) as taken:
+        config = replace(CONFIG, ollama_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"port {config.ollama_port}.*--ollama-port"):
+            serve(config, fake_engine(tokenizer), lambda: tokenizer)
 
 
 def test_the_socket_has_the_tcp_protocol_number():
@@ -54,7 +63,37 @@ def test_base_url(host, url):
 def test_ready_line(tokenizer, capfd):
     with running_server(tokenizer, fake_engine(tokenizer)) as running:
         pass
-    assert capfd.readouterr().out == f"phalanx is ready: {running.base_url} (model tiny)\n"
+    ready = f"phalanx is ready: {running.base_url} (model tiny)\n"
+    assert capfd.readouterr().out == f"{ready}tool calls: not recognised, reasoning: none\n"
+
+
+def test_a_second_port_serves_the_same_within_the_same_limits(tokenizer, capfd):
+    config = replace(CONFIG, ollama_port=0, api_key=("secret",), max_connections=3, max_connections_per_address=3)
+    patient = Deadlines(header_s=600.0)
+    with running_server(tokenizer, fake_engine(tokenizer), config, deadlines=patient) as running, ExitStack() as stack:
+        (port,) = running.server.further_ports
+        second = f"http://127.0.0.1:{port}"
+        for origin in (running.origin, second):
+            assert httpx.get(f"{origin}/v1/models", timeout=60).status_code == 401
+            models = httpx.get(f"{origin}/api/tags", headers={"x-api-key": "secret"}, timeout=60)
+            assert [model["name"] for model in models.json()["models"]] == ["tiny"]
+
+        def wait_for(n_held):
+            while running.call(lambda: running.server._table.held) != n_held:
+                pass
+
+        idle = []
+        wait_for(0)  # the clients above have left
+        for at, n_held in ((running.server.port, 1), (port, 2), (port, 3), (running.server.port, 3), (port, 3)):
+            idle.append(stack.enter_context(socket.create_connection(("127.0.0.1", at), timeout=60)))
+            if len(idle) > 3:
+                assert idle[len(idle) - 4].recv(1) == b"", "the oldest makes way, whichever port it is at"
+            wait_for(n_held)
+    said = capfd.readouterr().out.splitlines()
+    assert said[:2] == [f"phalanx is ready: {running.base_url} (model tiny)", f"for Ollama's clients: {second}"]
+    for at in (running.server.port, port):
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", at), timeout=60)
 
 
 def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer):
@@ -62,7 +101,7 @@ def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer):
     with running_server(tokenizer, engine) as running, httpx.Client(base_url=running.origin, timeout=60) as client:
         answer: list[httpx.Response] = []
         request = threading.Thread(
-            target=lambda: answer.append(httpx.post(f"{running.base_url}/chat/completions", json=CHAT))
+            target=lambda: answer.append(httpx.post(f"{running.base_url}/chat/completions", json=CHAT, timeout=60))
         )
         request.start()
         while not running.call(lambda: engine.received):
@@ -83,7 +122,8 @@ def test_requests_that_outlast_the_drain_get_an_error(tokenizer):
     config = replace(CONFIG, drain_seconds=0.05)
     with (
         running_server(tokenizer, engine, config) as running,
-        httpx.stream("POST", f"{running.base_url}/chat/completions", json={**CHAT, "stream": True}) as response,
+        httpx.Client(base_url=running.base_url, timeout=60) as client,
+        client.stream("POST", "/chat/completions", json={**CHAT, "stream": True}) as response,
     ):
         chunks = response.iter_text()
         next(chunks)
@@ -116,6 +156,20 @@ def test_an_engine_that_cannot_start_ends_the_server(tokenizer, capfd):
             serve(CONFIG, Broken(error), lambda: tokenizer)
 
 
+class Doomed(FakeEngine):
+    """Serves, and then fails for a cause that cannot change."""
+
+    async def start(self) -> None:
+        await super().start()
+        self._state = replace(self._state, phase="failed", reason="the model is gone", exit_code=ExitCode.CONFIG)
+        self.emit_down("the model is gone", will_restart=False)
+
+
+def test_an_engine_that_fails_for_good_ends_the_server_with_its_code(tokenizer):
+    """Else it would answer 503 until a person comes, and its supervisor would see nothing."""
+    assert serve(CONFIG, Doomed(), lambda: tokenizer) == ExitCode.CONFIG
+
+
 def test_generation_defaults(tmp_path):
     assert read_defaults(tmp_path) == GenerationDefaults()
     file = tmp_path / "generation_config.json"
@@ -123,10 +177,53 @@ def test_generation_defaults(tmp_path):
         json.dumps({"temperature": 0.7, "top_k": None, "top_p": 0.8, "do_sample": True, "eos_token_id": [1]})
     )
     assert read_defaults(tmp_path) == GenerationDefaults(temperature=0.7, top_p=0.8)
-    for broken in ("{", '{"temperature": "hot"}'):
-        file.write_text(broken)
-        with pytest.raises(ModelError, match=r"generation_config\.json"):
-            read_defaults(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"temperature": "hot"}', "temperature"),
+        ('{"temperature": true}', "temperature"),
+        ('{"temperature": NaN}', "temperature"),
+        ('{"temperature": -0.1}', "temperature"),
+        ('{"temperature": 100.1}', "temperature"),
+        ('{"top_p": 1.5}', "top_p"),
+        ('{"top_p": -1}', "top_p"),
+        ('{"top_k": 1.5}', "top_k"),
+        ('{"top_k": -2}', "top_k"),
+        ('{"top_k": 1e30}', "top_k"),
+        ('{"min_p": 2}', "min_p"),
+        ('{"repetition_penalty": 0}', "repetition_penalty"),
+        ('{"repetition_penalty": Infinity}', "repetition_penalty"),
+        ('{"repetition_penalty": [1]}', "repetition_penalty"),
+    ],
+)
+def test_generation_defaults_that_no_request_may_have_are_refused_by_name(text, field, tmp_path):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=rf"generation_config\.json.*{field}"):
+        read_defaults(tmp_path)
+
+
+EXTREMES = [
+    ("temperature", 0, 100), ("top_p", 0, 1), ("top_k", -1, 1 << 31), ("min_p", 0, 1),
+    ("repetition_penalty", 0.01, 100),
+]  # fmt: skip
+
+
+def test_generation_defaults_have_the_ranges_of_a_requests_fields(tokenizer, tmp_path):
+    with (
+        running_server(tokenizer, fake_engine(tokenizer)) as running,
+        httpx.Client(base_url=running.base_url, timeout=60) as client,
+    ):
+        for field, least, most in EXTREMES:
+            for value in (least, most):
+                (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
+                assert getattr(read_defaults(tmp_path), field) == value
+                assert client.post("/chat/completions", json={**CHAT, field: value}).status_code == 200
+            for value in (least - 1, most * 2):
+                assert client.post("/chat/completions", json={**CHAT, field: value}).status_code == 400
 
 
 def test_the_fake_engine_stops_in_order(tokenizer):

@@ -11,12 +11,13 @@ import pytest
 from msgspec.structs import replace
 from support.serving import CONFIG
 
+from phalanx.edge.listening import bind
 from phalanx.errors import ConfigError, ExitCode, ModelUnsupported
-from phalanx.server.start import bind, serve
+from phalanx.server.start import serve
 from phalanx.supervision.client import FakeEngine
 from phalanx.text.tokenizer import Tokenizer
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Recording(FakeEngine):

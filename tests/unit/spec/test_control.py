@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from machine import CURVES, World, compute_bound, few_cores, memory_bound, predictable, stairs
 from support.drafts import by_position
 
-from phalanx.config import DraftModelSpeculation, NgramSpeculation
 from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.budget import ALLOWANCE, PROBE_SHARE
 from phalanx.spec.control import StepTime, Unread
 from phalanx.spec.drafters import Draft
 from phalanx.spec.rules import BACKOFF, Always, FloorControl, build
+from phalanx.speculation_config import DraftModelSpeculation, NgramSpeculation
 
 ROWS = (1, 6)
 
@@ -667,7 +667,7 @@ class TestBuild:
 def test_the_last_width_before_a_stair_is_found():
     """Eight tokens in 1.8 steps; four in one come first, and from there nothing looks better but by trying."""
     world = World(lookup(), stairs, lambda row, place: 16)
-    world.run(1, 300)
+    world.run(1, 400)
     assert set(world.widths[-20:]) == {8}
 
 

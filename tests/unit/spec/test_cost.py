@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.spec.cost import FRESH, HOLDS, PER_TOKEN, SETTLED, CostCurve, tokens_per_row
+from phalanx.spec.cost import FRESH, HOLDS, PER_TOKEN, SETTLED, UNSURE, CostCurve, tokens_per_row
 
 ENOUGH = 3
 
@@ -118,12 +118,20 @@ class TestRatios:
         assert known.ratios(2, [2])[0] == pytest.approx(1 + PER_TOKEN)
 
     def test_they_are_measured_again_after_a_while(self):
-        known = curve((1, 2, 6.0), *[(1, 1, 2.0)] * HOLDS)
+        known = curve((1, 2, 6.0), (1, 2, 6.0), *[(1, 1, 2.0)] * HOLDS)
         assert known.ratios(1, [2])[0] == 3.0
         known.observe(1, 1, 2.0)
         assert known.ratios(1, [2])[0] == pytest.approx(1 + PER_TOKEN)
         known.observe(1, 2, 4.0)
         assert known.ratios(1, [2])[0] == 2.0
+
+    def test_a_single_one_is_measured_again_soon_and_the_smaller_counts(self):
+        known = curve((1, 2, 60.0), *[(1, 1, 2.0)] * UNSURE)
+        assert known.ratios(1, [2])[0] == 30.0
+        known.observe(1, 1, 2.0)
+        assert known.ratios(1, [2])[0] == pytest.approx(1 + PER_TOKEN)
+        known.observe(1, 2, 3.0)
+        assert known.ratios(1, [2])[0] == 1.5
 
     def test_without_a_base_step_there_is_nothing_to_compare_with(self):
         known = CostCurve()

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from naive import NaiveNgram, NaiveSuffix
 from support.drafts import drafted
 
-from phalanx.config import NgramSpeculation, SuffixSpeculation
 from phalanx.spec import lookup
 from phalanx.spec.drafters import Drafter, RandomDrafter
 from phalanx.spec.lookup import Text, TextGroup, common_suffix, continuation, nearby_matches, reliability
 from phalanx.spec.ngram import NgramDrafter
 from phalanx.spec.suffix import SuffixDrafter
+from phalanx.speculation_config import NgramSpeculation, SuffixSpeculation
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)  # three tokens: much repeats
 

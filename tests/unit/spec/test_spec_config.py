@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from phalanx.config import (
+from phalanx.config import EngineConfig
+from phalanx.errors import ConfigError
+from phalanx.spec.parse_config import parse
+from phalanx.speculation_config import (
     DraftModelSpeculation,
-    EngineConfig,
     NgramSpeculation,
     RandomSpeculation,
     SuffixSpeculation,
 )
-from phalanx.errors import ConfigError
-from phalanx.spec.parse_config import parse
 
 
 @pytest.mark.parametrize(

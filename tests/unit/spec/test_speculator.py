@@ -60,7 +60,7 @@ def row(number: int, tokens: list[int], most_drafts: int | None = None) -> Row:
         prompt=tokens,
         sampling=Sampling(),
         stop=stop,
-        cache_salt="key",
+        owner="key",
         most_drafts=most_drafts,
     )
     return Row(number, request, 0.0)

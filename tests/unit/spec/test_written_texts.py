@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from machine import CURVES, few_cores, memory_bound, recite, stairs
 
-from phalanx.config import NgramSpeculation, RandomSpeculation, SuffixSpeculation
 from phalanx.spec.drafters import RandomDrafter
 from phalanx.spec.ngram import NgramDrafter
 from phalanx.spec.rules import build
 from phalanx.spec.suffix import SuffixDrafter
+from phalanx.speculation_config import NgramSpeculation, RandomSpeculation, SuffixSpeculation
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS: dict[str, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import time
 from collections import deque
@@ -15,8 +16,10 @@ import pytest
 from phalanx.config import EngineConfig
 from phalanx.dist.backend import ChosenBackend
 from phalanx.errors import ConfigError, ExitCode, HostUnreachable
+from phalanx.supervision.client import EngineState
 from phalanx.supervision.launch import End, RankProcesses
-from phalanx.supervision.process import RDMA_COOL_DOWN_S, RESTARTS, EngineProcess
+from phalanx.supervision.process import LINE_CHARS, RDMA_COOL_DOWN_S, EngineProcess
+from phalanx.supervision.restarts import FIRST_STARTS
 from phalanx.types import Failed
 
 
@@ -71,8 +74,55 @@ def test_otherwise_the_process_says_how_it_ended(status, code):
 def test_ranks_that_could_not_join_are_named_with_their_ports(statuses):
     words = [f"rank {r}: joining 2 ranks over ring at 127.0.0.1:700{r}, 7 s at most" for r in range(2)]
     said = engine(ended(**statuses), *words)._describe_end(End("rank 0", -14))
-    assert "rank 0 at 127.0.0.1:7000" in said and "within 7 s" in said
-    assert ("rank 1 at 127.0.0.1:7001" in said) == (statuses["rank_1"] == -14)
+    assert "could not join" in said and "at 127.0.0.1:7000 within 7 s" in said
+    assert ("rank 1" in said and "127.0.0.1:7001 within 7 s" in said) == (statuses["rank_1"] == -14)
+
+
+JOINS = [
+    ({"rank_0": -14, "rank_1": -14}, "starting", True),
+    ({"rank_0": 75, "rank_1": 70}, "starting", True),
+    ({"rank_0": 70, "rank_1": 75}, "restarting", True),
+    ({"mpirun": 142}, "starting", True),
+    ({"mpirun": 75}, "starting", True),
+    ({"rank_0": 75, "rank_1": 70}, "ready", False),
+    ({"rank_0": 75, "rank_1": -9}, "starting", False),
+    ({"rank_0": 64, "rank_1": 75}, "starting", False),
+    ({"rank_0": 1, "rank_1": 70}, "starting", False),
+]
+
+
+@pytest.mark.parametrize("statuses, phase, expected", JOINS, ids=str)
+def test_a_start_whose_ranks_do_not_come_together_is_no_crash(statuses, phase, expected):
+    process = engine(ended(**statuses))
+    process._state = EngineState(phase=phase)
+    first = min((status, name.replace("_", " ")) for name, status in statuses.items())
+    assert process._failed_to_join(End(first[1], first[0])) == expected
+
+
+class Unjoined(EngineProcess):
+    """Its first starts end by the deadline for joining, the next one by a crash that no restart mends."""
+
+    def __init__(self, unjoined: int) -> None:
+        super().__init__(EngineConfig(model="demo", tensor_parallel_size=2))
+        self.starts = 0
+        self._unjoined = unjoined
+
+    async def _run_once(self, directory: Path) -> End:
+        self.starts += 1
+        statuses = {"rank_0": -14} if self.starts <= self._unjoined else {"rank_0": 64}
+        self._ranks = ended(**statuses)
+        return End("rank 0", statuses["rank_0"])
+
+
+@pytest.mark.parametrize("unjoined", [1, FIRST_STARTS - 1, FIRST_STARTS])
+def test_failed_joins_are_tried_again_without_telling_the_journal(unjoined, monkeypatch, tmp_path):
+    monkeypatch.setattr("phalanx.supervision.restarts.FIRST_PAUSE_S", 0.0)
+    process, downs = Unjoined(unjoined), []
+    monkeypatch.setattr(process, "emit_down", lambda reason, *, will_restart: downs.append((reason, will_restart)))
+    asyncio.run(process._supervise(tmp_path))
+    assert process.starts == min(unjoined + 1, FIRST_STARTS)
+    assert [will_restart for _, will_restart in downs] == [False]
+    assert ("could not join" in downs[0][0]) == (unjoined == FIRST_STARTS)
 
 
 def test_the_last_words_are_the_cause_when_nobody_says_one():
@@ -87,18 +137,7 @@ def test_rdma_devices_get_time_after_a_kill():
         ("jaccl", ended(rank_0=72, rank_1=72), 0.1),
         ("ring", ended(rank_0=70, rank_1=-9), 0.1),
     ]:
-        process = engine(ranks, backend=backend)
-        process._crashes.append(0.0)
-        assert process._back_off() == pause
-
-
-def test_later_starts_wait_longer():
-    process = engine(ended(rank_0=70, rank_1=70))
-    pauses = []
-    for _ in range(5):
-        process._crashes.append(0.0)
-        pauses.append(process._back_off())
-    assert pauses == sorted(pauses) and pauses[-1] == 10.0
+        assert engine(ranks, backend=backend)._cooled_down(0.1) == pause
 
 
 def test_signals_are_found_under_mpirun_as_well():
@@ -110,7 +149,7 @@ def test_signals_are_found_under_mpirun_as_well():
     "error", [FileNotFoundError(2, "No such file or directory", "mpirun"), ConfigError("--backend mpi: no mpirun.")]
 )
 def test_ranks_that_cannot_be_started_end_it_with_the_reason(monkeypatch, tmp_path, error):
-    async def none(*_: object) -> RankProcesses:
+    async def none(*_: object, **__: object) -> RankProcesses:
         raise error
 
     monkeypatch.setattr("phalanx.supervision.process.start_ranks", none)
@@ -121,11 +160,72 @@ def test_ranks_that_cannot_be_started_end_it_with_the_reason(monkeypatch, tmp_pa
     assert "mpirun" in process.state.reason
 
 
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EADDRINUSE])
+@pytest.mark.parametrize("has_served", [False, True])
+def test_a_machine_without_room_for_ranks_is_tried_again(monkeypatch, tmp_path, number, has_served):
+    """Another program, or another user, may have taken all there is for a moment."""
+    tries = 0
+
+    async def full(*_: object, **__: object) -> RankProcesses:
+        nonlocal tries
+        tries += 1
+        raise OSError(number if tries <= 2 * FIRST_STARTS else errno.ENOENT, "why")
+
+    process = engine(ended())
+    process._restarts._has_served = has_served
+    monkeypatch.setattr("phalanx.supervision.restarts.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(process, "_start_ranks", full)
+    asyncio.run(process._supervise(tmp_path))
+    assert tries == (2 * FIRST_STARTS + 1 if has_served else FIRST_STARTS)
+    assert "could not be started" in process.state.reason
+    assert not list(tmp_path.iterdir()), "a socket is left"
+
+
+@pytest.mark.parametrize("number", [32, 40, 77])
+def test_a_signal_without_a_name_ends_a_rank_and_not_the_supervisor(number):
+    assert engine(ended(rank_0=-number))._describe_end(End("rank 0", -number)) == f"rank 0 was ended by signal {number}"
+    notice = f"process rank 1 with PID 7 on node b exited on signal {number}"
+    assert f"signal {number}" in engine(ended(mpirun=1), notice)._describe_end(End("mpirun", 1))
+
+
+def test_a_rank_that_logs_without_end_keeps_nobody_waiting(capsys):
+    async def main() -> int:
+        stream = asyncio.StreamReader()
+        stream.feed_data(b"x" * 60_000 + b"\n" + b"y\n" * 1000)
+        stream.feed_eof()
+        forwarding = asyncio.create_task(engine(ended())._forward_log(SimpleNamespace(stderr=stream)))
+        turns = 0
+        while not forwarding.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return turns
+
+    assert asyncio.run(main()) > 1000
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "x" * LINE_CHARS and len(rest) < 30
+
+
+def test_an_engine_whose_supervisor_crashes_has_failed(monkeypatch):
+    async def main() -> EngineProcess:
+        process = engine(ended())
+        monkeypatch.setattr(process, "_start_ranks", lambda *_: 1 / 0)
+        await process.start()
+        await asyncio.wait([process._supervisor])
+        await asyncio.sleep(0)
+        state = process.state
+        await process.close()
+        return state
+
+    state = asyncio.run(main())
+    assert (state.phase, state.exit_code) == ("failed", ExitCode.CRASH)
+    assert "ZeroDivisionError" in state.reason
+
+
 def test_a_host_that_is_away_is_waited_for_and_named(monkeypatch, tmp_path):
     """It is no crash, however often it is tried."""
     tries = 0
 
-    async def away(*_: object) -> RankProcesses:
+    async def away(*_: object, **__: object) -> RankProcesses:
         nonlocal tries
         tries += 1
         raise HostUnreachable("The agent of b at 10.0.0.2 port 32330 cannot be used: no answer.", remedy="Is b on?")
@@ -135,7 +235,7 @@ def test_a_host_that_is_away_is_waited_for_and_named(monkeypatch, tmp_path):
         process = engine(ended())
         monkeypatch.setattr(process, "_start_ranks", away)
         supervision = asyncio.create_task(process._supervise(tmp_path))
-        while tries <= 2 * RESTARTS:
+        while tries <= 2 * FIRST_STARTS:
             await asyncio.sleep(0.01)
             assert not supervision.done()
         assert process.state.phase == "starting" and process.state.restarts == 0
@@ -170,7 +270,7 @@ def test_a_host_that_is_back_is_not_blamed_while_its_rank_loads(monkeypatch, tmp
     async def main() -> None:
         process = engine(ended())
 
-        async def start(*_: object) -> RankProcesses:
+        async def start(*_: object, **__: object) -> RankProcesses:
             seen.append(process.state.reason)
             if isinstance(found := starts.pop(0), HostUnreachable):
                 raise found
@@ -192,6 +292,7 @@ def test_a_host_that_is_back_is_not_blamed_while_its_rank_loads(monkeypatch, tmp
 
 def test_ranks_that_were_launched_and_not_started_are_ended(monkeypatch, tmp_path):
     """SIGTERM at once: there is nobody yet to take a Shutdown."""
+    monkeypatch.setattr("phalanx.supervision.process.EXIT_WAIT_S", 3600.0)
     signals: list[signal.Signals] = []
 
     class Rank(SimpleNamespace):
@@ -204,22 +305,20 @@ def test_ranks_that_were_launched_and_not_started_are_ended(monkeypatch, tmp_pat
         monkeypatch.setattr("phalanx.supervision.process.start_ranks", start)
         await process.launch()
         assert process._directory is not None
-        directory = process._directory.name
-        begun = time.monotonic()
+        directory = str(process._directory.path)
         await process.close()
-        assert time.monotonic() - begun < 2
         assert signals == [signal.SIGTERM]
         assert process.state.phase == "stopped"
         return directory
 
-    async def start(*_: object) -> RankProcesses:
+    async def start(*_: object, **__: object) -> RankProcesses:
         return RankProcesses({"rank 0": Rank(returncode=None, pid=1)}, [])
 
     assert not Path(asyncio.run(main())).exists()
 
 
 def test_a_launch_that_fails_is_reported_by_the_supervision(monkeypatch):
-    async def none(*_: object) -> RankProcesses:
+    async def none(*_: object, **__: object) -> RankProcesses:
         raise FileNotFoundError(2, "No such file or directory", "python")
 
     async def main() -> None:

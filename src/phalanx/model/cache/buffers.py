@@ -136,13 +136,17 @@ class ArenaBuffers:
 
     def open(self, view: RowView, lengths: Sequence[int]) -> None:
         """Prepare all layers for one model call; `lengths` are the rows' lengths after it."""
+        self.advance(view, lengths)
+        self.resume(view)
+
+    def advance(self, view: RowView, lengths: Sequence[int]) -> None:
+        """Record a model call and the rows' lengths after it; `open` without preparing the layers."""
         if view.need > self.capacity:
             raise EngineError(f"A forward needs {view.need} tokens per row; the buffers hold {self.capacity}.")
         for slot, length in zip(range(view.start, view.stop), lengths, strict=True):
             self._check_live(slot)
             self._length[slot] = length
         self.reach(view)
-        self.resume(view)
 
     def reach(self, view: RowView) -> None:
         """Record that a forward over this view writes its rows up to `view.need` tokens."""
@@ -158,6 +162,12 @@ class ArenaBuffers:
         """End a model call."""
         for leaf in self.leaves:
             leaf.close()
+
+    def forget(self) -> None:
+        """Drop what recurrent layers computed since they were opened last: the rows stay at the lengths before it."""
+        for leaf in self.leaves:
+            if isinstance(leaf, StateRows):
+                leaf.forget()
 
     def check_state(self, start: int, kv_len: Sequence[int]) -> None:
         """Check that recurrent rows continue at their own length, or start alone: they cannot roll back or skip."""

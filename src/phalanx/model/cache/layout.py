@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import CacheList
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,15 @@ def leaves(layouts: Sequence[Layout]) -> Iterator[KvLayout | StateLayout]:
             yield from leaves(layout.parts)
         else:
             yield layout
+
+
+def single_caches(caches: Sequence[Any]) -> Iterator[Any]:
+    """A model's own caches, with groups flattened: in the order of `leaves`."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from single_caches(cache.caches)
+        else:
+            yield cache
 
 
 def bytes_per_token(layouts: Sequence[Layout]) -> int:

@@ -70,7 +70,7 @@ class RowView:
         """If rows differ in length: lengths before and after the forward, int32 `[rows]` each. Else empty."""
         self._mask_dims = mask_dims
         self._writes = 0
-        self._early = True
+        self.early = True  # start to evaluate while the model builds the call
         self._masks: dict[tuple[int | None, bool, int], Mask] = {}
         self.slots: mx.array | None = None
         """The slot of each packed token, counted from `start`: int32 `[tokens]`. None if not packed."""
@@ -90,7 +90,7 @@ class RowView:
     def trace(self) -> tuple[Traced, ...]:
         """Prepare a call that is captured and starts no evaluation. If rows have equal length, returns offset and
         length as integers that record whether the model computed with them."""
-        self._early = False
+        self.early = False
         if not self.uniform:
             return ()
         traces = Traced(self.shortest), Traced(self.need)
@@ -119,7 +119,7 @@ class RowView:
         device would start with the first layer only after Python has built the last.
         """
         self._writes += 1
-        if self._early and self._writes % EARLY_EVERY == EARLY_FIRST:
+        if self.early and self._writes % EARLY_EVERY == EARLY_FIRST:
             mx.async_eval(buffer)  # type: ignore[no-untyped-call]
 
     def first(self, window: int | None) -> int:
@@ -269,10 +269,8 @@ class RaggedKV:
 class StateRows(ArraysCache):  # type: ignore[misc]
     """Recurrent state of one layer for all rows of an arena: per entry `[rows, ...]`. Cannot roll back (A3).
 
-    A subclass, because models test `isinstance(cache, ArraysCache)`.
-
-    During a forward `cache` holds the state of the forward's rows (None for a row without tokens, as in mlx-lm).
-    Afterwards the new state is written back.
+    A subclass, because models test `isinstance(cache, ArraysCache)`. During a forward `cache` holds the
+    state of the forward's rows (None for a row without tokens, as in mlx-lm). Afterwards the new state is written back.
     """
 
     def __init__(self, layout: StateLayout) -> None:
@@ -308,6 +306,10 @@ class StateRows(ArraysCache):  # type: ignore[misc]
     def touched(self) -> list[mx.array]:
         """The new state, to be evaluated after a forward."""
         return [new for _, _, new in self._pending]
+
+    def forget(self) -> None:
+        """Drop the new state."""
+        self._pending = []
 
     def row_bytes(self, length: int) -> int:
         """Bytes of one row, whatever its length."""

@@ -28,6 +28,7 @@ from phalanx.errors import EngineError
 from phalanx.model.cache.buffers import ArenaBuffers
 from phalanx.model.cache.ragged import RaggedKV, RowView
 from phalanx.model.graphs import Graphs, Replayed
+from phalanx.model.stage import Stage, call_model
 
 log = logging.getLogger("phalanx.model")
 
@@ -54,6 +55,7 @@ class GraphKey(NamedTuple):
     samples: bool  # whether logits are a result
     ragged: bool  # rows may have different lengths
     full_windows: int  # number of sliding windows that are shorter than the rows
+    inlet: mx.Dtype | None  # of a stage that has one
 
 
 class CapturedGraph(NamedTuple):
@@ -71,13 +73,15 @@ class GraphCache(Graphs):
         model: an mlx-lm model, its weights in memory.
         mask_dims: dimensions of attention masks, as in `RowView`.
         reducer: sums the layers' results over ranks.
+        stage: the layers that the model consists of; None for all. What comes in at its inlet is an input, like tokens.
     """
 
     max_tokens = MAX_TOKENS
 
-    def __init__(self, ops: Any, model: Module, mask_dims: int, reducer: Reducer) -> None:
+    def __init__(self, ops: Any, model: Module, mask_dims: int, reducer: Reducer, stage: Stage | None = None) -> None:
         self._ops = ops
         self._model = model
+        self._stage = stage
         self._reducer = reducer
         self._mask_dims = mask_dims
         self._seen: Counter[GraphKey] = Counter()
@@ -90,9 +94,15 @@ class GraphCache(Graphs):
         """The distinct reasons why calls were refused."""
 
     def call(
-        self, arena: ArenaBuffers, view: RowView, tokens: Sequence[Sequence[int]], *, samples: bool = True
+        self,
+        arena: ArenaBuffers,
+        view: RowView,
+        tokens: Sequence[Sequence[int]],
+        *,
+        samples: bool = True,
+        inlet: mx.array | None = None,
     ) -> Replayed | None:
-        key = self._key(arena, view, samples)
+        key = self._key(arena, view, samples, inlet)
         if key is None:
             return None
         if key not in self._captured:
@@ -103,10 +113,10 @@ class GraphCache(Graphs):
             self.captured += 1
             self._captured[key] = self._capture(arena, key)
             arena.resume(view)
-        return self._run(arena, view, key, mx.array([list(row) for row in tokens], dtype=mx.int32))
+        return self._run(arena, view, key, mx.array([list(row) for row in tokens], dtype=mx.int32), inlet)
 
     def call_in_flight(self, arena: ArenaBuffers, view: RowView, tokens: mx.array) -> mx.array | None:
-        key = self._key(arena, view, True)
+        key = self._key(arena, view, True, None)
         if key is None or key not in self._captured:
             return None
         mx.async_eval(ids := tokens.astype(mx.int32))  # type: ignore[no-untyped-call]
@@ -117,21 +127,29 @@ class GraphCache(Graphs):
         """Free the memory of all captured graphs. Calls with the same keys are then captured again at once."""
         self._captured = {key: None for key, graph in self._captured.items() if graph is None}
 
-    def _key(self, arena: ArenaBuffers, view: RowView, samples: bool) -> GraphKey | None:
+    def _key(self, arena: ArenaBuffers, view: RowView, samples: bool, inlet: mx.array | None) -> GraphKey | None:
         """The key of a call. None for calls that are never captured: prefill, packed rows, large calls."""
         if view.prefill or view.shortest < MIN_LENGTH or view.slots is not None:
             return None
         full = sum(view.need > window for window in arena.windows) if view.uniform else 0
         rows = view.stop - view.start
-        key = GraphKey(arena.rows, arena.capacity, view.start, rows, view.length, samples, not view.uniform, full)
+        dtype = None if inlet is None else inlet.dtype
+        ragged = not view.uniform
+        key = GraphKey(arena.rows, arena.capacity, view.start, rows, view.length, samples, ragged, full, dtype)
         return key if key.rows * key.length <= MAX_TOKENS else None
 
-    def _run(self, arena: ArenaBuffers, view: RowView, key: GraphKey, tokens: mx.array) -> Replayed | None:
+    def _run(
+        self, arena: ArenaBuffers, view: RowView, key: GraphKey, tokens: mx.array, inlet: mx.array | None = None
+    ) -> Replayed | None:
         """Replay a call. None if it was refused, or if the position is outside the captured range."""
         graph, position = self._captured[key], view.need - view.length
         if graph is None or not graph.replay.low <= position <= graph.replay.high:
             return None
-        results = graph.replay.run([tokens, *view.lengths, *self._reducer.tags()], arena.arrays(), position)
+        inputs = [tokens, *view.lengths, *self._reducer.tags()]
+        if inlet is not None:
+            inputs.append(mx.contiguous(inlet))
+            mx.eval(inputs[-1])
+        results = graph.replay.run(inputs, arena.arrays(), position)
         self._reducer.replayed(graph.summed)
         self.replayed += 1
         return Replayed(results.pop() if key.samples else None, results)
@@ -183,12 +201,17 @@ class GraphCache(Graphs):
         buffers = [(leaf.keys, leaf.values) for leaf in leaves]
         tokens = self._ops.placeholder([key.rows, key.length], mx.int32)
         tags = [self._ops.placeholder([], mx.float32) for _ in self._reducer.tags()]
+        inputs = [tokens, *view.lengths, *tags]
+        inlet = None
+        if self._stage is not None and key.inlet is not None:
+            inlet = self._ops.placeholder([key.rows, key.length, self._stage.width], key.inlet)
+            inputs.append(inlet)
         try:
             for leaf, (keys, values) in zip(leaves, buffers, strict=True):
                 leaf.keys, leaf.values = copy.copy(keys), copy.copy(values)  # the graph writes to these copies
                 leaf.open(view)
             with self._reducer.tracing(tags):
-                logits = self._model(tokens, cache=list(arena.caches))
+                logits = call_model(self._model, self._stage, tokens, list(arena.caches), inlet)
                 results = [*self._reducer.finish(), *([logits] if key.samples else [])]
                 summed = self._reducer.summed()
             results += arena.arrays()
@@ -197,4 +220,4 @@ class GraphCache(Graphs):
                 leaf.keys, leaf.values = keys, values
         if any(trace.used for trace in traces):
             raise ValueError("the model computes with the position")
-        return self._ops.Call([tokens, *view.lengths, *tags], results, position), summed
+        return self._ops.Call(inputs, results, position), summed

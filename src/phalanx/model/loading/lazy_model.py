@@ -8,9 +8,11 @@ not know ranks, target dtypes or memory.
 from __future__ import annotations
 
 import difflib
-import json
+import glob
+import logging
 import pkgutil
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,14 @@ from mlx.utils import tree_flatten
 
 from phalanx.errors import ModelError, ModelUnsupported, WeightsError
 from phalanx.mlx_lm_adapter import import_utils
-from phalanx.model.loading.weights import TensorInfo, some
+from phalanx.model.loading.config_forms import translate
+from phalanx.model.loading.plausible import check_sizes
+from phalanx.model.loading.weight_files import PATTERN, describe, some, weight_files
+from phalanx.model.loading.weights import TensorInfo
+from phalanx.text.model_files import read_json
 
 lm = import_utils()
+log = logging.getLogger("phalanx.load")
 
 DTYPES = {
     "BOOL": mx.bool_, "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16, "F16": mx.float16,
@@ -33,8 +40,15 @@ DTYPES = {
 }  # fmt: skip
 """The MLX dtypes of safetensors dtypes. A tensor of any other dtype is left to MLX."""
 
-BUILD_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError, OSError)
-"""Errors that mlx-lm and MLX can raise while they build a model from an unknown config.json."""
+OBJECTS = ("text_config", "quantization", "quantization_config", "rope_scaling", "rope_parameters")
+"""Fields of config.json that are objects, or absent."""
+
+BUILD_ERRORS = (
+    ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError, AssertionError,
+    OSError, SystemExit,
+)  # fmt: skip
+"""Errors that mlx-lm and MLX can raise while they build a model from an unknown config.json. (A model file that lacks a
+library of its own ends the process.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +61,29 @@ class LazyModel:
     """The file tensor of each parameter that mlx-lm passed on unchanged."""
 
 
-def build(path: Path, headers: Mapping[str, TensorInfo], *, trust_remote_code: bool) -> LazyModel:
+def build(
+    path: Path, config: Mapping[str, Any], headers: Mapping[str, TensorInfo], *, trust_remote_code: bool
+) -> LazyModel:
     """Build the model of a directory; all its parameters and all tensors of the files must match.
 
+    Args:
+        config: its config.json, from `check_config`.
+
     Raises:
-        ModelUnsupported: mlx-lm does not know the architecture or the configuration.
+        ModelUnsupported: the weights cannot be those of such a model, or mlx-lm does not know the configuration.
         WeightsError: tensors are missing, surplus or of the wrong shape.
     """
-    hook = _SanitizeHook()
+    check_sizes(path / "config.json", config, headers)
+    if warning := weight_files(path)[1]:
+        log.warning("%s", warning)
+    hook = _SanitizeHook(path, {info.file for info in headers.values()})
     try:
-        model, config = lm.load_model(
-            path, lazy=True, strict=True, get_model_classes=hook.classes, trust_remote_code=trust_remote_code
-        )
+        model, built = lm.load_model(
+            path, lazy=True, strict=True, model_config=translate(config, headers), get_model_classes=hook.classes,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     except BUILD_ERRORS as error:
-        raise _translate(path, error) from error
+        raise _translate(path, config, error) from error
     if hook.original is not None:
         model.__class__ = hook.original
     origins = {}
@@ -68,13 +91,19 @@ def build(path: Path, headers: Mapping[str, TensorInfo], *, trust_remote_code: b
         info = headers.get(hook.names.get(id(array), ""))
         if info is not None and array.dtype == DTYPES.get(info.dtype) and tuple(array.shape) == info.shape:
             origins[name] = info
-    return LazyModel(model, config, origins)
+    return LazyModel(model, built, origins)
 
 
 class _SanitizeHook:
-    """Records the names of a checkpoint's arrays before the model's `sanitize` renames them."""
+    """Records the names of a checkpoint's arrays before the model's `sanitize` renames them.
 
-    def __init__(self) -> None:
+    Args:
+        path: the model's directory.
+        files: those with its weights. Where mlx-lm loads others as well, these are loaded here.
+    """
+
+    def __init__(self, path: Path, files: Collection[Path]) -> None:
+        self._files = () if len(files) == len(list(path.glob(PATTERN))) else sorted(files)
         self.names: dict[int, str] = {}
         self.original: type[Module] | None = None
         self._alive: list[mx.array] = []  # keeps the arrays alive, so that their ids stay unique
@@ -85,6 +114,8 @@ class _SanitizeHook:
         self.original = original
 
         def sanitize(model: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            if self._files:
+                weights = _load(self._files)
             self._alive = list(weights.values())
             self.names = {id(array): name for name, array in weights.items()}
             inherited = getattr(original, "sanitize", None)
@@ -95,21 +126,41 @@ class _SanitizeHook:
         return type(original.__name__, (original,), namespace), arguments
 
 
-def check_config(path: Path, *, trust_remote_code: bool) -> None:
-    """Check config.json before mlx-lm builds the model.
+def _load(files: Iterable[Path]) -> dict[str, mx.array]:
+    """The tensors of these files, lazily."""
+    tensors: dict[str, mx.array] = {}
+    for file in files:
+        found = mx.load(str(file))
+        assert isinstance(found, dict)
+        tensors |= found
+    return tensors
+
+
+def check_config(path: Path, *, trust_remote_code: bool) -> dict[str, Any]:
+    """Read and check config.json before mlx-lm builds the model.
 
     Raises:
         ModelUnsupported: it is missing or not JSON, mlx-lm does not know the architecture, or the repository brings
             code that the user does not trust.
     """
     file = path / "config.json"
-    if not path.is_dir() or not file.exists():
-        raise ModelUnsupported(f"{path} has no config.json.", remedy="It is not a model in mlx-lm's file format.")
     try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ModelUnsupported(f"{file} is not JSON: {error}", remedy="Download or copy it again.") from error
-    model_type = config.get("model_type") if isinstance(config, dict) else None
+        config = read_json(file)
+    except FileNotFoundError as error:
+        what, remedy = describe(path, "config.json")
+        raise ModelUnsupported(what, remedy=remedy) from error
+    if glob.escape(str(path)) != str(path):
+        raise ModelUnsupported(
+            f"mlx-lm cannot load from {path}, whose name has one of the characters [ * ?.",
+            remedy="Rename it, or name a link to it.",
+        )
+    for name in OBJECTS:
+        if config.get(name) and not isinstance(config[name], dict):
+            raise ModelUnsupported(
+                f"{file}: {name} is a {type(config[name]).__name__}; it must be an object.",
+                remedy="Download config.json again.",
+            )
+    model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ModelUnsupported(f"{file} names no model_type.", remedy="Convert the model with `mlx_lm.convert`.")
     if config.get("model_file") is not None:
@@ -118,7 +169,7 @@ def check_config(path: Path, *, trust_remote_code: bool) -> None:
                 f"{path.name} brings its own Python file ({config['model_file']!r}).",
                 remedy="Run it with --trust-remote-code if you trust it.",
             )
-        return
+        return config
     known = known_architectures()
     if model_type not in known:
         nearest = difflib.get_close_matches(model_type, known, n=4, cutoff=0.5)
@@ -126,6 +177,7 @@ def check_config(path: Path, *, trust_remote_code: bool) -> None:
             f"mlx-lm has no architecture {model_type!r}" + (f"; nearest: {', '.join(nearest)}." if nearest else "."),
             remedy="Check model_type in config.json, or use a newer phalanx.",
         )
+    return config
 
 
 def known_architectures() -> list[str]:
@@ -133,8 +185,19 @@ def known_architectures() -> list[str]:
     return sorted({module.name for module in pkgutil.iter_modules(architectures.__path__)} | set(lm.MODEL_REMAPPING))
 
 
-def _translate(path: Path, error: Exception) -> ModelError:
+def _translate(path: Path, config: Mapping[str, Any], error: BaseException) -> ModelError:
     """Map an error of mlx-lm's loader to one of phalanx's, which lists only the first eight names."""
+    if (method := _foreign_quantization(config)) is not None:
+        return ModelUnsupported(
+            f"{path.name} is quantised with {method!r} (quantization_config in config.json), which mlx-lm cannot read "
+            f"for {config['model_type']!r}: {' '.join(str(error).split())[:200]}",
+            remedy="Use the model in 16 bits, or one that `mlx_lm.convert -q` has quantised.",
+        )
+    if isinstance(error, TypeError) and (lacking := MISSING.search(str(error))) is not None:
+        return ModelUnsupported(
+            f"{path / 'config.json'} lacks {lacking[1]}, which a model of type {config['model_type']!r} needs.",
+            remedy="Download config.json again, or check its model_type.",
+        )
     head, _, names = str(error).partition("\n")
     listed = some(name.strip(" .") for name in names.split(",\n"))
     if head.startswith("Received") and "not in model" in head:
@@ -150,4 +213,14 @@ def _translate(path: Path, error: Exception) -> ModelError:
     )
 
 
+def _foreign_quantization(config: Mapping[str, Any]) -> str | None:
+    """The method of a quantisation that is not mlx-lm's own; None without one."""
+    for part in (config, config.get("text_config")):
+        found = part.get("quantization_config") if isinstance(part, Mapping) else None
+        if isinstance(found, Mapping) and not config.get("quantization"):
+            return str(found.get("quant_method", "an unnamed method"))
+    return None
+
+
+MISSING = re.compile(r"__init__\(\) missing \d+ required \S+ arguments?: (.+)")
 _MISMATCH = "config.json and the weights do not belong together, or a file is missing: download the model again."

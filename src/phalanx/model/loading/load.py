@@ -27,15 +27,19 @@ from phalanx.config import Dtype
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import ModelUnsupported
 from phalanx.kernels import install
-from phalanx.model.cpu.repack import repackable
 from phalanx.model.cpu.weight_only_16bit import keep_16bit_weights
+from phalanx.model.device_memory import read_memory
 from phalanx.model.loading.huge_pages import HugePages
 from phalanx.model.loading.lazy_model import LazyModel, build, check_config
 from phalanx.model.loading.parallel import sum_through_reducer
+from phalanx.model.loading.parameters import Parameter, main_dtype, plan_parameters
 from phalanx.model.loading.reading import CopyJob, WeightReader
 from phalanx.model.loading.resolve import resolve
 from phalanx.model.loading.shard import Split, StubGroup, split
-from phalanx.model.loading.weights import Cut, TensorInfo, read_headers, some
+from phalanx.model.loading.stage_cut import Choice, choose, fill_absent
+from phalanx.model.loading.weight_files import some
+from phalanx.model.loading.weights import read_headers
+from phalanx.model.stage import Stage
 
 __all__ = ["Loaded", "Prepared", "Progress", "load", "prepare", "resolve"]
 
@@ -76,26 +80,8 @@ class Loaded:
     """Number of sites in the model where the reducer sums over ranks."""
     unchecked: tuple[str, ...]
     """Classes of the blocks that sum over ranks without the reducer, one entry per block."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """One parameter: its source in the files, and the form in which it is kept."""
-
-    name: str
-    size: int  # elements
-    dtype: mx.Dtype  # as kept
-    stored: int  # bytes as stored: in memory besides the result while it is cast
-    nbytes: int  # bytes as kept
-    source: TensorInfo | None  # None: mlx-lm computes it
-    cut: Cut | None  # the rows of the source to keep; None: all
-    repacked: bool  # repack it after reading
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the kept part of the source."""
-        assert self.source is not None
-        return self.source.shape if self.cut is None else self.cut.shape(self.source.shape)
+    stage: Stage | None
+    """The layers of this rank; None if it has all."""
 
 
 def load(
@@ -106,6 +92,7 @@ def load(
     trust_remote_code: bool,
     on_progress: Progress,
     reducer: Reducer | None = None,
+    choose_layers: Choice | None = None,
 ) -> Loaded:
     """`prepare`, then `Prepared.materialise`.
 
@@ -114,12 +101,20 @@ def load(
         on_progress: see `Progress`.
     """
     on_progress("reading headers", 0, 1)
-    return prepare(path, dtype=dtype, trust_remote_code=trust_remote_code, reducer=reducer).materialise(
-        guard, on_progress
+    prepared = prepare(
+        path, dtype=dtype, trust_remote_code=trust_remote_code, reducer=reducer, choose_layers=choose_layers
     )
+    return prepared.materialise(guard, on_progress)
 
 
-def prepare(path: Path, *, dtype: Dtype, trust_remote_code: bool, reducer: Reducer | None = None) -> Prepared:
+def prepare(
+    path: Path,
+    *,
+    dtype: Dtype,
+    trust_remote_code: bool,
+    reducer: Reducer | None = None,
+    choose_layers: Choice | None = None,
+) -> Prepared:
     """Build a model lazily, split it and check everything. Reads only headers.
 
     Args:
@@ -127,21 +122,25 @@ def prepare(path: Path, *, dtype: Dtype, trust_remote_code: bool, reducer: Reduc
         dtype: floating dtype of weights and activations; `auto`: the checkpoint's, but float32 on the CPU.
         trust_remote_code: whether to run a `model_file` of the repository.
         reducer: has this rank's number and group; None for the whole model.
+        choose_layers: chooses the layers of this rank's stage; None for all layers.
 
     Raises:
-        ModelUnsupported: mlx-lm does not know the architecture or configuration, or it cannot be split over so many
-            ranks.
+        ModelUnsupported: mlx-lm does not know the architecture or configuration, or it cannot be cut into stages or
+            split over so many ranks.
         WeightsError: files or tensors are missing, surplus, damaged or of the wrong shape.
     """
-    check_config(path, trust_remote_code=trust_remote_code)
-    built = build(path, read_headers(path), trust_remote_code=trust_remote_code)
+    config = check_config(path, trust_remote_code=trust_remote_code)
+    built = build(path, config, read_headers(path), trust_remote_code=trust_remote_code)
     parts, sums = Split({}, frozenset()), 0
     unchecked: list[str] = []
+    cutting = None if choose_layers is None else choose(built.model, built.config, path.name, choose_layers)
     if reducer is not None and reducer.size > 1:
         if built.config.get("quantize_activations"):
             raise ModelUnsupported(f"{path.name} quantises activations: it cannot be split.", remedy="Use --tp 1.")
         group = StubGroup(reducer.rank, reducer.size) if reducer.group is None else reducer.group
         parts = split(built.model, path.name, group)
+    stage = None if cutting is None else cutting.cut()
+    if reducer is not None and reducer.size > 1:
         sums, unchecked = sum_through_reducer(built.model, reducer)
     ranks = 1 if reducer is None else reducer.size
     target = DTYPES.get(dtype)
@@ -150,8 +149,10 @@ def prepare(path: Path, *, dtype: Dtype, trust_remote_code: bool, reducer: Reduc
     kept_16bit = (
         keep_16bit_weights(built.model) if dtype == "auto" and target is not None and install.active() else set()
     )
-    plan = _plan(built, parts, target, kept_16bit, ranks)
-    return Prepared(path, built, plan, sums, tuple(unchecked), target or _main_dtype(plan))
+    absent = frozenset() if cutting is None else cutting.absent()
+    plan = plan_parameters(built, parts, target, kept_16bit, ranks, absent)
+    kept = fill_absent(built.model, plan, absent)
+    return Prepared(path, built, kept, sums, tuple(unchecked), target or main_dtype(plan), stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +161,13 @@ class Prepared:
 
     path: Path
     built: LazyModel
-    plan: list[_Parameter]
+    plan: list[Parameter]
     sums: int
     unchecked: tuple[str, ...]
     dtype: mx.Dtype
     """Floating dtype of the activations, and of all weights except those kept in 16 bits (`weight_only_16bit.py`)."""
+    stage: Stage | None
+    """The layers of this rank; None if it has all."""
 
     @property
     def model(self) -> Module:
@@ -203,19 +206,18 @@ class Prepared:
             kv: bytes of KV buffers that must have room.
             guard: bytes of memory that must stay free (B2).
         """
-        machine = memory.read_machine()
         return memory.Prediction(
             host=host, rank=rank, weights=self.weights_bytes, working=self.working_bytes, kv=kv, guard=guard,
-            physical=machine.physical, available=machine.available,
+            machine=read_memory(),
         )  # fmt: skip
 
-    def materialise(self, guard: int, on_progress: Progress, *, ranks_here: int = 1) -> Loaded:
+    def materialise(self, guard: int, on_progress: Progress, *, ranks_here: int = 1, sharing: int = 1) -> Loaded:
         """Read the weights.
 
         Args:
             guard: bytes of memory that must stay free (B2).
             on_progress: see `Progress`.
-            ranks_here: number of ranks that load on this machine at the same time and need as much.
+            ranks_here, sharing: numbers of ranks that read the same files at the same time, and into the same memory.
 
         Raises:
             MemoryShortage: the weights do not fit, or memory ran out while loading.
@@ -224,14 +226,14 @@ class Prepared:
         started = time.perf_counter()
         mx.reset_peak_memory()
         total = self.weights_bytes
-        machine = memory.read_machine()
+        machine = read_memory(sharing)
         log.info(
             "loading %.2f GB of weights from %s (%.2f GB of %.2f GB memory available, %.2f GB active)",
-            total / memory.GB, self.path, machine.available / memory.GB, machine.physical / memory.GB,
+            total / memory.GB, self.path, machine.available / memory.GB, machine.total / memory.GB,
             mx.get_active_memory() / memory.GB,
         )  # fmt: skip
-        memory.check_fits(f"Loading {self.path.name}", (total + self.working_bytes) * ranks_here, machine, guard)
-        copied = self._read(total, guard, on_progress, ranks_here)
+        memory.check_fits(f"Loading {self.path.name}", (total + self.working_bytes) * sharing, machine, guard)
+        copied = self._read(total, guard, on_progress, ranks_here, sharing)
         loaded = Loaded(
             model=self.model,
             config=self.config,
@@ -246,11 +248,12 @@ class Prepared:
             computed_bytes=sum(entry.nbytes for entry in self.plan if entry.source is None),
             sums=self.sums,
             unchecked=self.unchecked,
+            stage=self.stage,
         )
         _report(loaded)
         return loaded
 
-    def _read(self, total: int, guard: int, on_progress: Progress, ranks_here: int) -> int:
+    def _read(self, total: int, guard: int, on_progress: Progress, ranks_here: int, sharing: int) -> int:
         """Read, cast and keep one tensor after another; each stored form is freed first. Returns the bytes copied."""
         done = checked = 0
         with WeightReader(shared=ranks_here > 1) as reader:
@@ -268,12 +271,12 @@ class Prepared:
                 on_progress("loading weights", done, total)
                 if done - checked >= CHECK_MEMORY_EVERY:
                     checked = done
-                    rest = (total - done) * ranks_here
-                    memory.check_fits("The rest of the weights", rest, memory.read_machine(), guard)
+                    rest = (total - done) * sharing
+                    memory.check_fits("The rest of the weights", rest, read_memory(sharing), guard)
         mx.eval(self.model.parameters())  # the rest are views of arrays that are filled already
         return reader.copied
 
-    def _arrays(self, reader: WeightReader) -> Iterator[tuple[_Parameter, mx.array]]:
+    def _arrays(self, reader: WeightReader) -> Iterator[tuple[Parameter, mx.array]]:
         """Yield every tensor as stored. The next ones are read while the caller casts one."""
         lazy = dict(tree_flatten(self.model.parameters()))
         pages = HugePages(
@@ -299,13 +302,13 @@ class Prepared:
 class _PendingTensor:
     """A tensor that is being read from its file into MLX's memory, or that mlx-lm will compute."""
 
-    entry: _Parameter
+    entry: Parameter
     array: mx.array
     copy: CopyJob | None
     staging: npt.NDArray[np.uint8] | None  # the buffer to read into, if not that of `array`
 
     @staticmethod
-    def begin(reader: WeightReader, entry: _Parameter, lazy: mx.array, pages: HugePages) -> _PendingTensor:
+    def begin(reader: WeightReader, entry: Parameter, lazy: mx.array, pages: HugePages) -> _PendingTensor:
         """Start to read the kept part of a tensor."""
         if entry.source is None or not entry.source.nbytes:
             return _PendingTensor(entry, lazy, None, None)
@@ -316,59 +319,13 @@ class _PendingTensor:
         out = np.array(buffer, copy=False).reshape(-1).view(np.uint8) if staging is None else staging
         return _PendingTensor(entry, buffer.view(lazy.dtype), reader.begin(entry.source, entry.cut, out), staging)
 
-    def wait(self) -> tuple[_Parameter, mx.array]:
+    def wait(self) -> tuple[Parameter, mx.array]:
         """Wait until it is read. Returns the parameter and its array as stored."""
         if self.copy is not None:
             self.copy.wait()
         if self.staging is None:
             return self.entry, self.array
         return self.entry, mx.array(self.staging).view(self.array.dtype).reshape(self.array.shape)
-
-
-def _plan(
-    built: LazyModel, parts: Split, target: mx.Dtype | None, kept_16bit: set[str], ranks: int
-) -> list[_Parameter]:
-    """Source and dtype of every parameter, in the order of the files; computed ones come last.
-
-    Args:
-        target: dtype to which floating parameters are cast; None: no cast.
-        kept_16bit: names of parameters that are not cast in any case.
-    """
-    castable = _cast_predicate(built.model, target)
-    repacking = repackable(built.model, lambda name: name in parts.computed or name not in built.origins)
-    entries = []
-    for name, array in tree_flatten(built.model.parameters()):
-        floating = mx.issubdtype(array.dtype, mx.floating)
-        kept = target if target is not None and floating and castable(name) else array.dtype
-        kept = array.dtype if name in kept_16bit else kept
-        source = None if name in parts.computed else built.origins.get(name)
-        cut = None if source is None else parts.cuts.get(name)
-        split_up = name in parts.computed or name in parts.cuts
-        stored = array.nbytes * (ranks if source is None and split_up else 1)
-        nbytes = array.size * kept.size
-        entries.append(_Parameter(name, array.size, kept, stored, nbytes, source, cut, repacked=name in repacking))
-    return sorted(entries, key=_file_position)
-
-
-def _file_position(entry: _Parameter) -> tuple[bool, str, int]:
-    source = entry.source
-    return (True, "", 0) if source is None else (False, str(source.file), source.start)
-
-
-def _cast_predicate(model: Module, target: mx.Dtype | None) -> Callable[[str], bool]:
-    """Whether to cast a floating parameter to the target. A model can exempt parameters from 16 bits."""
-    if target == mx.float32:
-        return lambda name: True
-    own = getattr(model, "cast_predicate", None) or (lambda name: True)
-    return lambda name: bool(own(name)) and not name.endswith(".global_scale")
-
-
-def _main_dtype(plan: list[_Parameter]) -> mx.Dtype:
-    sizes: Counter[mx.Dtype] = Counter()
-    for entry in plan:
-        if mx.issubdtype(entry.dtype, mx.floating):
-            sizes[entry.dtype] += entry.size
-    return sizes.most_common(1)[0][0] if sizes else mx.float32
 
 
 def _describe_quantization(model: Module) -> str:

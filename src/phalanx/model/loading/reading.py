@@ -1,14 +1,16 @@
 """Reads parts of tensors from files directly into the caller's buffers (design: Loading).
 
-Pages that are in the kernel's page cache are copied from it. Other pages are read with direct I/O (O_DIRECT), in large
-requests and several at once: that keeps a fast disk busy with little processor time, and evicts nothing from memory. A
-slow disk is read through the page cache, which costs no time there and helps the next start. Does not know models, nor
-which rank owns which part.
+Pages that are in the kernel's page cache are copied from it. Other pages are read with direct I/O (O_DIRECT; F_NOCACHE
+on macOS), in large requests and several at once: that keeps a fast disk busy with little processor time, and evicts
+nothing from memory. A slow disk is read through the page cache, which costs no time there and helps the next start.
+Does not know models, nor which rank owns which part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import math
 import mmap
 import os
@@ -24,14 +26,20 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import WeightsError
-from phalanx.model.loading.weights import REDOWNLOAD, Cut, TensorInfo
+from phalanx.model.loading.weight_files import REDOWNLOAD
+from phalanx.model.loading.weights import Cut, TensorInfo
 
 Bytes = npt.NDArray[np.uint8]
 
-CHUNK = 1 << 20  # bytes per read call: a thread's buffer of this size stays in the processor's cache
+CHUNK = (8 if sys.platform == "darwin" else 1) << 20
+"""Bytes per read call. On Linux a thread's buffer of this size stays in the processor's cache. macOS splits a direct
+read into pieces of about 1 MiB that are under way together, so a read has to have several (an estimate, not measured).
+"""
 THREADS = 4  # so that the disk has several requests at once, and several cores handle page faults
 MIN_SPAN = 64 << 10  # bytes; larger spans are read one by one, smaller ones together with the bytes between them
-BLOCK = 4096  # bytes; direct reads start and end at multiples of the disk's block, which is 512 or 4096
+BLOCK = max(4096, mmap.PAGESIZE)
+"""Bytes. Direct reads start and end at multiples of the disk's block, 512 or 4096, on macOS of a page, 16384; else they
+go through the cache."""
 SLOW = 500e6  # bytes per second: a disk with slower direct reads is read through the page cache
 SPEED_AFTER = 64 << 20  # bytes of direct reads after which their speed is judged
 
@@ -180,12 +188,11 @@ class _WeightFile:
         self._cached = os.open(path, os.O_RDONLY)
         self._direct = -1
         self._cache: _PageCache | None = None
-        if sys.platform == "linux" and self._size:
-            try:
-                self._cache = _PageCache(self._cached, self._size)
-                self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            except OSError:  # some file systems do not support mmap or O_DIRECT
-                pass
+        if self._size:
+            with contextlib.suppress(OSError):  # some file systems do not support mmap or direct reads
+                if sys.platform == "linux":
+                    self._cache = _PageCache(self._cached, self._size)
+                self._direct = _open_direct(path)
 
     def close(self) -> None:
         os.close(self._cached)
@@ -212,7 +219,9 @@ class _WeightFile:
 
     def _read_direct(self, start: int, size: int) -> Bytes | None:
         """Read with direct I/O; None if the page cache has the bytes, if direct reads are slow, or if they fail."""
-        if self._direct < 0 or self._cache is None or not self._direct_speed.is_fast or self._cache.holds(start, size):
+        if self._direct < 0 or not self._direct_speed.is_fast:
+            return None
+        if self._cache is not None and self._cache.holds(start, size):
             return None
         first = start - start % BLOCK
         stop = start + size
@@ -231,6 +240,25 @@ class _WeightFile:
             return None
         self._direct_speed.record(done, time.perf_counter() - began)
         return buffer[start - first : stop - first] if first + done >= stop else None
+
+
+def _open_direct(path: Path) -> int:
+    """Open a file for reads past the page cache; -1 where the system has none.
+
+    Raises:
+        OSError: the file system does not support them.
+    """
+    if sys.platform == "linux":
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    if sys.platform == "darwin":
+        file = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.fcntl(file, fcntl.F_NOCACHE, 1)  # of this descriptor only; what is cached is still taken from there
+        except OSError:
+            os.close(file)
+            raise
+        return file
+    return -1
 
 
 class _PageCache:

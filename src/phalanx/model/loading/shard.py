@@ -8,7 +8,6 @@ that is not a choice of rows along one axis stays as the recipe computed it. Doe
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +23,7 @@ from phalanx.errors import ModelUnsupported
 from phalanx.model.check import FOREIGN
 from phalanx.model.loading.recipes import FEWER_KV, RATIOS, RECIPES, REFUSED, Block, Kv
 from phalanx.model.loading.weights import Cut
-from phalanx.model.modules import class_key, descend, model_files
+from phalanx.model.modules import class_key, copy_structure, descend, model_files
 
 FIRST_ROW = 1 << 22  # row numbers start here: exact in float32, and no arithmetic on them looks like a choice of rows
 
@@ -72,7 +71,7 @@ def split(model: Module, name: str, group: Group) -> Split:
     if group.size() == 1:
         return Split({}, frozenset())
     recipe = _recipe(model, name)
-    whole, tracer = _copy(model), _copy(model)
+    whole, tracer = copy_structure(model), copy_structure(model)
     try:
         before = {key: array.shape for key, array in _arrays(model).items()}
         _apply(recipe, model, group)
@@ -88,7 +87,7 @@ def split(model: Module, name: str, group: Group) -> Split:
 def degrees(model: Module, name: str) -> list[int]:
     """The numbers of ranks over which a model with whole weights can be split, up to `MOST_RANKS`."""
     recipe = _recipe(model, name)
-    return [1, *(n for n in range(2, MOST_RANKS + 1) if _splits(recipe, _copy(model), n))]
+    return [1, *(n for n in range(2, MOST_RANKS + 1) if _splits(recipe, copy_structure(model), n))]
 
 
 # -- recipes -------------------------------------------------------------------------------------------------------
@@ -292,13 +291,6 @@ def _refusal(model: Module, name: str, ranks: int, error: Exception) -> ModelUns
 
 
 # -- tracing -------------------------------------------------------------------------------------------------------
-
-
-def _copy(model: Module) -> Module:
-    """A copy of a model's structure, with the same weights."""
-    arrays = _arrays(model).values()
-    # New array objects, since a recipe may write `bias /= n`, which changes the object.
-    return copy.deepcopy(model, {id(array): array.reshape(array.shape) for array in arrays})
 
 
 def _arrays(model: Module) -> dict[str, mx.array]:

@@ -7,27 +7,31 @@ reads tensors). Does not know models, MLX, or which rank owns which part.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, BinaryIO
+
+import msgspec
+from msgspec import Meta, Struct
 
 from phalanx.errors import WeightsError
+from phalanx.model.loading.weight_files import REDOWNLOAD, describe, weight_files
+from phalanx.text.model_files import LFS, MAX_CONFIG, open_file, pointer, read_file
 
-PATTERN = "model*.safetensors"
-"""Files that mlx-lm loads."""
-INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  # bytes; the format's own limit
+MAX_HEADER = 32 << 20  # bytes; a file of 10,000 tensors takes 1 MB
+MAX_TENSORS = 500_000  # of a model; the largest known have 150,000, their experts stored one by one
+MAX_AXES = 8  # weights of convolutions in three dimensions have 5
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16,
     "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4,
 }  # fmt: skip
-REDOWNLOAD = "Download or copy the file again."
+Offset = Annotated[int, Meta(ge=0, le=1 << 53)]
+"""Bytes from the end of the header, or elements along an axis; no file system holds more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,38 +71,47 @@ def read_headers(path: Path) -> dict[str, TensorInfo]:
     """The tensors of a model's directory, by name.
 
     Raises:
-        WeightsError: there are no weights, a file is truncated or not safetensors, a file of the index is missing, or
-            two files have the same tensor.
+        WeightsError: as `weight_files`, or there are too many tensors, a file is truncated or not safetensors, or two
+            files have the same tensor.
     """
-    files = sorted(path.glob(PATTERN))
-    _check_index(path, {file.name for file in files})
-    if not files:
-        others = sorted(file.name for file in path.glob("*.safetensors")) + sorted(f.name for f in path.glob("*.gguf"))
-        raise WeightsError(
-            f"{path} has no {PATTERN}" + (f", only {some(others)}." if others else "."),
-            remedy="Convert the model with `mlx_lm.convert`." if others else "Download the model's weights.",
-        )
     tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        for name, info in read_header(file).items():
+    for file in weight_files(path)[0]:
+        try:
+            header = read_header(file)
+        except FileNotFoundError as error:
+            raise WeightsError(f"{file} is a link to nothing.", remedy=REDOWNLOAD) from error
+        for name, info in header.items():
             if name in tensors:
                 raise WeightsError(
                     f"Tensor {name} is in both {tensors[name].file.name} and {file.name}.",
                     remedy=f"Remove the files in {path} that belong to another version of the model.",
                 )
             tensors[name] = info
+        if len(tensors) > MAX_TENSORS:
+            raise WeightsError(f"{path} has more than {MAX_TENSORS} tensors.", remedy=REDOWNLOAD)
     return tensors
+
+
+class _Entry(Struct, frozen=True):
+    """A tensor, as a header describes it."""
+
+    dtype: str
+    shape: Annotated[list[Offset], Meta(max_length=MAX_AXES)]
+    data_offsets: tuple[Offset, Offset]
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file.
 
     Raises:
-        WeightsError: not a safetensors file, or not complete; names the actual and the expected size.
+        WeightsError: not a safetensors file, or not complete; names the actual and the expected size. Or tensors
+            overlap or leave gaps, are described in other words than the format's, or are of an unknown dtype.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_file(file, WeightsError) as stream:
+        size = os.fstat(stream.fileno()).st_size
         start = stream.read(8)
+        if size and LFS.startswith(start):
+            raise pointer(file, WeightsError)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= MAX_HEADER:
             raise WeightsError(f"{file} is not a safetensors file ({size} bytes).", remedy=REDOWNLOAD)
@@ -106,47 +119,45 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise WeightsError(f"{file} ends inside its header: {size} bytes, {8 + length} wanted.", remedy=REDOWNLOAD)
         text = stream.read(length)
     try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        tensors = {name: _parse(file, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError) as error:
         raise WeightsError(f"{file} has a damaged header: {error}", remedy=REDOWNLOAD) from error
+    header.pop("__metadata__", None)
+    tensors = {name: _parse(file, 8 + length, name, entry) for name, entry in header.items()}
     wanted = max((info.stop for info in tensors.values()), default=8 + length)
     if size != wanted:
         kind = "cut short" if size < wanted else "longer than its header says"
         raise WeightsError(f"{file} is {kind}: {size} bytes, {wanted} wanted.", remedy=REDOWNLOAD)
+    _check_order(file, 8 + length, tensors)
     return tensors
 
 
-def _parse(file: Path, base: int, entry: Any) -> TensorInfo:
-    start, stop = (int(offset) for offset in entry["data_offsets"])
-    shape = tuple(int(n) for n in entry["shape"])
-    bits = math.prod(shape) * BITS[entry["dtype"]]
-    if start < 0 or min(shape, default=0) < 0 or (stop - start) * 8 != bits:
-        raise ValueError(f"{stop - start} bytes for {entry['dtype']}{list(shape)}")
-    return TensorInfo(file, entry["dtype"], shape, base + start, base + stop)
-
-
-def _check_index(path: Path, present: set[str]) -> None:
-    index = path / INDEX
-    if not index.exists():
-        return
+def _parse(file: Path, base: int, name: str, text: msgspec.Raw) -> TensorInfo:
     try:
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is damaged: {error}", remedy=REDOWNLOAD) from error
-    absent = sorted(shards - present)
-    if absent:
+        entry = msgspec.json.decode(text, type=_Entry)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{file} has a damaged header: tensor {name}: {error}.", remedy=REDOWNLOAD) from error
+    start, stop = entry.data_offsets
+    if entry.dtype not in BITS:
         raise WeightsError(
-            f"{path} lacks {len(absent)} of {len(shards)} weight files: {some(absent)}.",
-            remedy="The download is not complete: start it again.",
+            f"{file}: tensor {name} has the dtype {entry.dtype!r}, which is none of safetensors.", remedy=REDOWNLOAD
         )
+    if (stop - start) * 8 != math.prod(entry.shape) * BITS[entry.dtype]:
+        raise WeightsError(
+            f"{file} has a damaged header: tensor {name} has {stop - start} bytes for {entry.dtype}{entry.shape}.",
+            remedy=REDOWNLOAD,
+        )
+    return TensorInfo(file, entry.dtype, tuple(entry.shape), base + start, base + stop)
 
 
-def some(names: Iterable[str], most: int = 8) -> str:
-    """The first `most` names, for a message, and how many more there are."""
-    listed = list(names)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+def _check_order(file: Path, base: int, tensors: Mapping[str, TensorInfo]) -> None:
+    """Check that tensors follow each other without overlap or gap, as the format demands."""
+    end = base
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if info.start != end:
+            what = "overlaps another" if info.start < end else "leaves a gap before it"
+            raise WeightsError(f"{file} has a damaged header: tensor {name} {what}.", remedy=REDOWNLOAD)
+        end = info.stop
 
 
 # -- the model's identity ------------------------------------------------------------------------------------------
@@ -163,12 +174,10 @@ def fingerprint(path: Path) -> str:
         WeightsError: as `read_headers`, or no config.json.
     """
     try:
-        digest = hashlib.sha256((path / "config.json").read_bytes())
-    except OSError as error:
-        raise WeightsError(
-            f"{path} has no config.json that can be read: {error.strerror}.",
-            remedy="Name the directory that holds config.json and the weights.",
-        ) from error
+        digest = hashlib.sha256(read_file(path / "config.json", MAX_CONFIG, WeightsError))
+    except FileNotFoundError as error:
+        what, remedy = describe(path, "config.json")
+        raise WeightsError(what, remedy=remedy) from error
     headers = read_headers(path)
     files: dict[Path, BinaryIO] = {}
     try:

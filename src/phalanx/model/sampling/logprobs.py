@@ -5,6 +5,7 @@ Also orders the vocabulary for the sampler's filters. Does not know sampling par
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -12,6 +13,9 @@ import numpy as np
 
 from phalanx.kernels import install
 from phalanx.types import TokenLogprobs
+
+LAST = 2**64 - 1
+"""A key that sorts behind all others."""
 
 
 def ranked(z: mx.array, width: int) -> tuple[mx.array, mx.array]:
@@ -32,10 +36,40 @@ def ranked(z: mx.array, width: int) -> tuple[mx.array, mx.array]:
         return values, tokens.astype(mx.uint64)
     ids = mx.arange(z.shape[1], dtype=mx.uint64)
     keys = (z.view(mx.uint32).astype(mx.uint64) << 32) | ids
-    if width < z.shape[1]:
-        keys = mx.partition(keys, width - 1, axis=-1)[:, :width]
-    keys = mx.sort(keys, axis=-1)
+    keys = mx.sort(fewer_keys(keys, width), axis=-1)[:, :width]
     return (keys >> 32).astype(mx.uint32).view(mx.float32), keys & 0xFFFFFFFF
+
+
+def fewer_keys(keys: mx.array, width: int) -> mx.array:
+    """Fewer keys [R, K], among them the `width` smallest of each row, in the way that suits the device."""
+    if mx.default_device() != mx.Device(mx.cpu):
+        return narrowed(keys, width)
+    return mx.partition(keys, width - 1, axis=-1)[:, :width] if width < keys.shape[1] else keys
+
+
+def narrowed(keys: mx.array, width: int) -> mx.array:
+    """`fewer_keys` for a GPU, whose partition is a sort of the whole vocabulary.
+
+    The `width` smallest keys lie in the `width` blocks with the smallest minima, because no other block has a key below
+    any of these minima. So two short sorts replace a long one: for 64 of 152,000 keys, of 2,375 minima and 4,096 keys.
+
+    Args:
+        keys: [R, V] uint64; the lower half of a key is its place.
+
+    Returns:
+        [R, K]; `keys` itself where narrowing would not halve what is sorted.
+    """
+    rows, size = keys.shape
+    block = 1 << max(1, round(math.log2(size / width) / 2))
+    count = -(-size // block)
+    if 2 * (count + width * block) > size:
+        return keys
+    last = mx.array(np.array(LAST, dtype=np.uint64))
+    blocks = mx.pad(keys, [(0, 0), (0, count * block - size)], constant_values=last).reshape(rows, count, block)
+    smallest = mx.min((blocks >> 32).astype(mx.uint32), axis=-1).astype(mx.uint64)
+    order = mx.sort((smallest << 32) | mx.arange(count, dtype=mx.uint64), axis=-1)  # of equals, the first block has
+    chosen = (order[:, :width] & 0xFFFFFFFF).astype(mx.int32)  # the smallest key
+    return mx.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(rows, width * block)
 
 
 def log_of_sum(centred: mx.array) -> mx.array:

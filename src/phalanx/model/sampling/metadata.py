@@ -6,8 +6,10 @@ logits or how penalties are applied.
 
 from __future__ import annotations
 
+import itertools
+import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +67,37 @@ class TokenCounts:
         return index
 
 
+class TokenBiases:
+    """What is added to single logits of a row, as arrays that are made once and not in every step.
+
+    Args:
+        bias: token id -> what is added to its logit.
+    """
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self._plain = _columns(bias.keys(), bias.values())
+        self._banned: frozenset[int] = frozenset()
+        self._with_banned = self._plain
+
+    def columns(self, banned: frozenset[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Token ids and what is added to their logits; a token may be there twice.
+
+        Args:
+            banned: tokens that get -inf; the arrays of the last set are kept.
+        """
+        if not banned:
+            return self._plain
+        if banned is not self._banned:
+            ids, values = _columns(banned, itertools.repeat(-math.inf, len(banned)))
+            self._banned = banned
+            self._with_banned = np.append(self._plain[0], ids), np.append(self._plain[1], values)
+        return self._with_banned
+
+
+def _columns(ids: Iterable[int], values: Iterable[float]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    return np.fromiter(ids, dtype=np.int32), np.fromiter(values, dtype=np.float32)
+
+
 @dataclass(slots=True)
 class SamplingMetadata:
     """How to sample from one row of logits."""
@@ -78,3 +111,13 @@ class SamplingMetadata:
     """Tokens that must not be drawn: the stop ids, while fewer than min_tokens were generated."""
     ahead: tuple[int, ...] = ()
     """Draft tokens between the history and this position, taken as accepted."""
+    allowed: npt.NDArray[np.uint32] | None = None
+    """[words], bit t % 32 of word t // 32 says whether a grammar allows token t; None: all are allowed."""
+    biases: TokenBiases | None = None
+    """The arrays of `sampling.logit_bias`, shared by all positions of a row; None: made when they are asked for."""
+
+    def bias_columns(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Token ids and what is added to their logits: the logit bias, and -inf for banned tokens."""
+        if self.biases is None:
+            self.biases = TokenBiases(self.sampling.logit_bias)
+        return self.biases.columns(self.banned)

@@ -1,0 +1,146 @@
+"""What each coding agent must be told so that it works with a server of phalanx: words, environment, settings. Pure.
+
+Does not know how a program is started, nor where files are written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct
+
+KEY_VARIABLE = "PHALANX_API_KEY"  # where Codex looks for the key
+NO_KEY = "none"  # agents refuse to start without any key; a server without keys takes every one
+PATIENCE_MS = 3_000_000  # a long prompt takes minutes on a small machine
+LEAST_CONTEXT = 16_384
+"""Tokens. The system prompts and tools of these agents take 6,000 to 20,000."""
+
+
+class Target(Struct, frozen=True, kw_only=True):
+    """The server and the model that an agent is to use."""
+
+    url: str  # without /v1
+    key: str | None
+    model: str
+    context: int | None  # tokens; None: the server does not say
+
+
+class Launch(Struct, frozen=True, kw_only=True):
+    """How to start an agent."""
+
+    words: tuple[str, ...]  # the program and its arguments
+    environment: Mapping[str, str]
+    settings: str  # the content of a settings file that has the same effect
+    use: str  # how a settings file FILE is used: a command with {file} in it
+    install: str  # the command that installs the program
+
+
+CLAUDE_MODELS = (
+    "ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL",
+    "ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL",
+)  # fmt: skip
+
+
+def claude(target: Target) -> Launch:
+    """Claude Code: Anthropic's dialect. All its model names mean the served model."""
+    variables = {
+        "ANTHROPIC_BASE_URL": target.url,
+        "ANTHROPIC_AUTH_TOKEN": target.key or NO_KEY,
+        **dict.fromkeys(CLAUDE_MODELS, target.model),
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with every request, so that no prefix would be reused
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "API_TIMEOUT_MS": str(PATIENCE_MS),
+    }
+    if target.context is not None:
+        variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(target.context)  # it takes an unknown model's for a million
+    return Launch(
+        words=("claude",),
+        environment=variables,
+        settings=_json({"env": variables}),
+        use="claude --settings {file}",
+        install="npm install -g @anthropic-ai/claude-code",
+    )
+
+
+def codex(target: Target) -> Launch:
+    """Codex: OpenAI's Responses. The settings are those of a profile."""
+    provider = {
+        "name": "phalanx",
+        "base_url": f"{target.url}/v1",
+        "wire_api": "responses",
+        "env_key": KEY_VARIABLE,
+        "stream_idle_timeout_ms": PATIENCE_MS,
+    }
+    top: dict[str, str | int] = {"model": target.model, "model_provider": "phalanx"}
+    if target.context is not None:
+        top["model_context_window"] = target.context
+    pairs = {**top, **{f"model_providers.phalanx.{name}": value for name, value in provider.items()}}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in top.items()]  # a JSON string is a TOML string too
+    lines += ["", "[model_providers.phalanx]", *(f"{name} = {json.dumps(value)}" for name, value in provider.items())]
+    return Launch(
+        words=("codex", *(word for name, value in pairs.items() for word in ("-c", f"{name}={json.dumps(value)}"))),
+        environment={KEY_VARIABLE: target.key or NO_KEY},
+        settings="\n".join(lines) + "\n",
+        use=f"{KEY_VARIABLE}={target.key or NO_KEY} codex --profile phalanx, with {{file}} as "
+        "~/.codex/phalanx.config.toml",
+        install="npm install -g @openai/codex",
+    )
+
+
+def opencode(target: Target) -> Launch:
+    """opencode: OpenAI's chat completions."""
+    limit = {} if target.context is None else {"limit": {"context": target.context, "output": target.context // 2}}
+    settings = _json(
+        {
+            "$schema": "https://opencode.ai/config.json",
+            "model": f"phalanx/{target.model}",
+            "small_model": f"phalanx/{target.model}",
+            "provider": {
+                "phalanx": {
+                    "npm": "@ai-sdk/openai-compatible",
+                    "name": "phalanx",
+                    "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key or NO_KEY},
+                    "models": {target.model: {"name": target.model, **limit}},
+                }
+            },
+        }
+    )
+    return Launch(
+        words=("opencode",),
+        environment={"OPENCODE_CONFIG_CONTENT": settings},
+        settings=settings,
+        use="OPENCODE_CONFIG={file} opencode",
+        install="npm install -g opencode-ai",
+    )
+
+
+def aider(target: Target) -> Launch:
+    """aider: OpenAI's chat completions, through litellm."""
+    pairs = {
+        "model": f"openai/{target.model}",
+        "openai-api-base": f"{target.url}/v1",
+        "openai-api-key": target.key or NO_KEY,
+        "timeout": PATIENCE_MS // 1000,
+    }
+    words = [word for name, value in pairs.items() if name != "openai-api-key" for word in (f"--{name}", str(value))]
+    return Launch(
+        words=("aider", *words, "--no-show-model-warnings"),
+        environment={"OPENAI_API_KEY": target.key or NO_KEY},  # not among the words, which every process can read
+        settings="".join(f"{name}: {json.dumps(value)}\n" for name, value in pairs.items())
+        + "show-model-warnings: false\n",
+        use="aider --config {file}",
+        install="python -m pip install aider-install && aider-install",
+    )
+
+
+AGENTS: Mapping[str, Callable[[Target], Launch]] = {
+    "claude": claude,
+    "codex": codex,
+    "opencode": opencode,
+    "aider": aider,
+}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2) + "\n"

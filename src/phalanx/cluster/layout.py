@@ -1,0 +1,40 @@
+"""Which hosts make which replica, and where their gateway runs: what every host of such a cluster keeps. Pure.
+
+Does not know what runs on a host.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from phalanx.errors import ConfigError
+
+REPLICAS_FILE = ".phalanx/gateway/replicas.toml"
+"""The file of replicas of a gateway that `up` started, relative to the home directory."""
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """A cluster of several replicas. Hosts are named as for ssh."""
+
+    replicas: dict[str, tuple[str, ...]]  # name -> its hosts, in rank order
+    gateway: str
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Every host, once: those of the replicas, then the gateway's if that is none of them."""
+        return tuple(dict.fromkeys([*(host for hosts in self.replicas.values() for host in hosts), self.gateway]))
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The host of each replica's server."""
+        return tuple(hosts[0] for hosts in self.replicas.values())
+
+    def hosts_of(self, replica: str) -> tuple[str, ...]:
+        """The hosts of one replica, in rank order.
+
+        Raises:
+            ConfigError: there is none of this name; says which there are.
+        """
+        if replica not in self.replicas:
+            raise ConfigError(f"There is no replica {replica!r}.", remedy=f"There are {', '.join(self.replicas)}.")
+        return self.replicas[replica]

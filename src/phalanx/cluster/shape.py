@@ -1,0 +1,86 @@
+"""The shape of a group that `up` starts: how many stages its hosts form, and how many hosts each has. Pure.
+
+Does not know what a stage computes, nor which host is in which one (`dist/topology.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from phalanx.cluster.flags import split_flag
+from phalanx.errors import ConfigError
+
+TP_FLAGS = ("--tp", "-tp", "--tensor-parallel-size")
+PP_FLAGS = ("--pp", "-pp", "--pipeline-parallel-size")
+
+
+class Shape(NamedTuple):
+    """What the arguments of `serve` say."""
+
+    rest: tuple[str, ...]
+    """The arguments without these flags."""
+    stages: int
+    """--pp."""
+    widths: tuple[int, ...]
+    """--tp, for each stage; empty if it is not given."""
+
+    def widths_of(self, n_hosts: int) -> tuple[int, ...]:
+        """Hosts of each stage of a group of so many hosts: as given, else equally many.
+
+        Raises:
+            ConfigError: they do not fit.
+        """
+        if not self.widths and n_hosts % self.stages:
+            raise ConfigError(
+                f"{n_hosts} hosts cannot be divided equally among --pp {self.stages}.",
+                remedy="Say how many hosts each stage has: `-- MODEL --pp 2 --tp 2,1`.",
+            )
+        widths = self.widths or (n_hosts // self.stages,) * self.stages
+        if sum(widths) != n_hosts or min(widths) < 1:
+            raise ConfigError(
+                f"--tp {','.join(map(str, widths))} and --pp {self.stages} need {sum(widths)} hosts, not {n_hosts}.",
+                remedy="Every host runs one rank: name as many hosts, or use --num-ranks.",
+            )
+        return widths
+
+    def flags(self, n_hosts: int) -> list[str]:
+        """The flags of `serve` for a group of so many hosts.
+
+        Raises:
+            ConfigError: as `widths_of`.
+        """
+        widths = self.widths_of(n_hosts)
+        if self.stages == 1:
+            return ["--tp", str(n_hosts)]
+        alike = len(set(widths)) == 1
+        return ["--tp", str(widths[0]) if alike else ",".join(map(str, widths)), "--pp", str(self.stages)]
+
+
+def shape_of(words: Sequence[str]) -> Shape:
+    """The shape that the arguments of `serve` ask for.
+
+    Raises:
+        ConfigError: a flag is not of whole numbers, or they contradict each other.
+    """
+    rest, tps = split_flag(words, *TP_FLAGS)
+    rest, pps = split_flag(rest, *PP_FLAGS)
+    (stages,) = _numbers("--pp", pps[-1]) if pps else (1,)
+    widths = _numbers("--tp", tps[-1]) if tps else ()
+    if len(widths) == 1:
+        widths *= stages
+    if widths and len(widths) != stages:
+        raise ConfigError(
+            f"--tp {tps[-1]} is for {len(widths)} stages, but --pp is {stages}.",
+            remedy="Give --tp one number, or one for each stage.",
+        )
+    return Shape(rest, stages, widths)
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() and int(word[:9]) > 0 for word in words) or (
+        flag == "--pp" and len(words) > 1
+    ):
+        raise ConfigError(f"{flag} {text} is not a whole number, 1 or more.")
+    return tuple(int(word) for word in words)

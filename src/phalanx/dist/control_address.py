@@ -1,0 +1,93 @@
+"""Where the ranks of a start meet: a Unix socket if all run on one machine, else a TCP port of rank 0.
+
+A Unix socket lies in a directory that only this user may enter, so a process that reaches it may join. Over TCP both
+ends show certificates (`phalanx.tls`). Does not know what is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+from phalanx.errors import GroupError
+
+BACKLOG = 64  # connections that wait in the kernel until the leader accepts them
+
+
+def is_unix(control: str) -> bool:
+    """Whether a control address is the path of a Unix socket; else it is `host:port`."""
+    return control.startswith("/")
+
+
+def listen(control: str) -> socket.socket:
+    """The leader's listening socket.
+
+    Raises:
+        GroupError: other users may enter the directory of a Unix socket; or the address is taken, or not this
+            machine's.
+    """
+    try:
+        if is_unix(control):
+            _check_private(Path(control).parent)
+            listener = socket.socket(socket.AF_UNIX)
+            with contextlib.ExitStack() as on_error:
+                on_error.callback(listener.close)
+                listener.bind(control)
+                listener.listen(BACKLOG)
+                on_error.pop_all()
+            return listener
+        host, port = _host_and_port(control)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise GroupError(
+            f"rank 0 cannot listen on {control} for the other ranks: {error.strerror or error}.",
+            remedy="The next start takes another address.",
+        ) from error
+
+
+def connect(control: str, timeout_s: float) -> socket.socket:
+    """A connection to the leader.
+
+    Raises:
+        OSError: nothing listens there, or it cannot be reached within `timeout_s` seconds.
+        GroupError: other users may enter the directory of a Unix socket.
+    """
+    if is_unix(control):
+        _check_private(Path(control).parent)
+        connected = socket.socket(socket.AF_UNIX)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(connected.close)
+            connected.settimeout(timeout_s)
+            connected.connect(control)
+            on_error.pop_all()
+        return connected
+    connected = socket.create_connection(_host_and_port(control), timeout=timeout_s)
+    if connected.getsockname() == connected.getpeername():
+        connected.close()  # TCP's simultaneous open: a connection to a free local port may connect to itself
+        raise ConnectionRefusedError("nothing listens there")
+    return connected
+
+
+def remove_socket(control: str) -> None:
+    """Remove a Unix socket on which nothing listens any more."""
+    if is_unix(control):
+        Path(control).unlink(missing_ok=True)
+
+
+def _host_and_port(control: str) -> tuple[str, int]:
+    host, _, port = control.rpartition(":")
+    return host, int(port)
+
+
+def _check_private(directory: Path) -> None:
+    """Only this user may enter the directory: then no other user can connect to a socket in it, nor put one there."""
+    found = directory.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise GroupError(
+            f"{directory} holds the socket of a group's ranks, and other users may enter it.",
+            remedy=f"It has to belong to the user that starts the ranks: chmod 700 {directory}",
+        )

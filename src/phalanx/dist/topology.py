@@ -1,0 +1,243 @@
+"""Which rank is where in the pipeline, and which layers each stage has (P1, P4). Pure.
+
+A stage is a tensor-parallel group with layers of its own; the stages may differ in width. Ranks are numbered from the
+last stage to the first, so that rank 0, the leader, is on the first host and in the stage that has the logits, and
+neighbouring stages are on neighbouring hosts. No other file knows this order. Does not know processes, addresses, nor
+how a stage's layers are split among its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from phalanx.errors import ConfigError, MemoryShortage
+from phalanx.memory import GB
+
+
+class Place(NamedTuple):
+    """Where a rank is in the pipeline."""
+
+    stage: int  # 0 has the embedding, the last one the head
+    tp_rank: int
+
+
+class Topology(Struct, frozen=True):
+    """The ranks of a pipeline.
+
+    Args:
+        widths: ranks of each stage, that of the embedding first.
+    """
+
+    widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.widths or min(self.widths) < 1:
+            raise ConfigError(
+                f"Stages of {', '.join(map(str, self.widths)) or 'no'} ranks cannot be formed.",
+                remedy="Give every stage at least one rank.",
+            )
+
+    @property
+    def n_stages(self) -> int:
+        """The number of stages."""
+        return len(self.widths)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of all stages."""
+        return sum(self.widths)
+
+    def ranks(self, stage: int) -> range:
+        """The global ranks of a stage, by their rank in it."""
+        first = sum(self.widths[stage + 1 :])
+        return range(first, first + self.widths[stage])
+
+    def rank(self, place: Place) -> int:
+        """The global rank at a place."""
+        return self.ranks(place.stage)[place.tp_rank]
+
+    def place(self, rank: int) -> Place:
+        """The place of a global rank."""
+        for stage in reversed(range(self.n_stages)):
+            ranks = self.ranks(stage)
+            if rank in ranks:
+                return Place(stage, ranks.index(rank))
+        raise ValueError(f"rank {rank} is not one of {self.size}")
+
+    def sender(self, rank: int) -> int | None:
+        """The rank of the stage before that sends to this one; None in the first stage.
+
+        All ranks of a stage have its whole output. So a rank needs one sender, and where the stage before is narrower,
+        that one sends to several ranks.
+        """
+        stage, tp_rank = self.place(rank)
+        if stage == 0:
+            return None
+        before = self.ranks(stage - 1)
+        return before[tp_rank % len(before)]
+
+    def receivers(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the next stage that this one sends to: none in the last stage, or where that one is narrower."""
+        stage = self.place(rank).stage
+        if stage == self.n_stages - 1:
+            return ()
+        return tuple(other for other in self.ranks(stage + 1) if self.sender(other) == rank)
+
+
+# Which layers a stage has ---------------------------------------------------------------------------------------
+
+
+class Part(Struct, frozen=True):
+    """What a layer, the embedding or the head needs."""
+
+    split: int
+    """Bytes that the ranks of a stage share equally."""
+    whole: int = 0
+    """Bytes that each rank of the stage has."""
+    cost: float = 0.0
+    """Time that it takes on one machine of speed 1, in any unit: the bytes that a step reads, for instance."""
+
+    def bytes_of(self, width: int) -> int:
+        """Bytes on each rank of a stage of this width."""
+        return -(-self.split // width) + self.whole
+
+
+class Parts(Struct, frozen=True):
+    """What a model consists of. With tied embeddings the embedding and the head are the same weights, and both count:
+    they are in different stages."""
+
+    embedding: Part
+    layers: tuple[Part, ...]
+    head: Part
+
+    def between(self, start: int, stop: int) -> list[Part]:
+        """The parts of a stage that has the layers `[start, stop)`."""
+        first = [self.embedding] if start == 0 else []
+        last = [self.head] if stop == len(self.layers) else []
+        return [*first, *self.layers[start:stop], *last]
+
+
+class Room(Struct, frozen=True):
+    """What one rank's machine can give it."""
+
+    host: str
+    bytes: int
+    """Memory for this rank's weights."""
+    speed: float = 1.0
+    """Relative to the other machines."""
+
+
+class _Load(NamedTuple):
+    """What a choice of layers asks of the machines; the smaller one is better."""
+
+    missing: int  # bytes, of all ranks
+    slowest: float  # time of the slowest stage
+
+
+def split_layers(
+    topology: Topology, parts: Parts, rooms: Sequence[Room], chosen: Sequence[int] | None = None
+) -> tuple[range, ...]:
+    """The layers of each stage, in order.
+
+    Without a choice: of the splits that fit every machine, one whose slowest stage is the fastest. A stage's time is
+    the cost of its parts, shared equally by its ranks, on the slowest of its machines.
+
+    Args:
+        rooms: of each global rank.
+        chosen: the number of layers of each stage, if the user has chosen them.
+
+    Raises:
+        ConfigError: the numbers of layers and stages do not fit together.
+        MemoryShortage: names each host that lacks memory, how much, and for which layers.
+    """
+    _check_numbers(topology, len(parts.layers), chosen)
+    stages = [[rooms[rank] for rank in topology.ranks(stage)] for stage in range(topology.n_stages)]
+    if chosen is None:
+        ends = _best_ends(parts, stages)
+    else:
+        ends = [sum(chosen[: stage + 1]) for stage in range(len(chosen))]
+    split = tuple(range(start, stop) for start, stop in pairwise([0, *ends]))
+    _check_memory(parts, stages, split)
+    return split
+
+
+def _check_numbers(topology: Topology, n_layers: int, chosen: Sequence[int] | None) -> None:
+    if n_layers < topology.n_stages:
+        raise ConfigError(
+            f"{topology.n_stages} stages need a model of {topology.n_stages} layers at least; this one has {n_layers}.",
+            remedy="Use fewer stages.",
+        )
+    if chosen is None:
+        return
+    shown = ",".join(map(str, chosen))
+    if len(chosen) != topology.n_stages:
+        raise ConfigError(
+            f"--pp-split {shown} has {len(chosen)} numbers; there are {topology.n_stages} stages.",
+            remedy="Give the number of layers of each stage.",
+        )
+    if min(chosen) < 1 or sum(chosen) != n_layers:
+        raise ConfigError(
+            f"--pp-split {shown} has {sum(chosen)} layers; the model has {n_layers}, and every stage needs one.",
+            remedy=f"Give numbers from 1 that add up to {n_layers}.",
+        )
+
+
+def _best_ends(parts: Parts, stages: Sequence[Sequence[Room]]) -> list[int]:
+    """Where each stage's layers end, by dynamic programming over stages and layers.
+
+    Where nothing fits, the split that lacks the least memory. A better split of the first layers never makes the whole
+    worse, as missing bytes add up and the slowest stage is a maximum; so only the best one of each length is kept.
+    """
+    n = len(parts.layers)
+    best: dict[int, tuple[_Load, list[int]]] = {0: (_Load(0, 0.0), [])}  # layers taken -> load and ends
+    for stage, rooms in enumerate(stages):
+        left = len(stages) - stage - 1
+        stops = range(stage + 1, n - left + 1) if left else range(n, n + 1)
+        best = {
+            stop: min(
+                (_joined(load, _load(parts.between(start, stop), rooms)), [*ends, stop])
+                for start, (load, ends) in best.items()
+                if start < stop
+            )
+            for stop in stops
+        }
+    return best[n][1]
+
+
+def _joined(a: _Load, b: _Load) -> _Load:
+    return _Load(a.missing + b.missing, max(a.slowest, b.slowest))
+
+
+def _load(parts: Sequence[Part], rooms: Sequence[Room]) -> _Load:
+    """What these parts ask of a stage's machines."""
+    needed = _bytes_of(parts, rooms)
+    missing = sum(max(0, needed - room.bytes) for room in rooms)
+    return _Load(missing, sum(part.cost for part in parts) / len(rooms) / min(room.speed for room in rooms))
+
+
+def _bytes_of(parts: Sequence[Part], rooms: Sequence[Room]) -> int:
+    """Bytes on each rank of a stage."""
+    return sum(part.bytes_of(len(rooms)) for part in parts)
+
+
+def _check_memory(parts: Parts, stages: Sequence[Sequence[Room]], split: Sequence[range]) -> None:
+    short = []
+    for stage, (rooms, layers) in enumerate(zip(stages, split, strict=True)):
+        needed = _bytes_of(parts.between(layers.start, layers.stop), rooms)
+        what = f"stage {stage} (layers {layers.start} to {layers.stop - 1})"
+        short += [
+            f"{room.host} lacks {(needed - room.bytes) / GB:.2f} GB of the {needed / GB:.2f} GB for {what}, "
+            f"which may have {room.bytes / GB:.2f} GB there"
+            for room in rooms
+            if needed > room.bytes
+        ]
+    if short:
+        raise MemoryShortage(
+            f"The model does not fit: {'; '.join(short)}.",
+            remedy="Free memory there (--memory-guard-gb is what must stay free), use more or wider stages, give that "
+            "stage fewer layers, or choose a smaller or more strongly quantised model.",
+        )

@@ -1,0 +1,192 @@
+"""Accepts connections within limits, and closes those whose client keeps the process waiting.
+
+`Acceptor` accepts, asks the table for a place (`table.py`) and hands the socket to a protocol of the HTTP library that
+knows its place and its deadlines (`Served`). Once a second the acceptor looks at every connection, and writes at most
+one line in ten seconds on what it closed. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import resource
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar, cast
+
+from phalanx.edge.table import RESERVE, ConnectionLimits, ConnectionTable, Deadlines, Place, sum_up
+
+log = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S = 1.0  # between two looks at the deadlines, which are ten seconds and more
+LOG_INTERVAL_S = 10.0  # between two lines about closed connections: a flood must not fill a disk
+ACCEPT_RETRY_S = 1.0  # after accept() failed for want of files or memory; the kernel keeps clients waiting meanwhile
+OTHER_FILES = 128
+"""Open files besides connections: libraries, the engine's socket, pipes of ranks, logs, the event loop's own."""
+
+
+class Served(Protocol):
+    """A connection that has a place; besides, an `asyncio.Protocol`."""
+
+    @property
+    def is_gone(self) -> bool:
+        """The connection is closed, and nothing waits to be sent."""
+
+    def overdue(self, now: float) -> str:
+        """Why this connection is to be closed, in words; empty if it is in time."""
+
+    def abort(self) -> None:
+        """Close at once, unsent bytes and all: a client that does not read would keep a mere `close` waiting."""
+
+
+S = TypeVar("S", bound=Served)
+
+
+def unsent(transport: asyncio.Transport) -> int:
+    """Bytes that wait to be sent. None where a TLS connection was closed twice: asyncio's transport has let go of it
+    then, and asyncio ends it within 30 s."""
+    try:
+        return transport.get_write_buffer_size()
+    except AttributeError:  # of the None in place of its protocol
+        return 0
+
+
+def limits_within(limits: ConnectionLimits) -> ConnectionLimits:
+    """The limits, made smaller where this process may not open so many files; says so."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = soft - OTHER_FILES - RESERVE
+    if soft == resource.RLIM_INFINITY or room >= limits.total:
+        return limits
+    total = max(1, room)
+    log.warning("at most %d connections, not %d: the limit of open files is %d (ulimit -n)", total, limits.total, soft)
+    return ConnectionLimits(total, min(total, limits.per_address))
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
+
+class Acceptor(Generic[S]):
+    """Accepts the connections of one listening socket until `stop`.
+
+    Args:
+        listener: bound, listening, not blocking.
+        connect: makes the protocol of a connection that has a place.
+        tls: the server's certificate; None for plain HTTP.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        table: ConnectionTable,
+        connect: Callable[[Place], S],
+        *,
+        deadlines: Deadlines,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._listener = listener
+        self._table = table
+        self._connect = connect
+        self._deadlines = deadlines
+        self._tls = tls
+        self._open: set[S] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._closed: Counter[str] = Counter()  # cause -> connections closed for it since the last line of the log
+        self._logged_at = -LOG_INTERVAL_S
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._check_deadlines())]
+
+    async def stop(self) -> None:
+        """Accept no more; connections stay."""
+        for task in (*self._tasks, *self._handshakes):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._handshakes, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, peer = await loop.sock_accept(self._listener)
+            except ConnectionError:  # the client left before it was accepted
+                continue
+            except OSError as error:  # no files or memory: a cause outside of this server, since its limits are lower
+                self._closed[f"times accept() failed ({error.strerror})"] += 1
+                await asyncio.sleep(ACCEPT_RETRY_S)
+                continue
+            self._admit(connection, peer[0])
+            await asyncio.sleep(0)  # a flood must not keep the loop from its streams
+
+    def _admit(self, connection: socket.socket, address: str) -> None:
+        place = self._table.admit(address, connection.close)
+        if place is None:
+            connection.close()
+            return
+        task = asyncio.create_task(self._serve(connection, place))
+        place.close = functools.partial(_cancel, task)
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _serve(self, connection: socket.socket, place: Place) -> None:
+        """Hand the socket to its protocol; with TLS, after the handshake."""
+        served: S | None = None
+
+        def made() -> asyncio.BaseProtocol:
+            nonlocal served
+            served = self._connect(place)
+            return cast(asyncio.BaseProtocol, served)
+
+        handshake_s = self._deadlines.header_s if self._tls is not None else None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                made, connection, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            )
+        except OSError:  # a failed or late handshake, or the client left
+            self._closed["without a TLS handshake"] += self._tls is not None
+            self._table.remove(place)
+        except asyncio.CancelledError:
+            connection.close()
+            self._table.remove(place)
+            raise
+        else:
+            assert served is not None
+            self._open.add(served)
+
+    async def _check_deadlines(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            now = time.monotonic()
+            for connection in list(self._open):
+                if connection.is_gone:
+                    self._open.discard(connection)
+                elif cause := connection.overdue(now):
+                    self._closed[cause] += 1
+                    connection.abort()
+            if now - self._logged_at >= LOG_INTERVAL_S:
+                self._log_closed(now)
+
+    def _log_closed(self, now: float) -> None:
+        """Write one line on what was closed since the last one."""
+        counts = self._closed
+        counts["closed for newer ones"] += self._table.displaced
+        counts["refused"] += self._table.refused
+        counts = +counts
+        if not counts:
+            return
+        limits = self._table.limits
+        log.warning(
+            "connections: %s; open now: %d (at most %d, %d per address)",
+            ", ".join(sum_up(counts)),
+            self._table.held,
+            limits.total,
+            limits.per_address,
+        )
+        self._closed = Counter()
+        self._table.displaced = self._table.refused = 0
+        self._logged_at = now

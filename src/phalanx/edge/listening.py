@@ -1,0 +1,88 @@
+"""Listening sockets of HTTP servers: their address, their URL and their certificate.
+
+Does not know connections.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+
+from phalanx.errors import ConfigError
+
+BACKLOG = 2048
+
+
+def base_url(host: str, port: int, *, tls: bool = False) -> str:
+    """The URL of the API for a client on this machine."""
+    scheme = "https" if tls else "http"
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return f"{scheme}://{host}:{port}/v1"
+    if address.is_unspecified:
+        return f"{scheme}://127.0.0.1:{port}/v1"
+    return f"{scheme}://[{host}]:{port}/v1" if address.version == 6 else f"{scheme}://{host}:{port}/v1"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    """Load the server's certificate and key once, before anything starts.
+
+    Raises:
+        ConfigError: names the flag and what is wrong.
+    """
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigError("--ssl-keyfile without a certificate.", remedy="Give --ssl-certfile as well.")
+        return
+    try:
+        no_password = ""  # else OpenSSL asks for one on the terminal
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certfile, keyfile, lambda: no_password)
+    except OSError as error:  # ssl.SSLError among them
+        files = f"--ssl-certfile {certfile}"
+        files += f" and --ssl-keyfile {keyfile}" if keyfile else " (certificate and key)"
+        raise ConfigError(
+            f"{files} cannot be used: {error.strerror or error}.",
+            remedy="Both are PEM files, the key without a password, and made for each other.",
+        ) from error
+
+
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A bound and listening TCP socket; `port` 0 takes a free one.
+
+    Args:
+        flag: that sets the port, for errors.
+
+    Raises:
+        ConfigError: the port is taken or not allowed, or the host is not an address of this machine.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        # asyncio sets TCP_NODELAY only on sockets of protocol TCP; without it every chunk may wait 40 ms.
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host} is not an address: {error}.", remedy="Use 127.0.0.1 or 0.0.0.0.") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Cannot listen on {host} port {port}: {error.strerror or error}.",
+            remedy=f"Choose another {flag} (0 picks a free one), or stop what uses it "
+            f"(`ss -ltnp 'sport = :{port}'` or `lsof -i :{port}` shows what).",
+        ) from error
+    listener.setblocking(False)
+    return listener

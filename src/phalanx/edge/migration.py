@@ -1,0 +1,136 @@
+"""How a stream moves from one server to another: what a server tells the gateway, and what the next one gets. Pure.
+
+A request with the header MIGRATION, whose value is the server's admin key, gets a *record* after each piece of its
+stream. It says which tokens the piece is made of, and the gateway takes it out again:
+
+    server-sent events    : phalanx {"choices":[{"index":0,"tokens":[17,4]}]}
+    lines of JSON         {"phalanx":{"choices":[{"index":0,"tokens":[17,4]}]}}
+
+A gateway sends on a piece only once its record has come, so that at any time what its client has and what the records
+say are the same. To continue the stream it sends the request again, to another server, with the header RESUME: as many
+first bytes of the body are a `Resume`, and the client's own body follows. That server computes the rest of each choice,
+passes the known tokens through its decoders without showing anything, and answers with the bytes that come next.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from phalanx.errors import InvalidRequest
+from phalanx.types import TokenLogprobs
+
+MIGRATION = "x-phalanx-migration"
+RESUME = "x-phalanx-resume"
+EVENT_MARK = b": phalanx "
+LINE_MARK = b'{"phalanx":'
+
+
+class Start(Struct, frozen=True, kw_only=True):
+    """What the whole answer has in common, whoever writes it.
+
+    Part of the first record. A server that continues the answer inexactly gives another one, which counts from then on.
+    """
+
+    id: str  # of the answer; ids of its items and calls are derived from it
+    created: int  # seconds since 1970
+    seed: int  # of every choice, given by the client or drawn
+    numerics: str  # of the server; equal ones compute equal tokens
+    prompts: int  # CRC-32 of the prompts' token ids
+    exact: bool = True  # no server with other numerics or prompts has continued it
+
+
+class Ended(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The ending of a choice that the client has, as the engine said it; see `types.Finished`."""
+
+    reason: Literal["stop", "length", "timeout"]
+    n_tokens: int  # of the answer: a stop string may have cut some off
+    detail: str = ""
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One choice: in a record what is new of it, in a `Resume` all of it."""
+
+    index: int
+    tokens: list[int] = []  # that its text pipeline has taken in; their text may be held back
+    logprobs: list[TokenLogprobs] = []  # one per token, if the request wants them
+    echoed: bool = False  # the client has the prompt that it asked to be repeated
+    ended: Ended | None = None
+
+
+class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a server tells after a piece of a stream."""
+
+    start: Start | None = None  # in the first one; see there
+    choices: list[Choice] = []  # those with news
+    failed: str = ""  # the piece is an error that another server may not have; why
+
+
+class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a server needs to continue a stream."""
+
+    start: Start  # the last one
+    choices: list[Choice]  # those of which anything is known
+    next_number: int  # of the next event, in dialects that number them
+    timeout_s: float  # what is left of the request's time
+    moves: int  # how often it has been carried on, this time included
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_record = msgspec.json.Decoder(Record).decode
+_decode_resume = msgspec.json.Decoder(Resume).decode
+
+
+def framed(record: Record, *, lines: bool) -> bytes:
+    """A record as a part of the stream.
+
+    Args:
+        lines: the stream is lines of JSON, not server-sent events.
+    """
+    data = _encode(record)
+    return LINE_MARK + data + b"}\n" if lines else EVENT_MARK + data + b"\n\n"
+
+
+def record_in(event: bytes, *, lines: bool) -> Record | None:
+    """The record that a whole event (or line) without its end is; None if it is the client's.
+
+    A line may begin with blanks, which are the client's: they keep it waiting.
+
+    Raises:
+        msgspec.DecodeError: it is marked as a record, and none.
+    """
+    mark = LINE_MARK if lines else EVENT_MARK
+    if lines:
+        event = event.lstrip(b" ")
+    if not event.startswith(mark):
+        return None
+    return _decode_record(event[len(mark) : -1] if lines else event[len(mark) :])
+
+
+def resume_body(resume: Resume, body: bytes) -> tuple[int, bytes]:
+    """(value of RESUME, body) of a request that continues a stream.
+
+    Args:
+        body: of the client's request.
+    """
+    data = _encode(resume)
+    return len(data), data + body
+
+
+def split_body(header: str, body: bytes) -> tuple[Resume, bytes]:
+    """The opposite of `resume_body`.
+
+    Raises:
+        InvalidRequest: the header or the first part of the body is none of ours.
+    """
+    if not (header.isascii() and header.isdigit() and len(header) < 12 and int(header) <= len(body)):
+        raise InvalidRequest(f"{RESUME}: {header[:20]!r} is no length of the body's first part.")
+    try:
+        return _decode_resume(body[: int(header)]), body[int(header) :]
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{RESUME}: the body's first {header} bytes: {error}.") from error

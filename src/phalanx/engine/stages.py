@@ -1,0 +1,163 @@
+"""A rank as a part of a pipeline: which layers it loads, and how activations reach its runner and leave it (P1-P4).
+
+Every rank of a stage gets the whole input of its stage and has its whole output. Does not know sockets
+(`dist/stage_link.py`), how a model is cut (`model/loading/stage_cut.py`), or what a plan means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+from msgspec import Struct
+
+from phalanx.config import ActivationDtype, EngineConfig
+from phalanx.dist.stage_frames import Frame
+from phalanx.dist.stage_link import Ends
+from phalanx.dist.topology import Part, Parts, Room, Topology, split_layers
+from phalanx.engine.link import Link
+from phalanx.model.device_memory import read_memory
+from phalanx.model.loading.stage_cut import LayerCosts
+from phalanx.model.runner import Runner
+from phalanx.sched.plan import Forward, RowOp, Step
+
+LATE = 1.1  # of a step's time limit: by then ranks that have not reached the step are known (`dist/stall.py`)
+
+
+class _Spot(Struct, frozen=True, kw_only=True):
+    """Where a rank computes, and what memory it may use there, in bytes."""
+
+    host: str
+    device: str
+    free: int
+
+
+def layer_choice(
+    config: EngineConfig, topology: Topology, link: Link, guard: int
+) -> Callable[[LayerCosts], tuple[int, int]] | None:
+    """Chooses the layers of this rank's stage, the same on all ranks; None where there is one stage.
+
+    Args:
+        guard: bytes of this rank's memory that stay free.
+    """
+    if topology.n_stages == 1:
+        return None
+
+    def choose(costs: LayerCosts) -> tuple[int, int]:
+        machine = read_memory()
+        spots = link.share(_Spot(host=link.host, device=machine.device, free=machine.available - guard))
+        parts = Parts(
+            embedding=Part(split=costs.before),
+            layers=tuple(Part(split=weights, cost=weights) for weights in costs.weights),
+            head=Part(split=costs.behind, cost=costs.behind),
+        )
+        split = split_layers(topology, parts, _rooms(spots, costs.everywhere), config.pp_split)
+        layers = split[topology.place(link.rank).stage]
+        return layers.start, layers.stop
+
+    return choose
+
+
+def _rooms(spots: Sequence[_Spot], everywhere: int) -> list[Room]:
+    """What each rank has for layers: an equal share of its machine's memory, less what every rank loads."""
+    rooms = []
+    for rank, spot in enumerate(spots):
+        beside = [other.free for other in spots if (other.host, other.device) == (spot.host, spot.device)]
+        rooms.append(Room(f"rank {rank} on {spot.host}", max(0, min(beside) // len(beside) - everywhere)))
+    return rooms
+
+
+class StagedRunner:
+    """A runner whose forwards take their input from the stage before, and hand their output to the next one.
+
+    With one stage it is the runner alone.
+
+    Args:
+        number: of the stage; 0 has the embedding.
+        activations: type of the numbers that are sent, the same in all stages (`wire_dtype`).
+    """
+
+    def __init__(self, runner: Runner, number: int, ends: Ends, activations: str) -> None:
+        self.runner = runner
+        self.number = number
+        self._inlet = ends.inlet
+        self._outlets = ends.outlets
+        self._dtype = activations
+        self._step = 0
+        self._forwards = 0  # of this step, so far
+        self._announced = 0  # of this step
+
+    def expect(self, step: Step, limit_s: float) -> None:
+        """Receive this step's inputs from now on, as they come; one that is late is an error."""
+        self._announce(step.id, 0, step.forwards, limit_s)
+
+    def begin(self, step: int) -> None:
+        """See `Runner.begin`."""
+        self._step, self._forwards = step, 0
+        self.runner.begin(step)
+
+    def apply(self, ops: Sequence[RowOp]) -> None:
+        """See `Runner.apply`."""
+        self.runner.apply(ops)
+
+    def forward(self, forward: Forward, kv_len: Sequence[int]) -> mx.array | None:
+        """See `Runner.forward`: logits in the last stage, None in others.
+
+        Raises:
+            FrameError: the input did not come, or is not this forward's.
+        """
+        index, self._forwards = self._forwards, self._forwards + 1
+        output = self.runner.forward(forward, kv_len, self._take(forward))
+        stage = self.runner.stage
+        if stage is None or not stage.has_outlet:
+            return output
+        assert output is not None
+        self._hand_on(self._frame(self._step, index, forward), output)
+        return None
+
+    def forward_alone(self, forward: Forward, kv_len: Sequence[int], limit_s: float) -> mx.array | None:
+        """A forward that no plan announces, for the self-test."""
+        self._announce(self._step, self._forwards, [forward], limit_s)
+        return self.forward(forward, kv_len)
+
+    def _announce(self, step: int, first: int, forwards: Sequence[Forward], limit_s: float) -> None:
+        if self._inlet is not None and forwards:
+            frames = [self._frame(step, first + i, forward) for i, forward in enumerate(forwards)]
+            self._inlet.expect(frames, LATE * limit_s)
+
+    def _frame(self, step: int, index: int, forward: Forward) -> Frame:
+        stage = self.runner.stage
+        assert stage is not None
+        rows, tokens = (sum(forward.valid), 1) if forward.packed else (len(forward.seqs), len(forward.tokens[0]))
+        return Frame(step, index, 0, self._dtype, (rows, tokens, stage.width))
+
+    def _take(self, forward: Forward) -> mx.array | None:
+        if self._inlet is None:
+            return None
+        shape = self._frame(0, 0, forward).shape
+        return from_bytes(self._inlet.take(), self._dtype, shape).astype(self.runner.dtype)
+
+    def _hand_on(self, frame: Frame, output: mx.array) -> None:
+        if self._outlets:
+            data = to_bytes(output.astype(getattr(mx, self._dtype)))
+            for outlet in self._outlets:
+                outlet.send(frame, data)
+
+
+def wire_dtype(asked: ActivationDtype, runner: Runner, link: Link) -> str:
+    """The type of the numbers between stages: of a model with weights of several types, that of the last stage."""
+    return link.share(str(runner.dtype).removeprefix("mlx.core."))[0] if asked == "model" else asked
+
+
+def to_bytes(array: mx.array) -> bytes:
+    """The elements of an array of floating dtype, in C order. Waits for them."""
+    flat = mx.contiguous(array)
+    return np.array(flat.view(mx.uint16) if array.dtype.size == 2 else flat.view(mx.uint32), copy=False).tobytes()
+
+
+def from_bytes(data: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> mx.array:
+    """The opposite of `to_bytes`."""
+    kind: mx.Dtype = getattr(mx, dtype)
+    flat = mx.array(np.frombuffer(data, np.uint16 if kind.size == 2 else np.uint32))
+    return flat.view(kind).reshape(shape)

@@ -1,0 +1,167 @@
+"""Every environment variable that phalanx reads, and the directories of this user that follow from them.
+
+Nothing else reads `os.environ`. Does not know what the values are used for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.errors import ConfigError
+
+RUNTIME_VARIABLE = "XDG_RUNTIME_DIR"
+KERNELS_VARIABLE = "PHALANX_CPU_KERNELS"
+API_KEY_VARIABLE = "PHALANX_API_KEY"
+ADMIN_KEY_VARIABLE = "PHALANX_ADMIN_KEY"
+LAUNCHD_VARIABLE = "PHALANX_LAUNCHD"
+WORKER_ADMIN_KEY_VARIABLE = "PHALANX_WORKER_ADMIN_KEY"
+GUARD_VARIABLES = ("PHALANX_MEMORY_GUARD_GB", "MLX_MEMORY_GUARD_GB")
+
+
+def environment() -> Mapping[str, str]:
+    """The process environment."""
+    return os.environ
+
+
+OF_LAUNCHERS = (
+    "MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_WORLD_SIZE", "MLX_JACCL_", "NCCL_HOST_IP", "NCCL_PORT",
+    "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PRTE_",
+)  # fmt: skip
+"""Variables, by their beginnings, in which launchers tell a rank its place."""
+
+
+def child_environment() -> dict[str, str]:
+    """The process environment for ranks and what starts them.
+
+    Without phalanx's own variables, but for those that a rank reads: keys stay here. And without what a launcher told
+    this process or its parents: a rank would take it for its own place.
+    """
+    kept = (KERNELS_VARIABLE, *GUARD_VARIABLES)
+    left_out = ("PHALANX_", *OF_LAUNCHERS)
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(left_out)}
+
+
+def default_environment(variables: Mapping[str, str]) -> None:
+    """Set variables that libraries in this process read, where the user has not."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def cpu_kernels_wanted() -> bool:
+    """Whether this process may load the native kernels; the launcher forbids it with `PHALANX_CPU_KERNELS=0`."""
+    return os.environ.get(KERNELS_VARIABLE, "1") != "0"
+
+
+def under_launchd() -> bool:
+    """Whether macOS's launchd started this process by a unit of `deploy/`, which sets `PHALANX_LAUNCHD=1`."""
+    return os.environ.get(LAUNCHD_VARIABLE, "0") != "0"
+
+
+def memory_guard_override_gb() -> float | None:
+    """`PHALANX_MEMORY_GUARD_GB`, else `MLX_MEMORY_GUARD_GB` (B2); None when neither is set.
+
+    Raises:
+        ConfigError: the variable is not a non-negative number.
+    """
+    for name in GUARD_VARIABLES:
+        text = os.environ.get(name)
+        if text is None or text == "":
+            continue
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not value >= 0.0 or value == float("inf"):
+            raise ConfigError(f"{name}={text!r} is not a number of GB.", remedy=f"Set {name}=5, or unset it.")
+        return value
+    return None
+
+
+def api_keys_from(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys in `PHALANX_API_KEY` (as `vllm serve` reads VLLM_API_KEY), with blanks between them."""
+    return tuple(variables.get(API_KEY_VARIABLE, "").split())
+
+
+def api_keys_from_environment() -> tuple[str, ...]:
+    """The keys in this process's environment."""
+    return api_keys_from(os.environ)
+
+
+def admin_key_from_environment() -> str | None:
+    """`PHALANX_ADMIN_KEY`; None if it is not set, or empty."""
+    return os.environ.get(ADMIN_KEY_VARIABLE) or None
+
+
+def api_keys_in(text: str) -> list[str]:
+    """The keys in a file of keys: one a line; empty lines and lines that begin with # do not count."""
+    lines = [line.strip() for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def api_key_from_environment() -> str | None:
+    """The first of these keys, for a client; None without any."""
+    return next(iter(api_keys_from_environment()), None)
+
+
+def worker_admin_key_from_environment() -> str | None:
+    """The admin key of a gateway's replicas; None without one."""
+    return os.environ.get(WORKER_ADMIN_KEY_VARIABLE) or None
+
+
+SOCKET_PATH = 103
+"""Longest path of a Unix socket, in bytes: macOS has room for 104 with the zero at the end, Linux for 108."""
+SOCKET_NAME = 44
+"""Bytes of it that phalanx's own directory and names take, at most: `/phalanx-abcdefgh/engine-12345.sock` and some."""
+
+
+def runtime_dir() -> Path:
+    """Directory of this user's sockets and PID files.
+
+    The first usable one of `$XDG_RUNTIME_DIR`, on macOS `~/Library/Application Support/phalanx`, `$TMPDIR` and /tmp: it
+    exists, this user may write there, and its path is short enough for sockets.
+
+    Raises:
+        ConfigError: there is none; says what is wrong with each.
+    """
+    problems = []
+    for folder in (os.environ.get(RUNTIME_VARIABLE), _in_library(), os.environ.get("TMPDIR"), "/tmp"):
+        if folder and not (problem := _unusable(folder)):
+            return Path(folder)
+        if folder:
+            problems.append(f"{folder} {problem}")
+    raise ConfigError(
+        f"There is no directory for sockets: {', '.join(problems)}.",
+        remedy=f"Set {RUNTIME_VARIABLE} or TMPDIR to a directory of yours with a short path.",
+    )
+
+
+def _in_library() -> str | None:
+    """On macOS, made if it is missing. Both temporary directories there lose files that lie unread for three days."""
+    if platform.system() != "Darwin":
+        return None
+    folder = Path.home() / "Library" / "Application Support" / "phalanx"
+    with contextlib.suppress(OSError):  # the next directory will do
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return str(folder)
+
+
+def _unusable(folder: str) -> str:
+    """Why sockets cannot be made in a directory; empty if they can."""
+    if not Path(folder).is_dir():
+        return "is no directory"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return "may not be written to"
+    if len(os.fsencode(folder)) > SOCKET_PATH - SOCKET_NAME:
+        return f"is longer than {SOCKET_PATH - SOCKET_NAME} bytes"
+    return ""
+
+
+def hub_cache() -> Path:
+    """Directory of huggingface_hub's models: `$HF_HUB_CACHE`, else `$HF_HOME/hub`, else below the home directory."""
+    if given := os.environ.get("HF_HUB_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"

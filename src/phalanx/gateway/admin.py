@@ -1,0 +1,130 @@
+"""The admin API: list, add, drain, resume and remove replicas while requests run.
+
+    GET    /admin/replicas
+    POST   /admin/replicas                  {"name", "url", "weight", "max_in_flight", "key", "admin_key"}
+    POST   /admin/replicas/NAME/drain       answers when its requests have ended, or after ?timeout=30 seconds
+    POST   /admin/replicas/NAME/resume
+    DELETE /admin/replicas/NAME             as drain; what has not ended in time goes on elsewhere or ends with an error
+
+Whoever calls it has the admin key already. Does not know HTTP's framing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from msgspec import Struct
+
+from phalanx.errors import ConfigError, InvalidRequest, ReplicaFailed, UnknownPath
+from phalanx.gateway.desk import Desk
+from phalanx.gateway.fleet import Fleet, describe
+from phalanx.gateway.foreign_json import decoder
+from phalanx.gateway.proxy import Proxy
+from phalanx.gateway.replica import Replica
+from phalanx.gateway.replicas_file import Keys, make_spec
+
+ROOT = "/admin/replicas"
+WAIT_S = 30.0  # for a replica's requests, unless the caller says otherwise
+
+
+class Added(Struct, forbid_unknown_fields=True):
+    """The body that adds a replica."""
+
+    name: str
+    url: str
+    weight: float = 1.0
+    max_in_flight: int | None = None
+    key: str | None = None
+    admin_key: str | None = None
+
+
+_read = decoder(Added)
+
+
+class Admin:
+    """See the module's docstring.
+
+    Args:
+        keys: of replicas that are added without.
+        from_file: the replicas are those of a file, so that only the file adds and removes.
+    """
+
+    def __init__(self, desk: Desk, fleet: Fleet, proxy: Proxy, *, keys: Keys, from_file: str | None) -> None:
+        self._desk = desk
+        self._fleet = fleet
+        self._proxy = proxy
+        self._keys = keys
+        self._from_file = from_file
+
+    async def answer(self, method: str, path: str, query: Mapping[str, str], body: bytes, now: float) -> Any:
+        """The JSON that answers a call.
+
+        Raises:
+            InvalidRequest: the call is not one of those above, or a field of it is wrong.
+        """
+        rest = unquote(path.removeprefix(ROOT)).strip("/").split("/")
+        if path == ROOT and method == "GET":
+            return {"replicas": [describe(replica, now) for replica in self._fleet.replicas.values()]}
+        if path == ROOT and method == "POST":
+            return describe(self._add(body), now)
+        if len(rest) == 1 and rest[0] and method == "DELETE":
+            return await self._remove(self._named(rest[0]), _timeout(query))
+        if len(rest) == 2 and rest[1] in ("drain", "resume") and method == "POST":
+            replica = self._fleet.set_draining(self._named(rest[0]).name, rest[1] == "drain")
+            if rest[1] == "drain":
+                await self._desk.until_idle(replica, _timeout(query))
+            return describe(replica, now)
+        raise UnknownPath(f"{method} {path} is no call of the admin API.")
+
+    def _add(self, body: bytes) -> Replica:
+        self._check_changeable()
+        try:
+            added = _read(body)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"The body is no replica: {error}.") from error
+        if not 0.01 <= added.weight <= 100 or (added.max_in_flight is not None and not added.max_in_flight > 0):
+            raise InvalidRequest("weight is from 0.01 to 100, and max_in_flight at least 1.")
+        try:
+            spec = make_spec(
+                added.name,
+                added.url,
+                weight=added.weight,
+                max_in_flight=added.max_in_flight,
+                keys=Keys(added.key or self._keys.key, added.admin_key or self._keys.admin_key),
+            )
+            return self._fleet.add(spec)
+        except ConfigError as error:
+            raise InvalidRequest(str(error)) from error
+
+    async def _remove(self, replica: Replica, wait_s: float) -> dict[str, Any]:
+        self._check_changeable()
+        self._fleet.remove(replica.name)
+        if not await self._desk.until_idle(replica, wait_s):
+            self._proxy.cut(replica, ReplicaFailed(f"The replica {replica.name} was removed."))
+            await self._desk.until_idle(replica, WAIT_S)
+        return {"name": replica.name, "in_flight": replica.in_flight, "removed": True}
+
+    def _named(self, name: str) -> Replica:
+        replica = self._fleet.replicas.get(name)
+        if replica is None:
+            raise UnknownPath(f"There is no replica {name!r}.", code="replica_not_found")
+        return replica
+
+    def _check_changeable(self) -> None:
+        if self._from_file is not None:
+            raise InvalidRequest(f"The replicas are those of {self._from_file}; change that file.")
+
+
+def _timeout(query: Mapping[str, str]) -> float:
+    text = query.get("timeout", str(WAIT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= 86400:
+        raise InvalidRequest(f"timeout is {text!r}; it must be seconds, 0 to 86400.", param="timeout")
+    return seconds

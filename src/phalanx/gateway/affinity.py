@@ -1,0 +1,40 @@
+"""By what a request's conversation is known: the session its client names, or how its prompt begins. Pure.
+
+A conversation's next request repeats the bytes of the one before, up to the end of its list of messages. So the prompt
+is cut into blocks of bytes as the client wrote them, and each block is named by a hash of itself and all before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from phalanx.gateway.asks import Affinity
+
+BLOCK_BYTES = 256  # some 60 tokens: less than the system prompts that conversations have in common
+MOST_BLOCKS = 1024  # 256 KiB: what comes later in a prompt decides nothing
+SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id")
+SESSION_CHARS = 256
+
+
+def affinity_of(
+    headers: Mapping[str, str], cache_key: str | None, model: str | None, prompt: Sequence[bytes]
+) -> Affinity:
+    """The affinity of a request.
+
+    Args:
+        headers: their names in any case (a multidict).
+        cache_key: the field `prompt_cache_key`.
+        prompt: its parts in the order in which a template puts them: tools, system, messages; as JSON.
+    """
+    named = next((value for header in SESSION_HEADERS if (value := headers.get(header, ""))), cache_key or "")
+    return Affinity(named[:SESSION_CHARS], tuple(_blocks(model or "", b"\0".join(prompt))))
+
+
+def _blocks(model: str, text: bytes) -> list[int]:
+    """The names of whole blocks. Python's hash of bytes is SipHash with a key of this process's own."""
+    found = []
+    name = hash(model)
+    for at in range(0, min(len(text), BLOCK_BYTES * MOST_BLOCKS) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        name = hash((name, text[at : at + BLOCK_BYTES]))
+        found.append(name)
+    return found

@@ -1,0 +1,253 @@
+"""The gateway's routes: what it answers itself, what only an admin may ask, and what goes to replicas.
+
+Does not know sockets and signals (`run.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from phalanx import __version__
+from phalanx.edge.hosts import AllowedHosts, name_of
+from phalanx.edge.media_types import require_json
+from phalanx.edge.model_lists import more_of_models
+from phalanx.edge.refused_keys import RefusedKeys
+from phalanx.errors import (
+    ForbiddenHost,
+    InvalidApiKey,
+    NoReplica,
+    PhalanxError,
+    UnknownModel,
+    UnknownPath,
+)
+from phalanx.gateway.admin import ROOT, Admin
+from phalanx.gateway.clients import Clients
+from phalanx.gateway.connection import raw_header
+from phalanx.gateway.desk import Desk
+from phalanx.gateway.exchange import BodyMemory, Exchange
+from phalanx.gateway.fleet import TAGS, Fleet
+from phalanx.gateway.metrics import Metrics
+from phalanx.gateway.models import merged, merged_tags
+from phalanx.gateway.proxy import Proxy, prompt_tokens
+
+log = logging.getLogger(__name__)
+
+HEALTH_PATHS = ("/health", "/ping")
+PROXIED = ("/v1/", "/api/")
+PROXIED_ALONE = frozenset(("/tokenize", "/detokenize", "/tokenizer_info"))
+"""Paths of phalanx's and vLLM's servers outside of /v1."""
+DOTS = frozenset((".", ".."))  # a server might take /v1/../x for /x, which is not for clients
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"))
+CLIENT_GONE = 499
+ADMIN_BODY = 1 << 16
+
+
+class App:
+    """Answers requests.
+
+    Args:
+        admin_key: None: there is no admin API.
+        aliases: of models.
+        hosts: under which it may be addressed where no key is needed.
+        serves_metrics: /metrics is answered here, and not at a port of its own.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        proxy: Proxy,
+        clients: Clients,
+        metrics: Metrics,
+        admin: Admin,
+        fleet: Fleet,
+        *,
+        admin_key: str | None,
+        aliases: Mapping[str, str],
+        hosts: AllowedHosts,
+        serves_metrics: bool,
+    ) -> None:
+        self._desk = desk
+        self._proxy = proxy
+        self._clients = clients
+        self._metrics = metrics
+        self._admin = admin
+        self._fleet = fleet
+        self._admin_key = admin_key
+        self._aliases = aliases
+        self._hosts = hosts
+        self._serves_metrics = serves_metrics
+        self._admin_memory = BodyMemory(ADMIN_BODY)
+        self._refused_admins = RefusedKeys("A wrong admin key")
+        self.closing = ""
+        """Why new requests are refused."""
+        self.unfinished = 0
+        """Proxied requests that are not answered yet."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """aiohttp's handler."""
+        exchange = Exchange(request, self._desk.clock())
+        connection = exchange.connection
+        connection.request_begins()
+        try:
+            response = await self._answer(exchange)
+        except PhalanxError as error:
+            response = exchange.error(error)
+            log.debug("%s %s (%s): %s", request.method, exchange.path, exchange.id, error)
+        except ConnectionError:  # the client left while it was written to
+            self._metrics.client_left()
+            connection.abort()
+            return exchange.response or web.Response(status=CLIENT_GONE)
+        finally:
+            connection.request_ends()
+        if connection.place.reserved or self.closing or not request.content.at_eof():
+            response.force_close()
+        return response
+
+    async def wait_until_idle(self, limit_s: float, *, unless: asyncio.Event | None = None) -> bool:
+        """Wait until no request is unfinished, so long at most and until `unless` is set. Returns whether none is."""
+        events = [self._idle, *([unless] if unless is not None else [])]
+        waiting = [asyncio.create_task(event.wait()) for event in events]
+        await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        return not self.unfinished
+
+    async def _answer(self, exchange: Exchange) -> web.StreamResponse:
+        path, method = exchange.path, exchange.request.method
+        if path in HEALTH_PATHS:
+            return self._health(exchange)
+        if exchange.connection.place.reserved:
+            raise NoReplica("The gateway has as many connections as it may have.")
+        if path == "/metrics" and self._serves_metrics:
+            text = self._metrics.text(self._desk.clock())
+            return exchange.whole(200, text, {"Content-Type": CONTENT_TYPE_LATEST})
+        if path == "/version":
+            return exchange.json(200, {"version": __version__})
+        if path.startswith("/admin") and self._admin_key is not None:
+            return await self._answer_admin(exchange)
+        is_proxied = path in PROXIED_ALONE or (path.startswith(PROXIED) and not DOTS.intersection(path.split("/")))
+        if not is_proxied or method not in METHODS:
+            raise UnknownPath(f"The gateway has no {method} {path}.")
+        exchange.owner = self._clients.owner(_key_headers(exchange))
+        exchange.connection.mark_busy()
+        self._check_is_no_page(exchange)
+        if method in ("GET", "HEAD") and (path == "/v1/models" or path.startswith("/v1/models/")):
+            return self._models(exchange)
+        if method in ("GET", "HEAD") and path == TAGS:
+            return exchange.json(200, {"models": merged_tags(await self._fleet.tags(), self._aliases)})
+        return await self._forward(exchange)
+
+    async def _forward(self, exchange: Exchange) -> web.StreamResponse:
+        if self.closing:
+            raise NoReplica(self.closing, retry_after=5.0)
+        self._clients.begin(exchange.owner)
+        n_tokens = 0
+        self.unfinished += 1
+        self._idle.clear()
+        try:
+            passed = await self._proxy.forward(exchange, self._aliases, pass_keys=not self._clients.need_key)
+            n_tokens = passed.tokens + (0 if passed.counts_prompt else prompt_tokens(exchange.n_read))
+        finally:
+            self.unfinished -= 1
+            if not self.unfinished:
+                self._idle.set()
+            self._clients.end(exchange.owner, n_tokens)
+        log.debug(
+            "%s %s (%s) of %s: %d, %d tokens in %.3f s", exchange.request.method, exchange.path, exchange.id,
+            self._clients.name(exchange.owner), passed.response.status, n_tokens, self._desk.clock() - exchange.arrived,
+        )  # fmt: skip
+        return passed.response
+
+    def _check_is_no_page(self, exchange: Exchange) -> None:
+        """Refuse what a web page in a user's browser could send: a POST that needs no pre-flight, and without keys a
+        name that is not this machine's.
+
+        Raises:
+            WrongMediaType, ForbiddenHost: see above.
+        """
+        needs_key = self._clients.need_key
+        is_form = exchange.request.content_type == "multipart/form-data"
+        if exchange.request.method == "POST" and not (needs_key and is_form):
+            require_json(exchange.request.headers)
+        host = raw_header(exchange.request, b"host")
+        if host and not needs_key and not self._hosts.accept(host):
+            name = name_of(host)[:80]
+            raise ForbiddenHost(f"{name!r} is not a name of this gateway; --allowed-hosts NAME allows it.")
+
+    # What the gateway answers itself ---------------------------------------------------------------------------
+
+    def _health(self, exchange: Exchange) -> web.Response:
+        """200 while a replica can take requests. The figures are as a phalanx server's: gateways may be stacked."""
+        now = self._desk.clock()
+        dispatcher = self._desk.dispatcher
+        available = [replica for replica in dispatcher.replicas.values() if replica.is_available(now)]
+        body: dict[str, object] = {"status": "ok" if available else "unavailable"}
+        if self.closing:
+            body = {"status": "closing"}
+        if self._may_see_details(exchange):
+            limit = sum(replica.limit for replica in available)
+            running = dispatcher.in_flight
+            body["requests"] = {"running": running, "waiting": dispatcher.n_waiting, "limit": limit}
+            body["replicas"] = {name: replica.reason(now) or "ok" for name, replica in dispatcher.replicas.items()}
+        return exchange.json(200 if body["status"] == "ok" else 503, body)
+
+    def _may_see_details(self, exchange: Exchange) -> bool:
+        try:
+            self._clients.owner(_key_headers(exchange))
+        except InvalidApiKey:
+            return False
+        return True
+
+    def _models(self, exchange: Exchange) -> web.Response:
+        cards = merged(self._desk.dispatcher.replicas.values(), self._aliases)
+        if exchange.path == "/v1/models":
+            return exchange.json(200, {"object": "list", "data": cards, **more_of_models(exchange.request.query)})
+        name = exchange.path.removeprefix("/v1/models/")
+        for card in cards:
+            if card["id"] == name:
+                return exchange.json(200, card)
+        raise UnknownModel(f"The model {name!r} is not served here.", param="model", code="model_not_found")
+
+    async def _answer_admin(self, exchange: Exchange) -> web.Response:
+        assert self._admin_key is not None
+        given = _key_headers(exchange)
+        bearer = given["authorization"].partition(" ")[2].strip() or given["x-api-key"]
+        if not hmac.compare_digest(bearer.encode("latin-1"), self._admin_key.encode()):
+            self._refused_admins.note(exchange.request.remote or "an unknown address", self._desk.clock())
+            raise InvalidApiKey(
+                "Send the gateway's --admin-key as 'Authorization: Bearer KEY'.", code="invalid_api_key"
+            )
+        if not exchange.path.startswith(ROOT):
+            raise UnknownPath(f"The admin API is at {ROOT}.")
+        exchange.connection.mark_busy()
+        body = await exchange.read_body(ADMIN_BODY, self._admin_memory)
+        self._admin_memory.give_back(len(body))
+        request = exchange.request
+        return exchange.json(
+            200, await self._admin.answer(request.method, exchange.path, request.query, body, self._desk.clock())
+        )
+
+
+def _key_headers(exchange: Exchange) -> dict[str, str]:
+    return {name: raw_header(exchange.request, name.encode()) for name in ("authorization", "x-api-key")}
+
+
+def metrics_handler(
+    metrics: Metrics, clock: Callable[[], float]
+) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
+    """The handler of a port that has /metrics alone."""
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        if request.path != "/metrics":
+            return web.Response(status=404, text="Only /metrics is here.\n")
+        return web.Response(body=metrics.text(clock()), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return handle

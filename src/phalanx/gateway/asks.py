@@ -1,0 +1,48 @@
+"""A request as dispatch sees it. Pure."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Affinity(Struct, frozen=True):
+    """By what requests of one conversation know each other.
+
+    Args:
+        session: what the client says itself; "" is nothing.
+        blocks: of the prompt, from its beginning: each number stands for a block and all before it.
+    """
+
+    session: str = ""
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """One name for the whole conversation: the session, or else how its prompt begins."""
+        return self.session or (str(self.blocks[0]) if self.blocks else "")
+
+
+class Ask:
+    """A request that wants a replica. Compared by identity.
+
+    Args:
+        owner: whose API key it has; "" is everybody's.
+        model: that a replica must serve; None is any.
+        give_up_at: when it has waited too long; monotonic seconds.
+    """
+
+    __slots__ = ("affinity", "give_up_at", "model", "numerics", "owner", "refused", "tried")
+
+    def __init__(self, owner: str, model: str | None, give_up_at: float, affinity: Affinity = Affinity()) -> None:
+        self.owner = owner
+        self.model = model
+        self.give_up_at = give_up_at
+        self.affinity = affinity
+        self.tried: set[str] = set()  # replicas that have failed it
+        self.refused: set[str] = set()  # those that cannot continue its stream
+        self.numerics: str | None = None  # of the server that began its stream; None: it has not begun
+
+    @property
+    def is_begun(self) -> bool:
+        """Its client has a part of the answer already: it needs a replica that can continue it."""
+        return self.numerics is not None

@@ -1,0 +1,105 @@
+"""What a gateway reads of a request's body, and the one field it may change. Pure.
+
+Everything else passes as it came: which fields there are is the replica's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Raw, Struct
+
+from phalanx.errors import InvalidRequest
+from phalanx.gateway.foreign_json import decoder
+
+MANY_NAMES = 1 << 16
+"""Colons outside of the prompt, and so at most other fields, that are written anew in 20 ms."""
+
+
+class Peek(Struct, frozen=True):
+    """The fields of a body that decide where a request goes, of whatever dialect."""
+
+    model: str | None = None
+    prompt_cache_key: str | None = None
+    tools: Raw = Raw()
+    system: Raw = Raw()
+    instructions: Raw = Raw()
+    messages: Raw = Raw()
+    input: Raw = Raw()
+    prompt: Raw = Raw()
+
+    @property
+    def prompt_parts(self) -> tuple[bytes, ...]:
+        """The prompt, in the order in which templates put its parts."""
+        parts = (self.tools, self.system, self.instructions, self.messages, self.input, self.prompt)
+        return tuple(bytes(part) for part in parts)
+
+
+class _Answer(Struct):
+    usage: Raw = Raw()
+
+
+_peek = decoder(Peek)
+_read_fields = decoder(dict[str, Raw])
+_read_counts = decoder(dict[str, object])
+_read_answer = decoder(_Answer)
+
+
+def peek(body: bytes) -> Peek:
+    """Look into a JSON body.
+
+    Raises:
+        InvalidRequest: it is no JSON object, or names its model in another way than by a string; names the field.
+    """
+    try:
+        return _peek(body)
+    except msgspec.ValidationError as error:
+        wrong, _, place = str(error).partition(" - at `$.")
+        if not place:
+            raise InvalidRequest("The JSON body must be an object.") from error
+        field = place.rstrip("`")
+        raise InvalidRequest(f"Invalid type for '{field}': {wrong}.", param=field, code="invalid_type") from error
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The body is not JSON: {error}.") from error
+
+
+def with_model(body: bytes, seen: Peek, model: str) -> bytes:
+    """The body with another `model`; every other field keeps its bytes.
+
+    Raises:
+        InvalidRequest: it has so many fields that no API can mean them all.
+    """
+    n_names = body.count(b":") - sum(part.count(b":") for part in seen.prompt_parts)
+    if n_names > MANY_NAMES:
+        raise InvalidRequest(f"The body has {n_names} names outside of its prompt; {MANY_NAMES} are allowed.")
+    fields = _read_fields(body)
+    fields["model"] = Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(fields)
+
+
+def tokens_of(usage: bytes) -> int | None:
+    """All tokens that a `usage` object counts; None if it does not say."""
+    try:
+        counts = _read_counts(usage)
+    except msgspec.DecodeError:
+        return None
+    return _total(counts)
+
+
+def _total(counts: Mapping[str, object]) -> int | None:
+    names = ("total_tokens",), ("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens")
+    for wanted in names:
+        values = [counts.get(name) for name in wanted]
+        found = [value for value in values if isinstance(value, int)]
+        if len(found) == len(wanted):
+            return sum(found)
+    return None
+
+
+def usage_in(body: bytes) -> bytes:
+    """The `usage` of a whole answer, as JSON; empty if it has none."""
+    try:
+        return bytes(_read_answer(body).usage)
+    except msgspec.DecodeError:
+        return b""

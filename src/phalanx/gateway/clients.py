@@ -1,0 +1,56 @@
+"""Which clients are served: keys of flags and of the file, and the limits of each. Does not know HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from phalanx.edge.keys import ApiKeys, owner_of
+from phalanx.gateway.key_limits import KeyMeter
+from phalanx.gateway.keys_file import NamedKey
+
+
+class Clients:
+    """See the module's docstring.
+
+    Args:
+        keys: of flags; without limits.
+    """
+
+    def __init__(self, keys: Sequence[str], clock: Callable[[], float]) -> None:
+        self._keys = tuple(keys)
+        self._clock = clock
+        self._accepted = ApiKeys(self._keys)
+        self._names: dict[str, str] = {}
+        self._meter = KeyMeter({})
+        self.need_key = bool(keys)
+
+    def set_named(self, named: Sequence[NamedKey]) -> None:
+        """The keys of the file, from now on."""
+        self._accepted = ApiKeys([*self._keys, *(key.key for key in named)])
+        self._names = {owner_of(key.key): key.name for key in named}
+        self._meter.set_limits({owner_of(key.key): key.limits for key in named})
+        self.need_key = bool(self._keys or named)
+
+    def owner(self, headers: Mapping[str, str]) -> str:
+        """Whose key these headers have; "" if none is needed.
+
+        Raises:
+            InvalidApiKey: none, or one that is not accepted.
+        """
+        return self._accepted.owner(headers)
+
+    def name(self, owner: str) -> str:
+        """What the file calls an owner, for the log."""
+        return self._names.get(owner, owner[:8] or "-")
+
+    def begin(self, owner: str) -> None:
+        """A request begins; `end` must follow.
+
+        Raises:
+            RateLimited: the key has had its share.
+        """
+        self._meter.begin(owner, self._clock())
+
+    def end(self, owner: str, n_tokens: int) -> None:
+        """A request is over."""
+        self._meter.end(owner, n_tokens, self._clock())

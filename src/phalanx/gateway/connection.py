@@ -1,0 +1,158 @@
+"""aiohttp's connection of a client with a place and deadlines, which `edge/acceptor.py` accepts and watches.
+
+Does not know routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from phalanx.edge.acceptor import unsent
+from phalanx.edge.table import ConnectionTable, Deadlines, Place, Progress
+
+log = logging.getLogger(__name__)
+
+READ_ENCODINGS = "the gateway reads gzip, deflate, and bodies without an encoding."
+KEEP_ALIVE_S = 75.0  # longer than clients' pools keep an idle connection; else they send into one that is closing
+
+
+class GatewayConnection(RequestHandler):
+    """See the module's docstring. Its handler calls `body_begins`, `body_ends` and `mark_busy`."""
+
+    def __init__(self, place: Place, table: ConnectionTable, deadlines: Deadlines, server: web.Server) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=KEEP_ALIVE_S,
+            access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for no log
+            lingering_time=0,  # a body that the handler does not read is not waited for
+        )
+        self.place = place
+        self._table = table
+        self._deadlines = deadlines
+        self._received = 0
+        self._written = 0
+        self._header_since: float | None = time.monotonic()  # None: no header is awaited or under way
+        self._reads_body = False
+        self._body = Progress(deadlines.body_s, deadlines.progress_bytes)
+        self._answer = Progress(deadlines.read_s, deadlines.progress_bytes)
+        self._open: asyncio.Transport | None = None
+
+    # asyncio's protocol --------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The acceptor has a place for this connection."""
+        assert isinstance(transport, asyncio.Transport)
+        self._open = transport
+        self.place.close = transport.abort
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The client left, or was closed."""
+        self._table.remove(self.place)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests."""
+        if self._open is None or self._open.is_closing():
+            return  # TLS hands on what it has decrypted already
+        self._received += len(data)
+        if self._header_since is None and self._current_request is None and data:
+            self._header_since = time.monotonic()
+        super().data_received(data)
+
+    # The handler ---------------------------------------------------------------------------------------------
+
+    def request_begins(self) -> None:
+        """A whole header has come."""
+        self._header_since = None
+
+    def mark_busy(self) -> None:
+        """The request's key is accepted: this connection makes way for no other."""
+        self._table.mark_busy(self.place)
+
+    def request_ends(self) -> None:
+        """The answer is written. The connection has been idle from now on."""
+        if self._open is not None and not self._open.is_closing():
+            self._table.mark_busy(self.place)
+            self._table.mark_idle(self.place)
+            if self._messages:  # the next request came with this one
+                self._header_since = time.monotonic()
+
+    def body_begins(self) -> None:
+        """The handler reads the request's body."""
+        self._reads_body = True
+        self._body.reset()
+
+    def body_ends(self) -> None:
+        """It has read it."""
+        self._reads_body = False
+
+    def note_written(self, n_bytes: int) -> None:
+        """So many bytes of an answer were handed to the transport."""
+        self._written += n_bytes
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what is not HTTP, or to what a bug of the gateway left unanswered."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer that has begun cannot become an error")
+        kind = "invalid_request_error"
+        if status < 500 and "content-encoding" in str(message):  # aiohttp's words for what it lacks a package for
+            status, said = 415, f"This Content-Encoding is not supported; {READ_ENCODINGS}"
+        elif status < 500:
+            log.debug("malformed request of %s: %s", request.remote, message)
+            said = f"The request is not HTTP: {str(message)[:200]}"
+        else:
+            log.error("%s %s failed", request.method, request.path, exc_info=exc)
+            kind, said = "server_error", "Internal error; the gateway's log has its details."
+        body = {"error": {"message": said, "type": kind, "param": None, "code": None}}
+        response = web.json_response(body, status=status, headers={"Server": "phalanx"})
+        response.force_close()
+        return response
+
+    # The acceptor --------------------------------------------------------------------------------------------
+
+    @property
+    def is_gone(self) -> bool:
+        """The connection is closed, and nothing waits to be sent."""
+        return self._open is None or (self._open.is_closing() and not unsent(self._open))
+
+    @property
+    def n_unsent(self) -> int:
+        """Bytes of answers that the client has not taken yet."""
+        return unsent(self._open) if self._open is not None else 0
+
+    def overdue(self, now: float) -> str:
+        """Why this connection is to be closed, in words; empty if it is in time."""
+        limit = self._deadlines
+        if self._header_since is not None and now - self._header_since > limit.header_s:
+            return f"without a whole header in {limit.header_s:g} s"
+        if self._reads_body and self._body.is_stalled(self._received, now):
+            return f"without progress of a body in {limit.body_s:g} s"
+        if not (waiting := self.n_unsent):
+            self._answer.reset()
+        elif self._answer.is_stalled(self._written - waiting, now):
+            return f"that did not read their answer for {limit.read_s:g} s"
+        return ""
+
+    def abort(self) -> None:
+        """Close at once, unsent bytes and all: a client that does not read would keep a mere `close` waiting."""
+        if self._open is not None:
+            self._open.abort()
+
+
+def raw_header(request: web.BaseRequest, name: bytes) -> str:
+    """A request's header as the client sent it, one character per byte; "" without one."""
+    found = (value for header, value in request.raw_headers if header.lower() == name)
+    return next(found, b"").decode("latin-1")

@@ -1,0 +1,76 @@
+"""What the gateway has to know of each API that passes through: how a stream ends, how an error is written. Pure.
+
+    chat         OpenAI's chat and text completions: events, then `data: [DONE]`
+    responses    OpenAI's responses: events with names and numbers, the last one response.completed or its like
+    messages     Anthropic's messages: events with names, the last one message_stop
+    ollama       lines of JSON, the last one with "done": true
+    ollama_more  other paths below /api: errors are Ollama's, streams are not looked into
+    other        whatever else there is: streams are not looked into, and their end is the connection's word
+
+Does not know the fields of requests and answers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from phalanx.errors import PhalanxError
+from phalanx.gateway.statuses import status_of
+
+Dialect = Literal["chat", "responses", "messages", "ollama", "ollama_more", "other"]
+
+OPAQUE = frozenset(("ollama_more", "other"))
+"""Dialects whose streams are not looked into."""
+MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+RESPONSES_ENDS = frozenset(("response.completed", "response.failed", "response.incomplete", "error"))
+MESSAGES_ENDS = frozenset(("message_stop", "error"))
+
+
+def dialect_of(path: str) -> Dialect:
+    """The dialect of a path without a slash at its end."""
+    if path.startswith("/api/"):
+        return "ollama" if path in ("/api/chat", "/api/generate") else "ollama_more"
+    if path in ("/v1/chat/completions", "/v1/completions"):
+        return "chat"
+    if path.startswith("/v1/messages"):
+        return "messages"
+    return "responses" if path == "/v1/responses" else "other"
+
+
+def error_object(dialect: Dialect, error: PhalanxError) -> dict[str, Any]:
+    """An error as the body of an answer."""
+    status, message = status_of(error), str(error)
+    if dialect in ("ollama", "ollama_more"):
+        return {"error": message}
+    if dialect == "messages":
+        kind = MESSAGES_TYPES.get(status.status, "invalid_request_error" if status.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    return {"error": {"message": message, "type": status.type, "param": param, "code": code or status.code}}
+
+
+def error_event(dialect: Dialect, error: PhalanxError, *, number: int) -> bytes:
+    """An error as the end of a stream that has begun.
+
+    Args:
+        number: of the next event, in dialects that number them.
+    """
+    body = error_object(dialect, error)
+    if dialect in ("ollama", "ollama_more"):
+        return msgspec.json.encode(body) + b"\n"
+    if dialect == "responses":
+        details = body["error"]
+        body = {"type": "error", "code": details["code"], "message": details["message"], "param": None}
+        body["sequence_number"] = number
+    named = b"event: error\n" if dialect in ("responses", "messages") else b""
+    done = b"data: [DONE]\n\n" if dialect == "chat" else b""
+    return named + b"data: " + msgspec.json.encode(body) + b"\n\n" + done

@@ -1,0 +1,250 @@
+"""Which request goes to which replica, and when: all of dispatch, as plain calls. Pure: no clock, no network.
+
+    arrive(ask) -> Grant        it goes to this replica
+                -> None         it waits; `decided` will name it
+                raises          no room in the queue, or no replica can take it at all
+    end(grant, verdict)         the attempt is over
+    changed(replica)            a health check or the user has changed it
+    decided() -> [(ask, Grant or error)]   to be called after whatever may have changed something
+
+No waiting request can go after `decided`; so a new one that can go overtakes none.
+
+A request whose stream has begun, and lost its replica, waits apart: it had a place before, so it goes first, and needs
+no room in the queue. It also waits while there is no replica at all, for one that has just failed may come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from msgspec import Struct
+
+from phalanx.errors import NoReplica, PhalanxError, QueueFull, UnknownModel
+from phalanx.gateway.asks import Ask
+from phalanx.gateway.fair_queue import DrainRate, FairQueue
+from phalanx.gateway.index import ReplicaIndex
+from phalanx.gateway.policies import Candidates, Listed, Policy
+from phalanx.gateway.replica import Replica
+
+Verdict = Literal["answered", "failed", "abandoned"]
+"""Of an attempt: the replica answered; it failed; or the client left, or another cause that says nothing about it."""
+NAMED = 20  # replicas in an error message
+
+
+class Grant(Struct, eq=False):
+    """A request's place on a replica."""
+
+    ask: Ask
+    replica: Replica
+    trial: bool  # the replica's circuit is half-open
+    number: int  # counts all grants
+
+
+Decision = tuple[Ask, Grant | PhalanxError]
+_Kind = tuple[str | None, str | None, frozenset[str], frozenset[str]]
+"""Of requests that the same replicas may get: model, numerics, and the replicas that have failed or refused them."""
+
+
+class Dispatcher:
+    """See the module's docstring. Used only on the event loop's thread."""
+
+    def __init__(self, policy: Policy, *, queue_size: int) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.queue: FairQueue[Ask] = FairQueue(queue_size)
+        self.begun: FairQueue[Ask] = FairQueue(None)
+        """Waiting requests whose stream has begun."""
+        self._policy = policy
+        self._index = ReplicaIndex()
+        self._rate = DrainRate()
+        self._grants = 0
+        self._evicted: list[Ask] = []
+
+    # Replicas ------------------------------------------------------------------------------------------------
+
+    def add(self, replica: Replica) -> None:
+        """A replica may get requests from now on, once it is up."""
+        self.replicas[replica.name] = replica
+        self._index.add(replica)
+
+    def changed(self, replica: Replica) -> None:
+        """Something of a replica has changed that is not this class's doing."""
+        self._index.note(replica)
+
+    def remove(self, name: str) -> Replica:
+        """A replica gets no more requests; those that it has go on."""
+        replica = self.replicas.pop(name)
+        replica.is_draining = replica.is_leaving = True
+        self._index.drop(replica)
+        self._policy.forget(name)
+        return replica
+
+    def forget_cache(self, name: str) -> None:
+        """A replica was down, so that it may have lost the prefixes it knew."""
+        self._policy.forget(name)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait for a replica."""
+        return len(self.queue) + len(self.begun)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests on all replicas."""
+        return sum(replica.in_flight for replica in self.replicas.values())
+
+    # Requests ------------------------------------------------------------------------------------------------
+
+    def arrive(self, ask: Ask, now: float) -> Grant | None:
+        """A request wants a replica, for the first time or after one has failed it.
+
+        Raises:
+            UnknownModel: no replica serves its model, and all have said what they serve.
+            NoReplica: none of those that serve it can take requests; names each with its reason.
+            QueueFull: all are busy, and there is no room to wait.
+        """
+        if (ready := self._ready(ask, now)) is not None:
+            return self._grant(ask, ready)
+        if not self._may_wait(ask, now):
+            raise self._none_error(ask, now)
+        if ask.is_begun:
+            self.begun.add(ask)
+            return None
+        evicted = self.queue.add(ask)
+        if evicted is ask:
+            raise self._full_error(now)
+        if evicted is not None:
+            self._evicted.append(evicted)
+        return None
+
+    def withdraw(self, ask: Ask) -> None:
+        """A waiting request's client left."""
+        (self.begun if ask.is_begun else self.queue).remove(ask)
+
+    def end(self, grant: Grant, verdict: Verdict, now: float) -> None:
+        """An attempt is over."""
+        grant.replica.in_flight -= 1
+        self._rate.note(now)
+        breaker = grant.replica.breaker
+        if verdict == "answered":
+            grant.replica.is_suspect = False
+            breaker.succeed(grant.trial)
+        elif verdict == "failed" and (grant.trial or grant.number > grant.replica.failed_at):
+            grant.replica.is_suspect = True
+            grant.replica.failed_at = self._grants  # what it has now falls with it, and counts once
+            breaker.fail(grant.trial, now)
+        else:
+            breaker.abandon(grant.trial)
+        self._index.note(grant.replica)
+
+    def decided(self, now: float) -> Iterator[Decision]:
+        """Every waiting request that can go now, or has to give up."""
+        while self._evicted:
+            yield self._evicted.pop(), self._full_error(now)
+        for ask in [*self.begun.take_overdue(now), *self.queue.take_overdue(now)]:
+            yield ask, self._late_error(ask, now)
+        able: dict[_Kind, bool] = {}
+        for ask in [*self.begun, *self.queue]:
+            kind = _kind_of(ask)
+            if kind not in able:
+                able[kind] = self._may_wait(ask, now)
+            if not able[kind]:
+                self.withdraw(ask)
+                yield ask, self._none_error(ask, now)
+        while (taken := self._take(now)) is not None:
+            yield taken[0], self._grant(*taken)
+
+    def has_untried(self, ask: Ask, now: float) -> bool:
+        """Whether a replica that has not failed this request could take it, now or later."""
+        return self._index.has_able(ask, now)
+
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _ready(self, ask: Ask, now: float) -> Candidates | None:
+        """The replicas that can take a request now; None if there is none."""
+        if not ask.is_begun:
+            return self._index.ready(ask, now)
+        able = [replica for replica in self._continuing(ask, now) if replica.has_room]
+        exact = [replica for replica in able if replica.health.numerics == ask.numerics]
+        return Listed(exact or able) if able else None
+
+    def _continuing(self, ask: Ask, now: float) -> Iterator[Replica]:
+        """Replicas that can continue a begun stream, room or not. One that has failed it needs a good check first."""
+        for replica in self.replicas.values():
+            if replica.serves(ask.model) and replica.is_available(now) and _may_continue(ask, replica):
+                if not (replica.is_suspect and replica.name in ask.tried):
+                    yield replica
+
+    def _may_wait(self, ask: Ask, now: float) -> bool:
+        """Whether there is a replica for whose place a request can wait."""
+        if not ask.is_begun:
+            return self._index.has_able(ask, now)
+        return any(one.serves(ask.model) and _may_continue(ask, one) for one in self.replicas.values())
+
+    def _take(self, now: float) -> tuple[Ask, Candidates] | None:
+        """The waiting request whose turn it is, of those that can go, and where to. It waits no more."""
+        ready: dict[_Kind, Candidates | None] = {}
+
+        def can_go(ask: Ask) -> bool:
+            kind = _kind_of(ask)
+            if kind not in ready:
+                ready[kind] = self._ready(ask, now)
+            return ready[kind] is not None
+
+        ask = self.begun.take(can_go) or self.queue.take(can_go)
+        if ask is None or (among := ready[_kind_of(ask)]) is None:
+            return None
+        return ask, among
+
+    def _grant(self, ask: Ask, among: Candidates) -> Grant:
+        replica = self._policy.choose(ask, among)
+        self._policy.granted(ask, replica)
+        self._grants += 1
+        replica.last_granted = self._grants
+        replica.in_flight += 1
+        trial = replica.breaker.begin()
+        self._index.note(replica)
+        return Grant(ask, replica, trial, self._grants)
+
+    def _none_error(self, ask: Ask, now: float) -> PhalanxError:
+        serving = [replica for replica in self.replicas.values() if replica.serves(ask.model)]
+        if self.replicas and not serving:
+            names = sorted({name for replica in self.replicas.values() for name in replica.models or ()})
+            return UnknownModel(
+                f"The model {str(ask.model)[:200]!r} is not served here. Served are: {', '.join(names) or 'none'}.",
+                param="model",
+                code="model_not_found",
+            )
+        reasons = [f"{replica.name}: {replica.reason(now) or _why_not(ask, replica)}" for replica in serving[:NAMED]]
+        more = f"; and {len(serving) - NAMED} more" if len(serving) > NAMED else ""
+        said = "; ".join(reasons) or "there is none"
+        return NoReplica(f"No replica can take the request ({said}{more}).", retry_after=2.0)
+
+    def _full_error(self, now: float) -> QueueFull:
+        return QueueFull(
+            f"All replicas are busy, and {len(self.queue)} of {self.queue.capacity} places to wait are taken.",
+            retry_after=self._rate.seconds_until(len(self.queue) + 1, now),
+        )
+
+    def _late_error(self, ask: Ask, now: float) -> PhalanxError:
+        if ask.is_begun and not any(self._continuing(ask, now)):
+            return self._none_error(ask, now)
+        return QueueFull(
+            "No replica became free in the time that a request may wait.",
+            retry_after=self._rate.seconds_until(len(self.queue) + 1, now),
+        )
+
+
+def _kind_of(ask: Ask) -> _Kind:
+    return ask.model, ask.numerics, frozenset(ask.tried), frozenset(ask.refused)
+
+
+def _may_continue(ask: Ask, replica: Replica) -> bool:
+    """Whether a replica can continue a begun stream once it is available, as far as is known."""
+    return replica.can_migrate and replica.name not in ask.refused
+
+
+def _why_not(ask: Ask, replica: Replica) -> str:
+    """Why a replica that is available does not get this request, in words."""
+    can = not ask.is_begun or _may_continue(ask, replica)
+    return "has failed this request" if can else "cannot continue the stream"

@@ -1,0 +1,225 @@
+"""Reads a replica's stream as it passes: hands on whole events only, and knows whether it ended or broke off. Pure.
+
+A part of an event is held back until its rest has come. So nothing that a client has was cut off in the middle, and an
+error event can follow at any time.
+
+From a replica that tells records (`edge/migration.py`), events are held back until theirs has come: then the client has
+what the transcript says, not one event less or more, and another replica can go on from there.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from msgspec import Raw, Struct
+
+from phalanx.edge.migration import Record, record_in
+from phalanx.errors import MalformedAnswer
+from phalanx.gateway.dialects import MESSAGES_ENDS, OPAQUE, RESPONSES_ENDS, Dialect
+from phalanx.gateway.foreign_json import decoder
+from phalanx.gateway.timing import with_first_byte
+from phalanx.gateway.transcript import Transcript
+
+LARGEST_EVENT = 16 << 20  # bytes; the largest known have all log-probabilities of a long echoed prompt
+BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
+LINE_END = re.compile(rb"\r\n|\n|\r")
+FIELDS = frozenset((b"data", b"event", b"id", b"retry", b""))  # "" is a comment
+DONE = b"[DONE]"
+REASON_CHARS = 500  # of why a replica ends its stream, told to the client
+LARGEST_PIECE = 2 * LARGEST_EVENT  # bytes of the events that wait for one record
+
+
+class Head(Struct):
+    """What of an event's JSON decides. Values of foreign types are no error here: they are the client's matter."""
+
+    type: Raw = Raw()
+    error: Raw = Raw()
+    usage: Raw = Raw()
+    done: Raw = Raw()
+    sequence_number: Raw = Raw()
+
+
+_decode = decoder(Head)
+
+
+class Seen(Struct, frozen=True):
+    """What one event means for its stream."""
+
+    ends: bool = False
+    has_data: bool = False
+    usage: bytes = b""  # as JSON; empty if it has none, or null
+    number: int | None = None
+
+
+NOTHING = Seen()
+
+
+class EventReader:
+    """The reader of one stream, whoever writes it: `begin_again` is called where another replica goes on.
+
+    Args:
+        dialect: says how the stream ends. Of opaque ones, any end that HTTP calls one will do.
+        lines: the stream is lines of JSON instead of server-sent events.
+        transcript: takes in the replica's records; None: it was not asked for any.
+    """
+
+    def __init__(self, dialect: Dialect, *, lines: bool = False, transcript: Transcript | None = None) -> None:
+        self._dialect = dialect
+        self._end = re.compile(rb"\n") if lines else BLANK_LINE
+        self.lines = lines
+        self.transcript = transcript
+        self._held = bytearray()  # the beginning of an event
+        self._looked = 0  # bytes of it without an end
+        self._unrecorded = bytearray()  # whole events, and then blanks, that no record has followed yet
+        self._unrecorded_seen: list[Seen] = []  # what these events mean
+        self.ended = False
+        """The event that ends a stream has passed."""
+        self.first_byte_s: float | None = None
+        """From the request's arrival until the answer's first byte was passed on; told in `timing`, if it has one."""
+        self.n_events = 0
+        """Events with data, so far."""
+        self.next_number = 0
+        """Number of the next event, in dialects that number them."""
+        self.fault = ""
+        """Why what came after the events that passed is no stream of events; empty if nothing is wrong."""
+        self.usage = b""
+        """The last event's `usage` that was not null, as JSON; empty if there was none."""
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another replica can continue the stream after what has passed."""
+        return self.transcript is not None and self.transcript.is_kept and not self.ended
+
+    def begin_again(self) -> None:
+        """Another replica continues the stream: what was held back of this one's is void."""
+        self._held.clear()
+        self._looked = 0
+        self._unrecorded.clear()
+        self._unrecorded_seen.clear()
+        self.fault = ""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in bytes. Returns the events that may pass now, as they came; of a malformed one sets `fault`."""
+        self._held += data
+        passing = bytearray()
+        last = 0
+        at = max(0, self._looked - 3)
+        try:
+            while (found := self._end.search(self._held, at)) is not None:
+                passing += self._pass(bytes(self._held[last : found.start()]), found[0])
+                last = at = found.end()
+        except MalformedAnswer as error:
+            self.fault = error.message
+        del self._held[:last]
+        self._looked = len(self._held)
+        if self._looked > LARGEST_EVENT:
+            self.fault = f"an event is longer than {LARGEST_EVENT >> 20} MiB"
+        elif len(self._unrecorded) > LARGEST_PIECE:
+            self.fault = f"no record came for {LARGEST_PIECE >> 20} MiB of its stream"
+        return bytes(passing)
+
+    def close(self) -> bytes:
+        """The replica has sent all. Returns what waited for a record, if it never tells any."""
+        if self.transcript is None or self.transcript.start is not None or self.fault:
+            return b""
+        return self._release()
+
+    def finish(self) -> str:
+        """What is wrong with the stream's ending here, in words; empty if nothing is."""
+        if self.fault:
+            return self.fault
+        if bytes(self._held).strip():
+            return "its stream ended in the middle of an event"
+        if self._unrecorded.strip():
+            return "its stream ended without the last record"
+        if self._dialect not in OPAQUE and not self.ended:
+            return "its stream ended without the event that ends it"
+        return ""
+
+    def _pass(self, event: bytes, end: bytes) -> bytes:
+        """What may pass once this event has come."""
+        if self.transcript is None:
+            self._apply(self._read(event))
+            return self._timed(event) + end
+        text = event.lstrip(b" ") if self.lines else event  # of lines, a blank keeps the client waiting
+        record = self._record(text)
+        if record is None:
+            self._unrecorded_seen.append(self._read(event))
+            self._unrecorded += self._timed(event) + end
+            return b""
+        if record.failed:
+            raise MalformedAnswer(record.failed[:REASON_CHARS].rstrip("."))
+        self.transcript.note(record)
+        self._unrecorded += event[: len(event) - len(text)]
+        return self._release()
+
+    def _timed(self, event: bytes) -> bytes:
+        return event if self.first_byte_s is None or self.lines else with_first_byte(event, self.first_byte_s)
+
+    def _record(self, event: bytes) -> Record | None:
+        try:
+            return record_in(event, lines=self.lines)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise MalformedAnswer(f"a record of its stream is none: {error}") from error
+
+    def _release(self) -> bytes:
+        for seen in self._unrecorded_seen:
+            self._apply(seen)
+        self._unrecorded_seen.clear()
+        whole = bytes(self._unrecorded)
+        self._unrecorded.clear()
+        return whole
+
+    def _apply(self, seen: Seen) -> None:
+        """The event passes."""
+        self.ended = self.ended or seen.ends
+        self.n_events += seen.has_data
+        self.usage = seen.usage or self.usage
+        if seen.number is not None:
+            self.next_number = seen.number + 1
+
+    def _read(self, event: bytes) -> Seen:
+        if self.lines:
+            return self._read_json(event) if event.strip() else NOTHING
+        if event.startswith(b"data: ") and b"\n" not in event and b"\r" not in event:  # nearly all
+            return self._read_data(event[6:])
+        values: dict[bytes, list[bytes]] = {}
+        for line in LINE_END.split(event):
+            name, _, value = line.partition(b":")
+            if line and name not in FIELDS:
+                raise MalformedAnswer(f"a line of its stream is none of events: {line[:40]!r}")
+            values.setdefault(name, []).append(value.removeprefix(b" "))
+        if b"data" not in values:
+            return NOTHING
+        return self._read_data(b"\n".join(values[b"data"]))
+
+    def _read_data(self, data: bytes) -> Seen:
+        return Seen(ends=True) if data == DONE else self._read_json(data)
+
+    def _read_json(self, data: bytes) -> Seen:
+        if self._dialect in OPAQUE:
+            return Seen(has_data=True)
+        try:
+            head = _decode(data)
+        except msgspec.DecodeError as error:
+            raise MalformedAnswer(f"an event of its stream is not JSON: {error}") from error
+        number = _given(head.sequence_number)
+        is_number = self._dialect == "responses" and number.isdigit() and len(number) < 16
+        return Seen(
+            ends=self._is_end(head), has_data=True, usage=_given(head.usage), number=int(number) if is_number else None
+        )
+
+    def _is_end(self, head: Head) -> bool:
+        kind = _given(head.type).strip(b'"').decode("utf-8", "replace")
+        if self._dialect == "chat":
+            return bool(_given(head.error))
+        if self._dialect == "ollama":
+            return _given(head.done) == b"true" or bool(_given(head.error))
+        return kind in (MESSAGES_ENDS if self._dialect == "messages" else RESPONSES_ENDS)
+
+
+def _given(raw: Raw) -> bytes:
+    """A value as JSON; empty if it is missing or null."""
+    value = bytes(raw)
+    return b"" if value == b"null" else value

@@ -1,0 +1,169 @@
+"""One client's request and the answer it gets: reads the body, writes pieces, ends with an error where one has to be.
+
+Knows the connection to the client, and no replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+from phalanx.edge.request_ids import REQUEST_ID, request_id
+from phalanx.errors import InvalidRequest, PhalanxError, QueueFull, RequestTooLarge, WrongMediaType
+from phalanx.gateway.connection import READ_ENCODINGS, GatewayConnection, raw_header
+from phalanx.gateway.dialects import Dialect, dialect_of, error_event, error_object
+from phalanx.gateway.statuses import headers_of, status_of
+
+HEADERS = {"Server": "phalanx"}  # aiohttp would name itself and its version
+JSON = "application/json"
+ENCODINGS = frozenset(("", "identity", "gzip", "deflate"))
+"""Those of bodies that aiohttp reads without further packages. It passes those over that it does not know."""
+KEEP_ALIVE = {False: b": keep-alive\n\n", True: b" "}
+"""What keeps a stream's client waiting, and means nothing; whether it is of lines of JSON."""
+
+
+class BodyMemory:
+    """Bytes of bodies that the gateway holds, of all requests together."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._held = 0
+
+    def take(self, n_bytes: int) -> None:
+        """Hold so many more.
+
+        Raises:
+            QueueFull: there is no room.
+        """
+        if self._held + n_bytes > self._capacity:
+            raise QueueFull("The gateway holds as many bytes of requests as it may.", retry_after=1.0)
+        self._held += n_bytes
+
+    def give_back(self, n_bytes: int) -> None:
+        """Hold so many less."""
+        self._held -= n_bytes
+
+
+class Exchange:
+    """See the module's docstring.
+
+    Args:
+        arrived: when its header had come; monotonic seconds.
+    """
+
+    def __init__(self, request: web.BaseRequest, arrived: float) -> None:
+        connection = request.protocol
+        assert isinstance(connection, GatewayConnection)
+        self.request = request
+        self.connection = connection
+        self.arrived = arrived
+        self.path = request.path.rstrip("/") or "/"
+        self.raw_path = request.rel_url.raw_path.rstrip("/") or "/"
+        """As the client wrote it, with its escapes."""
+        self.dialect: Dialect = dialect_of(self.path)
+        self.id = request_id(raw_header(request, b"x-request-id"), lambda: uuid.uuid4().hex)
+        self.owner = ""
+        self.response: web.StreamResponse | None = None
+        self.n_read = 0
+        """Bytes of its body."""
+        self.first_byte_s: float | None = None
+        """From its arrival until the answer's first byte was handed to the network."""
+        self.last_written = 0.0
+        """When the last piece of the answer was written; the loop's time."""
+
+    @property
+    def has_begun(self) -> bool:
+        """A part of the answer is on its way, so that its status stands."""
+        return self.response is not None
+
+    async def read_body(self, most: int, memory: BodyMemory) -> bytes:
+        """The request's body, decoded if it came with a Content-Encoding. The memory is the caller's to give back.
+
+        Raises:
+            RequestTooLarge: it has more than `most` bytes.
+            QueueFull: there is no memory for it.
+            WrongMediaType: it has an encoding that the gateway does not read.
+            InvalidRequest: its encoding is damaged, or it ended early.
+        """
+        encoding = self.request.headers.get("Content-Encoding", "").strip().lower()
+        if encoding not in ENCODINGS:
+            raise WrongMediaType(f"Content-Encoding is {encoding[:80]!r}; {READ_ENCODINGS}")
+        pieces: list[bytes] = []
+        held = 0
+        is_whole = False
+        if self.request.headers.get("Expect", "").lower() == "100-continue":
+            await self.request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.request.writer.output_size = 0  # as aiohttp's own handler: the answer has not begun
+        self.connection.body_begins()
+        try:
+            while piece := await self.request.content.readany():
+                if held + len(piece) > most:
+                    raise RequestTooLarge(f"The body is larger than {most:,} bytes.")
+                memory.take(len(piece))
+                held += len(piece)
+                pieces.append(piece)
+            is_whole = True
+            self.n_read = held
+        except web.RequestPayloadError as error:
+            raise InvalidRequest(f"The body cannot be read: {error}.") from error
+        finally:
+            self.connection.body_ends()
+            if not is_whole:
+                memory.give_back(held)
+        return b"".join(pieces)
+
+    # The answer ----------------------------------------------------------------------------------------------
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the head of an answer whose length is not known."""
+        self.response = web.StreamResponse(status=status, headers=self._headers(headers))
+        await self.response.prepare(self.request)
+
+    async def write(self, data: bytes) -> None:
+        """Send a piece. Waits for a client that reads slowly."""
+        assert self.response is not None
+        self.last_written = asyncio.get_running_loop().time()
+        self.connection.note_written(len(data))
+        await self.response.write(data)
+
+    async def keep_alive(self) -> None:
+        """Give the client of a stream a sign of life, unless bytes are on their way to it. Does not wait for it."""
+        if not self.connection.n_unsent:
+            await self.write(KEEP_ALIVE[self.dialect == "ollama"])
+
+    async def end(self) -> None:
+        """The answer is whole."""
+        assert self.response is not None
+        await self.response.write_eof()
+
+    async def end_with(self, error: PhalanxError, *, is_stream: bool, number: int = 0) -> None:
+        """End an answer that has begun. One that cannot say so is cut off, so that its client sees it."""
+        if is_stream:
+            await self.write(error_event(self.dialect, error, number=number))
+            await self.end()
+        else:
+            self.connection.abort()
+
+    def whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> web.Response:
+        """A whole answer."""
+        return web.Response(status=status, body=body, headers=self._headers(headers))
+
+    def json(self, status: int, value: Any, headers: Mapping[str, str] = {}) -> web.Response:
+        """A whole answer of JSON."""
+        return self.whole(status, msgspec.json.encode(value), {"Content-Type": JSON, **headers})
+
+    def error(self, error: PhalanxError) -> web.Response:
+        """The answer to a request that failed before its first byte."""
+        return self.json(status_of(error).status, error_object(self.dialect, error), headers_of(error))
+
+    def _headers(self, given: Mapping[str, str]) -> CIMultiDict[str]:
+        headers = CIMultiDict(given)
+        headers.update(HEADERS)
+        headers[REQUEST_ID] = self.id
+        return headers

@@ -1,0 +1,239 @@
+"""The replicas as they are served: health checks of each, and changes by the user while requests run.
+
+Does not know requests; dispatch is `dispatcher.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from phalanx.errors import ConfigError
+from phalanx.gateway.breaker import BreakerRules
+from phalanx.gateway.desk import Desk
+from phalanx.gateway.foreign_json import decoder
+from phalanx.gateway.health import Check, HealthRules, Report, report_of
+from phalanx.gateway.models import cards_in, names_in, tags_in
+from phalanx.gateway.replica import Replica, ReplicaSpec
+from phalanx.gateway.settings import GatewayConfig
+
+log = logging.getLogger(__name__)
+
+NO_SUCH_PATH = frozenset((404, 405, 501))
+MODELS = "/v1/models"
+TAGS = "/api/tags"
+LARGEST = 4 << 20  # bytes of a /health or /v1/models
+REASON_CHARS = 200
+
+
+class _Reason(msgspec.Struct):
+    reason: str = ""
+
+
+_read_reason = decoder(_Reason)
+
+
+class Fleet:
+    """See the module's docstring."""
+
+    def __init__(self, config: GatewayConfig, desk: Desk, session: aiohttp.ClientSession) -> None:
+        self._config = config
+        self._desk = desk
+        self._session = session
+        self._health = HealthRules(config.health_failure_threshold, config.health_success_threshold)
+        self._breaker = BreakerRules(
+            failures=config.cb_failure_threshold,
+            successes=config.cb_success_threshold,
+            open_s=config.cb_timeout_duration_secs,
+            window_s=config.cb_window_duration_secs,
+        )
+        self._checking: dict[Replica, asyncio.Task[None]] = {}
+
+    @property
+    def replicas(self) -> dict[str, Replica]:
+        """By name."""
+        return self._desk.dispatcher.replicas
+
+    def apply(self, specs: Iterable[ReplicaSpec]) -> list[Replica]:
+        """Have these replicas and no others. One that stays keeps its state. Returns those that leave."""
+        left: list[Replica] = []
+        wanted = {spec.name: spec for spec in specs}
+        for name, replica in list(self.replicas.items()):
+            spec = wanted.get(name)
+            if spec is None or (spec.url, spec.key) != (replica.spec.url, replica.spec.key):
+                left.append(self.remove(name))
+            else:
+                replica.spec = spec
+        for name, spec in wanted.items():
+            if name not in self.replicas:
+                self.add(spec)
+        self._desk.settle(*self.replicas.values())
+        return left
+
+    def add(self, spec: ReplicaSpec) -> Replica:
+        """One more replica, which gets requests once its first check is good.
+
+        Raises:
+            ConfigError: there is one with this name or URL.
+        """
+        for other in self.replicas.values():
+            if spec.name == other.name or spec.url == other.spec.url:
+                raise ConfigError(f"There is a replica {other.name} at {other.spec.url}.")
+        replica = Replica(spec, self._health, self._breaker)
+        self._desk.dispatcher.add(replica)
+        self._checking[replica] = asyncio.create_task(self._keep_checking(replica))
+        log.info("replica %s: %s", spec.name, spec.url)
+        return replica
+
+    def remove(self, name: str) -> Replica:
+        """A replica gets no more requests; those that it has go on."""
+        replica = self._desk.dispatcher.remove(name)
+        log.info("replica %s leaves, with %d requests under way", name, replica.in_flight)
+        if not replica.in_flight:
+            self._stop_checking(replica)
+        self._desk.settle()
+        return replica
+
+    def set_draining(self, name: str, draining: bool) -> Replica:
+        """Let a replica get no new requests, or get them again."""
+        replica = self.replicas[name]
+        replica.is_draining = draining
+        self._desk.settle(replica)
+        return replica
+
+    async def close(self) -> None:
+        """Check no more."""
+        tasks = list(self._checking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def tags(self) -> list[list[dict[str, Any]]]:
+        """The models that each replica lists in Ollama's form; none of one that is down or speaks another."""
+        up = [replica for replica in self.replicas.values() if replica.health.state == "up"]
+        return list(await asyncio.gather(*map(self._tags, up)))
+
+    # Checks ----------------------------------------------------------------------------------------------------
+
+    def _stop_checking(self, replica: Replica) -> None:
+        if (task := self._checking.pop(replica, None)) is not None:
+            task.cancel()
+
+    async def _keep_checking(self, replica: Replica) -> None:
+        """Check until the replica has left and its last request has ended."""
+        while not (replica.is_leaving and not replica.in_flight):
+            begun, own = asyncio.get_running_loop().time(), replica.in_flight
+            check = await self._check(replica)
+            changed = replica.health.note(check, begun)
+            replica.note_load(own)
+            if check.ok:
+                replica.is_suspect = False
+            if changed:
+                self._note_change(replica)
+            self._desk.settle(replica)
+            await asyncio.sleep(self._config.health_check_interval_secs)
+        self._checking.pop(replica, None)
+
+    def _note_change(self, replica: Replica) -> None:
+        health = replica.health
+        if health.state == "up":
+            replica.breaker.reset()  # what it failed was another life's
+            replica.refused_key = None
+            names = ", ".join(sorted(replica.models)) if replica.models is not None else "any model"
+            log.info("replica %s is up: %s, %d requests at once", replica.name, names, replica.limit)
+        else:
+            self._desk.dispatcher.forget_cache(replica.name)
+            log.warning("replica %s is down: %s", replica.name, health.reason)
+
+    async def _check(self, replica: Replica) -> Check:
+        """Ask for health and models, within the time of one check."""
+        limit = self._config.health_check_timeout_secs
+        try:
+            async with asyncio.timeout(limit):
+                return await self._ask(replica)
+        except TimeoutError:
+            return Check(ok=False, answered=False, reason=f"does not answer health checks within {limit:g} s")
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            return Check(ok=False, answered=False, reason=f"cannot be reached ({_said(error)})")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return Check(ok=False, answered=False, reason=f"breaks off health checks ({_said(error)})")
+
+    async def _ask(self, replica: Replica) -> Check:
+        path = self._config.health_check_endpoint
+        status, body = await self._get(replica, path)
+        has_health = status not in NO_SUCH_PATH
+        if has_health and status != 200:
+            return Check(ok=False, reason=f"answers {status} to {path}{_why(body)}")
+        models_status, models = await self._get(replica, MODELS)
+        if models_status == 200 and (cards := cards_in(models)) is not None:
+            replica.cards, replica.models = cards, names_in(cards)
+        elif models_status in (401, 403):
+            return Check(ok=False, reason=f"answers {models_status} to {MODELS}: it asks for another key")
+        elif not has_health:
+            return Check(ok=False, reason=f"answers {status} to {path} and {models_status} to {MODELS}")
+        elif models_status in NO_SUCH_PATH:
+            replica.cards, replica.models = [], None
+        return Check(ok=True, report=report_of(body) if has_health else Report())
+
+    async def _tags(self, replica: Replica) -> list[dict[str, Any]]:
+        try:
+            async with asyncio.timeout(self._config.health_check_timeout_secs):
+                status, body = await self._get(replica, TAGS)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            log.info("replica %s does not list its models: %s", replica.name, _said(error))
+            return []
+        return tags_in(body) if status == 200 else []
+
+    async def _get(self, replica: Replica, path: str) -> tuple[int, bytes]:
+        """Status and body.
+
+        Raises:
+            ValueError: the body is far too large.
+        """
+        headers = {"Accept-Encoding": "identity"}
+        if replica.spec.key is not None:
+            headers["Authorization"] = f"Bearer {replica.spec.key}"
+        async with self._session.get(replica.spec.url + path, headers=headers, allow_redirects=False) as response:
+            body = bytearray()
+            async for piece in response.content.iter_any():
+                body += piece
+                if len(body) > LARGEST:
+                    raise ValueError(f"{path} has more than {LARGEST >> 20} MiB")
+            return response.status, bytes(body)
+
+
+def describe(replica: Replica, now: float) -> dict[str, Any]:
+    """A replica for the admin API."""
+    return {
+        "name": replica.name,
+        "url": replica.spec.url,
+        "state": "draining" if replica.is_draining else replica.health.state,
+        "reason": replica.reason(now),
+        "models": sorted(replica.models) if replica.models is not None else None,
+        "in_flight": replica.in_flight,
+        "others": replica.others,
+        "limit": replica.limit,
+        "weight": replica.spec.weight,
+        "can_migrate": replica.can_migrate,
+    }
+
+
+def _said(error: BaseException) -> str:
+    inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    text = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
+    return " ".join(str(text).split())[:REASON_CHARS]
+
+
+def _why(body: bytes) -> str:
+    """The reason in the body of a phalanx server's /health."""
+    try:
+        reason = _read_reason(body).reason
+    except msgspec.DecodeError:
+        reason = ""
+    said = " ".join(reason.split())[:REASON_CHARS]
+    return f": {said}" if said else ""

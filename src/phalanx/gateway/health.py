@@ -1,0 +1,109 @@
+"""Whether a replica is up, from its health checks, and what it says about its load. Pure: no clock, no network."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from phalanx.gateway.foreign_json import decoder
+
+MOST_RUNNING = 65536  # requests; a larger number in a /health is no number of requests
+
+
+class HealthRules(Struct, frozen=True):
+    """Checks in a row that change a replica's state."""
+
+    failures: int = 3
+    successes: int = 2
+
+
+class Load(Struct, frozen=True):
+    """The part `requests` of a phalanx server's /health: requests it runs, that wait, and that it runs at most."""
+
+    running: int
+    waiting: int
+    limit: int
+
+
+class Report(Struct, frozen=True):
+    """What the gateway reads of a phalanx server's /health."""
+
+    requests: Load | None = None
+    numerics: str = ""  # equal ones compute equal tokens; empty: its streams cannot go on elsewhere
+
+
+_read = decoder(Report)
+
+
+class Check(Struct, frozen=True, kw_only=True):
+    """The result of one health check.
+
+    `answered` without `ok`: the replica itself says that it cannot serve. Its streams may go on all the same: a phalanx
+    server resumes them once its engine is back.
+    """
+
+    ok: bool
+    answered: bool = True
+    reason: str = ""
+    report: Report = Report()
+
+
+def report_of(body: bytes) -> Report:
+    """The report in the body of a /health; an empty one where there is none, as with other vendors' servers."""
+    try:
+        report = _read(body)
+    except msgspec.DecodeError:
+        return Report()
+    load = report.requests
+    if load is None or (0 < load.limit <= MOST_RUNNING and load.running >= 0 and load.waiting >= 0):
+        return report
+    return Report(numerics=report.numerics)
+
+
+class Health:
+    """The state of one replica: `unknown` before its first check, which decides alone; then `up` or `down`."""
+
+    def __init__(self, rules: HealthRules) -> None:
+        self._rules = rules
+        self.state: Literal["unknown", "up", "down"] = "unknown"
+        self.reason = "has not been checked yet"
+        self.load: Load | None = None
+        self.numerics = ""
+        """Of its last good check; see `Report`."""
+        self.silent_since: float | None = None
+        """Begin of the first of the last checks that got no answer at all; None if the last one got one."""
+        self._failures = 0
+        self._successes = 0
+
+    @property
+    def in_doubt(self) -> bool:
+        """The last check failed, though the replica is not down yet."""
+        return self._failures > 0
+
+    def note(self, check: Check, begun: float) -> bool:
+        """Take in a check. Returns whether the state has changed.
+
+        Args:
+            begun: when the check began.
+        """
+        before = self.state
+        if check.answered:
+            self.silent_since = None
+        elif self.silent_since is None:
+            self.silent_since = begun
+        if check.ok:
+            self.load, self.numerics = check.report.requests, check.report.numerics
+            self._failures = 0
+            self._successes += 1
+            if self.state == "unknown" or self._successes >= self._rules.successes:
+                self.state, self.reason = "up", ""
+        else:
+            self._successes = 0
+            self._failures += 1
+            if self.state == "unknown" or self._failures >= self._rules.failures:
+                self.state = "down"
+            if self.state == "down":
+                self.reason = check.reason
+        return self.state != before

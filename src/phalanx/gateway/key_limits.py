@@ -1,0 +1,102 @@
+"""What each API key may have at once and in a minute. Pure: no clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from msgspec import Struct
+
+from phalanx.errors import RateLimited
+
+
+class KeyLimits(Struct, frozen=True, kw_only=True):
+    """Limits of one key; None is none."""
+
+    max_in_flight: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class _Bucket:
+    """An allowance of so many a minute. It may be overdrawn: what an answer costs is known at its end."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._left = float(per_minute)
+        self._at = now
+
+    def left(self, now: float) -> float:
+        """What is left. Changes state only in that time passes."""
+        self._left = min(self.per_minute, self._left + max(0.0, now - self._at) * self.per_minute / 60)
+        self._at = now
+        return self._left
+
+    def take(self, n: float, now: float) -> None:
+        self._left = self.left(now) - n
+
+    def seconds_until(self, wanted: float, now: float) -> float:
+        return max(0.0, (wanted - self.left(now)) * 60 / self.per_minute)
+
+
+class KeyMeter:
+    """Counts what each key's owner has, against its limits.
+
+    Args:
+        limits: owner -> limits; owners that are not there have none.
+    """
+
+    def __init__(self, limits: dict[str, KeyLimits]) -> None:
+        self._limits = limits
+        self._in_flight: Counter[str] = Counter()
+        self._requests: dict[str, _Bucket] = {}
+        self._tokens: dict[str, _Bucket] = {}
+
+    def set_limits(self, limits: dict[str, KeyLimits]) -> None:
+        """Other limits from now on. Buckets whose size stays keep what is left in them."""
+        self._limits = limits
+
+    def begin(self, owner: str, now: float) -> None:
+        """A request of this owner begins; `end` must follow.
+
+        Raises:
+            RateLimited: names the limit; `retry_after` is when it will be met, as far as is known.
+        """
+        limits = self._limits.get(owner)
+        if limits is None:
+            self._in_flight[owner] += 1
+            return
+        if limits.max_in_flight is not None and self._in_flight[owner] >= limits.max_in_flight:
+            raise RateLimited(f"This key may have {limits.max_in_flight} requests at once.", retry_after=1.0)
+        requests = _bucket(self._requests, owner, limits.requests_per_minute, now)
+        if requests is not None and (wait := requests.seconds_until(1, now)) > 0:
+            raise RateLimited(f"This key may send {requests.per_minute} requests a minute.", retry_after=wait)
+        tokens = _bucket(self._tokens, owner, limits.tokens_per_minute, now)
+        if tokens is not None and (wait := tokens.seconds_until(1, now)) > 0:
+            raise RateLimited(f"This key may use {tokens.per_minute} tokens a minute.", retry_after=wait)
+        if requests is not None:
+            requests.take(1, now)
+        self._in_flight[owner] += 1
+
+    def end(self, owner: str, n_tokens: int, now: float) -> None:
+        """A request that `begin` let in is over.
+
+        Args:
+            n_tokens: of prompt and answer.
+        """
+        self._in_flight[owner] -= 1
+        if not self._in_flight[owner]:
+            del self._in_flight[owner]
+        limits = self._limits.get(owner)
+        if limits is not None and (bucket := _bucket(self._tokens, owner, limits.tokens_per_minute, now)) is not None:
+            bucket.take(n_tokens, now)
+
+
+def _bucket(buckets: dict[str, _Bucket], owner: str, per_minute: int | None, now: float) -> _Bucket | None:
+    """The owner's bucket; a new one where the limit is another than before."""
+    if per_minute is None:
+        buckets.pop(owner, None)
+        return None
+    bucket = buckets.get(owner)
+    if bucket is None or bucket.per_minute != per_minute:
+        bucket = buckets[owner] = _Bucket(per_minute, now)
+    return bucket

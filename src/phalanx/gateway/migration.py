@@ -1,0 +1,176 @@
+"""One request's stream that goes on at another replica: what that gets, whether it may, and how its client is kept.
+
+    its replica breaks off -> `lost` -> `may_go_on` -> another one -> `request` -> `first_byte`
+                                            |
+                                            +-- no -> `give_up`
+
+The proxy's loop of attempts calls these. Does not know how a replica is chosen or answers. `edge/migration.py` has what
+is said to replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from multidict import CIMultiDict
+
+from phalanx.edge.migration import MIGRATION, RESUME, resume_body
+from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed
+from phalanx.gateway.asks import Ask
+from phalanx.gateway.dialects import OPAQUE
+from phalanx.gateway.event_reader import EventReader
+from phalanx.gateway.exchange import Exchange
+from phalanx.gateway.gap import Gap
+from phalanx.gateway.metrics import Metrics
+from phalanx.gateway.passing import Passed, Whole, passed
+from phalanx.gateway.replica import Replica
+from phalanx.gateway.settings import GatewayConfig
+from phalanx.gateway.transcript import Transcript
+
+log = logging.getLogger(__name__)
+
+FORBIDDEN = 403
+LEAST_S = 0.01  # of a request's time, told to a replica
+REASON_BYTES = 300  # of an answer that refuses a stream, told to the client
+
+
+class Migration:
+    """See the module's docstring.
+
+    Args:
+        ask: the request as dispatch sees it.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, exchange: Exchange, ask: Ask, config: GatewayConfig, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
+        self._exchange = exchange
+        self._ask = ask
+        self._config = config
+        self._metrics = metrics
+        self._clock = clock
+        self._gap = Gap(exchange, metrics)
+        self._breaks = 0
+        self._moves = 0  # replicas that the begun stream has lost
+        self._losses: list[str] = []  # how it lost each, and which did not take it
+        self.stream: EventReader | None = None
+        """Of the answer, if that is a stream of which the client has a part."""
+
+    @property
+    def is_spent(self) -> bool:
+        """So many replicas have broken off under this request that perhaps it is what breaks them."""
+        return self._breaks > self._config.most_breaks
+
+    def request(
+        self, replica: Replica, headers: CIMultiDict[str], body: bytes | None, deadline: float
+    ) -> tuple[bytes | None, Transcript | None]:
+        """The body for this replica, and where its records go; None if it is asked for none. Adds to the headers.
+
+        Args:
+            deadline: of the request; the loop's time.
+        """
+        key = replica.spec.admin_key or ""  # without one, or with a wrong one, nothing begun is continued
+        if self.stream is not None:
+            assert self.stream.transcript is not None, "a stream without records goes nowhere else"
+            resume = self.stream.transcript.resume(
+                next_number=self.stream.next_number,
+                timeout_s=max(LEAST_S, deadline - asyncio.get_running_loop().time()),
+                moves=self._moves,
+            )
+            size, whole = resume_body(resume, body or b"")
+            headers[MIGRATION], headers[RESUME] = key, str(size)
+            return whole, self.stream.transcript
+        is_stream = self._exchange.request.method == "POST" and self._exchange.dialect not in OPAQUE  # it may be one
+        if not (is_stream and replica.can_migrate and self._config.migration_limit):
+            return body, None
+        headers[MIGRATION] = key
+        return body, Transcript(self._config.migration_max_seq_len)
+
+    def first_byte(self, replica: Replica) -> None:
+        """The first byte of an attempt was handed to the network."""
+        if self._gap.is_open:
+            seconds = self._gap.close("continued")
+            log.info("%s: the stream goes on at %s after %.2f s", self._exchange.id, replica.name, seconds)
+        else:
+            self._exchange.first_byte_s = self._clock() - self._exchange.arrived
+            self._metrics.first_byte(self._exchange.first_byte_s)
+
+    def lost(self, replica: Replica, error: PhalanxError, stream: EventReader | None) -> None:
+        """A replica broke off after the request was sent. One that was taken away did not because of the request.
+
+        Args:
+            stream: that it wrote, if it did.
+        """
+        exchange, ask = self._exchange, self._ask
+        self._breaks += not replica.is_leaving
+        if not exchange.has_begun:
+            return
+        self.stream = stream
+        if stream is not None and stream.ended:
+            return
+        self._metrics.broken(replica.name)
+        log.warning("%s %s (%s): %s", exchange.request.method, exchange.path, exchange.id, error)
+        self._losses.append(str(error))
+        if stream is None or stream.transcript is None or not stream.can_go_on:
+            return  # `may_go_on` says so too
+        self._moves += 1
+        self._gap.open(replica.name)
+        ask.give_up_at = self._clock() + self._config.queue_timeout_secs
+        ask.numerics = stream.transcript.numerics
+        if ask.model is None and replica.models:
+            ask.model = min(replica.models)  # the request names none; another model could not go on with its tokens
+
+    def refused(self, replica: Replica, answer: Whole) -> None:
+        """A replica does not continue the stream, and another time it would not either."""
+        self._ask.refused.add(replica.name)
+        said = " ".join(answer.body[:REASON_BYTES].decode("utf-8", "replace").split())
+        self._losses.append(f"The replica {replica.name} does not continue it: {answer.status} {said}")
+
+    def may_go_on(self, result: Whole | PhalanxError) -> bool:
+        """Whether the begun stream gets another replica after this result of an attempt."""
+        return (
+            isinstance(result, (Whole, ReplicaFailed, MalformedAnswer))  # else it was ended, or its time is over
+            and self.stream is not None
+            and self.stream.can_go_on
+            and not self.is_spent
+            and self._clock() < self._ask.give_up_at
+        )
+
+    async def give_up(self, why: Whole | PhalanxError) -> Passed:
+        """End the begun answer."""
+        self.close("failed")
+        stream, exchange = self.stream, self._exchange
+        if stream is not None and stream.ended:
+            await exchange.end()
+            return passed(exchange, stream, None)
+        error = self._error(why)
+        number = stream.next_number if stream is not None else 0
+        await exchange.end_with(error, is_stream=stream is not None, number=number)
+        return passed(exchange, stream, error)
+
+    def close(self, outcome: str = "abandoned") -> None:
+        """The request is over, or its client left."""
+        self._gap.close(outcome)
+
+    def _error(self, why: Whole | PhalanxError) -> PhalanxError:
+        """What the client is told: how the stream lost each replica, and why there is no further one."""
+        said = list(self._losses)
+        if isinstance(why, PhalanxError) and str(why) not in said:
+            said.append(str(why))
+        if self.is_spent and self.stream is not None and self.stream.can_go_on:
+            said.append(f"It goes nowhere else: perhaps it breaks them (--migration-limit {self._config.most_breaks}).")
+        if isinstance(why, PhalanxError) and len(said) == 1:
+            return why
+        return ReplicaFailed(" ".join(said))
+
+
+def refuses_key(replica: Replica, answer: Whole) -> bool:
+    """Whether a replica did not take the admin key; if so, it gets its requests without, from now on."""
+    if answer.status != FORBIDDEN or not replica.can_migrate or MIGRATION.encode() not in answer.body.lower():
+        return False
+    replica.refused_key = replica.spec.admin_key
+    log.warning("the replica %s does not take its admin key, so that its streams end with it", replica.name)
+    return True

@@ -1,0 +1,187 @@
+"""Passes one replica's answer on to the client, at once and event by event, or holds it whole until it has come.
+
+Where the client has the beginning of a stream already, from another replica, this one's events follow those. Does not
+know which replica is asked next when this one breaks off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+
+import aiohttp
+from aiohttp import web
+from msgspec import Struct
+
+from phalanx.errors import MalformedAnswer, PhalanxError
+from phalanx.gateway.bodies import tokens_of, usage_in
+from phalanx.gateway.event_reader import EventReader
+from phalanx.gateway.exchange import Exchange
+from phalanx.gateway.transcript import Transcript
+from phalanx.gateway.upstream import Flight, response_headers
+
+WHOLE_BYTES = 8 << 20  # of an answer that is no stream: up to here it is held, and asked for again where it breaks off
+LINGER_S = 1.0  # for the end of a stream whose last event has come
+STREAMS = {"text/event-stream": False, "application/x-ndjson": True}
+"""Media types of streams; whether they are lines of JSON."""
+
+
+class Whole(Struct, frozen=True):
+    """An answer that has come whole; nothing of it is sent yet."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def tokens(self) -> int | None:
+        """What its `usage` says."""
+        return tokens_of(usage_in(self.body))
+
+
+class Passed(Struct, frozen=True):
+    """An answer that is sent, to its end or with an error as its end."""
+
+    response: web.StreamResponse
+    tokens: int  # of the answer, and of the prompt if `counts_prompt`
+    counts_prompt: bool
+    error: PhalanxError | None = None  # the replica's fault, if the answer broke off
+
+
+def passed(exchange: Exchange, reader: EventReader | None, error: PhalanxError | None) -> Passed:
+    """An answer whose last byte is written.
+
+    Args:
+        reader: of a stream.
+    """
+    assert exchange.response is not None
+    tokens = tokens_of(reader.usage) if reader is not None else None
+    rough = reader.n_events if reader is not None else 0
+    return Passed(exchange.response, rough if tokens is None else tokens, tokens is not None, error)
+
+
+class Passing:
+    """One attempt's answer.
+
+    Args:
+        begun: of the stream that the client has the beginning of; None: it has nothing yet.
+        transcript: the replica was asked for records, which go there.
+        on_first_byte: called when the attempt's first byte has been handed to the network.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        flight: Flight,
+        begun: EventReader | None,
+        transcript: Transcript | None,
+        on_first_byte: Callable[[], None],
+    ) -> None:
+        self._exchange = exchange
+        self._flight = flight
+        self._transcript = transcript
+        self._on_first_byte = on_first_byte
+        self._continues = begun is not None
+        self._has_sent = False
+        self.reader = begun
+        """Of a stream, once it is known to be one."""
+
+    async def answer(self, response: aiohttp.ClientResponse) -> Whole | Passed:
+        """Pass on what is a stream; hold what is not.
+
+        Raises:
+            PhalanxError: the replica broke off, whether the client has a part of the answer or not.
+        """
+        if response.content_type in STREAMS and response.status == 200:
+            return await self._stream(response)
+        return await self._hold(response)
+
+    async def _stream(self, response: aiohttp.ClientResponse) -> Passed:
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise MalformedAnswer(f"The replica {self._flight.name} compresses a stream ({encoding}) unasked.")
+        lines = STREAMS[response.content_type]
+        if self.reader is None:
+            self.reader = EventReader(self._exchange.dialect, lines=lines, transcript=self._transcript)
+        elif self.reader.lines != lines:
+            raise MalformedAnswer(f"The replica {self._flight.name} continues a stream as {response.content_type}.")
+        self.reader.begin_again()
+        try:
+            await self._events(response, self.reader)
+        except PhalanxError:
+            if not self.reader.ended:  # what follows the last event decides nothing
+                raise
+        await self._exchange.end()
+        return passed(self._exchange, self.reader, None)
+
+    async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> None:
+        """Pass on whole events until the stream's end.
+
+        Raises:
+            PhalanxError: it broke off, is malformed, or lacks the event that ends it.
+        """
+        async with aclosing(self._flight.pieces()) as pieces:
+            async for piece in pieces:
+                if whole := reader.feed(piece):
+                    await self._send(response, whole)
+                if reader.fault or reader.ended:
+                    break
+            if reader.ended and not reader.fault:
+                await self._linger(response, pieces, reader)
+        if not reader.ended and (rest := reader.close()):
+            await self._send(response, rest)
+        if fault := reader.finish():
+            raise MalformedAnswer(f"The replica {self._flight.name} failed: {fault}.")
+        if not self._exchange.has_begun:  # an empty stream of a dialect that has no last event
+            await self._send(response, b"")
+
+    async def _linger(
+        self, response: aiohttp.ClientResponse, pieces: AsyncIterator[bytes], reader: EventReader
+    ) -> None:
+        """Pass on what follows the last event, and wait for the connection to be free."""
+        try:
+            async with asyncio.timeout(LINGER_S):
+                async for piece in pieces:
+                    if whole := reader.feed(piece):
+                        await self._send(response, whole)
+        except TimeoutError:
+            pass  # the replica keeps it open; the flight closes it
+
+    async def _hold(self, response: aiohttp.ClientResponse) -> Whole | Passed:
+        held = bytearray()
+        headers = self._headers(response)
+        async with aclosing(self._flight.pieces()) as pieces:
+            async for piece in pieces:
+                held += piece
+                if len(held) > WHOLE_BYTES:
+                    if self._continues:
+                        raise MalformedAnswer(f"The replica {self._flight.name} continues a stream with no stream.")
+                    return await self._pass_rest(response, bytes(held), pieces)
+        return Whole(response.status, headers, bytes(held))
+
+    async def _pass_rest(self, response: aiohttp.ClientResponse, held: bytes, pieces: AsyncIterator[bytes]) -> Passed:
+        """Pass on an answer that is too large to be held."""
+        await self._send(response, held)
+        async for piece in pieces:
+            await self._send(response, piece)
+        await self._exchange.end()
+        return passed(self._exchange, None, None)
+
+    def _headers(self, response: aiohttp.ClientResponse) -> Mapping[str, str]:
+        headers = response_headers(response.headers)
+        headers["X-Phalanx-Replica"] = self._flight.name
+        return headers
+
+    async def _send(self, response: aiohttp.ClientResponse, data: bytes) -> None:
+        self._flight.is_passing = True
+        if not self._exchange.has_begun:
+            await self._exchange.begin(response.status, self._headers(response))
+        await self._exchange.write(data)
+        if not self._has_sent:
+            self._has_sent = True
+            self._on_first_byte()
+            if self.reader is not None:
+                self.reader.first_byte_s = self._exchange.first_byte_s
+        self._flight.is_passing = False
+        self._flight.note_byte()

@@ -1,0 +1,175 @@
+"""Which of the replicas that can take a request gets it. Pure.
+
+    least_load           the fewest requests against its limit and weight; equal ones by turns
+    round_robin          by turns, in proportion to weights
+    power_of_two         the less busy one of two at random
+    cache_aware          where the conversation's prefix is, unless that replica is much busier; else least_load
+    consistent_hashing   by the session or the prompt's beginning; a replica that comes or goes moves only its share
+
+Every policy prefers replicas that are not in doubt. Does not know requests' bodies: `affinity.py` reads those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from phalanx.gateway.asks import Ask
+from phalanx.gateway.replica import Replica
+
+SESSIONS = 50_000  # that cache_aware remembers; a session is a name of a few bytes
+BLOCKS = 500_000  # of prompts, that it remembers: 128 MB of text at 256 bytes each
+
+K = TypeVar("K")
+RandomBelow = Callable[[int], int]
+
+
+class Candidates(Protocol):
+    """Replicas that can take a request now; never none."""
+
+    def __iter__(self) -> Iterator[Replica]: ...
+
+    def least(self) -> Replica:
+        """The least busy one, by the rule of `least_loaded`."""
+
+
+class Policy(ABC):
+    """The seam."""
+
+    @abstractmethod
+    def choose(self, ask: Ask, among: Candidates) -> Replica:
+        """The replica that gets this request. Changes nothing."""
+
+    def granted(self, ask: Ask, replica: Replica) -> None:  # noqa: B027  # most policies remember nothing
+        """The request goes to this replica; the policy may remember it."""
+
+    def forget(self, name: str) -> None:  # noqa: B027
+        """This replica is gone, or has lost what it knew."""
+
+
+def undoubted(among: Iterable[Replica]) -> Sequence[Replica]:
+    """Those that are not in doubt, if there are any."""
+    everyone = list(among)
+    return [replica for replica in everyone if not replica.in_doubt] or everyone
+
+
+def least_loaded(among: Iterable[Replica]) -> Replica:
+    """The least busy one; of equal ones, that which has waited longest for a request."""
+    return min(among, key=lambda replica: (replica.in_doubt, replica.load, replica.last_granted))
+
+
+class Listed(list[Replica]):
+    """Candidates that are known one by one."""
+
+    def least(self) -> Replica:
+        return least_loaded(self)
+
+
+class LeastLoad(Policy):
+    """See the module's docstring."""
+
+    def choose(self, ask: Ask, among: Candidates) -> Replica:
+        return among.least()
+
+
+class RoundRobin(Policy):
+    """Stride scheduling: each turn moves a replica 1 / weight further, and the one that is least far gets the next."""
+
+    def __init__(self) -> None:
+        self._now = 0.0  # the turn that was last given; newcomers begin here, not at 0
+
+    def choose(self, ask: Ask, among: Candidates) -> Replica:
+        return min(undoubted(among), key=lambda replica: (max(replica.turn, self._now), replica.last_granted))
+
+    def granted(self, ask: Ask, replica: Replica) -> None:
+        self._now = max(replica.turn, self._now)
+        replica.turn = self._now + 1 / replica.spec.weight
+
+
+class PowerOfTwo(Policy):
+    """See the module's docstring.
+
+    Args:
+        below: a random number from 0 to n - 1.
+    """
+
+    def __init__(self, below: RandomBelow) -> None:
+        self._below = below
+
+    def choose(self, ask: Ask, among: Candidates) -> Replica:
+        sound = undoubted(among)
+        first = self._below(len(sound))
+        second = (first + 1 + self._below(len(sound) - 1)) % len(sound) if len(sound) > 1 else first
+        return least_loaded([sound[first], sound[second]])
+
+
+class ConsistentHashing(Policy):
+    """Rendezvous hashing: every replica has a number for a key, in proportion to its weight, and the highest wins."""
+
+    def choose(self, ask: Ask, among: Candidates) -> Replica:
+        key = ask.affinity.key
+        if not key:
+            return among.least()
+        return max(undoubted(among), key=lambda replica: _score(key, replica))
+
+
+def _score(key: str, replica: Replica) -> float:
+    digest = hashlib.blake2b(f"{replica.name}\0{key}".encode(), digest_size=8).digest()
+    share = (int.from_bytes(digest, "big") + 0.5) / 2**64
+    return -replica.spec.weight / math.log(share)
+
+
+class CacheAware(Policy):
+    """See the module's docstring.
+
+    Args:
+        threshold: least part of a prompt that a replica must have had.
+        more, times: a replica that has `more` requests more than the least busy one, and `times` as many, is too busy.
+    """
+
+    def __init__(self, *, threshold: float, more: int, times: float) -> None:
+        self._threshold = threshold
+        self._more = more
+        self._times = times
+        self._sessions: OrderedDict[str, str] = OrderedDict()  # session -> replica; the least recent first
+        self._blocks: OrderedDict[int, str] = OrderedDict()  # block with all before it -> replica
+
+    def choose(self, ask: Ask, among: Candidates) -> Replica:
+        name = self._home(ask)
+        home = next((replica for replica in undoubted(among) if replica.name == name), None)
+        return home if home is not None and not self._is_too_busy(home, among) else among.least()
+
+    def granted(self, ask: Ask, replica: Replica) -> None:
+        if ask.affinity.session:
+            _remember(self._sessions, ask.affinity.session, replica.name, SESSIONS)
+        for block in ask.affinity.blocks:
+            _remember(self._blocks, block, replica.name, BLOCKS)
+
+    def forget(self, name: str) -> None:
+        self._sessions = OrderedDict((key, of) for key, of in self._sessions.items() if of != name)
+        self._blocks = OrderedDict((key, of) for key, of in self._blocks.items() if of != name)
+
+    def _home(self, ask: Ask) -> str | None:
+        """The replica that has this conversation, if one is known."""
+        if (name := self._sessions.get(ask.affinity.session)) is not None:
+            return name
+        blocks = ask.affinity.blocks
+        for i in range(len(blocks) - 1, -1, -1):
+            if (name := self._blocks.get(blocks[i])) is not None:
+                return name if (i + 1) / len(blocks) >= self._threshold else None
+        return None
+
+    def _is_too_busy(self, home: Replica, among: Candidates) -> bool:
+        least = min(replica.busy for replica in among)
+        return home.busy - least > self._more and home.busy > self._times * least
+
+
+def _remember(memory: OrderedDict[K, str], key: K, name: str, most: int) -> None:
+    memory[key] = name
+    memory.move_to_end(key)
+    if len(memory) > most:
+        memory.popitem(last=False)

@@ -1,0 +1,282 @@
+"""Passes requests to replicas and their answers back: attempts, retries, streams that go on elsewhere (G2).
+
+    read the body -> find the model -> wait for a replica -> send -> pass the answer on
+                                            ^                  |
+                                            +-- it failed, ----+
+                                                before the first byte: the request is sent again
+                                                in a begun stream: with what its client has (`edge/migration.py`)
+
+Which replica and when is the dispatcher's decision. Does not know connections of clients, nor checks of health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from contextlib import closing
+
+import aiohttp
+from msgspec import Struct
+
+from phalanx.edge.media_types import is_json
+from phalanx.errors import NoReplica, PhalanxError, ReplicaFailed
+from phalanx.gateway.affinity import affinity_of
+from phalanx.gateway.asks import Ask
+from phalanx.gateway.bodies import Peek, peek, with_model
+from phalanx.gateway.desk import Desk
+from phalanx.gateway.dispatcher import Grant, Verdict
+from phalanx.gateway.exchange import BodyMemory, Exchange
+from phalanx.gateway.metrics import Metrics
+from phalanx.gateway.migration import Migration, refuses_key
+from phalanx.gateway.passing import Passed, Passing, Whole
+from phalanx.gateway.replica import Replica
+from phalanx.gateway.retries import Backoff, RetryBudget
+from phalanx.gateway.settings import GatewayConfig
+from phalanx.gateway.upstream import Flight, request_headers
+
+log = logging.getLogger(__name__)
+
+RETRIED = frozenset((408, 429, 500, 502, 503, 504))
+"""Statuses of a replica that another one may not give."""
+NOT_FOUND = 404
+FAILED = 500  # from here on an answer is the replica's fault
+BYTES_PER_TOKEN = 4  # of a prompt, where the answer does not say
+BODIES = 64  # of the largest size that are held together
+TICK_S = 0.25  # between two looks at attempts that wait for their replica
+
+
+class Outgoing(Struct):
+    """A request as replicas get it."""
+
+    ask: Ask
+    method: str
+    path: str  # with its query
+    body: bytes | None
+    deadline: float  # the loop's time
+    pass_keys: bool  # the client's own key is for the replica
+    migration: Migration
+    queued_s: float = 0.0
+    attempts: int = 0
+
+
+class Proxy:
+    """See the module's docstring."""
+
+    def __init__(self, config: GatewayConfig, desk: Desk, session: aiohttp.ClientSession, metrics: Metrics) -> None:
+        self._config = config
+        self._desk = desk
+        self._session = session
+        self._metrics = metrics
+        self._budget = RetryBudget(config.retry_budget)
+        self._backoff = Backoff(
+            initial_s=config.retry_initial_backoff_ms / 1000,
+            longest_s=config.retry_max_backoff_ms / 1000,
+            multiplier=config.retry_backoff_multiplier,
+            jitter=config.retry_jitter_factor,
+        )
+        self._memory = BodyMemory(BODIES * config.max_body_bytes)
+        self._flights: dict[Flight, Passing] = {}
+        self._is_closing = False
+
+    async def forward(self, exchange: Exchange, aliases: Mapping[str, str], *, pass_keys: bool) -> Passed:
+        """Answer a request through a replica.
+
+        Args:
+            aliases: of models.
+            pass_keys: the client's own key is for the replica.
+
+        Raises:
+            PhalanxError: there is no answer, and its first byte is not sent.
+        """
+        body = await exchange.read_body(self._config.max_body_bytes, self._memory)
+        try:
+            self._budget.note_request()
+            out = self._outgoing(exchange, body, aliases, pass_keys)
+            with closing(out.migration):
+                passed = await self._attempts(exchange, out)
+        finally:
+            self._memory.give_back(len(body))
+        self._metrics.answered(passed.response.status, self._desk.clock() - exchange.arrived, out.queued_s)
+        return passed
+
+    def close(self, error: PhalanxError) -> None:
+        """End every request with this error, and begin no further attempt."""
+        self._is_closing = True
+        self._desk.fail_all(error)
+        for flight in list(self._flights):
+            flight.cut(error)
+
+    def cut(self, replica: Replica, error: PhalanxError) -> None:
+        """End every attempt on one replica with this error."""
+        for flight in list(self._flights):
+            if flight.grant.replica is replica:
+                flight.cut(error)
+
+    def move(self, replica: Replica, error: PhalanxError) -> None:
+        """End the attempts on one replica whose streams can go on elsewhere, with this error."""
+        for flight, passing in list(self._flights.items()):
+            if flight.grant.replica is replica and passing.reader is not None and passing.reader.can_go_on:
+                flight.cut(error)
+
+    async def watch(self) -> None:
+        """End attempts whose replica has fallen silent. Runs until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = loop.time()
+            for flight in list(self._flights):
+                if why := self._silence(flight, now):
+                    flight.cut(ReplicaFailed(f"The replica {flight.name} {why}."))
+
+    def _silence(self, flight: Flight, now: float) -> str:
+        """Why nothing more is expected of this attempt, as a predicate; empty if something is."""
+        if flight.is_passing:
+            return ""
+        health = flight.grant.replica.health
+        if health.state == "down" and health.silent_since is not None and flight.last_byte < health.silent_since:
+            return f"is down ({health.reason})"
+        limit = self._config.stream_timeout_secs
+        return f"sent nothing for {limit:g} s" if flight.has_begun and now - flight.last_byte > limit else ""
+
+    # A request -------------------------------------------------------------------------------------------------
+
+    def _outgoing(self, exchange: Exchange, body: bytes, aliases: Mapping[str, str], pass_keys: bool) -> Outgoing:
+        request, config = exchange.request, self._config
+        seen = peek(body) if body and is_json(request.headers) else Peek()
+        model = seen.model
+        if model is not None and model in aliases:
+            model = aliases[model]
+            body = with_model(body, seen, model)
+        query = f"?{request.rel_url.raw_query_string}" if request.rel_url.raw_query_string else ""
+        now = self._desk.clock()
+        ask = Ask(
+            exchange.owner,
+            model,
+            now + config.queue_timeout_secs,
+            affinity_of(request.headers, seen.prompt_cache_key, model, seen.prompt_parts),
+        )
+        return Outgoing(
+            ask=ask,
+            method=request.method,
+            path=exchange.raw_path + query,
+            body=body or None,
+            deadline=asyncio.get_running_loop().time() + config.request_timeout_secs - (now - exchange.arrived),
+            pass_keys=pass_keys,
+            migration=Migration(exchange, ask, config, self._metrics, self._desk.clock),
+        )
+
+    async def _attempts(self, exchange: Exchange, out: Outgoing) -> Passed:
+        """Try until an answer is sent to its end, or there is no further attempt."""
+        last: Whole | PhalanxError | None = None
+        while True:
+            asked_at = self._desk.clock()
+            try:
+                grant = await self._desk.place(out.ask)
+            except PhalanxError as error:
+                if exchange.has_begun:
+                    return await out.migration.give_up(error)
+                if isinstance(error, NoReplica) and isinstance(last, Whole):
+                    return self._returned(exchange, last)
+                raise
+            out.queued_s += self._desk.clock() - asked_at
+            result = await self._attempt(exchange, out, grant)
+            if isinstance(result, Passed):
+                return result
+            replica = grant.replica
+            if isinstance(result, Whole) and refuses_key(replica, result) and not exchange.has_begun:
+                continue
+            out.attempts += 1
+            out.ask.tried.add(replica.name)
+            log.info("%s: attempt %d failed on %s: %s", exchange.id, out.attempts, replica.name, _said(result))
+            if exchange.has_begun:
+                if not await self._may_move(out, replica, result):
+                    return await out.migration.give_up(result)
+                continue
+            if isinstance(result, Whole) and not self._is_worth_retrying(out, result):
+                return self._returned(exchange, result)
+            if not await self._may_retry(out):
+                if isinstance(result, PhalanxError):
+                    raise result
+                return self._returned(exchange, result)
+            self._metrics.retried(replica.name)
+            out.ask.give_up_at = self._desk.clock() + self._config.queue_timeout_secs
+            last = result
+
+    async def _attempt(self, exchange: Exchange, out: Outgoing, grant: Grant) -> Passed | Whole | PhalanxError:
+        """One attempt. Returns the answer, or the error of a replica that failed."""
+        verdict: Verdict = "abandoned"  # the client left
+        replica, migration = grant.replica, out.migration
+        flight = Flight(grant, out.deadline)
+        headers = request_headers(
+            exchange.request.headers.items(), request_id=exchange.id, key=replica.spec.key, pass_keys=out.pass_keys
+        )
+        body, transcript = migration.request(replica, headers, out.body, out.deadline)
+        passing = Passing(exchange, flight, migration.stream, transcript, lambda: migration.first_byte(replica))
+        self._flights[flight] = passing
+        try:
+            async with flight:
+                response = await flight.send(self._session, out.method, out.path, headers, body)
+                result = await passing.answer(response)
+            verdict = "failed" if isinstance(result, Whole) and result.status >= FAILED else "answered"
+            return result
+        except PhalanxError as error:
+            verdict = "failed"
+            if flight.is_sent:
+                migration.lost(replica, error, passing.reader)
+            return error
+        finally:
+            del self._flights[flight]
+            self._metrics.attempted(replica.name, verdict)
+            self._desk.end(grant, verdict)
+
+    async def _may_move(self, out: Outgoing, replica: Replica, result: Whole | PhalanxError) -> bool:
+        """Whether a begun stream gets another replica; waits where one that could take it is too busy."""
+        if isinstance(result, Whole) and result.status not in RETRIED:
+            out.migration.refused(replica, result)
+        elif isinstance(result, Whole):
+            await asyncio.sleep(self._backoff.pause(out.attempts, random.random))
+        return not self._is_closing and out.migration.may_go_on(result)
+
+    # Retries ---------------------------------------------------------------------------------------------------
+
+    def _is_worth_retrying(self, out: Outgoing, answer: Whole) -> bool:
+        """Whether another attempt may be answered better."""
+        if answer.status == NOT_FOUND and out.ask.model is not None:  # it serves another model than it did
+            return self._desk.dispatcher.has_untried(out.ask, self._desk.clock())
+        return answer.status in RETRIED
+
+    async def _may_retry(self, out: Outgoing) -> bool:
+        """Whether there is another attempt; waits before a replica is asked again that has failed this request."""
+        now = self._desk.clock()
+        if (
+            self._is_closing
+            or out.attempts > self._config.retry_max_retries
+            or out.migration.is_spent
+            or not self._budget.take(now)
+        ):
+            return False
+        is_elsewhere = self._desk.dispatcher.has_untried(out.ask, now)
+        pause = 0.0 if is_elsewhere else self._backoff.pause(out.attempts, random.random)
+        if asyncio.get_running_loop().time() + pause >= out.deadline:
+            return False
+        if is_elsewhere:
+            return True
+        await asyncio.sleep(pause)
+        out.ask.tried.clear()
+        return True
+
+    def _returned(self, exchange: Exchange, answer: Whole) -> Passed:
+        self._metrics.first_byte(self._desk.clock() - exchange.arrived)
+        tokens = answer.tokens
+        return Passed(exchange.whole(answer.status, answer.body, answer.headers), tokens or 0, tokens is not None)
+
+
+def _said(result: Whole | PhalanxError) -> str:
+    return str(result) if isinstance(result, PhalanxError) else f"it answered {result.status}"
+
+
+def prompt_tokens(n_bytes: int) -> int:
+    """The tokens of a prompt whose answer does not count them, roughly."""
+    return n_bytes // BYTES_PER_TOKEN

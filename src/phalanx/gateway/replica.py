@@ -1,0 +1,108 @@
+"""One replica as dispatch sees it: what it serves, how busy it is, whether it may get a request. Pure."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from phalanx.gateway.breaker import Breaker, BreakerRules
+from phalanx.gateway.health import Health, HealthRules
+
+TAG = ":latest"
+"""What Ollama's clients may add to a model's name, and leave out."""
+ALONE = 1
+"""Requests at once of a server that does not say how many it takes, as with LM Studio or llama.cpp's server."""
+
+
+class ReplicaSpec(Struct, frozen=True, kw_only=True):
+    """One replica as the user names it."""
+
+    name: str
+    url: str  # without /v1 and without a slash at the end
+    weight: float = 1.0  # of its share, relative to others
+    max_in_flight: int | None = None  # None: what its /health says, else `ALONE`
+    key: str | None = None  # API key that it asks for
+    admin_key: str | None = None  # with which it tells what another replica needs to continue its streams
+
+
+class Replica:
+    """See the module's docstring. Used only on the event loop's thread."""
+
+    def __init__(self, spec: ReplicaSpec, health: HealthRules, breaker: BreakerRules) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.health = Health(health)
+        self.breaker = Breaker(breaker)
+        self.models: frozenset[str] | None = None  # that it serves; None: it does not say, so that all are tried
+        self.cards: list[dict[str, object]] = []  # entries of its /v1/models
+        self.in_flight = 0  # requests of this gateway
+        self.others = 0  # requests of others, as of the last check
+        self.is_suspect = False  # it failed the last request that ended; a good check clears it
+        self.failed_at = 0  # grants of all replicas when its last failure was counted
+        self.refused_key: str | None = None  # an admin key that it does not take
+        self.is_draining = False  # no new requests
+        self.is_leaving = False  # no longer among the gateway's replicas
+        self.last_granted = 0  # number of the grant
+        self.turn = 0.0  # of round_robin
+
+    @property
+    def limit(self) -> int:
+        """Requests at once."""
+        if self.spec.max_in_flight is not None:
+            return self.spec.max_in_flight
+        return self.health.load.limit if self.health.load is not None else ALONE
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may get one more request now."""
+        return self.in_flight < self.limit
+
+    @property
+    def busy(self) -> int:
+        """Requests that it runs or has waiting, of this gateway and of others."""
+        return self.in_flight + self.others
+
+    @property
+    def load(self) -> float:
+        """How busy it is: 1 is full, for a weight of 1."""
+        return self.busy / (self.limit * self.spec.weight)
+
+    @property
+    def in_doubt(self) -> bool:
+        """It may get requests, but others are preferred."""
+        return self.is_suspect or self.health.in_doubt or not self.breaker.is_closed
+
+    @property
+    def can_migrate(self) -> bool:
+        """Whether its streams can go on elsewhere, and others' on it."""
+        key = self.spec.admin_key
+        return bool(self.health.numerics) and key is not None and key != self.refused_key
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it serves this model, as far as is known; None is any model."""
+        return is_served(model, self.models)
+
+    def is_available(self, now: float) -> bool:
+        """Whether it may get requests at all, room or not."""
+        return self.health.state == "up" and not self.is_draining and self.breaker.allows(now)
+
+    def reason(self, now: float) -> str:
+        """Why it is not available, in words; empty if it is."""
+        if self.health.state != "up":
+            return self.health.reason
+        if self.is_draining:
+            return "is being drained"
+        return self.breaker.reason(now)
+
+    def note_load(self, own: int) -> None:
+        """Take in the figures of a check's /health.
+
+        Args:
+            own: this gateway's requests when the check began.
+        """
+        load = self.health.load
+        self.others = max(0, load.running + load.waiting - own) if load is not None else 0
+
+
+def is_served(model: str | None, models: frozenset[str] | None) -> bool:
+    """Whether a replica with these models serves this one; None is any model, and any models."""
+    return model is None or models is None or model in models or model.removesuffix(TAG) in models

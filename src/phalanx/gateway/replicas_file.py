@@ -1,0 +1,114 @@
+"""The replicas that a user names, by URLs or in a file (G1). Pure; the file's text is given.
+
+[[replica]]
+name = "studio"                  # in messages, metrics and the admin API
+url = "http://10.0.0.5:8000"
+weight = 2.0                     # of its share; 1 unless given
+max_in_flight = 16               # unless given: what its /health says, else 1
+key = "..."                      # API key that it asks for
+admin_key = "..."                # with which its streams can go on elsewhere
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from msgspec import Meta, Struct
+
+from phalanx.errors import ConfigError
+from phalanx.gateway.replica import ReplicaSpec
+from phalanx.gateway.toml_tables import parse_tables
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,63}")
+
+
+class _Table(Struct, kw_only=True):
+    name: str
+    url: str
+    weight: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    max_in_flight: Annotated[int, Meta(ge=1, le=65536)] | None = None
+    key: str | None = None
+    admin_key: str | None = None
+
+
+class Keys(Struct, frozen=True):
+    """Of replicas that have none of their own; see `ReplicaSpec`."""
+
+    key: str | None = None
+    admin_key: str | None = None
+
+
+def parse_replicas(text: str, file: str, *, keys: Keys = Keys()) -> tuple[ReplicaSpec, ...]:
+    """The replicas of a file.
+
+    Args:
+        file: its name, for messages.
+
+    Raises:
+        ConfigError: names file, line and what is wrong; then nothing of the file counts.
+    """
+    specs: dict[str, ReplicaSpec] = {}
+    for table, line in parse_tables(text, "replica", _Table, file):
+        try:
+            spec = make_spec(
+                table.name,
+                table.url,
+                weight=table.weight,
+                max_in_flight=table.max_in_flight,
+                keys=Keys(table.key or keys.key, table.admin_key or keys.admin_key),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{file}, line {line}: {error.message}", remedy=error.remedy) from error
+        if spec.name in specs:
+            raise ConfigError(f"{file}, line {line}: there is a replica {spec.name!r} before.")
+        if any(other.url == spec.url for other in specs.values()):
+            raise ConfigError(f"{file}, line {line}: {spec.url} is a replica above already.")
+        specs[spec.name] = spec
+    if not specs:
+        raise ConfigError(f"{file} has no replica.", remedy="Write [[replica]], name and url.")
+    return tuple(specs.values())
+
+
+def specs_of_urls(given: Sequence[str], *, keys: Keys = Keys()) -> tuple[ReplicaSpec, ...]:
+    """The replicas of `--worker-urls`; each is called by its host and port.
+
+    Raises:
+        ConfigError: names the URL and what is wrong with it.
+    """
+    urls = [url.strip() for text in given for url in text.split(",") if url.strip()]
+    specs: dict[str, ReplicaSpec] = {}
+    for url in urls:
+        spec = make_spec(urlsplit(url).netloc.rpartition("@")[2], url, keys=keys)
+        if spec.name in specs:
+            raise ConfigError(f"--worker-urls has {spec.name} twice.")
+        specs[spec.name] = spec
+    return tuple(specs.values())
+
+
+def make_spec(
+    name: str, url: str, *, weight: float = 1.0, max_in_flight: int | None = None, keys: Keys = Keys()
+) -> ReplicaSpec:
+    """A replica, checked.
+
+    Raises:
+        ConfigError: says what is wrong with its name or URL.
+    """
+    parts = urlsplit(url.strip())
+    try:
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number
+        usable = False
+    if not usable or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ConfigError(f"{url!r} is not the base URL of a server.", remedy="For example http://10.0.0.5:8000.")
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is not a name.", remedy="Letters, digits and . _ : - are, 64 at most.")
+    for which, key in (("key", keys.key), ("admin_key", keys.admin_key)):
+        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
+            raise ConfigError(f"The {which} of {name} is empty, or has characters that a header cannot have.")
+    base = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    return ReplicaSpec(
+        name=name, url=base, weight=weight, max_in_flight=max_in_flight, key=keys.key, admin_key=keys.admin_key
+    )

@@ -1,0 +1,275 @@
+"""The gateway's process: builds its parts, accepts connections, reads files again, drains at the end.
+
+Does not know routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from phalanx.edge.acceptor import Acceptor, limits_within
+from phalanx.edge.hosts import AllowedHosts
+from phalanx.edge.listening import base_url, bind, check_certificate
+from phalanx.edge.table import ConnectionTable, Deadlines, Place, limits_for
+from phalanx.errors import ConfigError, ExitCode, NoReplica, ReplicaFailed
+from phalanx.gateway.admin import Admin
+from phalanx.gateway.app import App, metrics_handler
+from phalanx.gateway.clients import Clients
+from phalanx.gateway.connection import GatewayConnection
+from phalanx.gateway.desk import Desk
+from phalanx.gateway.dispatcher import Dispatcher
+from phalanx.gateway.fleet import Fleet
+from phalanx.gateway.keys_file import parse_keys
+from phalanx.gateway.metrics import Metrics
+from phalanx.gateway.models import parse_aliases
+from phalanx.gateway.policies import CacheAware, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, RoundRobin
+from phalanx.gateway.proxy import Proxy
+from phalanx.gateway.replica import Replica, ReplicaSpec
+from phalanx.gateway.replicas_file import Keys, parse_replicas, specs_of_urls
+from phalanx.gateway.settings import GatewayConfig
+from phalanx.gateway.upstream import make_session
+from phalanx.gateway.watched_file import WatchedFile
+from phalanx.open_files import raise_limit
+
+log = logging.getLogger(__name__)
+
+OPEN_FILES = 4096  # besides one for each client's connection: one for each request on a replica
+FILE_CHECK_S = 1.0  # between two looks at the files of replicas and keys
+FLUSH_S = 5.0  # for the last bytes of answers, after the drain
+CLOSING = "The gateway is shutting down."
+
+
+def serve(config: GatewayConfig) -> int:
+    """Serve until a signal. Returns the exit code.
+
+    Raises:
+        ConfigError: a flag or a file is wrong, or the address cannot be bound; says which and what to do.
+    """
+    check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    if bool(config.worker_urls) == bool(config.replicas):
+        raise ConfigError("The gateway has no replicas, or two kinds.", remedy="Give --worker-urls or --replicas FILE.")
+    limits = limits_for(config.max_connections, config.max_connections_per_address, 0)
+    raise_limit(limits.total + OPEN_FILES)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(bind(config.host, config.port))
+        metrics = None
+        if config.prometheus_port is not None:
+            metrics = stack.enter_context(bind(config.host, config.prometheus_port))
+        gateway = Gateway(config, listener, metrics)
+        return asyncio.run(gateway.run())
+
+
+def make_policy(config: GatewayConfig) -> Policy:
+    """The policy that the settings name."""
+    if config.policy == "cache_aware":
+        return CacheAware(
+            threshold=config.cache_threshold, more=config.balance_abs_threshold, times=config.balance_rel_threshold
+        )
+    if config.policy == "power_of_two":
+        return PowerOfTwo(random.randrange)
+    kinds: dict[str, type[Policy]] = {
+        "least_load": LeastLoad, "round_robin": RoundRobin, "consistent_hashing": ConsistentHashing
+    }  # fmt: skip
+    return kinds[config.policy]()
+
+
+class Gateway:
+    """See the module's docstring.
+
+    Args:
+        listener: bound, listening, not blocking.
+        metrics_listener: the same for /metrics alone, if that has a port of its own.
+        deadlines: how long clients may keep a connection waiting.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        listener: socket.socket,
+        metrics_listener: socket.socket | None = None,
+        deadlines: Deadlines = Deadlines(),
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._metrics_listener = metrics_listener
+        self._deadlines = deadlines
+        limits = limits_for(config.max_connections, config.max_connections_per_address, 0)
+        self._table = ConnectionTable(limits_within(limits))
+        self._clients = Clients(config.api_key, time.monotonic)
+        self._desk = Desk(Dispatcher(make_policy(config), queue_size=config.queue_size), time.monotonic)
+        self._metrics = Metrics(self._desk.dispatcher)
+        self._stopping = asyncio.Event()
+        self._stopping_at_once = asyncio.Event()
+        self._files: list[WatchedFile[Any]] = []
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._worker_keys = Keys(config.worker_key, config.worker_admin_key)
+        self.port = int(listener.getsockname()[1])
+        self.ready = asyncio.Event()
+        """The gateway accepts connections."""
+
+    async def run(self) -> int:
+        """Serve until `stop`. Returns the exit code.
+
+        Raises:
+            ConfigError: a file is wrong; names it and the line.
+        """
+        config = self._config
+        aliases = parse_aliases(config.model_aliases)
+        async with make_session(_trusted(config.worker_ca)) as session:
+            fleet = Fleet(config, self._desk, session)
+            proxy = Proxy(config, self._desk, session, self._metrics)
+            admin = Admin(self._desk, fleet, proxy, keys=self._worker_keys, from_file=config.replicas)
+            app = App(
+                self._desk, proxy, self._clients, self._metrics, admin, fleet,
+                admin_key=config.admin_key, aliases=aliases, hosts=AllowedHosts(config.host, config.allowed_hosts),
+                serves_metrics=self._metrics_listener is None,
+            )  # fmt: skip
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                self._load_files(fleet, proxy)
+                tasks += [asyncio.create_task(work) for work in (self._desk.tick(), proxy.watch(), self._watch_files())]
+                with self._signals():
+                    await self._serve(app, proxy, fleet)
+            finally:
+                tasks += self._leaving
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await fleet.close()
+        return ExitCode.OK
+
+    def stop(self) -> None:
+        """Refuse new requests, wait for running ones, then end. A second call ends at once."""
+        if self._stopping.is_set():
+            self._stopping_at_once.set()
+        self._stopping.set()
+
+    def reload(self) -> None:
+        """Read the files again."""
+        for file in self._files:
+            file.reload(if_changed=False)
+
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _load_files(self, fleet: Fleet, proxy: Proxy) -> None:
+        config = self._config
+        if config.keys is not None:
+            self._files.append(WatchedFile(Path(config.keys), "--keys", parse_keys, self._clients.set_named))
+        if config.replicas is not None:
+
+            def parse(text: str, name: str) -> tuple[ReplicaSpec, ...]:
+                return parse_replicas(text, name, keys=self._worker_keys)
+
+            def apply(specs: tuple[ReplicaSpec, ...]) -> None:
+                for replica in fleet.apply(specs):
+                    task = asyncio.create_task(self._hand_over(proxy, replica))
+                    self._leaving.add(task)
+                    task.add_done_callback(self._leaving.discard)
+
+            self._files.append(WatchedFile(Path(config.replicas), "--replicas", parse, apply))
+        else:
+            fleet.apply(specs_of_urls(config.worker_urls, keys=self._worker_keys))
+        for file in self._files:
+            file.load()
+
+    async def _hand_over(self, proxy: Proxy, replica: Replica) -> None:
+        """A replica that left the file ends what it has; streams that take long go on elsewhere, where they can."""
+        if not await self._desk.until_idle(replica, self._config.shutdown_grace_period_secs):
+            proxy.move(replica, ReplicaFailed(f"The replica {replica.name} was removed."))
+
+    async def _watch_files(self) -> None:
+        while True:
+            await asyncio.sleep(FILE_CHECK_S)
+            for file in self._files:
+                file.reload(if_changed=True)
+
+    async def _serve(self, app: App, proxy: Proxy, fleet: Fleet) -> None:
+        server = web.Server(app.handle, handler_cancellation=True)
+        tls = _server_context(self._config)
+
+        def connect(place: Place) -> GatewayConnection:
+            return GatewayConnection(place, self._table, self._deadlines, server)
+
+        acceptor = Acceptor(self._listener, self._table, connect, deadlines=self._deadlines, tls=tls)
+        acceptor.start()
+        apart: asyncio.Server | None = None
+        if self._metrics_listener is not None:
+            handler = metrics_handler(self._metrics, time.monotonic)
+            apart = await asyncio.get_running_loop().create_server(
+                web.Server(handler, access_log=None), sock=self._metrics_listener
+            )
+        names = ", ".join(fleet.replicas)
+        url = base_url(self._config.host, self.port, tls=tls is not None)
+        print(f"phalanx gateway is ready: {url} (replicas: {names})", flush=True)
+        self.ready.set()
+        try:
+            await self._stopping.wait()
+            await self._drain(app, proxy)
+        finally:
+            await acceptor.stop()
+            if apart is not None:
+                apart.close()
+            await server.shutdown(FLUSH_S)
+
+    async def _drain(self, app: App, proxy: Proxy) -> None:
+        app.closing = CLOSING
+        grace = self._config.shutdown_grace_period_secs
+        if app.unfinished:
+            log.info("draining %d requests, %g s at most", app.unfinished, grace)
+        if await app.wait_until_idle(grace, unless=self._stopping_at_once):
+            return
+        log.warning("%d requests did not end in time and are cut off", app.unfinished)
+        proxy.close(NoReplica(CLOSING, retry_after=5.0))
+        await app.wait_until_idle(FLUSH_S)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM drain, SIGHUP reads files again. Outside of a main thread, nothing does."""
+        loop = asyncio.get_running_loop()
+        handlers = {signal.SIGINT: self.stop, signal.SIGTERM: self.stop, signal.SIGHUP: self.reload}
+        installed = []
+        try:
+            for number, handler in handlers.items():
+                loop.add_signal_handler(number, handler)
+                installed.append(number)
+        except (RuntimeError, ValueError):  # not the main thread
+            pass
+        try:
+            yield
+        finally:
+            for number in installed:
+                loop.remove_signal_handler(number)
+
+
+def _server_context(config: GatewayConfig) -> ssl.SSLContext | None:
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: "")  # never ask on the terminal
+    return context
+
+
+def _trusted(file: str | None) -> ssl.SSLContext | None:
+    """What https replicas may show; None is what the system trusts.
+
+    Raises:
+        ConfigError: the file has no certificate.
+    """
+    if file is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=file)
+    except OSError as error:  # ssl.SSLError among them
+        raise ConfigError(f"--worker-ca {file} cannot be used: {error.strerror or error}.") from error

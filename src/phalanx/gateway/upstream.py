@@ -1,0 +1,172 @@
+"""One attempt of one request on one replica: what is sent, what comes back, and what may break in between.
+
+Errors of the HTTP library end here: the proxy sees phalanx's own, with the replica's name. Does not know clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import ssl
+from collections.abc import AsyncGenerator, Iterable, Mapping
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from phalanx.edge.migration import MIGRATION, RESUME
+from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed, ReplicaTooSlow
+from phalanx.gateway.dispatcher import Grant
+
+CONNECT_S = 5.0  # for a connection and its TLS handshake: some round trips, with two lost packets
+PIECE_BYTES = 1 << 16  # of a body, handed to the transport at a time
+HOP_BY_HOP = frozenset(
+    "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    "upgrade".split()
+)
+NOT_SENT = HOP_BY_HOP | {
+    "host", "content-length", "content-encoding", "accept-encoding", "expect", "x-request-id", MIGRATION, RESUME
+}  # fmt: skip
+NOT_RETURNED = HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", "x-phalanx-replica"}
+CLIENTS_KEYS = frozenset(("authorization", "x-api-key"))
+
+
+def make_session(trusted: ssl.SSLContext | None) -> aiohttp.ClientSession:
+    """The client for all replicas: dispatch limits connections, and each attempt has deadlines of its own."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=trusted if trusted is not None else True, keepalive_timeout=15.0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Content-Type", "Accept", "Accept-Encoding"),
+        trust_env=False,
+    )
+
+
+def request_headers(
+    given: Iterable[tuple[str, str]], *, request_id: str, key: str | None, pass_keys: bool
+) -> CIMultiDict[str]:
+    """What a replica gets of a client's headers.
+
+    Args:
+        key: the replica's own; None if it has none.
+        pass_keys: without `key`, the client's own key is for the replica.
+    """
+    pairs = list(given)
+    named = {part.strip().lower() for name, value in pairs if name.lower() == "connection" for part in value.split(",")}
+    left_out = NOT_SENT | named | (frozenset() if pass_keys and key is None else CLIENTS_KEYS)
+    headers = CIMultiDict((name, value) for name, value in pairs if name.lower() not in left_out)
+    headers["Accept-Encoding"] = "identity"  # streams are read as they pass
+    headers["X-Request-Id"] = request_id
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
+
+
+def response_headers(given: Mapping[str, str]) -> CIMultiDict[str]:
+    """What a client gets of a replica's headers."""
+    return CIMultiDict((name, value) for name, value in given.items() if name.lower() not in NOT_RETURNED)
+
+
+class Flight:
+    """One attempt: open from `send` to the end of the `async with`, which closes the connection unless it is idle.
+
+    Args:
+        deadline: when the whole request ends; the loop's time.
+    """
+
+    def __init__(self, grant: Grant, deadline: float) -> None:
+        self.grant = grant
+        self.has_begun = False  # a byte of the answer has come
+        self.is_sent = False  # the replica may be computing
+        self.last_byte = asyncio.get_running_loop().time()
+        self.is_passing = False  # the client is written to: the replica is not waited for
+        self._cut: PhalanxError | None = None
+        self._scope = asyncio.timeout_at(deadline)
+        self._response: aiohttp.ClientResponse | None = None
+
+    @property
+    def name(self) -> str:
+        """The replica's."""
+        return self.grant.replica.name
+
+    def cut(self, error: PhalanxError) -> None:
+        """End the attempt now, with this error."""
+        if self._cut is None and not self._scope.expired():
+            self._cut = error
+            self._scope.reschedule(0.0)
+
+    async def __aenter__(self) -> Flight:
+        await self._scope.__aenter__()
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        if self._response is not None:
+            self._response.close()  # at its end the connection is in the pool already
+        try:
+            await self._scope.__aexit__(*details)  # type: ignore[arg-type]
+        except TimeoutError:
+            raise self._cut or ReplicaTooSlow(
+                f"The request's time was over before the replica {self.name} had answered."
+            ) from None
+
+    async def send(
+        self, session: aiohttp.ClientSession, method: str, path: str, headers: CIMultiDict[str], body: bytes | None
+    ) -> aiohttp.ClientResponse:
+        """Send the request. Returns the answer's head.
+
+        Args:
+            path: with its query, as the client sent it.
+
+        Raises:
+            ReplicaFailed: no connection, or it broke off.
+            MalformedAnswer: what came is not HTTP.
+        """
+        data = io.BytesIO(body) if body is not None and len(body) > PIECE_BYTES else body  # the loop serves others too
+        url = URL(self.grant.replica.spec.url + path, encoded=True)
+        try:
+            self._response = await session.request(method, url, headers=headers, data=data, allow_redirects=False)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise ReplicaFailed(f"The replica {self.name} cannot be reached: {_cause(error)}.") from error
+        except aiohttp.ClientResponseError as error:
+            self.is_sent = True
+            raise MalformedAnswer(f"The replica {self.name} answers what is not HTTP: {error.message}.") from error
+        except (aiohttp.ClientError, OSError) as error:
+            self.is_sent = True
+            raise ReplicaFailed(f"The replica {self.name} broke off: {_cause(error)}.") from error
+        self.is_sent = True
+        self.note_byte()
+        return self._response
+
+    async def pieces(self) -> AsyncGenerator[bytes]:
+        """The answer's body, as it comes.
+
+        Raises:
+            ReplicaFailed: it broke off.
+        """
+        assert self._response is not None
+        while True:
+            try:
+                piece = await self._response.content.readany()
+            except (aiohttp.ClientError, OSError) as error:
+                raise ReplicaFailed(f"The replica {self.name} broke off: {_cause(error)}.") from error
+            if not piece:
+                return
+            self.note_byte()
+            yield piece
+
+    def note_byte(self) -> None:
+        """A byte has come."""
+        self.has_begun = True
+        self.last_byte = asyncio.get_running_loop().time()
+
+
+def _cause(error: BaseException) -> str:
+    """An error of the library in words, without the address that it may name."""
+    inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(inner, TimeoutError):
+        return f"no connection in {CONNECT_S:g} s"
+    if isinstance(inner, aiohttp.ClientPayloadError):
+        return "its answer ended early"
+    text = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
+    return str(text).rstrip(".")

@@ -1,0 +1,211 @@
+"""A pipeline stage: some consecutive layers of a model, with an inlet before them and an outlet behind them (P1, P4).
+
+The model's own code runs. Layers of other stages are in their places, so that indices keep their meaning, but compute
+nothing: the one before the stage's first layer hands on the array that came from the stage before (the inlet), the one
+behind its last layer takes what comes out (the outlet), and all others hand on NaN. So what reaches the stage past the
+inlet shows, instead of giving wrong tokens. Own layers and the model itself are unchanged. `loading/stage_cut.py` makes
+stages. Does not know links, ranks or plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from phalanx.errors import EngineError, ModelUnsupported
+from phalanx.model.cache.layout import CacheFacts
+
+
+def cannot_be_cut(name: str, reason: str) -> ModelUnsupported:
+    """The error for a model of which a stage would not compute what the whole model does."""
+    return ModelUnsupported(f"{name} cannot be cut into stages: {reason}.", remedy="Serve it with --pp 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a layer's call has the array that layers hand on."""
+
+    argument: int | str
+    """Number of the positional argument, or name of the keyword argument."""
+    result: int | None
+    """Number of it among the results; None if it is the only one."""
+    results: tuple[bool, ...] = ()
+    """For each of several results: whether it is something (not None)."""
+
+
+@dataclass(slots=True)
+class _Passing:
+    """What goes through a stage in one call of the model."""
+
+    inlet: mx.array | None
+    entered: int = 0  # layers that were given the inlet
+    outlet: mx.array | None = None
+
+
+class Stage:
+    """Layers `[first, last)` of a model that has `count`.
+
+    Args:
+        name: of the model, for messages.
+        width: elements of the array that layers hand on, per token.
+        whole: facts of the whole model, before it was cut or split.
+    """
+
+    def __init__(self, name: str, first: int, last: int, count: int, width: int, whole: CacheFacts) -> None:
+        self.name = name
+        self.first = first
+        self.last = last
+        self.count = count
+        self.width = width
+        self.whole = whole
+        self._passing: _Passing | None = None
+
+    def __str__(self) -> str:
+        own = f"layers {self.first}-{self.last - 1}" if self.last - self.first > 1 else f"layer {self.first}"
+        return f"{own} of 0-{self.count - 1}"
+
+    @property
+    def has_inlet(self) -> bool:
+        """Whether a stage comes before this one."""
+        return self.first > 0
+
+    @property
+    def has_outlet(self) -> bool:
+        """Whether a stage comes after this one. It then has no logits."""
+        return self.last < self.count
+
+    def call(self, model: Module, tokens: mx.array, caches: list[Any], inlet: mx.array | None) -> mx.array:
+        """One call of the model; lazy.
+
+        Args:
+            tokens: [rows, L]. Only the first stage looks at their values.
+            inlet: [rows, L, width], from the stage before; None for the first stage.
+
+        Returns:
+            [rows, L, width] for the next stage; from the last stage logits [rows, L, V].
+
+        Raises:
+            EngineError: the model did not pass the inlet exactly once.
+        """
+        passing = self._passing = _Passing(inlet)
+        try:
+            logits: mx.array = model(tokens, cache=caches)
+        finally:
+            self._passing = None
+        result = passing.outlet if self.has_outlet else logits
+        if result is None or passing.entered != int(self.has_inlet):
+            raise EngineError(f"The model ran {self} with {passing.entered} inlets.")
+        return result
+
+    def hand_on(self, layer: int, incoming: mx.array) -> mx.array:
+        """What a layer of another stage hands on. Changes state at the inlet and at the outlet."""
+        passing = self._passing
+        if passing is not None and layer == self.first - 1 and passing.inlet is not None:
+            passing.entered += 1
+            return passing.inlet
+        if passing is not None and layer == self.last:
+            passing.outlet = incoming
+        return mx.full(incoming.shape, float("nan"), incoming.dtype)
+
+
+def check_inlet(stage: Stage | None, inlet: mx.array | None, fed: tuple[int, int]) -> None:
+    """Check that a forward of `fed` = (rows, tokens per row) has the inlet that it needs, or none.
+
+    Raises:
+        EngineError: says which shape it has, and which it must have.
+    """
+    wanted = (*fed, stage.width) if stage is not None and stage.has_inlet else None
+    given = None if inlet is None else tuple(inlet.shape)
+    if given != wanted:
+        raise EngineError(f"{stage or 'The whole model'}: an inlet of shape {given} was given; {wanted} is needed.")
+    if inlet is not None and not mx.issubdtype(inlet.dtype, mx.floating):
+        raise EngineError(f"{stage}: an inlet of {inlet.dtype} was given; a floating dtype is needed.")
+
+
+def call_model(
+    model: Module, stage: Stage | None, tokens: mx.array, caches: list[Any], inlet: mx.array | None
+) -> mx.array:
+    """One call of a model that is whole (`stage` is None, and nothing of this module runs) or a stage; lazy."""
+    if stage is not None:
+        return stage.call(model, tokens, caches, inlet)
+    logits: mx.array = model(tokens, cache=caches)
+    return logits
+
+
+class Absent:
+    """In place of the further results of a layer of another stage: every use of it is an error."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise EngineError("A layer needs what a layer of another stage returns beside the array that it hands on.")
+
+    __bool__ = __iter__ = __len__ = __eq__ = __getitem__ = __call__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()
+
+
+ABSENT = Absent()
+
+
+def hollow(layer: Module, stage: Stage, number: int, place: Place) -> None:
+    """Turn a layer into one of another stage, in place: it keeps its plain attributes and no arrays.
+
+    Models read such attributes to choose a mask or a cache ("is this layer's attention local?"), also of its children.
+    """
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        incoming = args[place.argument] if isinstance(place.argument, int) else kwargs[place.argument]
+        handed_on = stage.hand_on(number, incoming)
+        if place.result is None:
+            return handed_on
+        others = [ABSENT if something else None for something in place.results]
+        return (*others[: place.result], handed_on, *others[place.result + 1 :])
+
+    cls = type(layer)
+    contents = _hollowed(dict(layer), {id(layer): layer})
+    plain = _plain(vars(layer))
+    layer.clear()
+    dict.update(layer, contents)
+    vars(layer).clear()
+    vars(layer).update(plain)
+    # Its module is this one, so that nothing takes it for a class of mlx-lm.
+    layer.__class__ = type(f"Foreign{cls.__name__}", (cls,), {"__call__": call, "__module__": __name__})
+
+
+class Hollow(Module):  # type: ignore[misc]
+    """What is left of a module inside a layer of another stage."""
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Not to be called."""
+        raise EngineError("A part of a layer of another stage was called.")
+
+
+def _hollowed(value: Any, seen: dict[int, Any]) -> Any:
+    """A copy without arrays; of modules only plain attributes are left."""
+    if id(value) in seen:
+        return seen[id(value)]
+    if isinstance(value, Module):
+        copy = seen[id(value)] = Hollow()
+        copy.__dict__.update(_plain(vars(value)))
+        dict.update(copy, _hollowed(dict(value), seen))
+        return copy
+    if isinstance(value, dict):
+        return {key: _hollowed(item, seen) for key, item in value.items() if not isinstance(item, mx.array)}
+    if isinstance(value, list | tuple):
+        items = [_hollowed(item, seen) for item in value if not isinstance(item, mx.array)]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Those that are numbers, words or None, and MLX's own."""
+    plain = bool | int | float | str | None
+    return {key: value for key, value in attributes.items() if isinstance(value, plain) or key in MLX_OWN}
+
+
+MLX_OWN = ("_no_grad", "_training")
+"""Attributes of every module."""

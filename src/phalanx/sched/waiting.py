@@ -1,0 +1,65 @@
+"""Sequences that wait for a row: first come, first served within an owner, and by turns between owners (S3).
+
+An owner stands for an API key. The next row goes to the owner that holds the fewest, and to the earlier sequence where
+two hold as many; so one owner alone is served in order of arrival, and many sequences of one owner do not delay another
+owner's. Pure. Does not know memory or rows (`scheduler.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+
+from phalanx.sched.sequence import Sequence
+
+
+class WaitingQueue:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[Sequence]] = {}  # owner -> its sequences, the next one first; none is empty
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def append(self, seq: Sequence) -> None:
+        """Add a new sequence behind the others of its owner."""
+        self._queues.setdefault(seq.request.owner, deque()).append(seq)
+
+    def put_first(self, seq: Sequence) -> None:
+        """Add a sequence that lost its row before the others of its owner."""
+        self._queues.setdefault(seq.request.owner, deque()).appendleft(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out."""
+        queue = self._queues[seq.request.owner]
+        queue.remove(seq)
+        if not queue:
+            del self._queues[seq.request.owner]
+
+    def by_turns(self, rows: Mapping[str, int]) -> Iterator[Sequence]:
+        """Each sequence once, in the order in which they get rows.
+
+        Args:
+            rows: owner -> rows that it holds. The caller changes it, and may remove the sequence that it was given,
+                before it asks for the next.
+        """
+        rest = {owner: iter(tuple(queue)) for owner, queue in self._queues.items()}
+        heads = {owner: next(sequences) for owner, sequences in rest.items()}
+        while heads:
+            owner = min(heads, key=lambda owner: (rows.get(owner, 0), heads[owner].number))
+            yield heads.pop(owner)
+            if (following := next(rest[owner], None)) is not None:
+                heads[owner] = following
+
+
+def victim(rows: Iterable[Sequence], held: Mapping[str, int]) -> Sequence:
+    """The row that is to be preempted: the newest one of the owner that holds most.
+
+    With several owners the oldest row of all is taken only if it is the only one, so that some row always advances.
+
+    Args:
+        rows: the running sequences, at least one.
+        held: owner -> rows that it holds.
+    """
+    return max(rows, key=lambda row: (held[row.request.owner], row.number))

@@ -1,0 +1,153 @@
+"""uvicorn's HTTP connection with a place and deadlines, which `edge/acceptor.py` accepts and watches.
+
+Does not know routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import h11
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from phalanx.edge.acceptor import unsent
+from phalanx.edge.table import ConnectionTable, Deadlines, Place, Progress
+from phalanx.server.bounded_h11 import BoundedConnection
+from phalanx.server.envelope import Envelope
+
+HEALTH_PATHS = ("/health", "/ping")  # what a place of the reserve answers
+
+
+class Connection(H11Protocol):
+    """uvicorn's HTTP connection with a place and deadlines."""
+
+    def __init__(self, place: Place, table: ConnectionTable, deadlines: Deadlines, **given: Any) -> None:
+        super().__init__(**given)
+        self.conn = self._bounded = BoundedConnection()
+        self._place = place
+        self._table = table
+        self._deadlines = deadlines
+        self._received = 0
+        self._header_since: float | None = time.monotonic()  # None: no header is awaited or under way
+        self._body = Progress(deadlines.body_s, deadlines.progress_bytes)
+        self._answer = Progress(deadlines.read_s, deadlines.progress_bytes)
+        self.app = self._noticing(only_health(self.app) if place.reserved else self.app)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        super().connection_made(transport)
+        self._place.close = transport.abort
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._table.remove(self._place)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return  # TLS hands on what it has decrypted already
+        self._received += len(data)
+        if self._header_since is None and self.conn.their_state is h11.IDLE:
+            self._header_since = time.monotonic()
+        super().data_received(data)
+        self._note_phase()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._table.mark_busy(self._place)
+            self._table.mark_idle(self._place)  # from now on
+        self._note_phase()
+        if self._awaits_request and self._bounded.has_more:
+            self._header_since = time.monotonic()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a malformed request; one whose answer has begun can only be cut off."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+            if self.cycle is not None:
+                self.cycle.disconnected = True  # the application may be about to answer
+        else:
+            self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """No request changes the protocol. uvicorn would log a warning for each one that offers to: Java's HTTP client
+        and some proxies do, with `Upgrade: h2c`, and go on in HTTP/1.1 as the standard says."""
+        return False
+
+    def _noticing(self, app: ASGIApp) -> ASGIApp:
+        """The app; the connection is busy once the app, having accepted a request's key, asks for its body. One without
+        a key may be displaced even while it is answered: a stranger could read its answers slowly."""
+
+        async def noticing(scope: Scope, receive: Receive, send: Send) -> None:
+            async def noticed() -> Message:
+                if "owner" in scope["state"] and scope is self.scope and not self.cycle.response_complete:
+                    self._table.mark_busy(self._place)
+                return await receive()
+
+            await app(scope, noticed, send)
+
+        return noticing
+
+    @property
+    def _awaits_request(self) -> bool:
+        return self.conn.their_state is h11.IDLE
+
+    def _note_phase(self) -> None:
+        if self.transport.is_closing():
+            return
+        if not self._awaits_request:
+            self._header_since = None
+        is_answered = self.cycle is not None and self.cycle.response_complete  # perhaps before its body has come
+        if self._awaits_request or is_answered:
+            self._table.mark_idle(self._place)
+        elif self._place.reserved:
+            self._table.mark_busy(self._place)  # one small answer without a key, and the connection is closed
+
+    @property
+    def is_gone(self) -> bool:
+        """The connection is closed, and nothing waits to be sent."""
+        return bool(self.transport.is_closing() and not unsent(self.transport))
+
+    def overdue(self, now: float) -> str:
+        """Why this connection is to be closed, in words; empty if it is in time."""
+        limit = self._deadlines
+        if self._awaits_request and self._header_since is not None and now - self._header_since > limit.header_s:
+            return f"without a whole header in {limit.header_s:g} s"
+        if self.conn.their_state is not h11.SEND_BODY or self.flow.read_paused:
+            self._body.reset()
+        elif self._body.is_stalled(self._received, now):
+            return f"without progress of a body in {limit.body_s:g} s"
+        waiting = unsent(self.transport)
+        if not waiting:
+            self._answer.reset()
+        elif self._answer.is_stalled(self._bounded.sent - waiting, now):
+            return f"that did not read their answer for {limit.read_s:g} s"
+        return ""
+
+    def abort(self) -> None:
+        """Close at once, unsent bytes and all: a client that does not read would keep a mere `close` waiting."""
+        self.transport.abort()
+
+
+def only_health(app: ASGIApp) -> ASGIApp:
+    """The app, reduced to /health: the rest is answered 503; the connection is closed after one answer."""
+    error = {
+        "message": "The server has as many connections as it may have.",
+        "type": "service_unavailable_error",
+        "param": None,
+        "code": None,
+    }
+    full = Envelope(JSONResponse({"error": error}, 503, {"Retry-After": "1"}))
+
+    async def reduced(scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await (app if scope["path"] in HEALTH_PATHS else full)(scope, receive, closing)
+
+    return reduced

@@ -1,0 +1,46 @@
+"""What makes up an endpoint that generates, so that `routes.py` serves every dialect alike. Pure.
+
+Does not know the fields of any dialect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
+
+from phalanx.server.answers import Failure, ResponseHead
+from phalanx.server.dialects.answer_format import AnswerFormat
+from phalanx.server.json_fields import Readers
+from phalanx.server.parsed import ChatRequest, CompletionRequest, Served
+from phalanx.server.schema import Body
+
+B = TypeVar("B", bound=Body)
+ErrorBody = Callable[[Failure], dict[str, Any]]
+"""The body of an answer that is an error."""
+
+
+class Asked(Struct, frozen=True):
+    """A parsed body."""
+
+    request: ChatRequest | CompletionRequest
+    format: Callable[[ResponseHead], AnswerFormat]  # of its answer
+
+
+class Known(Struct, frozen=True):
+    """A body whose answer needs no model, but one that is ready."""
+
+    answer: Callable[[int], dict[str, Any]]  # at this time, in seconds since 1970
+
+
+class Dialect(Struct, Generic[B], frozen=True, kw_only=True):
+    """An endpoint that generates."""
+
+    body: type[B]
+    readers: Readers | None = None  # of the body's large fields; None: those of OpenAI's bodies
+    parse: Callable[[B, Served], Asked | Known]  # raises InvalidRequest, which names the field
+    field: str  # that holds the prompt, for errors
+    id_prefix: str  # of answers' ids
+    longest_silence_s: float = math.inf  # of a stream whose client is there; --keepalive-seconds may say less

@@ -1,0 +1,132 @@
+"""The bodies of `/v1/messages` and `/v1/messages/count_tokens` (Anthropic): names, types and sizes of fields.
+
+Unknown fields are passed over: the clients of this API send new ones every month. Does not know what fields mean
+(`messages.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from phalanx.server.json_fields import (
+    SCHEMA_BYTES,
+    TOOLS_BYTES,
+    Reader,
+    at_most,
+    list_of,
+    object_of,
+    read_dict,
+    read_text,
+    read_variables,
+    text_or,
+    unread_list,
+)
+from phalanx.server.schema import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, TolerantBody
+
+
+def _field(text: str) -> Meta:
+    return Meta(description=text)
+
+
+class TextPart(TolerantBody, kw_only=True):
+    """A block of the system prompt, or of a call's result."""
+
+    type: Annotated[str, _field('Only "text".')]
+    text: str | None = None
+
+
+class Block(TolerantBody, kw_only=True):
+    """A block of a message."""
+
+    type: Annotated[str, _field("text, tool_use, tool_result, thinking or redacted_thinking, which is left out.")]
+    text: str | None = None
+    thinking: Annotated[str | None, _field("Of an answer before: its reasoning, whoever signed it.")] = None
+    id: Annotated[str | None, _field("Of a call.")] = None
+    name: Annotated[str | None, _field("Of the called tool.")] = None
+    input: Annotated[dict[str, Any] | None, _field("The arguments of a call.")] = None
+    tool_use_id: Annotated[str | None, _field("Of a result: the call it answers.")] = None
+    content: Annotated[str | list[TextPart] | None, _field("Of a result.")] = None
+    is_error: Annotated[bool | None, _field("The model reads `Error: ` before the result.")] = None
+
+
+class Message(TolerantBody, kw_only=True):
+    role: Annotated[str, _field("user, assistant or system.")]
+    content: str | Annotated[list[Block], Meta(max_length=MAX_PARTS)]
+
+
+class Tool(TolerantBody, kw_only=True):
+    type: Annotated[str | None, _field('"custom", or absent. Others are left out: Anthropic runs them.')] = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: Annotated[dict[str, Any] | None, _field("JSON schema of the arguments, an object.")] = None
+
+
+class ToolChoice(TolerantBody, kw_only=True):
+    type: Annotated[str, _field("auto, any, tool or none.")]
+    name: Annotated[str | None, _field("Of the type tool.")] = None
+    disable_parallel_tool_use: Annotated[bool | None, _field("The answer ends with its first call.")] = None
+
+
+class ThinkingBody(TolerantBody, kw_only=True):
+    type: Annotated[str, _field("enabled, adaptive or disabled.")]
+    budget_tokens: Annotated[int | None, _field("Handed to the chat template as `thinking_budget`.")] = None
+    display: Annotated[str | None, _field('With "omitted", blocks of thinking have no text.')] = None
+
+
+class OutputFormat(TolerantBody, kw_only=True):
+    type: Annotated[str, _field("Only json_schema.")]
+    schema: Annotated[dict[str, Any] | None, _field("A JSON schema that the answer matches.")] = None
+
+
+class OutputConfig(TolerantBody, kw_only=True):
+    effort: Annotated[str | None, _field("Handed to the chat template as `reasoning_effort`.")] = None
+    format: OutputFormat | None = None
+
+
+class MessagesBody(TolerantBody, kw_only=True):
+    """`POST /v1/messages`; without `max_tokens`, `POST /v1/messages/count_tokens`"""
+
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
+    model: Annotated[str | None, _field("A served model's name; the first one when left out.")] = None
+    max_tokens: Annotated[int | None, _field("Most output tokens; lowered to what there is room for.")] = None
+    system: Annotated[str | list[TextPart] | None, _field("A system message before the others.")] = None
+    stream: bool | None = None
+    temperature: Annotated[float | None, _field("0 is greedy.")] = None
+    top_p: float | None = None
+    top_k: Annotated[int | None, _field("0 or -1 is off.")] = None
+    stop_sequences: Annotated[list[str] | None, _field("Up to 16; the answer ends before the first.")] = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputConfig | None = None
+    output_format: Annotated[OutputFormat | None, _field("The older place of output_config.format.")] = None
+    mcp_servers: Annotated[list[Any] | None, _field("Only an empty list.")] = None
+    timeout: Annotated[float | None, _field('Seconds; afterwards the answer ends with "max_tokens". Ours.')] = None
+    cache_salt: Annotated[
+        str | None, _field("Cached prefixes are shared only between requests with the same salt.")
+    ] = None
+
+
+READERS: dict[tuple[type, str], Reader] = {}
+READERS.update(
+    {
+        (TextPart, "text"): read_text,
+        (Block, "text"): read_text,
+        (Block, "thinking"): read_text,
+        (Block, "input"): read_variables,
+        (Block, "content"): text_or(list_of(TextPart, MAX_PARTS, READERS)),
+        (Message, "content"): text_or(list_of(Block, MAX_PARTS, READERS)),
+        (Tool, "description"): read_text,
+        (Tool, "input_schema"): read_variables,
+        (OutputFormat, "schema"): at_most(SCHEMA_BYTES, read_dict),
+        (OutputConfig, "format"): object_of(OutputFormat, READERS),
+        (MessagesBody, "messages"): list_of(Message, MAX_MESSAGES, READERS),
+        (MessagesBody, "system"): text_or(list_of(TextPart, MAX_PARTS, READERS)),
+        (MessagesBody, "tools"): at_most(TOOLS_BYTES, list_of(Tool, MAX_TOOLS, READERS)),
+        (MessagesBody, "output_config"): object_of(OutputConfig, READERS),
+        (MessagesBody, "output_format"): object_of(OutputFormat, READERS),
+        (MessagesBody, "mcp_servers"): unread_list,
+    }
+)

@@ -1,0 +1,203 @@
+"""How `/v1/messages` (Anthropic) writes answers: blocks of thinking, text and calls, streamed or whole. Pure.
+
+Does not know requests (`messages.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Raw
+
+from phalanx.server.answers import CallDelta, Delta, Ending, Failure, ResponseHead, Usage, moves_json
+from phalanx.server.stream import named_event
+
+Thinking = Literal["shown", "omitted", "hidden"]
+"""Whether an answer has its reasoning in blocks of thinking, blocks without their text, or no such blocks."""
+
+KINDS_OF_ERRORS: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+TOO_LONG = "prompt is too long: "
+"""Claude Code shortens its conversation when an error says so."""
+
+
+class MessagesFormat:
+    """Writes one answer.
+
+    A block opens with its first character that is no blank, so that blanks between reasoning and a call make no block.
+    """
+
+    media_type = "text/event-stream"
+    next_number = 0
+    keep_alive = named_event("ping", {"type": "ping"})  # clients end a stream on which they see no events for long
+
+    def __init__(self, head: ResponseHead, thinking: Thinking) -> None:
+        self._head = head
+        self._thinking = thinking
+        self._index = -1  # of the block that was opened last
+        self._open = ""  # "thinking", "text" or "tool_use"; empty: none
+        self._call = -1  # the call in the open block
+        self._blanks = {"thinking": "", "text": ""}  # not sent, since no block of that kind is open
+        self._signature = _Signature()
+        self._ending: Ending | None = None
+
+    def opening(self, n_choices: int, so_far: Usage | None) -> bytes:
+        """`message_start`, which says how long the prompt is."""
+        usage = _usage(so_far or Usage(prompt=0, completion=0))
+        return _event("message_start", message=self._message([], None, usage))
+
+    def events(self, deltas: Sequence[Delta], so_far: Usage | None) -> bytes:
+        """Parts of blocks; empty while there are none to show."""
+        return b"".join(event for delta in deltas for event in self._delta(delta))
+
+    def closing(self, usage: Usage, timing: Mapping[str, float] | None) -> bytes:
+        """The end of the last block, `message_delta` and `message_stop`."""
+        end = _event("message_delta", delta=_stop(self._ending), usage=_usage(usage), **moves_json(self._head))
+        return b"".join(self._close()) + end + _event("message_stop")
+
+    def failure(self, failure: Failure) -> bytes:
+        """The error, which ends the stream."""
+        return named_event("error", error_body(failure))
+
+    def whole(self, choices: Sequence[Delta], usage: Usage, timing: Mapping[str, float] | None) -> dict[str, Any]:
+        """`message`"""
+        (choice,) = choices
+        return self._message(list(self._blocks(choice)), choice.ending, _usage(usage))
+
+    def _message(self, content: list[dict[str, Any]], ending: Ending | None, usage: dict[str, int]) -> dict[str, Any]:
+        return {
+            "id": self._head.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": content,
+            **_stop(ending),
+            "usage": usage,
+        }
+
+    def _blocks(self, choice: Delta) -> Iterator[dict[str, Any]]:
+        if choice.reasoning.strip() and self._thinking != "hidden":
+            self._signature.add(choice.reasoning)
+            shown = choice.reasoning if self._thinking == "shown" else ""
+            yield {"type": "thinking", "thinking": shown, "signature": self._signature.take()}
+        if choice.text.strip():
+            yield {"type": "text", "text": choice.text}
+        for call in choice.calls:
+            if not call.broken:
+                yield {"type": "tool_use", "id": call.id, "name": call.name, "input": _json(call.arguments)}
+
+    def _delta(self, delta: Delta) -> Iterator[bytes]:
+        """The open call goes on first: what else the delta has was written after it."""
+        going_on = [call for call in delta.calls if self._open == "tool_use" and call.index == self._call]
+        for call in going_on:
+            yield from self._call_part(call)
+        if delta.reasoning and self._thinking != "hidden":
+            yield from self._text_part("thinking", delta.reasoning)
+        if delta.text:
+            yield from self._text_part("text", delta.text)
+        for call in delta.calls:
+            if call not in going_on:
+                yield from self._call_part(call)
+        self._ending = delta.ending or self._ending
+
+    def _text_part(self, kind: Literal["thinking", "text"], text: str) -> Iterator[bytes]:
+        if self._open != kind:
+            text = self._blanks[kind] + text
+            self._blanks[kind] = "" if text.strip() else text
+            if self._blanks[kind]:
+                return
+            empty = {"signature": ""} if kind == "thinking" else {}
+            yield from self._begin(kind, {"type": kind, kind: "", **empty})
+        if kind == "thinking":
+            self._signature.add(text)
+        if kind == "text" or self._thinking == "shown":
+            yield self._part({"type": f"{kind}_delta", kind: text})
+
+    def _call_part(self, call: CallDelta) -> Iterator[bytes]:
+        """A call that turns out to be void ends where it is, and makes no block if it did not begin."""
+        if call.name and not call.broken:
+            self._call = call.index
+            yield from self._begin("tool_use", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        if call.index == self._call and self._open == "tool_use" and call.arguments:
+            yield self._part({"type": "input_json_delta", "partial_json": call.arguments})
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._close()
+        self._index += 1
+        self._open = kind
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open == "thinking":
+            yield self._part({"type": "signature_delta", "signature": self._signature.take()})
+        if self._open:
+            yield _event("content_block_stop", index=self._index)
+        self._open = ""
+
+    def _part(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+class _Signature:
+    """What a block of thinking is signed with: a hash of its text. Clients send it back; it is not looked at."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=24)
+
+    def add(self, text: str) -> None:
+        self._hash.update(text.encode())
+
+    def take(self) -> str:
+        """The signature of what was added since the last one."""
+        signature = b64encode(self._hash.digest()).decode()
+        self._hash = hashlib.blake2b(digest_size=24)
+        return signature
+
+
+def error_body(failure: Failure) -> dict[str, Any]:
+    """Anthropic's error, as a body or as an event of a stream."""
+    kind = KINDS_OF_ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
+    before = TOO_LONG if failure.code == "context_length_exceeded" else ""
+    return {"type": "error", "error": {"type": kind, "message": before + failure.message}}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return named_event(kind, {"type": kind, **fields})
+
+
+def _stop(ending: Ending | None) -> dict[str, str | None]:
+    """Why the answer ended."""
+    if ending is None:
+        return {"stop_reason": None, "stop_sequence": None}
+    if ending.reason == "tool_calls":
+        reason = "tool_use"
+    elif ending.reason == "length":
+        reason = "model_context_window_exceeded" if ending.context_full else "max_tokens"
+    else:
+        reason = "end_turn" if ending.stop_string is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": ending.stop_string if reason == "stop_sequence" else None}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """Tokens of the prompt that were computed, those that were found in the cache, and tokens of the answer."""
+    cached = usage.cached or 0
+    return {
+        "input_tokens": usage.prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion,
+    }
+
+
+def _json(arguments: str) -> Raw:
+    """The arguments of a call, as they are: a JSON object."""
+    return Raw((arguments or "{}").encode())

@@ -1,0 +1,185 @@
+"""What the machines of all formats say of the calls they read: which pieces come of it, and when a call is broken.
+
+Does not know how calls are written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from phalanx.server.outputs.json_scanner import JsonScanner, is_json_object
+from phalanx.server.outputs.pieces import (
+    CallArguments,
+    CallBegin,
+    CallBroken,
+    CallEnd,
+    Piece,
+    Reasoning,
+    Text,
+    ToolDefinition,
+)
+from phalanx.server.outputs.reader import Marks, Reader, Steps
+
+MAX_NAME = 256  # characters of a call's header; a longer one is none
+
+
+class Broken(Exception):
+    """The text that is being read is not a call. The message is for people: a sentence, or, in lower case, a reason."""
+
+
+class Calls:
+    """The pieces of one answer: calls of offered tools, and the text and the reasoning around them.
+
+    White space between marks, and between reasoning and what follows it, is part of the format and no content.
+    """
+
+    def __init__(self, reader: Reader, tools: Sequence[ToolDefinition]) -> None:
+        self.pieces: list[Piece] = []
+        self.detail = ""
+        self._reader = reader
+        self._tools = {tool.name: tool for tool in tools}
+        self._begun = ""  # the name of the call that is being sent
+        self._has_marks = False
+        self._after_mark = True  # no content yet since the last mark, or since the beginning
+        self._keeps_space = True  # white space after the last mark is content if other text follows it
+        self._spaces: list[str] = []  # white space that waits for other text
+        self._in_block = False  # of reasoning
+        self._reasoned = False  # there is reasoning of an earlier block, or of this one
+
+    def text(self, text: str) -> None:
+        """A part of the content."""
+        if self._after_mark:
+            body = text.lstrip()
+            if self._keeps_space:
+                self._spaces.append(text[: len(text) - len(body)])
+            if not body:
+                return
+            text = "".join(self._spaces) + body
+            self._spaces = []
+            self._after_mark = False
+        if text:
+            self.pieces.append(Text(text))
+
+    def mark(self, *, keeps_space: bool = True) -> None:
+        """Content is interrupted by a mark."""
+        self._has_marks = self._after_mark = True
+        self._keeps_space = keeps_space
+        self._spaces = []
+
+    def reasoning(self, text: str) -> None:
+        """A part of the reasoning. White space around a block of reasoning is left out."""
+        body = text.rstrip()
+        if not body and not self._in_block:
+            return
+        if not self._in_block:
+            body = ("\n" if self._reasoned else "") + body.lstrip()
+            self._in_block = self._reasoned = True
+        if body:
+            self.pieces.append(Reasoning("".join(self._spaces) + body))
+            self._spaces = []
+        self._spaces.append(text[len(text.rstrip()) :])
+
+    def end_reasoning(self) -> None:
+        self._in_block = False
+        self.mark(keeps_space=False)
+
+    def finish(self) -> None:
+        """The text ended. White space is an answer where there is nothing else."""
+        if not self._has_marks and (text := "".join(self._spaces)):
+            self.pieces.append(Text(text))
+
+    @property
+    def sending(self) -> bool:
+        """A call has begun that has not ended."""
+        return bool(self._begun)
+
+    def offered(self, name: str) -> ToolDefinition:
+        """The tool of this name.
+
+        Raises:
+            Broken: the request does not offer it. No client could run it.
+        """
+        if name not in self._tools:
+            raise Broken(f"The model called {name[:64]!r}, a tool that the request does not offer.")
+        return self._tools[name]
+
+    def begin(self, name: str) -> ToolDefinition:
+        """A call of this tool begins: from now on `arguments` are sent."""
+        tool = self.offered(name)
+        self._begun = name
+        self.pieces.append(CallBegin(name))
+        return tool
+
+    def arguments(self, text: str) -> None:
+        if text:
+            self.pieces.append(CallArguments(text))
+
+    def end(self) -> None:
+        """The call is whole; its text is what the reader has recorded."""
+        self._begun = ""
+        self.pieces.append(CallEnd(self._reader.recorded()))
+        self._reader.record()
+
+    def broken(self, why: str, marks: Marks) -> None:
+        """The call is none: its text, without the marks around it, is content."""
+        if why[:1].islower():
+            subject = f"The call of {self._begun!r}" if self._begun else "A call"
+            why = f"{subject} is not whole: {why}"
+        if self._begun:
+            self.pieces.append(CallBroken())
+            self._begun = ""
+        self.detail = self.detail or why
+        self.text(marks.pattern.sub("", self._reader.recorded()))
+        self._reader.stop_recording()
+
+
+def json_value(reader: Reader, emit: Callable[[str], object]) -> Steps[None]:
+    """Take one JSON value, white space before it included.
+
+    Raises:
+        Broken: the text is no JSON, or ends before the value does.
+    """
+    scanner = JsonScanner()
+    more = yield from reader.through(scanner.take, emit)
+    if not scanner.whole:
+        raise Broken("its arguments are not JSON." if more else "the answer ended inside.")
+
+
+def json_text(reader: Reader) -> Steps[str]:
+    """Take one JSON value; its text."""
+    parts: list[str] = []
+    yield from json_value(reader, parts.append)
+    return "".join(parts)
+
+
+def json_string(reader: Reader) -> Steps[str]:
+    """Take one JSON string; what it says."""
+    text = yield from json_text(reader)
+    if not text.startswith('"'):
+        raise Broken("its name is not a string.")
+    value: str = json.loads(text)
+    return value
+
+
+def arguments_object(reader: Reader, calls: Calls) -> Steps[None]:
+    """Send on the arguments of the begun call, a JSON object, as they come."""
+    if (yield from reader.next_nonspace()) != "{":
+        raise Broken("its arguments are not a JSON object.")
+    yield from json_value(reader, calls.arguments)
+
+
+def unwrapped(text: str) -> str:
+    """The JSON object of arguments that were written as a string of JSON, or as null.
+
+    Raises:
+        Broken: they are something else.
+    """
+    inner = text
+    if text.startswith('"'):
+        inner = json.loads(text)
+    elif text == "null":
+        inner = "{}"
+    if not is_json_object(inner):
+        raise Broken("its arguments are not a JSON object.")
+    return inner.encode(errors="replace").decode()  # an escape sequence may have made half a character

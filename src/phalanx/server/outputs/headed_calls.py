@@ -1,0 +1,85 @@
+"""Calls whose name stands in a header before the JSON of the arguments: Mistral, Kimi K2, DeepSeek.
+
+[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}
+<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|>
+"""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+
+from phalanx.server.outputs.calls import MAX_NAME, Broken, Calls, arguments_object
+from phalanx.server.outputs.json_calls import read_objects
+from phalanx.server.outputs.reader import Reader, Steps, marks_of
+
+
+class HeadedCalls(Struct, frozen=True):
+    """`open` header `arguments` JSON `close`; any number of them, in a section or not."""
+
+    open: str
+    arguments: str  # the mark between header and JSON
+    close: str = ""
+    section: tuple[str, str] | tuple[()] = ()  # marks around all calls
+    name: str = r"\s*([\w.-]+)\s*"  # the header, with the tool's name as its first group
+    header: str = "{name}"  # as a model writes it: of a name and a number from 0
+    before: str = ""  # as a model writes it, between `arguments` and JSON
+    after: str = ""  # between JSON and `close`
+    lists: bool = False  # `open` may also be followed by a list of objects with name and arguments
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return (*self.section[:1], self.open)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(mark for mark in (self.open, self.close, *self.section) if mark)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (*self.marks, self.arguments, self.header, "[CALL_ID]" if self.lists else "")
+
+    @property
+    def begins_bare(self) -> str:
+        return ""
+
+    def read(self, reader: Reader, calls: Calls, opened: str) -> Steps[None]:
+        """Read the call, or the calls of the section, after the opening mark."""
+        in_section = opened in self.section
+        if not in_section:
+            yield from self._call(reader, calls)
+        while in_section and (yield from reader.next_nonspace()):
+            if not (yield from reader.accept(self.open)):
+                return
+            yield from self._call(reader, calls)
+
+    def _call(self, reader: Reader, calls: Calls) -> Steps[None]:
+        """Read one call after its mark, and the end of the section if that follows."""
+        if self.lists and (yield from reader.next_nonspace()) in ("[", "{"):
+            yield from read_objects(reader, calls)
+            return
+        header: list[str] = []
+        ended = yield from reader.until(marks_of(self.arguments), header.append, most=MAX_NAME)
+        found = re.fullmatch(self.name, "".join(header), re.DOTALL)
+        if not ended or not found:
+            raise Broken("What the model wrote as a call has no name.")
+        calls.begin(found.group(1))
+        yield from arguments_object(reader, calls)
+        if self.after:
+            yield from reader.next_nonspace()
+            yield from reader.accept(self.after.strip())
+        yield from self._closed(reader)
+        for closing in self.section[1:]:
+            yield from reader.next_nonspace()
+            yield from reader.accept(closing)
+        calls.end()
+
+    def _closed(self, reader: Reader) -> Steps[None]:
+        """The mark that closes a call. Without it an answer or a section may end, or a next call begin."""
+        if not self.close or not (yield from reader.next_nonspace()) or (yield from reader.accept(self.close)):
+            return
+        for following in (self.open, *self.section[1:]):
+            if (yield from reader.follows(following)):
+                return
+        raise Broken("there is text after its arguments.")

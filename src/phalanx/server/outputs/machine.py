@@ -1,0 +1,134 @@
+"""Takes one answer's text apart, by the shapes of reasoning and calls that its model writes.
+
+Does not know how calls are written inside their marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.server.outputs.calls import Broken, Calls
+from phalanx.server.outputs.formats import ReasoningShape, ToolFormat
+from phalanx.server.outputs.harmony import HarmonyCalls, read_harmony
+from phalanx.server.outputs.pieces import CallArguments, Piece, Reasoning, Text, ToolDefinition
+from phalanx.server.outputs.reader import Marks, Reader, Steps
+
+
+class Machine:
+    """An `OutputParser` over the steps that read a whole answer."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningShape | None,
+        tools: ToolFormat | None,
+        offered: Sequence[ToolDefinition],
+        *,
+        in_reasoning: bool,
+    ) -> None:
+        self._reader = Reader()
+        self._calls = Calls(self._reader, offered)
+        if isinstance(tools, HarmonyCalls):
+            steps = read_harmony(self._reader, self._calls)
+        else:
+            steps = _Answer(self._reader, self._calls, reasoning, tools).read(in_reasoning)
+        self._steps = steps
+        self._running = True
+        self._run()
+
+    @property
+    def detail(self) -> str:
+        return self._calls.detail
+
+    def add(self, text: str) -> list[Piece]:
+        self._reader.feed(text)
+        self._run()
+        return self._taken()
+
+    def finish(self) -> list[Piece]:
+        self._reader.ended = True
+        self._run()
+        self._calls.finish()
+        return self._taken()
+
+    def _run(self) -> None:
+        if self._running:
+            self._running = next(self._steps, self) is not self
+
+    def _taken(self) -> list[Piece]:
+        """The pieces so far, neighbours of one kind joined."""
+        pieces, self._calls.pieces = self._calls.pieces, []
+        joined: list[Piece] = []
+        run: list[str] = []
+        for i, piece in enumerate(pieces):
+            if not isinstance(piece, (Text, Reasoning, CallArguments)):
+                joined.append(piece)
+                continue
+            run.append(piece.text)
+            if i + 1 == len(pieces) or type(pieces[i + 1]) is not type(piece):
+                joined.append(type(piece)("".join(run)))
+                run = []
+        return joined
+
+
+class _Answer:
+    """Content with blocks of reasoning and calls in it."""
+
+    def __init__(
+        self, reader: Reader, calls: Calls, reasoning: ReasoningShape | None, tools: ToolFormat | None
+    ) -> None:
+        assert not isinstance(tools, HarmonyCalls)
+        self._reader = reader
+        self._calls = calls
+        self._tools = tools
+        self._opens = frozenset(tools.opens if tools else ())
+        self._reasoning_opens = reasoning.open if reasoning else ""
+        others = (reasoning.open, reasoning.close, *reasoning.dropped) if reasoning else ()
+        self._marks = Marks({*self._opens, *(tools.marks if tools else ()), *others})
+        self._reasoning_ends = Marks({*self._opens, reasoning.close} if reasoning else ())
+
+    def read(self, in_reasoning: bool) -> Steps[None]:
+        """Read a whole answer."""
+        opened = self._reasoning_opens if in_reasoning else ""
+        if not opened:
+            opened = yield from self._bare()
+        while opened or (opened := (yield from self._reader.until(self._marks, self._calls.text))):
+            if opened == self._reasoning_opens:
+                opened = yield from self._reasoning()
+                continue
+            self._calls.mark()
+            if opened in self._opens:
+                yield from self._read_calls(opened)
+            opened = ""  # any other mark: one that closes nothing
+
+    def _reasoning(self) -> Steps[str]:
+        """Read a block of reasoning; the mark of a call that ended it, or stands right after it."""
+        self._calls.mark()
+        mark = yield from self._reader.until(self._reasoning_ends, self._calls.reasoning)
+        self._calls.end_reasoning()
+        if mark in self._opens:
+            return mark
+        return (yield from self._bare())
+
+    def _bare(self) -> Steps[str]:
+        """Read calls without marks, which stand where content begins; always ""."""
+        if self._tools and (first := self._tools.begins_bare):
+            self._reader.record()
+            if (yield from self._reader.next_nonspace()) == first:
+                yield from self._read_calls("")
+            else:
+                self._calls.text(self._reader.recorded())
+                self._reader.stop_recording()
+        return ""
+
+    def _read_calls(self, opened: str) -> Steps[None]:
+        assert self._tools and not isinstance(self._tools, HarmonyCalls)
+        if opened:
+            self._reader.record(opened)
+        try:
+            yield from self._tools.read(self._reader, self._calls, opened)
+        except Broken as broken:
+            seen = opened or self._calls.sending  # else it may never have been meant as one
+            self._calls.broken(str(broken) if seen else "", self._marks)
+        else:
+            self._calls.mark()
+        self._reader.stop_recording()

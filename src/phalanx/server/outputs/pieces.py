@@ -1,0 +1,77 @@
+"""The pieces that a model's text is taken apart into, and the interface of what does it.
+
+Does not know the formats of models, nor how pieces become the objects of an API.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+
+class Text(Struct, frozen=True):
+    """A further part of the answer's content."""
+
+    text: str
+
+
+class Reasoning(Struct, frozen=True):
+    """A further part of the reasoning before, or between parts of, the answer."""
+
+    text: str
+
+
+class CallBegin(Struct, frozen=True):
+    """A call of an offered tool begins. Calls are numbered by the caller, in order."""
+
+    name: str
+
+
+class CallArguments(Struct, frozen=True):
+    """A further fragment of the begun call's arguments. All fragments of a call that ends are one JSON object."""
+
+    text: str
+
+
+class CallEnd(Struct, frozen=True):
+    """The begun call is whole, and its arguments are a JSON object.
+
+    `source` is the model's own text of the call with the marks around it. Marks around several calls belong to
+    the first and the last one, what is between two calls to the second.
+    """
+
+    source: str
+
+
+class CallBroken(Struct, frozen=True):
+    """The begun call is void: its arguments are no JSON, or the text ended inside. Its text follows as `Text`.
+
+    An answer that is sent whole leaves the call out; a stream has sent the fragments so far and adds none.
+    """
+
+
+Piece = Text | Reasoning | CallBegin | CallArguments | CallEnd | CallBroken
+
+
+class OutputParser(Protocol):
+    """Takes one answer's text in order. The joined pieces do not depend on where the text is cut."""
+
+    def add(self, text: str) -> list[Piece]:
+        """The pieces that are certain with this text."""
+
+    def finish(self) -> list[Piece]:
+        """The pieces of text that was held back; to be called once, at the end."""
+
+    @property
+    def detail(self) -> str:
+        """Why a call came out as text, for the answer's `finish_detail`; "" if none did."""
+
+
+class ToolDefinition(Struct, frozen=True):
+    """A tool that a request offers."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}  # a JSON schema of the arguments' object
+    field: str = "tools"  # of the body, that holds the schema, for errors

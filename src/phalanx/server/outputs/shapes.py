@@ -1,0 +1,159 @@
+"""Which formats of reasoning and calls a model writes: by its chat template, as mlx-lm tells them, or by name.
+
+Does not know how the formats are read (`formats.py` is the table) or which requests want what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from phalanx.server.outputs.formats import (
+    REASONING,
+    REASONING_ALIASES,
+    TOOL_ALIASES,
+    TOOLS,
+    ReasoningShape,
+    ToolShape,
+)
+from phalanx.server.outputs.harmony import HarmonyCalls
+from phalanx.server.outputs.machine import Machine
+from phalanx.server.outputs.pieces import OutputParser, ToolDefinition
+
+XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+
+
+class OutputShapes(Struct, frozen=True):
+    """What a model writes besides content. `added_tokens`: text -> id of the tokens that no other text becomes."""
+
+    reasoning: ReasoningShape | None = None
+    tools: ToolShape | None = None
+    added_tokens: Mapping[str, int] = {}
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """The added tokens, special ones too, that have to be decoded as text for the text to be taken apart."""
+        texts = (*(self.reasoning.texts if self.reasoning else ()), *(self.tools.format.texts if self.tools else ()))
+        return frozenset(token for token in self.added_tokens if any(token in text for text in texts))
+
+    def describe(self) -> str:
+        """For people: "tool calls: hermes, reasoning: think"."""
+        tools = self.tools.name if self.tools else "not recognised"
+        return f"tool calls: {tools}, reasoning: {self.reasoning.name if self.reasoning else 'none'}"
+
+    def without_tools(self) -> OutputShapes:
+        """The shapes for a request without tools. (Harmony's channels are there all the same.)"""
+        if self.tools is None or isinstance(self.tools.format, HarmonyCalls):
+            return self
+        return msgspec.structs.replace(self, tools=None)
+
+
+def choose(template: str, added_tokens: Mapping[str, int]) -> OutputShapes:
+    """The shapes of a model with this chat template ("" without one)."""
+    tools = _tools_of(template, added_tokens)
+    reasoning = next((name for name in REASONING if _reasons(REASONING[name], template, added_tokens)), "")
+    if tools == "openai":
+        reasoning = tools
+    return OutputShapes(
+        reasoning=REASONING[reasoning] if reasoning else None,
+        tools=ToolShape(tools, TOOLS[tools]) if tools else None,
+        added_tokens=added_tokens,
+    )
+
+
+def by_name(shapes: OutputShapes, tool_parser: str | None = None, reasoning_parser: str | None = None) -> OutputShapes:
+    """`shapes` with formats that a person chose by name; "none" for none of a kind.
+
+    Raises:
+        KeyError: no format has this name; the names are `tool_parsers()` and `reasoning_parsers()`.
+    """
+    if tool_parser is not None:
+        name = TOOL_ALIASES.get(tool_parser, tool_parser)
+        shapes = msgspec.structs.replace(shapes, tools=None if name == "none" else ToolShape(name, TOOLS[name]))
+    if reasoning_parser is not None:
+        name = REASONING_ALIASES.get(reasoning_parser, reasoning_parser)
+        shapes = msgspec.structs.replace(shapes, reasoning=None if name == "none" else REASONING[name])
+    if shapes.tools and isinstance(shapes.tools.format, HarmonyCalls):  # its calls and its reasoning are one format
+        shapes = msgspec.structs.replace(shapes, reasoning=REASONING["openai"])
+    return shapes
+
+
+def tool_parsers() -> list[str]:
+    """Names for `by_name`."""
+    return sorted({*TOOLS, *TOOL_ALIASES, "none"})
+
+
+def reasoning_parsers() -> list[str]:
+    """Names for `by_name`."""
+    return sorted({*REASONING, *REASONING_ALIASES, "none"})
+
+
+def make_parser(
+    shapes: OutputShapes, *, tools: Sequence[ToolDefinition], in_reasoning: bool, parse_tools: bool
+) -> OutputParser | None:
+    """What takes one answer's text apart; None if the text is all content.
+
+    Args:
+        in_reasoning: the prompt ends inside of reasoning (`ReasoningShape.is_open`).
+        parse_tools: calls are looked for; else their text is content.
+    """
+    if not parse_tools:
+        shapes, tools = shapes.without_tools(), ()
+    if shapes.reasoning is None and shapes.tools is None:
+        return None
+    form = shapes.tools.format if shapes.tools else None
+    if shapes.reasoning is REASONING["openai"]:
+        form = TOOLS["openai"]
+    return Machine(shapes.reasoning, form, tools, in_reasoning=in_reasoning)
+
+
+def _reasons(shape: ReasoningShape, template: str, added_tokens: Collection[str]) -> bool:
+    """Whether a model writes this reasoning: its vocabulary has the marks, or its template both."""
+    if shape.name == "openai":
+        return False  # known by its calls
+    if shape.name == "kimi_k3":
+        return all(token in added_tokens for token in XTML)
+    if shape.name == "gemma4":
+        return "<|channel>" in added_tokens and shape.close in added_tokens
+    both = (shape.open, shape.close)
+    return all(mark in added_tokens for mark in both) or all(mark in template for mark in both)
+
+
+_BY_TEMPLATE: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<|tool_call>", "<tool_call|>"), "gemma4"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<longcat_tool_call>",), "longcat"),
+    (("<arg_key>",), "glm47"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<tool_call>\\n<function=",), "qwen3_coder"),
+    (("<tool_call>\n<function=",), "qwen3_coder"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (('<function name="', '<param name="'), "minicpm5"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<atem:function_calls>",), "muse_spark"),
+    (("<tool_call>", "tool_call.name"), "hermes"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    (("<|channel|>", "<|message|>", "<|start|>"), "openai"),
+    (("<|python_start|>", "[func_name1("), "llama4_pythonic"),
+    (("<|python_start|>", '"parameters"'), "llama4_json"),
+    (("<tool_call>", '"name"', '"arguments"'), "hermes"),
+)
+"""Texts that all stand in a template -> its format. Up to muse_spark and hermes the order is mlx-lm's."""
+
+
+def _tools_of(template: str, added_tokens: Collection[str]) -> str:
+    for texts, name in _BY_TEMPLATE:
+        if all(text in template for text in texts):
+            return name
+    if all(token in added_tokens for token in XTML):
+        return "kimi_k3"
+    if "<|tool_call_start|>" in added_tokens and "<|tool_call_end|>" in added_tokens:
+        return "lfm2"
+    if "<|python_tag|>" in added_tokens and "tools" in template and '"parameters"' in template:
+        return "llama3_json"
+    return ""

@@ -1,0 +1,33 @@
+"""How owners share places: of choices that a server holds, or bytes of bodies (S3). Pure; does not know requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Places:
+    """A number of places.
+
+    An owner may hold all places while no other wants one. It cannot keep others out: an owner that holds none, or less
+    than an equal share, gets its places beyond the capacity.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._held: Counter[str] = Counter()  # by owner
+
+    def has_room(self, owner: str, n: int) -> bool:
+        """Whether `owner` may take n places."""
+        held = self._held[owner]
+        owners = len(self._held.keys() | {owner})
+        return self._held.total() + n <= self.capacity or not held or held + n <= self.capacity // owners
+
+    def take(self, owner: str, n: int) -> None:
+        """Take n places."""
+        self._held[owner] += n
+
+    def give_back(self, owner: str, n: int) -> None:
+        """Give n of an owner's places back."""
+        self._held[owner] -= n
+        if not self._held[owner]:
+            del self._held[owner]

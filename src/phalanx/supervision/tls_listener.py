@@ -1,0 +1,145 @@
+"""Accepts TLS connections from known hosts. Strangers get little time, few sockets and few lines of the log.
+
+A connection is a candidate until its TLS handshake is over. When there are `MOST_CANDIDATES`, one more closes the
+oldest candidate of the address that has most of them: a stranger's sockets drop each other, and not those of the known
+host. Does not know what is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+
+from phalanx.tls.failures import explain
+
+log = logging.getLogger("phalanx.agent")
+
+MOST_CANDIDATES = 64  # the known host is one or two of them; each costs a file descriptor
+HANDSHAKE_S = 5.0  # a handshake is two round trips, but this host may be busy
+SHUTDOWN_S = 2.0  # for the other end to confirm that a connection closes
+REFUSAL_LINE_S = 10.0  # between two lines about refused connections
+ACCEPT_RETRY_S = 0.5  # after a failed accept: no file descriptor is left, or no memory
+
+Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Coroutine[None, None, None]]
+"""Called with a connection and the address it comes from."""
+
+
+class TlsListener:
+    """Listens on one address.
+
+    Args:
+        context: decides which certificates are accepted.
+        handle: called in a task of its own for every connection whose handshake has succeeded.
+    """
+
+    def __init__(self, context: ssl.SSLContext, handle: Handle) -> None:
+        self._context = context
+        self._handle = handle
+        self._candidates: dict[socket.socket, str] = {}  # -> its address; the oldest first
+        self._refusals = _Refusals()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._socket: socket.socket | None = None  # while it listens
+
+    async def listen(self, host: str, port: int) -> None:
+        """Accept connections from now on.
+
+        Raises:
+            OSError: the address is not this host's, or the port is taken.
+        """
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        self._socket = socket.create_server(address[:2], family=family)
+        self._socket.setblocking(False)
+        self._wait(self._socket)
+
+    async def close(self) -> None:
+        """Accept no more connections, and end all handshakes. Connections whose handshake is over go on."""
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+        for candidate in self._candidates:
+            _break(candidate)
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
+
+    def _wait(self, listener: socket.socket) -> None:
+        if listener is self._socket:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            connection, (address, *_) = listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it has gone again
+        except OSError as error:
+            self._refusals.add("anywhere", error.strerror or str(error))
+            loop.remove_reader(listener)
+            loop.call_later(ACCEPT_RETRY_S, self._wait, listener)
+            return
+        if len(self._candidates) >= MOST_CANDIDATES:
+            self._drop_one()
+        self._candidates[connection] = address
+        _start(self._shake_hands(connection, address), self._handshakes)
+
+    def _drop_one(self) -> None:
+        """Close the oldest candidate of the address that has most."""
+        ((address, _),) = Counter(self._candidates.values()).most_common(1)
+        oldest = next(one for one, its in self._candidates.items() if its == address)
+        del self._candidates[oldest]
+        _break(oldest)
+
+    async def _shake_hands(self, connection: socket.socket, address: str) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_shutdown_timeout=SHUTDOWN_S,
+            )  # fmt: skip
+        except OSError as error:
+            self._refusals.add(address, explain(error))
+            return
+        finally:
+            self._candidates.pop(connection, None)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        _start(self._handle(reader, writer, address), self._connections)
+
+
+def _start(work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
+    """Start a task, and keep it among others until it is done."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+
+
+def _break(connection: socket.socket) -> None:
+    """End a connection that a transport owns: its handshake then fails."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Refusals:
+    """Logs refused connections: at most one line in `REFUSAL_LINE_S`, which counts the others."""
+
+    def __init__(self) -> None:
+        self._unsaid = 0
+        self._said_at = -math.inf
+
+    def add(self, address: str, why: str) -> None:
+        now = time.monotonic()
+        if now - self._said_at < REFUSAL_LINE_S:
+            self._unsaid += 1
+            return
+        more = f" (and {self._unsaid} more since the last such line)" if self._unsaid else ""
+        log.warning("refused a connection from %s: %s%s", address, why, more)
+        self._unsaid, self._said_at = 0, now

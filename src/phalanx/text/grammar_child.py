@@ -1,0 +1,102 @@
+"""The program of the process that tries grammars: reads jobs from stdin, a line of JSON each, and answers.
+
+Sets the limits of a job before it reads more of it. Does not know who starts it (`grammar_process.py`).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from phalanx.errors import GrammarRefused
+from phalanx.text.grammar import LIMITS, try_first_masks
+from phalanx.text.grammar import reason as reason_of
+from phalanx.text.grammar_process import Answer, Job, LimitedJob
+from phalanx.text.library_errors import library_errors
+from phalanx.text.limited_process import answer_jobs, limit_job
+from phalanx.text.schema_places import place_of
+
+REASON_CHARS = 600  # of a refusal: llguidance quotes what it was given
+EOS = "<phalanx end of sequence>"
+TOKEN_ID = re.compile(r"<\[\d+\]>")
+MARK = "<phalanx mark>"
+"""Stands for every token that a grammar names by its id in the model's vocabulary."""
+MARK_ID = 257
+
+
+class _Bytes:
+    """The 256 bytes as tokens, and the special tokens."""
+
+    bos_token_id = None
+
+    def __init__(self, special: Sequence[str]) -> None:
+        self.tokens = [bytes([byte]) for byte in range(256)] + [text.encode() for text in (EOS, MARK, *special)]
+        self.eos_token_id = 256
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(special: tuple[str, ...]) -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes(special)))
+
+
+def _refused(grammar: str, special: tuple[str, ...]) -> str:
+    """Why a grammar cannot be used; empty if it can."""
+    known = TOKEN_ID.sub(f"<[{MARK_ID}]>", grammar)  # which token it is does not matter here
+    matcher = LLMatcher(_tokenizer(special), known, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        try_first_masks(matcher)  # bytes force more than the model's tokens do: a brace is no part of a longer token
+    return reason_of(matcher)[:REASON_CHARS]
+
+
+def _refused_schema(schema: dict[str, Any], special: tuple[str, ...]) -> str:
+    return _refused(msgspec.json.encode({"grammars": [{"json_schema": schema}]}).decode(), special)
+
+
+def _lark(gbnf: str) -> Answer:
+    try:
+        with library_errors(GrammarRefused):
+            return Answer(lark=gbnf_to_lark(gbnf))
+    except (GrammarRefused, GbnfToLarkError) as error:
+        return Answer(refused=str(error)[:REASON_CHARS])
+    except (IndexError, RecursionError):  # of the translator: an escape at the end; many parentheses
+        return Answer(refused="it is cut short, or nested too deeply")
+
+
+def _answer(line: bytes) -> bytes:
+    """An `Answer` as JSON."""
+    limited = msgspec.json.decode(line, type=LimitedJob)
+    limit_job(limited.limits.seconds, limited.limits.memory)
+    started = time.process_time()
+    job = msgspec.json.decode(limited.job, type=Job)
+    special = tuple(job.special)
+
+    def refused_part(part: dict[str, Any]) -> str:
+        """As `_refused_schema`, as long as the search has a quarter of the time: a part takes as long as the whole."""
+        in_time = time.process_time() - started < limited.limits.seconds / 4
+        return _refused_schema(part, special) if in_time else ""
+
+    if job.gbnf:
+        answer = _lark(job.gbnf)
+    elif job.schema is None:
+        answer = Answer(refused=_refused(job.grammar, special))
+    elif reason := _refused_schema(job.schema, special):
+        place = place_of(job.schema, reason, refused_part)
+        answer = Answer(refused=reason, place=".".join(place))
+    else:
+        answer = Answer()
+    return msgspec.json.encode(answer)
+
+
+if __name__ == "__main__":
+    answer_jobs(_answer)

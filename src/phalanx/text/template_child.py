@@ -1,0 +1,47 @@
+"""The program of the process that renders chat templates: reads jobs from stdin, a line of JSON each, and answers.
+
+Sets the limits of a job before it reads more of it. Does not know who starts it (`template_process.py`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+from jinja2 import TemplateSyntaxError
+
+from phalanx.text.chat_template import FAILURES, render
+from phalanx.text.limited_process import answer_jobs, limit_job
+from phalanx.text.template_process import Answer, Job, Limited
+
+REASON_CHARS = 1000  # of a refusal: templates and their libraries quote whole texts
+
+
+def _answer(line: bytes) -> bytes:
+    """An `Answer` as JSON."""
+    limits = msgspec.json.decode(line, type=Limited).limits
+    memory, output = limits.memory_for(len(line)), limits.output_for(len(line))
+    limit_job(limits.seconds, memory)
+    try:
+        text = _render(msgspec.json.decode(line, type=Job))
+        if len(text) > output:
+            return msgspec.json.encode(Answer(limit=f"its text has {len(text)} characters, more than {output}"))
+        return msgspec.json.encode(Answer(text=text))
+    except FAILURES as error:
+        words = "something is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        words = words[:REASON_CHARS].encode(errors="backslashreplace").decode()
+        line_number = error.lineno if isinstance(error, TemplateSyntaxError) else None
+        return msgspec.json.encode(Answer(refused=words or type(error).__name__, broken_line=line_number))
+
+
+def _render(job: Job) -> str:
+    return render(
+        job.template,
+        job.messages,
+        add_generation_prompt=job.add_generation_prompt,
+        continue_final_message=job.continue_final_message,
+        variables=job.variables,
+        now=job.now,
+    )
+
+
+if __name__ == "__main__":
+    answer_jobs(_answer)

@@ -1,0 +1,37 @@
+"""Ranks whose leader waits for sums and tokens together: the same tokens, and no token of a step with a wrong sum."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import make_model
+
+from phalanx.dist.backend import environment_of, find_mpi, mpirun_command
+
+SCRIPT = Path(__file__).with_name("joined_waits.py")
+
+
+def decode(model: Path, ranks: int, overlap: str, fault_step: int = 0) -> dict[str, Any]:
+    command = mpirun_command(ranks, "auto", [sys.executable, str(SCRIPT), str(model), overlap, str(fault_step)])
+    environment = {**os.environ, **environment_of("mpi", None, None)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.skipif(find_mpi() is None, reason="needs the mpi extra")
+def test_the_tokens_are_the_same_and_a_wrong_sum_stops_in_time(tmp_path):
+    model = make_model("llama", tmp_path / "llama")
+    waited, joined = decode(model, 2, "none"), decode(model, 2, "build")
+    assert joined == waited
+    assert len(joined["tokens"]) == 24 and joined["forwards"] == 25 and not joined["said"]
+    spoiled = decode(model, 2, "build", fault_step=9)
+    assert spoiled["tokens"] == joined["tokens"][:8]
+    assert "step 9: the sum over ranks is wrong" in spoiled["said"] and "on rank 1." in spoiled["said"]

@@ -1,0 +1,52 @@
+"""How hosts divide into stages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cluster.shape import shape_of
+from phalanx.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts", "flags"),
+    [
+        ((), 4, ["--tp", "4"]),
+        (("--pp", "2"), 4, ["--tp", "2", "--pp", "2"]),
+        (("-pp=4",), 4, ["--tp", "1", "--pp", "4"]),
+        (("--pp", "2", "--tp", "2"), 4, ["--tp", "2", "--pp", "2"]),
+        (("--tp", "2,1", "--pipeline-parallel-size", "2"), 3, ["--tp", "2,1", "--pp", "2"]),
+    ],
+)
+def test_flags_of_a_group(words: tuple[str, ...], hosts: int, flags: list[str]) -> None:
+    shape = shape_of(("demo", *words, "--port", "9"))
+    assert shape.rest == ("demo", "--port", "9")
+    assert shape.flags(hosts) == flags
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts", "said"),
+    [
+        (("--pp", "3"), 4, "4 hosts cannot be divided equally among --pp 3"),
+        (("--pp", "2", "--tp", "3"), 4, "--tp 3,3 and --pp 2 need 6 hosts, not 4"),
+        (("--pp", "3", "--tp", "2,1"), 3, "--tp 2,1 is for 2 stages, but --pp is 3"),
+        (("--pp", "2,2"), 4, "--pp 2,2 is not a whole number"),
+        (("--pp", "0"), 4, "--pp 0 is not a whole number"),
+        (("--tp", "two"), 4, "--tp two is not a whole number"),
+    ],
+)
+def test_what_hosts_cannot_form(words: tuple[str, ...], hosts: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        shape_of(words).flags(hosts)
+
+
+@given(st.integers(1, 16), st.integers(1, 16))
+def test_hosts_are_divided_equally_or_not_at_all(stages: int, hosts: int) -> None:
+    shape = shape_of(("--pp", str(stages)))
+    if hosts % stages:
+        with pytest.raises(ConfigError):
+            shape.widths_of(hosts)
+    else:
+        assert shape.widths_of(hosts) == (hosts // stages,) * stages

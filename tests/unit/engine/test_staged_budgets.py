@@ -1,0 +1,52 @@
+"""Budgets of ranks with different layers count the same rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from phalanx.config import EngineConfig
+from phalanx.engine import memory_plan
+from phalanx.engine.memory_plan import _in_whole_model, plan_memory
+from phalanx.errors import MemoryShortage
+from phalanx.memory import Budget
+
+
+def facts(per_token: int, per_row: int) -> Any:
+    return cast(Any, SimpleNamespace(bytes_per_token=per_token, bytes_per_row=per_row))
+
+
+@pytest.mark.parametrize(
+    ("own", "whole", "kv"),
+    [
+        (facts(100, 0), facts(100, 0), 1000),  # one stage: as it is
+        (facts(100, 40), facts(100, 40), 1000),
+        (facts(25, 0), facts(100, 0), 4000),  # a quarter of the layers: four times the rows
+        (facts(0, 10), facts(100, 40), 4000),  # only recurrent layers
+        (facts(50, 10), facts(100, 40), 2000),  # what there is least of counts
+        (facts(0, 0), facts(100, 40), 1000),  # no caches at all
+    ],
+)
+def test_budgets_count_rows_of_the_whole_model(own: Any, whole: Any, kv: int) -> None:
+    assert _in_whole_model(Budget(kv=1000, prefix=500, logits=7), own, whole) == Budget(kv=kv, prefix=kv // 2, logits=7)
+
+
+class TwoStages:
+    """The link of rank 0, which has the larger budget."""
+
+    rank, size, host = 0, 2, "left"
+
+    def share(self, value: Any) -> list[Any]:
+        if isinstance(value, Budget):
+            return [value, Budget(kv=value.kv // 2, prefix=value.prefix, logits=value.logits)]
+        return [value, "right" if value == "left" else value]
+
+
+def test_a_context_that_does_not_fit_names_the_rank_with_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "_own_budget", lambda *_: Budget(kv=100 * 512, prefix=0, logits=1))
+    own = cast(Any, SimpleNamespace(bytes_per_token=50, bytes_per_row=0, max_len=None))
+    config = EngineConfig(model="m", max_model_len=1024)
+    with pytest.raises(MemoryShortage, match=r"--max-model-len 1024 .*rank 1 on right has the least.*\(512 tokens\)"):
+        plan_memory(config, own, facts(100, 0), None, 0, cast(Any, TwoStages()), 1)

@@ -1,0 +1,25 @@
+"""The trace of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from phalanx.engine.trace import Trace
+from phalanx.errors import ConfigError
+from phalanx.types import Cancel
+
+
+def test_lines_are_appended(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    for request in ("a", "b"):
+        Trace(str(file)).message(Cancel(request))
+    lines = [msgspec.json.decode(line)["message"] for line in file.read_bytes().splitlines()]
+    assert [line["id"] for line in lines] == ["a", "b"]
+
+
+def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--trace .*/none/trace cannot be written: No such file or directory"):
+        Trace(str(tmp_path / "none" / "trace"))

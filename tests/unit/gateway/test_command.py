@@ -1,0 +1,45 @@
+"""`phalanx gateway`: where its keys come from."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.cli import gateway
+from phalanx.cli.main import main
+from phalanx.errors import ExitCode
+from phalanx.gateway.settings import GatewayConfig
+
+COMMAND = ["gateway", "--worker-urls", "http://a"]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[GatewayConfig]:
+    """What the gateway would have served with."""
+    seen: list[GatewayConfig] = []
+    for name in ("PHALANX_API_KEY", "PHALANX_WORKER_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gateway, "serve", lambda config: seen.append(config) or 0)
+    return seen
+
+
+def test_keys_of_replicas_and_clients_come_from_flags_before_variables(served, monkeypatch):
+    assert main(COMMAND) == 0
+    monkeypatch.setenv("PHALANX_API_KEY", "one two")
+    monkeypatch.setenv("PHALANX_WORKER_ADMIN_KEY", "variable")
+    assert main(COMMAND) == main([*COMMAND, "--worker-admin-key", "flag", "--api-key", "three"]) == 0
+    found = [(config.api_key, config.worker_admin_key) for config in served]
+    assert found == [((), None), (("one", "two"), "variable"), (("three",), "flag")]
+
+
+def test_the_limit_of_breaks_holds_before_the_first_byte_too(served):
+    assert (
+        main(COMMAND) == main([*COMMAND, "--migration-limit", "1"]) == main([*COMMAND, "--migration-limit", "0"]) == 0
+    )
+    assert [config.most_breaks for config in served] == [3, 1, 3]
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--admin-key"])
+def test_a_key_that_no_header_can_have_is_refused(served, flag):
+    for key in (" ", "\u00fc"):
+        assert main([*COMMAND, flag, key]) == ExitCode.CONFIG
+    assert not served

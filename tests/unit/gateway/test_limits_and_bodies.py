@@ -1,0 +1,214 @@
+"""Limits of keys, the budget of retries, and what is read of bodies."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+
+from phalanx.errors import InvalidRequest, RateLimited
+from phalanx.gateway.bodies import peek, tokens_of, usage_in, with_model
+from phalanx.gateway.breaker import BreakerRules
+from phalanx.gateway.health import HealthRules
+from phalanx.gateway.key_limits import KeyLimits, KeyMeter
+from phalanx.gateway.models import cards_in, merged, merged_tags, names_in, tags_in
+from phalanx.gateway.replica import Replica, ReplicaSpec
+from phalanx.gateway.retries import MOST, PER_SECOND, Backoff, RetryBudget
+
+# Keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_requests_at_once():
+    meter = KeyMeter({"a": KeyLimits(max_in_flight=2)})
+    meter.begin("a", 0.0)
+    meter.begin("a", 0.0)
+    with pytest.raises(RateLimited, match="2 requests at once"):
+        meter.begin("a", 0.0)
+    meter.begin("b", 0.0)  # has no limits
+    meter.end("a", 0, 0.0)
+    meter.begin("a", 0.0)
+
+
+def test_requests_a_minute():
+    meter = KeyMeter({"a": KeyLimits(requests_per_minute=60)})
+    for _ in range(60):
+        meter.begin("a", 0.0)
+        meter.end("a", 0, 0.0)
+    with pytest.raises(RateLimited, match="60 requests a minute") as refused:
+        meter.begin("a", 0.5)
+    assert refused.value.retry_after == pytest.approx(0.5)
+    meter.begin("a", 1.0)
+
+
+def test_tokens_a_minute_are_known_at_the_end_and_so_may_be_overdrawn():
+    meter = KeyMeter({"a": KeyLimits(tokens_per_minute=600)})
+    meter.begin("a", 0.0)
+    meter.end("a", 900, 0.0)
+    with pytest.raises(RateLimited) as refused:
+        meter.begin("a", 0.0)
+    assert refused.value.retry_after == pytest.approx(30.1)  # 301 tokens at ten a second
+    meter.begin("a", 30.2)
+
+
+def test_other_limits_hold_from_then_on():
+    meter = KeyMeter({"a": KeyLimits(max_in_flight=1)})
+    meter.begin("a", 0.0)
+    meter.set_limits({"a": KeyLimits(max_in_flight=2)})
+    meter.begin("a", 0.0)
+    meter.set_limits({})
+    meter.begin("a", 0.0)
+
+
+@examples(50, soak=2000)
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 400)), max_size=60))
+def test_no_key_gets_more_than_its_rate(steps):
+    """Whatever it asks for: in any time at most a minute's worth, plus what the time brings, plus the last answer."""
+    meter, now, used, last = KeyMeter({"a": KeyLimits(tokens_per_minute=600)}), 0.0, 0, 0
+    for seconds, tokens in steps:
+        now += seconds
+        try:
+            meter.begin("a", now)
+        except RateLimited:
+            continue
+        meter.end("a", tokens, now)
+        used, last = used + tokens, tokens
+        assert used - last <= 600 + now * 10 + 1e-6
+
+
+# Retries ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_a_share_of_requests_and_some_a_second():
+    budget = RetryBudget(0.2)
+    assert sum(budget.take(0.0) for _ in range(1000)) == MOST
+    for _ in range(50):
+        budget.note_request()
+    assert sum(budget.take(0.0) for _ in range(1000)) == pytest.approx(10, abs=1)  # floats: 50 times 0.2
+    assert sum(budget.take(2.0) for _ in range(1000)) == pytest.approx(2 * PER_SECOND, abs=1)
+
+
+def test_pauses_grow_up_to_the_longest():
+    backoff = Backoff(initial_s=0.05, longest_s=1.0, multiplier=2.0, jitter=0.2)
+    assert [backoff.pause(n, lambda: 0.5) for n in (1, 2, 3, 99, 10**6)] == pytest.approx([0.05, 0.1, 0.2, 1.0, 1.0])
+    assert backoff.pause(1, lambda: 1.0) == pytest.approx(0.06) and backoff.pause(1, lambda: 0.0) == pytest.approx(0.04)
+
+
+HOSTILE = [
+    b'{"usage": ' + b"[" * 100_000,
+    b'{"model": ' + b'{"data": ' * 100_000,
+    b'{"model": "\xff", "data": [{"id": "\xff"}]}',
+]
+"""Nested deeper than the stack, or no UTF-8."""
+
+# Bodies ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_read_of_a_body():
+    seen = peek(b'{"model": "m", "prompt_cache_key": "k", "messages": [{"a": 1}], "unknown": {"x": []}}')
+    assert (seen.model, seen.prompt_cache_key, bytes(seen.messages)) == ("m", "k", b'[{"a": 1}]')
+    assert b"".join(seen.prompt_parts) == b'[{"a": 1}]'
+    assert peek(b"{}").model is None
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'"x"', b"{", b'{"model": 3}', b'{"messages": [}', b"\xff{}", *HOSTILE])
+def test_what_cannot_be_routed_is_refused(body):
+    with pytest.raises(InvalidRequest):
+        peek(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "param"),
+    [
+        (b"[]", "The JSON body must be an object.", None),
+        (b'{"model": 3}', "Invalid type for 'model'", "model"),
+        (b'{"prompt_cache_key": []}', "Invalid type for 'prompt_cache_key'", "prompt_cache_key"),
+    ],
+)
+def test_a_refusal_names_the_field_as_a_server_does(body, said, param):
+    with pytest.raises(InvalidRequest, match=said) as refused:
+        peek(body)
+    assert refused.value.param == param
+
+
+def test_a_byte_order_mark_is_passed_over():
+    body = b'\xef\xbb\xbf{"model": "m"}'
+    assert peek(body).model == "m" and with_model(body, peek(body), "n") == b'{"model":"n"}'
+
+
+def test_a_body_of_nothing_but_names_is_not_written_anew():
+    wide = b'{"model": "m", ' + b",".join(b'"%d":0' % i for i in range(70_000)) + b"}"
+    with pytest.raises(InvalidRequest, match="70001 names"):
+        with_model(wide, peek(wide), "n")
+    prompt = b'{"model": "m", "messages": [' + b",".join([b'{"a":0}'] * 70_000) + b"]}"
+    assert with_model(prompt, peek(prompt), "n").startswith(b'{"model":"n","messages":[{"a":0},')
+
+
+def test_another_model_changes_nothing_else():
+    body = b'{"seed": 12345678901234567890, "model": "gpt-4o", "x": 1.10, "messages": ["\\u00e9 \xc3\xa9"]}'
+    changed = with_model(body, peek(body), "demo")
+    assert json.loads(changed) == {**json.loads(body), "model": "demo"}
+    assert b"12345678901234567890" in changed and b"1.10" in changed and b'"\\u00e9 \xc3\xa9"' in changed
+
+
+@pytest.mark.parametrize(
+    ("usage", "tokens"),
+    [
+        (b'{"total_tokens": 9}', 9),
+        (b'{"prompt_tokens": 3, "completion_tokens": 4}', 7),
+        (b'{"input_tokens": 3, "output_tokens": 5}', 8),
+        (b'{"output_tokens": 5}', None),
+        (b"null", None),
+        (b"", None),
+    ],
+)
+def test_tokens_of_every_dialect(usage, tokens):
+    assert tokens_of(usage) == tokens
+
+
+def test_usage_of_a_whole_answer():
+    assert tokens_of(usage_in(b'{"usage": {"total_tokens": 4}, "choices": []}')) == 4
+    assert usage_in(b"[]") == usage_in(b"not JSON") == usage_in(HOSTILE[0]) == b""
+
+
+# Models ----------------------------------------------------------------------------------------------------------
+
+
+def test_models_of_all_replicas_are_one_list():
+    found = []
+    for name, ids in (("a", ("m", "n")), ("b", ("n", "o:latest"))):
+        one = Replica(ReplicaSpec(name=name, url=f"http://{name}"), HealthRules(), BreakerRules())
+        one.cards = [{"id": id, "owned_by": name} for id in ids]
+        found.append(one)
+    cards = merged(found, {"gpt": "n", "gone": "x"})
+    assert [(card["id"], card["owned_by"]) for card in cards] == [
+        ("m", "a"), ("n", "a"), ("o:latest", "b"), ("gpt", "a")
+    ]  # fmt: skip
+    assert "o" in names_in(found[1].cards)
+    assert cards_in(b'{"data": [{"id": "m"}, {"id": 3}]}') == [{"id": "m"}]
+    assert cards_in(b"<html>") is None and cards_in(b'{"data": 3}') is None
+    assert all(cards_in(body) is None for body in HOSTILE[1:])
+
+
+def test_ollamas_lists_are_one():
+    a, b = (
+        tags_in(b'{"models": [{"name": "m:latest", "size": 1}, {"name": 3}]}'),
+        tags_in(b'{"models": [{"name": "m"}]}'),
+    )
+    tags = merged_tags([a, b, tags_in(b'{"models": [{"name": "n:7b"}]}')], {"gpt": "n:7b", "x": "m", "gone": "o"})
+    assert tags == [
+        {"name": "m:latest", "size": 1},
+        {"name": "n:7b"},
+        {"name": "gpt", "model": "gpt"},
+        {"name": "x", "model": "x", "size": 1},
+    ]
+    assert all(tags_in(body) == [] for body in (b"<html>", b'{"models": 3}', *HOSTILE[1:]))
+
+
+def test_ollamas_tag_may_be_there_or_not():
+    one = Replica(ReplicaSpec(name="a", url="http://a"), HealthRules(), BreakerRules())
+    one.models = names_in([{"id": "demo"}, {"id": "llama3:latest"}, {"id": "qwen:7b"}])
+    served = ("demo", "demo:latest", "llama3", "llama3:latest", "qwen:7b")
+    assert all(map(one.serves, served)) and not any(map(one.serves, ("qwen", "qwen:latest", "demo:7b", "de")))

@@ -1,0 +1,94 @@
+"""A replica's health from its checks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+
+from phalanx.gateway.health import Check, Health, HealthRules, Load, Report, report_of
+
+GOOD, BAD, SILENT = Check(ok=True), Check(ok=False, reason="503"), Check(ok=False, answered=False, reason="silence")
+RULES = HealthRules(failures=3, successes=2)
+
+
+def after(*checks: Check) -> Health:
+    health = Health(RULES)
+    for at, check in enumerate(checks):
+        health.note(check, float(at))
+    return health
+
+
+@pytest.mark.parametrize(
+    ("checks", "state"),
+    [
+        ([], "unknown"),
+        ([GOOD], "up"),
+        ([BAD], "down"),
+        ([GOOD, BAD, BAD], "up"),
+        ([GOOD, BAD, BAD, SILENT], "down"),
+        ([GOOD, BAD, BAD, GOOD, BAD, BAD], "up"),
+        ([BAD, GOOD], "down"),
+        ([BAD, GOOD, GOOD], "up"),
+        ([BAD, GOOD, BAD, GOOD], "down"),
+    ],
+)
+def test_checks_in_a_row_decide(checks, state):
+    assert after(*checks).state == state
+
+
+def test_a_replica_is_in_doubt_from_its_first_failed_check():
+    assert not after(GOOD).in_doubt
+    assert after(GOOD, BAD).in_doubt
+    assert not after(GOOD, BAD, GOOD).in_doubt
+
+
+def test_silence_is_not_a_no():
+    """Streams of a replica that itself says it cannot serve may go on; of one that says nothing, not."""
+    assert after(GOOD, BAD, BAD, BAD).silent_since is None
+    assert after(GOOD, SILENT, SILENT, SILENT).silent_since == 1.0
+    assert after(GOOD, SILENT, BAD, SILENT).silent_since == 3.0
+
+
+@examples(100, soak=5000)
+@given(st.lists(st.booleans(), max_size=30))
+def test_any_order_of_checks(oks):
+    """Against the definition: the state follows from the checks alone."""
+    health, state = Health(RULES), "unknown"
+    for i, ok in enumerate(oks):
+        run = 1
+        while run <= i and oks[i - run] == ok:
+            run += 1
+        if i == 0 or run >= (RULES.successes if ok else RULES.failures):
+            state = "up" if ok else "down"
+        before = health.state
+        assert health.note(GOOD if ok else BAD, float(i)) == (before != state)
+        assert health.state == state
+
+
+@pytest.mark.parametrize(
+    ("body", "load"),
+    [
+        (b'{"status": "ok", "requests": {"running": 3, "waiting": 1, "limit": 16}}', Load(3, 1, 16)),
+        (b'{"status": "ok"}', None),
+        (b"", None),
+        (b"OK", None),
+        (b'{"requests": {"running": 3, "waiting": 1, "limit": 0}}', None),
+        (b'{"requests": {"running": -1, "waiting": 1, "limit": 8}}', None),
+        (b'{"requests": {"running": "3", "waiting": 1, "limit": 8}}', None),
+        (b'{"requests": {"running": 0, "waiting": 0, "limit": 99999999999}}', None),
+    ],
+)
+def test_the_load_in_a_health(body, load):
+    assert report_of(body) == Report(load)
+
+
+def test_numerics_are_those_of_the_last_good_check():
+    """A server whose engine starts again does not say them, and has the same ones afterwards."""
+    said = report_of(b'{"status": "ok", "numerics": "3f", "requests": {"running": 0, "waiting": 0, "limit": 0}}')
+    assert said == Report(numerics="3f")
+    health = after(Check(ok=True, report=said), BAD, BAD, BAD)
+    assert (health.state, health.numerics) == ("down", "3f")
+    health.note(GOOD, 9.0)
+    assert health.numerics == ""

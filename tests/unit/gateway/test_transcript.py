@@ -1,0 +1,114 @@
+"""What a stream's records add up to, and what another replica gets of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+
+from phalanx.edge.migration import Choice, Ended, Record, Resume, Start, resume_body, split_body
+from phalanx.errors import MalformedAnswer
+from phalanx.gateway.transcript import Transcript
+from phalanx.types import TokenLogprobs
+
+START = Start(id="x", created=1, seed=2**64 - 1, numerics="n", prompts=5)
+FIRST = Record(start=START)
+SCORED = TokenLogprobs(7, -0.5, 0, [(7, -0.5), (8, -1.5)])
+STOP = Ended(reason="stop", n_tokens=2)
+
+
+def transcript(*records: Record, most: int = 100) -> Transcript:
+    found = Transcript(most)
+    for record in records:
+        found.note(record)
+    return found
+
+
+def resumed(found: Transcript) -> Resume:
+    return found.resume(next_number=4, timeout_s=9.5, moves=2)
+
+
+def test_records_add_up():
+    found = transcript(
+        FIRST,
+        Record(choices=[Choice(index=1, tokens=[7], logprobs=[SCORED], echoed=True)]),
+        Record(),
+        Record(choices=[Choice(index=0, tokens=[2**32 - 1]), Choice(index=1, tokens=[8, 9], logprobs=[SCORED] * 2)]),
+        Record(choices=[Choice(index=1, ended=STOP)]),
+    )
+    assert resumed(found) == Resume(
+        start=START,
+        choices=[
+            Choice(index=0, tokens=[2**32 - 1]),
+            Choice(index=1, tokens=[7, 8, 9], logprobs=[SCORED] * 3, echoed=True, ended=STOP),
+        ],
+        next_number=4,
+        timeout_s=9.5,
+        moves=2,
+    )
+    size, body = resume_body(resumed(found), b'{"model": "m"}')
+    assert split_body(str(size), body) == (resumed(found), b'{"model": "m"}')
+
+
+@examples(50, soak=3000)
+@given(st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=4), max_size=6))
+def test_however_tokens_are_told_they_are_the_same(parts):
+    records = [Record(choices=[Choice(index=0, tokens=part)]) for part in parts]
+    (*_, last) = [(), *resumed(transcript(FIRST, *records)).choices]
+    assert (list(last.tokens) if last else []) == [token for part in parts for token in part]
+
+
+def test_the_last_start_counts():
+    inexact = Start(id="x", created=1, seed=3, numerics="other", prompts=6, exact=False)
+    found = transcript(FIRST, Record(start=inexact))
+    assert found.numerics == "other" and resumed(found).start == inexact
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        (Record(choices=[Choice(index=-1)]), "choice -1"),
+        (Record(choices=[Choice(index=0, tokens=[5]), Choice(index=0, tokens=[6])]), "a choice twice"),
+        (Record(choices=[Choice(index=0, tokens=[5]), Choice(index=1, tokens=[-1])]), "no token's"),
+        (Record(choices=[Choice(index=0, tokens=[2**32])]), "no token's"),
+        (Record(choices=[Choice(index=0, tokens=[5]), Choice(index=2, tokens=[5])]), "choice 2, which is over"),
+    ],
+)
+def test_a_record_that_cannot_be_true_is_refused_whole(record, why):
+    found = transcript(FIRST, Record(choices=[Choice(index=0, tokens=[4]), Choice(index=2, ended=STOP)]))
+    before = resumed(found)
+    with pytest.raises(MalformedAnswer, match=why):
+        found.note(record)
+    assert resumed(found) == before
+
+
+def test_without_its_beginning_nothing_is_kept():
+    found = transcript()
+    with pytest.raises(MalformedAnswer, match="how the answer begins"):
+        found.note(Record(choices=[Choice(index=0, tokens=[1])]))
+    assert not found.is_kept and found.numerics == ""
+
+
+@pytest.mark.parametrize(
+    ("records", "most"),
+    [
+        ([Record(choices=[Choice(index=i, tokens=[1, 2])]) for i in range(3)], 6),
+        (
+            [
+                Record(choices=[Choice(index=0, tokens=[7], logprobs=[SCORED])]),
+                Record(choices=[Choice(index=0, tokens=[1])]),
+            ],
+            5,
+        ),
+        ([Record(choices=[Choice(index=i)]) for i in range(5)], 4),
+    ],
+)
+def test_a_long_stream_is_kept_no_longer(records, most):
+    """A log-probability counts like a token, each of the most likely tokens too, and a choice like one."""
+    found = transcript(FIRST, *records[:-1], most=most)
+    assert found.is_kept
+    found.note(records[-1])
+    assert not found.is_kept
+    found.note(Record(choices=[Choice(index=9, tokens=[1])]))
+    assert not found.is_kept and found._choices == {}

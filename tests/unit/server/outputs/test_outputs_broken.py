@@ -1,0 +1,180 @@
+"""Calls that are not whole, no JSON, or of a tool that was not offered come out as text, with a detail."""
+
+from __future__ import annotations
+
+import pytest
+from answers_of_models import CASES, IDS, TOOLS, calls_of, read, shapes_of, text_of
+
+from phalanx.server.outputs.formats import TOOLS as FORMATS
+from phalanx.server.outputs.pieces import CallArguments, CallBegin, CallBroken, CallEnd, Text
+
+
+@pytest.mark.parametrize(("name", "answer"), CASES, ids=IDS)
+def test_an_answer_that_ends_early(name: str, answer: str) -> None:
+    """Of every beginning of an answer, the calls are calls of the whole answer, and no mark is content."""
+    shapes = shapes_of(name)
+    whole = calls_of(read(shapes, answer)[0])
+    for i in range(len(answer)):
+        pieces, detail = read(shapes, answer[:i])
+        calls = calls_of(pieces)
+        assert calls == whole[: len(calls)], answer[:i]
+        assert not [mark for mark in FORMATS[name].marks if mark in text_of(pieces)], answer[:i]
+        if any(isinstance(piece, CallBroken) for piece in pieces):
+            assert detail, answer[:i]
+
+
+def test_a_call_that_breaks_after_fragments_were_sent() -> None:
+    answer = 'Look: <tool_call>\n{"name": "get_weather", "arguments": {"city": "Os", oops}}\n</tool_call> sorry'
+    pieces, detail = read(shapes_of("hermes"), answer)
+    assert pieces == [
+        Text("Look: "),
+        CallBegin("get_weather"),
+        CallArguments('{"city": "Os", '),
+        CallBroken(),
+        Text('\n{"name": "get_weather", "arguments": {"city": "Os", oops}}\n sorry'),
+    ]
+    assert detail == "The call of 'get_weather' is not whole: its arguments are not JSON."
+
+
+def test_a_call_after_a_broken_one_is_a_call() -> None:
+    answer = (
+        '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call>'
+        '<tool_call>{"name": "get-time", "arguments": {}}</tool_call>'
+    )
+    pieces, detail = read(shapes_of("hermes"), answer)
+    assert calls_of(pieces) == [("get-time", {})]
+    assert "not a JSON object" in detail
+
+
+NOT_OFFERED = {
+    "hermes": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+    "kimi_k2": "<|tool_call_begin|>functions.rm:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    "qwen3_coder": "<tool_call><function=rm></function></tool_call>",
+    "glm47": "<tool_call>rm</tool_call>",
+    "lfm2": "<|tool_call_start|>[rm()]<|tool_call_end|>",
+    "gemma4": "<|tool_call>call:rm{}<tool_call|>",
+    "openai": "<|channel|>commentary to=functions.rm<|message|>{}<|call|>",
+}
+
+
+@pytest.mark.parametrize("name", sorted(NOT_OFFERED))
+def test_a_tool_that_was_not_offered(name: str) -> None:
+    pieces, detail = read(shapes_of(name), *NOT_OFFERED[name])
+    assert [type(piece) for piece in pieces] == [Text]
+    assert "rm" in text_of(pieces)
+    assert detail == "The model called 'rm', a tool that the request does not offer."
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("hermes", '<tool_call>{"name": "get-time", "arguments": {}}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "get-time", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "get-time", "arguments": {}, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "get-time", "arguments": {},}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "get-time", "arguments": "[]"}</tool_call>'),
+        ("hermes", "<tool_call>get-time</tool_call>"),
+        ("hermes", "<tool_call></tool_call>x"),
+        ("mistral", "[TOOL_CALLS]what next?"),
+        ("mistral", "[TOOL_CALLS]" + "x" * 1000),
+        ("kimi_k2", "<|tool_call_begin|>get-time<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        ("kimi_k2", "<|tool_call_begin|>functions.get-time:0<|tool_call_argument_begin|>{}}<|tool_call_end|>"),
+        ("qwen3_coder", "<tool_call>\n<function=get-time>\nhello</function></tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=get-time>\n<parameter=a b c"),
+        ("qwen3_coder", "<tool_call>hello</tool_call>"),
+        ("glm47", "<tool_call>get-time a=1</tool_call>"),
+        ("lfm2", "<|tool_call_start|>[get-time(1)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[get-time(a=b())]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>get-time()<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[get-time(a=" + "[" * 5000 + ")]<|tool_call_end|>"),
+        ("gemma4", "<|tool_call>call:get-time{a}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:get-time{}, and<tool_call|>"),
+        ("openai", "<|channel|>commentary to=functions.get-time<|message|>[]<|call|>"),
+    ],
+)
+def test_what_is_no_call(name: str, answer: str) -> None:
+    pieces, detail = read(shapes_of(name), answer)
+    assert calls_of(pieces) == []
+    assert detail
+    assert not any(mark in text_of(pieces) for mark in FORMATS[name].marks)
+    assert any(isinstance(piece, Text) for piece in pieces) or answer.endswith("</tool_call>x")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("llama3_json", '{"name": "Ann", "age": 3}'),
+        ("llama3_json", '{"name": "get_weather"}'),
+        ("llama3_json", ' \n{"answer": [1, 2], "name": "get_weather"} and so on'),
+        ("llama3_json", "{"),
+        ("llama3_json", "{ this is set notation }"),
+        ("llama4_pythonic", "[1, 2, 3]"),
+        ("llama4_pythonic", "[a link](https://example.org) and more"),
+        ("llama4_pythonic", "[" + "x" * 1000),
+        ("hermes", "Use a < b and <tool_ or <tool_calls>."),
+        ("openai", "No channel at all."),
+    ],
+)
+def test_answers_that_only_look_like_calls(name: str, answer: str) -> None:
+    assert read(shapes_of(name), *answer) == ([Text(answer)], "")
+
+
+def test_marks_that_close_nothing_are_no_content() -> None:
+    assert read(shapes_of("hermes"), "a</tool_call>b")[0] == [Text("ab")]
+
+
+def test_an_answer_may_end_without_the_closing_mark() -> None:
+    pieces, detail = read(shapes_of("hermes"), '<tool_call>\n{"name": "get-time", "arguments": {}}')
+    assert calls_of(pieces) == [("get-time", {})]
+    assert not detail
+    assert pieces[-1] == CallEnd('<tool_call>\n{"name": "get-time", "arguments": {}}')
+
+
+UNCLOSED = {
+    "hermes": ("", '<tool_call>\n{"name": "get-time", "arguments": {}}\n', ""),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.get-time:0<|tool_call_argument_begin|>{}\n",
+        "<|tool_calls_section_end|>",
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get-time\n```json\n{}\n```",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>get-time<｜tool▁sep｜>{}",
+        "<｜tool▁calls▁end｜>",
+    ),
+}
+
+
+@pytest.mark.parametrize("in_section", [True, False])
+@pytest.mark.parametrize("name", UNCLOSED)
+def test_a_call_is_whole_where_the_next_one_begins(name: str, in_section: bool) -> None:
+    begin, call, end = UNCLOSED[name]
+    answer = call * 3 if not in_section or not end else f"{begin}{call * 3}{end}So."
+    pieces, detail = read(shapes_of(name), *answer)
+    assert calls_of(pieces) == [("get-time", {})] * 3 and not detail
+    assert text_of(pieces) == ("So." if in_section and end else "")
+
+
+def test_what_ends_before_its_name_is_said_to_be_a_call() -> None:
+    _, detail = read(shapes_of("hermes"), '<tool_call>\n{"na')
+    assert detail == "A call is not whole: the answer ended inside."
+
+
+def test_stray_marks_of_harmony_are_no_content() -> None:
+    shapes = shapes_of("openai")
+    assert read(shapes, *"<|message|>x<|end|>") == ([Text("x")], "")
+    pieces, _ = read(shapes, "<|channel|>final<|message|>a<|message|>b<|constrain|>c<|return|>")
+    assert text_of(pieces) == "abc"
+
+
+def test_without_tools_calls_are_text() -> None:
+    answer = 'x <tool_call>{"name": "get-time", "arguments": {}}</tool_call>'
+    shapes = shapes_of("hermes", "qwen3")
+    assert read(shapes, answer, tools=TOOLS, parse_tools=False) == ([Text(answer)], "")

@@ -1,0 +1,85 @@
+"""Reasoning is told from content by its marks, also where the prompt opened it or where nothing closes it."""
+
+from __future__ import annotations
+
+import pytest
+from answers_of_models import calls_of, read, reasoning_of, shapes_of, text_of
+
+from phalanx.server.outputs.formats import REASONING
+from phalanx.server.outputs.pieces import CallArguments, CallBegin, CallEnd, Reasoning, Text
+from phalanx.server.outputs.shapes import OutputShapes, make_parser
+
+CALL = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
+MARKED = sorted(set(REASONING) - {"openai"})
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_every_shape(name: str) -> None:
+    shape = REASONING[name]
+    answer = f"{shape.open}\nFirst.\n\nSecond.\n{shape.close}\n\nHello.\n"
+    expected = [Reasoning("First.\n\nSecond."), Text("Hello.\n")], ""
+    shapes = OutputShapes(reasoning=shape)
+    assert read(shapes, answer) == expected
+    assert read(shapes, *answer) == expected
+    opened = answer.removeprefix(shape.open)
+    assert read(shapes, *opened, in_reasoning=True) == expected
+    assert shape.is_open(f"<|im_start|>assistant\n{shape.open}\n")
+    assert not shape.is_open(f"{shape.open}\n\n{shape.close}\n\n")
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_nothing_closes_it(name: str) -> None:
+    shape = REASONING[name]
+    assert read(OutputShapes(reasoning=shape), "I think <b", in_reasoning=True)[0] == [Reasoning("I think <b")]
+    assert read(OutputShapes(reasoning=shape), f"{shape.open}I think{shape.close[:-1]}")[0] == [
+        Reasoning(f"I think{shape.close[:-1]}")
+    ]
+
+
+def test_an_answer_without_reasoning() -> None:
+    shapes = shapes_of(reasoning="qwen3")
+    assert read(shapes, "  Hello </b>\n")[0] == [Text("  Hello </b>\n")]
+    assert read(shapes, "")[0] == []
+    assert read(shapes, " \n")[0] == [Text(" \n")]
+    assert read(shapes, "<think>\n\n</think>\n\nHello")[0] == [Text("Hello")]
+    assert read(shapes, "\n\n</think>\n\nHello", in_reasoning=True)[0] == [Text("Hello")]
+
+
+def test_reasoning_between_content() -> None:
+    pieces, _ = read(shapes_of(reasoning="deepseek_r1"), "<think>a</think>b<think>c</think> d")
+    assert pieces == [Reasoning("a"), Text("b"), Reasoning("\nc"), Text("d")]
+
+
+def test_a_call_after_reasoning_and_inside_of_it() -> None:
+    """A call ends the reasoning that was not closed, as in mlx-lm."""
+    shapes = shapes_of("hermes", "qwen3")
+    for answer in (f"<think>\nHm.\n</think>\n\n{CALL}", f"<think>\nHm.\n{CALL}"):
+        pieces, detail = read(shapes, *answer)
+        assert pieces == [Reasoning("Hm."), CallBegin("get-time"), CallArguments("{}"), CallEnd(CALL)]
+        assert detail == ""
+
+
+def test_a_bare_call_after_reasoning() -> None:
+    pieces, _ = read(
+        shapes_of("llama3_json", "qwen3"), 'so\n</think>\n\n{"name": "get-time", "parameters": {}}', in_reasoning=True
+    )
+    assert reasoning_of(pieces) == "so"
+    assert calls_of(pieces) == [("get-time", {})]
+
+
+def test_white_space_between_marks_is_no_content() -> None:
+    pieces, _ = read(shapes_of("hermes"), f"\n\n{CALL}\n{CALL}\n")
+    assert text_of(pieces) == ""
+    pieces, _ = read(shapes_of("hermes"), f"Before.\n\n{CALL}\n\nAfter.\n")
+    assert text_of(pieces) == "Before.\n\n\n\nAfter.\n"
+
+
+def test_harmony_without_tools() -> None:
+    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    for shapes in (shapes_of("openai"), shapes_of(reasoning="openai")):
+        assert read(shapes, *answer, parse_tools=False)[0] == [Reasoning("Hm."), Text("Yes.")]
+
+
+def test_a_model_without_shapes_needs_no_parser() -> None:
+    assert make_parser(OutputShapes(), tools=(), in_reasoning=False, parse_tools=True) is None
+    assert make_parser(shapes_of("hermes"), tools=(), in_reasoning=False, parse_tools=False) is None

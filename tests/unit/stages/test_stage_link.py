@@ -1,0 +1,304 @@
+"""Connections between stages: real sockets in one process, with and without TLS, strangers, faults on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from phalanx.config import GroupConfig
+from phalanx.dist import stage_link
+from phalanx.dist.awake_clock import AwakeClock
+from phalanx.dist.ports import LOOPBACK
+from phalanx.dist.stage_frames import Frame, Payload, encode
+from phalanx.dist.stage_link import STOPPED_S, TICK_S, Ends, StageInlet, Tamper, connect_stages
+from phalanx.dist.topology import Topology
+from phalanx.errors import FrameCorrupted, FrameError, FrameLate, FrameLost, FrameMismatch, FrameRepeated, PeerMissing
+from phalanx.tls.certificates import make_certificate
+from phalanx.tls.credentials import Credentials
+
+NEVER = 1e9  # seconds: no test waits for it
+
+
+def frame(step: int, forward: int = 0, tokens: int = 2) -> Frame:
+    return Frame(step, forward, 0, "float16", (1, tokens, 8))
+
+
+def payload(step: int, forward: int = 0, tokens: int = 2) -> bytes:
+    return bytes((step + forward + i) % 256 for i in range(tokens * 16))
+
+
+class Shared:
+    """`share` of the ranks of one test, which are threads."""
+
+    def __init__(self, n: int) -> None:
+        self._values: list[str] = [""] * n
+        self._barrier = threading.Barrier(n, timeout=60)
+
+    def of(self, rank: int) -> Callable[[str], list[str]]:
+        def share(value: str) -> list[str]:
+            self._values[rank] = value
+            self._barrier.wait()
+            return list(self._values)
+
+        return share
+
+
+def credentials(n: int) -> list[Credentials]:
+    made = [make_certificate(f"rank {rank}") for rank in range(n)]
+    certificates = tuple(one.certificate for one in made)
+    return [Credentials(key=one.key, place=rank, certificates=certificates) for rank, one in enumerate(made)]
+
+
+@contextlib.contextmanager
+def connected(
+    directory: Path, widths: tuple[int, ...], *, tls: bool = False, tamper: Tamper | None = None, deadline_s: float = 60
+) -> Iterator[list[Ends]]:
+    """The ends of all ranks."""
+    topology = Topology(widths)
+    n = topology.size
+    directory.chmod(0o700)
+    group = GroupConfig(
+        size=n, widths=widths, backend=None, nonce=7,
+        control=f"{LOOPBACK}:1" if tls else str(directory / "g.ctl"), link_addresses=(LOOPBACK,) * n if tls else (),
+    )  # fmt: skip
+    owned = credentials(n) if tls else [None] * n
+    shared, names = Shared(n), [f"rank {rank}" for rank in range(n)]
+    with ThreadPoolExecutor(n) as pool:
+        jobs = [
+            pool.submit(
+                connect_stages, group, topology, rank, names, owned[rank], shared.of(rank), deadline_s=deadline_s,
+                tamper=tamper,
+            )
+            for rank in range(n)
+        ]  # fmt: skip
+        ends = [job.result() for job in jobs]
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            for one in filter(None, (end.inlet, *end.outlets)):
+                one.close()
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
+@pytest.mark.parametrize("widths", [(1, 1), (2, 2), (2, 1), (1, 2), (1, 3, 2)], ids=str)
+def test_every_rank_gets_what_the_stage_before_sends(tmp_path: Path, widths: tuple[int, ...], tls: bool) -> None:
+    topology = Topology(widths)
+    with connected(tmp_path, widths, tls=tls) as ends:
+        for step in (1, 2, 3):
+            for end in ends:
+                if end.inlet is not None and step == 2:  # its plan comes later than the frame
+                    time.sleep(0.01)
+                if end.inlet is not None:
+                    end.inlet.expect([frame(step), frame(step, 1)], NEVER)
+            for forward in (0, 1):
+                for rank, end in enumerate(ends):
+                    for outlet in end.outlets:
+                        outlet.send(frame(step, forward), payload(step, forward + topology.place(rank).stage))
+                for rank, end in enumerate(ends):
+                    if end.inlet is not None:
+                        stage = topology.place(rank).stage
+                        assert end.inlet.take() == payload(step, forward + stage - 1)
+
+
+def test_a_frame_may_be_there_before_its_plan(tmp_path: Path) -> None:
+    with connected(tmp_path, (1, 1)) as (last, first):
+        for step in (1, 2, 3):
+            first.outlets[0].send(frame(step, tokens=4000), payload(step, tokens=4000))
+        assert last.inlet is not None
+        for step in (1, 2, 3):
+            last.inlet.expect([frame(step, tokens=4000)], NEVER)
+            assert last.inlet.take() == payload(step, tokens=4000)
+
+
+def flip(data: Payload, at: int) -> bytes:
+    changed = bytearray(data)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "error"),
+    [
+        (lambda _, frame: [frame[0], flip(frame[1], 5)], FrameCorrupted),
+        (lambda _, frame: [flip(frame[0], 9), frame[1]], FrameCorrupted),
+        (lambda _, frame: frame * 2, FrameRepeated),
+        (lambda _, frame: [frame[0], frame[1][:-1]], FrameCorrupted),
+    ],
+    ids=["payload", "header", "repeated", "short"],
+)
+def test_faults_on_the_way_are_named(tmp_path: Path, tamper: Tamper, error: type[FrameError]) -> None:
+    with connected(tmp_path, (1, 1), tamper=tamper) as (last, first):
+        assert last.inlet is not None
+        with pytest.raises(error, match="rank 1 to rank 0"):
+            for step in (1, 2, 3):
+                first.outlets[0].send(frame(step), payload(step))
+            last.inlet.expect([frame(1), frame(2), frame(3)], NEVER)
+            for _ in range(3):
+                last.inlet.take()
+
+
+def test_a_lost_frame_and_one_that_was_not_planned(tmp_path: Path) -> None:
+    with connected(tmp_path, (1, 1)) as (last, first):
+        assert last.inlet is not None
+        first.outlets[0].send(frame(2), payload(2))
+        last.inlet.expect([frame(1), frame(2)], NEVER)
+        with pytest.raises(FrameLost, match="step 1"):
+            last.inlet.take()
+    with connected(tmp_path, (1, 1)) as (last, first):
+        assert last.inlet is not None
+        first.outlets[0].send(frame(1, tokens=3), payload(1, tokens=3))
+        last.inlet.expect([frame(1)], NEVER)
+        with pytest.raises(FrameMismatch, match="shape"):
+            last.inlet.take()
+
+
+def test_a_frame_that_does_not_come_in_time(tmp_path: Path) -> None:
+    with connected(tmp_path, (1, 1)) as (last, _):
+        assert last.inlet is not None
+        last.inlet.expect([frame(1)], 0.0)
+        with pytest.raises(FrameLate, match=r"rank 1 to rank 0.*step 1"):
+            last.inlet.take()
+
+
+def test_time_without_requests_does_not_count() -> None:
+    """Else a frame that is lost after an hour without any would be missed an hour later."""
+    ours, theirs = socket.socketpair()
+    now = [0.0]
+    inlet = StageInlet(ours, "rank 1 to rank 0", AwakeClock(STOPPED_S, lambda: now[0]))
+    now[0] = 3600.0
+    inlet.expect([frame(1)], 1.0)
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(inlet.take)
+        while not taken.done():
+            now[0] += TICK_S
+            time.sleep(TICK_S)
+    with pytest.raises(FrameLate):
+        taken.result()
+    assert now[0] < 3700
+    inlet.close()
+    theirs.close()
+
+
+def test_time_that_a_rank_is_stopped_makes_no_frame_late() -> None:
+    """The clock jumps by a minute, which is no time that the rank has waited."""
+    ours, theirs = socket.socketpair()
+    now, looked = [0.0], threading.Event()
+
+    def clock() -> float:
+        if now[0]:
+            looked.set()
+        return now[0]
+
+    inlet = StageInlet(ours, "rank 1 to rank 0", AwakeClock(STOPPED_S, clock))
+    inlet.expect([frame(1)], STOPPED_S + 0.1)
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(inlet.take)
+        now[0] = 60.0
+        assert looked.wait(60)
+        theirs.sendall(encode(frame(1), payload(1)) + payload(1))
+        assert taken.result(60) == payload(1)
+    inlet.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
+def test_both_ends_are_told_of_a_broken_connection(tmp_path: Path, tls: bool) -> None:
+    with connected(tmp_path, (1, 1), tls=tls) as (last, first):
+        assert last.inlet is not None
+        first.outlets[0].close()
+        last.inlet.expect([frame(1)], NEVER)
+        with pytest.raises(FrameLost, match="rank 1 to rank 0: the connection broke"):
+            last.inlet.take()
+    with connected(tmp_path, (1, 1), tls=tls) as (last, first):
+        assert last.inlet is not None
+        last.inlet.close()
+        with pytest.raises(FrameLost, match="rank 1 to rank 0: the connection broke"):
+            for step in range(1, 1_000_000):
+                first.outlets[0].send(frame(step), payload(step))
+
+
+def between_two(before: Callable[[tuple[str, int]], None]) -> tuple[Ends, Ends]:
+    """The ends of two ranks over TLS.
+
+    Args:
+        before: is called with the address where rank 0 waits, before rank 1 connects.
+    """
+    shared = Shared(2)
+    group = GroupConfig(
+        size=2, widths=(1, 1), backend=None, nonce=7, control=f"{LOOPBACK}:1", link_addresses=(LOOPBACK,) * 2
+    )
+    keys = credentials(2)
+
+    def share(value: str) -> list[str]:
+        addresses = shared.of(1)(value)
+        host, _, port = addresses[0].rpartition(":")
+        before((host, int(port)))
+        return addresses
+
+    def join(rank: int, share: Callable[[str], list[str]]) -> Ends:
+        names = ["rank 0", "rank 1"]
+        return connect_stages(group, Topology((1, 1)), rank, names, keys[rank], share, deadline_s=60)
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(join, 0, shared.of(0)), pool.submit(join, 1, share)]
+        return jobs[0].result(), jobs[1].result()
+
+
+def test_strangers_do_not_keep_the_sender_out() -> None:
+    """Twenty connections that say nothing, and one that says something else, came first: the oldest are ended."""
+    strangers: list[socket.socket] = []
+
+    def come(address: tuple[str, int]) -> None:
+        strangers.extend(socket.create_connection(address) for _ in range(20))
+        strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n" * 3)
+        for stranger in strangers[:4]:
+            stranger.settimeout(60)
+            assert stranger.recv(1) == b""
+
+    last, first = between_two(come)
+    assert last.inlet is not None
+    first.outlets[0].send(frame(1), payload(1))
+    last.inlet.expect([frame(1)], NEVER)
+    assert last.inlet.take() == payload(1)
+    for one in (last.inlet, *first.outlets, *strangers):
+        one.close()
+
+
+def test_a_sender_that_is_crowded_out_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first connection is ended after it has said who it is, as if there were too many of strangers."""
+    given_up: list[object] = []
+    forget = stage_link._Acceptor._forget
+
+    def forget_late(self: stage_link._Acceptor, candidate: socket.socket) -> bool:
+        found = forget(self, candidate)
+        if found and not given_up:
+            given_up.append(candidate)
+            return False
+        return found
+
+    monkeypatch.setattr(stage_link._Acceptor, "_forget", forget_late)
+    last, first = between_two(lambda _: None)
+    assert given_up
+    assert last.inlet is not None
+    first.outlets[0].send(frame(1), payload(1))
+    last.inlet.expect([frame(1)], NEVER)
+    assert last.inlet.take() == payload(1)
+    for one in (last.inlet, *first.outlets):
+        one.close()
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    group = GroupConfig(size=2, widths=(1, 1), backend=None, nonce=7, control=str(tmp_path / "g.ctl"))
+    names, nobody = ["rank 0 (left)", "rank 1 (right)"], str(tmp_path / "nobody")
+    for rank in (0, 1):
+        with pytest.raises(PeerMissing, match=r"rank 1 \(right\) to rank 0 \(left\)"):
+            connect_stages(group, Topology((1, 1)), rank, names, None, lambda value: [nobody] * 2, deadline_s=0.3)

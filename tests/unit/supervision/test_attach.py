@@ -1,0 +1,62 @@
+"""The socket on which a server waits for the leader of an external launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import ConfigError
+from phalanx.supervision.attach import AttachedEngine
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory) / "engine.sock"
+
+
+def modes_while_listening(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The permissions of the socket at every call that lets others connect."""
+    found: list[int] = []
+    listen = socket.socket.listen
+
+    def observed(self: socket.socket, *backlog: int) -> None:
+        found.append(stat.S_IMODE(path.stat().st_mode))
+        listen(self, *backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", observed)
+    return found
+
+
+def test_it_is_private_before_anybody_can_connect(path, monkeypatch):
+    modes = modes_while_listening(path, monkeypatch)
+
+    async def main() -> None:
+        engine = AttachedEngine(path, stall_s=1.0)
+        await engine.start()
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.close()
+        assert await reader.read() == b""
+        await engine.close()
+
+    before = os.umask(0)
+    try:
+        asyncio.run(main())
+    finally:
+        os.umask(before)
+    assert modes and set(modes) == {0o600}
+    assert not path.exists()
+
+
+def test_what_lies_there_is_named(path):
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match=r"--attach .*engine\.sock"):
+        asyncio.run(AttachedEngine(path, stall_s=1.0).start())
+    assert path.read_text() == "mine"

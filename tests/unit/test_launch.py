@@ -1,0 +1,138 @@
+"""`phalanx launch`: a stand-in for each agent says how it was started; a server that only lists models. No engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.web import web_server
+
+from phalanx.cli.launchers import AGENTS
+from phalanx.errors import ExitCode
+
+STAND_IN = """#!/bin/sh
+exec {python} -c 'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))' "$@"
+"""
+MODELS = {"data": [{"id": "small", "max_model_len": 4096}, {"id": 'an org/"large"', "max_model_len": 65536}]}
+LARGE = 'an org/"large"'
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with web_server(lambda path, body: (200, json.dumps(MODELS)) if path == "/v1/models" else (404, "{}")) as base:
+        yield base.removesuffix("/v1")
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for agent in AGENTS:
+        (folder / agent).write_text(STAND_IN.format(python=sys.executable))
+        (folder / agent).chmod(0o755)
+    return folder
+
+
+def launch(url: str, *words: str, programs: Path | None = None) -> subprocess.CompletedProcess[str]:
+    path = "/usr/bin:/bin" if programs is None else f"{programs}:/usr/bin:/bin"
+    environment = {**os.environ, "PATH": path}
+    command = [sys.executable, "-m", "phalanx", "launch", words[0], "--url", url, "--api-key", "key", *words[1:]]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def started(done: subprocess.CompletedProcess[str]) -> tuple[list[str], dict[str, str]]:
+    assert done.returncode == 0, done.stderr
+    words, variables = json.loads(done.stdout)
+    return words, variables
+
+
+def test_claude_is_told_the_address_the_key_and_that_every_model_is_the_served_one(url: str, programs: Path) -> None:
+    words, variables = started(launch(url, "claude", "--model", LARGE, "--", "-p", "say hi", programs=programs))
+    assert words == ["-p", "say hi"]
+    assert variables["ANTHROPIC_BASE_URL"] == url and variables["ANTHROPIC_AUTH_TOKEN"] == "key"
+    assert {variables[name] for name in variables if name.endswith("_MODEL")} == {LARGE}
+    assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "65536"
+
+
+def test_codex_is_told_a_provider_that_speaks_responses(url: str, programs: Path) -> None:
+    words, variables = started(launch(url, "codex", "--model", LARGE, "--", "exec", "say hi", programs=programs))
+    assert words[-2:] == ["exec", "say hi"] and set(words[0:-2:2]) == {"-c"}
+    settings = tomllib.loads("\n".join(words[1:-2:2]))
+    assert settings["model"] == LARGE and settings["model_context_window"] == 65536
+    provider = settings["model_providers"][settings["model_provider"]]
+    assert provider["base_url"] == f"{url}/v1" and provider["wire_api"] == "responses"
+    assert variables[provider["env_key"]] == "key"
+
+
+def test_opencode_is_told_a_provider_with_the_models_context(url: str, programs: Path) -> None:
+    _, variables = started(launch(url, "opencode", "--model", LARGE, programs=programs))
+    settings = json.loads(variables["OPENCODE_CONFIG_CONTENT"])
+    provider = settings["provider"]["phalanx"]
+    assert settings["model"] == f"phalanx/{LARGE}" and provider["options"] == {"baseURL": f"{url}/v1", "apiKey": "key"}
+    assert provider["models"][LARGE]["limit"]["context"] == 65536
+
+
+def test_aider_gets_the_key_where_no_other_process_reads_it(url: str, programs: Path) -> None:
+    words, variables = started(launch(url, "aider", programs=programs))
+    assert words[words.index("--model") + 1] == "openai/small" and f"{url}/v1" in words
+    assert variables["OPENAI_API_KEY"] == "key" and "key" not in words
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_what_is_printed_starts_the_agent_just_so(agent: str, url: str, programs: Path) -> None:
+    words, variables = started(launch(url, agent, "--model", LARGE, programs=programs))
+    line = launch(url, agent, "--model", LARGE, "--print").stdout
+    path = {"PATH": f"{programs}:/usr/bin:/bin"}
+    done = subprocess.run(["sh", "-c", line], env=path, capture_output=True, text=True, timeout=240, check=True)
+    assert json.loads(done.stdout)[0] == words
+    told = json.loads(done.stdout)[1]
+    given = {name for name in variables if name not in os.environ and name not in ("SHLVL", "_", "OLDPWD")}
+    assert given and {name: told.get(name) for name in given} == {name: variables[name] for name in given}
+
+
+def read(agent: str, text: str) -> Any:
+    if agent == "codex":
+        return tomllib.loads(text)
+    return dict(line.split(": ", 1) for line in text.splitlines()) if agent == "aider" else json.loads(text)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_settings_are_written_to_a_new_private_file(agent: str, url: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings"
+    done = launch(url, agent, "--write", str(file))
+    assert done.returncode == 0 and str(file) in done.stderr
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert f"{url}" in json.dumps(read(agent, file.read_text()))
+    before = file.read_text()
+    again = launch(url, agent, "--write", str(file))
+    assert again.returncode == ExitCode.CONFIG and "does not exist yet" in again.stderr and file.read_text() == before
+
+
+def test_a_small_context_is_said_before_the_agent_starts(url: str, programs: Path) -> None:
+    assert "small reads 4096 tokens" in launch(url, "claude", programs=programs).stderr
+    assert "tokens" not in launch(url, "claude", "--model", LARGE, programs=programs).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["emacs"], "There is no agent 'emacs'. Known are claude, codex, opencode, aider."),
+        (["claude", "--model", "huge"], "has no model 'huge'. It has small, an org/\"large\"."),
+        (["claude"], "claude is not installed. Install it: npm install -g @anthropic-ai/claude-code"),
+    ],
+)
+def test_what_cannot_be_started_is_said_with_what_to_do(words: list[str], said: str, url: str) -> None:
+    done = launch(url, *words)
+    assert done.returncode == ExitCode.CONFIG and said in " ".join(done.stderr.split())
+
+
+def test_without_a_server_nothing_is_started(programs: Path) -> None:
+    done = launch("http://127.0.0.1:1", "claude", programs=programs)
+    assert done.returncode != 0 and "127.0.0.1:1" in done.stderr and not done.stdout
