@@ -16,7 +16,7 @@ from support.stub_replica import Call, StubReplica, event
 from support.token_replica import Fault, TokenReplica, undisturbed
 
 from phalanx.edge.migration import MIGRATION, RESUME
-from phalanx.gateway import gap
+from phalanx.gateway import gap, proxy
 
 PATHS = [CHAT, "/v1/responses", "/v1/messages", "/api/chat"]
 BODY = b'{"model": "m", "stream": true}'
@@ -186,6 +186,127 @@ def test_a_replica_with_equal_numerics_is_preferred():
     run(scenario())
 
 
+# Where a replica lives and does not compute ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    monkeypatch.setattr(proxy, "TICK_S", 0.01)
+
+
+async def many_ticks() -> None:
+    """What is done in them is seen to be done; that nothing is done, a slow machine cannot make wrong."""
+    await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_leaves_a_replica_that_has_lost_its_engine(path, n, ticks):
+    """Its connection is closed, and it is never back."""
+
+    async def scenario() -> None:
+        a, b = TokenReplica(Fault(3, "a pause")), TokenReplica()
+        async with behind_gateway(a, b) as client:
+            body = json.dumps({"model": "m", "stream": True, "n": n}).encode()
+            assert await raw(client, path, body) == undisturbed(path, body)
+            (resume,) = b.resumes
+            assert resume.moves == 1 and [len(choice.tokens) for choice in resume.choices] == {1: [3], 2: [1, 1]}[n]
+            await until(lambda: not a.running)
+            requests = (await client.get("/health"))[1]["requests"]
+            assert (requests["running"], requests["waiting"]) == (0, 0)
+            assert f'migrations_total{{outcome="continued",replica="{a.name}"}} 1.0' in await metrics(client)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("why", ["other numerics", "no room", "no replica", "in doubt", "no move left"])
+def test_where_no_other_replica_is_as_good_a_stream_waits_for_its_own(why, ticks):
+    async def scenario() -> None:
+        a, b = TokenReplica(limit=1), TokenReplica(Fault(3, "a pause"))
+        a.numerics = "other" if why == "other numerics" else "n"
+        a.faults = {"no room": [Fault(1, "an open end")], "no move left": [Fault(1, "reset")]}.get(why, [])
+        settings = {"migration_limit": 1, "health_failure_threshold": 1000}
+        replicas = [b] if why == "no replica" else [a, b] if a.faults else [b, a]
+        async with behind_gateway(*replicas, **settings) as client:
+            if why == "in doubt":
+                a.health = 503
+                await until(lambda: client.gateway._desk.dispatcher.replicas[a.name].health.in_doubt)
+            stream = asyncio.create_task(raw(client))
+            if why == "no room":
+                await until(lambda: a.running == 1)
+                first, stream = stream, asyncio.create_task(raw(client))
+            await until(lambda: not b.faults)
+            n_calls = len(a.calls)
+            await many_ticks()
+            assert len(a.calls) == n_calls and not b.left.is_set()
+            b.back.set()
+            assert await stream == undisturbed(CHAT, BODY)
+            assert len(a.calls) == n_calls
+            if why == "no room":
+                first.cancel()
+
+    run(scenario())
+
+
+def test_two_replicas_that_lose_their_engines_in_turn_pass_a_stream_to_and_fro(ticks):
+    """So often and no more: then it stays with the one that has it."""
+
+    async def scenario() -> None:
+        a, b = TokenReplica(*[Fault(3, "a pause")] * 2), TokenReplica(*[Fault(1, "a pause")] * 2)
+        body = json.dumps({"model": "m", "stream": True, "tokens": 20}).encode()
+        async with behind_gateway(a, b, migration_limit=3) as client:
+            stream = asyncio.create_task(raw(client, CHAT, body))
+            await until(lambda: len(b.resumes) == 2)
+            await many_ticks()
+            assert [resume.moves for resume in (*b.resumes, *a.resumes)] == [1, 3, 2] and b.running == 1
+            b.back.set()
+            assert await stream == undisturbed(CHAT, body)
+            assert len(a.resumes + b.resumes) == 3
+
+    run(scenario())
+
+
+def test_a_stream_leaves_a_silent_replica_at_its_first_missed_check(ticks):
+    async def scenario() -> None:
+        a, b = TokenReplica(Fault(3, "silence")), TokenReplica()
+        async with behind_gateway(a, b, health_failure_threshold=1000) as client:
+            assert await raw(client) == undisturbed(CHAT, BODY)
+            assert len(b.resumes) == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("numerics", ["n", ""])
+def test_what_is_no_stream_is_asked_for_again_where_its_replica_says_that_it_cannot_serve(numerics, ticks):
+    """Of another vendor's server that may mean something else."""
+
+    async def scenario() -> None:
+        a, b = TokenReplica(numerics=numerics), TokenReplica()
+        go_on = asyncio.Event()
+
+        async def waits(call: Call) -> None:
+            await go_on.wait()
+            await call.whole(200, {"choices": [], "from": "a"})
+
+        a.answer = waits
+        async with behind_gateway(a, b, retry_budget=0.0, health_failure_threshold=1000) as client:
+            answer = asyncio.create_task(client.ask())
+            await until(lambda: a.running == 1)
+            await many_ticks()
+            assert not b.calls
+            a.health = 503
+            if numerics:
+                assert (await answer)[0] == 200 and len(b.calls) == 1
+                await until(lambda: not a.running)
+            else:
+                await until(lambda: client.gateway._desk.dispatcher.replicas[a.name].health.in_doubt)
+                await many_ticks()
+                go_on.set()
+                assert (await answer)[1]["from"] == "a" and not b.calls
+
+    run(scenario())
+
+
 # Where there is no replica ---------------------------------------------------------------------------------------
 
 
@@ -194,12 +315,10 @@ def test_while_all_are_down_a_client_is_kept_waiting(path, monkeypatch):
     monkeypatch.setattr(gap, "KEEP_ALIVE_S", 0.02)
 
     async def scenario() -> None:
-        a = TokenReplica(Fault(3, "reset"))
+        a = TokenReplica(Fault(3, "death"))
         async with behind_gateway(a) as client:
             stream = asyncio.create_task(raw(client, path))
-            await until(lambda: not a.faults)
             port = a.port
-            await a.close()
             await until(lambda: waiting(client) == 1)
             await asyncio.sleep(0.1)
             await a.listen(port)
@@ -214,12 +333,9 @@ def test_while_all_are_down_a_client_is_kept_waiting(path, monkeypatch):
 
 def test_a_wait_has_an_end_and_the_error_says_what_happened():
     async def scenario() -> None:
-        a = TokenReplica(Fault(3, "reset"))
+        a = TokenReplica(Fault(3, "death"))
         async with behind_gateway(a, queue_timeout_secs=0.3) as client:
-            stream = asyncio.create_task(raw(client))
-            await until(lambda: not a.faults)
-            await a.close()
-            message = said(await stream)
+            message = said(await raw(client))
             assert f"{a.name} broke off" in message and f"{a.name}: " in message.partition("No replica")[2]
             assert f'migrations_total{{outcome="failed",replica="{a.name}"}} 1.0' in await metrics(client)
 
@@ -228,11 +344,9 @@ def test_a_wait_has_an_end_and_the_error_says_what_happened():
 
 def test_a_client_may_leave_while_its_stream_has_no_replica():
     async def scenario() -> None:
-        a = TokenReplica(Fault(3, "reset"))
+        a = TokenReplica(Fault(3, "death"))
         async with behind_gateway(a) as client:
             async with client.request("POST", CHAT, json.loads(BODY)) as response:
-                await response.content.readany()
-                await a.close()
                 await until(lambda: waiting(client) == 1)
                 response.close()
             await until(lambda: waiting(client) == 0)
@@ -246,11 +360,9 @@ def test_a_client_may_leave_while_its_stream_has_no_replica():
 
 def test_the_end_of_the_gateway_ends_the_wait():
     async def scenario() -> None:
-        a = TokenReplica(Fault(3, "reset"))
+        a = TokenReplica(Fault(3, "death"))
         async with behind_gateway(a, shutdown_grace_period_secs=0.1) as client:
             stream = asyncio.create_task(raw(client))
-            await until(lambda: not a.faults)
-            await a.close()
             await until(lambda: waiting(client) == 1)
             client.gateway.stop()
             assert "shutting down" in said(await stream)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 
 
 class Connection:
-    """Asks at once. `app` is called in this event loop, as a task."""
+    """Asks at once. `app` is called in this event loop, as a task.
 
-    def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
+    Args:
+        more: headers.
+    """
+
+    def __init__(self, app: Any, path: str, body: dict[str, Any], more: Mapping[str, str] = {}) -> None:
         self.left = asyncio.Event()
         self.reading = asyncio.Event()
         self.reading.set()
         self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self._sent = b""
         self._expected = 0  # bytes up to the end of what was expected last
-        headers = [(b"content-type", b"application/json")]
+        named = {"content-type": "application/json", **more}
+        headers = [(name.encode(), value.encode()) for name, value in named.items()]
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "app": app}
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 

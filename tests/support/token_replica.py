@@ -136,6 +136,7 @@ class TokenReplica(StubReplica):
         self.admin_key = admin_key
         self.faults = list(faults)
         self.resumes: list[Resume] = []
+        self.back = asyncio.Event()  # a paused stream goes on
         self.refusal: tuple[int, str] | None = None  # status and message with which it answers what it shall continue
         self._pause_s = pause_s
 
@@ -163,7 +164,11 @@ class TokenReplica(StubReplica):
         for number, piece in enumerate(writer.pieces()):
             told = Record(start=start if number == 0 and known is None else None, choices=piece.choices)
             record = framed(told, lines=call.path in MEDIA) if given is not None else b""
-            if fault is not None and number == fault.at:
+            if fault is not None and number == fault.at and fault.how == "a pause":
+                await call.piece(framed(Record(paused=True), lines=call.path in MEDIA))
+                await self.back.wait()
+                await call.piece(framed(Record(), lines=call.path in MEDIA))
+            elif fault is not None and number == fault.at:
                 await self._fail(call, fault.how, piece.data, record)
                 return
             await asyncio.sleep(self._pause_s)
@@ -174,6 +179,7 @@ class TokenReplica(StubReplica):
         lines = call.path in MEDIA
         sent = {
             "reset": b"",
+            "death": b"",
             "half a piece": data[: len(data) // 2],
             "without its record": data,
             "half a record": data + record[: len(record) // 2],
@@ -191,6 +197,8 @@ class TokenReplica(StubReplica):
             await asyncio.sleep(3600)
         elif how == "an open end":
             await asyncio.sleep(3600)
+        elif how == "death":
+            await self.close()
         elif how in ("reset", "half a piece", "without its record", "half a record"):
             call.break_off()
         else:

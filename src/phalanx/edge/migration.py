@@ -7,7 +7,8 @@ stream. It says which tokens the piece is made of, and the gateway takes it out 
     lines of JSON         {"phalanx":{"choices":[{"index":0,"tokens":[17,4]}]}}
 
 A gateway sends on a piece only once its record has come, so that at any time what its client has and what the records
-say are the same. To continue the stream it sends the request again, to another server, with the header RESUME: as many
+say are the same. A record without a piece says that the server's engine is gone, or back: meanwhile another server may
+be quicker. To continue the stream it sends the request again, to another server, with the header RESUME: as many
 first bytes of the body are a `Resume`, and the client's own body follows. That server computes the rest of each choice,
 passes the known tokens through its decoders without showing anything, and answers with the bytes that come next.
 """
@@ -69,6 +70,7 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     start: Start | None = None  # in the first one; see there
     choices: list[Choice] = []  # those with news
     failed: str = ""  # the piece is an error that another server may not have; why
+    paused: bool = False  # the server's engine is gone: nothing more comes before it is back, in seconds or minutes
 
 
 class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -44,6 +44,10 @@ class Desk:
         finally:
             del self._waiting[ask]
 
+    def elsewhere(self, ask: Ask, replica: Replica) -> Grant | None:
+        """See `Dispatcher.elsewhere`; `end` must follow for both grants."""
+        return self.dispatcher.elsewhere(ask, replica, self.clock())
+
     async def until_idle(self, replica: Replica, limit_s: float) -> bool:
         """Wait for the last request of a replica to end, so long at most. Returns whether it has none."""
         try:

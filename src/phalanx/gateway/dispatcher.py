@@ -5,6 +5,7 @@
                 raises          no room in the queue, or no replica can take it at all
     end(grant, verdict)         the attempt is over
     changed(replica)            a health check or the user has changed it
+    elsewhere(ask, replica) -> Grant or None     a place on another replica, for a request that has one on this one
     decided() -> [(ask, Grant or error)]   to be called after whatever may have changed something
 
 No waiting request can go after `decided`; so a new one that can go overtakes none.
@@ -116,6 +117,20 @@ class Dispatcher:
         if evicted is not None:
             self._evicted.append(evicted)
         return None
+
+    def elsewhere(self, ask: Ask, replica: Replica, now: float) -> Grant | None:
+        """A second place, on another replica than this one; None if none has room. Nothing is in doubt about that one,
+        and it computes the tokens of a begun stream alike: else it is no better than to wait for the first.
+        """
+        passed_over = ask.refused if ask.is_begun else ask.tried
+        able = [
+            other
+            for other in self.replicas.values()
+            if other is not replica and other.serves(ask.model) and other.is_available(now) and other.has_room
+            if not other.in_doubt and other.name not in passed_over
+            if not ask.is_begun or (other.can_migrate and other.health.numerics == ask.numerics)
+        ]
+        return self._grant(ask, Listed(able)) if able else None
 
     def withdraw(self, ask: Ask) -> None:
         """A waiting request's client left."""

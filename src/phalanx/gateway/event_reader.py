@@ -73,6 +73,8 @@ class EventReader:
         self._looked = 0  # bytes of it without an end
         self._unrecorded = bytearray()  # whole events, and then blanks, that no record has followed yet
         self._unrecorded_seen: list[Seen] = []  # what these events mean
+        self.is_paused = False
+        """The replica's last record says that its engine is gone."""
         self.ended = False
         """The event that ends a stream has passed."""
         self.first_byte_s: float | None = None
@@ -92,7 +94,8 @@ class EventReader:
         return self.transcript is not None and self.transcript.is_kept and not self.ended
 
     def begin_again(self) -> None:
-        """Another replica continues the stream: what was held back of this one's is void."""
+        """Another replica is to continue the stream: what was held back of this one's is void."""
+        self.is_paused = False
         self._held.clear()
         self._looked = 0
         self._unrecorded.clear()
@@ -151,6 +154,7 @@ class EventReader:
         if record.failed:
             raise MalformedAnswer(record.failed[:REASON_CHARS].rstrip("."))
         self.transcript.note(record)
+        self.is_paused = record.paused
         self._unrecorded += event[: len(event) - len(text)]
         return self._release()
 

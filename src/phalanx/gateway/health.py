@@ -74,6 +74,8 @@ class Health:
         """Of its last good check; see `Report`."""
         self.silent_since: float | None = None
         """Begin of the first of the last checks that got no answer at all; None if the last one got one."""
+        self.refused_since: float | None = None
+        """Begin of the first of the last checks whose answer says that it cannot serve; None if the last did not."""
         self._failures = 0
         self._successes = 0
 
@@ -93,6 +95,10 @@ class Health:
             self.silent_since = None
         elif self.silent_since is None:
             self.silent_since = begun
+        if check.ok or not check.answered:
+            self.refused_since = None
+        elif self.refused_since is None:
+            self.refused_since = begun
         if check.ok:
             self.load, self.numerics = check.report.requests, check.report.numerics
             self._failures = 0

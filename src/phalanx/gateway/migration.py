@@ -98,6 +98,19 @@ class Migration:
             self._exchange.first_byte_s = self._clock() - self._exchange.arrived
             self._metrics.first_byte(self._exchange.first_byte_s)
 
+    def may_leave(self, replica: Replica, stream: EventReader | None) -> bool:
+        """Whether the request may go on elsewhere though its replica lives. Not where a further break would be one too
+        many: rather it waits, for a phalanx server knows itself when a request is what ends its engine.
+
+        Args:
+            stream: that the replica writes, if it does.
+        """
+        if self._breaks >= self._config.most_breaks:
+            return False
+        if stream is not None and stream.transcript is not None:
+            self._note_begun(replica, stream.transcript)
+        return True
+
     def lost(self, replica: Replica, error: PhalanxError, stream: EventReader | None) -> None:
         """A replica broke off after the request was sent. One that was taken away did not because of the request.
 
@@ -119,9 +132,7 @@ class Migration:
         self._moves += 1
         self._gap.open(replica.name)
         ask.give_up_at = self._clock() + self._config.queue_timeout_secs
-        ask.numerics = stream.transcript.numerics
-        if ask.model is None and replica.models:
-            ask.model = min(replica.models)  # the request names none; another model could not go on with its tokens
+        self._note_begun(replica, stream.transcript)
 
     def refused(self, replica: Replica, answer: Whole) -> None:
         """A replica does not continue the stream, and another time it would not either."""
@@ -154,6 +165,12 @@ class Migration:
     def close(self, outcome: str = "abandoned") -> None:
         """The request is over, or its client left."""
         self._gap.close(outcome)
+
+    def _note_begun(self, replica: Replica, transcript: Transcript) -> None:
+        """The request needs a replica that can continue what this one has begun."""
+        self._ask.numerics = transcript.numerics
+        if self._ask.model is None and replica.models:
+            self._ask.model = min(replica.models)  # the request names none; another could not go on with its tokens
 
     def _error(self, why: Whole | PhalanxError) -> PhalanxError:
         """What the client is told: how the stream lost each replica, and why there is no further one."""

@@ -83,6 +83,8 @@ class Passing:
         self._transcript = transcript
         self._on_first_byte = on_first_byte
         self._continues = begun is not None
+        if begun is not None:
+            begun.begin_again()
         self._has_sent = False
         self.reader = begun
         """Of a stream, once it is known to be one."""
@@ -106,7 +108,6 @@ class Passing:
             self.reader = EventReader(self._exchange.dialect, lines=lines, transcript=self._transcript)
         elif self.reader.lines != lines:
             raise MalformedAnswer(f"The replica {self._flight.name} continues a stream as {response.content_type}.")
-        self.reader.begin_again()
         try:
             await self._events(response, self.reader)
         except PhalanxError:

@@ -59,6 +59,7 @@ class Outgoing(Struct):
     migration: Migration
     queued_s: float = 0.0
     attempts: int = 0
+    successor: Grant | None = None  # the place to which the request moves as soon as its attempt has ended
 
 
 class Proxy:
@@ -77,7 +78,7 @@ class Proxy:
             jitter=config.retry_jitter_factor,
         )
         self._memory = BodyMemory(BODIES * config.max_body_bytes)
-        self._flights: dict[Flight, Passing] = {}
+        self._flights: dict[Flight, tuple[Outgoing, Passing]] = {}
         self._is_closing = False
 
     async def forward(self, exchange: Exchange, aliases: Mapping[str, str], *, pass_keys: bool) -> Passed:
@@ -94,8 +95,12 @@ class Proxy:
         try:
             self._budget.note_request()
             out = self._outgoing(exchange, body, aliases, pass_keys)
-            with closing(out.migration):
-                passed = await self._attempts(exchange, out)
+            try:
+                with closing(out.migration):
+                    passed = await self._attempts(exchange, out)
+            finally:
+                if out.successor is not None:  # the answer has ended just now, or its client left
+                    self._desk.end(out.successor, "abandoned")
         finally:
             self._memory.give_back(len(body))
         self._metrics.answered(passed.response.status, self._desk.clock() - exchange.arrived, out.queued_s)
@@ -116,18 +121,21 @@ class Proxy:
 
     def move(self, replica: Replica, error: PhalanxError) -> None:
         """End the attempts on one replica whose streams can go on elsewhere, with this error."""
-        for flight, passing in list(self._flights.items()):
+        for flight, (_, passing) in list(self._flights.items()):
             if flight.grant.replica is replica and passing.reader is not None and passing.reader.can_go_on:
                 flight.cut(error)
 
     async def watch(self) -> None:
-        """End attempts whose replica has fallen silent. Runs until cancelled."""
+        """End attempts whose replica has fallen silent, or computes no more while another one could. Runs until
+        cancelled.
+        """
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK_S)
             now = loop.time()
-            for flight in list(self._flights):
-                if why := self._silence(flight, now):
+            for flight, (out, passing) in list(self._flights.items()):
+                why = self._silence(flight, now)
+                if why or ((why := _pause(flight, passing)) and self._has_successor(flight, out, passing)):
                     flight.cut(ReplicaFailed(f"The replica {flight.name} {why}."))
 
     def _silence(self, flight: Flight, now: float) -> str:
@@ -139,6 +147,14 @@ class Proxy:
             return f"is down ({health.reason})"
         limit = self._config.stream_timeout_secs
         return f"sent nothing for {limit:g} s" if flight.has_begun and now - flight.last_byte > limit else ""
+
+    def _has_successor(self, flight: Flight, out: Outgoing, passing: Passing) -> bool:
+        """Find a place elsewhere for a request whose replica computes nothing. While there is none, it stays."""
+        replica = flight.grant.replica
+        if flight.is_cut or self._is_closing or not out.migration.may_leave(replica, passing.reader):
+            return False
+        out.successor = self._desk.elsewhere(out.ask, replica)
+        return out.successor is not None
 
     # A request -------------------------------------------------------------------------------------------------
 
@@ -172,8 +188,9 @@ class Proxy:
         last: Whole | PhalanxError | None = None
         while True:
             asked_at = self._desk.clock()
+            grant, out.successor = out.successor, None
             try:
-                grant = await self._desk.place(out.ask)
+                grant = grant or await self._desk.place(out.ask)
             except PhalanxError as error:
                 if exchange.has_begun:
                     return await out.migration.give_up(error)
@@ -196,7 +213,7 @@ class Proxy:
                 continue
             if isinstance(result, Whole) and not self._is_worth_retrying(out, result):
                 return self._returned(exchange, result)
-            if not await self._may_retry(out):
+            if out.successor is None and not await self._may_retry(out):
                 if isinstance(result, PhalanxError):
                     raise result
                 return self._returned(exchange, result)
@@ -214,7 +231,7 @@ class Proxy:
         )
         body, transcript = migration.request(replica, headers, out.body, out.deadline)
         passing = Passing(exchange, flight, migration.stream, transcript, lambda: migration.first_byte(replica))
-        self._flights[flight] = passing
+        self._flights[flight] = out, passing
         try:
             async with flight:
                 response = await flight.send(self._session, out.method, out.path, headers, body)
@@ -223,7 +240,7 @@ class Proxy:
             return result
         except PhalanxError as error:
             verdict = "failed"
-            if flight.is_sent:
+            if flight.is_sent or out.successor is not None:
                 migration.lost(replica, error, passing.reader)
             return error
         finally:
@@ -271,6 +288,22 @@ class Proxy:
         self._metrics.first_byte(self._desk.clock() - exchange.arrived)
         tokens = answer.tokens
         return Passed(exchange.whole(answer.status, answer.body, answer.headers), tokens or 0, tokens is not None)
+
+
+def _pause(flight: Flight, passing: Passing) -> str:
+    """Why a replica computes nothing of this attempt though it may again, as a predicate; empty if it does."""
+    health, stream = flight.grant.replica.health, passing.reader
+    if flight.is_passing:
+        return ""
+    if stream is None and health.numerics and not flight.has_begun:  # an answer that is no stream comes as a whole
+        since, why = health.refused_since, "says that it cannot serve"
+    elif stream is None or not stream.can_go_on:
+        return ""
+    elif stream.is_paused:
+        return "has lost its engine"
+    else:
+        since, why = health.silent_since, "answers neither the stream nor a health check"
+    return why if since is not None and flight.last_byte < since else ""
 
 
 def _said(result: Whole | PhalanxError) -> str:

@@ -129,6 +129,8 @@ class Generation:
     async def deltas(self, keepalive_s: float | None) -> AsyncGenerator[list[Delta]]:
         """Yield new deltas, those of each choice in order; an empty list after every `keepalive_s` seconds without any.
 
+        And where the ledger has to tell something without any.
+
         Raises:
             PhalanxError: the request failed.
         """
@@ -142,7 +144,8 @@ class Generation:
                 yield []
                 continue
             deltas = [delta for index, event in events for delta in await self._decode(slots, index, event)]
-            if deltas:
+            has_notice = self._ledger is not None and self._ledger.pause(slots.output.is_paused)
+            if deltas or has_notice:
                 yield merge(deltas)
 
     async def choices(self, slots: RequestSlots) -> list[Delta]:

@@ -16,29 +16,12 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from phalanx.errors import (
-    EngineError,
-    EngineUnavailable,
-    PhalanxError,
-    Quarantined,
-    QueueFull,
-    SlowClient,
-)
+from phalanx.errors import EngineError, EngineUnavailable, PhalanxError, Quarantined, QueueFull, SlowClient
 from phalanx.server.metrics import Metrics
 from phalanx.server.output_queue import OutputQueue, StreamEnd, Timings
 from phalanx.server.places import Places
 from phalanx.supervision.client import EngineClient
-from phalanx.types import (
-    Batch,
-    Cancel,
-    Finish,
-    Finished,
-    ModelInfo,
-    PromptScored,
-    SequenceRequest,
-    Submit,
-    Tokens,
-)
+from phalanx.types import Batch, Cancel, Finish, Finished, ModelInfo, PromptScored, SequenceRequest, Submit, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +121,7 @@ class Journal:
         self._last_end: float | None = None
         self._end_interval = 1.0  # seconds between ends of sequences, smoothed
         engine.subscribe(self)
+        engine.when_lost.append(self._pause)
 
     # Called by requests ----------------------------------------------------------------------------------------
 
@@ -192,8 +176,7 @@ class Journal:
         for index, request in enumerate(requests, first):
             entry = _JournalEntry(request, index, slots, now)
             if self._trial is None:
-                self._engine.send(Submit(request))
-                entry.known = True
+                self._send(entry, request)
             self._entries[request.id] = entry
             slots.ids.add(request.id)
             slots.free -= 1
@@ -264,6 +247,11 @@ class Journal:
             log.info("resuming %d unfinished sequences, %d of them alone", len(self._entries), len(suspects))
         self._resume()
 
+    def _pause(self) -> None:
+        """Tell the readers of all unfinished requests at once that the engine is gone: a gateway may move them."""
+        for entry in self._entries.values():
+            entry.slots.output.set_paused(True)
+
     def _resume(self) -> None:
         """Submit the next suspect, alone; once there is none, all sequences that wait."""
         now = self._clock()
@@ -272,12 +260,16 @@ class Journal:
             while self._suspects and self._trial is None:
                 entry = self._suspects.pop(0)
                 if entry.request.id in self._entries:
-                    self._engine.send(Submit(entry.submission(now, TRIAL_TOKENS)))
-                    entry.known, self._trial = True, entry
+                    self._send(entry, entry.submission(now, TRIAL_TOKENS))
+                    self._trial = entry
             waiting = [entry for entry in self._entries.values() if not entry.known]
             for entry in waiting if self._trial is None else ():
-                self._engine.send(Submit(entry.submission(now)))
-                entry.known = True
+                self._send(entry, entry.submission(now))
+
+    def _send(self, entry: _JournalEntry, request: SequenceRequest) -> None:
+        self._engine.send(Submit(request))
+        entry.known = True
+        entry.slots.output.set_paused(False)
 
     def on_down(self, reason: str, will_restart: bool) -> None:
         """Count the crash for every sequence that may have caused it. Without a restart, fail all requests."""

@@ -113,6 +113,8 @@ class Ledger:
     def __init__(self) -> None:
         self.start: Start | None = None
         self.failed = ""
+        self._is_paused = False
+        self._was_paused = False  # as of the last record
         self._choices: dict[int, Choice] = {}
 
     def tokens(self, index: int, event: Tokens, n: int) -> None:
@@ -152,9 +154,22 @@ class Ledger:
         if isinstance(error, EngineError) and not isinstance(error, Quarantined):
             self.failed = str(error)
 
+    def pause(self, is_paused: bool) -> bool:
+        """Nothing computes the stream at the moment, or something does. Returns whether this has to be told."""
+        self._is_paused = is_paused
+        return self.has_notice
+
+    @property
+    def has_notice(self) -> bool:
+        """The next record is told at once, also if there is no piece for it."""
+        return self._is_paused != self._was_paused
+
     def take(self) -> Record:
         """Everything that was not told yet."""
-        record = Record(start=self.start, choices=list(self._choices.values()), failed=self.failed)
+        record = Record(
+            start=self.start, choices=list(self._choices.values()), failed=self.failed, paused=self._is_paused
+        )
+        self._was_paused = self._is_paused
         self.start = None
         self._choices = {}
         return record

@@ -45,6 +45,8 @@ class OutputQueue:
         self._events: list[tuple[int, Event]] = []
         self._error: PhalanxError | None = None
         self._news = asyncio.Event()
+        self.is_paused = False
+        """No event will come before an engine is back."""
 
     def push(self, index: int, event: Event) -> bool:
         """Append an event. Returns False if the reader is now too far behind; the event is kept all the same."""
@@ -54,13 +56,19 @@ class OutputQueue:
         self._news.set()
         return self._unread <= self._limit
 
+    def set_paused(self, is_paused: bool) -> None:
+        """Let the reader know that nothing computes its events at the moment, or something does again."""
+        if is_paused != self.is_paused:
+            self.is_paused = is_paused
+            self._news.set()
+
     def fail(self, error: PhalanxError) -> None:
         """Fail the request: `read` raises this error after it returned the events before it. The first error counts."""
         self._error = self._error or error
         self._news.set()
 
     async def read(self) -> list[tuple[int, Event]]:
-        """Wait for events and return all unread ones.
+        """Wait for events and return all unread ones; none if only `is_paused` was set.
 
         Raises:
             PhalanxError: the request failed, and all events before that were read.

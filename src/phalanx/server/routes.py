@@ -267,6 +267,9 @@ class CompletionEndpoints:
                 async for new in deltas:
                     so_far = generation.usage_so_far() if job.options.continuous_usage else None
                     written = await self._write(job, form, new, so_far)
+                    if not written and job.migration is not None and job.migration.ledger.has_notice:
+                        yield b""
+                        continue
                     if new and not written and self._clock() - last_s < job.silence_s:
                         continue  # nothing of this is shown
                     yield written or form.keep_alive

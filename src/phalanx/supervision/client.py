@@ -77,6 +77,8 @@ class EngineClient(ABC):
 
     def __init__(self) -> None:
         self._listeners: list[EngineListener] = []
+        self.when_lost: list[Callable[[], None]] = []
+        """Called as soon as an engine that served computes no more; `on_down` follows once it is known why."""
 
     @property
     @abstractmethod
@@ -315,12 +317,10 @@ class FakeEngine(EngineClient):
         self._rows.clear()
         self._outbox.clear()
         self._stats = EngineStats()
-        self._state = replace(
-            self._state,
-            phase="restarting" if will_restart else "failed",
-            reason=reason,
-            exit_code=None if will_restart else ExitCode.CRASH,
-        )
+        phase, code = ("restarting", None) if will_restart else ("failed", ExitCode.CRASH)
+        self._state = replace(self._state, phase=phase, reason=reason, exit_code=code)
+        for call in self.when_lost:
+            call()
         self.emit_down(reason, will_restart=will_restart)
 
     def recover(self) -> None:
@@ -362,8 +362,7 @@ class FakeEngine(EngineClient):
             scores = [self._logprobs(token, request.prompt_logprobs) for token in request.prompt[1:]]
             events.append(PromptScored(request.id, [None, *scores]))
         token = self._script(request, row.produced)
-        wanted = request.sampling.logprobs
-        scored = None if wanted is None else [self._logprobs(token, wanted)]
+        scored = None if (top := request.sampling.logprobs) is None else [self._logprobs(token, top)]
         events.append(Tokens(request.id, row.produced, [token], scored))
         row.produced += 1
         self._stats = replace(self._stats, generated_tokens=self._stats.generated_tokens + 1)

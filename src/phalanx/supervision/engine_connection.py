@@ -72,9 +72,12 @@ class EngineConnection(EngineClient):
     async def _receive_messages(self, streams: Streams) -> None:
         """Handle a leader's messages until it closes its end."""
         reader, self._writer = streams
-        while (payload := await read_frame(reader)) is not None:
-            self._last_message_at = time.monotonic()
-            self._handle(self._codec.decode(payload))
+        try:
+            while (payload := await read_frame(reader)) is not None:
+                self._last_message_at = time.monotonic()
+                self._handle(self._codec.decode(payload))
+        finally:
+            self._note_lost()
 
     async def _close_connection(self) -> None:
         """Close the connection and drop unsent bytes: the leader has stopped reading."""
@@ -125,6 +128,15 @@ class EngineConnection(EngineClient):
         if self._writer is None or self._writer.is_closing():
             raise EngineUnavailable("The engine's connection is closed.")
         self._writer.write(self._codec.encode(message))
+
+    def _note_lost(self) -> None:
+        """The leader computes no more. Why, and whether a restart helps, is known once its processes have ended."""
+        if self._state.phase == "ready":
+            self._state = replace(
+                self._state, phase="restarting", reason="the engine disconnected", down_since=time.time()
+            )
+            for call in self.when_lost:
+                call()
 
     def _report_down(self, phase: str, reason: str, code: ExitCode | None) -> None:
         """Set the state, fail pending pings and tell the listeners that the engine is gone."""

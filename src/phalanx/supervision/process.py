@@ -309,7 +309,7 @@ class EngineProcess(EngineConnection):
 
     def _failed_to_join(self, end: End) -> bool:
         """Whether this start ended because ranks or the fabric between them did not come together."""
-        if self._state.phase == "ready" or self._ranks is None or self._stall_reason:
+        if self._ready_at is not None or self._ranks is None or self._stall_reason:
             return False
         if self._ranks.ended_by(signal.SIGALRM):
             return True

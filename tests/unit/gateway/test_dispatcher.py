@@ -204,6 +204,32 @@ def test_a_begun_stream_that_no_replica_takes_does_not_wait():
     assert who is waiting and isinstance(error, NoReplica)
 
 
+def test_a_second_place_is_where_tokens_are_the_same_and_nothing_is_in_doubt():
+    found = dispatcher(*(replica(name, 1, numerics="n2" if name == "c" else "n1") for name in "abcd"))
+    a, b, _, d = found.replicas.values()
+    found.arrive(ask(), 0.0)  # a's
+    b.is_suspect = True
+    stream = begun("n1", refused="d")
+    assert found.elsewhere(stream, a, 0.0) is None and found.n_waiting == 0
+    stream.refused.clear()
+    second = found.elsewhere(stream, a, 0.0)
+    assert second is not None and second.replica is d and d.in_flight == 1
+    assert found.elsewhere(stream, a, 0.0) is None  # d is full
+    b.is_suspect = False
+    stream.tried.add("b")  # long ago
+    assert found.elsewhere(stream, a, 0.0).replica is b
+
+
+def test_a_second_place_of_a_request_that_has_not_begun_is_one_that_has_not_failed_it():
+    found = dispatcher(*(replica(name, 2) for name in "abc"))
+    one = ask()
+    first = found.arrive(one, 0.0)
+    one.tried.add("b")
+    assert first.replica.name == "a" and found.elsewhere(one, first.replica, 0.0).replica.name == "c"
+    one.tried.add("c")
+    assert found.elsewhere(one, first.replica, 0.0) is None
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Requests and replicas come, go and fail in any order."""
 
@@ -261,6 +287,16 @@ class AnyOrder(RuleBasedStateMachine):
         grant = self.granted.pop(data.draw(st.integers(0, len(self.granted) - 1)))
         self.found.end(grant, verdict, self.now)
         self.settle()
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def elsewhere(self, data: st.DataObject) -> None:
+        first = self.granted[data.draw(st.integers(0, len(self.granted) - 1))]
+        second = self.found.elsewhere(first.ask, first.replica, self.now)
+        if second is not None:
+            assert second.replica is not first.replica and not second.replica.in_doubt
+            assert not first.ask.is_begun or second.replica.health.numerics == first.ask.numerics
+            self.take(second)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

@@ -258,6 +258,18 @@ def test_broken_anywhere_and_continued_from_its_records_a_stream_is_what_it_woul
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_pause_is_what_the_last_record_says(dialect):
+    found, lines = recorded(dialect), dialect == "ollama"
+    pieces = pieces_of(dialect)
+    first = pieces[0] + record_of(0, lines=lines)
+    assert found.feed(first + framed(Record(paused=True), lines=lines)) == pieces[0] and found.is_paused
+    assert found.feed(pieces[1] + record_of(1, lines=lines)) == pieces[1] and not found.is_paused
+    found.feed(framed(Record(paused=True), lines=lines))
+    found.begin_again()
+    assert not found.is_paused and n_kept(found) == 2
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_what_its_record_has_not_followed_is_not_the_clients(dialect):
     """Not even a whole last event, nor what an event says: number and end are those of the events that passed."""
     found, pieces = recorded(dialect), pieces_of(dialect)

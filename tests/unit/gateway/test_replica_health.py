@@ -51,6 +51,13 @@ def test_silence_is_not_a_no():
     assert after(GOOD, SILENT, BAD, SILENT).silent_since == 3.0
 
 
+def test_since_when_it_says_that_it_cannot_serve():
+    assert after(GOOD, BAD, BAD).refused_since == 1.0
+    assert after(GOOD, BAD, GOOD).refused_since is None
+    assert after(GOOD, BAD, SILENT).refused_since is None
+    assert after(GOOD, BAD, SILENT, BAD).refused_since == 3.0
+
+
 @examples(100, soak=5000)
 @given(st.lists(st.booleans(), max_size=30))
 def test_any_order_of_checks(oks):

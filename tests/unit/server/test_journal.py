@@ -115,6 +115,25 @@ def test_a_resumed_request_has_less_time_and_no_second_scoring(bench):
     assert len([event for _, event in read(output) if isinstance(event, PromptScored)]) == 1
 
 
+def test_readers_are_told_of_a_pause_and_its_end(bench):
+    (_, output), (_, over) = bench.submit(request("a/0")), bench.submit(request("b/0", 1))
+    bench.engine.step()
+    read(output), read(over)
+    bench.engine.crash()
+    assert read(output) == [] and output.is_paused and not over.is_paused
+    bench.engine.recover()
+    assert read(output) == [] and not output.is_paused
+
+
+def test_what_waits_for_a_trial_is_paused(bench):
+    (_, first), (_, second) = bench.submit(request("a/0", 40)), bench.submit(request("b/0", 40))
+    crash(bench, 2)
+    assert (first.is_paused, second.is_paused) == (False, True)
+    for _ in range(TRIAL_TOKENS):
+        bench.engine.step()
+    assert not first.is_paused and not second.is_paused
+
+
 def crash(bench: Bench, times: int = 1) -> None:
     for _ in range(times):
         bench.engine.crash("killed by signal 9")

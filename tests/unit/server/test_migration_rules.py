@@ -8,12 +8,14 @@ from contextlib import AsyncExitStack
 
 import pytest
 from msgspec.structs import replace
+from support.connection import Connection
 from support.migrating import KEY, PacedEngine, paced, pieces_of, request_of, resume_after, shown, stream
-from support.serving import CHAT, CONFIG, EOS, serving, sse
+from support.serving import CHAT, CONFIG, EOS, MODEL, fake_engine, serving, sse
 
 from phalanx.edge.migration import MIGRATION, RESUME, Choice, Ended, Record, record_in, resume_body
 from phalanx.server.answer_parts import call_id
 from phalanx.server.app import create_app
+from phalanx.supervision.client import replying
 from phalanx.types import Submit, TokenLogprobs
 
 URL = "/v1/chat/completions"
@@ -86,6 +88,48 @@ def test_clients_see_no_records(tokenizer):
         assert whole.json()["choices"][0]["message"]["content"] == TEXT
 
     run(tokenizer, scenario)
+
+
+ASKS = {
+    URL: {**CHAT, "n": 2, "max_tokens": 4},
+    "/v1/responses": {"model": MODEL, "input": "hello", "max_output_tokens": 4},
+    "/v1/messages": {**CHAT, "max_tokens": 4},
+    "/api/chat": {**CHAT, "options": {"num_predict": 4}},
+}
+
+
+@pytest.mark.parametrize("key", [KEY, None])
+@pytest.mark.parametrize("path", ASKS)
+def test_records_say_at_once_that_the_engine_is_gone_or_back(tokenizer, path, key):
+    """Clients see nothing of it."""
+
+    async def main():
+        engine = fake_engine(tokenizer, replying(tokenizer.encode("hello")), manual=True)
+        async with asyncio.timeout(60), serving(tokenizer, engine, KEYED) as client:
+            headers = {} if key is None else {MIGRATION: key}
+            connection = Connection(client._transport.app, path, {**ASKS[path], "stream": True}, headers)
+            while not engine.received:
+                await asyncio.sleep(0.001)
+            engine.step()
+            await connection.expect("hel")
+            engine.crash()
+            if key is not None:
+                await connection.expect('"paused":true')
+            engine.recover()
+            if key is not None:
+                await connection.expect("phalanx")
+            while not connection.task.done():
+                engine.step()
+                await asyncio.sleep(0.001)
+            return connection.text.encode()
+
+    said = asyncio.run(main())
+    if key is None:
+        assert b"phalanx" not in said and b"paused" not in said
+        return
+    pieces = pieces_of(said, lines=path == "/api/chat")
+    assert [i for i, piece in enumerate(pieces) if piece == (b"", Record(paused=True))] == [2]
+    assert pieces[3] == (b"", Record()) and not any(record.paused for _, record in pieces[3:])
 
 
 # What a stream may go on from ---------------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ import pytest
 
 from phalanx.errors import ConfigError
 from phalanx.supervision.attach import AttachedEngine
+from phalanx.supervision.client import FAKE_INFO
+from phalanx.supervision.wire import engine_codec
+from phalanx.types import Batch, ModelInfo, Ready
 
 
 @pytest.fixture
@@ -60,3 +63,35 @@ def test_what_lies_there_is_named(path):
     with pytest.raises(ConfigError, match=r"--attach .*engine\.sock"):
         asyncio.run(AttachedEngine(path, stall_s=1.0).start())
     assert path.read_text() == "mine"
+
+
+def test_a_leader_that_disconnects_is_lost_at_once_and_down_once_it_is_known_why(path):
+    told: list[tuple[str, str]] = []
+    engine = AttachedEngine(path, stall_s=60.0)
+    engine.when_lost.append(lambda: told.append(("lost", engine.state.phase)))
+
+    class Listener:
+        def on_batch(self, batch: Batch) -> None:
+            told.append(("batch", engine.state.phase))
+
+        def on_ready(self, info: ModelInfo) -> None:
+            told.append(("ready", engine.state.phase))
+
+        def on_down(self, reason: str, will_restart: bool) -> None:
+            told.append((reason, engine.state.phase))
+
+    async def main() -> None:
+        engine.subscribe(Listener())
+        await engine.start()
+        for sent in (b"", engine_codec().encode(Ready(FAKE_INFO, 1))):  # one that never served is not lost
+            _, writer = await asyncio.open_unix_connection(path)
+            writer.write(sent)
+            writer.close()
+            while not (told and told[-1][0] == "the engine disconnected"):
+                await asyncio.sleep(0.001)
+            told.append(("again", engine.state.phase))
+        await engine.close()
+
+    asyncio.run(main())
+    down, again = ("the engine disconnected", "restarting"), ("again", "restarting")
+    assert told == [down, again, ("ready", "ready"), ("lost", "restarting"), down, again]

@@ -95,6 +95,7 @@ JOINS = [
 def test_a_start_whose_ranks_do_not_come_together_is_no_crash(statuses, phase, expected):
     process = engine(ended(**statuses))
     process._state = EngineState(phase=phase)
+    process._ready_at = 0.0 if phase == "ready" else None
     first = min((status, name.replace("_", " ")) for name, status in statuses.items())
     assert process._failed_to_join(End(first[1], first[0])) == expected
 
