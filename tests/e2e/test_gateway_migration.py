@@ -17,6 +17,7 @@ from support.token_replica import Fault, TokenReplica, undisturbed
 
 from phalanx.edge.migration import MIGRATION, RESUME
 from phalanx.gateway import gap, proxy
+from phalanx.gateway.upstream import Flight
 
 PATHS = [CHAT, "/v1/responses", "/v1/messages", "/api/chat"]
 BODY = b'{"model": "m", "stream": true}'
@@ -289,7 +290,7 @@ def test_what_is_no_stream_is_asked_for_again_where_its_replica_says_that_it_can
             await call.whole(200, {"choices": [], "from": "a"})
 
         a.answer = waits
-        async with behind_gateway(a, b, retry_budget=0.0, health_failure_threshold=1000) as client:
+        async with behind_gateway(a, b, retry_max_retries=0, health_failure_threshold=1000) as client:
             answer = asyncio.create_task(client.ask())
             await until(lambda: a.running == 1)
             await many_ticks()
@@ -303,6 +304,47 @@ def test_what_is_no_stream_is_asked_for_again_where_its_replica_says_that_it_can
                 await many_ticks()
                 go_on.set()
                 assert (await answer)[1]["from"] == "a" and not b.calls
+
+    run(scenario())
+
+
+def test_what_is_no_stream_moves_so_often_and_no_more(ticks):
+    async def scenario() -> None:
+        replicas = [TokenReplica() for _ in range(3)]
+        go_on = asyncio.Event()
+
+        async def waits(call: Call) -> None:
+            await go_on.wait()
+            await call.whole(200, {"choices": []})
+
+        for one in replicas:
+            one.answer = waits
+        async with behind_gateway(*replicas, migration_limit=1, health_failure_threshold=1000) as client:
+            answer = asyncio.create_task(client.ask())
+            for one in replicas[:2]:
+                await until(lambda one=one: one.running == 1)
+                one.health = 503
+            await many_ticks()
+            assert replicas[1].running == 1 and not replicas[2].calls
+            go_on.set()
+            assert (await answer)[0] == 200
+
+    run(scenario())
+
+
+def test_an_answer_that_ends_just_before_it_moves_keeps_no_second_place(ticks, monkeypatch):
+    async def scenario() -> None:
+        a, b = TokenReplica(Fault(3, "a pause")), TokenReplica()
+        async with behind_gateway(a, b) as client:
+            monkeypatch.setattr(Flight, "cut", lambda flight, error: None)
+            stream = asyncio.create_task(raw(client))
+            dispatcher = client.gateway._desk.dispatcher
+            await until(lambda: dispatcher.replicas[b.name].in_flight == 1)
+            await many_ticks()
+            assert dispatcher.in_flight == 2  # one place, however often it is looked for
+            a.back.set()
+            assert await stream == undisturbed(CHAT, BODY) and not b.calls
+            await until(lambda: dispatcher.in_flight == 0)
 
     run(scenario())
 

@@ -34,6 +34,7 @@ from phalanx.bench.load_generator import percentile
 STREAMS = int(os.environ.get("STREAMS", "1000"))
 SECONDS = float(os.environ.get("SECONDS", "inf"))
 CONCURRENCY = 8
+ROWS = "16"  # for so many streams, of which some have two or four choices, on the replica that is left
 BETWEEN = 8  # streams that end between two deaths, at least
 KEY = "adm"
 TEMPLATE = "{{ tools }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
@@ -159,7 +160,7 @@ class Replica:
     def _begin(self) -> Process:
         return Process(
             "-m", "phalanx", "serve", "demo", "--port", str(self.port), "--tp", "2", "--backend", "mpi",
-            "--max-num-seqs", "8", "--kv-cache-gb", "0.1", "--prefix-cache-gb", "0.05", "--admin-key", KEY,
+            "--max-num-seqs", ROWS, "--kv-cache-gb", "0.1", "--prefix-cache-gb", "0.05", "--admin-key", KEY,
             "--tool-call-parser", "hermes", "--chat-template", str(self.template), "--speculative-config", DRAFTS,
         )  # fmt: skip
 

@@ -151,7 +151,7 @@ class Proxy:
     def _has_successor(self, flight: Flight, out: Outgoing, passing: Passing) -> bool:
         """Find a place elsewhere for a request whose replica computes nothing. While there is none, it stays."""
         replica = flight.grant.replica
-        if flight.is_cut or self._is_closing or not out.migration.may_leave(replica, passing.reader):
+        if out.successor is not None or self._is_closing or not out.migration.may_leave(replica, passing.reader):
             return False
         out.successor = self._desk.elsewhere(out.ask, replica)
         return out.successor is not None

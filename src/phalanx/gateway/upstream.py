@@ -90,11 +90,6 @@ class Flight:
         """The replica's."""
         return self.grant.replica.name
 
-    @property
-    def is_cut(self) -> bool:
-        """It ends now."""
-        return self._cut is not None
-
     def cut(self, error: PhalanxError) -> None:
         """End the attempt now, with this error."""
         if self._cut is None and not self._scope.expired():
