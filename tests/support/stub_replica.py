@@ -116,12 +116,13 @@ class StubReplica:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Refuse connections, and end those that are open."""
+        """Refuse connections, and end those that are open, but the one whose task calls this."""
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def url(self) -> str:

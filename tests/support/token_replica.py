@@ -199,6 +199,7 @@ class TokenReplica(StubReplica):
             await asyncio.sleep(3600)
         elif how == "death":
             await self.close()
+            call.break_off()
         elif how in ("reset", "half a piece", "without its record", "half a record"):
             call.break_off()
         else:
