@@ -21,7 +21,8 @@ from phalanx.gateway.upstream import Flight
 
 PATHS = [CHAT, "/v1/responses", "/v1/messages", "/api/chat"]
 BODY = b'{"model": "m", "stream": true}'
-QUICK: dict[str, Any] = {"worker_admin_key": "adm", "health_check_timeout_secs": 0.1}
+KEYED: dict[str, Any] = {"worker_admin_key": "adm"}
+SUSPICIOUS: dict[str, Any] = {"health_check_timeout_secs": 0.1}  # where a replica falls silent
 
 
 def run(scenario: Any) -> None:
@@ -39,7 +40,7 @@ async def behind_gateway(*replicas: StubReplica, **settings: Any) -> AsyncIterat
         for replica in replicas:
             await stack.enter_async_context(replica)
         urls = [replica.url for replica in replicas]
-        yield await stack.enter_async_context(gateway(*urls, policy="round_robin", **{**QUICK, **settings}))
+        yield await stack.enter_async_context(gateway(*urls, policy="round_robin", **{**KEYED, **settings}))
 
 
 async def raw(client: Client, path: str = CHAT, body: bytes = BODY, **headers: str) -> bytes:
@@ -85,7 +86,7 @@ FAULTS = (
 def test_whatever_happens_to_a_replica_the_client_gets_the_same_bytes(path, how):
     async def scenario() -> None:
         a, b = TokenReplica(Fault(2, how)), TokenReplica()
-        async with behind_gateway(a, b) as client:
+        async with behind_gateway(a, b, **(SUSPICIOUS if how == "silence" else {})) as client:
             assert await raw(client, path) == undisturbed(path, BODY)
             (resume,) = b.resumes
             assert resume.moves == 1 and not a.running
@@ -270,7 +271,7 @@ def test_two_replicas_that_lose_their_engines_in_turn_pass_a_stream_to_and_fro(t
 def test_a_stream_leaves_a_silent_replica_at_its_first_missed_check(ticks):
     async def scenario() -> None:
         a, b = TokenReplica(Fault(3, "silence")), TokenReplica()
-        async with behind_gateway(a, b, health_failure_threshold=1000) as client:
+        async with behind_gateway(a, b, health_failure_threshold=1000, **SUSPICIOUS) as client:
             assert await raw(client) == undisturbed(CHAT, BODY)
             assert len(b.resumes) == 1
 
