@@ -168,8 +168,8 @@ def split_layers(
 def _check_numbers(topology: Topology, n_layers: int, chosen: Sequence[int] | None) -> None:
     if n_layers < topology.n_stages:
         raise ConfigError(
-            f"{topology.n_stages} stages need a model of {topology.n_stages} layers at least; this one has {n_layers}.",
-            remedy="Use fewer stages.",
+            f"--pp {topology.n_stages} needs a model of {topology.n_stages} layers at least; this one has {n_layers}.",
+            remedy=f"Use --pp {n_layers} or less.",
         )
     if chosen is None:
         return

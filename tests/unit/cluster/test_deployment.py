@@ -148,7 +148,7 @@ def test_what_stands_after_a_second_pair_of_dashes_is_the_gateways():
         (7, ("--tp", "4"), {}, "--replicas 2 of --tp 4 need 8 hosts, but there are 7"),
         (7, ("-tp", "4"), {}, "need 8 hosts"),
         (7, ("--tensor-parallel-size=2", "--tp=4"), {}, "need 8 hosts"),
-        (4, ("--tp", "0"), {}, "--tp 0 is not a whole number, 1 or more"),
+        (4, ("--tp", "0"), {}, "--tp 0 is not whole numbers, 1 or more"),
         (4, ("--tp", "two"), {}, "--tp two is not"),
         (3, (), {}, "3 hosts cannot be divided among --replicas 2"),
         (34, (), {}, "17 hosts are too many for one group; 16 at most"),
