@@ -147,7 +147,7 @@ def check_keys(keys: Sequence[str], flag: str = "--api-key") -> None:
 
 
 def backend_of(plan: Plan) -> str:
-    """The backend of the flag, else of the hostfile, else auto. Where no stage has several hosts, there are no sums, and
+    """The backend of the flag, else of the hostfile, else auto. Where no stage has several hosts there are no sums, and
     the hostfile's does not matter."""
     if plan.backend != "auto":
         return plan.backend
