@@ -13,17 +13,20 @@ from phalanx.errors import ConfigError
 
 TP_FLAGS = ("--tp", "-tp", "--tensor-parallel-size")
 PP_FLAGS = ("--pp", "-pp", "--pipeline-parallel-size")
+SPLIT_FLAG = "--pp-split"
 
 
 class Shape(NamedTuple):
     """What the arguments of `serve` say."""
 
     rest: tuple[str, ...]
-    """The arguments without these flags."""
+    """The arguments without --pp and --tp."""
     stages: int
     """--pp."""
     widths: tuple[int, ...]
     """--tp, for each stage; empty if it is not given."""
+    split: tuple[int, ...] | None = None
+    """--pp-split: layers of each stage."""
 
     def widths_of(self, n_hosts: int) -> tuple[int, ...]:
         """Hosts of each stage of a group of so many hosts: as given, else equally many.
@@ -72,7 +75,14 @@ def shape_of(words: Sequence[str]) -> Shape:
             f"--tp {tps[-1]} is for {len(widths)} stages, but --pp is {stages}.",
             remedy=f"Use --pp {len(widths)}, or give --tp one number.",
         )
-    return Shape(rest, stages, widths)
+    _, splits = split_flag(rest, SPLIT_FLAG)
+    split = _numbers(SPLIT_FLAG, splits[-1]) if splits else None
+    if split is not None and len(split) != stages:
+        raise ConfigError(
+            f"{SPLIT_FLAG} {splits[-1]} has {len(split)} numbers, --pp is {stages}.",
+            remedy="Give the number of layers of each stage.",
+        )
+    return Shape(rest, stages, widths, split)
 
 
 def _unequal(n_hosts: int, stages: int) -> ConfigError:
@@ -93,6 +103,6 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
     if not all(word.isascii() and word.isdigit() and int(word[:9]) > 0 for word in words) or (single and words[1:]):
         raise ConfigError(
             f"{flag} {text} is not {'a whole number' if single else 'whole numbers'}, 1 or more.",
-            remedy=f"Give {flag} the number of stages." if single else "Give --tp one number, or one for each stage.",
+            remedy=f"Give {flag} the number of stages." if single else f"Give {flag} one number for each stage.",
         )
     return tuple(int(word) for word in words)

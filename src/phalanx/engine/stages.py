@@ -15,10 +15,11 @@ from msgspec import Struct
 from phalanx.config import ActivationDtype, EngineConfig
 from phalanx.dist.stage_frames import Frame
 from phalanx.dist.stage_link import Ends
-from phalanx.dist.topology import Part, Parts, Room, Topology, split_layers
+from phalanx.dist.topology import Room, Topology, split_layers
 from phalanx.engine.link import Link
 from phalanx.model.device_memory import read_memory
 from phalanx.model.loading.stage_cut import LayerCosts
+from phalanx.model.loading.stage_parts import parts_of
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Forward, RowOp, Step
 
@@ -47,24 +48,19 @@ def layer_choice(
     def choose(costs: LayerCosts) -> tuple[int, int]:
         machine = read_memory()
         spots = link.share(_Spot(host=link.host, device=machine.device, free=machine.available - guard))
-        parts = Parts(
-            embedding=Part(split=costs.before),
-            layers=tuple(Part(split=weights, cost=weights) for weights in costs.weights),
-            head=Part(split=costs.behind, cost=costs.behind),
-        )
-        split = split_layers(topology, parts, _rooms(spots, costs.everywhere), config.pp_split)
+        split = split_layers(topology, parts_of(costs), _rooms(spots), config.pp_split)
         layers = split[topology.place(link.rank).stage]
         return layers.start, layers.stop
 
     return choose
 
 
-def _rooms(spots: Sequence[_Spot], everywhere: int) -> list[Room]:
-    """What each rank has for layers: an equal share of its machine's memory, less what every rank loads."""
+def _rooms(spots: Sequence[_Spot]) -> list[Room]:
+    """What each rank has for weights: an equal share of its machine's memory."""
     rooms = []
     for rank, spot in enumerate(spots):
         beside = [other.free for other in spots if (other.host, other.device) == (spot.host, spot.device)]
-        rooms.append(Room(f"rank {rank} on {spot.host}", max(0, min(beside) // len(beside) - everywhere)))
+        rooms.append(Room(f"rank {rank} on {spot.host}", max(0, min(beside) // len(beside))))
     return rooms
 
 

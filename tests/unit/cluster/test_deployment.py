@@ -381,3 +381,13 @@ def test_a_gateway_that_says_nothing_has_a_row(host, word):
 def test_the_table_of_one_group_is_as_it_was():
     said = rows({"a": UP, "b": AGENT})
     assert [line.split()[:2] for line in said] == [["rank", "host"], ["0", "a"], ["1", "b"]]
+
+
+def test_status_says_which_host_has_which_stage_and_layers():
+    ranks = [{"rank": 0, "stage": 1, "layers": [20, 60]}, {"rank": 1, "stage": 0, "layers": [0, 19]}]
+    staged = replace(UP, health=ServerHealth(ok=True, phase="ok", ranks=ranks))
+    said = rows({"a": staged, "b": AGENT})
+    assert "1: layers 20 to 60  a" in said[1] and "0: layers 0 to 19   b" in said[2]
+    said = rows({"a": UP, "b": AGENT, "c": staged, "d": AGENT}, LAYOUT, GATEWAY)
+    assert "0: layers 0 to 19   d" in said[4] and [line.split()[1] for line in said[1:3]] == ["a", "b"]
+    assert len(rows({"a": staged})) == 2  # of one host that is asked alone

@@ -37,7 +37,9 @@ def test_flags_of_a_group(words: tuple[str, ...], hosts: int, flags: list[str]) 
         (("--tp", "2,1"), 3, "--tp 2,1 is for 2 stages, but --pp is 1", "Use --pp 2"),
         (("--pp", "2,2"), 4, "--pp 2,2 is not a whole number", "number of stages"),
         (("--pp", "0"), 4, "--pp 0 is not a whole number, 1 or more", "number of stages"),
-        (("--tp", "two"), 4, "--tp two is not whole numbers", "one for each stage"),
+        (("--tp", "two"), 4, "--tp two is not whole numbers", "one number for each stage"),
+        (("--pp", "2", "--pp-split", "8"), 4, "--pp-split 8 has 1 numbers, --pp is 2", "layers of each stage"),
+        (("--pp", "2", "--pp-split", "8,x"), 4, "--pp-split 8,x is not whole numbers", "one number for each stage"),
     ],
 )
 def test_what_hosts_cannot_form(words: tuple[str, ...], hosts: int, said: str, remedy: str) -> None:
