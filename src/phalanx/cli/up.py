@@ -169,7 +169,8 @@ async def _look_first(deployment: Deployment, console: Console) -> None:
     if bad:
         host, first = bad[0]
         raise ClusterError(
-            f"{host}: {first.check}: {first.seen}." + (f" ({len(bad) - 1} more above.)" if len(bad) > 1 else ""),
+            f"{host}: {first.check}: {first.seen.rstrip('.')}."
+            + (f" ({len(bad) - 1} more above.)" if len(bad) > 1 else ""),
             remedy=first.remedy + " (--skip-checks starts all the same.)",
         )
 

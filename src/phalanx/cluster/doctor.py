@@ -189,7 +189,7 @@ def _stages(facts: Mapping[str, HostFacts], hosts: Sequence[str], shape: Shape) 
     try:
         split = split_layers(topology, parts, rooms, shape.split)
     except (ConfigError, MemoryShortage) as error:
-        yield bad("stages", error.message, "layers that fit every host's memory", error.remedy)
+        yield bad("stages", error.message, "all layers, each where it has room", error.remedy)
         return
     for stage, layers in enumerate(split):
         ranks = topology.ranks(stage)

@@ -213,6 +213,10 @@ def test_an_ended_process_is_final():
         (["error: No such directory: './x'.", "  Check the path."], "No such directory: './x'. Check the path."),
         (["error: one", "more", "error: two"], "two"),
         (["Traceback", "ValueError: x"], "ValueError: x"),
+        (
+            ["Try 'phalanx serve -h'", "╭─ Error ─╮", "│ Invalid value for │", "│ '--x'. │", "╰─────────╯"],
+            "Invalid value for '--x'.",
+        ),
         ([], "it said nothing"),
     ],
 )
