@@ -6,6 +6,7 @@ Every rank of a stage gets the whole input of its stage and has its whole output
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -22,6 +23,8 @@ from phalanx.model.loading.stage_cut import LayerCosts
 from phalanx.model.loading.stage_parts import parts_of
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Forward, RowOp, Step
+
+log = logging.getLogger("phalanx.load")
 
 LATE = 1.1  # of a step's time limit: by then ranks that have not reached the step are known (`dist/stall.py`)
 
@@ -49,7 +52,11 @@ def layer_choice(
         machine = read_memory()
         spots = link.share(_Spot(host=link.host, device=machine.device, free=machine.available - guard))
         split = split_layers(topology, parts_of(costs), _rooms(spots), config.pp_split)
-        layers = split[topology.place(link.rank).stage]
+        stage = topology.place(link.rank).stage
+        layers = split[stage]
+        log.info(
+            "stage %d, the last is %d: layers %d to %d", stage, topology.n_stages - 1, layers.start, layers.stop - 1
+        )
         return layers.start, layers.stop
 
     return choose
