@@ -48,8 +48,16 @@ NARROW = {
     "server": ("phalanx.edge", "phalanx.supervision", "phalanx.text"),
     "gateway": ("phalanx.edge",),
     "edge": (),
-    # demo: where the bundled model lies; dist.gpus: how many MLX can use; text: which files are a model's
-    "cluster": ("phalanx.demo", "phalanx.dist.gpus", "phalanx.rank_variables", "phalanx.text", "phalanx.tls"),
+    # demo: where the bundled model lies; dist.gpus: how many MLX can use; dist.topology: which host has which layers;
+    # text: which files are a model's
+    "cluster": (
+        "phalanx.demo",
+        "phalanx.dist.gpus",
+        "phalanx.dist.topology",
+        "phalanx.rank_variables",
+        "phalanx.text",
+        "phalanx.tls",
+    ),
     "bench": ("phalanx.tls",),
 }
 """Packages that may import the vocabulary, themselves, and only this besides."""

@@ -125,6 +125,7 @@ class RankStats(Struct, frozen=True, kw_only=True):
 
     rank: int
     stage: int = 0  # of the pipeline; 0 has the embedding
+    layers: tuple[int, int] | None = None  # first and last one of its stage; None where there is one stage
     host: str
     pid: int
     steps: int = 0  # steps executed

@@ -1,28 +1,30 @@
 """Pipeline stages of real ranks give the tokens of mlx-lm's single process (P1-P4).
 
-CI cuts every family once, into each kind of pipeline among them, with short answers. It meets the faults that are found
-in different ways, on as few ranks as have them. `make soak` adds every combination, long answers, and all faults on two
-stages of two ranks.
+CI cuts every family once, into each kind of pipeline among them, with short answers; where memory is scarce, rows are
+preempted and a prompt is cancelled. It meets the faults that are found in different ways, on as few ranks as have them.
+`make soak` adds every combination, long answers, and all faults on two stages of two ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from groups import group_server, named, signal_to, through_a_fault
-from support.driver import running
+from support.driver import Driver, ask, running
 from support.lockstep import LONG, Models, compare, make_jobs, run_jobs
-from support.reference import Job
+from support.reference import Job, job
 
 from phalanx.config import EngineConfig
 from phalanx.demo import MODEL_DIR
 from phalanx.dist.topology import Topology
+from phalanx.sched.admission import GRANULE
 from phalanx.speculation_config import NgramSpeculation
-from phalanx.types import EngineStats
+from phalanx.types import Cancel, EngineStats, ResetPrefixCache
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt_oss", "deepseek_v3", "kimi_k25", "qwen3_next"]
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -34,16 +36,26 @@ PIPELINES: dict[str, dict[str, Any]] = {
 GRID = [(family, pipeline, drafts) for family in FAMILIES for pipeline in PIPELINES for drafts in (False, True)]
 WIDER = {"llama": "2 x 2", "qwen3": "3", "deepseek_v3": "2 and 1"}  # processes take more than what they compute
 SMALL = [(family, WIDER.get(family, "2"), i % 2 == 1) for i, family in enumerate(FAMILIES)]
+SCARCE_GB = {"gemma3": 0.0008, "deepseek_v3": 0.0005}
+"""Memory for four rows of `GRANULE` tokens, and for two that are longer."""
 LAYERS = 4
 BRIEF = 10  # tokens of an answer in CI: prompts of up to 150 tokens are cut into chunks, which takes most steps
 
 pytestmark = pytest.mark.timeout(900)  # mlx-lm's references take minutes on a busy machine
 
 
-def check(models: Models, path: Path, pipeline: str, drafts: bool, jobs: list[Job]) -> None:
+def check(
+    models: Models, path: Path, pipeline: str, drafts: bool, jobs: list[Job], scarce_gb: float | None = None
+) -> None:
+    """The tokens are mlx-lm's.
+
+    Args:
+        scarce_gb: too little memory for rows. Then rows are preempted and computed again, and the last job is cancelled
+            while chunks of its prompt follow each other, before it is computed.
+    """
     wanted = models.answers(path, jobs)
     config = EngineConfig(
-        model=str(path), kv_cache_gb=0.25, prefix_cache_gb=0.02, max_num_batched_tokens=48,
+        model=str(path), kv_cache_gb=scarce_gb or 0.25, prefix_cache_gb=0.02, max_num_batched_tokens=48,
         speculative_config=NgramSpeculation() if drafts else None, **PIPELINES[pipeline],
     )  # fmt: skip
 
@@ -51,7 +63,11 @@ def check(models: Models, path: Path, pipeline: str, drafts: bool, jobs: list[Jo
         async with running(config) as driver:
             info = driver.engine.info
             assert info is not None and (info.stages, info.ranks) == (len(config.widths), config.n_ranks)
-            return await run_jobs(driver, jobs)
+            if scarce_gb is None:
+                return await run_jobs(driver, jobs)
+            got, stats = await run_jobs(driver, jobs[:-1])
+            assert stats.preemptions > 0
+            return [*got, await cancelled_and_asked_again(driver, jobs[-1])], await driver.engine.ping()
 
     got, stats = asyncio.run(main())
     assert [rank.rank for rank in stats.ranks] == list(range(config.n_ranks))
@@ -59,8 +75,33 @@ def check(models: Models, path: Path, pipeline: str, drafts: bool, jobs: list[Jo
     assert compare(got, wanted) <= 1
 
 
+async def cancelled_and_asked_again(driver: Driver, entry: Job) -> list[int]:
+    """The tokens of a request that was cancelled amid its prefill before: what was computed then is found again."""
+    prompt, computed, attempts = entry["prompt"], 0, 0
+    while not 0 < computed < len(prompt):  # else it came too late
+        attempts += 1
+        driver.engine.send(ResetPrefixCache())
+        before = (await driver.engine.ping()).prefill_tokens
+        driver.submit(ask(f"cancelled {attempts}", prompt, entry["max_tokens"]))
+        while (await driver.engine.ping()).prefill_tokens == before:
+            pass
+        driver.engine.send(Cancel(f"cancelled {attempts}"))
+        stats = await driver.engine.ping()
+        computed = stats.prefill_tokens - before
+    (tokens,) = await driver.generate(ask("again", prompt, entry["max_tokens"]))
+    assert (await driver.engine.ping()).prefix_hits == stats.prefix_hits + computed
+    return tokens
+
+
 def brief_jobs(family: str) -> list[Job]:
-    return [{**entry, "max_tokens": BRIEF + i % 4} for i, entry in enumerate(make_jobs(family))]
+    """With scarce memory: two of the rows outgrow what all have at first, and one more has a prompt of many chunks."""
+    jobs = [{**entry, "max_tokens": BRIEF + i % 4} for i, entry in enumerate(make_jobs(family))]
+    if family in SCARCE_GB:
+        rnd = random.Random(family)
+        for i in (2, 9):
+            jobs[i] = job([rnd.randrange(3, 512) for _ in range(GRANULE - 6)], BRIEF)
+        jobs.append(job([rnd.randrange(3, 512) for _ in range(400)], BRIEF))
+    return jobs
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +114,7 @@ def briefly_answered(models: Models) -> Models:
 @pytest.mark.parametrize(("family", "pipeline", "drafts"), SMALL, ids=str)
 def test_sixteen_requests(briefly_answered, family, pipeline, drafts):
     models: Models = briefly_answered
-    check(models, models.path(family, layers=LAYERS), pipeline, drafts, brief_jobs(family))
+    check(models, models.path(family, layers=LAYERS), pipeline, drafts, brief_jobs(family), SCARCE_GB.get(family))
 
 
 @pytest.mark.soak  # a trained model: its answers do not repeat themselves

@@ -178,7 +178,11 @@ def test_stage_flag(parsed: list[ServerConfig], name: str, flags: list[str], fie
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--tp", "2,1"], "--tp 2,1 is for 2 stages, but --pp is 1"),
+        (["--tp", "2,1"], "--tp 2,1 is for 2 stages, but --pp is 1.\n  Use --pp 2"),
+        (
+            ["--pp", "2", "--backend", "ring"],
+            "how several ranks talk, but each stage has one.\n  Add --tp",
+        ),
         (["--pp", "3", "--tp", "2,1"], "--tp 2,1 is for 2 stages, but --pp is 3"),
         (["--pp", "4", "--tp", "8"], "--tp and --pp ask for 32 ranks; 16 are the most"),
         (["--pp-split", "20,41"], "--pp-split is for stages, and there is one"),
@@ -195,12 +199,23 @@ def test_stage_flags_that_contradict_each_other(
     assert said in capsys.readouterr().err and not parsed
 
 
-@pytest.mark.parametrize("flags", [["--tp", "2,x"], ["--tp", "0"], ["--pp", "2", "--tp", "2,"], ["--pp-split", "1.5"]])
-def test_numbers_of_stages_are_whole(
-    parsed: list[ServerConfig], flags: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tp", "2,x"], "whole numbers"),
+        (["--tp", "0"], "whole numbers"),
+        (["--pp", "2", "--tp", "2,"], "whole numbers"),
+        (["--pp-split", "1.5"], "whole numbers"),
+        (["--pp", "0"], "0 is not a whole number, 1 to 16"),
+        (["--pp", "2", "--pp-activation-dtype", "nonsense"], "'nonsense' is not one of 'model'"),
+    ],
+)
+def test_values_of_stage_flags(
+    parsed: list[ServerConfig], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *flags]) != 0
-    assert "whole numbers" in capsys.readouterr().err and not parsed
+    words = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert said in words and flags[-2] in words and not parsed
 
 
 @pytest.mark.parametrize(("flags", "field", "value"), SERVER_FLAGS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,7 @@ from phalanx.cluster.check_results import CheckResult
 from phalanx.cluster.host_status import GatewayStatus, HostStatus
 from phalanx.cluster.hostfile import Hostfile, from_names, parse
 from phalanx.cluster.layout import Layout
+from phalanx.cluster.shape import shape_of
 from phalanx.errors import ClusterError, ConfigError
 
 GB = 1 << 30
@@ -37,6 +38,24 @@ Python = Annotated[
     ),
 ]
 PYTHON = sys.executable
+
+
+Pp = Annotated[str | None, typer.Option("--pp", "-pp", metavar="N", help="Stages, as `serve` will have them.")]
+Tp = Annotated[str | None, typer.Option("--tp", "-tp", metavar="N[,N...]", help="With --pp: hosts of each stage.")]
+PpSplit = Annotated[str | None, typer.Option("--pp-split", metavar="N,N...", help="Layers of each stage.")]
+
+
+def shape_words(pp: str | None, tp: str | None, split: str | None = None) -> tuple[str, ...]:
+    """The arguments of `serve` that say how hosts form stages.
+
+    Raises:
+        ConfigError: there is one stage.
+    """
+    given = {"--pp": pp, "--tp": tp, "--pp-split": split}
+    words = tuple(word for name, value in given.items() if value is not None for word in (name, value))
+    if words and shape_of(words).stages == 1:
+        raise ConfigError(f"{words[0]} is for stages here.", remedy="Add --pp N with 2 or more, or leave it out.")
+    return words
 
 
 def chosen(argument: Path | None, option: Path | None, names: str | None, count: int | None = None) -> Hostfile:
@@ -69,33 +88,55 @@ def status_table(
     layout: Layout | None = None,
     gateway: GatewayStatus | None = None,
 ) -> Table:
-    """One row per host: rank, phase, process, memory, and a remark.
+    """One row per host: rank, phase, process, memory, and a remark; where a server serves in stages, also its stage.
 
     Args:
         layout: of several replicas; then each row also says which replica it is of, and the gateway has a row.
     """
+    groups = {"": tuple(found)} if layout is None else layout.replicas
+    stages = {name: cell for hosts in groups.values() for name, cell in _stages(hosts, found).items()}
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("rank", "host", "phase", "pid", "memory GB", "of machine GB", "says"):
+    first = ("rank" if layout is None else "replica:rank", *(("stage",) if stages else ()))
+    for column in (*first, "host", "phase", "pid", "memory GB", "of machine GB", "says"):
         table.add_column(column, overflow="fold")
-    if layout is None:
-        for rank, (name, status) in enumerate(found.items()):
-            table.add_row(str(rank), *_cells(name, status))
-        return table
-    table.columns[0].header = "replica:rank"
-    for replica, hosts in layout.replicas.items():
+    for replica, hosts in groups.items():
         for rank, name in enumerate(hosts):
             if name in found:
-                table.add_row(f"{replica}:{rank}", *_cells(name, found[name]))
+                own = (f"{replica}:{rank}" if layout else str(rank), *((stages.get(name, ""),) if stages else ()))
+                table.add_row(*own, *_cells(name, found[name]))
+    if layout is None:
+        return table
+    none = ("",) if stages else ()
     host = found.get(layout.gateway)
     if gateway is not None and not isinstance(host, ClusterError | str):
         cells = _cells(layout.gateway, gateway.process)
         used = [name for name, said in gateway.replicas.items() if said == "ok"]
         if len(used) < len(gateway.replicas):
             cells[1] = f"[yellow]{len(used)} of {len(gateway.replicas)} replicas[/]"
-        table.add_row("gateway", *cells)
+        table.add_row("gateway", *none, *cells)
     elif layout.gateway in found:
-        table.add_row("gateway", *_cells(layout.gateway, HostStatus(host="") if isinstance(host, HostStatus) else host))
+        table.add_row(
+            "gateway", *none, *_cells(layout.gateway, HostStatus(host="") if isinstance(host, HostStatus) else host)
+        )
     return table
+
+
+def _stages(hosts: Sequence[str], found: Mapping[str, HostStatus | ClusterError | str | None]) -> dict[str, str]:
+    """The stage of each host of a group and its layers, as the group's server says; empty where there is one stage."""
+    server = next((found[name] for name in hosts[:1] if name in found), None)
+    health = server.health if isinstance(server, HostStatus) else None
+    ranks = [] if health is None else [rank for rank in health.ranks if rank.get("layers")]
+    return {
+        name: stage_cell(rank["stage"], rank["layers"])
+        for number, name in enumerate(hosts)
+        for rank in ranks
+        if rank["rank"] == number
+    }
+
+
+def stage_cell(stage: int, layers: Sequence[int] | None) -> str:
+    """A stage and its layers, in a table."""
+    return str(stage) if layers is None else f"{stage}: layers {layers[0]} to {layers[1]}"
 
 
 def _cells(name: str, status: HostStatus | ClusterError | str | None) -> list[str]:

@@ -17,13 +17,19 @@ from phalanx.cli.clusters import (
     HostfileOption,
     Hosts,
     NumRanks,
+    Pp,
+    PpSplit,
     Python,
+    Tp,
     check_results_table,
     chosen,
+    shape_words,
 )
 from phalanx.cli.flags import flag, whole
 from phalanx.cluster.doctor import examine, wanted, worst
 from phalanx.cluster.fabric import addressed
+from phalanx.cluster.plans import Plan, backend_of
+from phalanx.cluster.shape import shape_of
 from phalanx.cluster.ssh import Remote
 from phalanx.config import AGENT_PORT, DEFAULT_PORT, BackendChoice, ClusterConfig, EngineConfig
 from phalanx.errors import ClusterError
@@ -39,6 +45,9 @@ def command(
     backend: Annotated[
         BackendChoice, flag(EngineConfig, "backend", help="What will carry the sums.", rich_help_panel=None)
     ] = "auto",
+    pp: Pp = None,
+    tp: Tp = None,
+    pp_split: PpSplit = None,
     model: Annotated[str | None, typer.Option(help="A model that every host shall have and hold.")] = None,
     host: Annotated[str, typer.Option(help="Address that the server will bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(**whole(1, 65535), help="Port of the server.")] = DEFAULT_PORT,
@@ -50,14 +59,18 @@ def command(
 ) -> int:
     """Examine all hosts and the links between them. Exit code: 0 all is well, 10 warnings, 20 something is wrong."""
     file = chosen(hostfile, hostfile_option, hosts, num_ranks)
+    words = shape_words(pp, tp, pp_split)
+    shape = shape_of(words)
+    shape.widths_of(len(file.hosts))  # what hosts cannot form is said before they are asked
     remotes = [Remote(one.ssh, python=python) for one in file.hosts]
     with contextlib.suppress(ClusterError):  # the checks below report a host that does not answer
         file = asyncio.run(addressed(file, remotes))
     asked = wanted(
-        file, backend=backend if backend != "auto" else file.backend or "auto", running=True, model=model,
+        file, backend=backend_of(Plan(hostfile=file, backend=backend, serve=words)), running=True, model=model,
+        staged=shape.stages > 1,
         api_host=host, api_port=port, agent_port=agent_port, guard_gb=memory_guard_gb,
     )  # fmt: skip
-    results = asyncio.run(examine([file], remotes, asked))
+    results = asyncio.run(examine([file], remotes, asked, shape))
     level = worst(result for found in results.values() for result in found)
     if as_json:
         body = {"level": level, "results": results}

@@ -11,15 +11,28 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
+from phalanx.cli.clusters import (
+    PYTHON,
+    HostfileArgument,
+    HostfileOption,
+    Hosts,
+    Pp,
+    Python,
+    Tp,
+    chosen,
+    shape_words,
+    stage_cell,
+)
 from phalanx.cli.flags import flag, whole
-from phalanx.cluster.fabric import facts_of, measure_pairs, order, set_up, test_group, undo
+from phalanx.cluster.fabric import facts_of, measure_pairs, order, set_up, slow_links, test_group, undo
 from phalanx.cluster.hostfile import Hostfile
 from phalanx.cluster.links import Done
 from phalanx.cluster.network import Steps, cables, parse_node, steps
 from phalanx.cluster.plans import Plan, check
+from phalanx.cluster.shape import shape_of
 from phalanx.cluster.ssh import Remote
 from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig
+from phalanx.dist.topology import Topology
 from phalanx.errors import ClusterError, ConfigError, ExitCode
 
 
@@ -36,10 +49,14 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="setup: show the commands, run none.")] = False,
     backend: Annotated[BackendChoice, typer.Option(help="test: what carries the sums.")] = "auto",
     agent_port: Annotated[int, flag(ClusterConfig, "agent_port", help="test: port of the agents.")] = AGENT_PORT,
+    pp: Pp = None,
+    tp: Tp = None,
     links_only: Annotated[bool, typer.Option("--links-only", help="test: no ranks, only links.")] = False,
     python: Python = PYTHON,
 ) -> int:
     """Set up direct cables between hosts, test all links, or take a set-up back."""
+    if action != "test" and (pp or tp):
+        raise ConfigError(f"--pp and --tp belong to `net test`, not to `net {action}`.", remedy="Leave them out.")
     if action == "setup":
         given = hostfile or hostfile_option or hosts
         if given is not None or not node:
@@ -52,7 +69,8 @@ def command(
     chosen_hosts = chosen(hostfile, hostfile_option, hosts)
     if action == "undo":
         return _told(asyncio.run(undo([Remote(host.ssh, python=python) for host in chosen_hosts.hosts])))
-    plan = check(Plan(hostfile=chosen_hosts, backend=backend, agent_port=agent_port, python=python))
+    serve = ("demo", *shape_words(pp, tp))
+    plan = check(Plan(hostfile=chosen_hosts, serve=serve, backend=backend, agent_port=agent_port, python=python))
     return asyncio.run(_test(plan, links_only=links_only))
 
 
@@ -95,29 +113,37 @@ def _told(found: Mapping[str, Done | ClusterError]) -> int:
 
 
 async def _test(plan: Plan, *, links_only: bool) -> int:
-    """Test every link, then sums over all ranks; the exit code is 0 if all passed."""
+    """Test every link, then a group on all hosts; the exit code is 0 if all passed."""
     console = Console(highlight=False)
     hostfile: Hostfile = plan.hostfile
+    shape = shape_of(plan.serve)
+    topology = Topology(shape.widths_of(len(hostfile.hosts)))
     table = Table("from", "to", "address", "there and back us", "p99 us", "Gbit/s", "", box=None)
-    pairs = await measure_pairs(hostfile, plan.remotes())
+    pairs = await measure_pairs(hostfile, plan.remotes(), topology)
     for pair in pairs:
         figures = ["", "", ""]
         if (m := pair.measured) is not None:
             figures = [f"{m.median_us:.0f}", f"{m.p99_us:.0f}", f"{m.gbit_per_s:.2f}"]
-        table.add_row(pair.one, pair.other, pair.address, *figures, escape(pair.problem))
+        carries = "" if pair.stage is None else f"stage {pair.stage} to {pair.stage + 1}"
+        table.add_row(pair.one, pair.other, pair.address, *figures, escape(pair.problem) or carries)
     console.print(table)
+    for line in slow_links(pairs):
+        console.print(line, style="yellow", soft_wrap=True)
     if any(pair.problem for pair in pairs):
         return ExitCode.CRASH
     if links_only:
         return ExitCode.OK
     found = await test_group(plan)
     test = found.info["self_test"]
-    console.print(f"all_sum of 1 ... {test['summed']}: {test['total']:g}, expected {test['expected']:g}")
+    if test["summed"] > 1:
+        console.print(f"all_sum of 1 ... {test['summed']}: {test['total']:g}, expected {test['expected']:g}")
     for figure in test["fabric"]:
         console.print(f"  {figure['bytes']:>9,} bytes: {figure['median_us']:.0f} us, {figure['gb_per_s']:.3f} GB/s")
     console.print(f"a step of one token: {test['step_ms']:.2f} ms")
     if found.fast_synch:
         console.print(f"MLX_METAL_FAST_SYNCH: {escape(found.fast_synch)}")
     for rank in found.ranks:
-        console.print(f"rank {rank['rank']} on {rank['host']}: active memory {rank['active_bytes'] / (1 << 30):.2f} GB")
+        part = f" (stage {stage_cell(rank['stage'], rank['layers'])})" if shape.stages > 1 else ""
+        memory = f"active memory {rank['active_bytes'] / (1 << 30):.2f} GB"
+        console.print(f"rank {rank['rank']} on {rank['host']}{part}: {memory}")
     return ExitCode.OK if test["total"] == test["expected"] else ExitCode.CRASH

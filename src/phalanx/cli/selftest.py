@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from phalanx.cli.clusters import stage_cell
 from phalanx.cli.flags import Flags, flag, with_settings
 from phalanx.cli.terminal import LoadingView, report, set_up_logging
 from phalanx.config import DEFAULT_MODEL, GIB, EngineConfig, LogLevel, ServerConfig
@@ -127,7 +128,11 @@ def show(info: ModelInfo, stats: EngineStats) -> None:
     for rank in stats.ranks:
         sizes = (rank.active_bytes, rank.peak_bytes, rank.rss_bytes)
         ranks.add_row(
-            str(rank.rank), str(rank.stage), rank.host, str(rank.pid), *(f"{size / GIB:.2f}" for size in sizes)
+            str(rank.rank),
+            stage_cell(rank.stage, rank.layers),
+            rank.host,
+            str(rank.pid),
+            *(f"{size / GIB:.2f}" for size in sizes),
         )
     console.print(ranks)
 

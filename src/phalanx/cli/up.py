@@ -40,6 +40,7 @@ from phalanx.cluster.flags import split_flag
 from phalanx.cluster.host_status import flag
 from phalanx.cluster.lifecycle import Cluster, goal_of, start_all, stop_all, wait_healthy
 from phalanx.cluster.plans import LOGS, Plan, check, split_keys
+from phalanx.cluster.shape import shape_of
 from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig, EngineConfig
 from phalanx.environment import admin_key_from_environment, api_keys_from_environment
 from phalanx.errors import ClusterError, ConfigError, ExitCode, StartFailed
@@ -160,14 +161,16 @@ async def _look_first(deployment: Deployment, console: Console) -> None:
         ClusterError: a check failed that would keep the cluster from running; names host and remedy.
     """
     groups = [plan.hostfile for plan in deployment.groups]
-    results = await examine(groups, deployment.remotes(), wanted_of(deployment))
+    shape = shape_of(deployment.groups[0].serve)
+    results = await examine(groups, deployment.remotes(), wanted_of(deployment), shape)
     if worst(result for found in results.values() for result in found) != "ok":
         console.print(check_results_table(results, all_levels=False))
     bad = [(host, result) for host, found in results.items() for result in found if result.level == "bad"]
     if bad:
         host, first = bad[0]
         raise ClusterError(
-            f"{host}: {first.check}: {first.seen}." + (f" ({len(bad) - 1} more above.)" if len(bad) > 1 else ""),
+            f"{host}: {first.check}: {first.seen.rstrip('.')}."
+            + (f" ({len(bad) - 1} more above.)" if len(bad) > 1 else ""),
             remedy=first.remedy + " (--skip-checks starts all the same.)",
         )
 

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from phalanx.cluster.machine import Bridge, Interface, Rdma
 from phalanx.config import AGENT_PORT, DEFAULT_PORT, GATEWAY_PORT, HostConfig
+from phalanx.dist.topology import Parts
 
 Level = Literal["ok", "warning", "bad"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
@@ -47,6 +48,7 @@ class ExamineRequest(Struct, frozen=True, kw_only=True):
     peers: tuple[HostConfig, ...] = ()  # the other hosts
     backend: str = "auto"
     model: str | None = None
+    staged: bool = False  # the ranks form several stages
     api_host: str = "127.0.0.1"
     api_port: int = DEFAULT_PORT
     agent_port: int = AGENT_PORT
@@ -77,6 +79,10 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     rdma: Rdma = Rdma(enabled=None)
     gpus: int = 0  # of NVIDIA, that MLX can use
     model: ModelFacts | None = None
+    # Where ranks form stages and none runs:
+    room: int | None = None  # bytes for weights; None: not known
+    parts: Parts | None = None  # of the model, if it can be cut; the first host's
+    uncut: str = ""  # why it cannot
 
 
 class Examination(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from phalanx import __version__
 from phalanx.cluster import identity, machine
 from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts, bad, good, warning
 from phalanx.cluster.library import find_model
-from phalanx.cluster.memory_checks import memory, wired_memory
+from phalanx.cluster.memory_checks import memory, wired_memory, with_room
 from phalanx.cluster.supervisor import RunDirectory, describe
 from phalanx.config import COORDINATOR_PORT
 from phalanx.dist.gpus import usable_gpus
@@ -40,7 +40,7 @@ Check = Callable[[ExamineRequest, HostFacts, RunDirectory], Iterator[CheckResult
 
 def examine(wanted: ExamineRequest, run_dir: RunDirectory) -> Examination:
     """Run all checks on this host."""
-    facts = gather(wanted)
+    facts = with_room(wanted, gather(wanted), run_dir)
     checks = CHECKS if wanted.has_rank else CHECKS_OF_A_GATEWAY
     return Examination(facts=facts, results=[result for check in checks for result in check(wanted, facts, run_dir)])
 

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts, worst
+from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts, bad, worst
 from phalanx.cluster.deployment import Deployment
 from phalanx.cluster.host_status import flag, serve_address
 from phalanx.cluster.hostfile import Host, Hostfile
 from phalanx.cluster.plans import backend_of, model_of
+from phalanx.cluster.shape import Shape, shape_of
 from phalanx.cluster.ssh import Remote
 from phalanx.config import GATEWAY_PORT
-from phalanx.errors import ClusterError
+from phalanx.dist.topology import Room, Topology, split_layers
+from phalanx.errors import ClusterError, ConfigError, MemoryShortage
 from phalanx.faults import recognise
+from phalanx.memory import GB
 
 CLOCK_S = 5.0
 TOGETHER = "between hosts"
@@ -31,7 +34,7 @@ __all__ = ["TOGETHER", "compare", "examine", "wanted", "wanted_of", "worst"]
 
 
 def wanted(hostfile: Hostfile, *, backend: str, running: bool, **settings: object) -> list[ExamineRequest]:
-    """The request to each host. `settings`: model, api_host, api_port, agent_port, guard_gb."""
+    """The request to each host. `settings`: model, staged, api_host, api_port, agent_port, guard_gb."""
     hosts = hostfile.placed()
     return [
         ExamineRequest(
@@ -49,6 +52,7 @@ def wanted_of(deployment: Deployment) -> list[ExamineRequest]:
         for plan in deployment.groups
         for request in wanted(
             plan.hostfile, backend=backend_of(plan), running=False, model=model_of(plan), agent_port=plan.agent_port,
+            staged=shape_of(plan.serve).stages > 1,
             api_host=flag(list(plan.serve), "--host") or serve_address(list(plan.serve))[0],
             api_port=serve_address(list(plan.serve))[1],
         )
@@ -73,12 +77,13 @@ def wanted_of(deployment: Deployment) -> list[ExamineRequest]:
 
 
 async def examine(
-    groups: Sequence[Hostfile], remotes: Sequence[Remote], requests: Sequence[ExamineRequest]
+    groups: Sequence[Hostfile], remotes: Sequence[Remote], requests: Sequence[ExamineRequest], shape: Shape
 ) -> dict[str, list[CheckResult]]:
     """The results by host, in the hosts' order; last, under `TOGETHER`, those about several hosts.
 
     Args:
         groups: the hosts whose ranks work together; one host more may have no rank.
+        shape: of each group.
     """
     answers = await asyncio.gather(
         *(_examine(remote, request) for remote, request in zip(remotes, requests, strict=True))
@@ -96,7 +101,7 @@ async def examine(
             results[remote.name] = [CheckResult(check="ssh", level="ok", seen="answers"), _clock(skew), *answer.results]
             if request.has_rank:
                 facts[remote.name] = answer.facts
-    results[TOGETHER] = list(compare(facts, groups, requests[0].backend))
+    results[TOGETHER] = list(compare(facts, groups, requests[0].backend, shape))
     return results
 
 
@@ -124,7 +129,9 @@ def _clock(skew: float) -> CheckResult:
     )
 
 
-def compare(facts: Mapping[str, HostFacts], groups: Sequence[Hostfile], backend: str) -> Iterator[CheckResult]:
+def compare(
+    facts: Mapping[str, HostFacts], groups: Sequence[Hostfile], backend: str, shape: Shape
+) -> Iterator[CheckResult]:
     """Compare the hosts that answered, and the ends of cables inside each group. Pure."""
     yield from _versions(facts)
     yield from _models(facts)
@@ -132,6 +139,8 @@ def compare(facts: Mapping[str, HostFacts], groups: Sequence[Hostfile], backend:
         for group in groups:
             yield from _cables(facts, group.hosts)
     yield from _fast_synch(facts, groups[0], backend)
+    for group in groups if shape.stages > 1 else ():
+        yield from _stages(facts, [host.ssh for host in group.hosts], shape)
 
 
 def _versions(facts: Mapping[str, HostFacts]) -> Iterator[CheckResult]:
@@ -165,6 +174,30 @@ def _models(facts: Mapping[str, HostFacts]) -> Iterator[CheckResult]:
             wanted="the same files everywhere",
             remedy="Run `phalanx model push` from the host that has the right ones.",
         )
+
+
+def _stages(facts: Mapping[str, HostFacts], hosts: Sequence[str], shape: Shape) -> Iterator[CheckResult]:
+    """Whether the layers can be shared out among the stages, as a start would do it, with the memory of today."""
+    rooms = [Room(host, facts[host].room or 0) for host in hosts if host in facts and facts[host].room is not None]
+    if len(rooms) < len(hosts):
+        return  # a host does not answer, or lacks the model, or serves already
+    first = facts[hosts[0]]
+    if (parts := first.parts) is None:
+        yield bad("stages", first.uncut, "a model that can be cut", "docs/models.md says which; else use --tp alone.")
+        return
+    topology = Topology(shape.widths_of(len(hosts)))
+    try:
+        split = split_layers(topology, parts, rooms, shape.split)
+    except (ConfigError, MemoryShortage) as error:
+        yield bad("stages", error.message, "all layers, each where it has room", error.remedy)
+        return
+    for stage, layers in enumerate(split):
+        ranks = topology.ranks(stage)
+        needed = sum(part.bytes_of(len(ranks)) for part in parts.between(layers.start, layers.stop))
+        least = min(rooms[rank].bytes for rank in ranks)
+        where = ", ".join(hosts[rank] for rank in ranks)
+        seen = f"layers {layers.start} to {layers.stop - 1} on {where}: {needed / GB:.2f} GB of {least / GB:.1f} GB"
+        yield CheckResult(check=f"stage {stage}", level="ok", seen=seen)
 
 
 def _cables(facts: Mapping[str, HostFacts], hosts: Sequence[Host]) -> Iterator[CheckResult]:

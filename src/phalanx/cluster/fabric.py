@@ -33,17 +33,21 @@ from phalanx.cluster.plans import Plan, new_credentials, specs
 from phalanx.cluster.ssh import Remote, on_all
 from phalanx.cluster.supervisor import Stopped, SupervisorStarted
 from phalanx.config import AGENT_PORT
+from phalanx.dist.topology import Topology
 from phalanx.errors import ClusterError
 
 TEST_S = 300.0  # over JACCL a group starts twice
+SLOW = 3  # times slower than the fastest link: a busy host makes it two, Wi-Fi or a wrong port ten
 
 
 class Pair(Struct, frozen=True, kw_only=True):
-    """The measurement of the link between two hosts, or why it failed."""
+    """The measurement of the link from a host to another, or why it failed."""
 
     one: str
     other: str
     address: str
+    stage: int | None = None
+    """If it carries activations: the stage that sends them. The next one receives them."""
     measured: LinkSpeed | None = None
     problem: str = ""
 
@@ -128,29 +132,50 @@ async def undo(remotes: Sequence[Remote]) -> dict[str, Done | ClusterError]:
     return await on_all(remotes, "net-undo", {}, Done)
 
 
-async def measure_pairs(hostfile: Hostfile, remotes: Sequence[Remote]) -> list[Pair]:
-    """Measure latency and bandwidth between every two hosts, one pair at a time: pairs must not share bandwidth."""
+async def measure_pairs(hostfile: Hostfile, remotes: Sequence[Remote], topology: Topology) -> list[Pair]:
+    """Measure latency and bandwidth between every two hosts, one pair at a time: pairs must not share bandwidth.
+
+    Args:
+        topology: a link that carries activations is measured in their direction.
+    """
     pairs = []
-    for (one, one_remote), (other, other_remote) in itertools.combinations(
-        zip(hostfile.hosts, remotes, strict=True), 2
-    ):
+    for first, second in itertools.combinations(range(len(hostfile.hosts)), 2):
+        carries = topology.sender(first) == second  # ranks of earlier stages have higher numbers
+        one, other = (second, first) if carries else (first, second)
+        hosts = hostfile.hosts[one], hostfile.hosts[other]
+        pair = Pair(
+            one=hosts[0].ssh, other=hosts[1].ssh, address=hosts[1].address,
+            stage=topology.place(one).stage if carries else None,
+        )  # fmt: skip
         try:
-            pairs.append(await _measure(one, one_remote, other, other_remote))
+            pairs.append(replace(pair, measured=await _measure(remotes[one], remotes[other], pair.address)))
         except ClusterError as error:
-            pairs.append(Pair(one=one.ssh, other=other.ssh, address=other.address, problem=str(error)))
+            pairs.append(replace(pair, problem=str(error)))
     return pairs
 
 
-async def _measure(one: Host, one_remote: Remote, other: Host, other_remote: Remote) -> Pair:
+def slow_links(pairs: Sequence[Pair]) -> list[str]:
+    """What is to be said of links between stages that are much slower than the fastest one: every token waits for the
+    slowest. Pure."""
+    links = [(pair, pair.measured.gbit_per_s) for pair in pairs if pair.stage is not None and pair.measured is not None]
+    fastest = max((speed for _, speed in links), default=0.0)
+    return [
+        f"{pair.one} to {pair.other} is slow: {speed:.2f} Gbit/s from stage {pair.stage} to the next, the fastest such "
+        f"link has {fastest:.2f}. Look at its cable, its port of the switch, and what else uses it."
+        for pair, speed in links
+        if speed * SLOW < fastest
+    ]
+
+
+async def _measure(one_remote: Remote, other_remote: Remote, address: str) -> LinkSpeed:
     token = secrets.token_hex(16)
-    answers = other_remote.listen("listen", ListenRequest(address=other.address, token=token), Listening)
+    answers = other_remote.listen("listen", ListenRequest(address=address, token=token), Listening)
     try:
         listening = await anext(answers)
-        probe = MeasureRequest(address=other.address, port=listening.port, token=token)
-        measured = await one_remote.call("measure", probe, LinkSpeed)
+        probe = MeasureRequest(address=address, port=listening.port, token=token)
+        return await one_remote.call("measure", probe, LinkSpeed)
     finally:
         await answers.aclose()
-    return Pair(one=one.ssh, other=other.ssh, address=other.address, measured=measured)
 
 
 async def test_group(plan: Plan) -> GroupTest:

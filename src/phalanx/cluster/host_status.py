@@ -23,6 +23,7 @@ from phalanx.environment import api_keys_from, api_keys_in, environment
 from phalanx.faults import first_fault
 
 TAIL_BYTES = 1 << 16
+BOX_END = "╰"  # typer draws a box around what it says of a wrong flag
 
 
 class ServerHealth(Struct, frozen=True, kw_only=True):
@@ -151,10 +152,13 @@ def tail(log: Path) -> list[str]:
 
 
 def final_error(lines: list[str]) -> str:
-    """Why a phalanx process ended, from its log: its last error with the remedy below it, else its last line."""
+    """Why a phalanx process ended, from its log: its last error with the remedy below it, or what a box around an error
+    of its flags says; else its last line."""
     starts = [index for index, line in enumerate(lines) if line.startswith("error: ")]
     if starts:
         return " ".join(line.strip() for line in lines[starts[-1] : starts[-1] + 2]).removeprefix("error: ")
+    if lines and lines[-1].startswith(BOX_END):
+        return " ".join(line.strip("│ ") for line in lines if line.startswith("│"))
     return lines[-1] if lines else "it said nothing"
 
 

@@ -20,9 +20,12 @@ import msgspec
 import psutil
 from msgspec import Struct
 
+from phalanx.dist.topology import Parts
+from phalanx.errors import ClusterError
 from phalanx.memory import MachineMemory, read_machine
 
 TOOL_S = 10.0
+PARTS_S = 120.0  # to build the largest models from their headers
 PAGE = 16384  # bytes, if vm_stat does not say
 
 
@@ -100,6 +103,23 @@ def rank_memory() -> MachineMemory:
         return msgspec.json.decode(text, type=MachineMemory)
     except msgspec.DecodeError:
         return read_machine()
+
+
+def stage_parts(path: str) -> Parts:
+    """What the model in a directory consists of for its stages, as MLX tells a process of its own.
+
+    Raises:
+        ClusterError: it cannot be cut, or read; says why.
+    """
+    command = [sys.executable, "-P", "-m", "phalanx.model.loading.stage_parts", path]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PARTS_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"The headers of {path} were not read within {PARTS_S:g} s.") from error
+    try:
+        return msgspec.json.decode(done.stdout, type=Parts)
+    except msgspec.DecodeError as error:
+        raise ClusterError(done.stderr.strip().rpartition("\n")[2] or f"{path} cannot be read.") from error
 
 
 def wired_limit_mb() -> int:

@@ -1,16 +1,20 @@
-"""The doctor's checks of memory on one host: what has leaked, what the GPU may use, whether a shard fits (L2).
+"""The doctor's checks of memory on one host: what has leaked, what the GPU may use, whether a shard fits (L2). Whether
+stages fit is seen from all hosts together (`doctor.py`).
 
 Does not know MLX: it asks a process of its own what a rank could use (`machine.rank_memory`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+
+from msgspec.structs import replace
 
 from phalanx.cluster import machine
 from phalanx.cluster.check_results import CheckResult, ExamineRequest, HostFacts, bad, good, warning
 from phalanx.cluster.supervisor import RunDirectory
-from phalanx.errors import ConfigError
+from phalanx.errors import ClusterError, ConfigError
 from phalanx.memory import GB, MIB, MachineMemory, guard_bytes, largest_wired_limit_mb, make_room
 
 WIRED_LIMIT = 350 * GB  # about 23 million pages: more means a known leak of wired memory (L2)
@@ -32,7 +36,7 @@ def wired_memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory
 
 
 def memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
-    shard = facts.model is not None and not run_dir.running()
+    shard = facts.model is not None and not wanted.staged and not run_dir.running()
     if not shard and facts.system != "macOS":
         return
     found = machine.rank_memory()
@@ -40,6 +44,22 @@ def memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> I
         yield gpu_limit(found, machine.wired_limit_mb())
     if shard:
         yield shard_fits(wanted, facts, found)
+
+
+def with_room(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> HostFacts:
+    """The facts, with what this host has for a stage, and on the first host what the model's layers need."""
+    model = facts.model
+    if not wanted.staged or model is None or run_dir.running():
+        return facts
+    found = machine.rank_memory()
+    with contextlib.suppress(ConfigError):  # of the variable that says what stays free; the start says so
+        facts = replace(facts, room=max(0, found.available - guard_bytes(found, wanted.guard_gb)))
+    if wanted.rank > 0:
+        return facts
+    try:
+        return replace(facts, parts=machine.stage_parts(model.path))
+    except ClusterError as error:
+        return replace(facts, uncut=error.message)
 
 
 def gpu_limit(found: MachineMemory, set_mb: int) -> CheckResult:

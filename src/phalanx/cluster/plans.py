@@ -69,7 +69,11 @@ def check(plan: Plan) -> Plan:
             raise ConfigError(
                 f"{word} after `--`: `up` sets it itself.", remedy="Use --num-ranks and --backend before the `--`."
             )
-    shape.widths_of(len(plan.hostfile.hosts))
+    if max(shape.widths_of(len(plan.hostfile.hosts))) == 1 < shape.stages and plan.backend != "auto":
+        raise ConfigError(
+            f"--backend {plan.backend} says what carries the sums of a stage, but each stage has one host.",
+            remedy="Leave it out.",
+        )
     if len(plan.hostfile.hosts) > MOST_RANKS:
         raise ConfigError(
             f"{len(plan.hostfile.hosts)} hosts are too many for one group; {MOST_RANKS} at most.",
@@ -143,8 +147,12 @@ def check_keys(keys: Sequence[str], flag: str = "--api-key") -> None:
 
 
 def backend_of(plan: Plan) -> str:
-    """The backend of the flag, else of the hostfile, else auto."""
-    return plan.backend if plan.backend != "auto" else plan.hostfile.backend or "auto"
+    """The backend of the flag, else of the hostfile, else auto. Where no stage has several hosts there are no sums, and
+    the hostfile's does not matter."""
+    if plan.backend != "auto":
+        return plan.backend
+    has_sums = max(shape_of(plan.serve).widths_of(len(plan.hostfile.hosts))) > 1
+    return (plan.hostfile.backend if has_sums else None) or "auto"
 
 
 def model_of(plan: Plan) -> str:

@@ -13,17 +13,20 @@ from phalanx.errors import ConfigError
 
 TP_FLAGS = ("--tp", "-tp", "--tensor-parallel-size")
 PP_FLAGS = ("--pp", "-pp", "--pipeline-parallel-size")
+SPLIT_FLAG = "--pp-split"
 
 
 class Shape(NamedTuple):
     """What the arguments of `serve` say."""
 
     rest: tuple[str, ...]
-    """The arguments without these flags."""
+    """The arguments without --pp and --tp."""
     stages: int
     """--pp."""
     widths: tuple[int, ...]
     """--tp, for each stage; empty if it is not given."""
+    split: tuple[int, ...] | None = None
+    """--pp-split: layers of each stage."""
 
     def widths_of(self, n_hosts: int) -> tuple[int, ...]:
         """Hosts of each stage of a group of so many hosts: as given, else equally many.
@@ -32,15 +35,13 @@ class Shape(NamedTuple):
             ConfigError: they do not fit.
         """
         if not self.widths and n_hosts % self.stages:
-            raise ConfigError(
-                f"{n_hosts} hosts cannot be divided equally among --pp {self.stages}.",
-                remedy="Say how many hosts each stage has: `-- MODEL --pp 2 --tp 2,1`.",
-            )
+            raise _unequal(n_hosts, self.stages)
         widths = self.widths or (n_hosts // self.stages,) * self.stages
-        if sum(widths) != n_hosts or min(widths) < 1:
+        if (needed := sum(widths)) != n_hosts:
             raise ConfigError(
-                f"--tp {','.join(map(str, widths))} and --pp {self.stages} need {sum(widths)} hosts, not {n_hosts}.",
-                remedy="Every host runs one rank: name as many hosts, or use --num-ranks.",
+                f"--tp {','.join(map(str, widths))} and --pp {self.stages} need {needed} hosts, not {n_hosts}.",
+                remedy=f"Every host runs one rank: name {needed} hosts, or "
+                + (f"use --num-ranks {needed}." if needed < n_hosts else "lower one of them."),
             )
         return widths
 
@@ -72,15 +73,36 @@ def shape_of(words: Sequence[str]) -> Shape:
     if widths and len(widths) != stages:
         raise ConfigError(
             f"--tp {tps[-1]} is for {len(widths)} stages, but --pp is {stages}.",
-            remedy="Give --tp one number, or one for each stage.",
+            remedy=f"Use --pp {len(widths)}, or give --tp one number.",
         )
-    return Shape(rest, stages, widths)
+    _, splits = split_flag(rest, SPLIT_FLAG)
+    split = _numbers(SPLIT_FLAG, splits[-1]) if splits else None
+    if split is not None and len(split) != stages:
+        raise ConfigError(
+            f"{SPLIT_FLAG} {splits[-1]} has {len(split)} numbers, --pp is {stages}.",
+            remedy="Give the number of layers of each stage.",
+        )
+    return Shape(rest, stages, widths, split)
+
+
+def _unequal(n_hosts: int, stages: int) -> ConfigError:
+    """So many hosts do not form so many stages of one width."""
+    each, more = divmod(n_hosts, stages)
+    example = ",".join(str(each + (stage < more)) for stage in range(stages))
+    return ConfigError(
+        f"{n_hosts} hosts cannot be divided equally among --pp {stages}.",
+        remedy=f"Say how many hosts each stage has, as in `-- MODEL --pp {stages} --tp {example}`."
+        if each
+        else f"Every stage needs a host: name {stages} hosts, or use --pp {n_hosts}.",
+    )
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
     words = text.split(",")
-    if not all(word.isascii() and word.isdigit() and int(word[:9]) > 0 for word in words) or (
-        flag == "--pp" and len(words) > 1
-    ):
-        raise ConfigError(f"{flag} {text} is not a whole number, 1 or more.")
+    single = flag == "--pp"
+    if not all(word.isascii() and word.isdigit() and int(word[:9]) > 0 for word in words) or (single and words[1:]):
+        raise ConfigError(
+            f"{flag} {text} is not {'a whole number' if single else 'whole numbers'}, 1 or more.",
+            remedy=f"Give {flag} the number of stages." if single else f"Give {flag} one number for each stage.",
+        )
     return tuple(int(word) for word in words)

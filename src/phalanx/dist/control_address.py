@@ -23,7 +23,7 @@ def is_unix(control: str) -> bool:
 
 
 def listen(control: str) -> socket.socket:
-    """The leader's listening socket.
+    """A listening socket for other ranks.
 
     Raises:
         GroupError: other users may enter the directory of a Unix socket; or the address is taken, or not this
@@ -44,7 +44,7 @@ def listen(control: str) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise GroupError(
-            f"rank 0 cannot listen on {control} for the other ranks: {error.strerror or error}.",
+            f"this rank cannot listen on {control} for others: {error.strerror or error}.",
             remedy="The next start takes another address.",
         ) from error
 

@@ -9,12 +9,12 @@ is decided in `stage_frames.py`. Does not know arrays or plans.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import ssl
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,15 +22,16 @@ from typing import NamedTuple
 from phalanx.config import GroupConfig
 from phalanx.dist import control_address
 from phalanx.dist.awake_clock import AwakeClock
+from phalanx.dist.ports import free_ports
+from phalanx.dist.sender_acceptor import WELCOME, SenderAcceptor, close
 from phalanx.dist.stage_frames import HEADER_BYTES, Frame, FrameSequence, Payload, encode
 from phalanx.dist.topology import Topology
-from phalanx.errors import FrameLost, PeerMissing, PhalanxError
+from phalanx.errors import FrameLost, GroupError, PeerMissing, PhalanxError
 from phalanx.tls.credentials import Credentials, accepting, connecting
+from phalanx.tls.failures import predicate_of
 
-HELLO_BYTES = 16  # nonce and rank of the sender
-WELCOME = b"+"  # the receiver's answer to it: the sender would not notice else that its connection was given up
-HANDSHAKE_S = 5.0  # two round trips, but this host may be busy
-MOST_CANDIDATES = 16  # connections whose other end is not known yet; one more closes the oldest
+log = logging.getLogger("phalanx.channel")
+
 TICK_S = 0.25  # between looks at whether a frame is late
 STOPPED_S = 1.0  # between two looks: this process was stopped for the rest of the time, or the machine slept
 RETRY_S = 0.1  # between attempts to connect, and between looks at whether a connection broke
@@ -101,7 +102,7 @@ class StageInlet:
 
     def close(self) -> None:
         """End the connection."""
-        _close(self._socket)
+        close(self._socket)
 
     def _run(self) -> None:
         try:
@@ -167,7 +168,7 @@ class StageOutlet:
 
     def close(self) -> None:
         """End the connection."""
-        _close(self._socket)
+        close(self._socket)
 
     def _run(self) -> None:
         while True:
@@ -211,7 +212,7 @@ def connect_stages(
     """
     deadline = time.monotonic() + deadline_s
     sender = topology.sender(rank)
-    listener = None if sender is None else control_address.listen(_address(group, rank))
+    listener = None if sender is None else _listen(group, rank)
     addresses = share("" if listener is None else _reached_at(listener, group, rank))
     outlets = []
     for receiver in topology.receivers(rank):
@@ -225,10 +226,11 @@ def connect_stages(
     hello = group.nonce.to_bytes(8, "big") + sender.to_bytes(8, "big")
     name = f"{names[sender]} to {names[rank]}"
     try:
-        connected = _Acceptor(listener, context, hello).accept(deadline)
+        connected = SenderAcceptor(listener, context, hello, name).accept(deadline)
     finally:
         listener.close()
-        control_address.remove_socket(_address(group, rank))
+        if control_address.is_unix(group.control):
+            control_address.remove_socket(_unix_path(group, rank))
     if connected is None:
         raise PeerMissing(
             f"{name}: no connection between these stages within {deadline_s:g} s.",
@@ -237,30 +239,56 @@ def connect_stages(
     return Ends(StageInlet(connected, name), tuple(outlets))
 
 
-def _address(group: GroupConfig, rank: int) -> str:
-    """Where a rank waits for its sender: a Unix socket beside the leader's, or any free port."""
+def _listen(group: GroupConfig, rank: int) -> socket.socket:
+    """Where a rank waits for its sender: a Unix socket beside the leader's, or a port.
+
+    Raises:
+        GroupError: it cannot listen there.
+    """
     if control_address.is_unix(group.control):
-        return str(Path(group.control).with_suffix(f".in{rank}"))
-    return f"{group.link_addresses[rank]}:0"
+        return control_address.listen(_unix_path(group, rank))
+    host = group.link_addresses[rank]
+    try:
+        (port,) = free_ports(1, host)
+    except OSError as error:
+        raise GroupError(
+            f"rank {rank} cannot listen on {host} for the stage before: {error.strerror or error}.",
+            remedy="Correct the address of its host in the hostfile.",
+        ) from error
+    return control_address.listen(f"{host}:{port}")
+
+
+def _unix_path(group: GroupConfig, rank: int) -> str:
+    return str(Path(group.control).with_suffix(f".in{rank}"))
 
 
 def _reached_at(listener: socket.socket, group: GroupConfig, rank: int) -> str:
     if listener.family == socket.AF_UNIX:
-        return _address(group, rank)
+        return _unix_path(group, rank)
     return f"{group.link_addresses[rank]}:{listener.getsockname()[1]}"
 
 
 def _connect(address: str, context: ssl.SSLContext | None, hello: bytes, name: str, deadline: float) -> socket.socket:
-    reason: object = "no attempt was made"
+    reason = "was not asked in time"
     while (left := deadline - time.monotonic()) > 0:
         try:
             return _prepared(control_address.connect(address, left), context, hello, left)
         except OSError as error:
-            reason = error.strerror or error
+            before, reason = reason, _broken(error)
+            if isinstance(error, ssl.SSLError) and reason != before:
+                log.warning("%s: the process at %s %s", name, address, reason)
         time.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))
     raise PeerMissing(
-        f"{name}: no connection to {address}: {reason}.", remedy="May this machine connect to the other one's ports?"
+        f"{name}: no connection to {address}: it {reason}.",
+        remedy="May this machine connect to the other one's ports?",
     )
+
+
+def _broken(error: OSError) -> str:
+    """What the other end did, as a predicate."""
+    if isinstance(error, ssl.SSLError):
+        return predicate_of(error)
+    return f"cannot be reached: {error.strerror or error}"
 
 
 def _prepared(connected: socket.socket, context: ssl.SSLContext | None, hello: bytes, left_s: float) -> socket.socket:
@@ -282,76 +310,3 @@ def _prepared(connected: socket.socket, context: ssl.SSLContext | None, hello: b
         connected.settimeout(None)
         on_error.pop_all()
     return connected
-
-
-class _Acceptor:
-    """Accepts connections until one is the sender's. Strangers get little time, and delay nobody.
-
-    Args:
-        hello: what the sender says first.
-    """
-
-    def __init__(self, listener: socket.socket, context: ssl.SSLContext | None, hello: bytes) -> None:
-        self._listener = listener
-        self._context = context
-        self._hello = hello
-        self._candidates: deque[socket.socket] = deque()  # not known yet, the oldest first
-        self._lock = threading.Lock()
-        self._found: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-
-    def accept(self, deadline: float) -> socket.socket | None:
-        """The sender's connection; None if it did not come in time (monotonic seconds)."""
-        self._listener.settimeout(RETRY_S)
-        while time.monotonic() < deadline:
-            with contextlib.suppress(queue.Empty):
-                return self._found.get_nowait()
-            with contextlib.suppress(OSError):  # nobody came meanwhile, or it has gone again
-                self._take(self._listener.accept()[0])
-        return None
-
-    def _take(self, candidate: socket.socket) -> None:
-        """Examine a connection in a thread of its own; while too many are examined, the oldest ends."""
-        candidate.settimeout(HANDSHAKE_S)
-        if self._context is not None:
-            candidate = self._context.wrap_socket(candidate, server_side=True, do_handshake_on_connect=False)
-        with self._lock:
-            self._candidates.append(candidate)
-            if len(self._candidates) > MOST_CANDIDATES:
-                _end(self._candidates.popleft())
-        threading.Thread(target=self._examine, args=(candidate,), name="stage candidate", daemon=True).start()
-
-    def _examine(self, candidate: socket.socket) -> None:
-        """Find out whether this is the sender."""
-        with contextlib.suppress(OSError):
-            if isinstance(candidate, ssl.SSLSocket):
-                candidate.do_handshake()
-            said = b""
-            while len(said) < HELLO_BYTES and (piece := candidate.recv(HELLO_BYTES - len(said))):
-                said += piece
-            if said == self._hello and self._forget(candidate):
-                candidate.settimeout(None)
-                candidate.sendall(WELCOME)
-                self._found.put(candidate)
-                return
-        self._forget(candidate)
-        _close(candidate)
-
-    def _forget(self, candidate: socket.socket) -> bool:
-        """It need not be ended any more. Returns whether it was not."""
-        with self._lock:
-            if candidate not in self._candidates:
-                return False
-            self._candidates.remove(candidate)
-            return True
-
-
-def _end(connected: socket.socket) -> None:
-    """End a connection on which another thread may wait, which closes it."""
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(connected, socket.SHUT_RDWR)  # TLS's own one would let that thread read plain text
-
-
-def _close(connected: socket.socket) -> None:
-    """Close a socket on which another thread may wait."""
-    _end(connected)
-    connected.close()

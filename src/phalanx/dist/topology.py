@@ -113,12 +113,14 @@ class Parts(Struct, frozen=True):
     embedding: Part
     layers: tuple[Part, ...]
     head: Part
+    everywhere: Part = Part(split=0)
+    """What every stage has."""
 
     def between(self, start: int, stop: int) -> list[Part]:
         """The parts of a stage that has the layers `[start, stop)`."""
         first = [self.embedding] if start == 0 else []
         last = [self.head] if stop == len(self.layers) else []
-        return [*first, *self.layers[start:stop], *last]
+        return [self.everywhere, *first, *self.layers[start:stop], *last]
 
 
 class Room(Struct, frozen=True):
@@ -168,8 +170,8 @@ def split_layers(
 def _check_numbers(topology: Topology, n_layers: int, chosen: Sequence[int] | None) -> None:
     if n_layers < topology.n_stages:
         raise ConfigError(
-            f"{topology.n_stages} stages need a model of {topology.n_stages} layers at least; this one has {n_layers}.",
-            remedy="Use fewer stages.",
+            f"--pp {topology.n_stages} needs a model of {topology.n_stages} layers at least; this one has {n_layers}.",
+            remedy=f"Use --pp {n_layers} or less.",
         )
     if chosen is None:
         return
@@ -239,5 +241,5 @@ def _check_memory(parts: Parts, stages: Sequence[Sequence[Room]], split: Sequenc
         raise MemoryShortage(
             f"The model does not fit: {'; '.join(short)}.",
             remedy="Free memory there (--memory-guard-gb is what must stay free), use more or wider stages, give that "
-            "stage fewer layers, or choose a smaller or more strongly quantised model.",
+            "stage fewer layers (--pp-split), or choose a smaller or more strongly quantised model.",
         )

@@ -6,6 +6,7 @@ Every rank of a stage gets the whole input of its stage and has its whole output
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -15,12 +16,15 @@ from msgspec import Struct
 from phalanx.config import ActivationDtype, EngineConfig
 from phalanx.dist.stage_frames import Frame
 from phalanx.dist.stage_link import Ends
-from phalanx.dist.topology import Part, Parts, Room, Topology, split_layers
+from phalanx.dist.topology import Room, Topology, split_layers
 from phalanx.engine.link import Link
 from phalanx.model.device_memory import read_memory
 from phalanx.model.loading.stage_cut import LayerCosts
+from phalanx.model.loading.stage_parts import parts_of
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Forward, RowOp, Step
+
+log = logging.getLogger("phalanx.load")
 
 LATE = 1.1  # of a step's time limit: by then ranks that have not reached the step are known (`dist/stall.py`)
 
@@ -47,24 +51,23 @@ def layer_choice(
     def choose(costs: LayerCosts) -> tuple[int, int]:
         machine = read_memory()
         spots = link.share(_Spot(host=link.host, device=machine.device, free=machine.available - guard))
-        parts = Parts(
-            embedding=Part(split=costs.before),
-            layers=tuple(Part(split=weights, cost=weights) for weights in costs.weights),
-            head=Part(split=costs.behind, cost=costs.behind),
+        split = split_layers(topology, parts_of(costs), _rooms(spots), config.pp_split)
+        stage = topology.place(link.rank).stage
+        layers = split[stage]
+        log.info(
+            "stage %d, the last is %d: layers %d to %d", stage, topology.n_stages - 1, layers.start, layers.stop - 1
         )
-        split = split_layers(topology, parts, _rooms(spots, costs.everywhere), config.pp_split)
-        layers = split[topology.place(link.rank).stage]
         return layers.start, layers.stop
 
     return choose
 
 
-def _rooms(spots: Sequence[_Spot], everywhere: int) -> list[Room]:
-    """What each rank has for layers: an equal share of its machine's memory, less what every rank loads."""
+def _rooms(spots: Sequence[_Spot]) -> list[Room]:
+    """What each rank has for weights: an equal share of its machine's memory."""
     rooms = []
     for rank, spot in enumerate(spots):
         beside = [other.free for other in spots if (other.host, other.device) == (spot.host, spot.device)]
-        rooms.append(Room(f"rank {rank} on {spot.host}", max(0, min(beside) // len(beside) - everywhere)))
+        rooms.append(Room(f"rank {rank} on {spot.host}", max(0, min(beside) // len(beside))))
     return rooms
 
 

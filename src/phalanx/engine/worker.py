@@ -63,10 +63,11 @@ def inject_fault(injection: Injection, step: int, mirror: Mirror) -> None:
 
 def rank_stats(link: Link, mirror: Mirror, staged: StagedRunner) -> RankStats:
     """This rank's figures now."""
-    reducer = staged.runner.reducer
+    reducer, stage = staged.runner.reducer, staged.runner.stage
     return RankStats(
         rank=link.rank,
         stage=staged.number,
+        layers=None if stage is None else (stage.first, stage.last - 1),
         host=link.host,
         pid=os.getpid(),
         steps=mirror.step,

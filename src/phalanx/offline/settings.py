@@ -36,7 +36,10 @@ def check_engine(config: EngineConfig) -> EngineConfig:
     if max(config.widths) == 1:
         unused = {"--backend": config.backend != "auto", "--collective": config.collective != "auto"}
         for flag in (flag for flag, given in unused.items() if given):
-            raise ConfigError(f"{flag} says how several ranks talk, but there is one.", remedy="Add --tp N.")
+            where = "there is one" if config.pipeline_parallel_size == 1 else "each stage has one"
+            raise ConfigError(
+                f"{flag} says how several ranks talk, but {where}.", remedy=f"Add --tp N, or leave {flag} out."
+            )
     return config
 
 
@@ -46,10 +49,12 @@ def _check_stages(config: EngineConfig) -> None:
     if len(widths) != stages:
         raise ConfigError(
             f"--tp {','.join(map(str, widths))} is for {len(widths)} stages, but --pp is {stages}.",
-            remedy="Give --tp one number, or one for each stage.",
+            remedy=f"Use --pp {len(widths)}, or give --tp one number.",
         )
     if config.n_ranks > MOST_RANKS:
-        raise ConfigError(f"--tp and --pp ask for {config.n_ranks} ranks; {MOST_RANKS} are the most.")
+        raise ConfigError(
+            f"--tp and --pp ask for {config.n_ranks} ranks; {MOST_RANKS} are the most.", remedy="Lower one of them."
+        )
     if stages == 1 and (config.pp_split is not None or config.pp_activation_dtype != "model"):
         flag = "--pp-split" if config.pp_split is not None else "--pp-activation-dtype"
         raise ConfigError(f"{flag} is for stages, and there is one.", remedy="Add --pp N.")

@@ -91,6 +91,7 @@ class Health:
                 {
                     "rank": rank.rank,
                     "stage": rank.stage,
+                    "layers": rank.layers,
                     "host": rank.host,
                     "pid": rank.pid,
                     "steps": rank.steps,

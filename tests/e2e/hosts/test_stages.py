@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from clusters import SERVE, Stream, ask, cluster, health, phalanx, wait_for
 
 PROMPT = "What is phalanx?"
@@ -15,6 +17,9 @@ def test_stages_on_two_and_on_four_hosts(hosts):
     with cluster(hosts, 2, "auto", serve=STAGED) as url:
         whole = ask(desk, url, PROMPT, TOKENS)
         assert [(rank["stage"], rank["host"]) for rank in health(hosts)["ranks"]] == [(1, "a"), (0, "b")]
+        table = phalanx(desk, "status", "2.json").stdout.splitlines()
+        assert table[1].split()[1:7] == ["1:", "layers", "5", "to", "7", "a"]
+        assert table[2].split()[1:7] == ["0:", "layers", "0", "to", "4", "b"]
         hosts["b"].run(SLOW.split())
         try:
             assert ask(desk, url, PROMPT, TOKENS) == whole
@@ -30,6 +35,27 @@ def test_stages_on_two_and_on_four_hosts(hosts):
     with cluster(hosts, 4, "ring", serve=STAGED) as url:
         assert ask(desk, url, PROMPT, TOKENS) == whole
         assert [rank["stage"] for rank in health(hosts)["ranks"]] == [1, 1, 0, 0]
+
+
+def test_the_slow_link_between_stages_is_named(hosts):
+    """Of two, c to b and b to a, in the direction of activations."""
+    hosts["c"].run(SLOW.replace("20mbit", "200mbit").split())
+    try:
+        said = phalanx(hosts["desk"], "net", "test", "3.json", "--pp", "3", "--links-only").stdout
+    finally:
+        hosts["c"].run("tc qdisc del dev eth0 root".split())
+    rows = {tuple(line.split()[:2]): line for line in said.splitlines()}
+    assert "stage 0 to 1" in rows["c", "b"] and "stage 1 to 2" in rows["b", "a"] and "stage" not in rows["a", "c"]
+    assert "c to b is slow" in said and "b to a is slow" not in said
+
+
+def test_the_doctor_knows_what_each_stage_needs(hosts):
+    """A stage that does not fit is named with its host. (`up` asks for the same, and goes on where it fits.)"""
+    flags = ("--model", "demo", "--pp", "2", "--pp-split", "6,2", "--memory-guard-gb", "100000")
+    done = phalanx(hosts["desk"], "doctor", "2.json", *flags, "--json", check=False)
+    (short,) = (one for one in json.loads(done.stdout)["results"]["between hosts"] if one["level"] == "bad")
+    assert "a lacks" in short["seen"] and "b lacks" in short["seen"] and "stage 0 (layers 0 to 5)" in short["seen"]
+    assert done.returncode == 20 and "--memory-guard-gb" in short["remedy"]
 
 
 def test_stages_that_hosts_cannot_form(hosts):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -10,7 +12,10 @@ from phalanx.cluster.discovery import discover
 from phalanx.cluster.doctor import compare
 from phalanx.cluster.hostfile import Host, Hostfile
 from phalanx.cluster.machine import Interface, Port, Rdma
+from phalanx.cluster.shape import shape_of
+from phalanx.dist.topology import Part, Parts
 from phalanx.errors import ConfigError
+from phalanx.memory import GB
 
 VERSIONS = {"python": "3.12.1", "phalanx": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
 PAIR = Hostfile(hosts=(Host(ssh="a", rdma=(None, "rdma_en5")), Host(ssh="b", rdma=("rdma_en3", None))))
@@ -36,7 +41,9 @@ A, B = facts(1), facts(2, "rdma_en3")
 
 
 def bad(one: HostFacts, other: HostFacts, backend: str = "ring") -> list[CheckResult]:
-    return [result for result in compare({"a": one, "b": other}, [PAIR], backend) if result.level == "bad"]
+    return [
+        result for result in compare({"a": one, "b": other}, [PAIR], backend, shape_of(())) if result.level == "bad"
+    ]
 
 
 def test_hosts_that_fit_are_not_complained_about():
@@ -47,6 +54,38 @@ def test_hosts_that_fit_are_not_complained_about():
 def test_other_versions_are_named_with_their_hosts(package):
     (found,) = bad(A, replace(B, versions={**VERSIONS, package: "0.0.1"}))
     assert found.check == f"version of {package}" and "0.0.1 on b" in found.seen
+
+
+PARTS = Parts(Part(2 * GB), (Part(GB, cost=GB),) * 8, Part(2 * GB, cost=2 * GB))
+TRIO = Hostfile(hosts=(Host(ssh="a"), Host(ssh="b"), Host(ssh="c")))
+
+
+def stages(words: str, *rooms_gb: int | None, **first: Any) -> list[CheckResult]:
+    """What is said of stages on hosts with so much room each."""
+    hosts = [replace(A, room=None if room is None else room * GB) for room in rooms_gb]
+    hosts[0] = replace(hosts[0], **{"parts": PARTS, **first})
+    found = compare(dict(zip("abc", hosts, strict=True)), [TRIO], "ring", shape_of(words.split()))
+    return [result for result in found if result.check.startswith("stage")]
+
+
+def test_each_stage_is_compared_with_the_memory_of_its_hosts():
+    """Of 12 GB no host has to hold more than its part."""
+    assert [(one.check, one.seen) for one in stages("--pp 2 --tp 2,1", 7, 4, 4)] == [
+        ("stage 0", "layers 0 to 5 on b, c: 4.00 GB of 4.0 GB"),
+        ("stage 1", "layers 6 to 7 on a: 4.00 GB of 7.0 GB"),
+    ]
+    (short,) = stages("--pp 2 --tp 2,1 --pp-split 7,1", 7, 4, 4)
+    assert short.level == "bad" and "b lacks 0.50 GB of the 4.50 GB for stage 0 (layers 0 to 6)" in short.seen
+    assert "c lacks 0.50 GB" in short.seen and "a lacks" not in short.seen and "--pp-split" in short.remedy
+    (sum_of,) = stages("--pp 3 --pp-split 3,3,3", 9, 9, 9)
+    assert sum_of.level == "bad" and "--pp-split 3,3,3 has 9 layers; the model has 8" in sum_of.seen
+
+
+def test_a_model_that_cannot_be_cut_is_named_before_the_start():
+    (said,) = stages("--pp 3", 9, 9, 9, parts=None, uncut="talkie cannot be cut into stages: why.")
+    assert said.level == "bad" and said.seen == "talkie cannot be cut into stages: why." and "--tp" in said.remedy
+    assert stages("--pp 3", 9, None, 9) == []  # it serves already, or has no model: another check says so
+    assert stages("", 1, 1, 1) == []
 
 
 def test_other_model_files_are_named():

@@ -148,7 +148,7 @@ def test_what_stands_after_a_second_pair_of_dashes_is_the_gateways():
         (7, ("--tp", "4"), {}, "--replicas 2 of --tp 4 need 8 hosts, but there are 7"),
         (7, ("-tp", "4"), {}, "need 8 hosts"),
         (7, ("--tensor-parallel-size=2", "--tp=4"), {}, "need 8 hosts"),
-        (4, ("--tp", "0"), {}, "--tp 0 is not a whole number, 1 or more"),
+        (4, ("--tp", "0"), {}, "--tp 0 is not whole numbers, 1 or more"),
         (4, ("--tp", "two"), {}, "--tp two is not"),
         (3, (), {}, "3 hosts cannot be divided among --replicas 2"),
         (34, (), {}, "17 hosts are too many for one group; 16 at most"),
@@ -381,3 +381,13 @@ def test_a_gateway_that_says_nothing_has_a_row(host, word):
 def test_the_table_of_one_group_is_as_it_was():
     said = rows({"a": UP, "b": AGENT})
     assert [line.split()[:2] for line in said] == [["rank", "host"], ["0", "a"], ["1", "b"]]
+
+
+def test_status_says_which_host_has_which_stage_and_layers():
+    ranks = [{"rank": 0, "stage": 1, "layers": [20, 60]}, {"rank": 1, "stage": 0, "layers": [0, 19]}]
+    staged = replace(UP, health=ServerHealth(ok=True, phase="ok", ranks=ranks))
+    said = rows({"a": staged, "b": AGENT})
+    assert "1: layers 20 to 60  a" in said[1] and "0: layers 0 to 19   b" in said[2]
+    said = rows({"a": UP, "b": AGENT, "c": staged, "d": AGENT}, LAYOUT, GATEWAY)
+    assert "0: layers 0 to 19   d" in said[4] and [line.split()[1] for line in said[1:3]] == ["a", "b"]
+    assert len(rows({"a": staged})) == 2  # of one host that is asked alone

@@ -14,6 +14,8 @@ from phalanx.cluster import machine, memory_checks
 from phalanx.cluster.check_results import CheckResult, ExamineRequest, HostFacts, ModelFacts
 from phalanx.cluster.supervisor import RunDirectory
 from phalanx.config import HostConfig
+from phalanx.dist.topology import Part, Parts
+from phalanx.errors import ClusterError
 from phalanx.memory import GB, MachineMemory, read_machine
 
 ASKED = ExamineRequest(host=HostConfig(name="a", address="10.0.0.1"), rank=0)
@@ -69,6 +71,25 @@ def test_a_shard_is_compared_with_what_the_gpu_may_use(checked: Any) -> None:
     assert gpu.level == "bad" and "of which 2.4 GB stay free" in gpu.seen and "nvidia-smi" in gpu.remedy
     shared = msgspec.structs.replace(ASKED, peers=(HostConfig(name="b", address="10.0.0.2"),))
     assert checked(GPU, facts("Linux", shard_gb=22), shared)[0].level == "ok"
+
+
+def test_what_a_host_has_for_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is enough is seen from all hosts together; the first one knows what the model's layers need."""
+    asked, run_dir = msgspec.structs.replace(ASKED, staged=True, guard_gb=3.0), RunDirectory(tmp_path)
+    about, parts = facts("Linux", shard_gb=900), Parts(Part(1), (Part(2),), Part(3))
+    monkeypatch.setattr(machine, "rank_memory", lambda: GPU)
+    monkeypatch.setattr(machine, "stage_parts", lambda path: parts)
+    known = memory_checks.with_room(asked, about, run_dir)
+    assert (known.room, known.parts) == (20 * GB, parts) and list(memory_checks.memory(asked, known, run_dir)) == []
+    assert memory_checks.with_room(msgspec.structs.replace(asked, rank=1), about, run_dir).parts is None
+    assert memory_checks.with_room(ASKED, about, run_dir) == about
+
+
+def test_why_a_model_has_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"stdout": "", "stderr": "a warning\nm cannot be cut.\n"}
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, **said))
+    with pytest.raises(ClusterError, match=r"^m cannot be cut\.$"):
+        machine.stage_parts("/m")
 
 
 def test_a_guard_that_is_no_number_is_named(checked: Any) -> None:

@@ -165,6 +165,15 @@ def test_the_flag_wins_over_the_hostfile():
     assert backend_of(replace(PLAN, backend="auto")) == "auto"
 
 
+def test_stages_of_one_host_each_have_no_sums_to_carry():
+    """A hostfile for RDMA serves them as well; serve would refuse --backend there."""
+    staged = replace(PLAN, hostfile=replace(PAIR, backend="ring"), serve=("demo", "--pp", "2"), backend="auto")
+    server, _ = specs(check(staged), new_credentials(["a", "b"]))
+    assert flag(server.command, "--pp") == "2" and flag(server.command, "--backend") == "auto"
+    with pytest.raises(ConfigError, match="--backend ring says what carries the sums of a stage, but each"):
+        check(replace(staged, backend="ring"))
+
+
 @pytest.mark.parametrize(
     ("words", "address"),
     [
@@ -204,6 +213,10 @@ def test_an_ended_process_is_final():
         (["error: No such directory: './x'.", "  Check the path."], "No such directory: './x'. Check the path."),
         (["error: one", "more", "error: two"], "two"),
         (["Traceback", "ValueError: x"], "ValueError: x"),
+        (
+            ["Try 'phalanx serve -h'", "╭─ Error ─╮", "│ Invalid value for │", "│ '--x'. │", "╰─────────╯"],
+            "Invalid value for '--x'.",
+        ),
         ([], "it said nothing"),
     ],
 )

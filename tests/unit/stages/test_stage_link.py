@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from phalanx.config import GroupConfig
-from phalanx.dist import stage_link
+from phalanx.dist import control_address, sender_acceptor
 from phalanx.dist.awake_clock import AwakeClock
-from phalanx.dist.ports import LOOPBACK
+from phalanx.dist.ports import LOOPBACK, PORTS
 from phalanx.dist.stage_frames import Frame, Payload, encode
 from phalanx.dist.stage_link import STOPPED_S, TICK_S, Ends, StageInlet, Tamper, connect_stages
 from phalanx.dist.topology import Topology
-from phalanx.errors import FrameCorrupted, FrameError, FrameLate, FrameLost, FrameMismatch, FrameRepeated, PeerMissing
+from phalanx.errors import (
+    FrameCorrupted,
+    FrameError,
+    FrameLate,
+    FrameLost,
+    FrameMismatch,
+    FrameRepeated,
+    GroupError,
+    PeerMissing,
+)
 from phalanx.tls.certificates import make_certificate
-from phalanx.tls.credentials import Credentials
+from phalanx.tls.credentials import Credentials, accepting, connecting
 
 NEVER = 1e9  # seconds: no test waits for it
 
@@ -225,21 +235,25 @@ def test_both_ends_are_told_of_a_broken_connection(tmp_path: Path, tls: bool) ->
                 first.outlets[0].send(frame(step), payload(step))
 
 
-def between_two(before: Callable[[tuple[str, int]], None]) -> tuple[Ends, Ends]:
+def between_two(
+    before: Callable[[tuple[str, int]], None], keys: Sequence[Credentials] | None = None
+) -> tuple[Ends, Ends]:
     """The ends of two ranks over TLS.
 
     Args:
         before: is called with the address where rank 0 waits, before rank 1 connects.
+        keys: of the ranks.
     """
     shared = Shared(2)
     group = GroupConfig(
         size=2, widths=(1, 1), backend=None, nonce=7, control=f"{LOOPBACK}:1", link_addresses=(LOOPBACK,) * 2
     )
-    keys = credentials(2)
+    keys = keys or credentials(2)
 
     def share(value: str) -> list[str]:
         addresses = shared.of(1)(value)
         host, _, port = addresses[0].rpartition(":")
+        assert int(port) in PORTS  # those that a firewall has to let pass
         before((host, int(port)))
         return addresses
 
@@ -252,47 +266,113 @@ def between_two(before: Callable[[tuple[str, int]], None]) -> tuple[Ends, Ends]:
         return jobs[0].result(), jobs[1].result()
 
 
-def test_strangers_do_not_keep_the_sender_out() -> None:
-    """Twenty connections that say nothing, and one that says something else, came first: the oldest are ended."""
-    strangers: list[socket.socket] = []
-
-    def come(address: tuple[str, int]) -> None:
-        strangers.extend(socket.create_connection(address) for _ in range(20))
-        strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n" * 3)
-        for stranger in strangers[:4]:
-            stranger.settimeout(60)
-            assert stranger.recv(1) == b""
-
-    last, first = between_two(come)
-    assert last.inlet is not None
-    first.outlets[0].send(frame(1), payload(1))
-    last.inlet.expect([frame(1)], NEVER)
-    assert last.inlet.take() == payload(1)
-    for one in (last.inlet, *first.outlets, *strangers):
-        one.close()
-
-
-def test_a_sender_that_is_crowded_out_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first connection is ended after it has said who it is, as if there were too many of strangers."""
-    given_up: list[object] = []
-    forget = stage_link._Acceptor._forget
-
-    def forget_late(self: stage_link._Acceptor, candidate: socket.socket) -> bool:
-        found = forget(self, candidate)
-        if found and not given_up:
-            given_up.append(candidate)
-            return False
-        return found
-
-    monkeypatch.setattr(stage_link._Acceptor, "_forget", forget_late)
-    last, first = between_two(lambda _: None)
-    assert given_up
+def assert_carries_a_frame(last: Ends, first: Ends) -> None:
     assert last.inlet is not None
     first.outlets[0].send(frame(1), payload(1))
     last.inlet.expect([frame(1)], NEVER)
     assert last.inlet.take() == payload(1)
     for one in (last.inlet, *first.outlets):
         one.close()
+
+
+def dropped(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Why connections were dropped, by the log of rank 0."""
+    told = [record.getMessage() for record in caplog.records]
+    start = f"rank 1 to rank 0: a connection from {LOOPBACK} was dropped: it "
+    return [line.removeprefix(start) for line in told if line.startswith(start)]
+
+
+def test_strangers_do_not_keep_the_sender_out(caplog: pytest.LogCaptureFixture) -> None:
+    """A hundred connections that say nothing came first: the oldest are ended, and the log does not grow with them."""
+    strangers: list[socket.socket] = []
+
+    def come(address: tuple[str, int]) -> None:
+        for _ in range(100):
+            strangers.append(socket.create_connection(address))
+        for stranger in strangers[:84]:  # else rank 1 would come first
+            stranger.settimeout(60)
+            assert stranger.recv(1) == b""
+
+    assert_carries_a_frame(*between_two(come))
+    assert dropped(caplog)[:20] == ["made room: 16 connections wait"] * 20
+    (told,) = (record.getMessage() for record in caplog.records if "more connections" in record.getMessage())
+    assert int(told.split()[5]) >= 64
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_every_stranger_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """At the end that sees it: two that speak no TLS, one without a certificate, one with another cluster's, and the
+    right host with a rank of another start."""
+    keys = credentials(2)
+    unknown = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    unknown.check_hostname, unknown.verify_mode = False, ssl.CERT_NONE
+    foreign, right = connecting(credentials(2)[1], peer=0), connecting(keys[1], peer=0)
+    foreign.verify_mode = ssl.CERT_NONE
+    plain = (None, b"GET / HTTP/1.1\r\n\r\n"), (None, b"\0" * 99)
+    veiled = (unknown, b""), (foreign, b""), (right, b"\0" * 16)
+
+    def come(address: tuple[str, int]) -> None:
+        for context, said in (*plain, *veiled):
+            stranger = socket.create_connection(address, timeout=60)
+            if context is not None:
+                stranger = context.wrap_socket(stranger)
+            stranger.sendall(said)
+            with contextlib.suppress(OSError):  # TLS 1.3: a client learns later that its certificate was refused
+                assert stranger.recv(1) == b""
+            stranger.close()
+
+    assert_carries_a_frame(*between_two(come, keys))
+    assert dropped(caplog) == [
+        "sent an HTTP request",
+        "does not speak TLS",
+        "shows no certificate",
+        "shows a certificate that is not of this group",
+        "is not that rank of this start",
+    ]
+
+
+def test_a_receiver_of_another_cluster_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the port at first; the sender tells it nothing, and tries again."""
+    impostor = socket.create_server((LOOPBACK, 0))
+    heard: list[bytes] = []
+    connect = control_address.connect
+    misled = iter([f"{LOOPBACK}:{impostor.getsockname()[1]}"])
+    monkeypatch.setattr(control_address, "connect", lambda address, left: connect(next(misled, address), left))
+
+    def answer() -> None:
+        context = accepting(credentials(2)[0], peers=[1])
+        context.verify_mode = ssl.CERT_NONE
+        with impostor, impostor.accept()[0] as came, contextlib.suppress(OSError):
+            heard.append(context.wrap_socket(came, server_side=True).recv(1))
+
+    pretending = threading.Thread(target=answer)
+    pretending.start()
+    assert_carries_a_frame(*between_two(lambda _: None))
+    pretending.join()
+    assert not any(heard)
+    told = [record.getMessage() for record in caplog.records]
+    assert any(line.endswith("shows a certificate that is not of this group") for line in told), told
+
+
+def test_a_sender_that_is_crowded_out_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first connection is ended after it has said who it is, as if there were too many of strangers."""
+    given_up: list[object] = []
+    forget = sender_acceptor.SenderAcceptor._forget
+
+    def forget_late(self: sender_acceptor.SenderAcceptor, candidate: socket.socket) -> bool:
+        found = forget(self, candidate)
+        if found and not given_up:
+            given_up.append(candidate)
+            return False
+        return found
+
+    monkeypatch.setattr(sender_acceptor.SenderAcceptor, "_forget", forget_late)
+    last, first = between_two(lambda _: None)
+    assert given_up
+    assert_carries_a_frame(last, first)
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
@@ -302,3 +382,13 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     for rank in (0, 1):
         with pytest.raises(PeerMissing, match=r"rank 1 \(right\) to rank 0 \(left\)"):
             connect_stages(group, Topology((1, 1)), rank, names, None, lambda value: [nobody] * 2, deadline_s=0.3)
+
+
+def test_a_host_without_its_address_is_named() -> None:
+    elsewhere = "192.0.2.1"  # an address of documentation: no machine has it
+    group = GroupConfig(
+        size=2, widths=(1, 1), backend=None, nonce=7, control=f"{LOOPBACK}:1", link_addresses=(elsewhere, LOOPBACK)
+    )
+    with pytest.raises(GroupError, match=rf"rank 0 cannot listen on {elsewhere}") as caught:
+        connect_stages(group, Topology((1, 1)), 0, ["a", "b"], None, lambda value: [value] * 2, deadline_s=0)
+    assert "hostfile" in caught.value.remedy

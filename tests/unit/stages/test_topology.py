@@ -170,7 +170,7 @@ def test_a_choice_that_cannot_be(chosen: tuple[int, ...], said: str):
 
 
 def test_more_stages_than_layers():
-    with pytest.raises(ConfigError, match="3 stages need a model of 3 layers at least; this one has 2"):
+    with pytest.raises(ConfigError, match=r"--pp 3 needs a model of 3 layers at least; this one has 2\. Use --pp 2"):
         split_layers(Topology((1, 1, 1)), model(2), rooms(a=9, b=9, c=9))
 
 

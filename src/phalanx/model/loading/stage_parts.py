@@ -1,0 +1,51 @@
+"""What a model consists of where its layers are shared out among stages (P4): bytes and costs of its parts.
+
+`python -m phalanx.model.loading.stage_parts DIRECTORY` prints it as JSON, from headers alone, for programs that do not
+import MLX; where the model cannot be cut, it says why on stderr. Does not know which stages there are.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from phalanx.dist.topology import Part, Parts
+from phalanx.errors import PhalanxError
+from phalanx.model.loading.load import prepare
+from phalanx.model.loading.stage_cut import LayerCosts
+
+
+def parts_of(costs: LayerCosts) -> Parts:
+    """The parts of a model. A step's time goes with the bytes that it reads, of which an embedding's are few."""
+    return Parts(
+        embedding=Part(split=costs.before),
+        layers=tuple(Part(split=weights, cost=weights) for weights in costs.weights),
+        head=Part(split=costs.behind, cost=costs.behind),
+        everywhere=Part(split=0, whole=costs.everywhere),
+    )
+
+
+def read_parts(path: Path) -> Parts:
+    """The parts of the model in a directory.
+
+    Raises:
+        ModelUnsupported: mlx-lm does not know it, or it cannot be cut.
+        WeightsError: its files are damaged.
+    """
+    found: list[LayerCosts] = []
+
+    def all_layers(costs: LayerCosts) -> tuple[int, int]:
+        found.append(costs)
+        return 0, len(costs.weights)
+
+    prepare(path, dtype="auto", trust_remote_code=False, choose_layers=all_layers)
+    return parts_of(found[0])
+
+
+if __name__ == "__main__":
+    try:
+        print(msgspec.json.encode(read_parts(Path(sys.argv[1]))).decode())
+    except PhalanxError as error:
+        sys.exit(str(error))
