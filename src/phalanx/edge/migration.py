@@ -28,7 +28,7 @@ EVENT_MARK = b": phalanx "
 LINE_MARK = b'{"phalanx":'
 
 
-class Start(Struct, frozen=True, kw_only=True):
+class Start(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the whole answer has in common, whoever writes it.
 
     Part of the first record. A server that continues the answer inexactly gives another one, which counts from then on.
@@ -39,6 +39,7 @@ class Start(Struct, frozen=True, kw_only=True):
     seed: int  # of every choice, given by the client or drawn
     numerics: str  # of the server; equal ones compute equal tokens
     prompts: int  # CRC-32 of the prompts' token ids
+    prompt: list[int] = []  # a chat's, where the server's memory of calls made another one than the template does
     exact: bool = True  # no server with other numerics or prompts has continued it
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.examples import examples
 
 from phalanx.edge.migration import Choice, Ended, Record, Resume, Start, resume_body, split_body
@@ -65,9 +66,18 @@ def test_the_last_start_counts():
     assert found.numerics == "other" and resumed(found).start == inexact
 
 
+def test_a_prompt_is_kept_while_there_is_room_beside_the_tokens():
+    told = replace(START, prompt=[7, 8, 9])
+    found = transcript(Record(start=told), Record(choices=[Choice(index=0, tokens=[1])]), most=5)
+    assert found.start == START and resumed(found).start == told
+    found.note(Record(choices=[Choice(index=0, tokens=[1])]))
+    assert found.is_kept and resumed(found).start == START
+
+
 @pytest.mark.parametrize(
     ("record", "why"),
     [
+        (Record(start=replace(START, prompt=[-1])), "no token's"),
         (Record(choices=[Choice(index=-1)]), "choice -1"),
         (Record(choices=[Choice(index=0, tokens=[5]), Choice(index=0, tokens=[6])]), "a choice twice"),
         (Record(choices=[Choice(index=0, tokens=[5]), Choice(index=1, tokens=[-1])]), "no token's"),
