@@ -17,7 +17,18 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from phalanx.edge.migration import MIGRATION, RESUME, Choice, Ended, Record, Resume, Start, framed, split_body
+from phalanx.edge.migration import (
+    MIGRATION,
+    RESUME,
+    Choice,
+    Ended,
+    Record,
+    Resume,
+    Start,
+    framed,
+    resume_size,
+    split_body,
+)
 from phalanx.errors import AdminKeyRefused, EngineError, InvalidRequest, PhalanxError, Quarantined
 from phalanx.server.dialects.log_probabilities import finite
 from phalanx.server.refusals import check_ids
@@ -37,6 +48,7 @@ def migration_of(headers: Mapping[str, str], admin_key: str | None) -> Migration
 
     Raises:
         AdminKeyRefused: MIGRATION has another key, or RESUME comes without it.
+        RequestTooLarge: RESUME is more than a `Resume` may have.
     """
     given = headers.get(MIGRATION)
     if given is None and RESUME not in headers:
@@ -63,6 +75,8 @@ class Migration:
         self.moves = 0  # how often it has moved, if it goes on inexactly
         self.ledger = Ledger()
         self._first_part = first_part
+        self.n_before = 0 if first_part is None else max(0, resume_size(first_part))
+        """Bytes of the body before the client's own."""
 
     @property
     def n_known(self) -> int:

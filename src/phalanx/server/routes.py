@@ -128,6 +128,7 @@ class CompletionEndpoints:
                     memory,
                     dialect.readers,
                     bytes if migration is None else migration.body,
+                    0 if migration is None else migration.n_before,
                 )
                 if migration is not None and migration.resume is not None and not _is_streamed(asked):
                     raise InvalidRequest(f"{RESUME}: the request's answer is not streamed; send it again as it is.")
