@@ -280,7 +280,7 @@ class CompletionEndpoints:
                         continue  # nothing of this is shown
                     yield written or form.keep_alive
                     last_s = self._clock()
-                    if first_byte_s is None and any(delta.n_chars for delta in new):
+                    if first_byte_s is None and written and any(delta.n_chars for delta in new):
                         first_byte_s = self._clock() - arrived
                         self._metrics.first_byte(first_byte_s)
         except PhalanxError as error:
