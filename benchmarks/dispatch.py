@@ -6,7 +6,8 @@ Requests arrive at random, each runs for a random time on the replica that it ge
     saturated   one key asks for as much as all replicas can do, nine others for a fifth each: places go by turns
     changing    as steady, while replicas go down and come back
 
-least_load runs in all three; the other policies look at every replica, and run in the first, with fewer requests.
+least_load runs in all three; the other policies run in the first, with fewer requests: consistent_hashing looks at
+every replica.
 
 Decisions per second count processor time in the dispatcher alone, arrivals and ends together as one decision.
 

@@ -20,16 +20,18 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from phalanx.errors import InvalidRequest
+from phalanx.errors import InvalidRequest, RequestTooLarge
 from phalanx.types import TokenLogprobs
 
 MIGRATION = "x-phalanx-migration"
 RESUME = "x-phalanx-resume"
+RESUME_BYTES = 32 << 20  # of a `Resume`, which is no part of a body's limit
+MOST_ITEMS = RESUME_BYTES >> 6  # tokens and log-probabilities that fit: one takes at most 40 bytes, choices a little
 EVENT_MARK = b": phalanx "
 LINE_MARK = b'{"phalanx":'
 
 
-class Start(Struct, frozen=True, kw_only=True):
+class Start(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the whole answer has in common, whoever writes it.
 
     Part of the first record. A server that continues the answer inexactly gives another one, which counts from then on.
@@ -40,6 +42,7 @@ class Start(Struct, frozen=True, kw_only=True):
     seed: int  # of every choice, given by the client or drawn
     numerics: str  # of the server; equal ones compute equal tokens
     prompts: int  # CRC-32 of the prompts' token ids
+    prompt: list[int] = []  # a chat's, where the server's memory of calls made another one than the template does
     exact: bool = True  # no server with other numerics or prompts has continued it
 
 
@@ -124,13 +127,26 @@ def resume_body(resume: Resume, body: bytes) -> tuple[int, bytes]:
     return len(data), data + body
 
 
+def resume_size(header: str) -> int:
+    """The value of RESUME; -1 if it is no number of bytes.
+
+    Raises:
+        RequestTooLarge: no `Resume` may have so many.
+    """
+    if not (header.isascii() and header.isdigit() and len(header) < 12):
+        return -1
+    if (size := int(header)) > RESUME_BYTES:
+        raise RequestTooLarge(f"{RESUME}: the body's first part has {size} bytes; it may have {RESUME_BYTES}.")
+    return size
+
+
 def split_body(header: str, body: bytes) -> tuple[Resume, bytes]:
     """The opposite of `resume_body`.
 
     Raises:
         InvalidRequest: the header or the first part of the body is none of ours.
     """
-    if not (header.isascii() and header.isdigit() and len(header) < 12 and int(header) <= len(body)):
+    if not 0 <= resume_size(header) <= len(body):
         raise InvalidRequest(f"{RESUME}: {header[:20]!r} is no length of the body's first part.")
     try:
         return _decode_resume(body[: int(header)]), body[int(header) :]

@@ -56,7 +56,7 @@ class Dispatcher:
         self.begun: FairQueue[Ask] = FairQueue(None)
         """Waiting requests whose stream has begun."""
         self._policy = policy
-        self._index = ReplicaIndex()
+        self._index = ReplicaIndex(policy.order)
         self._rate = DrainRate()
         self._grants = 0
         self._evicted: list[Ask] = []
@@ -181,7 +181,7 @@ class Dispatcher:
             return self._index.ready(ask, now)
         able = [replica for replica in self._continuing(ask, now) if replica.has_room]
         exact = [replica for replica in able if replica.health.numerics == ask.numerics]
-        return Listed(exact or able) if able else None
+        return Listed(exact or able, self._policy.order) if able else None
 
     def _continuing(self, ask: Ask, now: float) -> Iterator[Replica]:
         """Replicas that can continue a begun stream, room or not. One that has failed it needs a good check first."""

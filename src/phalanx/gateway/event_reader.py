@@ -10,6 +10,7 @@ what the transcript says, not one event less or more, and another replica can go
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import msgspec
 from msgspec import Raw, Struct
@@ -18,7 +19,7 @@ from phalanx.edge.migration import Record, record_in
 from phalanx.errors import MalformedAnswer
 from phalanx.gateway.dialects import MESSAGES_ENDS, OPAQUE, RESPONSES_ENDS, Dialect
 from phalanx.gateway.foreign_json import decoder
-from phalanx.gateway.timing import with_first_byte
+from phalanx.gateway.timing import shows_text, with_first_byte
 from phalanx.gateway.transcript import Transcript
 
 LARGEST_EVENT = 16 << 20  # bytes; the largest known have all log-probabilities of a long echoed prompt
@@ -48,6 +49,7 @@ class Seen(Struct, frozen=True):
 
     ends: bool = False
     has_data: bool = False
+    has_text: bool = False  # or calls; not looked for once there was some
     usage: bytes = b""  # as JSON; empty if it has none, or null
     number: int | None = None
 
@@ -62,9 +64,17 @@ class EventReader:
         dialect: says how the stream ends. Of opaque ones, any end that HTTP calls one will do.
         lines: the stream is lines of JSON instead of server-sent events.
         transcript: takes in the replica's records; None: it was not asked for any.
+        elapsed: seconds since the request's arrival; called once, when the first text passes.
     """
 
-    def __init__(self, dialect: Dialect, *, lines: bool = False, transcript: Transcript | None = None) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        *,
+        lines: bool = False,
+        transcript: Transcript | None = None,
+        elapsed: Callable[[], float],
+    ) -> None:
         self._dialect = dialect
         self._end = re.compile(rb"\n") if lines else BLANK_LINE
         self.lines = lines
@@ -78,7 +88,8 @@ class EventReader:
         self.ended = False
         """The event that ends a stream has passed."""
         self.first_byte_s: float | None = None
-        """From the request's arrival until the answer's first byte was passed on; told in `timing`, if it has one."""
+        """From the request's arrival until the answer's first text passed; told in `timing`, if it has one."""
+        self._elapsed = elapsed
         self.n_events = 0
         """Events with data, so far."""
         self.next_number = 0
@@ -179,6 +190,8 @@ class EventReader:
         """The event passes."""
         self.ended = self.ended or seen.ends
         self.n_events += seen.has_data
+        if seen.has_text and self.first_byte_s is None:
+            self.first_byte_s = self._elapsed()
         self.usage = seen.usage or self.usage
         if seen.number is not None:
             self.next_number = seen.number + 1
@@ -203,15 +216,20 @@ class EventReader:
 
     def _read_json(self, data: bytes) -> Seen:
         if self._dialect in OPAQUE:
-            return Seen(has_data=True)
+            return Seen(has_data=True, has_text=True)
         try:
             head = _decode(data)
+            has_text = self.first_byte_s is None and shows_text(self._dialect, data)
         except msgspec.DecodeError as error:
             raise MalformedAnswer(f"an event of its stream is not JSON: {error}") from error
         number = _given(head.sequence_number)
         is_number = self._dialect == "responses" and number.isdigit() and len(number) < 16
         return Seen(
-            ends=self._is_end(head), has_data=True, usage=_given(head.usage), number=int(number) if is_number else None
+            ends=self._is_end(head),
+            has_data=True,
+            has_text=has_text,
+            usage=_given(head.usage),
+            number=int(number) if is_number else None,
         )
 
     def _is_end(self, head: Head) -> bool:

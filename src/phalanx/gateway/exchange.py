@@ -72,8 +72,6 @@ class Exchange:
         self.response: web.StreamResponse | None = None
         self.n_read = 0
         """Bytes of its body."""
-        self.first_byte_s: float | None = None
-        """From its arrival until the answer's first byte was handed to the network."""
         self.last_written = 0.0
         """When the last piece of the answer was written; the loop's time."""
 

@@ -1,9 +1,9 @@
-"""Replicas in the order in which least_load takes them, kept while they change: a decision among a thousand costs about
-as much as one among ten. Pure.
+"""Replicas in the policy's order, kept while they change: a decision among a thousand costs about as much as one among
+ten. Pure.
 
-Replicas that serve the same models are a pool. Its heap has those with room, the least busy first; what a change has
-made wrong stays in the heap until it comes to the top. A replica whose circuit is not closed may get requests depending
-on the time: those are looked at one by one.
+Replicas that serve the same models are a pool. Its heap has those with room, in that order; what a change has made
+wrong stays in the heap until it comes to the top. A replica whose circuit is not closed may get requests depending on
+the time: those are looked at one by one.
 
 Whoever changes a replica calls `note`. Does not know policies, nor requests that wait.
 """
@@ -11,23 +11,26 @@ Whoever changes a replica calls `note`. Does not know policies, nor requests tha
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from phalanx.gateway.asks import Ask
+from phalanx.gateway.policies import Listed, Order, RandomBelow, two_below
 from phalanx.gateway.replica import Replica, is_served
 
 SPARE = 64  # entries that a heap may have beside twice as many as it has replicas with room
 
 _Entry = tuple[bool, float, int, int, Replica]
-"""In doubt, load, last grant, number of the replica, replica: sorted as `policies.least_loaded` sorts. No two replicas
-have one number, so that replicas themselves are not compared."""
+"""The policy's order, number of the replica, replica. No two replicas have one number, so that replicas themselves are
+not compared."""
 
 
 class ReplicaIndex:
     """See the module's docstring."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: Callable[[Replica], Order]) -> None:
+        self._order = order
         self._numbers: dict[Replica, int] = {}  # in the order in which they came
+        self._by_name: dict[str, Replica] = {}
         self._came = 0
         self._pools: dict[frozenset[str] | None, _Pool] = {}
         self._pool_of: dict[Replica, _Pool] = {}
@@ -36,11 +39,12 @@ class ReplicaIndex:
         """One more replica. Changes state."""
         self._came += 1
         self._numbers[replica] = self._came
+        self._by_name[replica.name] = replica
         self.note(replica)
 
     def drop(self, replica: Replica) -> None:
         """One replica less. Changes state."""
-        del self._numbers[replica]
+        del self._numbers[replica], self._by_name[replica.name]
         self._leave_pool(replica)
 
     def note(self, replica: Replica) -> None:
@@ -51,7 +55,7 @@ class ReplicaIndex:
         pool = self._pool_of.get(replica)
         if pool is None or pool.models != replica.models:
             self._leave_pool(replica)
-            pool = self._pools.setdefault(replica.models, _Pool(replica.models))
+            pool = self._pools.setdefault(replica.models, _Pool(replica.models, self._order))
             self._pool_of[replica] = pool
         pool.note(replica, number)
 
@@ -61,8 +65,10 @@ class ReplicaIndex:
 
     def ready(self, ask: Ask, now: float) -> Ready | None:
         """The replicas that can take this request now; None if there is none."""
-        entries = [entry for pool in self._serving(ask) if (entry := pool.first(ask.tried, now)) is not None]
-        return Ready(min(entries)[-1], self._numbers, ask, now) if entries else None
+        pools = list(self._serving(ask))
+        entries = [entry for pool in pools if (entry := pool.first(ask.tried, now)) is not None]
+        sound = [pool.sound for pool in pools]
+        return Ready(min(entries)[-1], self._by_name, sound, self._order, ask, now) if entries else None
 
     def _leave_pool(self, replica: Replica) -> None:
         if (pool := self._pool_of.pop(replica, None)) is not None:
@@ -77,30 +83,65 @@ class ReplicaIndex:
 class Ready:
     """The candidates of one decision; good until something changes."""
 
-    def __init__(self, least: Replica, replicas: Collection[Replica], ask: Ask, now: float) -> None:
-        self._least = least
+    def __init__(
+        self,
+        first: Replica,
+        replicas: Mapping[str, Replica],
+        sound: Sequence[Sequence[Replica]],
+        order: Callable[[Replica], Order],
+        ask: Ask,
+        now: float,
+    ) -> None:
+        self._first = first
         self._replicas = replicas
+        self._sound = sound
+        self._order = order
         self._ask = ask
         self._now = now
 
-    def least(self) -> Replica:
-        """The least busy one."""
-        return self._least
-
     def __iter__(self) -> Iterator[Replica]:
         """All of them, in the order in which they came."""
-        ask, now = self._ask, self._now
-        for replica in self._replicas:
-            if replica.has_room and replica.serves(ask.model) and replica.is_available(now):
-                if replica.name not in ask.tried:
-                    yield replica
+        return (replica for replica in self._replicas.values() if self._is_one(replica))
+
+    def first(self) -> Replica:
+        return self._first
+
+    def named(self, name: str) -> Replica | None:
+        replica = self._replicas.get(name)
+        return replica if replica is not None and self._is_one(replica) else None
+
+    def two(self, below: RandomBelow) -> tuple[Replica, Replica]:
+        n = sum(map(len, self._sound))
+        if self._ask.tried or not n:  # rare
+            return Listed(self, self._order).two(below)
+        first, second = two_below(n, below)
+        return self._sound_at(first), self._sound_at(second)
+
+    def _sound_at(self, at: int) -> Replica:
+        for of_pool in self._sound:
+            if at < len(of_pool):
+                return of_pool[at]
+            at -= len(of_pool)
+        raise IndexError(at)
+
+    def _is_one(self, replica: Replica) -> bool:
+        ask = self._ask
+        return (
+            replica.has_room
+            and replica.serves(ask.model)
+            and replica.is_available(self._now)
+            and replica.name not in ask.tried
+        )
 
 
 class _Pool:
     """Replicas that serve the same models."""
 
-    def __init__(self, models: frozenset[str] | None) -> None:
+    def __init__(self, models: frozenset[str] | None, order: Callable[[Replica], Order]) -> None:
         self.models = models
+        self.sound: list[Replica] = []  # those of `_right` that are not in doubt, in any order
+        self._places: dict[Replica, int] = {}  # in `sound`
+        self._order = order
         self._numbers: dict[Replica, int] = {}
         self._able: set[str] = set()  # may get requests, room or not; their circuit is closed
         self._on_trial: dict[Replica, None] = {}  # may get requests when their circuit lets them
@@ -117,7 +158,7 @@ class _Pool:
         if is_able and replica.breaker.is_closed:
             self._able.add(replica.name)
             self._on_trial.pop(replica, None)
-            self._set_entry(replica, _entry(replica, number) if replica.has_room else None)
+            self._set_entry(replica, self._entry(replica, number) if replica.has_room else None)
             return
         self._able.discard(replica.name)
         self._set_entry(replica, None)
@@ -141,7 +182,9 @@ class _Pool:
 
     def first(self, tried: Collection[str], now: float) -> _Entry | None:
         """Of the least busy one that can take a request now."""
-        entries = [_entry(replica, self._numbers[replica]) for replica in self._trials(tried, now) if replica.has_room]
+        entries = [
+            self._entry(replica, self._numbers[replica]) for replica in self._trials(tried, now) if replica.has_room
+        ]
         if (top := self._top(tried)) is not None:
             entries.append(top)
         return min(entries, default=None)
@@ -166,6 +209,7 @@ class _Pool:
         return found
 
     def _set_entry(self, replica: Replica, entry: _Entry | None) -> None:
+        self._set_sound(replica, entry is not None and not replica.in_doubt)
         if entry is None:
             self._right.pop(replica, None)
         elif self._right.get(replica) != entry:
@@ -175,6 +219,16 @@ class _Pool:
             self._heap = list(self._right.values())
             heapq.heapify(self._heap)
 
+    def _set_sound(self, replica: Replica, is_sound: bool) -> None:
+        if is_sound == (replica in self._places):
+            return
+        if is_sound:
+            self._places[replica] = len(self.sound)
+            self.sound.append(replica)
+            return
+        at, last = self._places.pop(replica), self.sound.pop()  # the last one fills the gap
+        if last is not replica:
+            self.sound[at], self._places[last] = last, at
 
-def _entry(replica: Replica, number: int) -> _Entry:
-    return replica.in_doubt, replica.load, replica.last_granted, number, replica
+    def _entry(self, replica: Replica, number: int) -> _Entry:
+        return *self._order(replica), number, replica

@@ -43,7 +43,7 @@ class Metrics:
             for key, (name, text) in GAUGES.items()
         }
         self._first_byte = self._histogram(
-            "time_to_first_byte_seconds", "Arrival to the first byte sent to the client."
+            "time_to_first_byte_seconds", "Arrival to the first byte of text sent to the client."
         )
         self._queue = self._histogram("request_queue_time_seconds", "Waiting for a replica, all attempts together.")
         self._gap = self._histogram("stream_gap_seconds", "From the last byte of a replica to the first of the next.")

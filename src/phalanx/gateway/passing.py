@@ -68,6 +68,7 @@ class Passing:
         begun: of the stream that the client has the beginning of; None: it has nothing yet.
         transcript: the replica was asked for records, which go there.
         on_first_byte: called when the attempt's first byte has been handed to the network.
+        on_first_text: called when the answer's first text is; the seconds since the request arrived.
     """
 
     def __init__(
@@ -76,12 +77,15 @@ class Passing:
         flight: Flight,
         begun: EventReader | None,
         transcript: Transcript | None,
+        *,
         on_first_byte: Callable[[], None],
+        on_first_text: Callable[[], float],
     ) -> None:
         self._exchange = exchange
         self._flight = flight
         self._transcript = transcript
         self._on_first_byte = on_first_byte
+        self._on_first_text = on_first_text
         self._continues = begun is not None
         if begun is not None:
             begun.begin_again()
@@ -105,7 +109,9 @@ class Passing:
             raise MalformedAnswer(f"The replica {self._flight.name} compresses a stream ({encoding}) unasked.")
         lines = STREAMS[response.content_type]
         if self.reader is None:
-            self.reader = EventReader(self._exchange.dialect, lines=lines, transcript=self._transcript)
+            self.reader = EventReader(
+                self._exchange.dialect, lines=lines, transcript=self._transcript, elapsed=self._on_first_text
+            )
         elif self.reader.lines != lines:
             raise MalformedAnswer(f"The replica {self._flight.name} continues a stream as {response.content_type}.")
         try:
@@ -164,6 +170,7 @@ class Passing:
     async def _pass_rest(self, response: aiohttp.ClientResponse, held: bytes, pieces: AsyncIterator[bytes]) -> Passed:
         """Pass on an answer that is too large to be held."""
         await self._send(response, held)
+        self._on_first_text()
         async for piece in pieces:
             await self._send(response, piece)
         await self._exchange.end()
@@ -182,7 +189,5 @@ class Passing:
         if not self._has_sent:
             self._has_sent = True
             self._on_first_byte()
-            if self.reader is not None:
-                self.reader.first_byte_s = self._exchange.first_byte_s
         self._flight.is_passing = False
         self._flight.note_byte()

@@ -6,7 +6,8 @@
     cache_aware          where the conversation's prefix is, unless that replica is much busier; else least_load
     consistent_hashing   by the session or the prompt's beginning; a replica that comes or goes moves only its share
 
-Every policy prefers replicas that are not in doubt. Does not know requests' bodies: `affinity.py` reads those.
+Every policy prefers replicas that are not in doubt. consistent_hashing looks at every replica, the others do not
+(`index.py`). Does not know requests' bodies: `affinity.py` reads those.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ BLOCKS = 500_000  # of prompts, that it remembers: 128 MB of text at 256 bytes e
 
 K = TypeVar("K")
 RandomBelow = Callable[[int], int]
+"""A random number from 0 to n - 1."""
+Order = tuple[bool, float, int]
+"""In doubt, the policy's own number, last grant: the smallest comes first."""
 
 
 class Candidates(Protocol):
@@ -33,12 +37,26 @@ class Candidates(Protocol):
 
     def __iter__(self) -> Iterator[Replica]: ...
 
-    def least(self) -> Replica:
-        """The least busy one, by the rule of `least_loaded`."""
+    def first(self) -> Replica:
+        """The first one in the policy's order."""
+
+    def named(self, name: str) -> Replica | None:
+        """The one with this name, if it is among them."""
+
+    def two(self, below: RandomBelow) -> tuple[Replica, Replica]:
+        """Two at random of those that are not in doubt; one twice, where there is no other."""
+
+
+def by_load(replica: Replica) -> Order:
+    """The least busy one first; of equal ones, that which has waited longest for a request."""
+    return replica.in_doubt, replica.load, replica.last_granted
 
 
 class Policy(ABC):
     """The seam."""
+
+    order: Callable[[Replica], Order] = staticmethod(by_load)
+    """Of candidates. What it looks at of a replica changes with a grant, or with what `ReplicaIndex.note` is told."""
 
     @abstractmethod
     def choose(self, ask: Ask, among: Candidates) -> Replica:
@@ -57,33 +75,53 @@ def undoubted(among: Iterable[Replica]) -> Sequence[Replica]:
     return [replica for replica in everyone if not replica.in_doubt] or everyone
 
 
-def least_loaded(among: Iterable[Replica]) -> Replica:
-    """The least busy one; of equal ones, that which has waited longest for a request."""
-    return min(among, key=lambda replica: (replica.in_doubt, replica.load, replica.last_granted))
-
-
 class Listed(list[Replica]):
     """Candidates that are known one by one."""
 
-    def least(self) -> Replica:
-        return least_loaded(self)
+    def __init__(self, among: Iterable[Replica], order: Callable[[Replica], Order]) -> None:
+        super().__init__(among)
+        self._order = order
+
+    def first(self) -> Replica:
+        return min(self, key=self._order)
+
+    def named(self, name: str) -> Replica | None:
+        return next((replica for replica in self if replica.name == name), None)
+
+    def two(self, below: RandomBelow) -> tuple[Replica, Replica]:
+        sound = undoubted(self)
+        first, second = two_below(len(sound), below)
+        return sound[first], sound[second]
+
+
+def two_below(n: int, below: RandomBelow) -> tuple[int, int]:
+    """Two different random numbers from 0 to n - 1; 0 twice where n is 1."""
+    first = below(n)
+    return first, (first + 1 + below(n - 1)) % n if n > 1 else first
 
 
 class LeastLoad(Policy):
     """See the module's docstring."""
 
     def choose(self, ask: Ask, among: Candidates) -> Replica:
-        return among.least()
+        return among.first()
+
+
+def by_turn(replica: Replica) -> Order:
+    """The order of `RoundRobin`."""
+    return replica.in_doubt, replica.turn, replica.last_granted
 
 
 class RoundRobin(Policy):
     """Stride scheduling: each turn moves a replica 1 / weight further, and the one that is least far gets the next."""
 
+    order = staticmethod(by_turn)
+
     def __init__(self) -> None:
-        self._now = 0.0  # the turn that was last given; newcomers begin here, not at 0
+        self._now = 0.0  # the turn that was last given; newcomers go on from here after their first, not from 0
 
     def choose(self, ask: Ask, among: Candidates) -> Replica:
-        return min(undoubted(among), key=lambda replica: (max(replica.turn, self._now), replica.last_granted))
+        return among.first()
 
     def granted(self, ask: Ask, replica: Replica) -> None:
         self._now = max(replica.turn, self._now)
@@ -91,20 +129,13 @@ class RoundRobin(Policy):
 
 
 class PowerOfTwo(Policy):
-    """See the module's docstring.
-
-    Args:
-        below: a random number from 0 to n - 1.
-    """
+    """See the module's docstring."""
 
     def __init__(self, below: RandomBelow) -> None:
         self._below = below
 
     def choose(self, ask: Ask, among: Candidates) -> Replica:
-        sound = undoubted(among)
-        first = self._below(len(sound))
-        second = (first + 1 + self._below(len(sound) - 1)) % len(sound) if len(sound) > 1 else first
-        return least_loaded([sound[first], sound[second]])
+        return min(among.two(self._below), key=by_load)
 
 
 class ConsistentHashing(Policy):
@@ -113,7 +144,7 @@ class ConsistentHashing(Policy):
     def choose(self, ask: Ask, among: Candidates) -> Replica:
         key = ask.affinity.key
         if not key:
-            return among.least()
+            return among.first()
         return max(undoubted(among), key=lambda replica: _score(key, replica))
 
 
@@ -139,9 +170,11 @@ class CacheAware(Policy):
         self._blocks: OrderedDict[int, str] = OrderedDict()  # block with all before it -> replica
 
     def choose(self, ask: Ask, among: Candidates) -> Replica:
-        name = self._home(ask)
-        home = next((replica for replica in undoubted(among) if replica.name == name), None)
-        return home if home is not None and not self._is_too_busy(home, among) else among.least()
+        name, first = self._home(ask), among.first()
+        home = among.named(name) if name is not None else None
+        if home is None or home.in_doubt > first.in_doubt or self._is_too_busy(home, first):
+            return first
+        return home
 
     def granted(self, ask: Ask, replica: Replica) -> None:
         if ask.affinity.session:
@@ -163,9 +196,8 @@ class CacheAware(Policy):
                 return name if (i + 1) / len(blocks) >= self._threshold else None
         return None
 
-    def _is_too_busy(self, home: Replica, among: Candidates) -> bool:
-        least = min(replica.busy for replica in among)
-        return home.busy - least > self._more and home.busy > self._times * least
+    def _is_too_busy(self, home: Replica, first: Replica) -> bool:
+        return home.busy - first.busy > self._more and home.busy > self._times * first.busy
 
 
 def _remember(memory: OrderedDict[K, str], key: K, name: str, most: int) -> None:

@@ -230,7 +230,14 @@ class Proxy:
             exchange.request.headers.items(), request_id=exchange.id, key=replica.spec.key, pass_keys=out.pass_keys
         )
         body, transcript = migration.request(replica, headers, out.body, out.deadline)
-        passing = Passing(exchange, flight, migration.stream, transcript, lambda: migration.first_byte(replica))
+        passing = Passing(
+            exchange,
+            flight,
+            migration.stream,
+            transcript,
+            on_first_byte=lambda: migration.first_byte(replica),
+            on_first_text=migration.first_text,
+        )
         self._flights[flight] = out, passing
         try:
             async with flight:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from phalanx.config import GATEWAY_PORT, MIB, Count, Flag, LogLevel, Size
+from phalanx.edge.migration import MOST_ITEMS
 
 PolicyName = Literal["least_load", "cache_aware", "power_of_two", "round_robin", "consistent_hashing"]
 Seconds = Annotated[float, Meta(ge=0.05)]
@@ -150,9 +151,11 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     ] = MIGRATION_LIMIT
     """Replicas that may break off under one request before it goes nowhere else: perhaps it is what breaks them.
     0: a begun stream ends with its replica; before the first byte the default holds."""
-    migration_max_seq_len: Annotated[Count, Flag("Tokens with which a stream can still move.", "Retries")] = 131072
+    migration_max_seq_len: Annotated[
+        int, Meta(ge=1, le=MOST_ITEMS), Flag("Tokens with which a stream can still move.", "Retries")
+    ] = 131072
     """Tokens of a stream that are kept, those of all choices together; a longer one ends with its replica. A
-    log-probability counts like a token."""
+    log-probability counts like a token. A server takes no more than fits into RESUME_BYTES."""
 
     log_level: Annotated[LogLevel, Flag("Verbosity of the log on stderr.")] = "info"
     """Verbosity of the log on stderr."""

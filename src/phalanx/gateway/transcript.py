@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from phalanx.edge.migration import Choice, Ended, Record, Resume, Start
 from phalanx.errors import MalformedAnswer
@@ -16,6 +17,18 @@ from phalanx.types import TokenLogprobs
 
 def _no_tokens() -> array[int]:
     return array("I")  # 4 bytes each: a list of large numbers has 36
+
+
+def _ids(tokens: list[int]) -> array[int]:
+    """Token ids, small.
+
+    Raises:
+        MalformedAnswer: they cannot be a token's.
+    """
+    try:
+        return array("I", tokens)
+    except OverflowError as error:
+        raise MalformedAnswer("a record has numbers that are no token's") from error
 
 
 class _Kept(Struct):
@@ -32,14 +45,15 @@ class Transcript:
 
     Args:
         most: tokens and log-probabilities of all choices, and choices; a stream with more is kept no longer, so that it
-            cannot go on elsewhere.
+            cannot go on elsewhere. A prompt that has no room beside them is not kept.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._choices: dict[int, _Kept] = {}
+        self._prompt = _no_tokens()  # of `start`, which then has none
         self.start: Start | None = None
-        """What the first record said, or the last one that said it again."""
+        """What the first record said, or the last one that said it again; without the prompt."""
         self._size = 0
 
     @property
@@ -63,12 +77,16 @@ class Transcript:
         start = record.start or self.start
         if start is None:
             raise MalformedAnswer("its first record does not say how the answer begins")
+        prompt = _ids(start.prompt)
         news = {choice.index: self._tokens(choice) for choice in record.choices}
         if len(news) < len(record.choices):
             raise MalformedAnswer("a record has a choice twice")
-        self.start = start
+        if record.start is not None:
+            self.start, self._prompt = replace(start, prompt=[]), prompt
         for choice in record.choices:
             self._add(choice, news[choice.index])
+        if self._size + len(self._prompt) > self._most:
+            self._prompt = _no_tokens()  # the stream can go on all the same, if not exactly
         if self._size > self._most:
             self._choices.clear()
 
@@ -81,7 +99,8 @@ class Transcript:
             )
             for index, kept in sorted(self._choices.items())
         ]
-        return Resume(start=self.start, choices=choices, next_number=next_number, timeout_s=timeout_s, moves=moves)
+        start = replace(self.start, prompt=self._prompt.tolist())
+        return Resume(start=start, choices=choices, next_number=next_number, timeout_s=timeout_s, moves=moves)
 
     def _tokens(self, choice: Choice) -> array[int]:
         """The tokens that a record has of a choice.
@@ -92,10 +111,7 @@ class Transcript:
         kept = self._choices.get(choice.index)
         if choice.index < 0 or (kept is not None and kept.ended is not None):
             raise MalformedAnswer(f"a record goes on with choice {choice.index}, which is over or none")
-        try:
-            return array("I", choice.tokens)
-        except OverflowError as error:
-            raise MalformedAnswer("a record has numbers that are no token's") from error
+        return _ids(choice.tokens)
 
     def _add(self, choice: Choice, tokens: array[int]) -> None:
         kept = self._choices.get(choice.index)

@@ -31,6 +31,7 @@ class Encoded(Struct, frozen=True, kw_only=True):
     """A request in the engine's terms."""
 
     prompts: list[list[int]]
+    is_recalled: bool = False  # see `Rendered`
     answer: AnswerGrammar | None = None  # takes the place of the options' own
     whole: Whole = answer_alone  # of the answer's grammar, that of the model's whole output
     reading: Reading | None = None
@@ -64,21 +65,25 @@ class ChatEncoder:
         self._marks_without_tools = _ids(shapes.without_tools())
         self._memory = None if shapes.tools is None else memory
 
-    async def encode(self, request: ChatRequest, owner: str, limit: int) -> Encoded:
+    async def encode(self, request: ChatRequest, owner: str, limit: int, begun: list[int] | None = None) -> Encoded:
         """The request's prompt and what its answer has to be.
 
         Args:
             owner: whose API key it has.
             limit: tokens of the context.
+            begun: see `Prompts.encode_chat`.
 
         Raises:
             InvalidRequest: as `Prompts.encode_chat`.
         """
-        rendered = await self._prompts.encode_chat(request.conversation, limit=limit, memory=self._memory, owner=owner)
+        rendered = await self._prompts.encode_chat(
+            request.conversation, limit=limit, memory=self._memory, owner=owner, begun=begun
+        )
         reasoning = self._shapes.reasoning
         in_reasoning = reasoning is not None and reasoning.is_open(rendered.tail)
         encoded = Encoded(
             prompts=[rendered.tokens],
+            is_recalled=rendered.is_recalled,
             whole=self._whole(in_reasoning),
             reading=self._reading(request, rendered, in_reasoning, owner),
         )

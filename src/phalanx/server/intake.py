@@ -15,6 +15,7 @@ from typing import TypeVar
 from fastapi import Request
 
 from phalanx.edge.media_types import require_json
+from phalanx.edge.migration import RESUME_BYTES
 from phalanx.errors import QueueFull, RequestTooLarge
 from phalanx.memory import trim_heap
 from phalanx.server.bodies import parse_body
@@ -45,6 +46,7 @@ class Intake:
         self._max_bytes = max_bytes
         self._context = context
         self._bytes = Places(LARGEST_BODIES * max_bytes)  # of bodies above SMALL_BYTES
+        self._before = Places(LARGEST_BODIES * RESUME_BYTES)  # of what comes before them
         self._parsing = asyncio.Lock()  # several threads would wait for the interpreter's lock before the event loop
 
     def memory(self, owner: str) -> BodyMemory:
@@ -63,6 +65,7 @@ class Intake:
         memory: BodyMemory | None = None,
         readers: Readers | None = None,
         body_in: Callable[[bytes], bytes] = bytes,
+        n_before: int = 0,
     ) -> T:
         """The result of `parse` for the request's JSON body. `parse` may run on another thread.
 
@@ -70,6 +73,7 @@ class Intake:
             memory: what the body takes, until the caller frees it; None: until this call ends.
             readers: of the body's large fields; None: of OpenAI's.
             body_in: cuts off what comes before the JSON body.
+            n_before: bytes that come before it, at most RESUME_BYTES, and do not count as the body's.
 
         Raises:
             WrongMediaType: of `require_json`, or the Content-Encoding is neither gzip nor none.
@@ -78,21 +82,24 @@ class Intake:
             InvalidRequest: of `body_in`, `parse_body` or `parse`.
         """
         require_json(request.headers)
-        with self.memory("") if memory is None else nullcontext(memory) as taken:
+        own = self.memory("") if memory is None else nullcontext(memory)
+        with own as taken, BodyMemory(self._before, "") as before:
             try:
-                body = await self._receive(request, taken)
+                before.grow(n_before)
+                body = await self._receive(request, taken, n_before)
                 max_ids = self._context() or self._max_bytes
                 if len(body) <= INLINE_BYTES:
                     return parse(parse_body(body_in(body), kind, max_ids, readers))
                 async with self._parsing:
                     return await asyncio.to_thread(lambda: parse(parse_body(body_in(body), kind, max_ids, readers)))
             finally:
-                if taken.n_bytes > TRIM_BYTES:
+                if taken.n_bytes + before.n_bytes > TRIM_BYTES:
                     await asyncio.to_thread(trim_heap)
 
-    async def _receive(self, request: Request, memory: BodyMemory) -> bytes:
+    async def _receive(self, request: Request, memory: BodyMemory, n_before: int) -> bytes:
+        most = self._max_bytes + n_before
         declared = request.headers.get("content-length", "")
-        if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > self._max_bytes:
+        if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > most:
             raise self._too_large()
         decoding = decoding_of(request.headers.get("content-encoding", ""))
         body = bytearray()
@@ -101,9 +108,9 @@ class Intake:
             n_received += len(chunk)
             for piece in decoding.feed(chunk):
                 body += piece
-                if max(len(body), n_received) > self._max_bytes:
+                if max(len(body), n_received) > most:
                     raise self._too_large()
-                memory.grow(len(body))
+                memory.grow(len(body) - n_before)
                 await asyncio.sleep(0)  # a chunk may decode to a thousand times its size
         decoding.finish()
         return bytes(body)

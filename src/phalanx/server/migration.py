@@ -17,7 +17,18 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from phalanx.edge.migration import MIGRATION, RESUME, Choice, Ended, Record, Resume, Start, framed, split_body
+from phalanx.edge.migration import (
+    MIGRATION,
+    RESUME,
+    Choice,
+    Ended,
+    Record,
+    Resume,
+    Start,
+    framed,
+    resume_size,
+    split_body,
+)
 from phalanx.errors import AdminKeyRefused, EngineError, InvalidRequest, PhalanxError, Quarantined
 from phalanx.server.dialects.log_probabilities import finite
 from phalanx.server.refusals import check_ids
@@ -37,6 +48,7 @@ def migration_of(headers: Mapping[str, str], admin_key: str | None) -> Migration
 
     Raises:
         AdminKeyRefused: MIGRATION has another key, or RESUME comes without it.
+        RequestTooLarge: RESUME is more than a `Resume` may have.
     """
     given = headers.get(MIGRATION)
     if given is None and RESUME not in headers:
@@ -63,6 +75,8 @@ class Migration:
         self.moves = 0  # how often it has moved, if it goes on inexactly
         self.ledger = Ledger()
         self._first_part = first_part
+        self.n_before = 0 if first_part is None else max(0, resume_size(first_part))
+        """Bytes of the body before the client's own."""
 
     @property
     def n_known(self) -> int:
@@ -80,8 +94,30 @@ class Migration:
         self.resume, rest = split_body(self._first_part, data)
         return rest
 
+    def prompt(self, vocab_size: int) -> list[int]:
+        """The prompt of a chat that goes on, if another server's memory made it; else empty.
+
+        Raises:
+            InvalidRequest: it is none, or not the one that the answer began with.
+        """
+        if self.resume is None:
+            return []
+        start = self.resume.start
+        check_ids(f"{RESUME}: start.prompt", start.prompt, vocab_size)
+        if start.prompt and _crc(start.prompt) != start.prompts:
+            raise _invalid("the start's prompt is not the one whose checksum it has.")
+        return start.prompt
+
     def begin(
-        self, requests: Sequence[SequenceRequest], *, id: str, created: int, echo: bool, numerics: str, info: ModelInfo
+        self,
+        requests: Sequence[SequenceRequest],
+        *,
+        id: str,
+        created: int,
+        echo: bool,
+        is_recalled: bool,
+        numerics: str,
+        info: ModelInfo,
     ) -> list[SequenceRequest]:
         """The choices' requests, with what is known of each.
 
@@ -89,6 +125,7 @@ class Migration:
             id: of the answer.
             created: when it began, in seconds since 1970.
             echo: it repeats the prompts.
+            is_recalled: another server cannot make the prompt, so that it is told.
             numerics: of this server.
 
         Raises:
@@ -97,7 +134,10 @@ class Migration:
         prompts = crc_of(requests)
         seed = requests[0].sampling.seed
         if self.resume is None:
-            self.ledger.start = Start(id=id, created=created, seed=seed, numerics=numerics, prompts=prompts)
+            told = requests[0].prompt if is_recalled else []
+            self.ledger.start = Start(
+                id=id, created=created, seed=seed, numerics=numerics, prompts=prompts, prompt=told
+            )
             return list(requests)
         continued = _continued(requests, self.resume, echo=echo, vocab_size=info.vocab_size)
         start = self.resume.start
@@ -194,8 +234,12 @@ def crc_of(requests: Sequence[SequenceRequest]) -> int:
     crc = 0
     for request in requests:
         if request.sampling.choice == 0:
-            crc = zlib.crc32(array("q", request.prompt).tobytes(), crc)
+            crc = _crc(request.prompt, crc)
     return crc
+
+
+def _crc(ids: Sequence[int], before: int = 0) -> int:
+    return zlib.crc32(array("q", ids).tobytes(), before)
 
 
 def over(request: SequenceRequest, stopped_at: int | None) -> Finished | None:

@@ -39,7 +39,13 @@ class Prompts:
         self._long = ThreadPoolExecutor(threads, thread_name_prefix="tokenize long")
 
     async def encode_chat(
-        self, conversation: Conversation, *, limit: int, memory: CallMemory | None = None, owner: str = ""
+        self,
+        conversation: Conversation,
+        *,
+        limit: int,
+        memory: CallMemory | None = None,
+        owner: str = "",
+        begun: list[int] | None = None,
     ) -> Rendered:
         """Render messages with the chat template and tokenise them. `limit`: see `_refuse_if_too_long`.
 
@@ -47,24 +53,29 @@ class Prompts:
             memory: of the answers that called tools, which are given back as the model wrote them; None: all is the
                 template's.
             owner: whose answers these are.
+            begun: the prompt of an answer that another server began; empty: the template's, of these messages alone.
+                None: the answer begins here.
 
         Raises:
             InvalidRequest: there is no template, it refuses these messages, or they are much too long.
         """
 
         def work() -> Rendered:
-            if memory is None:
-                text = render(self.tokenizer, conversation)
-                self._refuse_if_too_long(text, limit, conversation.field)
-                return Rendered(tokens=self.tokenizer.encode(text, add_special_tokens=False), tail=text[-TAIL:])
-            recalled = memory.recall(owner, conversation.messages, conversation.template_kwargs)
-            known = replace(conversation, messages=recalled.messages)
+            recalled, known, tokens = None, conversation, begun
+            if memory is not None:
+                recalled = memory.recall(owner, conversation.messages, conversation.template_kwargs)
+                if begun is None:
+                    known = replace(conversation, messages=recalled.messages)
             text = render(self.tokenizer, known)
             self._refuse_if_too_long(text, limit, conversation.field)
-            tokens = None if recalled.last is None else continued(self.tokenizer, known, text, *recalled.last)
-            if tokens is None:
-                tokens = self.tokenizer.encode(text, add_special_tokens=False)
-            return Rendered(tokens=tokens, tail=text[-TAIL:], digest=recalled.digest)
+            if begun is None and recalled is not None and recalled.last is not None:
+                tokens = continued(self.tokenizer, known, text, *recalled.last)
+            return Rendered(
+                tokens=tokens or self.tokenizer.encode(text, add_special_tokens=False),
+                tail=text[-TAIL:],
+                digest=b"" if recalled is None else recalled.digest,
+                is_recalled=bool(tokens) or known.messages != conversation.messages,
+            )
 
         size = conversation.n_chars + MESSAGE_CHARS * len(conversation.messages)
         return await self.run(size, work)

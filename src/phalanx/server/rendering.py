@@ -30,6 +30,7 @@ class Rendered(Struct, frozen=True, kw_only=True):
     tokens: list[int]
     tail: str = ""  # the end of its text
     digest: bytes = b""  # stands for the conversation; see `call_memory.digests`
+    is_recalled: bool = False  # another one than the template makes of the messages alone
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation) -> str:

@@ -54,7 +54,8 @@ class Job(Struct, frozen=True, kw_only=True):
     """A parsed request that is not tokenised yet."""
 
     options: Options
-    encode: Callable[[int], Coroutine[Any, Any, Encoded]]  # (max_model_len) -> prompts, what else the engine needs
+    encode: Callable[[int, list[int] | None], Coroutine[Any, Any, Encoded]]
+    """(max_model_len, see `Prompts.encode_chat: begun`) -> prompts, what else the engine needs."""
     n_prompts: int
     field: str  # that holds the prompts, for errors
     group: str  # of its sequences; new, so that they are not taken for those of an answer that ends just now
@@ -127,6 +128,7 @@ class CompletionEndpoints:
                     memory,
                     dialect.readers,
                     bytes if migration is None else migration.body,
+                    0 if migration is None else migration.n_before,
                 )
                 if migration is not None and migration.resume is not None and not _is_streamed(asked):
                     raise InvalidRequest(f"{RESUME}: the request's answer is not streamed; send it again as it is.")
@@ -145,7 +147,7 @@ class CompletionEndpoints:
         if isinstance(parsed, ChatRequest):
             return Job(
                 options=parsed.options,
-                encode=lambda limit: self._chats.encode(parsed, owner, limit),
+                encode=lambda limit, begun: self._chats.encode(parsed, owner, limit, begun),
                 n_prompts=1,
                 field=dialect.field,
                 group=id,
@@ -158,7 +160,7 @@ class CompletionEndpoints:
             )
         return Job(
             options=parsed.options,
-            encode=lambda limit: self._encode_texts(parsed, limit),
+            encode=lambda limit, begun: self._encode_texts(parsed, limit, begun),
             n_prompts=len(parsed.prompts),
             field=dialect.field,
             group=id,
@@ -172,7 +174,9 @@ class CompletionEndpoints:
             memory=memory,
         )
 
-    async def _encode_texts(self, parsed: CompletionRequest, limit: int) -> Encoded:
+    async def _encode_texts(self, parsed: CompletionRequest, limit: int, begun: list[int] | None) -> Encoded:
+        if begun:
+            raise InvalidRequest(f"{RESUME}: start.prompt is a chat's; this request has its own prompt.")
         return Encoded(prompts=[await self._prompts.encode(prompt, limit=limit) for prompt in parsed.prompts])
 
     async def _answer(self, request: Request, job: Job) -> Response:
@@ -204,7 +208,11 @@ class CompletionEndpoints:
 
     async def _prepare(self, job: Job) -> Generation:
         info = self._journal.require_ready()
-        encoded = await job.encode(info.max_model_len)
+        begun = None
+        if (migration := job.migration) is not None and migration.resume is not None:
+            n_ids = len(migration.resume.start.prompt)
+            begun = await self._prompts.run(n_ids, partial(migration.prompt, info.vocab_size))
+        encoded = await job.encode(info.max_model_len, begun)
         prompts = encoded.prompts
         job.memory.free()
         answer = encoded.answer or job.options.answer
@@ -230,11 +238,12 @@ class CompletionEndpoints:
             echoes = [await self._prompts.decode(ids) if text is None else text for text, ids in pairs]
             check_echoed(sum(map(len, filter(None, echoes))), job.options.n)
         ledger = None
-        if (migration := job.migration) is not None:
+        if migration is not None:
             ledger, numerics = migration.ledger, self._numerics(info)
             begin = partial(migration.begin, requests, id=job.id, created=job.created, echo=job.echo)
+            begin = partial(begin, is_recalled=encoded.is_recalled, numerics=numerics, info=info)
             n_tokens += migration.n_known
-            requests = await self._prompts.run(n_tokens, partial(begin, numerics=numerics, info=info))
+            requests = await self._prompts.run(n_tokens, begin)
         return Generation(
             self._prompts.tokenizer, job.options, requests, echoes, id=job.id, reading=encoded.reading, ledger=ledger
         )
@@ -274,7 +283,7 @@ class CompletionEndpoints:
                         continue  # nothing of this is shown
                     yield written or form.keep_alive
                     last_s = self._clock()
-                    if first_byte_s is None and any(delta.n_chars for delta in new):
+                    if first_byte_s is None and written and any(delta.n_chars for delta in new):
                         first_byte_s = self._clock() - arrived
                         self._metrics.first_byte(first_byte_s)
         except PhalanxError as error:

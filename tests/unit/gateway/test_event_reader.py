@@ -38,8 +38,13 @@ STREAMS = {
 DIALECTS = sorted(STREAMS)
 
 
+def written(dialect: str, event: dict[str, Any]) -> bytes:
+    text = json.dumps(event).encode()
+    return text + b"\n" if dialect == "ollama" else b"data: " + text + b"\n\n"
+
+
 def reader(dialect: str) -> EventReader:
-    return EventReader(dialect, lines=dialect == "ollama")
+    return EventReader(dialect, lines=dialect == "ollama", elapsed=lambda: 0.5)
 
 
 def read(dialect: str, pieces: list[bytes]) -> tuple[EventReader, bytes]:
@@ -111,7 +116,7 @@ def test_of_an_unknown_api_the_connection_decides():
     found, passed = read("other", [b"data: anything\n\nda"])
     assert passed == b"data: anything\n\n" and "middle" in found.finish()
     assert read("other", [b"data: anything\n\n"])[0].finish() == ""
-    pulled = EventReader("ollama_more", lines=True)
+    pulled = EventReader("ollama_more", lines=True, elapsed=lambda: 0.5)
     assert pulled.feed(b'{"status":"success"}\n') and pulled.finish() == ""
 
 
@@ -139,6 +144,63 @@ def test_the_path_says_the_dialect(path, dialect):
     assert dialect_of(path) == dialect
 
 
+SHOWN = {
+    "chat": [
+        {"choices": [{"text": "a"}]},
+        {"choices": [{"delta": {}}, {"delta": {"role": "assistant", "content": "a"}}]},
+        {"choices": [{"delta": {"content": None, "reasoning_content": "a"}}]},
+        {"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"name": "f"}}]}}]},
+    ],
+    "responses": [
+        {"type": "response.output_text.delta", "delta": "a"},
+        {"type": "response.reasoning_text.delta", "delta": "a"},
+        {"type": "response.output_item.added", "item": {"type": "function_call", "name": "f"}},
+    ],
+    "messages": [
+        {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "a"}},
+        {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "a"}},
+        {"type": "content_block_start", "content_block": {"type": "tool_use", "name": "f", "input": {}}},
+    ],
+    "ollama": [
+        {"response": "a"},
+        {"message": {"role": "assistant", "content": "", "thinking": "a"}},
+        {"message": {"content": "", "tool_calls": [{"function": {"name": "f"}}]}},
+    ],
+}
+NOT_SHOWN = {
+    "chat": [
+        {"choices": [{"delta": {"role": "assistant", "content": "", "reasoning_content": None}}]},
+        {"choices": [], "usage": {"total_tokens": 1}},
+        {"choices": {"content": "a"}, "content": "a"},
+        {"choices": ["content", {"delta": "content"}]},
+    ],
+    "responses": [
+        {"type": "response.created", "response": {"output": []}},
+        {"type": "response.output_item.added", "item": {"type": "message", "content": []}},
+        {"type": "response.content_part.added", "part": {"type": "output_text", "text": ""}},
+    ],
+    "messages": [
+        {"type": "message_start", "message": {"content": []}},
+        {"type": "content_block_start", "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "delta": {"type": "signature_delta", "signature": "a"}},
+        {"type": "ping"},
+    ],
+    "ollama": [{"message": {"role": "assistant", "content": ""}}, {"response": "", "done": False}],
+}
+TEXT = {dialect: written(dialect, events[0]) for dialect, events in SHOWN.items()}
+
+
+@pytest.mark.parametrize("dialect", SHOWN)
+def test_the_first_text_is_timed_and_not_what_comes_before_any_token(dialect):
+    for event in SHOWN[dialect]:
+        found = EventReader(dialect, lines=dialect == "ollama", elapsed=iter([0.5]).__next__)
+        for before in NOT_SHOWN[dialect]:
+            assert found.feed(written(dialect, before))
+        assert found.first_byte_s is None
+        assert found.feed(written(dialect, event) * 2)
+        assert found.first_byte_s == 0.5
+
+
 TIMING = b'{"queue":0.1,"first_byte":0.25}'
 
 
@@ -152,8 +214,8 @@ TIMING = b'{"queue":0.1,"first_byte":0.25}'
 )  # fmt: skip
 def test_the_gateway_adds_its_first_byte_to_timing_and_nothing_else(dialect, event):
     found = reader(dialect)
-    assert found.feed(event % TIMING) == event % TIMING  # nothing was sent before it
-    found.first_byte_s = 0.5
+    assert found.feed(event % TIMING) == event % TIMING  # no text has passed before it
+    assert found.feed(TEXT[dialect])
     timed = event % b'{"queue":0.1,"first_byte":0.25,"gateway_first_byte":0.500000}'
     assert found.feed(event % TIMING) == found.feed(timed) == timed
 
@@ -170,8 +232,8 @@ def test_the_gateway_adds_its_first_byte_to_timing_and_nothing_else(dialect, eve
 )
 def test_other_timings_pass_as_they_are(data):
     found = reader("chat")
-    found.first_byte_s = 0.5
-    assert found.feed(b"data: " + data + b"\n\n") == b"data: " + data + b"\n\n"
+    found.feed(TEXT["chat"])
+    assert found.first_byte_s == 0.5 and found.feed(b"data: " + data + b"\n\n") == b"data: " + data + b"\n\n"
 
 
 # Streams with records --------------------------------------------------------------------------------------------
@@ -208,7 +270,7 @@ def with_records(dialect: str, begin: int = 0) -> bytes:
 
 
 def recorded(dialect: str) -> EventReader:
-    return EventReader(dialect, lines=dialect == "ollama", transcript=Transcript(1000))
+    return EventReader(dialect, lines=dialect == "ollama", transcript=Transcript(1000), elapsed=lambda: 0.5)
 
 
 def n_kept(found: EventReader) -> int:
@@ -339,6 +401,6 @@ def test_a_stream_without_a_transcript_cannot_go_on_elsewhere():
 
 
 def test_of_a_long_reason_the_client_is_told_the_beginning():
-    found = EventReader("chat", transcript=Transcript(100))
+    found = EventReader("chat", transcript=Transcript(100), elapsed=lambda: 0.5)
     found.feed(CHAT[:-14] + framed(Record(start=START, failed="x" * 10_000), lines=False))
     assert set(found.fault) == {"x"} and len(found.fault) < 1000

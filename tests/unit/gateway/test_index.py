@@ -13,7 +13,7 @@ from phalanx.gateway.asks import Ask
 from phalanx.gateway.breaker import BreakerRules
 from phalanx.gateway.health import Check, HealthRules, Load, Report
 from phalanx.gateway.index import SPARE, ReplicaIndex
-from phalanx.gateway.policies import least_loaded
+from phalanx.gateway.policies import Listed, by_load
 from phalanx.gateway.replica import Replica, ReplicaSpec
 
 NAMES = "abcd"
@@ -39,7 +39,7 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.grants = 0
-        self.index = ReplicaIndex()
+        self.index = ReplicaIndex(by_load)
         self.replicas: list[Replica] = []
         self.granted: list[tuple[Replica, bool]] = []
         for name in NAMES[:3]:
@@ -63,7 +63,7 @@ class AnyOrder(RuleBasedStateMachine):
         ask.tried.update(tried)
         ready = self.index.ready(ask, self.now)
         if ready is not None:
-            replica = ready.least()
+            replica = ready.first()
             self.grants += 1
             replica.last_granted = self.grants
             replica.in_flight += 1
@@ -129,11 +129,18 @@ class AnyOrder(RuleBasedStateMachine):
                     if one.serves(model) and one.is_available(self.now) and one.name not in tried
                 ]
                 room = [one for one in able if one.has_room]
+                named = {one.name: one for one in room}
+                sound = {one for one in room if not one.in_doubt} or set(room)
                 assert self.index.has_able(ask, self.now) == bool(able)
                 ready = self.index.ready(ask, self.now)
                 assert (ready is None) == (not room)
                 if ready is not None:
-                    assert list(ready) == room and ready.least() is least_loaded(room)
+                    assert list(ready) == room and ready.first() is Listed(room, by_load).first()
+                    assert [ready.named(name) for name in NAMES] == [named.get(name) for name in NAMES]
+                    pairs = [ready.two(lambda n, k=k: k % n) for k in range(len(sound))]
+                    assert {first for first, _ in pairs} == sound and {len({*two}) for two in pairs} == {
+                        min(2, len(sound))
+                    }
 
 
 @pytest.mark.grows
@@ -142,7 +149,7 @@ def test_any_order_of_changes():
 
 
 def test_a_full_replica_gets_no_trial():
-    index, ask, one = ReplicaIndex(), Ask("", None, 0.0), up("a", 3)
+    index, ask, one = ReplicaIndex(by_load), Ask("", None, 0.0), up("a", 3)
     index.add(one)
     one.in_flight = 3
     for _ in range(2):
@@ -155,14 +162,14 @@ def test_a_full_replica_gets_no_trial():
 
 
 def test_a_heap_stays_as_large_as_its_replicas_need():
-    index, ask = ReplicaIndex(), Ask("", None, 0.0)
+    index, ask = ReplicaIndex(by_load), Ask("", None, 0.0)
     replicas = [up(f"r{i}", 100) for i in range(10)]
     for one in replicas:
         index.add(one)
     for n in range(5000):
         ready = index.ready(ask, 0.0)
         assert ready is not None
-        one = ready.least() if n % 3 else replicas[n % 10]
+        one = ready.first() if n % 3 else replicas[n % 10]
         one.in_flight = (one.in_flight + 7) % 100
         index.note(one)
         (pool,) = index._pools.values()

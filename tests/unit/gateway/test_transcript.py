@@ -5,9 +5,20 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.examples import examples
 
-from phalanx.edge.migration import Choice, Ended, Record, Resume, Start, resume_body, split_body
+from phalanx.edge.migration import (
+    MOST_ITEMS,
+    RESUME_BYTES,
+    Choice,
+    Ended,
+    Record,
+    Resume,
+    Start,
+    resume_body,
+    split_body,
+)
 from phalanx.errors import MalformedAnswer
 from phalanx.gateway.transcript import Transcript
 from phalanx.types import TokenLogprobs
@@ -65,9 +76,18 @@ def test_the_last_start_counts():
     assert found.numerics == "other" and resumed(found).start == inexact
 
 
+def test_a_prompt_is_kept_while_there_is_room_beside_the_tokens():
+    told = replace(START, prompt=[7, 8, 9])
+    found = transcript(Record(start=told), Record(choices=[Choice(index=0, tokens=[1])]), most=5)
+    assert found.start == START and resumed(found).start == told
+    found.note(Record(choices=[Choice(index=0, tokens=[1])]))
+    assert found.is_kept and resumed(found).start == START
+
+
 @pytest.mark.parametrize(
     ("record", "why"),
     [
+        (Record(start=replace(START, prompt=[-1])), "no token's"),
         (Record(choices=[Choice(index=-1)]), "choice -1"),
         (Record(choices=[Choice(index=0, tokens=[5]), Choice(index=0, tokens=[6])]), "a choice twice"),
         (Record(choices=[Choice(index=0, tokens=[5]), Choice(index=1, tokens=[-1])]), "no token's"),
@@ -88,6 +108,16 @@ def test_without_its_beginning_nothing_is_kept():
     with pytest.raises(MalformedAnswer, match="how the answer begins"):
         found.note(Record(choices=[Choice(index=0, tokens=[1])]))
     assert not found.is_kept and found.numerics == ""
+
+
+@pytest.mark.parametrize("n_top", [None, 0, 1, 20])
+def test_the_longest_stream_that_is_kept_fits_into_what_a_server_takes(n_top):
+    most, huge, least = 2000, 2**32 - 1, -1.7976931348623157e308
+    logprobs = [] if n_top is None else [TokenLogprobs(huge, least, huge, [(huge, least)] * n_top)]
+    n = most // (1 if n_top is None else 2 + n_top)
+    record = Record(choices=[Choice(index=0, tokens=[huge] * (n - 1), logprobs=logprobs * (n - 1))])
+    size, _ = resume_body(resumed(transcript(FIRST, record, most=most)), b"")
+    assert size < RESUME_BYTES * most / MOST_ITEMS
 
 
 @pytest.mark.parametrize(

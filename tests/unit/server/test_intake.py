@@ -9,6 +9,7 @@ import threading
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
+from phalanx.edge.migration import RESUME_BYTES
 from phalanx.errors import InvalidRequest, QueueFull, RequestTooLarge
 from phalanx.server.intake import INLINE_BYTES, LARGEST_BODIES, SMALL_BYTES, BodyMemory, Intake
 from phalanx.server.schema import CompletionBody
@@ -34,8 +35,9 @@ class Upload:
     def leave(self) -> None:
         self._parts.put_nowait({"type": "http.disconnect"})
 
-    def read_by(self, intake: Intake, memory: BodyMemory | None = None) -> asyncio.Task[str]:
-        return asyncio.create_task(intake.read(self.request, CompletionBody, lambda body: str(body.prompt), memory))
+    def read_by(self, intake: Intake, memory: BodyMemory | None = None, n_before: int = 0) -> asyncio.Task[str]:
+        prompt = intake.read(self.request, CompletionBody, lambda body: str(body.prompt), memory, n_before=n_before)
+        return asyncio.create_task(prompt)
 
 
 def run(scenario) -> None:
@@ -84,6 +86,25 @@ def test_bodies_that_are_being_read_share_a_bounded_memory():
         assert {len(text) for text in await asyncio.gather(*(upload.read_by(intake) for upload in again))} == {
             LARGEST - 13
         }
+
+    run(scenario)
+
+
+def test_what_comes_before_bodies_has_a_bounded_memory_of_its_own():
+    async def scenario(intake):
+        uploads = [Upload() for _ in range(LARGEST_BODIES + 2)]
+        *resumed, one_more, plain = uploads
+        tasks = [upload.read_by(intake, n_before=RESUME_BYTES) for upload in resumed]
+        await settle()
+        with pytest.raises(QueueFull):
+            await one_more.read_by(intake, n_before=RESUME_BYTES)
+        plain.send(body_of(LARGEST), more=False)
+        assert len(await plain.read_by(intake)) == LARGEST - 13
+        for upload in resumed:
+            upload.leave()
+        await asyncio.wait(tasks)
+        one_more.send(body_of(SMALL_BYTES), more=False)
+        assert len(await one_more.read_by(intake, n_before=RESUME_BYTES)) == SMALL_BYTES - 13
 
     run(scenario)
 

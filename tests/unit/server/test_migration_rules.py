@@ -12,7 +12,7 @@ from support.connection import Connection
 from support.migrating import KEY, PacedEngine, paced, pieces_of, request_of, resume_after, shown, stream
 from support.serving import CHAT, CONFIG, EOS, MODEL, fake_engine, serving, sse
 
-from phalanx.edge.migration import MIGRATION, RESUME, Choice, Ended, Record, record_in, resume_body
+from phalanx.edge.migration import MIGRATION, RESUME, RESUME_BYTES, Choice, Ended, Record, record_in, resume_body
 from phalanx.server.answer_parts import call_id
 from phalanx.server.app import create_app
 from phalanx.supervision.client import replying
@@ -216,14 +216,31 @@ def test_a_whole_answer_goes_on_from_nothing(tokenizer):
     run(tokenizer, scenario)
 
 
-def test_the_largest_body_counts_both_parts(tokenizer):
-    async def scenario(first, second, *_):
-        body = {**CHAT, "metadata": {"x": "y" * 900}}
-        resume = resume_after((await stream(first, URL, body))[:4])
-        content, headers = request_of(body, resume)
-        assert (await second.post(URL, content=content, headers=headers)).status_code == 413
+def test_what_is_known_of_a_stream_is_no_part_of_the_largest_body(tokenizer):
+    """So a request that was taken once is taken again, however long its answer is by now."""
+    most, body = 1 << 10, {**CHAT, "metadata": {"x": ""}, "stream": True}
+    largest = {**body, "metadata": {"x": "y" * (most - len(json.dumps(body)))}}
 
-    run(tokenizer, scenario, config=replace(KEYED, max_body_mb=1100 / (1 << 20)))
+    async def scenario(first, second, *_):
+        whole = await stream(first, URL, largest)
+        resume = resume_after(whole[:4])
+        content, headers = request_of(largest, resume)
+        assert len(content) > most + 100
+        assert shown(whole[:4] + await stream(second, URL, largest, resume)) == shown(whole)
+        (refused, *others) = [
+            await second.post(URL, content=sent, headers={**headers, **changed})
+            for sent, changed in (
+                (content + b" ", {}),
+                (content[int(headers[RESUME]) :] + b" ", {RESUME: "0"}),
+                (content + b" ", {RESUME: str(int(headers[RESUME]) + 1)}),
+                (content, {RESUME: str(RESUME_BYTES + 1)}),
+                (content, {MIGRATION: "api"}),
+            )
+        ]
+        assert refused.status_code == 413 and [other.status_code for other in others] == [413, 400, 413, 403]
+        assert f"{RESUME}: the body's first part has {RESUME_BYTES + 1} bytes" in others[2].json()["error"]["message"]
+
+    run(tokenizer, scenario, config=replace(KEYED, max_body_mb=most / (1 << 20)))
 
 
 # What is computed ---------------------------------------------------------------------------------------------------

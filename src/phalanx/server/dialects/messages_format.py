@@ -34,6 +34,9 @@ class MessagesFormat:
     """Writes one answer.
 
     A block opens with its first character that is no blank, so that blanks between reasoning and a call make no block.
+
+    A call becomes a block once it is certain: when something follows it, or the answer ends. A call that turns out to
+    be void is never seen, for clients run every block of a call that they have, whatever `stop_reason` says.
     """
 
     media_type = "text/event-stream"
@@ -45,7 +48,7 @@ class MessagesFormat:
         self._thinking = thinking
         self._index = -1  # of the block that was opened last
         self._open = ""  # "thinking", "text" or "tool_use"; empty: none
-        self._call = -1  # the call in the open block
+        self._call: list[CallDelta] = []  # the parts of the last call, which has no block yet
         self._blanks = {"thinking": "", "text": ""}  # not sent, since no block of that kind is open
         self._signature = _Signature()
         self._ending: Ending | None = None
@@ -62,7 +65,7 @@ class MessagesFormat:
     def closing(self, usage: Usage, timing: Mapping[str, float] | None) -> bytes:
         """The end of the last block, `message_delta` and `message_stop`."""
         end = _event("message_delta", delta=_stop(self._ending), usage=_usage(usage), **moves_json(self._head))
-        return b"".join(self._close()) + end + _event("message_stop")
+        return b"".join((*self._send_call(), *self._close())) + end + _event("message_stop")
 
     def failure(self, failure: Failure) -> bytes:
         """The error, which ends the stream."""
@@ -96,25 +99,28 @@ class MessagesFormat:
                 yield {"type": "tool_use", "id": call.id, "name": call.name, "input": _json(call.arguments)}
 
     def _delta(self, delta: Delta) -> Iterator[bytes]:
-        """The open call goes on first: what else the delta has was written after it."""
-        going_on = [call for call in delta.calls if self._open == "tool_use" and call.index == self._call]
+        """The last call goes on first: what else the delta has was written after it."""
+        going_on = [call for call in delta.calls if self._call and call.index == self._call[0].index]
         for call in going_on:
-            yield from self._call_part(call)
+            self._call = [] if call.broken else [*self._call, call]
         if delta.reasoning and self._thinking != "hidden":
             yield from self._text_part("thinking", delta.reasoning)
         if delta.text:
             yield from self._text_part("text", delta.text)
         for call in delta.calls:
-            if call not in going_on:
-                yield from self._call_part(call)
+            if call.name and not call.broken and call not in going_on:
+                yield from self._send_call()
+                self._call = [call]
         self._ending = delta.ending or self._ending
 
     def _text_part(self, kind: Literal["thinking", "text"], text: str) -> Iterator[bytes]:
-        if self._open != kind:
-            text = self._blanks[kind] + text
-            self._blanks[kind] = "" if text.strip() else text
-            if self._blanks[kind]:
-                return
+        is_open = self._open == kind and not self._call
+        text = self._blanks[kind] + text
+        self._blanks[kind] = "" if is_open or text.strip() else text
+        if self._blanks[kind]:
+            return
+        if not is_open:
+            yield from self._send_call()
             empty = {"signature": ""} if kind == "thinking" else {}
             yield from self._begin(kind, {"type": kind, kind: "", **empty})
         if kind == "thinking":
@@ -122,13 +128,15 @@ class MessagesFormat:
         if kind == "text" or self._thinking == "shown":
             yield self._part({"type": f"{kind}_delta", kind: text})
 
-    def _call_part(self, call: CallDelta) -> Iterator[bytes]:
-        """A call that turns out to be void ends where it is, and makes no block if it did not begin."""
-        if call.name and not call.broken:
-            self._call = call.index
-            yield from self._begin("tool_use", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-        if call.index == self._call and self._open == "tool_use" and call.arguments:
-            yield self._part({"type": "input_json_delta", "partial_json": call.arguments})
+    def _send_call(self) -> Iterator[bytes]:
+        """The block of the last call, if it has none yet."""
+        if not self._call:
+            return
+        head, arguments = self._call[0], "".join(call.arguments for call in self._call)
+        self._call = []
+        yield from self._begin("tool_use", {"type": "tool_use", "id": head.id, "name": head.name, "input": {}})
+        if arguments:
+            yield self._part({"type": "input_json_delta", "partial_json": arguments})
 
     def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
