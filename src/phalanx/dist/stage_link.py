@@ -285,7 +285,7 @@ def _prepared(connected: socket.socket, context: ssl.SSLContext | None, hello: b
 
 
 class _Acceptor:
-    """Accepts connections until one is the sender's. Strangers get little time, and delay nobody.
+    """Accepts connections until one is the sender's. Other connections get little time, and do not delay the sender.
 
     Args:
         hello: what the sender says first.
@@ -305,7 +305,7 @@ class _Acceptor:
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 return self._found.get_nowait()
-            with contextlib.suppress(OSError):  # nobody came meanwhile, or it has gone again
+            with contextlib.suppress(OSError):  # no connection came in RETRY_S, or it has closed already
                 self._take(self._listener.accept()[0])
         return None
 
