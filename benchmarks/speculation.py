@@ -36,7 +36,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,10 +44,10 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.table import Table
-from scripted_model import ANSWER, DRAFT, TARGETS, Work, reciter, works
-from servers import MODEL_NAME, mlx_lm, phalanx
+from scripted_model import ANSWER, DRAFT, TARGETS, reciter, works
+from servers import mlx_lm, phalanx
 from serving import progress
+from speculation_figures import FREE, OFF, Figures, Point, Results, body, said, show
 
 from phalanx.bench.http_client import open_client, stream_chat
 from phalanx.bench.load_generator import Load, closed_loop
@@ -56,105 +55,17 @@ from phalanx.bench.load_generator import Load, closed_loop
 ROUNDS = 3
 MORE = 4
 """Largest multiple of the requested rounds, for points whose ratio may lie on either side of `LEAST`."""
-FREE_ROUNDS = 3
-"""Multiple of the requested rounds on free text, where rounds are shorter."""
-LEAST = 0.98
-CLEAR = 2.0  # standard errors
-NOISE = 0.02  # least assumed error of one round with `compare_steps`: two rounds may agree by chance
 TURN = 4
 """Steps with drafts, and then without. With 16 instead, the error of a round doubles."""
-MANY = 8  # streams
 RAMP_S = 0.03
-OFF = "off"
 DRAFT_MODEL = "draft model"
 HOSTILE = ("hostile model", "noise")
-FREE = "free text"
 KNOWS = 0.85  # share of positions at which the good draft model is right
 THEIR_TOKENS = 96  # fewer, because stock kernels are slow
 THEIR_K = 4
 SHARE_FOR_ROWS = 0.7
 """Share of the free memory for weights, keys and values."""
 METRIC = "phalanx:spec_decode_"
-
-
-@dataclass(frozen=True)
-class Point:
-    """One load: a number of concurrent streams, to which the works are assigned in turn."""
-
-    name: str
-    works: tuple[Work, ...]
-    concurrency: int
-    tokens: int
-
-    def bodies(self) -> list[dict[str, Any]]:
-        """One request per stream."""
-        return [body(self.works[i % len(self.works)], self.tokens) for i in range(self.concurrency)]
-
-    @property
-    def compares_steps(self) -> bool:
-        """Whether drafts are switched on and off within an answer (`compare_steps`)."""
-        return self.name == FREE
-
-    def rounds(self, asked: int) -> int:
-        """The number of rounds: half of the requested, rounded up, where a round takes minutes."""
-        asked *= FREE_ROUNDS if self.compares_steps else 1
-        return (asked + 1) // 2 if self.concurrency > MANY else asked
-
-
-@dataclass
-class Figures:
-    """One server at one point: speeds per round, and in some rounds the counters of its drafts."""
-
-    tokens_per_s: list[float] = field(default_factory=list)
-    undrafted: list[float] = field(default_factory=list)  # as many, of requests that want no drafts
-    drafted: float = 0.0
-    accepted: float = 0.0
-    drafts: float = 0.0
-    accepted_at: list[float] = field(default_factory=list)
-
-    @property
-    def ratios(self) -> list[float]:
-        """The ratio of each round."""
-        return [a / b for a, b in zip(self.tokens_per_s, self.undrafted, strict=True)]
-
-    @property
-    def ratio(self) -> float:
-        """The mean ratio over rounds."""
-        return statistics.mean(self.ratios)
-
-    @property
-    def error(self) -> float | None:
-        """Standard error of the mean ratio; None after one round."""
-        ratios = self.ratios
-        return statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the ratio is `CLEAR` standard errors from `LEAST`."""
-        return bool(abs(self.ratio - LEAST) > CLEAR * max(self.error or 0.0, NOISE / len(self.ratios) ** 0.5))
-
-    def note_drafts(self, gained: Mapping[str, float]) -> None:
-        """Add the server's counters of a round."""
-        self.drafts += gained.get("num_drafts", 0.0)
-        self.drafted += gained.get("num_draft_tokens", 0.0)
-        self.accepted += gained.get("num_accepted_tokens", 0.0)
-        at = [gained[name] for name in sorted(gained) if name.startswith("num_accepted_tokens_per_pos")]
-        self.accepted_at = [sum(counts) for counts in itertools.zip_longest(self.accepted_at, at, fillvalue=0.0)]
-
-    def json(self) -> dict[str, Any]:
-        return {
-            "tokens_per_s": self.tokens_per_s,
-            "undrafted_tokens_per_s": self.undrafted,
-            "ratio": self.ratio,
-            "standard_error": self.error,
-            "alpha": self.accepted / self.drafted if self.drafted else None,
-            "tokens_per_draft": self.drafted / self.drafts if self.drafts else None,
-            "accepted_per_draft_at": [count / self.drafts for count in self.accepted_at] if self.drafts else [],
-        }
-
-
-Results = Mapping[Point, Mapping[str, Figures]]
-"""Load and variant -> figures."""
 
 
 def variants(friend: Path, enemy: Path) -> dict[str, dict[str, Any] | None]:
@@ -287,12 +198,6 @@ async def fill(
             await measure(client, point, answers, figures, turn)
 
 
-def said(figures: Figures) -> str:
-    """Ratio, standard error, rounds."""
-    error = "" if figures.error is None else f" ±{figures.error:.3f}"
-    return f"{figures.ratio:.3f}x{error} [{len(figures.ratios)}]"
-
-
 async def reference(client: httpx.AsyncClient, chosen: Sequence[Point]) -> dict[str, str]:
     """Prompt -> the answer without speculation; `client` belongs to the server that is "off"."""
     answers: dict[str, str] = {}
@@ -394,38 +299,9 @@ def flags(config: Mapping[str, Any] | None) -> tuple[str, ...]:
     return () if config is None else ("--speculative-config", json.dumps(config))
 
 
-def body(work: Work, tokens: int) -> dict[str, Any]:
-    """A greedy chat request for a number of tokens of a work."""
-    return {
-        "model": MODEL_NAME,
-        "messages": [{"role": "user", "content": work.prompt}],
-        "max_tokens": tokens,
-        "temperature": 0,
-    }
-
-
 def shuffled(names: Sequence[str], turn: int) -> list[str]:
     """A different order for each round, the same in each run."""
     return random.Random(turn).sample(list(names), len(names))
-
-
-def show(figures: Results, title: str, console: Console) -> dict[str, Any]:
-    """Print the figures as a table. Returns them for JSON."""
-    names = list(next(iter(figures.values())))
-    about = "tokens/s without speculation; times as fast as when no drafts are wanted \\[rounds] (share accepted)"
-    table = Table("", "at once", "tokens/s", *names, title=f"{title}: {about}")
-    for point, by_name in figures.items():
-        cells = [f"{statistics.median(by_name[OFF].tokens_per_s):.1f}"]
-        for name in names:
-            f = by_name[name]
-            accepted = f" ({f.accepted / f.drafted:.2f})" if f.drafted else ""
-            cells.append(f"{said(f)}{accepted}" if f.tokens_per_s else "")
-        table.add_row(point.name, str(point.concurrency), *cells)
-    console.print(table)
-    return {
-        f"{point.name}, {point.concurrency} at once": {name: f.json() for name, f in by_name.items() if f.tokens_per_s}
-        for point, by_name in figures.items()
-    }
 
 
 if __name__ == "__main__":

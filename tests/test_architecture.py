@@ -101,7 +101,7 @@ DYNAMIC_IMPORTS = {
     "mlx_lm_adapter.py": "a module of mlx-lm is imported while stand-ins keep it from importing transformers",
     "model/loading/resolve.py": "the hub's client is imported for a hub id only",
     "server/start.py": "the HTTP framework is imported while the ranks load",
-    "text/tokenizer.py": "a rank loads no tokenizer, and most models need no transformers",
+    "text/tokenizer_files.py": "a rank loads no tokenizer, and most models need no transformers",
 }
 """file -> why it imports modules while it runs."""
 

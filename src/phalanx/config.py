@@ -178,9 +178,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """All-reduce algorithm where the backend offers a choice (mpi): star gathers on one rank, ring passes round."""
     check_collectives: Annotated[bool, Flag("Checksums on every sum.", "Ranks")] = True
     """Every reduction carries a checksum and a tag; ranks check them before they commit a token of the step (A6)."""
-    join_seconds: Annotated[float, Meta(ge=1.0), Flag("To find each other at start.", "Ranks")] = 60.0
+    join_seconds: Annotated[
+        float, Meta(ge=1.0), Flag("Seconds in which ranks must find each other at start.", "Ranks")
+    ] = 60.0
     """Seconds that the ranks of a group have to find each other at start."""
-    silence_seconds: Annotated[float, Meta(ge=0.5), Flag("After which a rank is lost.", "Ranks")] = 2.0
+    silence_seconds: Annotated[float, Meta(ge=0.5), Flag("Seconds of silence after which a rank is lost.", "Ranks")] = (
+        2.0
+    )
     """Seconds without a heartbeat after which a rank counts as lost."""
     wedge_seconds: Annotated[
         float,
@@ -381,9 +385,11 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         Count | None, Flag("Of them, from one address (a proxy is one).", "Limits", default="half of all")
     ] = None
     """Most connections from one IPv4 address or IPv6 /64 network; None is half of `max_connections`."""
-    drain_seconds: Annotated[Size, Flag("For running requests at the end.", "Limits")] = 30.0
+    drain_seconds: Annotated[Size, Flag("Seconds for running requests after SIGTERM.", "Limits")] = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
-    stall_seconds: Annotated[float, Meta(ge=1.0), Flag("Silence that ends the engine.", "Limits")] = 60.0
+    stall_seconds: Annotated[
+        float, Meta(ge=1.0), Flag("Seconds without a step after which the engine is ended.", "Limits")
+    ] = 60.0
     """Seconds without a step or an answer after which the engine process is killed and restarted."""
 
     engine: EngineConfig

@@ -69,7 +69,7 @@ def command(
     elif code != ExitCode.OK:
         raise DemoFailed(f"The server ended with status {code}.", remedy=f"See {server.log}.")
     else:
-        console.print("\nThe server has ended in order. `make demo KEEP=1` leaves it running.")
+        console.print("\nThe server has ended in order. `phalanx demo --keep` leaves it running.")
     return ExitCode.OK
 
 

@@ -23,7 +23,7 @@ def is_unix(control: str) -> bool:
 
 
 def listen(control: str) -> socket.socket:
-    """A listening socket for other ranks.
+    """A listening socket for ranks: the leader's, or a stage's inlet.
 
     Raises:
         GroupError: other users may enter the directory of a Unix socket; or the address is taken, or not this
@@ -44,13 +44,13 @@ def listen(control: str) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise GroupError(
-            f"this rank cannot listen on {control} for others: {error.strerror or error}.",
+            f"This rank cannot listen on {control} for other ranks: {error.strerror or error}.",
             remedy="The next start takes another address.",
         ) from error
 
 
 def connect(control: str, timeout_s: float) -> socket.socket:
-    """A connection to the leader.
+    """A connection to another rank's listening socket.
 
     Raises:
         OSError: nothing listens there, or it cannot be reached within `timeout_s` seconds.

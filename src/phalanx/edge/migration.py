@@ -32,7 +32,7 @@ LINE_MARK = b'{"phalanx":'
 
 
 class Start(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the whole answer has in common, whoever writes it.
+    """What the whole answer has in common, on every server that writes a part of it.
 
     Part of the first record. A server that continues the answer inexactly gives another one, which counts from then on.
     """

@@ -3,7 +3,7 @@
     closed --(failures in a row)--> open --(time)--> half-open --(successes)--> closed
                                      ^---(one failure)--'
 
-Whoever reports decides what a failure is: an answer below 500 is none, and a client that left says nothing.
+The caller decides what a failure is: an answer below 500 is none, and a client that left says nothing.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ TICK_S = 0.1  # between two looks for requests that have waited too long, and fo
 
 
 class Desk:
-    """See the module's docstring. Whoever changes a replica calls `settle` with it."""
+    """See the module's docstring. `settle` must be called with each replica that was changed."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
         self.dispatcher = dispatcher

@@ -58,7 +58,7 @@ NOTHING = Seen()
 
 
 class EventReader:
-    """The reader of one stream, whoever writes it: `begin_again` is called where another replica goes on.
+    """The reader of one stream, of one replica after another: `begin_again` is called where the next one goes on.
 
     Args:
         dialect: says how the stream ends. Of opaque ones, any end that HTTP calls one will do.

@@ -5,7 +5,7 @@ Replicas that serve the same models are a pool. Its heap has those with room, in
 wrong stays in the heap until it comes to the top. A replica whose circuit is not closed may get requests depending on
 the time: those are looked at one by one.
 
-Whoever changes a replica calls `note`. Does not know policies, nor requests that wait.
+`note` must be called after each change of a replica. Does not know policies, nor requests that wait.
 """
 
 from __future__ import annotations

@@ -58,20 +58,22 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     max_connections: Annotated[Count | None, Flag("Connections, at most.", "Limits", default="1,024")] = None
     """Most connections of clients at once; None is 1,024."""
     max_connections_per_address: Annotated[
-        Count | None, Flag("Of them, from one address (a proxy is one).", "Limits", default="half of all")
+        Count | None, Flag("Connections from one address, at most (a proxy is one).", "Limits", default="half of all")
     ] = None
     """Most connections from one IPv4 address or IPv6 /64 network; None is half of `max_connections`."""
     queue_size: Annotated[int, Meta(ge=0), Flag("Requests that may wait; one more is a 429.", "Limits")] = 32
     """Requests that may wait for a replica; one more is answered 429 at once."""
-    queue_timeout_secs: Annotated[Seconds, Flag("Longest wait for a replica.", "Limits")] = 60.0
+    queue_timeout_secs: Annotated[Seconds, Flag("Longest wait for a replica, seconds.", "Limits")] = 60.0
     """Seconds that a request may wait for a replica; then it is answered 429."""
-    request_timeout_secs: Annotated[Seconds, Flag("Longest time of a request, its answer included.", "Limits")] = 1800.0
-    """Seconds from a request's arrival to the end of its answer."""
-    stream_timeout_secs: Annotated[Seconds, Flag("A begun answer without a byte for so long has failed.", "Limits")] = (
-        60.0
+    request_timeout_secs: Annotated[Seconds, Flag("Longest time of a request with its answer, seconds.", "Limits")] = (
+        1800.0
     )
+    """Seconds from a request's arrival to the end of its answer."""
+    stream_timeout_secs: Annotated[
+        Seconds, Flag("Seconds without a byte after which a begun answer has failed.", "Limits")
+    ] = 60.0
     """Seconds without a byte of an answer that has begun. phalanx sends a comment every five."""
-    shutdown_grace_period_secs: Annotated[Size, Flag("For running requests at the end.", "Limits")] = 30.0
+    shutdown_grace_period_secs: Annotated[Size, Flag("Seconds for running requests after SIGTERM.", "Limits")] = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
 
     worker_urls: Annotated[
@@ -102,48 +104,72 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     ] = ()
     """Names by which clients may ask for a model besides its own."""
     cache_threshold: Annotated[
-        float, Meta(ge=0.0, le=1.0), Flag("cache_aware: least part of a prompt that a replica has.", "Replicas")
+        float,
+        Meta(ge=0.0, le=1.0),
+        Flag("cache_aware: least part of a prompt (0 to 1) that a replica must know.", "Replicas"),
     ] = 0.3
     """Part of a prompt, from its beginning, that a replica must have had for a request to be sent there for it."""
     balance_abs_threshold: Annotated[
-        int, Meta(ge=0), Flag("cache_aware: requests more than elsewhere that are too many.", "Replicas")
+        int,
+        Meta(ge=0),
+        Flag("cache_aware: a replica with so many requests more than the least busy one is too busy.", "Replicas"),
     ] = 4
     """A replica with so many more requests than the least busy one is left alone, if the next limit says so too."""
     balance_rel_threshold: Annotated[
-        float, Meta(ge=1.0), Flag("cache_aware: times as many as elsewhere that are too many.", "Replicas")
+        float, Meta(ge=1.0), Flag("cache_aware: and with so many times its requests.", "Replicas")
     ] = 1.5
     """A replica with so many times the requests of the least busy one is left alone."""
 
     health_check_endpoint: Annotated[str, Flag("Path of a replica's health.", "Health checks")] = "/health"
     """Path that answers 200 if a replica can serve. Where it is a 404, /v1/models is asked instead."""
-    health_check_interval_secs: Annotated[Seconds, Flag("Between two checks.", "Health checks")] = 5.0
+    health_check_interval_secs: Annotated[Seconds, Flag("Seconds between two checks.", "Health checks")] = 5.0
     """Seconds between the end of a check and the next one."""
-    health_check_timeout_secs: Annotated[Seconds, Flag("For one check.", "Health checks")] = 5.0
+    health_check_timeout_secs: Annotated[Seconds, Flag("Longest time of one check, seconds.", "Health checks")] = 5.0
     """Seconds that a check may take."""
-    health_failure_threshold: Annotated[Count, Flag("Failed checks in a row: down.", "Health checks")] = 3
+    health_failure_threshold: Annotated[
+        Count, Flag("Failed checks in a row after which a replica is down.", "Health checks")
+    ] = 3
     """Failed checks in a row after which a replica is down."""
-    health_success_threshold: Annotated[Count, Flag("Good checks in a row: up again.", "Health checks")] = 2
+    health_success_threshold: Annotated[
+        Count, Flag("Good checks in a row after which it is up again.", "Health checks")
+    ] = 2
     """Good checks in a row after which a replica is up again; its very first check decides alone."""
-    cb_failure_threshold: Annotated[Count, Flag("Failed requests in a row: none for a while.", "Health checks")] = 10
+    cb_failure_threshold: Annotated[
+        Count, Flag("Failed requests in a row that open a replica's circuit breaker: it gets none.", "Health checks")
+    ] = 10
     """Failed requests in a row, within the window, that open a replica's circuit breaker. A 4xx is no failure."""
-    cb_success_threshold: Annotated[Count, Flag("Good requests that end this.", "Health checks")] = 3
+    cb_success_threshold: Annotated[
+        Count, Flag("Successful trial requests that close the circuit.", "Health checks")
+    ] = 3
     """Requests that must succeed, one by one, before an open circuit is closed again."""
-    cb_timeout_duration_secs: Annotated[Seconds, Flag("The while.", "Health checks")] = 60.0
+    cb_timeout_duration_secs: Annotated[Seconds, Flag("Seconds until the first trial request.", "Health checks")] = 60.0
     """Seconds that an open circuit keeps requests away."""
-    cb_window_duration_secs: Annotated[Seconds, Flag("Older failures do not count.", "Health checks")] = 120.0
+    cb_window_duration_secs: Annotated[
+        Seconds, Flag("Seconds after which a failure no longer counts.", "Health checks")
+    ] = 120.0
     """Seconds after which a failure no longer counts."""
 
-    retry_max_retries: Annotated[int, Meta(ge=0, le=100), Flag("Of one request, before its first byte.", "Retries")] = 5
+    retry_max_retries: Annotated[
+        int, Meta(ge=0, le=100), Flag("Retries of one request, before its first byte.", "Retries")
+    ] = 5
     """Further attempts of one request, all before the first byte of its answer."""
-    retry_budget: Annotated[float, Meta(ge=0.0, le=10.0), Flag("Retries per request, on average.", "Retries")] = 0.2
+    retry_budget: Annotated[
+        float, Meta(ge=0.0, le=10.0), Flag("Retries per request, on average over all.", "Retries")
+    ] = 0.2
     """Retries that each request allows, on average; ten a second are allowed in any case."""
-    retry_initial_backoff_ms: Annotated[float, Meta(ge=1.0), Flag("Before a replica is asked again.", "Retries")] = 50.0
+    retry_initial_backoff_ms: Annotated[
+        float, Meta(ge=1.0), Flag("Pause before the same replica is asked again, ms.", "Retries")
+    ] = 50.0
     """Milliseconds before a request goes to a replica that has failed it already. Another one gets it at once."""
-    retry_max_backoff_ms: Annotated[float, Meta(ge=1.0), Flag("Longest of these pauses.", "Retries")] = 30000.0
+    retry_max_backoff_ms: Annotated[float, Meta(ge=1.0), Flag("Longest such pause, ms.", "Retries")] = 30000.0
     """Longest such pause."""
-    retry_backoff_multiplier: Annotated[float, Meta(ge=1.0), Flag("Of one pause to the next.", "Retries")] = 1.5
+    retry_backoff_multiplier: Annotated[float, Meta(ge=1.0), Flag("Factor from one pause to the next.", "Retries")] = (
+        1.5
+    )
     """Each pause is so many times the one before."""
-    retry_jitter_factor: Annotated[float, Meta(ge=0.0, le=1.0), Flag("Random part of a pause.", "Retries")] = 0.2
+    retry_jitter_factor: Annotated[float, Meta(ge=0.0, le=1.0), Flag("Random part of a pause (0 to 1).", "Retries")] = (
+        0.2
+    )
     """Part of a pause by which it is longer or shorter, at random."""
 
     migration_limit: Annotated[

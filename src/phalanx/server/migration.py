@@ -44,7 +44,7 @@ def migration_of(headers: Mapping[str, str], admin_key: str | None) -> Migration
     """What the two headers ask for; None without them.
 
     Args:
-        admin_key: None: this server tells nobody.
+        admin_key: None: this server sends no records.
 
     Raises:
         AdminKeyRefused: MIGRATION has another key, or RESUME comes without it.
@@ -54,9 +54,7 @@ def migration_of(headers: Mapping[str, str], admin_key: str | None) -> Migration
     if given is None and RESUME not in headers:
         return None
     if admin_key is None:
-        raise AdminKeyRefused(
-            f"{MIGRATION}: this server has no --admin-key, so it tells nobody what a stream is made of."
-        )
+        raise AdminKeyRefused(f"{MIGRATION}: this server has no --admin-key, so it sends no records of streams.")
     # Headers are decoded as latin-1: these are the bytes that were sent. Equal lengths keep the time constant.
     if given is None or not hmac.compare_digest(_digest(given.encode("latin-1")), _digest(admin_key.encode())):
         raise AdminKeyRefused(f"{MIGRATION} must have this server's --admin-key.")

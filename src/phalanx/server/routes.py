@@ -67,7 +67,7 @@ class Job(Struct, frozen=True, kw_only=True):
     echo: bool = False
     owner: str = ""  # whose API key it has; see `ApiKeys.owner`
     memory: BodyMemory  # of the body, until the prompts are tokenised
-    migration: Migration | None = None  # None: nobody is told what a stream is made of
+    migration: Migration | None = None  # None: no records of streams are sent
 
     @property
     def resume(self) -> Resume | None:

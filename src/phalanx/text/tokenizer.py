@@ -1,14 +1,12 @@
 """The tokenizer of the server process: text to token ids and back, chat templates, the text of single tokens.
 
-Adds to a tokenizer library exact streaming, errors that blame the client's request, and thread safety. The library is
-imported when a tokenizer is loaded, because a rank imports this module and usually loads no tokenizer. Does not know
-HTTP or the engine.
+Adds to a tokenizer library exact streaming, errors that blame the client's request, and thread safety. Does not know
+files (`tokenizer_files.py`), HTTP or the engine.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -16,30 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import InvalidRequest, ModelUnsupported
-from phalanx.text import template_forms
+from phalanx.text import template_forms, tokenizer_files
 from phalanx.text.backend import Backend
 from phalanx.text.library_errors import library_errors
-from phalanx.text.model_files import check_settings, read_json
 from phalanx.text.stop_strings import StopAutomaton, StopMatch, StopStrings
 from phalanx.text.template_process import TemplateBroken, TemplateLimit
 from phalanx.text.text_stream import ByteStream, TextStream, WindowStream
-from phalanx.text.vocabulary import SAMPLE, damage, from_byte_level
+from phalanx.text.vocabulary import from_byte_level
 
 log = logging.getLogger("phalanx.text")
 
 __all__ = ["StopAutomaton", "StopMatch", "StopStrings", "TextStream", "Tokenizer"]
 
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "tekken.json",
-    "*.tiktoken",
-    "tiktoken.model",
-    "vocab.*",
-    "*.spm",
-    "spiece.model",
-    "sentencepiece*",
-)
-MAX_EOS_IDS = 256  # every request carries them; known models have 8 at most
 RULES = "Speculation, 1234 times: a_b(c) == 'ünïcode' 東京\n\tend."
 """Text that tokenizers with the same vocabulary and different rules split differently."""
 
@@ -73,12 +59,9 @@ class Tokenizer:
             ModelUnsupported: the directory has no tokenizer, or no library can load it; a file of settings is damaged;
                 or text does not come back from encoding and decoding.
         """
-        check_settings(path)
-        if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
-            raise ModelUnsupported(f"{path} has no tokenizer.", remedy="Copy the model's tokenizer.json there.")
-        with library_errors(lambda words: _unloadable(path, words)):
-            backend = _load(path, trust_remote_code=trust_remote_code, chat_template=chat_template)
-            eos_ids = _eos_ids(path, backend)
+        with library_errors(lambda words: tokenizer_files.unloadable(path, words)):
+            backend = tokenizer_files.load(path, trust_remote_code=trust_remote_code, chat_template=chat_template)
+            eos_ids = tokenizer_files.eos_ids(path, backend)
             if not eos_ids:
                 log.warning("%s names no end-of-sequence token: answers end at max_tokens only", path)
             return cls(backend, eos_ids, chat_template)
@@ -329,73 +312,5 @@ class Tokenizer:
         return ids[-1] if ids else 0
 
 
-def _unloadable(path: Path, words: str) -> ModelUnsupported:
-    return ModelUnsupported(
-        f"The tokenizer in {path} cannot be loaded: {words}", remedy="Copy the model's tokenizer.json there."
-    )
-
-
 def _fails(words: str) -> InvalidRequest:
     return InvalidRequest(f"The model's tokenizer fails on this text: {words}")
-
-
-def _library(module: str) -> Any:
-    """Import a module of this package that imports a tokenizer library or jinja2."""
-    return importlib.import_module(f"phalanx.text.{module}")
-
-
-def _load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> Backend:
-    """The tokenizer of a directory, by the library that reads it as it was meant."""
-    fast = _library("fast_backend")
-    backend: Backend | None = fast.read(path, trust_remote_code=trust_remote_code)
-    if backend is not None:
-        return _checked(path, backend)
-    try:
-        library = _library("transformers_backend")
-        with library_errors(lambda words: _unloadable(path, words)):
-            return _checked(path, library.load(path, trust_remote_code=trust_remote_code, chat_template=chat_template))
-    except ModelUnsupported as error:
-        # Conversions name classes whose rules are not those of the file, and settings that transformers refuses.
-        backend = fast.read_as_it_is(path)
-        if backend is None:
-            raise
-        log.warning("%s is read as it is, whatever the settings say: %s", path / "tokenizer.json", error.message)
-        return _checked(path, backend)
-
-
-def _checked(path: Path, backend: Backend) -> Backend:
-    """The backend, if a sample of text comes back from encoding and decoding."""
-    text = damage(
-        lambda text: backend.encode(text, add_special_tokens=False), backend.decode, complete=backend.byte_level
-    )
-    if text is not None:
-        raise ModelUnsupported(
-            f"The tokenizer in {path} is damaged: {SAMPLE!r} is {text!r} once it is encoded and decoded.",
-            remedy="Copy tokenizer.json and tokenizer_config.json from the model's origin; "
-            "a conversion may have written its pre_tokenizer or decoder wrongly.",
-        )
-    return backend
-
-
-def _eos_ids(path: Path, backend: Backend) -> frozenset[int]:
-    """End-of-sequence ids: the tokenizer's, those of generation_config.json, or else all of config.json.
-
-    Where generation_config.json names some, config.json may be out of date: of its ids only special tokens count.
-    """
-    stated, configured = _ids_in(path / "generation_config.json"), _ids_in(path / "config.json")
-    return backend.eos_ids | stated | (configured & backend.special if stated else configured)
-
-
-def _ids_in(file: Path) -> frozenset[int]:
-    """The ids of a file's `eos_token_id`, a number or a list."""
-    try:
-        config = read_json(file)
-    except FileNotFoundError:
-        return frozenset()
-    text_config = config.get("text_config")
-    nested = text_config if isinstance(text_config, dict) else {}
-    found = config.get("eos_token_id", nested.get("eos_token_id"))
-    ids = found if isinstance(found, list) else [found]
-    if len(ids) > MAX_EOS_IDS:
-        raise ModelUnsupported(f"{file}: eos_token_id has {len(ids)} ids.", remedy="Repair the file.")
-    return frozenset(token for token in ids if type(token) is int and 0 <= token < 1 << 31)

@@ -493,5 +493,5 @@ def test_a_taken_address_is_named(private: Path, control: str):
     listener, where = listen()
     if control == "a socket":
         listener, where = control_address.listen(str(private)), str(private)
-    with listener, pytest.raises(GroupError, match=rf"this rank cannot listen on {where} .*: Address already in use"):
+    with listener, pytest.raises(GroupError, match=rf"This rank cannot listen on {where} .*: Address already in use"):
         control_address.listen(where)

@@ -42,7 +42,7 @@ class Block(TolerantBody, kw_only=True):
 
     type: Annotated[str, _field("text, tool_use, tool_result, thinking or redacted_thinking, which is left out.")]
     text: str | None = None
-    thinking: Annotated[str | None, _field("Of an answer before: its reasoning, whoever signed it.")] = None
+    thinking: Annotated[str | None, _field("Reasoning of an earlier answer; its signature is not checked.")] = None
     id: Annotated[str | None, _field("Of a call.")] = None
     name: Annotated[str | None, _field("Of the called tool.")] = None
     input: Annotated[dict[str, Any] | None, _field("The arguments of a call.")] = None
