@@ -512,6 +512,30 @@ def test_a_client_that_sends_slowly_is_closed(sent):
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("chunk", "closes"),
+    [(b"1\r\n \r\n", True), (b"1;%b\r\n \r\n" % (b"x" * 4000), True), (b"80\r\n%b\r\n" % (b" " * 128), False)],
+    ids=["of one byte", "with extensions", "small"],
+)
+def test_a_body_that_is_mostly_the_framing_of_its_chunks_is_cut_off(chunk, closes):
+    """9 MB in chunks of one byte kept the loop for 12 s; extensions went on for ever."""
+    body = json.dumps({"model": "m", "messages": []}).encode()
+    sent = chunk * (400_000 // len(chunk)) + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+    async def scenario() -> None:
+        async with StubReplica(streaming(5)) as a, gateway(a.url) as client:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n".encode()
+            head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            try:
+                answer = await raw(client, head + sent)
+            except ConnectionError:
+                answer = b""
+            assert answer[:15] == (b"" if closes else b"HTTP/1.1 200 OK"), answer
+            assert text_of(await client.stream()) == WORDS
+
+    run(scenario())
+
+
 def test_bodies_have_a_limit_and_are_json():
     async def scenario() -> None:
         async with StubReplica(streaming(1)) as a, gateway(a.url, max_body_mb=0.01) as client:

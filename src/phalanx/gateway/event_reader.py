@@ -23,6 +23,7 @@ from phalanx.gateway.timing import shows_text, with_first_byte
 from phalanx.gateway.transcript import Transcript
 
 LARGEST_EVENT = 16 << 20  # bytes; the largest known have all log-probabilities of a long echoed prompt
+MOST_LINES = 1 << 14  # of one event, read in 10 ms; known servers write two
 BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
 LINE_END = re.compile(rb"\r\n|\n|\r")
 FIELDS = frozenset((b"data", b"event", b"id", b"retry", b""))  # "" is a comment
@@ -201,6 +202,8 @@ class EventReader:
             return self._read_json(event) if event.strip() else NOTHING
         if event.startswith(b"data: ") and b"\n" not in event and b"\r" not in event:  # nearly all
             return self._read_data(event[6:])
+        if event.count(b"\n") + event.count(b"\r") > MOST_LINES:
+            raise MalformedAnswer(f"an event of its stream has more than {MOST_LINES} lines")
         values: dict[bytes, list[bytes]] = {}
         for line in LINE_END.split(event):
             name, _, value = line.partition(b":")

@@ -68,6 +68,7 @@ class Server(uvicorn.Server):
                 ssl_keyfile=config.ssl_keyfile,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 server_header=False,
+                proxy_headers=False,  # clients send X-Forwarded-For too, and the log says who came
                 timeout_graceful_shutdown=int(FLUSH_S),
             )
         )

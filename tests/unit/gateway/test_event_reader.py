@@ -13,7 +13,7 @@ from support.examples import examples
 from phalanx.edge.migration import Choice, Record, Start, framed
 from phalanx.errors import ReplicaFailed
 from phalanx.gateway.dialects import dialect_of, error_event
-from phalanx.gateway.event_reader import LARGEST_EVENT, EventReader
+from phalanx.gateway.event_reader import LARGEST_EVENT, MOST_LINES, EventReader
 from phalanx.gateway.transcript import Transcript
 
 
@@ -103,6 +103,17 @@ def test_an_event_without_end_is_a_fault():
         found.feed(piece)
         assert not found.fault or "longer" in found.fault
     assert "16 MiB" in found.fault
+
+
+@pytest.mark.parametrize("line", [b":\n", b"data:\n", b":\r"])
+def test_an_event_of_too_many_lines_is_malformed(line):
+    """16 MiB of them kept the loop for four seconds."""
+    found = reader("chat")
+    found.feed(line * MOST_LINES + line[-1:])
+    assert "more than 16384 lines" not in found.fault
+    found = reader("chat")
+    found.feed(line * (MOST_LINES + 2) + line[-1:])
+    assert "more than 16384 lines" in found.fault
 
 
 def test_usage_and_numbers_are_seen():

@@ -96,6 +96,15 @@ def test_a_second_port_serves_the_same_within_the_same_limits(tokenizer, capfd):
             socket.create_connection(("127.0.0.1", at), timeout=60)
 
 
+def test_the_log_says_who_sent_a_wrong_admin_key_and_not_who_the_sender_says_he_is(tokenizer, caplog):
+    config = replace(CONFIG, admin_key="a long admin key")
+    headers = {"X-Forwarded-For": "192.0.2.6", "X-Phalanx-Migration": "wrong"}
+    with running_server(tokenizer, fake_engine(tokenizer), config) as running:
+        answer = httpx.post(f"{running.base_url}/chat/completions", json=CHAT, headers=headers, timeout=60)
+    assert answer.status_code == 403
+    assert "A wrong admin key came from 127.0.0.1" in caplog.text and "192.0.2.6" not in caplog.text
+
+
 def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer):
     engine = fake_engine(tokenizer, replying([5, 5, 5, 0]), manual=True)
     with running_server(tokenizer, engine) as running, httpx.Client(base_url=running.origin, timeout=60) as client:
