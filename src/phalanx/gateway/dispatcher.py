@@ -130,7 +130,7 @@ class Dispatcher:
             if not other.in_doubt and other.name not in passed_over
             if not ask.is_begun or (other.can_migrate and other.health.numerics == ask.numerics)
         ]
-        return self._grant(ask, Listed(able)) if able else None
+        return self._grant(ask, Listed(able, self._policy.order)) if able else None
 
     def withdraw(self, ask: Ask) -> None:
         """A waiting request's client left."""
