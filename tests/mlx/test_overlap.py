@@ -58,7 +58,7 @@ def test_the_tokens_are_those_of_a_rank_that_waits(tmp_path, family, at_once):
     for overlap in (Overlap.NONE, Overlap.BUILD):
         runner, vocab = runner_of(path, overlap)
         for greedy in (True, False):
-            jobs = make_jobs(random_prompts(5, vocab), longest=60, greedy=greedy)
+            jobs = make_jobs(random_prompts(5, vocab), longest=40, greedy=greedy)
             answers[overlap, greedy] = Engine(runner, vocab).run(jobs, at_once=at_once)
     for greedy in (True, False):
         waited, built = answers[Overlap.NONE, greedy], answers[Overlap.BUILD, greedy]

@@ -49,8 +49,8 @@ FAMILIES = ["llama", "qwen3", "deepseek_v3", "gpt_oss", "demo"]
 DRAFTERS = ["ngram", "suffix", "draft model", "hostile", "oracle", "erring oracle"]
 ROWS = [1, 4, 16]
 KS = range(1, 9)
-LONG, USUAL, FEW = 520, 150, 64
-"""Tokens: of what crosses 512 positions; of the longest row where most rows end by 150; of the demo model, which is a
+LONG, USUAL, FEW = 520, 100, 48
+"""Tokens: of what crosses 512 positions; of the longest row where most rows end by 100; of the demo model, which is a
 hundred times larger than the random ones."""
 GREEDY = Sampling(temperature=0.0)
 KV = 1 << 27
@@ -155,11 +155,11 @@ def test_the_small_grid_meets_every_pair() -> None:
 
 @pytest.mark.parametrize(("drafter", "k", "family", "rows"), SMALL)
 def test_greedy_tokens_are_the_same(bench, drafter, k, family, rows):
-    """Each drafter once or twice across 512 positions."""
+    """Each drafter once across 512 positions."""
     if family == "demo":
         check(bench, drafter, k, family, min(rows, 2), FEW)
     else:
-        check(bench, drafter, k, family, rows, LONG if k in (3, 4) else USUAL)
+        check(bench, drafter, k, family, rows, LONG if k == 3 else USUAL)
 
 
 @pytest.mark.soak
@@ -337,7 +337,7 @@ def stick(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
 @pytest.mark.parametrize(
     ("drafter", "steps"),
     [
-        ("hostile", 2000),
+        ("hostile", 1000),
         pytest.param("hostile", 20_000, marks=pytest.mark.soak),
         pytest.param("draft model", 5000, marks=pytest.mark.soak),
     ],
