@@ -258,16 +258,12 @@ def test_costs_are_the_whole_models(tmp_path: Path) -> None:
         return 0, 1
 
     path = make_model("qwen3_next", tmp_path / "a", dtype=mx.bfloat16)
-    part = prepared(path, choose)
+    prepared(path, choose)
     [costs] = found
     headers = read_headers(path)
     assert sum(costs.weights) + costs.before + costs.behind == sum(info.nbytes for info in headers.values())
     assert costs.everywhere == 0
     assert costs.before == headers["model.embed_tokens.weight"].nbytes
-    assert part.stage is not None
-    assert sum(costs.per_token) == part.stage.whole.bytes_per_token
-    assert sum(costs.per_row) == part.stage.whole.bytes_per_row
-    assert [bool(size) for size in costs.per_token] == [False, True, False, True]
     prepared(make_model("qwen3", tmp_path / "b", tie_word_embeddings=True), choose)
     tied = found[1]
     assert tied.behind == tied.before + 64 * 4  # the norm

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from phalanx.cli.clusters import PYTHON, HostfileOption, Hosts, Python, chosen
+from phalanx.cli.clusters import PYTHON, Hosts, Python, chosen
 from phalanx.cli.terminal import report
 from phalanx.cluster.distribution import lacking, prepare, pull, push
 from phalanx.cluster.file_transfer import Manifest
@@ -20,7 +21,9 @@ from phalanx.errors import ClusterError, ExitCode
 def command(
     action: Annotated[Literal["pull", "push", "verify"], typer.Argument(help="What to do.")],
     model: Annotated[str, typer.Argument(help="A directory of this machine, or a hub id.")],
-    hostfile: HostfileOption = None,
+    hostfile: Annotated[
+        Path | None, typer.Option("--hostfile", metavar="FILE", help="Hosts, as mlx.launch reads them.")
+    ] = None,
     hosts: Hosts = None,
     needed: Annotated[
         bool,

@@ -86,7 +86,7 @@ class Deployment(Struct, frozen=True, kw_only=True):
 
 
 class Keys(Struct, frozen=True, kw_only=True):
-    """Secrets of one cluster of replicas, which nobody has to remember."""
+    """Secrets of one cluster of replicas, made anew by each `up`."""
 
     servers: str  # API key of the servers, where the user gives them none
     admin: str  # likewise; with it the gateway moves streams from one server to another

@@ -10,7 +10,7 @@ from phalanx.errors import InvalidApiKey
 
 
 class ApiKeys:
-    """The accepted keys. Without any, everybody has access."""
+    """The accepted keys. Without any, every request has access."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]

@@ -46,11 +46,24 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Largest number of output tokens."""
     temperature: Annotated[Size | None, Flag("0 is greedy.", "Sampling", default="the model's")] = None
     """Divides the logits; 0 takes the most likely token."""
-    top_p: Annotated[Share | None, Flag("", "Sampling")] = None
+    top_p: Annotated[
+        Share | None,
+        Flag("Share of the probability that tokens are drawn from; 1 is all.", "Sampling", default="the model's"),
+    ] = None
     """Only the most likely tokens that together have this probability are drawn."""
-    top_k: Annotated[Annotated[int, Meta(ge=-1)] | None, Flag("0 is off.", "Sampling")] = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=-1)] | None,
+        Flag("Likeliest tokens to draw from; 0 is all.", "Sampling", default="the model's"),
+    ] = None
     """Only so many of the most likely tokens are drawn; 0 or -1: all."""
-    min_p: Annotated[Share | None, Flag("", "Sampling")] = None
+    min_p: Annotated[
+        Share | None,
+        Flag(
+            "Least probability, as a share of the likeliest token's; 0 is off.",
+            "Sampling",
+            default="the model's",
+        ),
+    ] = None
     """Only tokens with at least this share of the most likely token's probability are drawn."""
     seed: Annotated[int | None, Flag("The same seed gives the same tokens.", "Sampling")] = None
     """The same seed gives the same tokens; None draws a seed per prompt."""

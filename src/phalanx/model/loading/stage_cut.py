@@ -17,7 +17,6 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
 
 from phalanx.errors import ConfigError
-from phalanx.model.cache.layout import CacheFacts, bytes_per_row, bytes_per_token
 from phalanx.model.loading.layer_trace import BEFORE, BEHIND, BETWEEN, LayerTrace, trace
 from phalanx.model.loading.parameters import Parameter
 from phalanx.model.modules import copy_structure
@@ -40,18 +39,14 @@ class LayerCosts:
     """Bytes of what only the last stage reads (norm, head; a tied embedding counts here and in `before`)."""
     everywhere: int
     """Bytes of other weights, which every stage reads."""
-    per_token: tuple[int, ...]
-    """Bytes of each layer's keys and values, for a token of a row."""
-    per_row: tuple[int, ...]
-    """Bytes of each layer's recurrent state, for a row."""
 
 
 Choice = Callable[[LayerCosts], tuple[int, int]]
 """Chooses the layers `[first, last)` of this rank's stage; must be the same on all its ranks."""
 
 
-def costs(model: Module, found: LayerTrace, facts: CacheFacts) -> LayerCosts:
-    """The costs of a model with whole weights, whose caches are as `facts` says."""
+def costs(model: Module, found: LayerTrace) -> LayerCosts:
+    """The costs of a model with whole weights."""
     weights = [0] * len(found.places)
     ends = {BEFORE: 0, BEHIND: 0, BETWEEN: 0}
     for name, array in tree_flatten(model.parameters()):
@@ -61,14 +56,11 @@ def costs(model: Module, found: LayerTrace, facts: CacheFacts) -> LayerCosts:
         read = found.read[name]
         for end in read if read and BETWEEN not in read else (BETWEEN,):
             ends[end] += array.nbytes
-    layouts = [[facts.layouts[i] for i in sorted(caches)] for caches in found.caches]
     return LayerCosts(
         weights=tuple(weights),
         before=ends[BEFORE],
         behind=ends[BEHIND],
         everywhere=ends[BETWEEN],
-        per_token=tuple(bytes_per_token(own) for own in layouts),
-        per_row=tuple(bytes_per_row(own) for own in layouts),
     )
 
 
@@ -109,7 +101,7 @@ def choose(model: Module, config: Mapping[str, Any], name: str, choice: Choice) 
     """
     probe = copy_structure(model)  # models keep arrays of a call, which must not be those of weights before a split
     found, whole = trace(probe, name), inspect(probe, config)
-    (first, last), count = choice(costs(model, found, whole)), len(found.places)
+    (first, last), count = choice(costs(model, found)), len(found.places)
     if not 0 <= first < last <= count:
         raise ConfigError(
             f"A stage was to have layers {first} to {last - 1}, but {name} has layers 0 to {count - 1}.",
