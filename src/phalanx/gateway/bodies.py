@@ -16,6 +16,9 @@ from phalanx.gateway.foreign_json import decoder
 MANY_NAMES = 1 << 16
 """Colons outside of the prompt, and so at most other fields, that are written anew in 20 ms."""
 
+MOST_TOKENS = 1 << 31
+"""Of one answer; from here on a replica's count is none."""
+
 
 class Peek(Struct, frozen=True):
     """The fields of a body that decide where a request goes, of whatever dialect."""
@@ -79,7 +82,7 @@ def with_model(body: bytes, seen: Peek, model: str) -> bytes:
 
 
 def tokens_of(usage: bytes) -> int | None:
-    """All tokens that a `usage` object counts; None if it does not say."""
+    """All tokens that a `usage` object counts; None if it does not say, or says what no answer can have."""
     try:
         counts = _read_counts(usage)
     except msgspec.DecodeError:
@@ -91,7 +94,7 @@ def _total(counts: Mapping[str, object]) -> int | None:
     names = ("total_tokens",), ("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens")
     for wanted in names:
         values = [counts.get(name) for name in wanted]
-        found = [value for value in values if isinstance(value, int)]
+        found = [value for value in values if isinstance(value, int) and 0 <= value < MOST_TOKENS]
         if len(found) == len(wanted):
             return sum(found)
     return None

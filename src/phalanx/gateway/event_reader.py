@@ -29,6 +29,7 @@ LINE_END = re.compile(rb"\r\n|\n|\r")
 FIELDS = frozenset((b"data", b"event", b"id", b"retry", b""))  # "" is a comment
 DONE = b"[DONE]"
 REASON_CHARS = 500  # of why a replica ends its stream, told to the client
+MOST_LINES = 1024  # of one event; known ones have three
 LARGEST_PIECE = 2 * LARGEST_EVENT  # bytes of the events that wait for one record
 
 
@@ -205,7 +206,10 @@ class EventReader:
         if event.count(b"\n") + event.count(b"\r") > MOST_LINES:
             raise MalformedAnswer(f"an event of its stream has more than {MOST_LINES} lines")
         values: dict[bytes, list[bytes]] = {}
-        for line in LINE_END.split(event):
+        lines = LINE_END.split(event, MOST_LINES)
+        if len(lines) > MOST_LINES:
+            raise MalformedAnswer(f"an event of its stream has more than {MOST_LINES} lines")
+        for line in lines:
             name, _, value = line.partition(b":")
             if line and name not in FIELDS:
                 raise MalformedAnswer(f"a line of its stream is none of events: {line[:40]!r}")

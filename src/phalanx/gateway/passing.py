@@ -22,6 +22,8 @@ from phalanx.gateway.transcript import Transcript
 from phalanx.gateway.upstream import Flight, response_headers
 
 WHOLE_BYTES = 8 << 20  # of an answer that is no stream: up to here it is held, and asked for again where it breaks off
+FED_BYTES = 4 << 10
+"""Of a stream, read at a time: 4,096 bytes can be 2,048 events, which take 10 ms; others are served in between."""
 LINGER_S = 1.0  # for the end of a stream whose last event has come
 STREAMS = {"text/event-stream": False, "application/x-ndjson": True}
 """Media types of streams; whether they are lines of JSON."""
@@ -130,8 +132,7 @@ class Passing:
         """
         async with aclosing(self._flight.pieces()) as pieces:
             async for piece in pieces:
-                if whole := reader.feed(piece):
-                    await self._send(response, whole)
+                await self._feed(response, reader, piece)
                 if reader.fault or reader.ended:
                     break
             if reader.ended and not reader.fault:
@@ -143,6 +144,16 @@ class Passing:
         if not self._exchange.has_begun:  # an empty stream of a dialect that has no last event
             await self._send(response, b"")
 
+    async def _feed(self, response: aiohttp.ClientResponse, reader: EventReader, piece: bytes) -> None:
+        for start in range(0, len(piece), FED_BYTES):
+            part = piece[start : start + FED_BYTES]
+            if whole := reader.feed(part):
+                await self._send(response, whole)
+            if reader.fault:
+                return
+            if len(part) == FED_BYTES:
+                await asyncio.sleep(0)
+
     async def _linger(
         self, response: aiohttp.ClientResponse, pieces: AsyncIterator[bytes], reader: EventReader
     ) -> None:
@@ -150,8 +161,7 @@ class Passing:
         try:
             async with asyncio.timeout(LINGER_S):
                 async for piece in pieces:
-                    if whole := reader.feed(piece):
-                        await self._send(response, whole)
+                    await self._feed(response, reader, piece)
         except TimeoutError:
             pass  # the replica keeps it open; the flight closes it
 

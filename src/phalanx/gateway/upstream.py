@@ -20,6 +20,8 @@ from phalanx.gateway.dispatcher import Grant
 
 CONNECT_S = 5.0  # for a connection and its TLS handshake: some round trips, with two lost packets
 PIECE_BYTES = 1 << 16  # of a body, handed to the transport at a time
+STATUSES = range(200, 600)
+"""Of answers. To 101 the client's connection would no longer be HTTP's, and 0 is no status to send on."""
 HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     "upgrade".split()
@@ -120,7 +122,7 @@ class Flight:
 
         Raises:
             ReplicaFailed: no connection, or it broke off.
-            MalformedAnswer: what came is not HTTP.
+            MalformedAnswer: what came is not HTTP, or has a status that ends no request.
         """
         data = io.BytesIO(body) if body is not None and len(body) > PIECE_BYTES else body  # the loop serves others too
         url = URL(self.grant.replica.spec.url + path, encoded=True)
@@ -135,6 +137,8 @@ class Flight:
             self.is_sent = True
             raise ReplicaFailed(f"The replica {self.name} broke off: {_cause(error)}.") from error
         self.is_sent = True
+        if self._response.status not in STATUSES:
+            raise MalformedAnswer(f"The replica {self.name} answers with the status {self._response.status}.")
         self.note_byte()
         return self._response
 
