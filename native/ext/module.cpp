@@ -31,6 +31,7 @@ NB_MODULE(_ext, m) {
                           std::to_string(MLX_VERSION_PATCH);
   m.def("isa", [] { return std::string(kern_isa()); });
   m.def("isas", [] { return std::string(kern_isas()); });
+  m.def("unbuilt", [] { return std::string(kern_unbuilt()); });
   m.def("set_threads", &kern_set_threads, "threads"_a);
   m.def("threads", &kern_threads);
   m.def("run_ahead", [](bool allowed) { Ahead::get().allow(allowed); }, "allowed"_a);

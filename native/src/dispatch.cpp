@@ -2,9 +2,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "processor.h"
 #include "table.h"
 
-#if defined(__x86_64__)
+#if KERN_BUILT_AVX512
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -12,7 +13,7 @@
 namespace kern {
 namespace {
 
-#if defined(__x86_64__)
+#if KERN_BUILT_AVX512
 // Tile registers are large, so Linux gives them only to processes that ask.
 bool may_use_tiles() {
 #if defined(__linux__)
@@ -34,11 +35,12 @@ const Table table_amx = named("amx", table_avx512);
 const Table table_avx512bf16 = named("avx512bf16", table_avx512);
 #endif
 
-// What runs on this processor, the widest first.
+// What was built and runs on this processor, the widest first.
 struct Candidates {
   const Table* tables[5];
   int count = 0;
   char names[64] = "";
+  const char* unbuilt = "";
 
   void add(const Table* table, bool runs) {
     if (!runs) return;
@@ -51,16 +53,15 @@ struct Candidates {
 Candidates find() {
   Candidates found;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") &&
-                    __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512vnni");
+  const bool avx512 = runs_avx512();
+#if KERN_BUILT_AVX512
   found.add(&table_amx, avx512 && may_use_tiles());
   found.add(&table_avx512bf16, avx512 && __builtin_cpu_supports("avx512bf16"));
   found.add(&table_avx512, avx512);
-  found.add(&table_avx2, avx2);
+#else
+  found.unbuilt = avx512 ? "avx512" : "";
+#endif
+  found.add(&table_avx2, runs_avx2());
 #elif defined(__aarch64__)
   found.add(&table_neon, true);
 #endif
@@ -92,6 +93,7 @@ const bool foresees = __builtin_cpu_is("amdfam19h");  // Zen 4
 
 extern "C" const char* kern_isa(void) { return kern::table->name; }
 extern "C" const char* kern_isas(void) { return kern::candidates.names; }
+extern "C" const char* kern_unbuilt(void) { return kern::candidates.unbuilt; }
 extern "C" int kern_gemm(const kern_gemm_args* args) { return kern::table->gemm(args); }
 extern "C" int kern_gather_gemm(const kern_gather_gemm_args* args) { return kern::table->gather_gemm(args); }
 extern "C" int kern_attention(const kern_attention_args* args) { return kern::table->attention(args); }

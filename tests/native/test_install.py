@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ExitCode
-from phalanx.kernels.install import threads_for
+from phalanx.kernels.install import Installed, threads_for
 
 SCRIPT = Path(__file__).with_name("installed.py")
 
@@ -42,6 +43,23 @@ def test_another_mlx_is_refused_with_a_remedy():
     done = run("-c", patched)
     assert done.returncode != 0
     assert "is built for mlx 0.32.4, but mlx 9.9.9 is installed" in done.stderr and "pip install" in done.stderr
+
+
+@pytest.mark.any_isa
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the other processors have one instruction set")
+def test_a_build_has_what_its_processor_runs():
+    flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+    wide = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"} <= flags
+    done = run("-c", "from phalanx_cpu import ops; print(ops.isas(), ops.unbuilt(), sep='|')")
+    isas, unbuilt = done.stdout.strip().split("|")
+    assert ("avx512" in isas.split()) == wide and unbuilt == ""
+
+
+@pytest.mark.any_isa
+def test_a_library_that_lacks_what_its_processor_has_says_so():
+    built_elsewhere = Installed("avx2", "avx512", 2, "exact", ("matmul",))
+    assert "built without avx512, which this processor has" in str(built_elsewhere)
+    assert str(Installed("avx2", "", 2, "exact", ("matmul",))) == "avx2, 2 threads, precision exact: matmul"
 
 
 @pytest.mark.any_isa

@@ -20,8 +20,10 @@ typedef enum { KERN_F32 = 0, KERN_F16 = 1, KERN_BF16 = 2 } kern_type;
 // The instruction set in use: "amx" (AVX-512 and tiles), "avx512", "avx2", "neon" or "scalar". Chosen at load: the widest this processor has, or
 // what the environment variable KERN_ISA names.
 KERN_API const char* kern_isa(void);
-// All that this processor has, the widest first, with spaces between.
+// All that this processor has and that was built, the widest first, with spaces between.
 KERN_API const char* kern_isas(void);
+// What this processor has and the one that built the library lacked: "avx512" or "".
+KERN_API const char* kern_unbuilt(void);
 
 // Threads that kernels use, the caller included. 0 asks for as many as this process may run on.
 KERN_API void kern_set_threads(int threads);
