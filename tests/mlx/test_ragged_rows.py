@@ -74,8 +74,8 @@ KINDS = [
 
 @pytest.mark.parametrize("family", MUST)
 def test_must_have_families(family: str, tmp_path: Path) -> None:
-    """Five prompts up to five windows long, 28 tokens each, varied enough to notice a wrong cache."""
-    outcome = conform(family, tmp_path, prompts=5, longest=40, tokens=28)
+    """Four prompts up to five windows long, 24 tokens each, varied enough to notice a wrong cache."""
+    outcome = conform(family, tmp_path, prompts=4, longest=40, tokens=24)
     assert outcome.distinct >= 8
     assert outcome.wrong == []
 

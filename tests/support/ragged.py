@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from phalanx.model.runner import Runner
@@ -49,10 +50,11 @@ def stock_greedy(
         output, last = [], prompt[-1]
         for _ in range(tokens):
             logits = model(mx.array([[last]]), cache=caches)[0, -1]
-            best = mx.topk(logits, 2)
-            if output and float(mx.abs(best[0] - best[1]).item()) < tie:
+            best, first = mx.topk(logits, 2), mx.argmax(logits)
+            mx.eval(best, first)
+            if output and np.ptp(np.array(best)) < tie:
                 break
-            last = int(mx.argmax(logits).item())
+            last = int(first.item())
             output.append(last)
         outputs.append(output)
     return outputs
