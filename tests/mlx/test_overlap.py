@@ -76,7 +76,7 @@ def test_the_tokens_are_those_of_a_rank_that_waits(loaded, family, at_once, gree
     assert {name: answer.tokens for name, answer in built.items()} == {
         name: answer.tokens for name, answer in waited.items()
     }
-    assert runner.used > 20
+    assert runner.used > (20 if greedy else 5)  # drawn with penalties, a row waits
     assert runner.built > runner.used or at_once > 1 or not greedy  # some were forgotten
     assert not runner.has_in_flight
 

@@ -49,12 +49,11 @@ def stock_greedy(
             mx.eval([c.state for c in caches])
         output, last = [], prompt[-1]
         for _ in range(tokens):
-            logits = model(mx.array([[last]]), cache=caches)[0, -1]
-            best, first = mx.topk(logits, 2), mx.argmax(logits)
-            mx.eval(best, first)
-            if output and np.ptp(np.array(best)) < tie:
+            logits = np.array(model(mx.array([[last]]), cache=caches)[0, -1].astype(mx.float32))
+            second, best = np.partition(logits, -2)[-2:]
+            if output and best - second < tie:
                 break
-            last = int(first.item())
+            last = int(logits.argmax())
             output.append(last)
         outputs.append(output)
     return outputs
