@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 from support.models import make_model
-from support.splitting import CHECKED, NO_RECIPE, OVERRIDES, SPLIT, UNCHECKED, Board, HandReducer, Ranks
+from support.splitting import CHECKED, KINDS, NO_RECIPE, OVERRIDES, SPLIT, UNCHECKED, Board, HandReducer, Ranks
 
 from phalanx.errors import ModelUnsupported, WeightsError
 from phalanx.model.loading import shard
@@ -138,16 +138,7 @@ def assert_recipe(path: Path, size: int) -> None:
             assert mx.array_equal(ours[name], wide), name
 
 
-WAYS = """
-afmoe baichuan_m1 bailing_hybrid cohere2 deepseek_v3 deepseek_v32 exaone_moe falcon_h1 gear gemma2 gemma3
-gemma4 glm4_moe gpt_neox gpt_oss granitemoehybrid hunyuan jamba kimi_linear lfm2 llama llama4 mimo_v2_flash
-minimax minimax_m3_vl nemotron-nas nemotron_h olmo2 openelm phi3 plamo2 qwen3 qwen3_moe qwen3_next
-recurrent_gemma step3p5
-""".split()
-"""The ways in which families are split."""
-
-
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in WAYS or f in UNCHECKED else soak) for f in SPLIT])
+@pytest.mark.parametrize("family", [pytest.param(family, marks=() if family in KINDS else soak) for family in SPLIT])
 def test_the_rows_read_are_those_that_the_recipe_leaves(family: str, tmp_path: Path) -> None:
     make_model(family, tmp_path, dtype=mx.bfloat16, **OVERRIDES.get(family, {}))
     assert_recipe(tmp_path, 2)
