@@ -108,8 +108,7 @@ def test_without_control_it_would_have_cost_a_lot():
     assert World(Always(8), memory_bound, predictable(0.0)).run(16, 256) < 0.5
 
 
-@pytest.mark.parametrize("rate", [0.5, 0.7, 0.9, 1.0])
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("rate", "rows"), [(0.5, 1), (0.7, 6), (0.9, 1), (1.0, 6)])
 @pytest.mark.parametrize("curve", CURVES)
 def test_nearly_the_best_fixed_k(curve, rows, rate):
     """Of what the best k in hindsight gains over non-speculative steps, most; where none gains, hardly a loss."""
