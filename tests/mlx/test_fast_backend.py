@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.models import CHAT_TEMPLATE
 from support.tokenizers_of_each_kind import KINDS, SAMPLES, SPECIAL, byte_level, qwen
 from tokenizers import Tokenizer as Fast
@@ -86,7 +87,7 @@ def test_a_tokenizer_is_read_as_transformers_does(
     assert_same_texts(mine, theirs, TEXTS)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(60, soak=200)
 @given(text=st.text(max_size=60), kind=st.sampled_from([*KINDS, "demo"]))
 def test_any_text_has_the_same_ids(
     text: str, kind: str, pairs: dict[str, tuple[FastBackend, TransformersBackend]]
@@ -94,7 +95,7 @@ def test_any_text_has_the_same_ids(
     assert_same_texts(*pairs[kind], [text])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(60, soak=200)
 @given(data=st.data(), kind=st.sampled_from([*KINDS, "demo"]))
 def test_any_ids_have_the_same_text(
     data: st.DataObject, kind: str, pairs: dict[str, tuple[FastBackend, TransformersBackend]]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import mlx.core as mx
 import pytest
-from support.conformance import conform
+from support.conformance import Drive, drive, prepare
 from support.mutants import NoRollback
 
 from phalanx.model.cache.buffers import ArenaBuffers
@@ -89,21 +89,31 @@ MUTANTS: dict[str, type[Runner]] = {
 WINDOW_MUTANTS: dict[str, type[Runner]] = {"window + 1": _viewing(_Wider), "window - 1": _viewing(_Narrower)}
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Drive]:
+    """Of a family and the length of the longest prompt; each is prepared once."""
+    return cache(
+        lambda family, longest: prepare(
+            family, tmp_path_factory.mktemp("mutants"), prompts=4, longest=longest, tokens=24
+        )
+    )
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_mutant_is_noticed(family: str, mutant: str, tmp_path: Path) -> None:
+def test_mutant_is_noticed(family: str, mutant: str, prepared: Callable[[str, int], Drive]) -> None:
     """Two families: heads of keys and values, and a compressed latent."""
-    assert conform(family, tmp_path, prompts=4, longest=24, tokens=24, runner_class=MUTANTS[mutant]).wrong
+    assert drive(prepared(family, 24), MUTANTS[mutant]).wrong
 
 
 @pytest.mark.parametrize("mutant", WINDOW_MUTANTS)
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama:sliding", "cohere2"])
-def test_window_off_by_one_is_noticed(family: str, mutant: str, tmp_path: Path) -> None:
+def test_window_off_by_one_is_noticed(family: str, mutant: str, prepared: Callable[[str, int], Drive]) -> None:
     """Prompts of several windows."""
-    assert conform(family, tmp_path, prompts=4, longest=40, tokens=24, runner_class=WINDOW_MUTANTS[mutant]).wrong
+    assert drive(prepared(family, 40), WINDOW_MUTANTS[mutant]).wrong
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3_text"])
-def test_the_same_drive_passes_unbroken(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "longest"), [("llama", 24), ("deepseek_v3", 24), ("gemma3_text", 40)])
+def test_the_same_drive_passes_unbroken(family: str, longest: int, prepared: Callable[[str, int], Drive]) -> None:
     """The control: a view that changes nothing."""
-    assert not conform(family, tmp_path, prompts=4, longest=24, tokens=24, runner_class=_viewing(RowView)).wrong
+    assert not drive(prepared(family, longest), _viewing(RowView)).wrong

@@ -74,16 +74,16 @@ KINDS = [
 
 @pytest.mark.parametrize("family", MUST)
 def test_must_have_families(family: str, tmp_path: Path) -> None:
-    """Five prompts up to five windows long, 28 tokens each, varied enough to notice a wrong cache."""
-    outcome = conform(family, tmp_path, prompts=5, longest=40, tokens=28)
+    """Four prompts up to five windows long, 20 tokens each, varied enough to notice a wrong cache."""
+    outcome = conform(family, tmp_path, prompts=4, longest=40, tokens=20)
     assert outcome.distinct >= 8
     assert outcome.wrong == []
 
 
 @pytest.mark.parametrize("family", KINDS)
 def test_other_kinds(family: str, tmp_path: Path) -> None:
-    """Two prompts, 24 tokens each."""
-    outcome = conform(family, tmp_path, prompts=2, longest=24, tokens=24)
+    """Two prompts, 18 tokens each."""
+    outcome = conform(family, tmp_path, prompts=2, longest=24, tokens=18)
     assert outcome.distinct >= 8
     assert outcome.wrong == []
 

@@ -60,9 +60,7 @@ def layers(first: int, last: int) -> Any:
 # -- the same bits -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "stages"), [*[(family, 3) for family in COVERING], ("llama", 2), ("gemma3", 2), ("qwen3_next", 2)]
-)
+@pytest.mark.parametrize(("family", "stages"), [*[(family, 3) for family in COVERING], ("gemma3", 2)])
 def test_stages_give_the_bits_of_the_whole_model(family: str, stages: int, tmp_path: Path) -> None:
     """Prefill in chunks, drafts and rollbacks, rows of several lengths."""
     outcome = drive_cut(make_model(family, tmp_path), stages, prompts=3, longest=20, tokens=14)

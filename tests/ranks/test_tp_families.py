@@ -19,7 +19,7 @@ from support.examples import SOAK
 from support.lockstep import NEAR_TIE
 from support.models import make_model
 from support.reference import job, reference_many
-from support.splitting import OVERRIDES, SPLIT, UNCHECKED
+from support.splitting import KINDS, OVERRIDES, SPLIT, UNCHECKED
 
 from phalanx.dist.backend import choose, environment_of, mpirun_command, ring_hostfile
 from phalanx.dist.ports import free_ports
@@ -27,13 +27,6 @@ from phalanx.dist.ports import free_ports
 PROMPT = [5, 9, 30, 7, 8, 100, 200, 33, 2, 11]
 TOKENS = 12
 FOUR = ["deepseek_v3", "glm4_moe", "gpt_oss", "kimi_k25", "llama", "olmo2", "qwen3", "qwen3_moe"]
-KINDS = """
-afmoe baichuan_m1 bailing_hybrid deepseek_v32 deepseek_v41 exaone_moe falcon_h1 gear gemma3 gemma4 gpt_neox
-granitemoehybrid hunyuan jamba kimi_k3 kimi_linear lfm2 llama4 longcat_flash longcat_flash_ngram mimo_v2_flash
-minimax_m3_vl nemotron-nas nemotron_h openelm phi3 plamo2 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma step3p5
-""".split()
-"""With `FOUR`: recipes of mlx-lm and of ours, each with all its kinds of cache; `UNCHECKED`; and what fuses, shares or
-leaves out projections."""
 
 RANK = Path(__file__).with_name("greedy_rank.py")
 

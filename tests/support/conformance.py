@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.utils import load_model
 from support.models import make_model
 from support.ragged import Driver, make_prompts, stock_greedy
@@ -31,7 +32,19 @@ class Outcome:
     left: int = 0  # bytes still held after the last row
 
 
-def conform(
+@dataclass(frozen=True)
+class Drive:
+    """A model, prompts, and what mlx-lm's caches make of them."""
+
+    model: nn.Module
+    facts: CacheFacts
+    dtype: mx.Dtype
+    prompts: list[list[int]]
+    references: list[list[int]]
+    seed: int
+
+
+def prepare(
     family: str,
     folder: Path,
     *,
@@ -39,23 +52,36 @@ def conform(
     longest: int,
     tokens: int,
     seed: int = 0,
-    runner_class: type[Runner] = Runner,
     quantize: Mapping[str, Any] | None = None,
     dtype: mx.Dtype = mx.float32,
-) -> Outcome:
-    """Build, inspect, check and drive a model.
+) -> Drive:
+    """Build and inspect a model, and compute the references.
 
     Raises:
         ModelUnsupported: the registry refuses the model.
     """
     path = make_model(family, folder / "model", quantize=quantize, dtype=dtype)
     model, config = load_model(path)
-    runner = runner_class(model, registry.inspect(model, config), dtype)
-    if runner_class is Runner:
-        registry.check_model(runner, model)
+    facts = registry.inspect(model, config)
     wanted = make_prompts(prompts, longest, seed)
-    references = stock_greedy(model, wanted, tokens, tie=TIE)
-    driver = Driver(runner, wanted, references, seed)
+    return Drive(model, facts, dtype, wanted, stock_greedy(model, wanted, tokens, tie=TIE), seed)
+
+
+def conform(family: str, folder: Path, **settings: Any) -> Outcome:
+    """Build, inspect, check and drive a model; arguments of `prepare`.
+
+    Raises:
+        ModelUnsupported: the registry refuses the model.
+    """
+    prepared = prepare(family, folder, **settings)
+    registry.check_model(Runner(prepared.model, prepared.facts, prepared.dtype), prepared.model)
+    return drive(prepared)
+
+
+def drive(prepared: Drive, runner_class: type[Runner] = Runner) -> Outcome:
+    """Drive a prepared model."""
+    runner, references = runner_class(prepared.model, prepared.facts, prepared.dtype), prepared.references
+    driver = Driver(runner, prepared.prompts, references, prepared.seed)
     outputs = driver.run()
     pairs = enumerate(zip(outputs, references, strict=True))
     return Outcome(

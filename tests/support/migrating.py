@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import httpx
 import pytest
@@ -77,12 +76,15 @@ class PacedEngine(FakeEngine):
 
     async def _run(self) -> None:
         _engines.add(self)
-        while True:
-            await self.idle.wait()
-            self.idle.clear()
-            while _waiting and (self._rows or self._outbox):
-                self.step()
-                await asyncio.sleep(0)
+        try:
+            while True:
+                await self.idle.wait()
+                self.idle.clear()
+                while _waiting and (self._rows or self._outbox):
+                    self.step()
+                    await asyncio.sleep(0)
+        finally:
+            _engines.discard(self)
 
     def _advance(self, row: Any, now: float) -> list[Any]:
         events = super()._advance(row, now)
@@ -97,7 +99,7 @@ def _joined(one: Tokens, other: Tokens) -> Tokens:
     return replace(one, tokens=[*one.tokens, *other.tokens], logprobs=scored)
 
 
-_engines: WeakSet[PacedEngine] = WeakSet()
+_engines: set[PacedEngine] = set()
 _waiting: set[OutputQueue] = set()
 """Queues that somebody reads and that are empty."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from phalanx.model.runner import Runner
@@ -48,11 +49,11 @@ def stock_greedy(
             mx.eval([c.state for c in caches])
         output, last = [], prompt[-1]
         for _ in range(tokens):
-            logits = model(mx.array([[last]]), cache=caches)[0, -1]
-            best = mx.topk(logits, 2)
-            if output and float(mx.abs(best[0] - best[1]).item()) < tie:
+            logits = np.array(model(mx.array([[last]]), cache=caches)[0, -1].astype(mx.float32))
+            second, best = np.partition(logits, -2)[-2:]
+            if output and best - second < tie:
                 break
-            last = int(mx.argmax(logits).item())
+            last = int(logits.argmax())
             output.append(last)
         outputs.append(output)
     return outputs

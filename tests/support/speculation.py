@@ -201,7 +201,7 @@ def make_jobs(prompts: Sequence[list[int]], *, longest: int, greedy: bool = True
         stops = frozenset(rnd.randrange(3, 200) for _ in range(3)) if i % 4 == 1 else frozenset()
         sampling = Sampling(temperature=0.0, logprobs=2) if greedy else SAMPLINGS[i % len(SAMPLINGS)]
         least = 6 if i % 8 == 1 else 0
-        stop = StopRule(max_tokens=longest if i == 0 else 40 + 7 * i, stop_ids=stops, min_tokens=least)
+        stop = StopRule(max_tokens=longest if i == 0 else 24 + 7 * i, stop_ids=stops, min_tokens=least)
         request = SequenceRequest(id=str(i), group=str(i), prompt=prompt, sampling=sampling, stop=stop)
         jobs.append(Job(request, leaves_after=17 if i % 8 == 2 else 0, string_after=21 if i % 8 == 6 else 0))
     return jobs

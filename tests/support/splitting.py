@@ -41,6 +41,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {"openelm": {"num_kv_heads": [2, 2, 2]}}
 
 SPLIT = sorted(set(FAMILIES) - NO_RECIPE - UNBUILDABLE.keys())
 CHECKED = sorted(set(SPLIT) - UNCHECKED.keys())
+KINDS = """
+afmoe baichuan_m1 bailing_hybrid deepseek_v3 deepseek_v32 deepseek_v41 exaone_moe falcon_h1 gear gemma3 gemma4 glm4_moe
+gpt_neox gpt_oss granitemoehybrid hunyuan jamba kimi_k25 kimi_k3 kimi_linear lfm2 llama llama4 longcat_flash
+longcat_flash_ngram mimo_v2_flash minimax_m3_vl nemotron-nas nemotron_h olmo2 openelm phi3 plamo2 qwen3 qwen3_5
+qwen3_5_moe qwen3_moe qwen3_next recurrent_gemma step3p5
+""".split()
+"""Recipes of mlx-lm and of ours, each with all its kinds of cache; `UNCHECKED`; and what fuses, shares or leaves out
+projections."""
 
 
 class _NotYetSummed(Exception):

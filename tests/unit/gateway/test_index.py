@@ -145,7 +145,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 @pytest.mark.grows
 def test_any_order_of_changes():
-    run_machine(AnyOrder, usual=60, soak=3000)
+    run_machine(AnyOrder, usual=25, soak=3000)
 
 
 def test_a_full_replica_gets_no_trial():

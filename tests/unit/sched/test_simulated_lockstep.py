@@ -21,7 +21,7 @@ from support.play import Play
 from phalanx.errors import Desync
 
 WORKERS = 3
-STEPS, FAULTS = (20_000, 40) if SOAK else (4_000, 20)
+STEPS, FAULTS = (20_000, 40) if SOAK else (2_000, 10)
 
 
 class Conversation(RuleBasedStateMachine):

@@ -24,7 +24,7 @@ from phalanx.sched.plan import Forward
 from phalanx.sched.scheduler import Scheduler
 from phalanx.sched.sequence import Sequence, state_digest
 
-STORIES = 10_000 if SOAK else 300
+STORIES = 10_000 if SOAK else 150
 
 
 @pytest.fixture(autouse=True)

@@ -142,7 +142,7 @@ def test_no_owner_is_preempted_for_another_that_has_a_row(owners):
     assert len(sim.finished) == 3 * owners
 
 
-@examples(30, soak=300)
+@examples(12, soak=300)
 @given(st.randoms(use_true_random=False), st.integers(1, 6), st.sampled_from((3, 6, 64)))
 def test_every_owner_that_waits_has_a_row_or_all_have_one(rnd, rows, kv_rows):
     config = make_config(max_num_seqs=rows, kv_budget=kv_rows * 512 * 16, max_model_len=512)

@@ -107,7 +107,7 @@ def every_split(n_layers: int, n_stages: int) -> list[tuple[range, ...]]:
     return found
 
 
-@examples(300, soak=5000)
+@examples(120, soak=5000)
 @given(problems())
 def test_no_split_is_better(problem: tuple[Topology, Parts, list[Room]]):
     topology, parts, _ = problem

@@ -15,6 +15,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -75,6 +76,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     try:
         while "listening" not in made.said():
             assert made.process.poll() is None, made.said()
+            time.sleep(0.05)
         yield made
         assert asyncio.run(answers(made))
     finally:
@@ -364,6 +366,7 @@ def test_the_directory_of_a_user_keeps_its_files(tmp_path: Path) -> None:
     made = Victim(tmp_path)
     while "listening" not in made.said():
         assert made.process.poll() is None, made.said()
+        time.sleep(0.05)
     os.kill(made.process.pid, signal.SIGTERM)
     assert made.process.wait(120) == ExitCode.OK
     assert sorted(file.name for file in made.directory.iterdir()) == ["MLX_HOSTFILE.json", "thesis.txt"]

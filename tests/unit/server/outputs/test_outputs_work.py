@@ -16,7 +16,7 @@ from phalanx.server.outputs.reader import Reader
 from phalanx.server.outputs.shapes import make_parser
 from phalanx.server.outputs.values import convert_guessed, to_json, types_of
 
-LONG = 6_000
+LONG = 3_000
 HELD = 400  # characters: marks and headers are shorter
 
 TEXTS: dict[str, str] = {
@@ -87,7 +87,7 @@ def test_work_is_linear(name: str) -> None:
     """Twice the text takes at most twice the calls, for the worst of the openings and texts."""
     for opening in OPENINGS[name]:
         for text in TEXTS.values():
-            assert _calls(name, opening + text[:2000]) <= 2.2 * _calls(name, opening + text[:1000]) + 200
+            assert _calls(name, opening + text[:1200]) <= 2.2 * _calls(name, opening + text[:600]) + 200
 
 
 def _calls(name: str, text: str) -> int:

@@ -68,7 +68,7 @@ BARE = ToolDefinition(name="no-arguments")
 OFFERED = (WEATHER, BOUND, BARE)
 
 ENOUGH = 1500  # tokens of one answer
-ROUNDS = 40 if SOAK else 3
+ROUNDS = 40 if SOAK else 2
 
 
 class ByteTokenizer:
