@@ -15,7 +15,7 @@ from phalanx.errors import ModelUnsupported
 from phalanx.model import check, registry
 from phalanx.model.cache.buffers import ArenaBuffers
 from phalanx.model.cache.layout import GroupLayout, Heads, KvLayout, StateLayout
-from phalanx.model.cache.ragged import RowView
+from phalanx.model.cache.row_view import RowView
 from phalanx.model.check import EXACT, ROUNDED, tolerance_of
 from phalanx.model.runner import Runner
 

@@ -18,9 +18,10 @@ from phalanx.cli import chat, generate, rank, serve
 from phalanx.cli.main import COMMANDS, HIDDEN, main
 from phalanx.cli.private import free_port
 from phalanx.cli.terminal import report
-from phalanx.config import EngineConfig, GroupConfig, ServerConfig
+from phalanx.config import EngineConfig, GroupConfig
 from phalanx.errors import ConfigError, ExitCode, MemoryShortage, ModelNotFound, PhalanxError, exit_code_of
 from phalanx.server.schema import ChatMessage
+from phalanx.server.settings import ServerConfig
 from phalanx.speculation_config import NgramSpeculation
 from phalanx.tls.certificates import make_credentials
 from phalanx.tls.credentials import write_credentials

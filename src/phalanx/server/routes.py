@@ -21,7 +21,6 @@ from fastapi.responses import Response
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.config import ServerConfig
 from phalanx.edge.migration import RESUME, Resume
 from phalanx.errors import InvalidRequest, PhalanxError
 from phalanx.server.answers import Delta, Failure, ResponseHead, Usage, timing_json
@@ -38,6 +37,7 @@ from phalanx.server.migration import Migration, migration_of, recorded
 from phalanx.server.parsed import ChatRequest, CompletionRequest, Options, Served
 from phalanx.server.prompts import SHORT, Prompts
 from phalanx.server.schema import Body
+from phalanx.server.settings import ServerConfig
 from phalanx.server.stream import EventStream, disconnected
 from phalanx.server.validate import check_echoed, plan_sequences
 from phalanx.types import ModelInfo
