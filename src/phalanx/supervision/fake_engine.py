@@ -88,7 +88,7 @@ class FakeEngine(EngineClient):
     """Deterministic engine inside this event loop: one token per running row and step.
 
     With `manual=True` the engine advances only when a test calls `step()`. `crash()` and `recover()` simulate the end
-    and the restart of the engine process; `hang()` simulates a process that runs and does not answer.
+    and the restart of the engine process.
 
     Args:
         script: the next token of a sequence; `hashed` by default.
@@ -122,7 +122,6 @@ class FakeEngine(EngineClient):
         self._rows: dict[str, _Row] = {}  # insertion order is arrival order
         self._outbox: list[Tokens | PromptScored | Finished] = []  # leaves with the next step
         self._work = asyncio.Event()
-        self._answering = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         self._stats = EngineStats()
         self._pong_at: float | None = None
@@ -137,7 +136,6 @@ class FakeEngine(EngineClient):
         return replace(self._state, last_pong_age_s=age)
 
     async def start(self) -> None:
-        self._answering.set()
         if not self._manual:
             self._loop_task = asyncio.create_task(self._run())
         if self._autostart:
@@ -171,8 +169,6 @@ class FakeEngine(EngineClient):
                 raise ValueError(f"the fake engine does not know {type(message).__name__}")
 
     async def ping(self) -> EngineStats:
-        self._require_ready()
-        await self._answering.wait()
         self._require_ready()
         self._pong_at = self._clock()
         running = min(len(self._rows), self._max_num_seqs)
@@ -210,10 +206,6 @@ class FakeEngine(EngineClient):
         """Come back after `crash`."""
         self._state = replace(self._state, restarts=self._state.restarts + 1)
         self.become_ready()
-
-    def hang(self) -> None:
-        """Stop answering pings."""
-        self._answering.clear()
 
     def step(self) -> None:
         """Generate one token for each of the oldest `max_num_seqs` sequences."""
