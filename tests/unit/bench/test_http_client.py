@@ -34,7 +34,7 @@ def test_text_counts_and_times() -> None:
     assert (exchange.prompt_tokens, exchange.completion_tokens) == (3, 4)
     assert len(exchange.arrivals) == 2
     assert exchange.ttft_s is not None
-    assert 0 < exchange.ttft_s <= exchange.ended - exchange.sent
+    assert 0 < exchange.ttft_s <= exchange.arrivals[-1] - exchange.sent
 
 
 def test_the_request_asks_for_a_stream_with_usage() -> None:
