@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from parts import run_parts
 from routers import OURS, Router, Target, installed, running
 from sleeping_replica import MODEL, replica
 from stream_load import at_once, at_rate, figures, streams
@@ -47,15 +47,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=1000, help="held at once")
     parser.add_argument("--held-pause", type=float, default=0.5, help="seconds between two events of those")
     parser.add_argument("--requests", type=int, default=20_000, help="of memory")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", action="append", choices=PARTS, help="may be repeated")
-    add_options(parser)
-    options = parser.parse_args()
-    print(json.dumps({part: measure(part, options) for part in options.only or PARTS}))
-    return 0
 
 
 def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -184,4 +175,4 @@ async def without(url: str, seconds: float, n: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_parts(__doc__, PARTS, add_options, measure))

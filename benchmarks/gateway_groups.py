@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from parts import run_parts
 from routers import OURS, Target, running
 from servers import DEMO, MODEL_NAME, endless_demo, phalanx
 from sleeping_replica import MODEL as SLEEPING
@@ -51,15 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--conversations", type=int, default=9)
     parser.add_argument("--turns", type=int, default=6)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", action="append", choices=PARTS, help="may be repeated")
-    add_options(parser)
-    options = parser.parse_args()
-    print(json.dumps({part: measure(part, options) for part in options.only or PARTS}))
-    return 0
 
 
 def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -207,4 +199,4 @@ class Conversation:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_parts(__doc__, PARTS, add_options, measure))

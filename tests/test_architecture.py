@@ -63,9 +63,9 @@ NARROW = {
 """Packages that may import the vocabulary, themselves, and only this besides."""
 
 PURE = (
-    "sched/", "types.py", "errors.py", "edge/migration.py", "edge/table.py", "edge/request_ids.py", "engine/mirror.py",
-    "server/answers.py", "server/migration.py", "server/numerics.py", "server/outputs/", "server/dialects/",
-    "dist/topology.py", "dist/stage_frames.py",
+    "sched/", "types.py", "errors.py", "edge/messages_errors.py", "edge/migration.py", "edge/table.py",
+    "edge/request_ids.py", "engine/mirror.py", "server/answers.py", "server/migration.py", "server/numerics.py",
+    "server/outputs/", "server/dialects/", "dist/topology.py", "dist/stage_frames.py",
     *(f"gateway/{name}.py" for name in "affinity asks bodies breaker dialects dispatcher event_reader".split()),
     *(f"gateway/{name}.py" for name in "fair_queue health index key_limits keys_file models policies replica".split()),
     *(f"gateway/{name}.py" for name in "replicas_file retries statuses timing toml_tables".split()),
@@ -335,7 +335,7 @@ def docstrings(source: Source) -> Iterator[str]:
 
 def documented_settings(source: Source) -> Iterator[str]:
     """Every setting has a docstring under it."""
-    if source.path not in ("config.py", "speculation_config.py", "gateway/settings.py"):
+    if source.path not in ("config.py", "speculation_config.py", "server/settings.py", "gateway/settings.py"):
         return
     for cls in (node for node in source.tree.body if isinstance(node, ast.ClassDef)):
         for field, after in zip(cls.body, [*cls.body[1:], None], strict=True):

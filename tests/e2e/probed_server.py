@@ -18,7 +18,7 @@ from support.serving import CONFIG, fake_engine, make_tokenizer
 
 from phalanx.edge.listening import bind
 from phalanx.server.run import Server
-from phalanx.supervision.client import replying
+from phalanx.supervision.fake_engine import replying
 
 CONTEXT = 1 << 18
 TICK_S = 0.002

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from support.gateways import CHAT, Client, gateway
+from support.gateways import CHAT, Client, gateway, run
 from support.stub_replica import Call, StubReplica, event
 from support.token_replica import Fault, TokenReplica, undisturbed
 
@@ -23,14 +23,6 @@ PATHS = [CHAT, "/v1/responses", "/v1/messages", "/api/chat"]
 BODY = b'{"model": "m", "stream": true}'
 KEYED: dict[str, Any] = {"worker_admin_key": "adm"}
 SUSPICIOUS: dict[str, Any] = {"health_check_timeout_secs": 0.1}  # where a replica falls silent
-
-
-def run(scenario: Any) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await scenario
-
-    asyncio.run(limited())
 
 
 @asynccontextmanager

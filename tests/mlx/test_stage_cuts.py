@@ -221,7 +221,7 @@ def test_facts_are_the_whole_models_and_bytes_the_stages_own(tmp_path: Path) -> 
     whole_model = load_part(path)
     whole = registry.inspect(whole_model.model, whole_model.config)
     for one in facts:
-        for name in ("rolls_back", "recurrent", "exact_prefix_only", "one_row", "max_len", "mask_dims", "description"):
+        for name in ("rolls_back", "recurrent", "one_row", "max_len", "mask_dims", "description"):
             assert getattr(one, name) == getattr(whole, name), name
         assert len(one.layouts) == len(whole.layouts)
     assert [one.bytes_per_token > 0 for one in facts] == [False, True, False, True]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.kernels.ragged import RaggedMask
-from phalanx.model.cache.ragged import RowView
+from phalanx.model.cache.row_view import RowView
 
 ops = phalanx_cpu.ops
 TYPES = [mx.float32, mx.float16, mx.bfloat16]

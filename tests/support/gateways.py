@@ -7,7 +7,7 @@ import json
 import queue
 import ssl
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -70,6 +70,21 @@ class Client:
                     if sum(reason == "ok" for reason in health.get("replicas", {}).values()) >= n:
                         return
                 await asyncio.sleep(0.01)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine, which hangs only if something is wrong."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(280):
+            await scenario
+
+    asyncio.run(limited())
+
+
+def errors(events: list[Any]) -> list[str]:
+    """The messages of a stream's errors."""
+    return [event["error"]["message"] for event in events if event != "[DONE]" and "error" in event]
 
 
 def text_of(events: list[Any]) -> str:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from phalanx.edge.migration import MIGRATION, RESUME, Choice, Record, Resume, Start, record_in, resume_body
 from phalanx.server.output_queue import Event, OutputQueue
-from phalanx.supervision.client import FAKE_INFO, FakeEngine
+from phalanx.supervision.fake_engine import FAKE_INFO, FakeEngine
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Finished, SequenceRequest, Tokens
 

@@ -137,7 +137,7 @@ class Driver:
         best: tuple[int | None, int] = (None, 0)
         for entry, tokens in self.entries.items():
             length = min(common(tokens, prompt), len(prompt) - 1)
-            if self.runner.facts.exact_prefix_only and length != len(tokens):
+            if self.runner.facts.recurrent and length != len(tokens):
                 continue
             if length > best[1]:
                 best = (entry, length)
@@ -235,7 +235,7 @@ class Driver:
         ops: list[RowOp] = []
         if self.rng.random() < 0.7:
             entry = len(self.done)
-            length = row.kv_len if self.runner.facts.exact_prefix_only else self.rng.randint(1, row.kv_len)
+            length = row.kv_len if self.runner.facts.recurrent else self.rng.randint(1, row.kv_len)
             ops.append(Store(arena=0, slot=slot, entry=entry, length=length))
             self.entries[entry] = row.known[:length]
         ops.append(Free(arena=0, slot=slot))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Fast
 
-from phalanx.supervision.client import FAKE_INFO, FakeEngine
+from phalanx.supervision.fake_engine import FAKE_INFO, FakeEngine
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Finished, SequenceRequest
 

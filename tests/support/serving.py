@@ -19,11 +19,13 @@ from msgspec.structs import replace
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Fast
 
-from phalanx.config import EngineConfig, ServerConfig
+from phalanx.config import EngineConfig
 from phalanx.edge.listening import base_url, bind
 from phalanx.server.app import create_app
 from phalanx.server.run import Server
-from phalanx.supervision.client import FAKE_INFO, EngineClient, FakeEngine, Script
+from phalanx.server.settings import ServerConfig
+from phalanx.supervision.client import EngineClient
+from phalanx.supervision.fake_engine import FAKE_INFO, FakeEngine, Script
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.tls.trust import trust_only
 

@@ -84,6 +84,23 @@ def streaming(n: int, pause_s: float = 0.0, name: str = "", go_on: asyncio.Event
     return answer
 
 
+WORDS = "0 1 2 3 4 "
+"""The text of `streaming(5)`."""
+
+begins = streaming(2, pause_s=3600.0)
+"""Streams one word, and then nothing."""
+
+
+async def refuses(call: Call) -> None:
+    """As a server whose engine restarts."""
+    await call.whole(503, {"error": {"message": "restarting"}}, Retry_After="7")
+
+
+async def hangs(call: Call) -> None:
+    """Answers nothing."""
+    await asyncio.sleep(3600)
+
+
 class StubReplica:
     """See the module's docstring. Everything may be changed while it runs.
 

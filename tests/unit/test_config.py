@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from phalanx import environment
-from phalanx.config import EngineConfig, ServerConfig
+from phalanx.config import EngineConfig
 from phalanx.environment import api_key_from_environment, child_environment, memory_guard_override_gb, runtime_dir
 from phalanx.errors import ConfigError
+from phalanx.server.settings import ServerConfig
 
 
 @pytest.fixture(autouse=True)

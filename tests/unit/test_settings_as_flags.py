@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
 from phalanx.cli.flags import Flags, Setting, flag, settings_of, with_settings
-from phalanx.config import Dtype, EngineConfig, Flag, ServerConfig
+from phalanx.config import Dtype, EngineConfig, Flag
 from phalanx.errors import ConfigError
 from phalanx.offline.sampling_params import SamplingParams
+from phalanx.server.settings import ServerConfig
 
 Level = Annotated[int, Meta(ge=1, le=8)]
 

@@ -48,7 +48,6 @@ class Exchange(Struct, frozen=True, kw_only=True):
     completion_tokens: int | None
     sent: float
     arrivals: tuple[float, ...]  # of chunks with text, in order
-    ended: float
     timing: dict[str, float] | None = None  # phalanx's `timing` extension, if the server sent it
 
     @property
@@ -203,7 +202,6 @@ class _Record:
             completion_tokens=self._usage.get("completion_tokens"),
             sent=self._sent,
             arrivals=tuple(self._arrivals),
-            ended=time.monotonic(),
             timing=self._timing,
         )
 

@@ -12,7 +12,6 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -114,16 +113,6 @@ def ttft(load: Load) -> Distribution:
 def tpot(load: Load) -> Distribution:
     """Mean time per token after the first, one value per answer."""
     return distribution([e.tpot_s for e in load.exchanges if e.tpot_s is not None])
-
-
-def itl(load: Load) -> Distribution:
-    """Time between two chunks of text, one value per pair."""
-    return distribution([b - a for e in load.exchanges for a, b in pairwise(e.arrivals)])
-
-
-def e2el(load: Load) -> Distribution:
-    """From sending a request to the end of its answer."""
-    return distribution([e.ended - e.sent for e in load.exchanges])
 
 
 def distribution(seconds: Sequence[float], percentiles: Sequence[int] = PERCENTILES) -> Distribution:

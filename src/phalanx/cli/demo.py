@@ -21,9 +21,10 @@ from phalanx.bench.http_client import Exchange, RequestFailed, open_client, stre
 from phalanx.cli.flags import flag
 from phalanx.cli.private import PrivateServer, free_port
 from phalanx.cli.terminal import note, show
-from phalanx.config import DEFAULT_PORT, ServerConfig
+from phalanx.config import DEFAULT_PORT
 from phalanx.environment import api_key_from_environment
 from phalanx.errors import ExitCode, PhalanxError
+from phalanx.server.settings import ServerConfig
 
 PROMPT = "What is phalanx?"
 MAX_TOKENS = 120

@@ -18,10 +18,11 @@ from rich.table import Table
 from phalanx.cli.clusters import stage_cell
 from phalanx.cli.flags import Flags, flag, with_settings
 from phalanx.cli.terminal import LoadingView, report, set_up_logging
-from phalanx.config import DEFAULT_MODEL, GIB, EngineConfig, LogLevel, ServerConfig
+from phalanx.config import DEFAULT_MODEL, GIB, EngineConfig, LogLevel
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.model.loading.resolve import resolve_models
 from phalanx.offline.settings import check_engine
+from phalanx.server.settings import ServerConfig
 from phalanx.supervision import fast_synch
 from phalanx.supervision.fast_synch import FastSynch
 from phalanx.supervision.hosts import KnownCluster, load_cluster

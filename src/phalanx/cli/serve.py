@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from phalanx.cli.flags import Flags, with_settings
 from phalanx.cli.terminal import LoadingView, note, set_up_logging
-from phalanx.config import DEFAULT_MODEL, ServerConfig
+from phalanx.config import DEFAULT_MODEL
 from phalanx.edge.listening import is_loopback
 from phalanx.environment import admin_key_from_environment, api_keys_from_environment, api_keys_in
 from phalanx.errors import ConfigError
@@ -25,6 +25,7 @@ from phalanx.model.loading.resolve import resolve_models
 from phalanx.offline.settings import check_engine
 from phalanx.server.defaults import read_defaults
 from phalanx.server.outputs.shapes import reasoning_parsers, tool_parsers
+from phalanx.server.settings import ServerConfig
 from phalanx.server.start import serve
 from phalanx.supervision.attach import AttachedEngine
 from phalanx.supervision.awake import stay_awake

@@ -284,7 +284,5 @@ def _directory_of(spec: Spec, run_dir: RunDirectory) -> RunDirectory:
 
 def _start(spec: Spec, run_dir: RunDirectory) -> SupervisorStarted:
     run_dir = _directory_of(spec, run_dir)
-    held = run_dir.held_s()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a lost ssh connection must not interrupt a start
-    pid = start(spec, run_dir)
-    return SupervisorStarted(pid=pid, waited_s=held)
+    return SupervisorStarted(pid=start(spec, run_dir))

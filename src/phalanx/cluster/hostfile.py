@@ -200,11 +200,6 @@ def check_matrix(matrix: Sequence[Sequence[object]], names: Sequence[str], where
                 )
 
 
-def matrix_text(hosts: Sequence[Host]) -> str:
-    """The content of the device matrix file for MLX_IBV_DEVICES."""
-    return json.dumps([host.rdma for host in hosts])
-
-
 def render(hostfile: Hostfile) -> str:
     """The hostfile's text, which `parse` and `mlx.launch` read."""
     value: dict[str, Any] = {} if hostfile.backend is None else {"backend": hostfile.backend}

@@ -11,10 +11,8 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from phalanx.cluster.check_results import HostFacts
-from phalanx.cluster.hostfile import Host
 from phalanx.cluster.machine import wifi
 from phalanx.errors import ConfigError
 
@@ -226,8 +224,3 @@ def matrix(joined: Sequence[Cable], names: Sequence[str]) -> list[list[str | Non
         for one, other in ((cable.a, cable.b), (cable.b, cable.a)):
             rows[names.index(one.host)][names.index(other.host)] = f"rdma_{one.interface}"
     return rows
-
-
-def with_matrix(hosts: Sequence[Host], rows: Sequence[Sequence[str | None]]) -> tuple[Host, ...]:
-    """Hosts of a hostfile, with the rows of a device matrix."""
-    return tuple(replace(host, rdma=tuple(row)) for host, row in zip(hosts, rows, strict=True))

@@ -70,7 +70,6 @@ class SupervisorStarted(Struct, frozen=True, kw_only=True):
     """A supervisor was started."""
 
     pid: int
-    waited_s: float  # for the hold after a SIGKILL
 
 
 class Stopped(Struct, frozen=True, kw_only=True):

@@ -6,10 +6,11 @@ ends show certificates (`phalanx.tls`). Does not know what is said.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from phalanx.errors import GroupError
@@ -31,13 +32,9 @@ def listen(control: str) -> socket.socket:
     """
     try:
         if is_unix(control):
-            _check_private(Path(control).parent)
-            listener = socket.socket(socket.AF_UNIX)
-            with contextlib.ExitStack() as on_error:
-                on_error.callback(listener.close)
+            with _unix_socket(control) as listener:
                 listener.bind(control)
                 listener.listen(BACKLOG)
-                on_error.pop_all()
             return listener
         host, port = _host_and_port(control)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -57,13 +54,9 @@ def connect(control: str, timeout_s: float) -> socket.socket:
         GroupError: other users may enter the directory of a Unix socket.
     """
     if is_unix(control):
-        _check_private(Path(control).parent)
-        connected = socket.socket(socket.AF_UNIX)
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(connected.close)
+        with _unix_socket(control) as connected:
             connected.settimeout(timeout_s)
             connected.connect(control)
-            on_error.pop_all()
         return connected
     connected = socket.create_connection(_host_and_port(control), timeout=timeout_s)
     if connected.getsockname() == connected.getpeername():
@@ -76,6 +69,17 @@ def remove_socket(control: str) -> None:
     """Remove a Unix socket on which nothing listens any more."""
     if is_unix(control):
         Path(control).unlink(missing_ok=True)
+
+
+@contextmanager
+def _unix_socket(control: str) -> Iterator[socket.socket]:
+    """A new socket for a path in a private directory; closed if the block fails."""
+    _check_private(Path(control).parent)
+    with ExitStack() as on_error:
+        made = socket.socket(socket.AF_UNIX)
+        on_error.callback(made.close)
+        yield made
+        on_error.pop_all()
 
 
 def _host_and_port(control: str) -> tuple[str, int]:

@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import unquote
 
 import msgspec
-from msgspec import Struct
 
 from phalanx.errors import ConfigError, InvalidRequest, ReplicaFailed, UnknownPath
 from phalanx.gateway.desk import Desk
@@ -25,24 +24,13 @@ from phalanx.gateway.fleet import Fleet, describe
 from phalanx.gateway.foreign_json import decoder
 from phalanx.gateway.proxy import Proxy
 from phalanx.gateway.replica import Replica
-from phalanx.gateway.replicas_file import Keys, make_spec
+from phalanx.gateway.replicas_file import Keys, ReplicaFields
 
 ROOT = "/admin/replicas"
 WAIT_S = 30.0  # for a replica's requests, unless the caller says otherwise
 
 
-class Added(Struct, forbid_unknown_fields=True):
-    """The body that adds a replica."""
-
-    name: str
-    url: str
-    weight: float = 1.0
-    max_in_flight: int | None = None
-    key: str | None = None
-    admin_key: str | None = None
-
-
-_read = decoder(Added)
+_read = decoder(ReplicaFields)
 
 
 class Admin:
@@ -86,17 +74,8 @@ class Admin:
             added = _read(body)
         except msgspec.DecodeError as error:
             raise InvalidRequest(f"The body is no replica: {error}.") from error
-        if not 0.01 <= added.weight <= 100 or (added.max_in_flight is not None and not added.max_in_flight > 0):
-            raise InvalidRequest("weight is from 0.01 to 100, and max_in_flight at least 1.")
         try:
-            spec = make_spec(
-                added.name,
-                added.url,
-                weight=added.weight,
-                max_in_flight=added.max_in_flight,
-                keys=Keys(added.key or self._keys.key, added.admin_key or self._keys.admin_key),
-            )
-            return self._fleet.add(spec)
+            return self._fleet.add(added.spec(self._keys))
         except ConfigError as error:
             raise InvalidRequest(str(error)) from error
 

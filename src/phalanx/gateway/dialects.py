@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from phalanx.edge.messages_errors import messages_error_type
 from phalanx.errors import PhalanxError
 from phalanx.gateway.statuses import status_of
 
@@ -23,14 +24,6 @@ Dialect = Literal["chat", "responses", "messages", "ollama", "ollama_more", "oth
 
 OPAQUE = frozenset(("ollama_more", "other"))
 """Dialects whose streams are not looked into."""
-MESSAGES_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 RESPONSES_ENDS = frozenset(("response.completed", "response.failed", "response.incomplete", "error"))
 MESSAGES_ENDS = frozenset(("message_stop", "error"))
 
@@ -52,8 +45,7 @@ def error_object(dialect: Dialect, error: PhalanxError) -> dict[str, Any]:
     if dialect in ("ollama", "ollama_more"):
         return {"error": message}
     if dialect == "messages":
-        kind = MESSAGES_TYPES.get(status.status, "invalid_request_error" if status.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return {"type": "error", "error": {"type": messages_error_type(status.status), "message": message}}
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     return {"error": {"message": message, "type": status.type, "param": param, "code": code or status.code}}
 

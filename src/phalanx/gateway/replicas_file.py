@@ -25,13 +25,24 @@ from phalanx.gateway.toml_tables import parse_tables
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,63}")
 
 
-class _Table(Struct, kw_only=True):
+class ReplicaFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A replica as a file's table or the admin API's JSON names it."""
+
     name: str
     url: str
     weight: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     max_in_flight: Annotated[int, Meta(ge=1, le=65536)] | None = None
     key: str | None = None
     admin_key: str | None = None
+
+    def spec(self, keys: Keys) -> ReplicaSpec:
+        """The replica, checked; `keys` are for one that names none.
+
+        Raises:
+            ConfigError: says what is wrong with its name, URL or keys.
+        """
+        own = Keys(self.key or keys.key, self.admin_key or keys.admin_key)
+        return make_spec(self.name, self.url, weight=self.weight, max_in_flight=self.max_in_flight, keys=own)
 
 
 class Keys(Struct, frozen=True):
@@ -51,15 +62,9 @@ def parse_replicas(text: str, file: str, *, keys: Keys = Keys()) -> tuple[Replic
         ConfigError: names file, line and what is wrong; then nothing of the file counts.
     """
     specs: dict[str, ReplicaSpec] = {}
-    for table, line in parse_tables(text, "replica", _Table, file):
+    for table, line in parse_tables(text, "replica", ReplicaFields, file):
         try:
-            spec = make_spec(
-                table.name,
-                table.url,
-                weight=table.weight,
-                max_in_flight=table.max_in_flight,
-                keys=Keys(table.key or keys.key, table.admin_key or keys.admin_key),
-            )
+            spec = table.spec(keys)
         except ConfigError as error:
             raise ConfigError(f"{file}, line {line}: {error.message}", remedy=error.remedy) from error
         if spec.name in specs:

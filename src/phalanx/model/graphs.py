@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from phalanx.model.cache.buffers import ArenaBuffers
-from phalanx.model.cache.ragged import RowView
+from phalanx.model.cache.row_view import RowView
 
 
 class Replayed(NamedTuple):

@@ -89,7 +89,6 @@ def inspect(model: Module, config: Mapping[str, Any], stage: Stage | None = None
         layouts=layouts,
         rolls_back=not recurrent,
         recurrent=recurrent,
-        exact_prefix_only=recurrent,
         bytes_per_token=bytes_per_token(layouts),
         bytes_per_row=bytes_per_row(layouts),
         one_row=one_row,

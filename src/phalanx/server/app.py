@@ -20,7 +20,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from phalanx import __version__
-from phalanx.config import ServerConfig
 from phalanx.edge.hosts import AllowedHosts
 from phalanx.edge.keys import ApiKeys
 from phalanx.edge.refused_keys import RefusedKeys
@@ -66,6 +65,7 @@ from phalanx.server.parsed import GenerationDefaults, Served, served_names
 from phalanx.server.prompts import Prompts
 from phalanx.server.routes import CLIENT_GONE, CompletionEndpoints
 from phalanx.server.schema import DetokenizeBody, TokenizeBody
+from phalanx.server.settings import ServerConfig
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 

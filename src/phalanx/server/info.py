@@ -14,7 +14,6 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from phalanx import __version__
-from phalanx.config import ServerConfig
 from phalanx.edge.keys import ApiKeys
 from phalanx.edge.media_types import require_json
 from phalanx.edge.model_lists import more_of_models
@@ -30,6 +29,7 @@ from phalanx.server.parsed import ChatRequest, Served
 from phalanx.server.prompts import Prompts
 from phalanx.server.sampling import resolve_model
 from phalanx.server.schema import Body, DetokenizeBody, TokenizeBody
+from phalanx.server.settings import ServerConfig
 from phalanx.server.validate import parse_detokenize, parse_tokenize
 from phalanx.supervision.client import EngineClient
 from phalanx.types import ModelInfo, ResetPrefixCache

@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Callable
 
 from phalanx import __version__
-from phalanx.config import ServerConfig
 from phalanx.server.parsed import Served
+from phalanx.server.settings import ServerConfig
 from phalanx.types import ModelInfo
 
 

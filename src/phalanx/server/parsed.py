@@ -11,9 +11,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from phalanx.config import ServerConfig
 from phalanx.server.outputs.pieces import ToolDefinition
 from phalanx.server.outputs.shapes import OutputShapes
+from phalanx.server.settings import ServerConfig
 from phalanx.types import Sampling
 
 

@@ -21,7 +21,6 @@ from fastapi.responses import Response
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.config import ServerConfig
 from phalanx.edge.migration import RESUME, Resume
 from phalanx.errors import InvalidRequest, PhalanxError
 from phalanx.server.answers import Delta, Failure, ResponseHead, Usage, timing_json
@@ -38,6 +37,7 @@ from phalanx.server.migration import Migration, migration_of, recorded
 from phalanx.server.parsed import ChatRequest, CompletionRequest, Options, Served
 from phalanx.server.prompts import SHORT, Prompts
 from phalanx.server.schema import Body
+from phalanx.server.settings import ServerConfig
 from phalanx.server.stream import EventStream, disconnected
 from phalanx.server.validate import check_echoed, plan_sequences
 from phalanx.types import ModelInfo
@@ -144,34 +144,25 @@ class CompletionEndpoints:
         id = f"{dialect.id_prefix}{uuid.uuid4().hex}"
         silence_s = min(self._config.keepalive_seconds, dialect.longest_silence_s)
         parsed = asked.request
-        if isinstance(parsed, ChatRequest):
-            return Job(
-                options=parsed.options,
-                encode=lambda limit, begun: self._chats.encode(parsed, owner, limit, begun),
-                n_prompts=1,
-                field=dialect.field,
-                group=id,
-                id=id,
-                created=int(time.time()),
-                format=asked.format,
-                silence_s=silence_s,
-                owner=owner,
-                memory=memory,
-            )
-        return Job(
+        job = partial(
+            Job,
             options=parsed.options,
-            encode=lambda limit, begun: self._encode_texts(parsed, limit, begun),
-            n_prompts=len(parsed.prompts),
             field=dialect.field,
             group=id,
             id=id,
             created=int(time.time()),
             format=asked.format,
             silence_s=silence_s,
-            texts=tuple(prompt if isinstance(prompt, str) else None for prompt in parsed.prompts),
-            echo=parsed.echo,
             owner=owner,
             memory=memory,
+        )
+        if isinstance(parsed, ChatRequest):
+            return job(encode=lambda limit, begun: self._chats.encode(parsed, owner, limit, begun), n_prompts=1)
+        return job(
+            encode=lambda limit, begun: self._encode_texts(parsed, limit, begun),
+            n_prompts=len(parsed.prompts),
+            texts=tuple(prompt if isinstance(prompt, str) else None for prompt in parsed.prompts),
+            echo=parsed.echo,
         )
 
     async def _encode_texts(self, parsed: CompletionRequest, limit: int, begun: list[int] | None) -> Encoded:

@@ -15,7 +15,6 @@ from types import FrameType
 
 import uvicorn
 
-from phalanx.config import ServerConfig
 from phalanx.edge.acceptor import Acceptor, limits_within
 from phalanx.edge.listening import base_url
 from phalanx.edge.table import ConnectionTable, Deadlines, Place
@@ -25,6 +24,7 @@ from phalanx.server.connections import Connection
 from phalanx.server.journal import Journal
 from phalanx.server.outputs.shapes import OutputShapes
 from phalanx.server.parsed import GenerationDefaults, served_names
+from phalanx.server.settings import ServerConfig
 from phalanx.server.start import limits_of
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer

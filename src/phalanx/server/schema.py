@@ -37,7 +37,8 @@ class TolerantBody(Body, forbid_unknown_fields=False):
     """Unknown fields are passed over, for dialects whose clients send new ones every month."""
 
 
-def _field(text: str) -> Meta:
+def about(text: str) -> Meta:
+    """What `/docs` says of a field of a body."""
     return Meta(description=text)
 
 
@@ -54,200 +55,200 @@ PROMPT = Meta(
 
 
 class StreamOptions(Body, kw_only=True):
-    include_usage: Annotated[bool | None, _field("One more chunk with `usage` and no choices, at the end.")] = None
-    continuous_usage_stats: Annotated[bool | None, _field("The `usage` so far in every chunk.")] = None
-    include_obfuscation: Annotated[bool | None, _field("Only false: no padding is ever added.")] = None
+    include_usage: Annotated[bool | None, about("One more chunk with `usage` and no choices, at the end.")] = None
+    continuous_usage_stats: Annotated[bool | None, about("The `usage` so far in every chunk.")] = None
+    include_obfuscation: Annotated[bool | None, about("Only false: no padding is ever added.")] = None
 
 
 class ContentPart(Body, kw_only=True):
-    type: Annotated[str, _field('Only "text".')]
+    type: Annotated[str, about('Only "text".')]
     text: str | None = None
-    cache_control: Annotated[Any, _field(INERT)] = None
-    image_url: Annotated[Any, _field(LATER)] = None
-    input_audio: Annotated[Any, _field(LATER)] = None
-    file: Annotated[Any, _field(LATER)] = None
+    cache_control: Annotated[Any, about(INERT)] = None
+    image_url: Annotated[Any, about(LATER)] = None
+    input_audio: Annotated[Any, about(LATER)] = None
+    file: Annotated[Any, about(LATER)] = None
 
 
 class FunctionBody(Body, kw_only=True):
-    name: Annotated[str, _field("1 to 128 of A-Z, a-z, 0-9, `_`, `-`, `.`")]
+    name: Annotated[str, about("1 to 128 of A-Z, a-z, 0-9, `_`, `-`, `.`")]
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, _field("JSON schema of the arguments, an object.")] = None
+    parameters: Annotated[dict[str, Any] | None, about("JSON schema of the arguments, an object.")] = None
     strict: Annotated[
-        bool | None, _field("Calls that have to be made obey the schema anyway; others are as the model writes them.")
+        bool | None, about("Calls that have to be made obey the schema anyway; others are as the model writes them.")
     ] = None
 
 
 class ToolBody(Body, kw_only=True):
-    type: Annotated[str, _field('Only "function".')]
+    type: Annotated[str, about('Only "function".')]
     function: FunctionBody
-    cache_control: Annotated[Any, _field(INERT)] = None
+    cache_control: Annotated[Any, about(INERT)] = None
 
 
 class CalledFunctionBody(Body, kw_only=True):
     name: str
     arguments: Annotated[
-        str | dict[str, Any] | None, _field("A JSON object, as text or as it is; empty for no arguments.")
+        str | dict[str, Any] | None, about("A JSON object, as text or as it is; empty for no arguments.")
     ] = None
-    parsed_arguments: Annotated[Any, _field(INERT)] = None
+    parsed_arguments: Annotated[Any, about(INERT)] = None
 
 
 class ToolCallBody(Body, kw_only=True):
     id: str
     function: CalledFunctionBody
-    type: Annotated[str | None, _field('Only "function".')] = None
-    index: Annotated[Any, _field(INERT)] = None
-    cache_control: Annotated[Any, _field(INERT)] = None
-    provider_specific_fields: Annotated[Any, _field(INERT)] = None
+    type: Annotated[str | None, about('Only "function".')] = None
+    index: Annotated[Any, about(INERT)] = None
+    cache_control: Annotated[Any, about(INERT)] = None
+    provider_specific_fields: Annotated[Any, about(INERT)] = None
 
 
 class ChatMessage(Body, kw_only=True):
-    role: Annotated[str, _field("system, developer, user, assistant or tool.")]
+    role: Annotated[str, about("system, developer, user, assistant or tool.")]
     content: Annotated[
         str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None,
-        _field("Only an assistant's message may be without."),
+        about("Only an assistant's message may be without."),
     ] = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: Annotated[str | None, _field("The content of an assistant's message that has none.")] = None
-    id: Annotated[Any, _field(INERT)] = None
-    annotations: Annotated[Any, _field(INERT)] = None
-    cache_control: Annotated[Any, _field(INERT)] = None
-    parsed: Annotated[Any, _field(INERT)] = None
-    provider_specific_fields: Annotated[Any, _field(INERT)] = None
-    reasoning_details: Annotated[Any, _field(INERT)] = None
-    thinking_blocks: Annotated[Any, _field(INERT)] = None
+    refusal: Annotated[str | None, about("The content of an assistant's message that has none.")] = None
+    id: Annotated[Any, about(INERT)] = None
+    annotations: Annotated[Any, about(INERT)] = None
+    cache_control: Annotated[Any, about(INERT)] = None
+    parsed: Annotated[Any, about(INERT)] = None
+    provider_specific_fields: Annotated[Any, about(INERT)] = None
+    reasoning_details: Annotated[Any, about(INERT)] = None
+    thinking_blocks: Annotated[Any, about(INERT)] = None
     tool_calls: Annotated[
-        Annotated[list[ToolCallBody], Meta(max_length=MAX_CALLS)] | None, _field("Of an assistant's message.")
+        Annotated[list[ToolCallBody], Meta(max_length=MAX_CALLS)] | None, about("Of an assistant's message.")
     ] = None
-    tool_call_id: Annotated[str | None, _field("Of a tool's message: the call it answers.")] = None
+    tool_call_id: Annotated[str | None, about("Of a tool's message: the call it answers.")] = None
 
 
 class JsonSchemaFormat(Body, kw_only=True):
-    name: Annotated[str, _field("Accepted for compatibility; the model is not shown it.")]
-    schema: Annotated[dict[str, Any], _field("A JSON schema that the answer matches.")]
-    description: Annotated[str | None, _field(INERT)] = None
-    strict: Annotated[bool | None, _field("Accepted for compatibility; the answer always matches the schema.")] = None
+    name: Annotated[str, about("Accepted for compatibility; the model is not shown it.")]
+    schema: Annotated[dict[str, Any], about("A JSON schema that the answer matches.")]
+    description: Annotated[str | None, about(INERT)] = None
+    strict: Annotated[bool | None, about("Accepted for compatibility; the answer always matches the schema.")] = None
 
 
 class AnswerFormat(Body, kw_only=True):
     """`response_format`"""
 
-    type: Annotated[str, _field("text, json_object or json_schema.")]
+    type: Annotated[str, about("text, json_object or json_schema.")]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(Body, kw_only=True):
     """`structured_outputs`, with vLLM's names: one of json, regex, choice, grammar and json_object."""
 
-    json: Annotated[dict[str, Any] | str | None, _field("A JSON schema, or its text.")] = None
-    regex: Annotated[str | None, _field("Matches the whole answer; no look-around.")] = None
-    choice: Annotated[list[str] | None, _field("The answer is one of these texts.")] = None
-    grammar: Annotated[str | None, _field("Lark, or llama.cpp's GBNF.")] = None
-    json_object: Annotated[bool | None, _field("The answer is a JSON object.")] = None
-    whitespace_pattern: Annotated[str | None, _field("Of JSON: what may stand between two of its tokens.")] = None
-    disable_any_whitespace: Annotated[bool | None, _field("Of JSON: nothing stands between two of its tokens.")] = None
-    disable_fallback: Annotated[bool | None, _field(INERT)] = None
-    disable_additional_properties: Annotated[bool | None, _field("Only false.")] = None
-    structural_tag: Annotated[str | None, _field(LATER)] = None
+    json: Annotated[dict[str, Any] | str | None, about("A JSON schema, or its text.")] = None
+    regex: Annotated[str | None, about("Matches the whole answer; no look-around.")] = None
+    choice: Annotated[list[str] | None, about("The answer is one of these texts.")] = None
+    grammar: Annotated[str | None, about("Lark, or llama.cpp's GBNF.")] = None
+    json_object: Annotated[bool | None, about("The answer is a JSON object.")] = None
+    whitespace_pattern: Annotated[str | None, about("Of JSON: what may stand between two of its tokens.")] = None
+    disable_any_whitespace: Annotated[bool | None, about("Of JSON: nothing stands between two of its tokens.")] = None
+    disable_fallback: Annotated[bool | None, about(INERT)] = None
+    disable_additional_properties: Annotated[bool | None, about("Only false.")] = None
+    structural_tag: Annotated[str | None, about(LATER)] = None
 
 
 class SamplingBody(Body, kw_only=True):
     """The fields that chat and text completions share."""
 
-    model: Annotated[str | None, _field("A served model's name; the first one when left out.")] = None
+    model: Annotated[str | None, about("A served model's name; the first one when left out.")] = None
     max_tokens: Annotated[
         int | None,
-        _field("Most output tokens. Without it, 16 of a completion; of a chat, what there is room for."),
+        about("Most output tokens. Without it, 16 of a completion; of a chat, what there is room for."),
     ] = None
-    n: Annotated[int | None, _field("Number of choices per prompt.")] = None
+    n: Annotated[int | None, about("Number of choices per prompt.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: Annotated[int | None, _field("Any integer (taken modulo 2**64). The same seed gives the same tokens.")] = None
-    temperature: Annotated[float | None, _field("0 is greedy.")] = None
+    seed: Annotated[int | None, about("Any integer (taken modulo 2**64). The same seed gives the same tokens.")] = None
+    temperature: Annotated[float | None, about("0 is greedy.")] = None
     top_p: float | None = None
-    top_k: Annotated[int | None, _field("0 or -1 is off.")] = None
+    top_k: Annotated[int | None, about("0 or -1 is off.")] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, _field("Token id (as a string) -> -100..100.")] = None
-    stop: Annotated[str | list[str] | None, _field("Up to 16 strings; the answer ends before the first.")] = None
+    logit_bias: Annotated[dict[str, float] | None, about("Token id (as a string) -> -100..100.")] = None
+    stop: Annotated[str | list[str] | None, about("Up to 16 strings; the answer ends before the first.")] = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
-    timeout: Annotated[float | None, _field('Seconds; afterwards the answer ends with "length". Ours.')] = None
-    timing: Annotated[bool | None, _field("Adds `timing` (seconds) beside `usage`. Ours.")] = None
+    timeout: Annotated[float | None, about('Seconds; afterwards the answer ends with "length". Ours.')] = None
+    timing: Annotated[bool | None, about("Adds `timing` (seconds) beside `usage`. Ours.")] = None
     num_speculative_tokens: Annotated[
-        int | None, _field("Tokens drafted for this request in a step, at most; 0: none. Changes speed only. Ours.")
+        int | None, about("Tokens drafted for this request in a step, at most; 0: none. Changes speed only. Ours.")
     ] = None
     speculation: Annotated[
         bool | None,
-        _field("Adds `completion_tokens_details` to `usage`: predicted tokens, accepted and rejected. Ours."),
+        about("Adds `completion_tokens_details` to `usage`: predicted tokens, accepted and rejected. Ours."),
     ] = None
-    response_format: Annotated[AnswerFormat | None, _field("What the answer looks like.")] = None
-    structured_outputs: Annotated[StructuredOutputs | None, _field("What the answer looks like, as in vLLM.")] = None
-    guided_json: Annotated[dict[str, Any] | str | None, _field("structured_outputs.json, by its older name.")] = None
-    guided_regex: Annotated[str | None, _field("structured_outputs.regex, by its older name.")] = None
-    guided_choice: Annotated[list[str] | None, _field("structured_outputs.choice, by its older name.")] = None
-    guided_grammar: Annotated[str | None, _field("structured_outputs.grammar, by its older name.")] = None
-    user: Annotated[str | None, _field(INERT)] = None
-    metadata: Annotated[dict[str, Any] | None, _field(INERT)] = None
-    store: Annotated[bool | None, _field(INERT)] = None
-    service_tier: Annotated[str | None, _field(INERT)] = None
-    safety_identifier: Annotated[str | None, _field(INERT)] = None
-    prompt_cache_key: Annotated[str | None, _field(INERT)] = None
-    prompt_cache_retention: Annotated[str | None, _field(INERT)] = None
-    cache_salt: Annotated[
-        str | None, _field("Cached prefixes are shared only between requests with the same salt.")
-    ] = None
-    best_of: Annotated[int | None, _field("Only the same number as n.")] = None
-    use_beam_search: Annotated[bool | None, _field("Only false.")] = None
-    length_penalty: Annotated[float | None, _field("Only 1.")] = None
-    bad_words: Annotated[list[str] | None, _field("Only an empty list.")] = None
-    priority: Annotated[int | None, _field("Only 0.")] = None
-    no_stop_trim: Annotated[bool | None, _field("Only false.")] = None
-    separate_reasoning: Annotated[bool | None, _field("Only true.")] = None
-    stream_reasoning: Annotated[bool | None, _field("Only true.")] = None
-    include_reasoning: Annotated[bool | None, _field("Only true.")] = None
-    return_hidden_states: Annotated[bool | None, _field("Only false.")] = None
+    response_format: Annotated[AnswerFormat | None, about("What the answer looks like.")] = None
+    structured_outputs: Annotated[StructuredOutputs | None, about("What the answer looks like, as in vLLM.")] = None
+    guided_json: Annotated[dict[str, Any] | str | None, about("structured_outputs.json, by its older name.")] = None
+    guided_regex: Annotated[str | None, about("structured_outputs.regex, by its older name.")] = None
+    guided_choice: Annotated[list[str] | None, about("structured_outputs.choice, by its older name.")] = None
+    guided_grammar: Annotated[str | None, about("structured_outputs.grammar, by its older name.")] = None
+    user: Annotated[str | None, about(INERT)] = None
+    metadata: Annotated[dict[str, Any] | None, about(INERT)] = None
+    store: Annotated[bool | None, about(INERT)] = None
+    service_tier: Annotated[str | None, about(INERT)] = None
+    safety_identifier: Annotated[str | None, about(INERT)] = None
+    prompt_cache_key: Annotated[str | None, about(INERT)] = None
+    prompt_cache_retention: Annotated[str | None, about(INERT)] = None
+    cache_salt: Annotated[str | None, about("Cached prefixes are shared only between requests with the same salt.")] = (
+        None
+    )
+    best_of: Annotated[int | None, about("Only the same number as n.")] = None
+    use_beam_search: Annotated[bool | None, about("Only false.")] = None
+    length_penalty: Annotated[float | None, about("Only 1.")] = None
+    bad_words: Annotated[list[str] | None, about("Only an empty list.")] = None
+    priority: Annotated[int | None, about("Only 0.")] = None
+    no_stop_trim: Annotated[bool | None, about("Only false.")] = None
+    separate_reasoning: Annotated[bool | None, about("Only true.")] = None
+    stream_reasoning: Annotated[bool | None, about("Only true.")] = None
+    include_reasoning: Annotated[bool | None, about("Only true.")] = None
+    return_hidden_states: Annotated[bool | None, about("Only false.")] = None
 
 
 class ChatBody(SamplingBody, kw_only=True):
     """`POST /v1/chat/completions`"""
 
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int | None, _field("The newer name of max_tokens.")] = None
+    max_completion_tokens: Annotated[int | None, about("The newer name of max_tokens.")] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, _field("0..20; needs logprobs.")] = None
+    top_logprobs: Annotated[int | None, about("0..20; needs logprobs.")] = None
     reasoning_effort: Annotated[
-        str | None, _field('Handed to the chat template; "none" also sets its `enable_thinking` to false.')
+        str | None, about('Handed to the chat template; "none" also sets its `enable_thinking` to false.')
     ] = None
-    verbosity: Annotated[str | None, _field("Handed to the chat template.")] = None
-    echo: Annotated[bool | None, _field("Only false.")] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, _field("Variables for the chat template.")] = None
+    verbosity: Annotated[str | None, about("Handed to the chat template.")] = None
+    echo: Annotated[bool | None, about("Only false.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, about("Variables for the chat template.")] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    parallel_tool_calls: Annotated[bool | None, _field("false: the answer ends with its first call.")] = None
-    modalities: Annotated[list[str] | None, _field('Only ["text"].')] = None
+    parallel_tool_calls: Annotated[bool | None, about("false: the answer ends with its first call.")] = None
+    modalities: Annotated[list[str] | None, about('Only ["text"].')] = None
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         str | dict[str, Any] | None,
-        _field('"auto", "required", {"type": "function", "function": {"name": ...}}, or "none": they are not shown.'),
+        about('"auto", "required", {"type": "function", "function": {"name": ...}}, or "none": they are not shown.'),
     ] = None
-    functions: Annotated[list[Any] | None, _field(LATER)] = None
-    function_call: Annotated[str | dict[str, Any] | None, _field(LATER)] = None
+    functions: Annotated[list[Any] | None, about(LATER)] = None
+    function_call: Annotated[str | dict[str, Any] | None, about(LATER)] = None
 
 
 class CompletionBody(SamplingBody, kw_only=True):
     """`POST /v1/completions`"""
 
     prompt: Annotated[str | list[str | int | list[int]], PROMPT]  # a list's items are of one kind
-    echo: Annotated[bool | None, _field("The prompt (and its logprobs) come before the answer.")] = None
-    logprobs: Annotated[int | None, _field("0..20 most likely tokens beside the chosen one.")] = None
-    suffix: Annotated[str | None, _field(LATER)] = None
+    echo: Annotated[bool | None, about("The prompt (and its logprobs) come before the answer.")] = None
+    logprobs: Annotated[int | None, about("0..20 most likely tokens beside the chosen one.")] = None
+    suffix: Annotated[str | None, about(LATER)] = None
 
 
 class TokenizeBody(Body, kw_only=True):

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from phalanx.config import ServerConfig
 from phalanx.edge.listening import bind, check_certificate
 from phalanx.edge.table import ConnectionLimits, limits_for
 from phalanx.errors import ExitCode
 from phalanx.open_files import raise_limit
 from phalanx.server.parsed import GenerationDefaults
+from phalanx.server.settings import ServerConfig
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 

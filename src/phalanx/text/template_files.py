@@ -65,6 +65,14 @@ def choose(templates: Mapping[str, str], given: str | None, *, tools: bool) -> s
     )
 
 
+def shown(templates: Mapping[str, str], given: str | None) -> str:
+    """The source that `choose` takes for a conversation with tools; empty without one."""
+    try:
+        return choose(templates, given, tools=True)
+    except ValueError:
+        return ""
+
+
 def _in_settings(path: Path) -> dict[str, str]:
     for file in (path / "tokenizer_config.json", path / "chat_template.json"):
         try:

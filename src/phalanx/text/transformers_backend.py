@@ -85,10 +85,7 @@ class TransformersBackend(Backend):
         return name
 
     def template_source(self, chat_template: str | None) -> str:
-        try:
-            return template_files.choose(self._chat_templates, chat_template, tools=True)
-        except ValueError:
-            return ""
+        return template_files.shown(self._chat_templates, chat_template)
 
     def render(
         self,

@@ -266,7 +266,7 @@ def test_a_start_that_fails_ends_what_it_started_and_nothing_else(monkeypatch):
             return Stopped()
         if remote.name == "h0" and getattr(request, "role", "") == "server":
             raise ClusterError("h0: Something is running here already")
-        return SupervisorStarted(pid=7, waited_s=0.0)
+        return SupervisorStarted(pid=7)
 
     monkeypatch.setattr(Remote, "call", call)
     with pytest.raises(ClusterError, match="h0: Something"):

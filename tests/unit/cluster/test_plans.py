@@ -240,7 +240,7 @@ def test_hosts_start_at_once_and_all_or_none(monkeypatch):
         await both.wait()  # in turn, this would wait for ever
         if remote.name == "b":
             raise ClusterError("b: Something is running here already")
-        return SupervisorStarted(pid=7, waited_s=0.0)
+        return SupervisorStarted(pid=7)
 
     monkeypatch.setattr(Remote, "call", call)
     with pytest.raises(ClusterError, match="b: Something"):

@@ -21,7 +21,7 @@ from phalanx.offline import llm as module
 from phalanx.offline.llm import LLM
 from phalanx.offline.outputs import RequestOutput
 from phalanx.offline.sampling_params import SamplingParams, StructuredOutputsParams
-from phalanx.supervision.client import FakeEngine
+from phalanx.supervision.fake_engine import FakeEngine
 from phalanx.types import Submit
 
 ROWS = 2

@@ -16,7 +16,7 @@ from phalanx.edge.media_types import is_json, require_json
 from phalanx.errors import InvalidApiKey, WrongMediaType
 from phalanx.server.access import without_paths
 from phalanx.server.parsed import shown_name
-from phalanx.supervision.client import replying
+from phalanx.supervision.fake_engine import replying
 from phalanx.types import ResetPrefixCache
 
 KEYED = replace(CONFIG, api_key=("one", "two"))

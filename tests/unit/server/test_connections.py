@@ -24,7 +24,7 @@ from phalanx.edge.table import (
     Progress,
     group_of,
 )
-from phalanx.supervision.client import replying
+from phalanx.supervision.fake_engine import replying
 
 SHORT = Deadlines(header_s=1.0, body_s=0.5, read_s=0.5, progress_bytes=4096)
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"

@@ -14,7 +14,7 @@ from phalanx.server.output_queue import StreamEnd, Timings
 from phalanx.server.parsed import GenerationDefaults, Served
 from phalanx.server.schema import CompletionBody
 from phalanx.server.validate import parse_completion, plan_sequences
-from phalanx.supervision.client import FAKE_INFO
+from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.text.tokenizer import StopAutomaton
 from phalanx.types import Finished, FinishReason, PromptScored, Timing, TokenLogprobs, Tokens
 

@@ -13,7 +13,7 @@ from support.serving import CHAT, CONFIG, EOS, TEMPLATE, fake_engine, running_se
 from phalanx.errors import EngineUnavailable, PhalanxError, QueueFull
 from phalanx.server.app import body_of, failure_of
 from phalanx.server.connections import only_health
-from phalanx.supervision.client import replying
+from phalanx.supervision.fake_engine import replying
 
 URL = "/v1/chat/completions"
 KEYED = replace(CONFIG, api_key=("secret",), queue=0, engine=replace(CONFIG.engine, max_num_seqs=1))

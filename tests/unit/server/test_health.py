@@ -6,7 +6,7 @@ import asyncio
 
 from phalanx.server import health
 from phalanx.server.metrics import Metrics
-from phalanx.supervision.client import FakeEngine
+from phalanx.supervision.fake_engine import FakeEngine
 from phalanx.types import Batch, EngineStats, Finished, Tokens
 
 

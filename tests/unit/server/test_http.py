@@ -12,7 +12,7 @@ from support.serving import CHAT, CONFIG, MODEL, fake_engine, serving, sse
 
 from phalanx.config import MIB
 from phalanx.server.parsed import GenerationDefaults
-from phalanx.supervision.client import replying
+from phalanx.supervision.fake_engine import replying
 from phalanx.types import Cancel, Submit
 
 TEXT = "hello world, the quick brown fox"

@@ -25,7 +25,7 @@ from phalanx.edge.listening import base_url
 from phalanx.edge.table import Deadlines
 from phalanx.errors import ConfigError
 from phalanx.server.start import serve
-from phalanx.supervision.client import FakeEngine, replying
+from phalanx.supervision.fake_engine import FakeEngine, replying
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.tls.certificates import make_certificate
 

@@ -10,7 +10,7 @@ from phalanx.errors import EngineError, EngineUnavailable, Quarantined, QueueFul
 from phalanx.server.journal import TRIAL_TOKENS, UNREAD_TOKENS, Journal
 from phalanx.server.metrics import Metrics
 from phalanx.server.output_queue import OutputQueue, StreamEnd
-from phalanx.supervision.client import FakeEngine, hashed
+from phalanx.supervision.fake_engine import FakeEngine, hashed
 from phalanx.types import (
     Batch,
     Cancel,

@@ -17,7 +17,7 @@ from support.serving import CONFIG, fake_engine, serving
 
 from phalanx.config import MIB
 from phalanx.server import app
-from phalanx.supervision.client import replying
+from phalanx.supervision.fake_engine import replying
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Cancel
 

@@ -15,7 +15,7 @@ from support.serving import CHAT, CONFIG, EOS, MODEL, fake_engine, serving, sse
 from phalanx.edge.migration import MIGRATION, RESUME, RESUME_BYTES, Choice, Ended, Record, record_in, resume_body
 from phalanx.server.answer_parts import call_id
 from phalanx.server.app import create_app
-from phalanx.supervision.client import replying
+from phalanx.supervision.fake_engine import replying
 from phalanx.types import Submit, TokenLogprobs
 
 URL = "/v1/chat/completions"

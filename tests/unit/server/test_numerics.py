@@ -11,7 +11,7 @@ from support.serving import CONFIG, TEMPLATE, make_tokenizer
 from phalanx.server.numerics import numerics_of
 from phalanx.server.outputs.shapes import OutputShapes
 from phalanx.server.parsed import GenerationDefaults, Served
-from phalanx.supervision.client import FAKE_INFO
+from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.text.tokenizer import Tokenizer
 
 SERVED = Served(

@@ -14,7 +14,7 @@ from support.scripted_model import TEMPLATES, tokenizer_of
 from support.serving import CONFIG, fake_engine, serving
 
 from phalanx.server.dialects.ollama_models import REFUSED
-from phalanx.supervision.client import replying
+from phalanx.supervision.fake_engine import replying
 from phalanx.types import Cancel
 
 CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"

@@ -16,7 +16,7 @@ from phalanx.server.dialects.responses_items import seal
 from phalanx.server.json_fields import TOOLS_BYTES
 from phalanx.server.outputs.shapes import OutputShapes, by_name
 from phalanx.server.parsed import GenerationDefaults, Served
-from phalanx.supervision.client import FAKE_INFO
+from phalanx.supervision.fake_engine import FAKE_INFO
 
 SERVED = Served(
     names=("tiny", "alias"),

@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError, ExitCode, ModelError, ModelUnsupported
 from phalanx.server.defaults import read_defaults
 from phalanx.server.parsed import GenerationDefaults
 from phalanx.server.start import serve
-from phalanx.supervision.client import FakeEngine, replying
+from phalanx.supervision.fake_engine import FakeEngine, replying
 
 
 def test_a_taken_port_is_named():

@@ -14,7 +14,7 @@ from support.serving import CONFIG
 from phalanx.edge.listening import bind
 from phalanx.errors import ConfigError, ExitCode, ModelUnsupported
 from phalanx.server.start import serve
-from phalanx.supervision.client import FakeEngine
+from phalanx.supervision.fake_engine import FakeEngine
 from phalanx.text.tokenizer import Tokenizer
 
 WAIT_S = 120.0

@@ -14,7 +14,7 @@ from phalanx.server.parsed import GenerationDefaults, Served
 from phalanx.server.sampling import NEUTRAL
 from phalanx.server.schema import ChatBody, CompletionBody, TokenizeBody
 from phalanx.server.validate import parse_chat, parse_completion, parse_tokenize, plan_sequences
-from phalanx.supervision.client import FAKE_INFO
+from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.types import Sampling, StopRule
 
 SERVED = Served(

@@ -13,7 +13,7 @@ from support.serving import CHAT, CONFIG, fake_engine, serving, sse
 
 from phalanx.config import MIB
 from phalanx.server.sampling import NEUTRAL
-from phalanx.supervision.client import FAKE_INFO, replying
+from phalanx.supervision.fake_engine import FAKE_INFO, replying
 
 TEXT = "hello world, the quick brown fox says hello to the world again"
 URL = {"chat": "/v1/chat/completions", "text": "/v1/completions"}

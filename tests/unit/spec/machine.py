@@ -14,8 +14,12 @@ from random import Random
 from support.drafts import by_position
 
 from phalanx.sched.forwards import computed
+from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.control import Control, StepTime, Unread
+from phalanx.spec.drafters import Draft
 
+ROWS = (1, 6)
+"""So many rows decode in most tests."""
 Curve = Callable[[int, float], float]
 """(rows, tokens per row) -> seconds of a step."""
 
@@ -238,6 +242,21 @@ def predictable(rate: float, most: int = 16) -> Callable[[int, int], int]:
         return zlib.crc32(f"{row} {place}".encode()) % 1000 / 1000
 
     return right
+
+
+def lookup(most: int = 8) -> AdaptiveControl:
+    """The control of a drafter that costs next to nothing."""
+    return AdaptiveControl(most, cheap=True)
+
+
+def draft_model(most: int = 8) -> AdaptiveControl:
+    """The control of a draft model."""
+    return AdaptiveControl(most, cheap=False)
+
+
+def guess(*tokens: int) -> Draft:
+    """A draft of these tokens."""
+    return by_position([*tokens])
 
 
 def recite(control, drafter, curve: Curve, prompt: list[int], answer: list[int], key: int = 0) -> float:

@@ -7,30 +7,26 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machine import CURVES, World, compute_bound, few_cores, memory_bound, predictable, stairs
-from support.drafts import by_position
+from machine import (
+    CURVES,
+    ROWS,
+    World,
+    compute_bound,
+    draft_model,
+    few_cores,
+    guess,
+    lookup,
+    memory_bound,
+    predictable,
+    stairs,
+)
 from support.examples import examples
 
 from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.budget import ALLOWANCE, PROBE_SHARE
-from phalanx.spec.control import StepTime, Unread
-from phalanx.spec.drafters import Draft
+from phalanx.spec.control import StepTime
 from phalanx.spec.rules import BACKOFF, Always, FloorControl, build
 from phalanx.speculation_config import DraftModelSpeculation, NgramSpeculation
-
-ROWS = (1, 6)
-
-
-def lookup(most: int = 8) -> AdaptiveControl:
-    return AdaptiveControl(most, cheap=True)
-
-
-def draft_model(most: int = 8) -> AdaptiveControl:
-    return AdaptiveControl(most, cheap=False)
-
-
-def guess(*tokens: int) -> Draft:
-    return by_position([*tokens])
 
 
 class Fixed(Always):
@@ -279,289 +275,6 @@ def test_drafts_are_judged_by_what_came_while_nothing_could_be_drafted_as_well(m
     assert 0 in control._tracker.pending
     control.observe({0: meanwhile}, {}, None)
     assert (0 in control._tracker.pending) == is_open
-
-
-class TestReading:
-    """A draft model reads a prompt before it drafts; that is work like any other."""
-
-    def world(self, rate: float, reading_s: float = 1 / 40) -> World:
-        return World(draft_model(), memory_bound, predictable(rate), drafting_s=0.02, reading_s=reading_s)
-
-    @pytest.mark.parametrize("prompt", [20, 60, 200, 1000, 8000])
-    def test_hopeless_texts_behind_prompts(self, prompt):
-        """Never below 0.98, from the first answer on, however long the prompts are."""
-        world = self.world(0.0)
-        for n in range(1, 9):
-            world.answer(0, prompt, 256)
-            assert world.lost < 0.02 * 256 * n
-
-    @pytest.mark.parametrize("prompt", [12, 18, 38])
-    @pytest.mark.parametrize("steps", [2, 5, 20])
-    @pytest.mark.parametrize("silent", [True, False])
-    def test_sequences_that_leave_when_they_have_been_read(self, prompt, steps, silent):
-        """Little is learned from them but that answers are short; what was read is paid all the same."""
-        world = self.world(0.0)
-        world.offers = lambda row, place: not silent
-        for _ in range(100):
-            world.begin(0, prompt)
-            for _ in range(steps):
-                world.step(1)
-        assert world.lost <= 2 * ALLOWANCE + PROBE_SHARE * world.paid + 0.5
-
-    def test_short_answers_to_long_prompts_are_not_drafted_for(self):
-        """However good the drafter is known to be."""
-        world = self.world(0.95)
-        world.answer(0, 60, 2000)
-        before = world.read
-        for _ in range(5):
-            world.answer(0, 2000, 20)
-        assert world.read == before
-        world.answer(0, 200, 200)
-        assert world.read >= before + 199
-
-    @pytest.mark.parametrize("prompt", [100, 200])
-    def test_a_first_long_prompt_is_read_where_chunks_are_what_takes_time(self, prompt):
-        """Eight tokens take as long as fifty, so that at their price the savings would not pay for the others."""
-        world = self.world(0.9, 1 / 2000)
-        world.reading_at_all_s = 1 / 10
-        world.answer(0, prompt, 256)
-        assert world.read >= prompt - 8
-        assert world.seconds < 256 * memory_bound(1, 1) / 1.3
-
-    @pytest.mark.parametrize("reading_s", [1 / 160, 1 / 60, 1 / 30])
-    @pytest.mark.parametrize("prompt", [100, 300, 600])
-    def test_hope_for_cheaper_chunks_costs_no_more_than_the_share(self, prompt, reading_s):
-        world = self.world(0.0, reading_s)
-        for n in range(1, 5):
-            world.answer(0, prompt, 256)
-            assert world.lost < 0.02 * 256 * n
-
-    def test_a_good_drafter_earns_long_prompts(self):
-        """From short ones alone on; what is spent on them comes back."""
-        world = self.world(0.9)
-        for prompt in (8, 100, 300, 1000, 2000):
-            read, seconds = world.read, world.seconds
-            world.answer(0, prompt, 800)
-            assert world.read - read >= prompt - 8
-            assert 800 * memory_bound(1, 1) / (world.seconds - seconds) > 1.5
-
-    def test_one_disturbed_reading_means_nothing(self):
-        """The machine stood still for a thousand steps; the prompts after it are read as those before."""
-        world = self.world(0.9)
-        world.answer(0, 8, 1000)
-        world.answer(0, 300, 400)
-        plain, world.reading_s, world.left = world.reading_s, 40.0, lambda row: 1000
-        world.begin(0, 300)
-        read = world.read
-        while world.read == read:
-            world.step(1)
-        world.reading_s, read = plain, world.read
-        world.answer(0, 300, 400)
-        assert world.read - read >= 292
-
-    def test_newcomers_are_weighed_together(self):
-        """One of six rows alone would not pay for wider steps; all of them do. The others decode meanwhile."""
-        world = self.world(0.9, 1 / 200)
-        world.answer(0, 8, 1000)
-        world.left = lambda row: 1000
-        for row in range(6):
-            world.begin(row, 100)
-        for _ in range(60):
-            world.step(6)
-        assert world.unread(6) == {}
-        assert min(world.widths[-10:]) > 3
-
-    def test_long_prompts_alone_are_read_in_the_end(self):
-        """What the share saves pays for a first one; from then on the drafter is known."""
-        world = self.world(0.9)
-        answers = 0
-        while world.read < 600:
-            world.answer(0, 600, 500)
-            answers += 1
-        assert answers < 12
-        read, seconds = world.read, world.seconds
-        world.answer(0, 600, 500)
-        assert world.read - read >= 592
-        assert 500 / (world.seconds - seconds) > 1.3
-
-    @pytest.mark.parametrize("reading_s", [1 / 200, 1 / 40, 1 / 10])
-    def test_a_step_reads_for_no_longer_than_a_plain_step(self, reading_s):
-        world = self.world(1.0, reading_s)
-        for prompt in (8, 100, 300, 600):
-            world.answer(0, prompt, 1000)
-        assert world.read > 100
-        assert world.longest_reading_s <= memory_bound(1, 1) + 1e-9
-
-    def test_a_drafter_that_stopped_helping_reads_no_more(self):
-        world = self.world(0.95)
-        world.answer(0, 8, 2000)
-        world.right = lambda row, place: 0
-        lost = world.lost
-        for _ in range(4):
-            world.answer(0, 400, 256)
-        assert world.lost - lost < 0.035 * 4 * 256  # of the 1,600 steps that it gained before
-        before = world.read
-        world.answer(0, 400, 256)
-        assert world.read - before < 400
-        lost = world.lost
-        for _ in range(20):
-            world.answer(0, 400, 256)
-        assert world.lost - lost < PROBE_SHARE * 20 * 256 * 1.1
-
-    def test_a_prompt_is_read_while_the_target_prefills_it(self):
-        """By a drafter that is known to be good: the first decoding step has drafts."""
-        world = self.world(0.9)
-        world.answer(0, 60, 800)
-        world.left = lambda row: 400
-        world.prefill(0, 200, 8)
-        assert world.unread(1) == {}
-        assert world.longest_reading_s <= memory_bound(1, 1) + 1e-9
-        assert any(world.step(1) for _ in range(4))  # the time without drafts is measured anew
-
-    def test_a_drafter_that_does_not_help_reads_nothing_beside_the_target(self):
-        world = self.world(0.0)
-        world.answer(0, 60, 800)
-        world.left = lambda row: 400
-        read = world.read
-        world.prefill(0, 400, 8)
-        assert world.read - read < 0.02 * 400
-
-    def test_fixed_rules_read_everything(self):
-        unread = {0: Unread(100, 9), 1: Unread(100, 9), 2: Unread(5, 9)}
-        assert Always(8).request({0: 0, 1: 0, 2: 0}, unread, overlapped=False) == {0: 100, 1: 28}
-        off = FloorControl(8, floor=1.0, window=1)
-        off.choose({0: guess(5)})
-        off.observe({0: [6]}, {0: 1}, StepTime(1.0))
-        assert off.request({0: 0}, {0: Unread(100, 9)}, overlapped=False) == {}
-
-
-class TestOverlap:
-    """Async scheduling: a step that begins before the one before has ended takes no drafts."""
-
-    @pytest.mark.parametrize("rows", ROWS)
-    @pytest.mark.parametrize("curve", CURVES)
-    @pytest.mark.parametrize("model", [False, True])
-    def test_hopeless_texts_are_left_alone(self, curve, rows, model):
-        control = draft_model() if model else lookup()
-        world = World(control, curve, predictable(0.0), drafting_s=0.1 if model else 0.0005, overlap=True)
-        bound = 0
-        for _ in range(400):
-            world.step(rows)
-            bound += world.overlapped
-        assert bound > (60 if model else 320)  # a model that drafts for a thirtieth of a step is asked often
-        assert world.paid / world.steps < 1.02
-
-    @pytest.mark.parametrize("model", [False, True])
-    @pytest.mark.parametrize("overlap", [False, True])
-    def test_the_control_of_a_small_model_sleeps_most_of_the_time(self, model, overlap):
-        """It takes a tenth of a step to ask it, and nothing comes of it."""
-        control = draft_model() if model else lookup()
-        drafting_s = 0.1 if model else 0.01
-        world = World(control, memory_bound, predictable(0.0), drafting_s=drafting_s, overlap=overlap)
-        world.overhead_s = 0.1
-        for n in range(20):
-            world.begin(0, 0)
-            world.run(1, 256)
-            assert world.lost < 0.02 * 256 * (n + 1)
-        assert world.lost / world.steps < 1.5 * PROBE_SHARE
-
-    def test_lookups_that_promise_what_they_rarely_hold_are_hardly_waited_for(self):
-        """Eight are right at one place in sixty."""
-        world = World(lookup(), memory_bound, lambda row, place: 8 * (place % 60 == 0), drafting_s=0.0005, overlap=True)
-        for _ in range(20):
-            world.begin(0, 0)
-            world.run(1, 256)
-        assert world.lost / world.steps < 1.2 * PROBE_SHARE
-
-    def test_no_step_waits_for_a_model_that_has_not_read(self):
-        """The prompts of these texts are not worth reading."""
-        world = World(draft_model(), memory_bound, predictable(0.0), drafting_s=0.02, reading_s=1 / 40, overlap=True)
-
-        bound = 0
-        for _ in range(10):
-            world.begin(0, 4000)
-            for _ in range(256):
-                world.step(1)
-                bound += world.overlapped
-        assert bound > 0.95 * 2560
-
-    @pytest.mark.parametrize("model", [False, True])
-    def test_what_pays_is_found_and_goes_on(self, model):
-        drafting_s = 0.1 if model else 0.0005
-        speeds = []
-        for overlap in (False, True):
-            control = draft_model() if model else lookup()
-            world = World(control, memory_bound, predictable(0.0), drafting_s=drafting_s, overlap=overlap)
-            world.run(1, 300)
-            world.right = predictable(0.9)
-            world.run(1, 600)
-            speeds.append(world.run(1, 300))
-            assert not world.overlapped
-        assert speeds[1] > 0.97 * speeds[0] / 1.25 > 1.5
-
-    @pytest.mark.parametrize("model", [False, True])
-    def test_what_a_plain_step_takes_is_measured_again(self, model):
-        """No step without drafts begins early while drafts are verified, and what one took does not hold for ever."""
-        control = draft_model() if model else lookup()
-        drafting_s = 0.1 if model else 0.0005
-        world = World(control, memory_bound, predictable(0.9), drafting_s=drafting_s, overlap=True)
-        world.run(1, 600)
-        assert all(world.run(1, 600) > 1.5 for _ in range(5))
-        world.overlap = False  # another request waits for a place
-        assert all(world.run(1, 600) > 1.5 for _ in range(5))
-
-    def test_fixed_rules(self):
-        assert not Always(4).can_overlap([0])
-        floor = FloorControl(4, floor=1.0, window=1)
-        assert not floor.can_overlap([0])
-        floor.choose({0: guess(5)})
-        floor.observe({0: [6]}, {0: 1}, StepTime(1.0))
-        steps = 0
-        while floor.can_overlap([0]):
-            floor.observe({0: [6]}, {}, StepTime(1.0))
-            steps += 1
-            assert floor.request({0: 4}, {}, overlapped=False) == {}
-        assert steps == BACKOFF - 1
-
-
-@pytest.mark.parametrize("model", [False, True])
-def test_what_a_step_waits_for_is_asked_for(model):
-    """Although the control's own time has emptied the budget since the step decided to wait; so what becomes good late
-    is found."""
-    control, waited, asked = draft_model() if model else lookup(), 0, 0
-    text = predictable(0.9)
-
-    def late(row, place):
-        return text(row, place) if place > 400 else 0
-
-    drafting_s = 0.1 if model else 0.0005
-    world = World(control, memory_bound, late, drafting_s=drafting_s, overhead_s=0.02, overlap=True)
-    request = control.request
-
-    def watched(room, unread, *, overlapped):
-        nonlocal waited, asked
-        waits = control._gave_up_overlap
-        wanted = request(room, unread, overlapped=overlapped)
-        waited += waits
-        asked += waits and bool(wanted)
-        return wanted
-
-    control.request = watched
-    world.run(1, 1200)
-    assert asked == waited > 0
-    assert world.run(1, 300) > 1.5
-
-
-def test_another_text_is_not_waited_for_because_of_the_one_before():
-    """Drafts of the one before were right; there are none for this one."""
-    control = lookup()
-    world = World(control, memory_bound, predictable(0.9), drafting_s=0.0005, overlap=True)
-    world.run(1, 600)
-    world.offers = lambda row, place: False
-    world.begin(0, 0)
-    world.lost = 0.0
-    world.run(1, 100)
-    assert world.lost < 4 * world.late
 
 
 def test_the_same_steps_give_the_same_answers():

@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.errors import ConfigError
 from phalanx.supervision.attach import AttachedEngine
-from phalanx.supervision.client import FAKE_INFO
+from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.supervision.wire import engine_codec
 from phalanx.types import Batch, ModelInfo, Ready
 

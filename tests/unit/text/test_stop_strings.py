@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from phalanx.text.stop_strings import StopAutomaton, StopMatch, StopStrings
 
-text_of_few_letters = st.text(alphabet="ab\n", max_size=30)
 pieces_of_text = st.lists(st.text(alphabet="ab\n", max_size=4), max_size=20)
 stops = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=6), min_size=1, max_size=4)
 

@@ -14,7 +14,8 @@ import mlx.core as mx
 
 from phalanx.errors import EngineError
 from phalanx.model.cache.layout import KvLayout, Layout
-from phalanx.model.cache.ragged import Leaf, RowView, StateRows, build
+from phalanx.model.cache.ragged import Leaf, StateRows, build
+from phalanx.model.cache.row_view import RowView
 
 BATCH = 64 << 20
 """Bytes of row copies that are evaluated together: few enough to fit, enough to keep waits rare."""

@@ -68,10 +68,8 @@ class CacheFacts:
     rolls_back: bool
     """Whether a row can be set back to a shorter length; False with recurrent state (A3)."""
     recurrent: bool
-    """Whether there is state per row: prefill then takes one row at a time, unpadded, and a forward over several rows
-    takes one token of each."""
-    exact_prefix_only: bool
-    """Whether a cached prefix can be used only at its full length."""
+    """Whether there is state per row: prefill then takes one row at a time, unpadded, a forward over several rows
+    takes one token of each, and a cached prefix is used only at its full length."""
     bytes_per_token: int
     """Bytes of all layers, per row and token of capacity."""
     bytes_per_row: int

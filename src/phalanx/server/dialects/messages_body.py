@@ -23,65 +23,61 @@ from phalanx.server.json_fields import (
     text_or,
     unread_list,
 )
-from phalanx.server.schema import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, TolerantBody
-
-
-def _field(text: str) -> Meta:
-    return Meta(description=text)
+from phalanx.server.schema import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, TolerantBody, about
 
 
 class TextPart(TolerantBody, kw_only=True):
     """A block of the system prompt, or of a call's result."""
 
-    type: Annotated[str, _field('Only "text".')]
+    type: Annotated[str, about('Only "text".')]
     text: str | None = None
 
 
 class Block(TolerantBody, kw_only=True):
     """A block of a message."""
 
-    type: Annotated[str, _field("text, tool_use, tool_result, thinking or redacted_thinking, which is left out.")]
+    type: Annotated[str, about("text, tool_use, tool_result, thinking or redacted_thinking, which is left out.")]
     text: str | None = None
-    thinking: Annotated[str | None, _field("Reasoning of an earlier answer; its signature is not checked.")] = None
-    id: Annotated[str | None, _field("Of a call.")] = None
-    name: Annotated[str | None, _field("Of the called tool.")] = None
-    input: Annotated[dict[str, Any] | None, _field("The arguments of a call.")] = None
-    tool_use_id: Annotated[str | None, _field("Of a result: the call it answers.")] = None
-    content: Annotated[str | list[TextPart] | None, _field("Of a result.")] = None
-    is_error: Annotated[bool | None, _field("The model reads `Error: ` before the result.")] = None
+    thinking: Annotated[str | None, about("Reasoning of an earlier answer; its signature is not checked.")] = None
+    id: Annotated[str | None, about("Of a call.")] = None
+    name: Annotated[str | None, about("Of the called tool.")] = None
+    input: Annotated[dict[str, Any] | None, about("The arguments of a call.")] = None
+    tool_use_id: Annotated[str | None, about("Of a result: the call it answers.")] = None
+    content: Annotated[str | list[TextPart] | None, about("Of a result.")] = None
+    is_error: Annotated[bool | None, about("The model reads `Error: ` before the result.")] = None
 
 
 class Message(TolerantBody, kw_only=True):
-    role: Annotated[str, _field("user, assistant or system.")]
+    role: Annotated[str, about("user, assistant or system.")]
     content: str | Annotated[list[Block], Meta(max_length=MAX_PARTS)]
 
 
 class Tool(TolerantBody, kw_only=True):
-    type: Annotated[str | None, _field('"custom", or absent. Others are left out: Anthropic runs them.')] = None
+    type: Annotated[str | None, about('"custom", or absent. Others are left out: Anthropic runs them.')] = None
     name: str | None = None
     description: str | None = None
-    input_schema: Annotated[dict[str, Any] | None, _field("JSON schema of the arguments, an object.")] = None
+    input_schema: Annotated[dict[str, Any] | None, about("JSON schema of the arguments, an object.")] = None
 
 
 class ToolChoice(TolerantBody, kw_only=True):
-    type: Annotated[str, _field("auto, any, tool or none.")]
-    name: Annotated[str | None, _field("Of the type tool.")] = None
-    disable_parallel_tool_use: Annotated[bool | None, _field("The answer ends with its first call.")] = None
+    type: Annotated[str, about("auto, any, tool or none.")]
+    name: Annotated[str | None, about("Of the type tool.")] = None
+    disable_parallel_tool_use: Annotated[bool | None, about("The answer ends with its first call.")] = None
 
 
 class ThinkingBody(TolerantBody, kw_only=True):
-    type: Annotated[str, _field("enabled, adaptive or disabled.")]
-    budget_tokens: Annotated[int | None, _field("Handed to the chat template as `thinking_budget`.")] = None
-    display: Annotated[str | None, _field('With "omitted", blocks of thinking have no text.')] = None
+    type: Annotated[str, about("enabled, adaptive or disabled.")]
+    budget_tokens: Annotated[int | None, about("Handed to the chat template as `thinking_budget`.")] = None
+    display: Annotated[str | None, about('With "omitted", blocks of thinking have no text.')] = None
 
 
 class OutputFormat(TolerantBody, kw_only=True):
-    type: Annotated[str, _field("Only json_schema.")]
-    schema: Annotated[dict[str, Any] | None, _field("A JSON schema that the answer matches.")] = None
+    type: Annotated[str, about("Only json_schema.")]
+    schema: Annotated[dict[str, Any] | None, about("A JSON schema that the answer matches.")] = None
 
 
 class OutputConfig(TolerantBody, kw_only=True):
-    effort: Annotated[str | None, _field("Handed to the chat template as `reasoning_effort`.")] = None
+    effort: Annotated[str | None, about("Handed to the chat template as `reasoning_effort`.")] = None
     format: OutputFormat | None = None
 
 
@@ -89,24 +85,24 @@ class MessagesBody(TolerantBody, kw_only=True):
     """`POST /v1/messages`; without `max_tokens`, `POST /v1/messages/count_tokens`"""
 
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
-    model: Annotated[str | None, _field("A served model's name; the first one when left out.")] = None
-    max_tokens: Annotated[int | None, _field("Most output tokens; lowered to what there is room for.")] = None
-    system: Annotated[str | list[TextPart] | None, _field("A system message before the others.")] = None
+    model: Annotated[str | None, about("A served model's name; the first one when left out.")] = None
+    max_tokens: Annotated[int | None, about("Most output tokens; lowered to what there is room for.")] = None
+    system: Annotated[str | list[TextPart] | None, about("A system message before the others.")] = None
     stream: bool | None = None
-    temperature: Annotated[float | None, _field("0 is greedy.")] = None
+    temperature: Annotated[float | None, about("0 is greedy.")] = None
     top_p: float | None = None
-    top_k: Annotated[int | None, _field("0 or -1 is off.")] = None
-    stop_sequences: Annotated[list[str] | None, _field("Up to 16; the answer ends before the first.")] = None
+    top_k: Annotated[int | None, about("0 or -1 is off.")] = None
+    stop_sequences: Annotated[list[str] | None, about("Up to 16; the answer ends before the first.")] = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[OutputFormat | None, _field("The older place of output_config.format.")] = None
-    mcp_servers: Annotated[list[Any] | None, _field("Only an empty list.")] = None
-    timeout: Annotated[float | None, _field('Seconds; afterwards the answer ends with "max_tokens". Ours.')] = None
-    cache_salt: Annotated[
-        str | None, _field("Cached prefixes are shared only between requests with the same salt.")
-    ] = None
+    output_format: Annotated[OutputFormat | None, about("The older place of output_config.format.")] = None
+    mcp_servers: Annotated[list[Any] | None, about("Only an empty list.")] = None
+    timeout: Annotated[float | None, about('Seconds; afterwards the answer ends with "max_tokens". Ours.')] = None
+    cache_salt: Annotated[str | None, about("Cached prefixes are shared only between requests with the same salt.")] = (
+        None
+    )
 
 
 READERS: dict[tuple[type, str], Reader] = {}

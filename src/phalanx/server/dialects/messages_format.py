@@ -12,20 +12,13 @@ from typing import Any, Literal
 
 from msgspec import Raw
 
+from phalanx.edge.messages_errors import messages_error_type
 from phalanx.server.answers import CallDelta, Delta, Ending, Failure, ResponseHead, Usage, moves_json
 from phalanx.server.stream import named_event
 
 Thinking = Literal["shown", "omitted", "hidden"]
 """Whether an answer has its reasoning in blocks of thinking, blocks without their text, or no such blocks."""
 
-KINDS_OF_ERRORS: Mapping[int, str] = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 TOO_LONG = "prompt is too long: "
 """Claude Code shortens its conversation when an error says so."""
 
@@ -173,9 +166,9 @@ class _Signature:
 
 def error_body(failure: Failure) -> dict[str, Any]:
     """Anthropic's error, as a body or as an event of a stream."""
-    kind = KINDS_OF_ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
     before = TOO_LONG if failure.code == "context_length_exceeded" else ""
-    return {"type": "error", "error": {"type": kind, "message": before + failure.message}}
+    error = {"type": messages_error_type(failure.status), "message": before + failure.message}
+    return {"type": "error", "error": error}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

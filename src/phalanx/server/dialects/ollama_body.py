@@ -24,14 +24,10 @@ from phalanx.server.json_fields import (
     unread,
     unread_list,
 )
-from phalanx.server.schema import INERT, MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, TolerantBody
+from phalanx.server.schema import INERT, MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, TolerantBody, about
 
 Number = int | float
 """Of an option that is a whole number: Ollama takes 128.0 where it means 128."""
-
-
-def _field(text: str) -> Meta:
-    return Meta(description=text)
 
 
 class OllamaCalled(TolerantBody, kw_only=True):
@@ -45,23 +41,23 @@ class OllamaCall(TolerantBody, kw_only=True):
 
 
 class OllamaMessage(TolerantBody, kw_only=True):
-    role: Annotated[str, _field("system, user, assistant or tool.")]
+    role: Annotated[str, about("system, user, assistant or tool.")]
     content: str | None = None
     thinking: str | None = None
-    images: Annotated[list[Any] | None, _field("Only an empty list.")] = None
+    images: Annotated[list[Any] | None, about("Only an empty list.")] = None
     tool_calls: Annotated[list[OllamaCall], Meta(max_length=MAX_CALLS)] | None = None
-    tool_name: Annotated[str | None, _field("Of a tool's message: the function.")] = None
-    tool_call_id: Annotated[str | None, _field("Of a tool's message: the call it answers.")] = None
+    tool_name: Annotated[str | None, about("Of a tool's message: the function.")] = None
+    tool_call_id: Annotated[str | None, about("Of a tool's message: the call it answers.")] = None
 
 
 class OllamaFunction(TolerantBody, kw_only=True):
     name: str
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, _field("JSON schema of the arguments, an object.")] = None
+    parameters: Annotated[dict[str, Any] | None, about("JSON schema of the arguments, an object.")] = None
 
 
 class OllamaTool(TolerantBody, kw_only=True):
-    type: Annotated[str | None, _field('Only "function".')] = None
+    type: Annotated[str | None, about('Only "function".')] = None
     function: OllamaFunction
 
 
@@ -71,28 +67,28 @@ class OllamaOptions(TolerantBody, kw_only=True):
     top_p: float | None = None
     min_p: float | None = None
     repeat_penalty: float | None = None
-    repeat_last_n: Annotated[Number | None, _field("-1; 0 turns repeat_penalty off.")] = None
+    repeat_last_n: Annotated[Number | None, about("-1; 0 turns repeat_penalty off.")] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: Annotated[Number | None, _field("A negative one is random.")] = None
+    seed: Annotated[Number | None, about("A negative one is random.")] = None
     stop: str | list[str] | None = None
-    num_predict: Annotated[Number | None, _field("Most output tokens; 0 or less: what there is room for.")] = None
-    mirostat: Annotated[Number | None, _field("Only 0.")] = None
-    typical_p: Annotated[float | None, _field("Only 1.")] = None
-    tfs_z: Annotated[float | None, _field("Only 1.")] = None
+    num_predict: Annotated[Number | None, about("Most output tokens; 0 or less: what there is room for.")] = None
+    mirostat: Annotated[Number | None, about("Only 0.")] = None
+    typical_p: Annotated[float | None, about("Only 1.")] = None
+    tfs_z: Annotated[float | None, about("Only 1.")] = None
 
 
 class OllamaBody(TolerantBody, kw_only=True):
     """The fields that chat and generate share."""
 
     model: str
-    stream: Annotated[bool | None, _field("true when left out.")] = None
-    format: Annotated[str | dict[str, Any] | None, _field('"json", or a JSON schema.')] = None
+    stream: Annotated[bool | None, about("true when left out.")] = None
+    format: Annotated[str | dict[str, Any] | None, about('"json", or a JSON schema.')] = None
     options: OllamaOptions | None = None
-    think: Annotated[bool | str | None, _field("Or how much: low, medium, high.")] = None
+    think: Annotated[bool | str | None, about("Or how much: low, medium, high.")] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, _field("0..20; needs logprobs.")] = None
-    keep_alive: Annotated[Any, _field(f"{INERT} The model stays loaded.")] = None
+    top_logprobs: Annotated[int | None, about("0..20; needs logprobs.")] = None
+    keep_alive: Annotated[Any, about(f"{INERT} The model stays loaded.")] = None
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
@@ -100,7 +96,7 @@ class OllamaChatBody(OllamaBody, kw_only=True):
 
     messages: Annotated[
         Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None,
-        _field("Without any, the answer says that the model is loaded."),
+        about("Without any, the answer says that the model is loaded."),
     ] = None
     tools: Annotated[list[OllamaTool], Meta(max_length=MAX_TOOLS)] | None = None
 
@@ -108,20 +104,20 @@ class OllamaChatBody(OllamaBody, kw_only=True):
 class OllamaGenerateBody(OllamaBody, kw_only=True):
     """`POST /api/generate`"""
 
-    prompt: Annotated[str | None, _field("Without one, the answer says that the model is loaded.")] = None
+    prompt: Annotated[str | None, about("Without one, the answer says that the model is loaded.")] = None
     system: str | None = None
-    raw: Annotated[bool | None, _field("The prompt is not put into the chat template.")] = None
-    suffix: Annotated[str | None, _field("Only an empty text.")] = None
-    template: Annotated[str | None, _field("Only an empty text.")] = None
-    context: Annotated[list[int] | None, _field("Only an empty list.")] = None
-    images: Annotated[list[Any] | None, _field("Only an empty list.")] = None
+    raw: Annotated[bool | None, about("The prompt is not put into the chat template.")] = None
+    suffix: Annotated[str | None, about("Only an empty text.")] = None
+    template: Annotated[str | None, about("Only an empty text.")] = None
+    context: Annotated[list[int] | None, about("Only an empty list.")] = None
+    images: Annotated[list[Any] | None, about("Only an empty list.")] = None
 
 
 class OllamaModelBody(TolerantBody, kw_only=True):
     """`POST /api/show`"""
 
     model: str | None = None
-    name: Annotated[str | None, _field("The older name of model.")] = None
+    name: Annotated[str | None, about("The older name of model.")] = None
 
 
 READERS: dict[tuple[type, str], Reader] = {}

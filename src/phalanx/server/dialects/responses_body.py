@@ -25,17 +25,13 @@ from phalanx.server.json_fields import (
     unread,
     unread_list,
 )
-from phalanx.server.schema import INERT, LATER, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, TolerantBody
-
-
-def _field(text: str) -> Meta:
-    return Meta(description=text)
+from phalanx.server.schema import INERT, LATER, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, TolerantBody, about
 
 
 class InputPart(TolerantBody, kw_only=True):
     """A part of a message, of a call's output or of reasoning."""
 
-    type: Annotated[str, _field("input_text, output_text, refusal, or of reasoning: reasoning_text, summary_text.")]
+    type: Annotated[str, about("input_text, output_text, refusal, or of reasoning: reasoning_text, summary_text.")]
     text: str | None = None
     refusal: str | None = None
 
@@ -45,27 +41,27 @@ class InputItem(TolerantBody, kw_only=True):
 
     type: Annotated[
         str | None,
-        _field(
+        about(
             "message (when left out), reasoning, function_call, function_call_output, custom_tool_call or "
             "custom_tool_call_output. Records of tools that OpenAI runs itself are left out."
         ),
     ] = None
-    role: Annotated[str | None, _field("Of a message: system, developer, user or assistant.")] = None
+    role: Annotated[str | None, about("Of a message: system, developer, user or assistant.")] = None
     content: str | list[InputPart] | None = None
-    summary: Annotated[list[InputPart] | None, _field("Of reasoning.")] = None
-    encrypted_content: Annotated[str | None, _field("Of reasoning: only what this server wrote.")] = None
+    summary: Annotated[list[InputPart] | None, about("Of reasoning.")] = None
+    encrypted_content: Annotated[str | None, about("Of reasoning: only what this server wrote.")] = None
     call_id: str | None = None
-    name: Annotated[str | None, _field("Of a called tool.")] = None
-    namespace: Annotated[str | None, _field("Of a called tool.")] = None
-    arguments: Annotated[str | dict[str, Any] | None, _field("Of a called function: JSON.")] = None
-    input: Annotated[str | None, _field("Of a called custom tool.")] = None
-    output: Annotated[str | list[InputPart] | None, _field("Of a call.")] = None
+    name: Annotated[str | None, about("Of a called tool.")] = None
+    namespace: Annotated[str | None, about("Of a called tool.")] = None
+    arguments: Annotated[str | dict[str, Any] | None, about("Of a called function: JSON.")] = None
+    input: Annotated[str | None, about("Of a called custom tool.")] = None
+    output: Annotated[str | list[InputPart] | None, about("Of a call.")] = None
 
 
 class CustomFormat(TolerantBody, kw_only=True):
     """`format` of a custom tool: of the text that it takes. Described to the model; calls need not obey it."""
 
-    syntax: Annotated[str | None, _field("lark or regex.")] = None
+    syntax: Annotated[str | None, about("lark or regex.")] = None
     definition: str | None = None
 
 
@@ -75,107 +71,107 @@ class OfferedFunction(TolerantBody, kw_only=True):
     type: str
     name: str | None = None
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, _field("Of a function: JSON schema of its arguments.")] = None
-    strict: Annotated[bool | None, _field("Calls that have to be made obey the schema anyway.")] = None
-    format: Annotated[CustomFormat | None, _field("Of a custom tool.")] = None
+    parameters: Annotated[dict[str, Any] | None, about("Of a function: JSON schema of its arguments.")] = None
+    strict: Annotated[bool | None, about("Calls that have to be made obey the schema anyway.")] = None
+    format: Annotated[CustomFormat | None, about("Of a custom tool.")] = None
 
 
 class OfferedTool(OfferedFunction, kw_only=True):
     """A tool, or a namespace of several."""
 
-    tools: Annotated[list[OfferedFunction] | None, _field("Of a namespace: its tools.")] = None
+    tools: Annotated[list[OfferedFunction] | None, about("Of a namespace: its tools.")] = None
 
 
 class ReasoningOptions(TolerantBody, kw_only=True):
-    effort: Annotated[str | None, _field('For the chat template; "none" also sets its `enable_thinking` to false.')] = (
+    effort: Annotated[str | None, about('For the chat template; "none" also sets its `enable_thinking` to false.')] = (
         None
     )
-    summary: Annotated[str | None, _field("With any value, reasoning is sent whole as the item's summary.")] = None
-    generate_summary: Annotated[str | None, _field("The older name of summary.")] = None
+    summary: Annotated[str | None, about("With any value, reasoning is sent whole as the item's summary.")] = None
+    generate_summary: Annotated[str | None, about("The older name of summary.")] = None
 
 
 class TextFormat(Body, kw_only=True):
     """`text.format`"""
 
-    type: Annotated[str, _field("text, json_object or json_schema.")]
-    name: Annotated[str | None, _field("Accepted for compatibility; the model is not shown it.")] = None
-    schema: Annotated[dict[str, Any] | None, _field("A JSON schema that the answer matches.")] = None
-    description: Annotated[str | None, _field(INERT)] = None
-    strict: Annotated[bool | None, _field("Accepted for compatibility; the answer always matches the schema.")] = None
+    type: Annotated[str, about("text, json_object or json_schema.")]
+    name: Annotated[str | None, about("Accepted for compatibility; the model is not shown it.")] = None
+    schema: Annotated[dict[str, Any] | None, about("A JSON schema that the answer matches.")] = None
+    description: Annotated[str | None, about(INERT)] = None
+    strict: Annotated[bool | None, about("Accepted for compatibility; the answer always matches the schema.")] = None
 
 
 class TextOptions(Body, kw_only=True):
     """`text`"""
 
     format: TextFormat | None = None
-    verbosity: Annotated[str | None, _field("Handed to the chat template.")] = None
+    verbosity: Annotated[str | None, about("Handed to the chat template.")] = None
 
 
 class EventOptions(Body, kw_only=True):
     """`stream_options`"""
 
-    include_obfuscation: Annotated[bool | None, _field("Only false: no padding is ever added.")] = None
+    include_obfuscation: Annotated[bool | None, about("Only false: no padding is ever added.")] = None
 
 
 class ResponsesBody(Body, kw_only=True):
     """`POST /v1/responses`. Nothing is stored: every request brings the whole conversation."""
 
-    input: Annotated[str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)], _field("A text, or items.")]
-    model: Annotated[str | None, _field("A served model's name; the first one when left out.")] = None
-    instructions: Annotated[str | None, _field("A system message before the input.")] = None
+    input: Annotated[str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)], about("A text, or items.")]
+    model: Annotated[str | None, about("A served model's name; the first one when left out.")] = None
+    instructions: Annotated[str | None, about("A system message before the input.")] = None
     stream: bool | None = None
     stream_options: EventOptions | None = None
-    max_output_tokens: Annotated[int | None, _field("Without it, as many as there is room for.")] = None
+    max_output_tokens: Annotated[int | None, about("Without it, as many as there is room for.")] = None
     tools: Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         str | dict[str, Any] | None,
-        _field('none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}.'),
+        about('none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}.'),
     ] = None
-    parallel_tool_calls: Annotated[bool | None, _field("false: the answer ends with its first call.")] = None
-    text: Annotated[TextOptions | None, _field("What the answer looks like.")] = None
+    parallel_tool_calls: Annotated[bool | None, about("false: the answer ends with its first call.")] = None
+    text: Annotated[TextOptions | None, about("What the answer looks like.")] = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[
         list[str] | None,
-        _field(
+        about(
             '"reasoning.encrypted_content": reasoning in a form that may be sent back. '
             '"message.output_text.logprobs". Others name parts of items that no answer here has.'
         ),
     ] = None
-    top_logprobs: Annotated[int | None, _field("0..20; more than 0 includes log-probabilities.")] = None
-    temperature: Annotated[float | None, _field("0 is greedy.")] = None
+    top_logprobs: Annotated[int | None, about("0..20; more than 0 includes log-probabilities.")] = None
+    temperature: Annotated[float | None, about("0 is greedy.")] = None
     top_p: float | None = None
-    top_k: Annotated[int | None, _field("0 or -1 is off.")] = None
+    top_k: Annotated[int | None, about("0 or -1 is off.")] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: Annotated[int | None, _field("Any integer (taken modulo 2**64). The same seed gives the same tokens.")] = None
-    stop: Annotated[str | list[str] | None, _field("Up to 16 strings; the answer ends before the first.")] = None
-    timeout: Annotated[float | None, _field("Seconds; afterwards the response is incomplete. Ours.")] = None
-    timing: Annotated[bool | None, _field("Adds `timing` (seconds) beside `usage`. Ours.")] = None
-    num_speculative_tokens: Annotated[int | None, _field("Tokens drafted in a step, at most. Ours.")] = None
-    cache_salt: Annotated[
-        str | None, _field("Cached prefixes are shared only between requests with the same salt.")
-    ] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, _field("Variables for the chat template.")] = None
-    metadata: Annotated[dict[str, Any] | None, _field("Repeated in the response.")] = None
-    truncation: Annotated[str | None, _field('Only "disabled".')] = None
-    store: Annotated[bool | None, _field("Nothing is stored; the response says so.")] = None
-    previous_response_id: Annotated[str | None, _field(LATER)] = None
-    conversation: Annotated[Any, _field(LATER)] = None
-    background: Annotated[bool | None, _field("Only false.")] = None
-    prompt: Annotated[Any, _field(LATER)] = None
-    context_management: Annotated[list[Any] | None, _field(LATER)] = None
-    moderation: Annotated[Any, _field(LATER)] = None
-    max_tool_calls: Annotated[int | None, _field("Of tools that the server runs; here are none.")] = None
-    user: Annotated[str | None, _field(INERT)] = None
-    safety_identifier: Annotated[str | None, _field(INERT)] = None
-    service_tier: Annotated[str | None, _field(INERT)] = None
-    prompt_cache_key: Annotated[str | None, _field(INERT)] = None
-    prompt_cache_retention: Annotated[str | None, _field(INERT)] = None
-    prompt_cache_options: Annotated[Any, _field(INERT)] = None
-    client_metadata: Annotated[Any, _field(INERT)] = None
-    access_programs: Annotated[Any, _field(INERT)] = None
+    seed: Annotated[int | None, about("Any integer (taken modulo 2**64). The same seed gives the same tokens.")] = None
+    stop: Annotated[str | list[str] | None, about("Up to 16 strings; the answer ends before the first.")] = None
+    timeout: Annotated[float | None, about("Seconds; afterwards the response is incomplete. Ours.")] = None
+    timing: Annotated[bool | None, about("Adds `timing` (seconds) beside `usage`. Ours.")] = None
+    num_speculative_tokens: Annotated[int | None, about("Tokens drafted in a step, at most. Ours.")] = None
+    cache_salt: Annotated[str | None, about("Cached prefixes are shared only between requests with the same salt.")] = (
+        None
+    )
+    chat_template_kwargs: Annotated[dict[str, Any] | None, about("Variables for the chat template.")] = None
+    metadata: Annotated[dict[str, Any] | None, about("Repeated in the response.")] = None
+    truncation: Annotated[str | None, about('Only "disabled".')] = None
+    store: Annotated[bool | None, about("Nothing is stored; the response says so.")] = None
+    previous_response_id: Annotated[str | None, about(LATER)] = None
+    conversation: Annotated[Any, about(LATER)] = None
+    background: Annotated[bool | None, about("Only false.")] = None
+    prompt: Annotated[Any, about(LATER)] = None
+    context_management: Annotated[list[Any] | None, about(LATER)] = None
+    moderation: Annotated[Any, about(LATER)] = None
+    max_tool_calls: Annotated[int | None, about("Of tools that the server runs; here are none.")] = None
+    user: Annotated[str | None, about(INERT)] = None
+    safety_identifier: Annotated[str | None, about(INERT)] = None
+    service_tier: Annotated[str | None, about(INERT)] = None
+    prompt_cache_key: Annotated[str | None, about(INERT)] = None
+    prompt_cache_retention: Annotated[str | None, about(INERT)] = None
+    prompt_cache_options: Annotated[Any, about(INERT)] = None
+    client_metadata: Annotated[Any, about(INERT)] = None
+    access_programs: Annotated[Any, about(INERT)] = None
 
 
 READERS: dict[tuple[type, str], Reader] = {}

@@ -1,0 +1,165 @@
+"""The gateway and clients that are slow, greedy or broken: none costs another client its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+
+import pytest
+from support.gateways import CHAT, Client, gateway, run, text_of
+from support.stub_replica import WORDS, Call, StubReplica, event, hangs, streaming
+
+from phalanx.edge.table import Deadlines
+
+
+async def raw(client: Client, sent: bytes) -> bytes:
+    """What the gateway answers to these bytes, up to the end of the connection."""
+    source, out = await asyncio.open_connection("127.0.0.1", client.gateway.port)
+    out.write(sent)
+    answer = await source.read()
+    out.close()
+    return answer
+
+
+def test_a_client_that_never_reads_holds_no_replica():
+    async def floods(call: Call) -> None:
+        await call.begin()
+        while True:
+            await call.piece(event("x" * 50_000))
+
+    async def scenario() -> None:
+        async with StubReplica(floods) as a, gateway(a.url, deadlines=Deadlines(read_s=0.5)) as client:
+            body = b'{"model": "m", "stream": true}'
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head += f"Content-Length: {len(body)}"
+            with socket.create_connection(("127.0.0.1", client.gateway.port)) as silent:
+                silent.sendall(head.encode() + b"\r\n\r\n" + body)
+                await a.left.wait()
+            while (await client.get("/health"))[1]["requests"]["running"]:
+                await asyncio.sleep(0.01)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST / HTTP/1.1\r\nHos",
+        b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+    ],
+    ids=["nothing", "half a header", "half a body"],
+)
+def test_a_client_that_sends_slowly_is_closed(sent):
+    async def scenario() -> None:
+        limits = Deadlines(header_s=0.5, body_s=0.5)
+        async with StubReplica(streaming(1)) as a, gateway(a.url, deadlines=limits) as client:
+            source, out = await asyncio.open_connection("127.0.0.1", client.gateway.port)
+            out.write(sent)
+            assert await source.read() == b"" and not a.calls
+            out.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("chunk", "closes"),
+    [(b"1\r\n \r\n", True), (b"1;%b\r\n \r\n" % (b"x" * 4000), True), (b"80\r\n%b\r\n" % (b" " * 128), False)],
+    ids=["of one byte", "with extensions", "small"],
+)
+def test_a_body_that_is_mostly_the_framing_of_its_chunks_is_cut_off(chunk, closes):
+    """9 MB in chunks of one byte kept the loop for 12 s; extensions went on for ever."""
+    body = json.dumps({"model": "m", "messages": []}).encode()
+    sent = chunk * (400_000 // len(chunk)) + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+    async def scenario() -> None:
+        async with StubReplica(streaming(5)) as a, gateway(a.url) as client:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n".encode()
+            head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            try:
+                answer = await raw(client, head + sent)
+            except ConnectionError:
+                answer = b""
+            assert answer[:15] == (b"" if closes else b"HTTP/1.1 200 OK"), answer
+            assert text_of(await client.stream()) == WORDS
+
+    run(scenario())
+
+
+def test_bodies_have_a_limit_and_are_json():
+    async def scenario() -> None:
+        async with StubReplica(streaming(1)) as a, gateway(a.url, max_body_mb=0.01) as client:
+            assert (await client.ask(prompt="x" * 20_000))[0] == 413
+            is_json = {"Content-Type": "application/json"}
+            async with client.session.post(client.url + CHAT, data=b"{", headers=is_json) as bad:
+                assert bad.status == 400 and "not JSON" in (await bad.json())["error"]["message"]
+            zipped = {**is_json, "Content-Encoding": "gzip"}
+            async with client.session.post(client.url + CHAT, data=b"x" * 100, headers=zipped) as bad:
+                assert bad.status == 400
+            for encoding in ("br", "zstd", "compress", "gzip, gzip"):
+                sent = {**is_json, "Content-Encoding": encoding}
+                async with client.session.post(client.url + CHAT, data=b"{}", headers=sent) as bad:
+                    assert bad.status == 415 and "gzip, deflate" in (await bad.json())["error"]["message"], encoding
+            for plain in ({}, {"Content-Type": "text/plain"}, {**is_json, "Host": "evil.example"}):  # as a web page
+                async with client.session.post(client.url + CHAT, data=b"{}", headers=plain) as bad:
+                    assert bad.status == (403 if "Host" in plain else 415)
+            bare = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 13\r\n"
+            reply = await raw(client, bare + b'Origin: null\r\n\r\n{"model":"m"}')
+            assert reply.startswith(b"HTTP/1.1 415 ") and b"'missing'" in reply
+            assert not a.calls
+            reply = await raw(client, bare + b'\r\n{"model":"m"}')  # no page's: it would say where it is from
+            assert reply.startswith(b"HTTP/1.1 200 ") and "content-type" not in a.calls.pop().headers
+            for method, path in (("GET", "/"), ("POST", "/v2/x"), ("OPTIONS", CHAT), ("GET", "/admin/replicas")):
+                async with client.request(method, path) as response:
+                    assert response.status == 404, path
+            reply = await raw(client, b"GET /v1/%2e%2e/reset HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert reply.startswith(b"HTTP/1.1 404 ")
+            assert (await raw(client, b"nonsense\r\n\r\n")).startswith(b"HTTP/1.0 400 ")
+            head = b"Host: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            reply = await raw(
+                client, b"POST /v1/x HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n" + head + b"\r\n{}"
+            )
+            assert reply.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") and a.calls.pop()
+            assert (await client.ask())[0] == 200
+
+    run(scenario())
+
+
+def test_the_queue_is_bounded_and_fair_and_its_wait_has_an_end():
+    async def scenario() -> None:
+        settings = {"queue_size": 8, "api_key": ("greedy", "modest")}
+        async with StubReplica(streaming(2, 0.01), limit=2) as a, gateway(a.url, key="greedy", **settings) as client:
+            served: Counter[str] = Counter()
+            over = asyncio.Event()
+
+            async def keep_asking(key: str) -> None:
+                while not over.is_set():
+                    headers = {"Authorization": f"Bearer {key}"}
+                    body = {"model": "m", "stream": True}
+                    async with client.session.post(client.url + CHAT, json=body, headers=headers) as response:
+                        await response.read()
+                        if response.status == 200:
+                            served[key] += 1
+                        else:
+                            assert response.status == 429 and int(response.headers["Retry-After"]) >= 1
+                            await asyncio.sleep(0.005)
+
+            tasks = [asyncio.create_task(keep_asking("greedy")) for _ in range(16)]
+            tasks += [asyncio.create_task(keep_asking("modest")) for _ in range(3)]
+            while served.total() < 200:
+                assert len(client.gateway._desk.dispatcher.queue) <= 8 and a.running <= 2
+                await asyncio.sleep(0.005)
+            over.set()
+            await asyncio.gather(*tasks)
+            assert abs(served["modest"] / served.total() - 0.5) <= 0.05, served  # within a tenth of its share
+        async with StubReplica(hangs, limit=1) as a, gateway(a.url, queue_timeout_secs=0.2) as client:
+            first = asyncio.create_task(client.ask())
+            while not a.running:
+                await asyncio.sleep(0.01)
+            status, body = await client.ask()
+            assert status == 429 and "time that a request may wait" in body["error"]["message"]
+            first.cancel()
+
+    run(scenario())

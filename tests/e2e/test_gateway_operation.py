@@ -1,0 +1,103 @@
+"""What an operator does to a gateway at work: replicas and keys come and go, and it is ended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from support.gateways import errors, gateway, run, text_of
+from support.stub_replica import WORDS, StubReplica, begins, hangs, streaming
+
+
+def test_a_replica_is_added_drained_and_removed_while_requests_run(caplog):
+    async def scenario() -> None:
+        go = asyncio.Event()
+        waits = streaming(1, go_on=go)
+        async with StubReplica(waits) as a, StubReplica(streaming(5)) as b, gateway(a.url, admin_key="adm") as client:
+
+            async def admin(method: str, path: str = "", body: Any = None, key: str = "adm") -> tuple[int, Any]:
+                async with client.request(
+                    method, f"/admin/replicas{path}", body, Authorization=f"Bearer {key}"
+                ) as response:
+                    return response.status, await response.json()
+
+            assert (await admin("GET", key="wrong"))[0] == 401
+            assert "A wrong admin key came from 127.0.0.1" in caplog.text
+            stream = asyncio.create_task(client.stream())
+            while not a.running:
+                await asyncio.sleep(0.01)
+            assert (await admin("POST", body={"name": "b", "url": b.url, "wieght": 1}))[0] == 400
+            assert (await admin("POST", body={"name": "b", "url": b.url}))[0] == 200
+            assert (await admin("POST", body={"name": "b", "url": b.url}))[0] == 400
+            await client.until_up(2)
+            status, said = await admin("POST", f"/{a.name}/drain?timeout=0.05")
+            assert (status, said["state"], said["in_flight"]) == (200, "draining", 1)
+            for _ in range(3):
+                assert text_of(await client.stream()) == WORDS
+            draining = asyncio.create_task(admin("POST", f"/{a.name}/drain"))
+            removing = asyncio.create_task(admin("DELETE", f"/{a.name}"))
+            await asyncio.sleep(0.05)
+            assert not draining.done() and not removing.done() and not stream.done()
+            go.set()
+            assert text_of(await stream) == "0 "
+            assert (await draining)[1]["in_flight"] == 0
+            assert (await removing)[1] == {"name": a.name, "in_flight": 0, "removed": True}
+            assert [one["name"] for one in (await admin("GET"))[1]["replicas"]] == ["b"]
+            assert (await admin("DELETE", "/nobody"))[0] == 404
+
+    run(scenario())
+
+
+def test_a_reload_in_mid_stream_loses_nothing(tmp_path):
+    file, keys = tmp_path / "replicas.toml", tmp_path / "keys.toml"
+
+    async def scenario() -> None:
+        go = asyncio.Event()
+        async with StubReplica(streaming(2, go_on=go)) as a, StubReplica(streaming(5)) as b:
+            file.write_text(f'[[replica]]\nname = "a"\nurl = "{a.url}"\n')
+            keys.write_text('[[key]]\nname = "ci"\nkey = "key-of-ci"\nmax_in_flight = 1\n')
+            settings = {"replicas": str(file), "keys": str(keys), "admin_key": "adm"}
+            async with gateway(up=1, key="key-of-ci", **settings) as client:
+                stream = asyncio.create_task(client.stream())
+                while not a.running:
+                    await asyncio.sleep(0.01)
+                assert (await client.ask())[0] == 429  # one at once
+                file.write_text(f'[[replica]]\nname = "b"\nurl = "{b.url}"\nwieght = 1\n')
+                client.gateway.reload()  # refused whole
+                assert (await client.get("/health"))[1]["replicas"] == {"a": "ok"}
+                file.write_text(f'[[replica]]\nname = "b"\nurl = "{b.url}"\n')
+                keys.write_text('[[key]]\nname = "ci"\nkey = "key-of-ci"\nmax_in_flight = 2\n')
+                client.gateway.reload()
+                await client.until_up(1)
+                assert (await client.get("/health"))[1]["replicas"] == {"b": "ok"}
+                assert text_of(await client.stream()) == WORDS
+                go.set()
+                assert text_of(await stream) == "0 1 "
+
+    run(scenario())
+
+
+def test_the_gateway_drains_and_then_cuts_off_with_an_error():
+    async def scenario() -> None:
+        async with StubReplica(begins) as a, gateway(a.url, shutdown_grace_period_secs=600.0) as client:
+            stream = asyncio.create_task(client.stream())
+            while not a.running:
+                await asyncio.sleep(0.01)
+            client.gateway.stop()
+            while (await client.get("/health"))[0] == 200:
+                await asyncio.sleep(0.01)
+            status, health = await client.get("/health")
+            assert (status, health["status"]) == (503, "closing")
+            status, body = await client.ask()
+            assert status == 503 and "shutting down" in body["error"]["message"]
+            assert not stream.done()
+            client.gateway.stop()  # at once
+            assert errors(await stream) == ["The gateway is shutting down."]
+        async with StubReplica(hangs, limit=1) as a, gateway(a.url, shutdown_grace_period_secs=0.1) as client:
+            asked = [asyncio.create_task(client.ask()) for _ in range(2)]  # one waits for the replica, one for a place
+            while not (a.running and client.gateway._desk.dispatcher.queue):
+                await asyncio.sleep(0.01)
+            client.gateway.stop()
+            assert [(await task)[0] for task in asked] == [503, 503]
+
+    run(scenario())

@@ -1,0 +1,141 @@
+"""`phalanx chat`: conversations with a server of somebody else's, or with one of its own."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from typing import Any
+
+import pytest
+from support.web import chunk, events, usage, web_server
+
+from phalanx.cli import chat, serve
+from phalanx.cli.main import main
+from phalanx.cli.private import free_port
+from phalanx.errors import ExitCode
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_api_base(url: str) -> None:
+    assert chat.api_base(url) == "http://h:1/v1"
+
+
+def talk(lines: str, monkeypatch: pytest.MonkeyPatch, answer: Any, *flags: str) -> int:
+    """`phalanx chat URL` with these lines typed."""
+    read, write = os.pipe()
+    os.write(write, lines.encode())
+    os.close(write)
+    with web_server(answer) as url, os.fdopen(read) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        return main(["chat", url, *flags])
+
+
+def test_a_conversation_carries_its_history(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        if path == "/v1/models":
+            return 200, '{"data": [{"id": "m"}]}'
+        asked.append([(message["role"], message["content"]) for message in body["messages"]])
+        return 200, events(chunk(f"answer {len(asked)}"), chunk(finish="stop"), usage(1, 2))
+
+    lines = "one\n\ntwo\n/reset\nthree\n/system sys\nfour\n/quit\nnever\n"
+    assert talk(lines, monkeypatch, answer) == 0
+    assert asked == [
+        [("user", "one")],
+        [("user", "one"), ("assistant", "answer 1"), ("user", "two")],
+        [("user", "three")],
+        [("system", "sys"), ("user", "four")],
+    ]
+    assert "answer 4" in capsys.readouterr().out
+
+
+def test_reasoning_and_calls_stand_apart_from_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def part(**delta: Any) -> dict[str, Any]:
+        return {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+
+    def call(**function: str) -> dict[str, Any]:
+        return part(tool_calls=[{"index": 0, "function": function}])
+
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        asked.append(body["messages"])
+        parts = [part(reasoning_content="Hm, "), part(reasoning="so."), chunk("I"), chunk(" ask.")]
+        calls = [call(name="f", arguments=""), call(arguments='{"a'), call(arguments='": 1}'), call(name="g")]
+        return 200, events(*parts, *calls, chunk(finish="tool_calls"), usage(1, 2))
+
+    assert talk("one\ntwo\n", monkeypatch, answer, "--model", "m") == 0
+    shown = 'Hm, so.\n\nI ask.\nf {"a": 1}\ng \n'
+    assert capsys.readouterr().out == 2 * shown
+    assert asked[1][1] == {"role": "assistant", "content": "I ask."}
+
+
+def test_a_refused_question_is_not_part_of_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        asked.append(body)
+        if len(asked) == 1:
+            return 400, '{"error": {"message": "too long"}}'
+        return 200, events(chunk("fine"), chunk(finish="stop"), usage(1, 2))
+
+    assert talk("one\ntwo\n", monkeypatch, answer, "--model", "m", "--temperature", "0", "--max-tokens", "9") == 0
+    assert "too long" in capsys.readouterr().err
+    assert asked[1]["messages"] == [{"role": "user", "content": "two"}]
+    assert (asked[1]["temperature"], asked[1]["max_tokens"]) == (0.0, 9)
+
+
+def test_flags_for_a_private_server_do_not_go_with_a_url(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "http://127.0.0.1:1", "--", "--max-model-len", "9"]) == ExitCode.CONFIG
+    assert "URL" in capsys.readouterr().err
+    assert main(["chat", "demo", "--model", "m"]) == ExitCode.CONFIG
+
+
+def test_an_absent_server_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with web_server(lambda path, body: (200, "{}")) as url:
+        pass
+    assert main(["chat", url]) == ExitCode.CRASH
+    assert "Is the server running" in capsys.readouterr().err
+
+
+# Private servers -------------------------------------------------------------------------------------------------
+
+
+def test_a_taken_port_is_not_chosen() -> None:
+    with web_server(lambda path, body: (200, "{}")) as url:
+        taken = int(url.split(":")[2].partition("/")[0])
+        assert free_port(taken) == 0
+    assert free_port(taken) == taken
+
+
+def test_flags_exist_for_what_private_servers_use() -> None:
+    assert "stop_on_eof" in inspect.signature(serve.command).parameters
+
+
+def test_a_conversation_asks_its_own_server_for_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server might refuse a field that it does not know."""
+    asked: list[dict[str, Any]] = []
+
+    class Server:
+        url, model, certificate = "http://127.0.0.1:1/v1", "demo", None
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def wait_ready(self, note: Any) -> None: ...
+
+        def stop(self) -> int:
+            return 0
+
+    monkeypatch.setattr(chat, "PrivateServer", Server)
+    monkeypatch.setattr(chat, "talk", lambda server, model, conversation: asked.append(conversation._options) or 0)
+    assert main(["chat", "demo", "--seed", "3"]) == 0
+    assert main(["chat", "http://127.0.0.1:1", "--seed", "3"]) == 0
+    assert asked == [{"seed": 3, "timing": True}, {"seed": 3}]
