@@ -131,7 +131,7 @@ class Gateway:
         aliases = parse_aliases(config.model_aliases)
         async with make_session(_trusted(config.worker_ca)) as session:
             fleet = Fleet(config, self._desk, session)
-            proxy = Proxy(config, self._desk, session, self._metrics)
+            proxy = Proxy(config, self._desk, session, self._metrics, fleet.check_now)
             admin = Admin(self._desk, fleet, proxy, keys=self._worker_keys, from_file=config.replicas)
             app = App(
                 self._desk, proxy, self._clients, self._metrics, admin, fleet,

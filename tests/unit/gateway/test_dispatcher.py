@@ -29,7 +29,7 @@ def replica(name: str, limit: int = 2, models: frozenset[str] | None = None, num
     """Without numerics its streams cannot go on elsewhere, nor others' on it."""
     spec = ReplicaSpec(name=name, url=f"http://{name}", admin_key="k")
     found = Replica(spec, HealthRules(2, 1), BreakerRules(failures=2, successes=1, open_s=5.0))
-    found.health.note(Check(ok=True, report=Report(Load(0, 0, limit), numerics)), 0.0)
+    found.health.note(Check(ok=True, report=Report(Load(0, 0, limit), numerics)), 0.0, 0.0)
     found.models = models
     return found
 
@@ -78,7 +78,7 @@ def test_beyond_the_queue_a_request_is_refused_with_the_time_that_places_take():
 def test_all_down_names_each_with_its_reason():
     down, drained = replica("a"), replica("b")
     for at in (1.0, 2.0):
-        down.health.note(Check(ok=False, reason="answers 503 to /health: no memory"), at)
+        down.health.note(Check(ok=False, reason="answers 503 to /health: no memory"), at, at)
     drained.is_draining = True
     with pytest.raises(NoReplica, match=r"a: answers 503 to /health: no memory; b: is being drained"):
         dispatcher(down, drained).arrive(ask(), 3.0)
@@ -183,7 +183,7 @@ def test_a_begun_stream_waits_for_a_replica_that_has_failed_it_until_its_next_go
 def test_a_begun_stream_waits_while_all_are_down_and_then_gives_up_with_the_reason_of_each():
     found = dispatcher(replica("a", numerics="n1"), replica("b"))
     for at in (1.0, 2.0):
-        found.replicas["a"].health.note(Check(ok=False, reason="cannot be reached"), at)
+        found.replicas["a"].health.note(Check(ok=False, reason="cannot be reached"), at, at)
     waiting = begun()
     assert found.arrive(waiting, 3.0) is None and list(found.decided(59.0)) == []
     ((who, error),) = found.decided(61.0)
@@ -308,7 +308,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"), ok=st.booleans())
     def check(self, name: str, ok: bool) -> None:
         if name in self.found.replicas:
-            self.found.replicas[name].health.note(Check(ok=ok, report=Report(Load(0, 0, 2), NUMERICS[name])), self.now)
+            report = Report(Load(0, 0, 2), NUMERICS[name])
+            self.found.replicas[name].health.note(Check(ok=ok, report=report), self.now, self.now)
             self.found.replicas[name].is_suspect &= not ok
             self.found.changed(self.found.replicas[name])
         self.settle()
