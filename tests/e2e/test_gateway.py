@@ -6,6 +6,7 @@ Gateway, replicas and client share one event loop; `test_gateway_processes.py` h
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import ssl
@@ -20,6 +21,7 @@ from support.gateways import CHAT, LIMIT_S, Client, gateway, text_of
 from support.stub_replica import Answer, Call, StubReplica, event, streaming
 
 from phalanx.edge.table import Deadlines
+from phalanx.gateway.fleet import LARGEST
 from phalanx.tls.certificates import make_certificate
 
 WORDS = "".join(f"{i} " for i in range(5))
@@ -297,7 +299,9 @@ def test_a_stream_that_breaks_off_ends_with_an_error_that_names_the_replica(path
     run(scenario())
 
 
-def test_a_storm_of_5xx_opens_the_circuit_and_a_4xx_does_not():
+def test_a_storm_of_5xx_opens_the_circuit_and_a_4xx_does_not(caplog):
+    """Which is the client's own failure, and in no log that of an attempt."""
+    caplog.set_level("INFO")
     status = 400
 
     async def answer(call: Call) -> None:
@@ -308,9 +312,11 @@ def test_a_storm_of_5xx_opens_the_circuit_and_a_4xx_does_not():
         async with StubReplica(answer) as a, gateway(a.url, cb_failure_threshold=4, retry_max_retries=0) as client:
             for _ in range(10):
                 assert (await client.ask())[0] == 400
+            assert "failed on" not in caplog.text
             status = 500
             for _ in range(4):
                 assert (await client.ask())[0] == 500
+            assert caplog.text.count(f"attempt 1 failed on {a.name}: it answered 500") == 4
             n = len(a.calls)
             code, body = await client.ask()
             assert code == 503 and "failed 4 requests in a row" in body["error"]["message"] and len(a.calls) == n
@@ -358,6 +364,12 @@ def test_all_down_is_a_503_with_the_reason_of_each():
             a.health = 200
             await client.until_up(1)
             assert text_of(await client.stream()) == "0 "
+            a.models = ("m", "x" * LARGEST)
+            async with asyncio.timeout(LIMIT_S):
+                while (await client.get("/health"))[0] == 200:
+                    await asyncio.sleep(0.01)
+            said = (await client.ask())[1]["error"]["message"]
+            assert f"{a.name}: fails health checks (/v1/models has more than {LARGEST >> 10} KiB)" in said
 
     run(scenario())
 
@@ -532,6 +544,22 @@ def test_a_body_that_is_mostly_the_framing_of_its_chunks_is_cut_off(chunk, close
                 answer = b""
             assert answer[:15] == (b"" if closes else b"HTTP/1.1 200 OK"), answer
             assert text_of(await client.stream()) == WORDS
+
+    run(scenario())
+
+
+def test_what_waits_in_aiohttps_parser_is_gone_on_with():
+    """It is handed to the connection once more by a call without data; a request that was held there hung."""
+
+    async def scenario() -> None:
+        async with StubReplica(streaming(1)) as a, gateway(a.url) as client:
+            one = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            answers = await raw(client, one * 100 + one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            assert answers.count(b"HTTP/1.1 200 OK") == 101
+            body = gzip.compress(b'{"model": "m", "prompt": "%b"}' % (b"x" * (1 << 20)))
+            headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+            async with client.session.post(client.url + CHAT, data=body, headers=headers) as response:
+                assert response.status == 200 and len(a.calls[0].body) > 1 << 20
 
     run(scenario())
 
