@@ -234,15 +234,15 @@ class Proxy:
             replica = grant.replica
             if isinstance(result, Whole) and refuses_key(replica, result) and not exchange.has_begun:
                 continue
-            out.attempts += 1
             out.ask.tried.add(replica.name)
+            if isinstance(result, Whole) and not exchange.has_begun and not self._is_worth_retrying(out, result):
+                return self._returned(exchange, result)
+            out.attempts += 1
             log.info("%s: attempt %d failed on %s: %s", exchange.id, out.attempts, replica.name, _said(result))
             if exchange.has_begun:
                 if not await self._may_move(out, replica, result):
                     return await out.migration.give_up(result)
                 continue
-            if isinstance(result, Whole) and not self._is_worth_retrying(out, result):
-                return self._returned(exchange, result)
             if out.successor is None and not await self._may_retry(out):
                 if isinstance(result, PhalanxError):
                     raise result
