@@ -202,6 +202,7 @@ class Proxy:
             model,
             now + config.queue_timeout_secs,
             affinity_of(request.headers, seen.prompt_cache_key, model, seen.prompt_parts),
+            seen.rows,
         )
         return Outgoing(
             ask=ask,
