@@ -186,7 +186,7 @@ class Simulation:
 
     def _check(self, replica: Replica, ok: bool, now: float) -> None:
         for _ in range(3):
-            replica.health.note(Check(ok=ok, report=Report(Load(0, 0, PLACES))), now)
+            replica.health.note(Check(ok=ok, report=Report(Load(0, 0, PLACES))), now, now)
         begun = time.process_time()
         self.dispatcher.changed(replica)
         self.spent_s += time.process_time() - begun
@@ -218,7 +218,7 @@ class Simulation:
 def made(name: str) -> Replica:
     replica = Replica(ReplicaSpec(name=name, url=f"http://{name}"), HealthRules(), BreakerRules())
     replica.models = frozenset({"m"})
-    replica.health.note(Check(ok=True, report=Report(Load(0, 0, PLACES))), 0.0)
+    replica.health.note(Check(ok=True, report=Report(Load(0, 0, PLACES))), 0.0, 0.0)
     return replica
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from collections import Counter
@@ -84,6 +85,22 @@ def test_a_body_that_is_mostly_the_framing_of_its_chunks_is_cut_off(chunk, close
                 answer = b""
             assert answer[:15] == (b"" if closes else b"HTTP/1.1 200 OK"), answer
             assert text_of(await client.stream()) == WORDS
+
+    run(scenario())
+
+
+def test_what_waits_in_aiohttps_parser_is_gone_on_with():
+    """It is handed to the connection once more by a call without data; a request that was held there hung."""
+
+    async def scenario() -> None:
+        async with StubReplica(streaming(1)) as a, gateway(a.url) as client:
+            one = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            answers = await raw(client, one * 100 + one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            assert answers.count(b"HTTP/1.1 200 OK") == 101
+            body = gzip.compress(b'{"model": "m", "prompt": "%b"}' % (b"x" * (1 << 20)))
+            headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+            async with client.session.post(client.url + CHAT, data=body, headers=headers) as response:
+                assert response.status == 200 and len(a.calls[0].body) > 1 << 20
 
     run(scenario())
 

@@ -10,6 +10,8 @@ import pytest
 from support.gateways import CHAT, LIMIT_S, errors, gateway, run, text_of
 from support.stub_replica import WORDS, Answer, Call, StubReplica, begins, event, hangs, refuses, streaming
 
+from phalanx.gateway.fleet import LARGEST
+
 
 def each(**texts: bytes) -> Answer:
     """Answers with these bytes of a stream, then breaks off or ends."""
@@ -116,7 +118,9 @@ def test_a_stream_that_breaks_off_ends_with_an_error_that_names_the_replica(path
     run(scenario())
 
 
-def test_a_storm_of_5xx_opens_the_circuit_and_a_4xx_does_not():
+def test_a_storm_of_5xx_opens_the_circuit_and_a_4xx_does_not(caplog):
+    """Which is the client's own failure, and in no log that of an attempt."""
+    caplog.set_level("INFO")
     status = 400
 
     async def answer(call: Call) -> None:
@@ -127,9 +131,11 @@ def test_a_storm_of_5xx_opens_the_circuit_and_a_4xx_does_not():
         async with StubReplica(answer) as a, gateway(a.url, cb_failure_threshold=4, retry_max_retries=0) as client:
             for _ in range(10):
                 assert (await client.ask())[0] == 400
+            assert "failed on" not in caplog.text
             status = 500
             for _ in range(4):
                 assert (await client.ask())[0] == 500
+            assert caplog.text.count(f"attempt 1 failed on {a.name}: it answered 500") == 4
             n = len(a.calls)
             code, body = await client.ask()
             assert code == 503 and "failed 4 requests in a row" in body["error"]["message"] and len(a.calls) == n
@@ -177,6 +183,12 @@ def test_all_down_is_a_503_with_the_reason_of_each():
             a.health = 200
             await client.until_up(1)
             assert text_of(await client.stream()) == "0 "
+            a.models = ("m", "x" * LARGEST)
+            async with asyncio.timeout(LIMIT_S):
+                while (await client.get("/health"))[0] == 200:
+                    await asyncio.sleep(0.01)
+            said = (await client.ask())[1]["error"]["message"]
+            assert f"{a.name}: fails health checks (/v1/models has more than {LARGEST >> 10} KiB)" in said
 
     run(scenario())
 

@@ -260,10 +260,15 @@ def test_two_replicas_that_lose_their_engines_in_turn_pass_a_stream_to_and_fro(t
     run(scenario())
 
 
-def test_a_stream_leaves_a_silent_replica_at_its_first_missed_check(ticks):
+@pytest.mark.parametrize("interval_s", [0.05, 1e6])
+def test_a_stream_leaves_a_silent_replica_at_its_first_missed_check(interval_s, ticks, monkeypatch):
+    """That comes before its time where the stream is quiet."""
+    monkeypatch.setattr(proxy, "QUIET_S", 0.02)
+
     async def scenario() -> None:
         a, b = TokenReplica(Fault(3, "silence")), TokenReplica()
-        async with behind_gateway(a, b, health_failure_threshold=1000, **SUSPICIOUS) as client:
+        more = {"health_failure_threshold": 1000, "health_check_interval_secs": interval_s}
+        async with behind_gateway(a, b, **more, **SUSPICIOUS) as client:
             assert await raw(client) == undisturbed(CHAT, BODY)
             assert len(b.resumes) == 1
 

@@ -29,15 +29,19 @@ class Ask:
         owner: whose API key it has; "" is everybody's.
         model: that a replica must serve; None is any.
         give_up_at: when it has waited too long; monotonic seconds.
+        rows: answers that a replica computes for it, which each count as a request there.
     """
 
-    __slots__ = ("affinity", "give_up_at", "model", "numerics", "owner", "refused", "tried")
+    __slots__ = ("affinity", "give_up_at", "model", "numerics", "owner", "refused", "rows", "tried")
 
-    def __init__(self, owner: str, model: str | None, give_up_at: float, affinity: Affinity = Affinity()) -> None:
+    def __init__(
+        self, owner: str, model: str | None, give_up_at: float, affinity: Affinity = Affinity(), rows: int = 1
+    ) -> None:
         self.owner = owner
         self.model = model
         self.give_up_at = give_up_at
         self.affinity = affinity
+        self.rows = rows
         self.tried: set[str] = set()  # replicas that have failed it
         self.refused: set[str] = set()  # those that cannot continue its stream
         self.numerics: str | None = None  # of the server that began its stream; None: it has not begun

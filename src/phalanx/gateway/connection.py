@@ -69,7 +69,7 @@ class GatewayConnection(RequestHandler):
         self._received += len(data)
         if self._header_since is None and self._current_request is None and data:
             self._header_since = time.monotonic()
-        for at in range(0, len(data), PIECE_BYTES):
+        for at in range(0, len(data) or 1, PIECE_BYTES):  # without data, aiohttp goes on with what it held back
             self._parse(data[at : at + PIECE_BYTES])
             if self._open.is_closing():
                 return

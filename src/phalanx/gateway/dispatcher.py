@@ -119,15 +119,16 @@ class Dispatcher:
         return None
 
     def elsewhere(self, ask: Ask, replica: Replica, now: float) -> Grant | None:
-        """A second place, on another replica than this one; None if none has room. Nothing is in doubt about that one,
-        and it computes the tokens of a begun stream alike: else it is no better than to wait for the first.
+        """A second place, on another replica than this one; None if none has room for all of its rows. Nothing is in
+        doubt about that one, and it computes the tokens of a begun stream alike: else it is no better than to wait for
+        the first.
         """
         passed_over = ask.refused if ask.is_begun else ask.tried
         able = [
             other
             for other in self.replicas.values()
-            if other is not replica and other.serves(ask.model) and other.is_available(now) and other.has_room
-            if not other.in_doubt and other.name not in passed_over
+            if other is not replica and other.serves(ask.model) and other.is_available(now)
+            if other.has_room_for(ask.rows) and not other.in_doubt and other.name not in passed_over
             if not ask.is_begun or (other.can_migrate and other.health.numerics == ask.numerics)
         ]
         return self._grant(ask, Listed(able, self._policy.order)) if able else None
@@ -138,7 +139,7 @@ class Dispatcher:
 
     def end(self, grant: Grant, verdict: Verdict, now: float) -> None:
         """An attempt is over."""
-        grant.replica.in_flight -= 1
+        grant.replica.in_flight -= grant.ask.rows
         self._rate.note(now)
         breaker = grant.replica.breaker
         if verdict == "answered":
@@ -216,7 +217,7 @@ class Dispatcher:
         self._policy.granted(ask, replica)
         self._grants += 1
         replica.last_granted = self._grants
-        replica.in_flight += 1
+        replica.in_flight += ask.rows
         trial = replica.breaker.begin()
         self._index.note(replica)
         return Grant(ask, replica, trial, self._grants)

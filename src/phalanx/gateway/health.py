@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Literal
 
 import msgspec
@@ -72,10 +73,11 @@ class Health:
         self.load: Load | None = None
         self.numerics = ""
         """Of its last good check; see `Report`."""
-        self.silent_since: float | None = None
-        """Begin of the first of the last checks that got no answer at all; None if the last one got one."""
+        self.checked_at = 0.0
+        """Begin of the last check that has ended."""
         self.refused_since: float | None = None
         """Begin of the first of the last checks whose answer says that it cannot serve; None if the last did not."""
+        self._silent: deque[float] = deque(maxlen=rules.failures)  # ends of the last checks, if these got no answer
         self._failures = 0
         self._successes = 0
 
@@ -84,17 +86,28 @@ class Health:
         """The last check failed, though the replica is not down yet."""
         return self._failures > 0
 
-    def note(self, check: Check, begun: float) -> bool:
+    def silence(self, last_byte: float, now: float) -> float:
+        """Seconds without an answer to a check, or a byte of the stream whose last one came then. 0 where the last
+        check was answered, or a byte came after it; the check may have begun before the last byte.
+        """
+        return now - last_byte if self._silent and last_byte < self._silent[-1] else 0.0
+
+    def is_lost(self, last_byte: float) -> bool:
+        """Whether the replica is down, and no byte came after the first of the unanswered checks that say so."""
+        return self.state == "down" and bool(self._silent) and last_byte < self._silent[0]
+
+    def note(self, check: Check, begun: float, ended: float) -> bool:
         """Take in a check. Returns whether the state has changed.
 
         Args:
-            begun: when the check began.
+            begun, ended: when the check did.
         """
         before = self.state
+        self.checked_at = begun
         if check.answered:
-            self.silent_since = None
-        elif self.silent_since is None:
-            self.silent_since = begun
+            self._silent.clear()
+        else:
+            self._silent.append(ended)
         if check.ok or not check.answered:
             self.refused_since = None
         elif self.refused_since is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 
 import aiohttp
@@ -45,6 +45,7 @@ FAILED = 500  # from here on an answer is the replica's fault
 BYTES_PER_TOKEN = 4  # of a prompt, where the answer does not say
 BODIES = 64  # of the largest size that are held together
 TICK_S = 0.25  # between two looks at attempts that wait for their replica
+QUIET_S = 0.5  # of a stream, after which its replica is checked: most steps are shorter
 
 
 class Outgoing(Struct):
@@ -63,11 +64,23 @@ class Outgoing(Struct):
 
 
 class Proxy:
-    """See the module's docstring."""
+    """See the module's docstring.
 
-    def __init__(self, config: GatewayConfig, desk: Desk, session: aiohttp.ClientSession, metrics: Metrics) -> None:
+    Args:
+        check_now: has the health of a replica checked at once.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        desk: Desk,
+        session: aiohttp.ClientSession,
+        metrics: Metrics,
+        check_now: Callable[[Replica], None],
+    ) -> None:
         self._config = config
         self._desk = desk
+        self._check_now = check_now
         self._session = session
         self._metrics = metrics
         self._budget = RetryBudget(config.retry_budget)
@@ -134,8 +147,10 @@ class Proxy:
             await asyncio.sleep(TICK_S)
             now = loop.time()
             for flight, (out, passing) in list(self._flights.items()):
+                if _needs_check(flight, passing, now):
+                    self._check_now(flight.grant.replica)
                 why = self._silence(flight, now)
-                if why or ((why := _pause(flight, passing)) and self._has_successor(flight, out, passing)):
+                if why or ((why := self._pause(flight, passing, now)) and self._has_successor(flight, out, passing)):
                     flight.cut(ReplicaFailed(f"The replica {flight.name} {why}."))
 
     def _silence(self, flight: Flight, now: float) -> str:
@@ -143,10 +158,25 @@ class Proxy:
         if flight.is_passing:
             return ""
         health = flight.grant.replica.health
-        if health.state == "down" and health.silent_since is not None and flight.last_byte < health.silent_since:
+        if health.is_lost(flight.last_byte):
             return f"is down ({health.reason})"
         limit = self._config.stream_timeout_secs
         return f"sent nothing for {limit:g} s" if flight.has_begun and now - flight.last_byte > limit else ""
+
+    def _pause(self, flight: Flight, passing: Passing, now: float) -> str:
+        """Why a replica computes nothing of this attempt though it may again, as a predicate; empty if it does."""
+        health, stream = flight.grant.replica.health, passing.reader
+        if flight.is_passing:
+            return ""
+        if stream is None and health.numerics and not flight.has_begun:  # an answer that is no stream comes as a whole
+            since = health.refused_since
+            return "says that it cannot serve" if since is not None and flight.last_byte < since else ""
+        if stream is None or not stream.can_go_on:
+            return ""
+        if stream.is_paused:
+            return "has lost its engine"
+        is_silent = health.silence(flight.last_byte, now) > self._config.health_check_timeout_secs
+        return "answers neither the stream nor a health check" if is_silent else ""
 
     def _has_successor(self, flight: Flight, out: Outgoing, passing: Passing) -> bool:
         """Find a place elsewhere for a request whose replica computes nothing. While there is none, it stays."""
@@ -172,6 +202,7 @@ class Proxy:
             model,
             now + config.queue_timeout_secs,
             affinity_of(request.headers, seen.prompt_cache_key, model, seen.prompt_parts),
+            seen.rows,
         )
         return Outgoing(
             ask=ask,
@@ -204,15 +235,15 @@ class Proxy:
             replica = grant.replica
             if isinstance(result, Whole) and refuses_key(replica, result) and not exchange.has_begun:
                 continue
-            out.attempts += 1
             out.ask.tried.add(replica.name)
+            if isinstance(result, Whole) and not exchange.has_begun and not self._is_worth_retrying(out, result):
+                return self._returned(exchange, result)
+            out.attempts += 1
             log.info("%s: attempt %d failed on %s: %s", exchange.id, out.attempts, replica.name, _said(result))
             if exchange.has_begun:
                 if not await self._may_move(out, replica, result):
                     return await out.migration.give_up(result)
                 continue
-            if isinstance(result, Whole) and not self._is_worth_retrying(out, result):
-                return self._returned(exchange, result)
             if out.successor is None and not await self._may_retry(out):
                 if isinstance(result, PhalanxError):
                     raise result
@@ -297,20 +328,11 @@ class Proxy:
         return Passed(exchange.whole(answer.status, answer.body, answer.headers), tokens or 0, tokens is not None)
 
 
-def _pause(flight: Flight, passing: Passing) -> str:
-    """Why a replica computes nothing of this attempt though it may again, as a predicate; empty if it does."""
-    health, stream = flight.grant.replica.health, passing.reader
-    if flight.is_passing:
-        return ""
-    if stream is None and health.numerics and not flight.has_begun:  # an answer that is no stream comes as a whole
-        since, why = health.refused_since, "says that it cannot serve"
-    elif stream is None or not stream.can_go_on:
-        return ""
-    elif stream.is_paused:
-        return "has lost its engine"
-    else:
-        since, why = health.silent_since, "answers neither the stream nor a health check"
-    return why if since is not None and flight.last_byte < since else ""
+def _needs_check(flight: Flight, passing: Passing, now: float) -> bool:
+    """Whether a stream that could go on elsewhere is quiet, and no check has begun since its last byte."""
+    stream, checked_at = passing.reader, flight.grant.replica.health.checked_at
+    can_move = stream is not None and stream.can_go_on and not flight.is_passing
+    return can_move and checked_at < flight.last_byte < now - QUIET_S
 
 
 def _said(result: Whole | PhalanxError) -> str:

@@ -34,7 +34,7 @@ class Replica:
         self.breaker = Breaker(breaker)
         self.models: frozenset[str] | None = None  # that it serves; None: it does not say, so that all are tried
         self.cards: list[dict[str, object]] = []  # entries of its /v1/models
-        self.in_flight = 0  # requests of this gateway
+        self.in_flight = 0  # requests of this gateway; one with several choices counts as so many, as in a /health
         self.others = 0  # requests of others, as of the last check
         self.is_suspect = False  # it failed the last request that ended; a good check clears it
         self.failed_at = 0  # grants of all replicas when its last failure was counted
@@ -55,6 +55,10 @@ class Replica:
     def has_room(self) -> bool:
         """Whether it may get one more request now."""
         return self.in_flight < self.limit
+
+    def has_room_for(self, rows: int) -> bool:
+        """Whether it computes so many rows at once now, or has none, and so begins with as many as it can."""
+        return self.in_flight + rows <= self.limit or not self.in_flight
 
     @property
     def busy(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import random
 import signal
@@ -68,6 +69,7 @@ def serve(config: GatewayConfig) -> int:
         if config.prometheus_port is not None:
             metrics = stack.enter_context(bind(config.host, config.prometheus_port))
         gateway = Gateway(config, listener, metrics)
+        gc.freeze()  # else a collection looks at every imported module, for 40 ms in which no stream goes on
         return asyncio.run(gateway.run())
 
 
@@ -129,7 +131,7 @@ class Gateway:
         aliases = parse_aliases(config.model_aliases)
         async with make_session(_trusted(config.worker_ca)) as session:
             fleet = Fleet(config, self._desk, session)
-            proxy = Proxy(config, self._desk, session, self._metrics)
+            proxy = Proxy(config, self._desk, session, self._metrics, fleet.check_now)
             admin = Admin(self._desk, fleet, proxy, keys=self._worker_keys, from_file=config.replicas)
             app = App(
                 self._desk, proxy, self._clients, self._metrics, admin, fleet,

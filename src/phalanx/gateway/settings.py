@@ -124,8 +124,9 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     """Path that answers 200 if a replica can serve. Where it is a 404, /v1/models is asked instead."""
     health_check_interval_secs: Annotated[Seconds, Flag("Seconds between two checks.", "Health checks")] = 5.0
     """Seconds between the end of a check and the next one."""
-    health_check_timeout_secs: Annotated[Seconds, Flag("Longest time of one check, seconds.", "Health checks")] = 5.0
-    """Seconds that a check may take."""
+    health_check_timeout_secs: Annotated[Seconds, Flag("Longest time of one check, seconds.", "Health checks")] = 2.0
+    """Seconds that a check may take, and that a stream may be silent meanwhile. A server that compiles a grammar
+    is silent for one."""
     health_failure_threshold: Annotated[
         Count, Flag("Failed checks in a row after which a replica is down.", "Health checks")
     ] = 3

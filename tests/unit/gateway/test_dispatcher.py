@@ -29,7 +29,7 @@ def replica(name: str, limit: int = 2, models: frozenset[str] | None = None, num
     """Without numerics its streams cannot go on elsewhere, nor others' on it."""
     spec = ReplicaSpec(name=name, url=f"http://{name}", admin_key="k")
     found = Replica(spec, HealthRules(2, 1), BreakerRules(failures=2, successes=1, open_s=5.0))
-    found.health.note(Check(ok=True, report=Report(Load(0, 0, limit), numerics)), 0.0)
+    found.health.note(Check(ok=True, report=Report(Load(0, 0, limit), numerics)), 0.0, 0.0)
     found.models = models
     return found
 
@@ -41,8 +41,8 @@ def dispatcher(*replicas: Replica, queue: int = 4) -> Dispatcher:
     return found
 
 
-def ask(owner: str = "", model: str | None = "m", give_up_at: float = 60.0) -> Ask:
-    return Ask(owner, model, give_up_at)
+def ask(owner: str = "", model: str | None = "m", give_up_at: float = 60.0, rows: int = 1) -> Ask:
+    return Ask(owner, model, give_up_at, rows=rows)
 
 
 def begun(numerics: str = "n1", owner: str = "", tried: str = "", refused: str = "") -> Ask:
@@ -78,7 +78,7 @@ def test_beyond_the_queue_a_request_is_refused_with_the_time_that_places_take():
 def test_all_down_names_each_with_its_reason():
     down, drained = replica("a"), replica("b")
     for at in (1.0, 2.0):
-        down.health.note(Check(ok=False, reason="answers 503 to /health: no memory"), at)
+        down.health.note(Check(ok=False, reason="answers 503 to /health: no memory"), at, at)
     drained.is_draining = True
     with pytest.raises(NoReplica, match=r"a: answers 503 to /health: no memory; b: is being drained"):
         dispatcher(down, drained).arrive(ask(), 3.0)
@@ -183,7 +183,7 @@ def test_a_begun_stream_waits_for_a_replica_that_has_failed_it_until_its_next_go
 def test_a_begun_stream_waits_while_all_are_down_and_then_gives_up_with_the_reason_of_each():
     found = dispatcher(replica("a", numerics="n1"), replica("b"))
     for at in (1.0, 2.0):
-        found.replicas["a"].health.note(Check(ok=False, reason="cannot be reached"), at)
+        found.replicas["a"].health.note(Check(ok=False, reason="cannot be reached"), at, at)
     waiting = begun()
     assert found.arrive(waiting, 3.0) is None and list(found.decided(59.0)) == []
     ((who, error),) = found.decided(61.0)
@@ -230,6 +230,18 @@ def test_a_second_place_of_a_request_that_has_not_begun_is_one_that_has_not_fail
     assert found.elsewhere(one, first.replica, 0.0) is None
 
 
+def test_a_second_place_has_room_for_every_row():
+    """Else some would wait there behind others', while their own server comes back. An empty one is as good as any."""
+    found = dispatcher(*(replica(name, 3) for name in "ab"))
+    a, b = found.replicas.values()
+    two, wide = found.arrive(ask(rows=2), 0.0), ask(rows=2)
+    assert two.replica is a and a.in_flight == 2 and a.has_room
+    assert found.elsewhere(wide, b, 0.0) is None
+    found.end(two, "answered", 1.0)
+    assert a.in_flight == 0 and found.elsewhere(wide, b, 1.0).replica is a
+    assert found.elsewhere(ask(rows=9), a, 1.0).replica is b and b.in_flight == 9
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Requests and replicas come, go and fail in any order."""
 
@@ -263,9 +275,12 @@ class AnyOrder(RuleBasedStateMachine):
         tried=st.sets(st.sampled_from("abc")),
         refused=st.sets(st.sampled_from("abc")),
         numerics=st.sampled_from([None, "n1", "n2"]),
+        rows=st.integers(1, 3),
     )
-    def arrive(self, owner: str, model: str | None, tried: set[str], refused: set[str], numerics: str | None) -> None:
-        one = ask(owner, model, self.now + 20.0)
+    def arrive(
+        self, owner: str, model: str | None, tried: set[str], refused: set[str], numerics: str | None, rows: int
+    ) -> None:
+        one = ask(owner, model, self.now + 20.0, rows)
         one.tried, one.numerics = tried, numerics
         one.refused = refused if numerics is not None else set()
         try:
@@ -296,6 +311,7 @@ class AnyOrder(RuleBasedStateMachine):
         if second is not None:
             assert second.replica is not first.replica and not second.replica.in_doubt
             assert not first.ask.is_begun or second.replica.health.numerics == first.ask.numerics
+            assert second.replica.in_flight <= max(second.replica.limit, first.ask.rows)
             self.take(second)
 
     @precondition(lambda self: self.waiting)
@@ -308,7 +324,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"), ok=st.booleans())
     def check(self, name: str, ok: bool) -> None:
         if name in self.found.replicas:
-            self.found.replicas[name].health.note(Check(ok=ok, report=Report(Load(0, 0, 2), NUMERICS[name])), self.now)
+            report = Report(Load(0, 0, 2), NUMERICS[name])
+            self.found.replicas[name].health.note(Check(ok=ok, report=report), self.now, self.now)
             self.found.replicas[name].is_suspect &= not ok
             self.found.changed(self.found.replicas[name])
         self.settle()
@@ -339,7 +356,8 @@ class AnyOrder(RuleBasedStateMachine):
         assert {*self.found.queue, *self.found.begun} == self.waiting
         assert all(one.is_begun for one in self.found.begun) and not any(one.is_begun for one in self.found.queue)
         for one in (*self.found.replicas.values(), *self.gone):
-            assert one.in_flight == sum(grant.replica is one for grant in self.granted) <= one.limit
+            rows = [grant.ask.rows for grant in self.granted if grant.replica is one]
+            assert one.in_flight == sum(rows) < one.limit + max(rows, default=1)
         assert list(self.found.decided(self.now)) == []
         for one in self.waiting:
             assert one.give_up_at > self.now

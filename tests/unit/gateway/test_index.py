@@ -28,7 +28,7 @@ def spec(name: str, weight: float = 1.0, most: int | None = None) -> ReplicaSpec
 
 def up(name: str, limit: int = 2) -> Replica:
     found = Replica(spec(name), HealthRules(2, 1), BreakerRules(failures=2, successes=2, open_s=5.0))
-    found.health.note(Check(ok=True, report=Report(Load(0, 0, limit))), 0.0)
+    found.health.note(Check(ok=True, report=Report(Load(0, 0, limit))), 0.0, 0.0)
     return found
 
 
@@ -95,7 +95,8 @@ class AnyOrder(RuleBasedStateMachine):
     def check(self, data: st.DataObject, ok: bool, others: int, limit: int, models: frozenset[str] | None) -> None:
         replica = data.draw(st.sampled_from(self.replicas))
         replica.models = models
-        if replica.health.note(Check(ok=ok, report=Report(Load(replica.in_flight, others, limit))), self.now) and ok:
+        report = Report(Load(replica.in_flight, others, limit))
+        if replica.health.note(Check(ok=ok, report=report), self.now, self.now) and ok:
             replica.breaker.reset()
         replica.note_load(replica.in_flight)
         self.index.note(replica)

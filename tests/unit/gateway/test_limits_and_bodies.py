@@ -113,6 +113,24 @@ def test_what_is_read_of_a_body():
     assert peek(b"{}").model is None
 
 
+@pytest.mark.parametrize(
+    ("body", "rows"),
+    [
+        (b"{}", 1),
+        (b'{"n": 3}', 3),
+        (b'{"n": 1000, "prompt": "a"}', 1),
+        (b'{"n": 999}', 128),
+        (b'{"n": 0, "prompt": []}', 1),
+        (b'{"n": "3"}', 1),
+        (b'{"n": 2, "prompt": [ "a", "b"]}', 4),
+        (b'{"n": null, "prompt": [[1], [2], [3]]}', 3),
+        (b'{"n": 2, "prompt": [1, 2, 3]}', 2),
+    ],
+)
+def test_rows_are_choices_of_each_prompt(body, rows):
+    assert peek(body).rows == rows
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b'"x"', b"{", b'{"model": 3}', b'{"messages": [}', b"\xff{}", *HOSTILE])
 def test_what_cannot_be_routed_is_refused(body):
     with pytest.raises(InvalidRequest):

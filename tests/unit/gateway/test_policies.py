@@ -18,7 +18,7 @@ ANY = Ask("", None, 0.0)
 
 def replica(name: str, *, limit: int = 16, weight: float = 1.0, in_flight: int = 0) -> Replica:
     found = Replica(ReplicaSpec(name=name, url=f"http://{name}", weight=weight), HealthRules(), BreakerRules())
-    found.health.note(Check(ok=True, report=Report(Load(0, 0, limit))), 0.0)
+    found.health.note(Check(ok=True, report=Report(Load(0, 0, limit))), 0.0, 0.0)
     found.in_flight = in_flight
     return found
 
@@ -42,7 +42,7 @@ def test_least_load_counts_against_the_limit_and_takes_turns():
 
 def test_least_load_sees_the_requests_of_others():
     busy, idle = replica("busy"), replica("idle", in_flight=2)
-    busy.health.note(Check(ok=True, report=Report(Load(5, 1, 16))), 1.0)
+    busy.health.note(Check(ok=True, report=Report(Load(5, 1, 16))), 1.0, 1.0)
     busy.note_load(own=0)
     assert LeastLoad().choose(ANY, Listed([busy, idle], by_load)) is idle
     busy.note_load(own=6)  # they were this gateway's own
@@ -52,7 +52,7 @@ def test_least_load_sees_the_requests_of_others():
 @pytest.mark.parametrize("policy", [LeastLoad(), RoundRobin(), PowerOfTwo(lambda n: 0), ConsistentHashing()])
 def test_what_is_in_doubt_comes_last(policy):
     sound, doubtful = replica("sound", in_flight=15), replica("doubtful")
-    doubtful.health.note(Check(ok=False), 1.0)
+    doubtful.health.note(Check(ok=False), 1.0, 1.0)
     among = [doubtful, sound]
     asks = [Ask("", None, 0.0, Affinity(f"s{i}")) for i in range(10)]
     assert {policy.choose(one, Listed(among, policy.order)).name for one in asks} == {"sound"}

@@ -16,7 +16,7 @@ RULES = HealthRules(failures=3, successes=2)
 def after(*checks: Check) -> Health:
     health = Health(RULES)
     for at, check in enumerate(checks):
-        health.note(check, float(at))
+        health.note(check, float(at), at + 0.5)
     return health
 
 
@@ -46,9 +46,24 @@ def test_a_replica_is_in_doubt_from_its_first_failed_check():
 
 def test_silence_is_not_a_no():
     """Streams of a replica that itself says it cannot serve may go on; of one that says nothing, not."""
-    assert after(GOOD, BAD, BAD, BAD).silent_since is None
-    assert after(GOOD, SILENT, SILENT, SILENT).silent_since == 1.0
-    assert after(GOOD, SILENT, BAD, SILENT).silent_since == 3.0
+    said, silent = after(GOOD, BAD, BAD, BAD), after(GOOD, SILENT, SILENT, SILENT)
+    assert said.state == silent.state == "down"
+    assert not said.is_lost(0.0) and said.silence(0.0, 9.0) == 0.0
+    assert silent.is_lost(0.0) and silent.silence(0.0, 9.0) == 9.0
+    assert after(GOOD, SILENT, BAD).silence(0.0, 9.0) == 0.0
+
+
+def test_a_byte_while_an_unanswered_check_is_under_way_keeps_no_stream():
+    """It did, until the stream's own time-out: the check had begun before it."""
+    health = after(GOOD, SILENT)
+    assert health.silence(1.2, 3.0) == pytest.approx(1.8)
+    assert health.silence(1.6, 3.0) == 0.0
+    health.note(SILENT, 2.0, 2.5)
+    assert health.silence(1.6, 3.0) == pytest.approx(1.4)
+    health.note(SILENT, 3.0, 3.5)
+    assert health.is_lost(1.2) and not health.is_lost(1.6)
+    health.note(SILENT, 4.0, 4.5)
+    assert health.is_lost(1.6)
 
 
 def test_since_when_it_says_that_it_cannot_serve():
@@ -70,7 +85,7 @@ def test_any_order_of_checks(oks):
         if i == 0 or run >= (RULES.successes if ok else RULES.failures):
             state = "up" if ok else "down"
         before = health.state
-        assert health.note(GOOD if ok else BAD, float(i)) == (before != state)
+        assert health.note(GOOD if ok else BAD, float(i), float(i)) == (before != state)
         assert health.state == state
 
 
@@ -97,5 +112,5 @@ def test_numerics_are_those_of_the_last_good_check():
     assert said == Report(numerics="3f")
     health = after(Check(ok=True, report=said), BAD, BAD, BAD)
     assert (health.state, health.numerics) == ("down", "3f")
-    health.note(GOOD, 9.0)
+    health.note(GOOD, 9.0, 9.0)
     assert health.numerics == ""
