@@ -270,6 +270,14 @@ def test_keys_from_file_and_environment(
     assert keys == [("from-environment",), ("zero", "one", "two"), ("several", "keys")]
 
 
+def test_a_key_that_no_client_can_send_is_refused(parsed: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("", " a", "\u00fc", "a\nb"):
+        assert main(["serve", "--api-key", key]) == ExitCode.CONFIG
+    monkeypatch.setenv("PHALANX_API_KEY", "\u00fc")
+    assert main(["serve"]) == ExitCode.CONFIG
+    assert not parsed
+
+
 def test_the_admin_key_of_the_environment(parsed: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["serve"]) == 0
     monkeypatch.setenv("PHALANX_ADMIN_KEY", "from-environment")
