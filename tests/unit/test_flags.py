@@ -15,6 +15,7 @@ from msgspec.structs import asdict, replace
 from support.web import chunk, events, usage, web_server
 
 from phalanx.cli import chat, generate, rank, serve
+from phalanx.cli.exits import INTERRUPTED
 from phalanx.cli.main import COMMANDS, HIDDEN, main
 from phalanx.cli.private import free_port
 from phalanx.cli.terminal import report
@@ -649,3 +650,11 @@ def test_a_conversation_asks_its_own_server_for_its_clock(monkeypatch: pytest.Mo
     assert main(["chat", "demo", "--seed", "3"]) == 0
     assert main(["chat", "http://127.0.0.1:1", "--seed", "3"]) == 0
     assert asked == [{"seed": 3, "timing": True}, {"seed": 3}]
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("phalanx.cli.main.importlib.import_module", interrupted)
+    assert main(["serve"]) == main(["rank"]) == INTERRUPTED
