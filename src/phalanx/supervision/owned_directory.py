@@ -26,6 +26,7 @@ class OwnedDirectory:
     def __init__(self, base: Path) -> None:
         _sweep(base)
         self._base = base
+        self._lock: int | None
         self.path, self._lock = _make(base)
 
     def restore(self) -> None:
