@@ -27,7 +27,7 @@ REFUSED = (
 )  # fmt: skip
 """Patterns of names that may not be set."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # halves of surrogates are no text
 
 
 def check_variable(name: str, value: str, where: str, *, except_for: Collection[str] = ()) -> None:

@@ -119,6 +119,18 @@ def test_the_check_passes_and_leaves_nothing(family: str) -> None:
     assert (runner.kv_bytes, runner.prefix_bytes, runner.written_caches()) == (0, 0, [])
 
 
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_weights_that_are_no_numbers_are_refused_as_damaged(value: str) -> None:
+    """Not as a model that phalanx computes otherwise than mlx-lm."""
+    config = make_config("llama")
+    model = build(config, Weights())
+    model.model.norm.weight = mx.full((64,), float(value))
+    runner = Runner(model, registry.inspect(model, config), mx.float32)
+    with pytest.raises(ModelUnsupported, match="logits are NaN or infinite") as refused:
+        registry.check_model(runner, model)
+    assert "download the model again" in refused.value.remedy
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_the_check_passes_in_16_bits(dtype: mx.Dtype) -> None:
     """Rounding is not disagreement."""

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from phalanx.cli import generate, rank, serve
+from phalanx.cli.exits import INTERRUPTED
 from phalanx.cli.main import COMMANDS, HIDDEN, main
 from phalanx.cli.terminal import report
 from phalanx.config import EngineConfig, GroupConfig
@@ -268,6 +269,14 @@ def test_keys_from_file_and_environment(
     assert keys == [("from-environment",), ("zero", "one", "two"), ("several", "keys")]
 
 
+def test_a_key_that_no_client_can_send_is_refused(parsed: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("", " a", "\u00fc", "a\nb"):
+        assert main(["serve", "--api-key", key]) == ExitCode.CONFIG
+    monkeypatch.setenv("PHALANX_API_KEY", "\u00fc")
+    assert main(["serve"]) == ExitCode.CONFIG
+    assert not parsed
+
+
 def test_the_admin_key_of_the_environment(parsed: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["serve"]) == 0
     monkeypatch.setenv("PHALANX_ADMIN_KEY", "from-environment")
@@ -511,3 +520,11 @@ def test_generate_raw_reads_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_generate_refuses_a_system_message_without_template(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--raw", "--system", "s", "-p", "x"]) == ExitCode.CONFIG
     assert "--raw" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("phalanx.cli.main.importlib.import_module", interrupted)
+    assert main(["serve"]) == main(["rank"]) == INTERRUPTED

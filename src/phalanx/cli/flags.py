@@ -249,9 +249,9 @@ def _unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 def _template_variables(text: str) -> dict[str, object]:
     try:
         return msgspec.json.decode(text, type=dict[str, object])
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:  # of msgspec, and of bytes that are no UTF-8
         raise ConfigError(
-            f"--default-chat-template-kwargs {text!r} is not a JSON object: {error}.",
+            f"--default-chat-template-kwargs {text[:80]!r} is not a JSON object: {error}.",
             remedy="""For example '{"enable_thinking": false}'.""",
         ) from error
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from phalanx.cli import streams
-from phalanx.cli.exits import exit_code, flushed, for_launchd
+from phalanx.cli.exits import INTERRUPTED, exit_code, flushed, for_launchd
 from phalanx.environment import under_launchd
 from phalanx.errors import ExitCode
 
@@ -82,6 +82,8 @@ def main(arguments: Sequence[str]) -> int:
         app(_passed_on(asked, arguments), prog_name="phalanx")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
+    except KeyboardInterrupt:  # while the command's module is imported, for seconds on a busy machine
+        return INTERRUPTED
     return 0
 
 

@@ -114,5 +114,5 @@ T = TypeVar("T", EngineConfig, GroupConfig)
 def _parse(text: str, kind: type[T], flag: str) -> T:
     try:
         return msgspec.json.decode(text, type=kind)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{flag} cannot be read: {error}.", remedy=f"It is {kind.__name__} as JSON.") from error

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from phalanx.cli.flags import Flags, with_settings
 from phalanx.cli.terminal import LoadingView, note, set_up_logging
 from phalanx.config import DEFAULT_MODEL
+from phalanx.edge.keys import NOT_SENDABLE, is_sendable
 from phalanx.edge.listening import is_loopback
 from phalanx.environment import admin_key_from_environment, api_keys_from_environment, api_keys_in
 from phalanx.errors import ConfigError
@@ -174,14 +175,18 @@ def _names(given: tuple[str, ...]) -> tuple[str, ...]:
 def _keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
     """Keys of the flags and the file; the variable counts only where there are none."""
     keys = list(given)
-    if any(not key.strip() for key in keys):
-        raise ConfigError("--api-key is empty.", remedy="Leave it out to need no key.")
     if file is not None:
         from_file = api_keys_in(_text_of(file, "--api-key-file"))
         if not from_file:
             raise ConfigError(f"--api-key-file {file} has no key.", remedy="Write one key per line.")
         keys += from_file
-    return tuple(dict.fromkeys(keys)) or api_keys_from_environment()
+    keys = list(dict.fromkeys(keys)) or list(api_keys_from_environment())
+    if not all(is_sendable(key) for key in keys):
+        raise ConfigError(
+            f"A key (--api-key, --api-key-file, PHALANX_API_KEY) {NOT_SENDABLE}.",
+            remedy="Choose another, or leave it out to need no key.",
+        )
+    return tuple(keys)
 
 
 def _check_admin_key(config: ServerConfig) -> None:
@@ -194,8 +199,8 @@ def _check_admin_key(config: ServerConfig) -> None:
     if key is None:
         return
     wrong = ""
-    if not key or key != key.strip() or not (key.isascii() and key.isprintable()):
-        wrong = "is empty, not printable ASCII, or has blanks around it"
+    if not is_sendable(key):
+        wrong = NOT_SENDABLE
     elif key in config.api_key:
         wrong = "is also an --api-key, so that every client could use it"
     if wrong:

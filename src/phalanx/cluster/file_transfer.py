@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import shutil
 import socket
@@ -23,11 +22,12 @@ from msgspec import Meta, Struct
 
 from phalanx.cluster.library import files_of, needed_files
 from phalanx.environment import hub_cache
-from phalanx.errors import ClusterError, ConfigError
-from phalanx.text.model_files import belongs_to
+from phalanx.errors import ClusterError, ConfigError, WeightsError
+from phalanx.text.model_files import REPLACE, belongs_to, read_json
 
 BLOCK = 1 << 20  # bytes
 PART = ".part"  # ends the name of a file that is being received
+MOST_INDEX = 64 << 20  # bytes of an index of weights; of the largest known models 9 MB
 
 
 class ModelFile(Struct, frozen=True, kw_only=True):
@@ -320,8 +320,15 @@ def _part(file: Path) -> Path:
 
 
 def missing_shards(path: Path, names: Sequence[str]) -> list[str]:
-    """The weight files in a model's index that are not among `names`."""
+    """The weight files in a model's index that are not among `names`.
+
+    Raises:
+        ModelError: the index is no index; names it.
+    """
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return []
-    return sorted(set(json.loads(index.read_text())["weight_map"].values()) - set(names))
+    files = read_json(index, MOST_INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise WeightsError(f"{index} is damaged: it has no weight_map of names.", remedy=REPLACE)
+    return sorted(set(files.values()) - set(names))

@@ -263,7 +263,7 @@ AnyRequest = TypeVar("AnyRequest", bound=Struct)
 def _request(kind: type[AnyRequest]) -> AnyRequest:
     try:
         return msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"The question is not {kind.__name__}: {error}.",
             remedy="Install the same version of phalanx on all machines.",

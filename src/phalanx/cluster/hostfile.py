@@ -24,6 +24,9 @@ from phalanx.rank_variables import read_variable
 
 MOST_HOSTS = 256  # of a cluster; `MOST_RANKS` of them make a group
 
+MOST_GPUS = 1024  # of a host: more than any has
+NAME_CHARS = 255  # as of a name in DNS
+
 Devices = str | tuple[str, ...] | None
 
 
@@ -103,8 +106,8 @@ def parse(text: str, where: str) -> Hostfile:
         ConfigError: names the file, the host and the field, and says what it should be.
     """
     try:
-        value = json.loads(text)
-    except ValueError as error:
+        value = json.loads(text, object_pairs_hook=_fields)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}.", remedy="`phalanx hostfile` writes one.") from error
     if isinstance(value, list):
         value = {"hosts": value}
@@ -126,6 +129,15 @@ def parse(text: str, where: str) -> Hostfile:
     return _checked(Hostfile(hosts=hosts, backend=None if backend == "any" else backend, envs=tuple(envs)), where)
 
 
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; one of two fields of the same name would count for nothing."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
+        raise ValueError(f"a field {twice!r} is there twice in one object")
+    return fields
+
+
 def _host(value: Any, where: str) -> Host:
     if not isinstance(value, dict):
         raise ConfigError(f"{where} is not an object.", remedy='Write {"ssh": NAME, "ips": [ADDRESS]}.')
@@ -139,17 +151,19 @@ def _host(value: Any, where: str) -> Host:
         raise ConfigError(f"{where} ({ssh}): `ips` is not a list of IP addresses: {ips!r}.")
     if not isinstance(rdma, list):
         raise ConfigError(f"{where} ({ssh}): `rdma` is not a list.")
-    if type(gpus) is not int or gpus < 0:
+    if type(gpus) is not int or not 0 <= gpus <= MOST_GPUS:
         raise ConfigError(f"{where} ({ssh}): `gpus` is not a number of GPUs: {gpus!r}.")
     devices = tuple(_devices(entry, f"{where} ({ssh})") for entry in rdma)
     return Host(ssh=ssh, ips=tuple(ips), rdma=devices, gpus=gpus)
 
 
 def _is_ip(value: Any) -> bool:
+    """Whether it is an address that one machine can have."""
     try:
-        return isinstance(value, str) and bool(ipaddress.ip_address(value))
+        ip = ipaddress.ip_address(value) if isinstance(value, str) else None
     except ValueError:
         return False
+    return ip is not None and not ip.is_unspecified and not ip.is_multicast
 
 
 def _devices(value: Any, where: str) -> Devices:
@@ -165,9 +179,15 @@ def _checked(hostfile: Hostfile, where: str) -> Hostfile:
     hosts = hostfile.hosts
     if not 1 <= len(hosts) <= MOST_HOSTS:
         raise ConfigError(f"{where} names {len(hosts)} hosts; 1 to {MOST_HOSTS} make a cluster.")
-    for field, values in (("ssh", [host.ssh for host in hosts]), ("ips", [ip for host in hosts for ip in host.ips])):
-        if "" in values:
+    for name in (host.ssh for host in hosts):
+        if not name:
             raise ConfigError(f"{where}: a host has no name.", remedy="Write a,b,c.")
+        if len(name) > NAME_CHARS or not name.isprintable() or " " in name or name.startswith("-"):
+            raise ConfigError(
+                f"{where}: {name[:80]!r} is not the name of a host.", remedy="It is what you would type after `ssh`."
+            )
+    ips = [str(ipaddress.ip_address(ip)) for host in hosts for ip in host.ips]  # ::1 has many spellings
+    for field, values in (("ssh", [host.ssh for host in hosts]), ("ips", ips)):
         if twice := next((value for value in values if values.count(value) > 1), None):
             raise ConfigError(f"{where}: {field} {twice!r} is there twice.", remedy="Every host runs one rank.")
     if any(host.rdma for host in hosts) or (hostfile.backend or "").startswith("jaccl"):

@@ -12,10 +12,11 @@ import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import psutil
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from phalanx.cluster.layout import REPLICAS_FILE
 
@@ -29,7 +30,7 @@ FRAMEWORK = re.compile(r".*/Python3?\.framework/Versions/[^/]+(?=/)")
 class Record(Struct, frozen=True):
     """A process, as a PID file records it."""
 
-    pid: int
+    pid: Annotated[int, Meta(ge=1)]
     created: float  # start time in seconds: on Linux since boot (independent of the clock), elsewhere since the epoch
     program: str  # as `program_of` names it
     arguments: list[str]  # the command without its first word, which is what the process calls itself
@@ -85,7 +86,7 @@ def read(file: Path) -> Record | None:
     """The record in a PID file; None if the file does not exist or cannot be decoded."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Record)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return None
 
 

@@ -129,7 +129,7 @@ def undo(home: Path) -> Done:
 def _read_memory(undo_file: Path) -> Steps | None:
     try:
         return msgspec.json.decode(undo_file.read_bytes(), type=Steps)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return None
 
 

@@ -102,9 +102,9 @@ class RunDirectory:
         return RunDirectory(self._home, GATEWAY)
 
     def held_s(self) -> float:
-        """Seconds until something may be started again after a SIGKILL."""
+        """Seconds until something may be started again after a SIGKILL; not more if the clock was set back since."""
         try:
-            return max(0.0, float(self.hold.read_text()) - time.time())
+            return min(KILL_HOLD_S, max(0.0, float(self.hold.read_text()) - time.time()))
         except (OSError, ValueError):
             return 0.0
 
@@ -119,13 +119,13 @@ class RunDirectory:
     def read_spec(self) -> Spec | None:
         try:
             return msgspec.json.decode(self.spec.read_bytes(), type=Spec)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, RecursionError):
             return None
 
     def read_outcome(self) -> ProcessOutcome | None:
         try:
             return msgspec.json.decode(self.outcome.read_bytes(), type=ProcessOutcome)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, RecursionError):
             return None
 
     def clear(self) -> None:

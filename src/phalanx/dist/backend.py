@@ -283,7 +283,7 @@ def _json_list(variables: Mapping[str, str], name: str) -> list[object]:
     file = Path(variables[name])
     try:
         value = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{name}: {file} cannot be read: {error}", remedy="It is a JSON array, one per rank."
         ) from error

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.errors import InvalidApiKey
 
+NOT_SENDABLE = "is empty, not printable ASCII, or has blanks around it"
+
 
 class ApiKeys:
     """The accepted keys. Without any, every request has access."""
@@ -44,6 +46,11 @@ class ApiKeys:
         except InvalidApiKey:
             return False
         return True
+
+
+def is_sendable(key: str) -> bool:
+    """Whether a header can carry a key as it is: printable ASCII without blanks around it. No client sends another."""
+    return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
 
 
 def owner_of(key: str) -> str:

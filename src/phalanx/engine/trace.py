@@ -5,6 +5,7 @@ With the same model, messages and steps in the same order give the same run. Doe
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import IO
 
@@ -14,9 +15,11 @@ from phalanx.errors import ConfigError
 from phalanx.sched.plan import Plan
 from phalanx.types import ToEngine
 
+log = logging.getLogger("phalanx.engine")
+
 
 class Trace:
-    """Appends to a file, unbuffered, so that a crash loses nothing that was written."""
+    """Appends to a file, unbuffered, so that a crash loses nothing that was written. A full disk ends it, no more."""
 
     def __init__(self, path: str) -> None:
         """Open the file.
@@ -25,7 +28,7 @@ class Trace:
             ConfigError: it cannot be written.
         """
         try:
-            self._file: IO[bytes] = Path(path).open("ab", buffering=0)  # noqa: SIM115 (open for the process's life)
+            self._file: IO[bytes] | None = Path(path).open("ab", buffering=0)  # noqa: SIM115 (open for the process's life)
         except OSError as error:
             raise ConfigError(
                 f"--trace {path} cannot be written: {error.strerror}.", remedy="Name a file that can be made there."
@@ -41,4 +44,11 @@ class Trace:
         self._line({"plan": plan})
 
     def _line(self, value: object) -> None:
-        self._file.write(self._encoder.encode(value) + b"\n")
+        if self._file is None:
+            return
+        try:
+            self._file.write(self._encoder.encode(value) + b"\n")
+        except OSError as error:
+            log.error("--trace %s ends here: %s", self._file.name, error.strerror)
+            self._file.close()
+            self._file = None

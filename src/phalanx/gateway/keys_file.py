@@ -14,6 +14,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from phalanx.edge.keys import NOT_SENDABLE, is_sendable
 from phalanx.errors import ConfigError
 from phalanx.gateway.key_limits import KeyLimits
 from phalanx.gateway.toml_tables import parse_tables
@@ -45,6 +46,8 @@ def parse_keys(text: str, file: str) -> tuple[NamedKey, ...]:
     """
     found: dict[str, NamedKey] = {}
     for table, line in parse_tables(text, "key", _Table, file):
+        if not is_sendable(table.key):
+            raise ConfigError(f"{file}, line {line}: the key of {table.name!r} {NOT_SENDABLE}.")
         if any(known.name == table.name for known in found.values()):
             raise ConfigError(f"{file}, line {line}: there is a key named {table.name!r} before.")
         if table.key in found:

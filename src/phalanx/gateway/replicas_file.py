@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
+from phalanx.edge.keys import NOT_SENDABLE, is_sendable
 from phalanx.errors import ConfigError
 from phalanx.gateway.replica import ReplicaSpec
 from phalanx.gateway.toml_tables import parse_tables
@@ -86,7 +87,7 @@ def specs_of_urls(given: Sequence[str], *, keys: Keys = Keys()) -> tuple[Replica
     urls = [url.strip() for text in given for url in text.split(",") if url.strip()]
     specs: dict[str, ReplicaSpec] = {}
     for url in urls:
-        spec = make_spec(urlsplit(url).netloc.rpartition("@")[2], url, keys=keys)
+        spec = make_spec(_name_in(url), url, keys=keys)
         if spec.name in specs:
             raise ConfigError(f"--worker-urls has {spec.name} twice.")
         specs[spec.name] = spec
@@ -101,19 +102,29 @@ def make_spec(
     Raises:
         ConfigError: says what is wrong with its name or URL.
     """
-    parts = urlsplit(url.strip())
-    try:
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number
-        usable = False
-    if not usable or parts.query or parts.fragment or "@" in parts.netloc:
+    if not _is_base(url.strip()):
         raise ConfigError(f"{url!r} is not the base URL of a server.", remedy="For example http://10.0.0.5:8000.")
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not a name.", remedy="Letters, digits and . _ : - are, 64 at most.")
     for which, key in (("key", keys.key), ("admin_key", keys.admin_key)):
-        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
-            raise ConfigError(f"The {which} of {name} is empty, or has characters that a header cannot have.")
+        if key is not None and not is_sendable(key):
+            raise ConfigError(f"The {which} of {name} {NOT_SENDABLE}.")
     base = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     return ReplicaSpec(
         name=name, url=base, weight=weight, max_in_flight=max_in_flight, key=keys.key, admin_key=keys.admin_key
     )
+
+
+def _is_base(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or a bracket is open
+        return False
+    blank = not url.isprintable() or " " in url
+    return usable and not blank and not parts.query and not parts.fragment and "@" not in parts.netloc
+
+
+def _name_in(url: str) -> str:
+    """Host and port of a base URL, which name the replica; of anything else, any text."""
+    return urlsplit(url).netloc if _is_base(url) else url

@@ -59,7 +59,7 @@ def serve(config: GatewayConfig) -> int:
         ConfigError: a flag or a file is wrong, or the address cannot be bound; says which and what to do.
     """
     check_certificate(config.ssl_certfile, config.ssl_keyfile)
-    if bool(config.worker_urls) == bool(config.replicas):
+    if bool(specs_of_urls(config.worker_urls)) == bool(config.replicas):
         raise ConfigError("The gateway has no replicas, or two kinds.", remedy="Give --worker-urls or --replicas FILE.")
     limits = limits_for(config.max_connections, config.max_connections_per_address, 0)
     raise_limit(limits.total + OPEN_FILES)

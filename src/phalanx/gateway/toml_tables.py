@@ -28,7 +28,7 @@ def parse_tables(text: str, name: str, kind: type[T], file: str) -> list[tuple[T
     """
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of a number without end
         raise ConfigError(f"{file} is not TOML: {error}.") from error
     for key in document:
         if key != name:

@@ -58,8 +58,8 @@ def check_model(runner: Runner, model: Module, *, may_pack: bool = False) -> Non
         may_pack: whether all ranks can pack rows (have the native kernels). Must be the same on all ranks.
 
     Raises:
-        ModelUnsupported: rows of different lengths differ from mlx-lm's results, or mlx-lm fails; says where and how.
-            Or a stage needs something of other stages.
+        ModelUnsupported: rows of different lengths differ from mlx-lm's results, or mlx-lm fails or computes no
+            numbers; says where and how. Or a stage needs something of other stages.
     """
     try:
         expected = [
@@ -70,6 +70,11 @@ def check_model(runner: Runner, model: Module, *, may_pack: bool = False) -> Non
             f"mlx-lm itself cannot run the model here in {str(runner.dtype).rpartition('.')[2]}: {error}",
             remedy="Try --dtype float32, or a quantised version of the model.",
         ) from error
+    if not all(mx.isfinite(logits).all().item() for row in expected for logits in row):
+        raise ModelUnsupported(
+            "The model computes no numbers: mlx-lm's own logits are NaN or infinite.",
+            remedy="Weights or config.json are damaged: download the model again. In float16 also try --dtype float32.",
+        )
     problem = _first_difference(runner, expected)
     if problem and not runner.facts.one_row:
         reason = f"together they disagree with mlx-lm ({problem})"

@@ -25,7 +25,7 @@ from phalanx.server.journal import Journal
 from phalanx.server.outputs.shapes import OutputShapes
 from phalanx.server.parsed import GenerationDefaults, served_names
 from phalanx.server.settings import ServerConfig
-from phalanx.server.start import limits_of
+from phalanx.server.start import ending_signals, limits_of
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, ModelInfo
@@ -134,11 +134,12 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Let SIGINT and SIGTERM drain. uvicorn would raise them again at the end and so replace the exit code."""
+        """Let SIGINT, SIGTERM and SIGHUP drain. uvicorn would raise them again at its end and replace the exit code."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        old = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, *ending_signals())
+        old = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield
         finally:

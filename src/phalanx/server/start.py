@@ -57,6 +57,12 @@ def limits_of(config: ServerConfig) -> ConnectionLimits:
     return limits_for(config.max_connections, config.max_connections_per_address, requests)
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Signals that end a server gently: SIGTERM, and of a terminal that is closed SIGHUP, unless `nohup` ignores it."""
+    hears = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGHUP) if hears else (signal.SIGTERM,)
+
+
 async def _serve(
     config: ServerConfig,
     engine: EngineClient,
@@ -64,14 +70,17 @@ async def _serve(
     listeners: Sequence[socket.socket],
     defaults: GenerationDefaults | None,
 ) -> int:
-    """Prepare a server and run it. SIGTERM during the preparation closes the engine; later the server handles it."""
+    """Prepare a server and run it. A signal during the preparation closes the engine; later the server handles it."""
     loop = asyncio.get_running_loop()
     preparing = asyncio.create_task(_prepare(engine, load_tokenizer))
-    loop.add_signal_handler(signal.SIGTERM, preparing.cancel)
+    signals = ending_signals()
+    for number in signals:
+        loop.add_signal_handler(number, preparing.cancel)
     try:
         await asyncio.wait([preparing])
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+        for number in signals:
+            loop.remove_signal_handler(number)
         if not preparing.done() or preparing.cancelled() or preparing.exception() is not None:
             preparing.cancel()
             await engine.close()

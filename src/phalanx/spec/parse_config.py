@@ -22,8 +22,8 @@ def parse(text: str) -> SpeculativeConfig:
         config: SpeculativeConfig = msgspec.json.decode(text, type=SpeculativeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{FLAG}: {_named(str(error))}", remedy=EXAMPLE) from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{FLAG} is not JSON: {text!r} ({error}).", remedy=EXAMPLE) from error
+    except (ValueError, RecursionError) as error:  # of msgspec, and of bytes that are no UTF-8
+        raise ConfigError(f"{FLAG} is not JSON: {text[:80]!r} ({error}).", remedy=EXAMPLE) from error
     _check_control(config)
     if isinstance(config, NgramSpeculation) and config.prompt_lookup_min > config.prompt_lookup_max:
         least, most = config.prompt_lookup_min, config.prompt_lookup_max

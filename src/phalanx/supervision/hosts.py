@@ -80,7 +80,7 @@ def read_hosts(file: Path) -> ClusterConfig:
     """
     try:
         cluster = msgspec.json.decode(file.read_bytes(), type=ClusterConfig)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"{file} cannot be read as a cluster's hosts: {getattr(error, 'strerror', None) or error}.",
             remedy="`phalanx up` writes such a file; for units, docs/clusters.md (Start at boot) shows one.",

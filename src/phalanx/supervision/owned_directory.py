@@ -25,10 +25,19 @@ class OwnedDirectory:
 
     def __init__(self, base: Path) -> None:
         _sweep(base)
-        self._lock: int | None = None
-        while self._lock is None:  # until no other process swept it between the two steps
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-            self._lock = _locked(self.path / LOCK, create=True)
+        self._base = base
+        self._lock: int | None
+        self.path, self._lock = _make(base)
+
+    def restore(self) -> None:
+        """Make it again, empty and under another name, if it was deleted: some systems clean /tmp of what is old.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if self._lock is not None and not _is_of(self.path / LOCK, self._lock):
+            lost, (self.path, self._lock) = self._lock, _make(self._base)
+            os.close(lost)
 
     def remove(self) -> None:
         """Delete the directory and all that is in it. Safe to call twice."""
@@ -36,6 +45,19 @@ class OwnedDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+
+
+def _make(base: Path) -> tuple[Path, int]:
+    """A new directory, and the descriptor that holds its lock."""
+    while True:  # until no other process swept it between the two steps
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        try:
+            lock = _locked(path / LOCK, create=True)
+        except OSError:  # a full disk has room for a directory, perhaps, and for no file
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        if lock is not None:
+            return path, lock
 
 
 def _sweep(base: Path) -> None:
@@ -50,16 +72,30 @@ def _sweep(base: Path) -> None:
 
 
 def _locked(file: Path, *, create: bool) -> int | None:
-    """A descriptor that holds the lock of this file; None if another process holds it, or there is no file."""
+    """A descriptor that holds the lock of this file; None if another process holds it, or there is no file.
+
+    Raises:
+        OSError: the file cannot be made, although its directory is there.
+    """
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
-    except OSError:
+    except FileNotFoundError:
         return None
-    try:
+    except OSError:
+        if create:
+            raise
+        return None
+    with contextlib.suppress(OSError):  # another process holds it
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if file.stat().st_ino == os.fstat(descriptor).st_ino:
+        if _is_of(file, descriptor):
             return descriptor
-    except OSError:  # another process holds it, or has deleted the file
-        pass
     os.close(descriptor)
     return None
+
+
+def _is_of(file: Path, descriptor: int) -> bool:
+    """Whether the file is still there, and the one that is open."""
+    try:
+        return os.path.samestat(file.stat(follow_symlinks=False), os.fstat(descriptor))
+    except OSError:
+        return False

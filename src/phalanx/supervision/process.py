@@ -140,9 +140,9 @@ class EngineProcess(EngineConnection):
                     gpu_shortage=shortage(sum(widths), gpus),
                 )
                 log.info("%s ranks over %s: %s", " + ".join(map(str, widths)), *self._choice)
-            self._directory = OwnedDirectory(runtime_dir())
+            self._directory = _new_directory(runtime_dir())
             if self._choice is not None and self._choice.backend == "mpi" and SHARED_MEMORY.is_dir():
-                self._shared_memory = OwnedDirectory(SHARED_MEMORY)
+                self._shared_memory = _new_directory(SHARED_MEMORY)
         return self._directory.path
 
     async def close(self) -> None:
@@ -172,7 +172,10 @@ class EngineProcess(EngineConnection):
         """Run the engine, and run it again after every crash that a restart can mend."""
         while True:
             try:
-                end = await self._run_once(directory)
+                for owned in (self._directory, self._shared_memory):
+                    if owned is not None:
+                        owned.restore()
+                end = await self._run_once(directory if self._directory is None else self._directory.path)
             except HostUnreachable as error:  # not a crash: try until the host is back
                 self._state = replace(self._state, reason=str(error))
                 await asyncio.sleep(HOST_RETRY_S)
@@ -348,6 +351,21 @@ class EngineProcess(EngineConnection):
         stuck = await self._wait_until_stuck()
         self._stall_reason = f"the engine ({ranks.describe()}) {stuck}"
         ranks.signal_all(signal.SIGKILL)
+
+
+def _new_directory(base: Path) -> OwnedDirectory:
+    """A directory for sockets or shared memory.
+
+    Raises:
+        ConfigError: it cannot be made there.
+    """
+    try:
+        return OwnedDirectory(base)
+    except OSError as error:
+        raise ConfigError(
+            f"No directory for sockets can be made in {base}: {error.strerror}.",
+            remedy="Make room there, or set XDG_RUNTIME_DIR or TMPDIR to a directory of yours with a short path.",
+        ) from error
 
 
 def _ended_by(process: str, number: int) -> str:

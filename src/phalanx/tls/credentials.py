@@ -50,7 +50,7 @@ def read_credentials(file: Path) -> Credentials:
         if file.stat().st_mode & 0o077:
             raise ConfigError(f"{file} holds a private key, and other users may read it.", remedy=f"chmod 600 {file}")
         credentials = msgspec.json.decode(file.read_bytes(), type=Credentials)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{file} holds no credentials: {error}.", remedy=remedy) from error
     if not 0 <= credentials.place < len(credentials.certificates):
         raise ConfigError(f"{file}: place {credentials.place} has no certificate.", remedy=remedy)

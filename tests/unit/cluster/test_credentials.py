@@ -38,7 +38,7 @@ def test_no_file_is_written_over_or_through_a_link(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "elsewhere").exists()
 
 
-@pytest.mark.parametrize("text", [None, "[]", '{"hosts": ["a"]}', '{"hosts": []}'])
+@pytest.mark.parametrize("text", [None, "[]", '{"hosts": ["a"]}', '{"hosts": []}', '{"hosts":' * 50_000])
 def test_a_file_without_hosts_is_named(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = tmp_path / "cluster.json"
     if text is not None:

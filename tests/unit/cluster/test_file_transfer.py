@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from phalanx.cluster import distribution
 from phalanx.cluster.file_transfer import Manifest, directory_of, finish, inventory, manifest, missing_shards, take
 from phalanx.cluster.library import NEEDED, find_model, is_needed, model_path
-from phalanx.errors import ClusterError, ConfigError, ModelNotFound
+from phalanx.errors import ClusterError, ConfigError, ModelError, ModelNotFound
 from phalanx.model.loading.weight_files import INDEX, PATTERN
 
 BODY = bytes(range(256)) * 9000  # more than two blocks
@@ -274,3 +274,7 @@ def test_a_model_that_is_not_whole_is_not_sent(tmp_path):
     assert missing_shards(tmp_path, ["one.safetensors"]) == ["two.safetensors"]
     with pytest.raises(ModelNotFound, match=r"not whole: two\.safetensors is missing"):
         distribution.prepare(str(tmp_path))
+    for damaged in ("[" * 100_000, "", "[]", "{}", '{"weight_map": {"x": ["one.safetensors"]}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(damaged)
+        with pytest.raises(ModelError, match=r"index\.json is"):
+            distribution.prepare(str(tmp_path))

@@ -190,6 +190,15 @@ def test_sigkill_follows_the_timeout_and_sets_a_hold(place):
     assert len(killed) == 1 and left == [] and process.wait() == -signal.SIGKILL
     assert 0 < place.held_s() <= 600
     assert place.hold.exists() and not place.supervisor.exists()
+    place.hold.write_text("inf")  # as far off as the clock may have been set back
+    assert place.held_s() == supervisor.KILL_HOLD_S
+
+
+@pytest.mark.parametrize("text", ['{"pid":' * 50_000, '{"pid": -1, "created": 1, "program": "a", "arguments": []}', ""])
+def test_a_damaged_file_of_a_run_directory_names_no_process(place, text):
+    for file in (place.supervisor, place.spec, place.outcome):
+        file.write_text(text)
+    assert place.named() == (None, None) and place.read_spec() is None and place.read_outcome() is None
 
 
 @pytest.mark.parametrize("field", ["pid", "created", "program", "arguments"])

@@ -23,3 +23,10 @@ def test_lines_are_appended(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--trace .*/none/trace cannot be written: No such file or directory"):
         Trace(str(tmp_path / "none" / "trace"))
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    trace = Trace("/dev/full")
+    for request in ("a", "b"):
+        trace.message(Cancel(request))
+    assert caplog.messages == ["--trace /dev/full ends here: No space left on device"]

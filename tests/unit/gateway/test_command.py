@@ -40,6 +40,13 @@ def test_the_limit_of_breaks_holds_before_the_first_byte_too(served):
 
 @pytest.mark.parametrize("flag", ["--api-key", "--admin-key"])
 def test_a_key_that_no_header_can_have_is_refused(served, flag):
-    for key in (" ", "\u00fc"):
+    for key in (" ", "\u00fc", "a\nb", " a"):
         assert main([*COMMAND, flag, key]) == ExitCode.CONFIG
     assert not served
+
+
+@pytest.mark.parametrize("urls", ["", " , "])
+def test_a_gateway_needs_a_replica(urls, capsys):
+    """As with a variable that is not set: `--worker-urls "$URLS"`."""
+    assert main(["gateway", "--worker-urls", urls]) == ExitCode.CONFIG
+    assert "The gateway has no replicas" in capsys.readouterr().err

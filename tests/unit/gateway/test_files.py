@@ -64,6 +64,10 @@ def test_keys_of_a_file():
         ('"of its own"', '"\u00fc"', "line 7: The admin_key of mini"),
         ("[[replica]]\nname = \"mini\"", "[[repilca]]\nname = \"mini\"", "line 7: 'repilca' is not known here"),
         ("weight = 2.0", "weight = ", "line 5"),
+        ("weight = 2.0", "weight = " + "[" * 100_000, "r.toml is not TOML"),
+        ("max_in_flight = 4", "max_in_flight = " + "9" * 5000, "r.toml is not TOML"),
+        ("https://mini.local", "http://[::1", "line 7: 'http://[::1' is not the base URL"),
+        ("https://mini.local", "http://a\\nb", "line 7: 'http://a\\nb' is not the base URL"),
     ],
 )  # fmt: skip
 def test_a_faulty_file_is_refused_with_its_line(old, new, said):
@@ -82,6 +86,7 @@ def test_a_faulty_file_is_refused_with_its_line(old, new, said):
         (KEYS.replace("0123456789", "short"), "line 4: Expected `str` of length >= 8"),
         (KEYS.replace("60", "0"), "line 5: Expected `int` >= 1"),
         ("key = 3", "not a list of tables"),
+        (KEYS.replace("0123456789", "a long \u00fc"), "line 2: the key of 'ci' is empty, not printable ASCII"),
     ],
 )
 def test_a_faulty_file_of_keys_is_refused(text, said):
@@ -95,7 +100,16 @@ def test_urls_name_replicas_by_host_and_port():
     assert [(spec.name, spec.url) for spec in specs] == [
         ("a:8000", "http://a:8000"), ("b:1", "http://b:1"), ("c", "https://c")
     ]  # fmt: skip
-    for bad in ("a:8000", "ftp://a", "http://u:p@a", "http://a:99999", "http://a?x=1", "http://a,http://a/v1"):
+    for bad in (
+        "a:8000",
+        "ftp://a",
+        "http://u:p@a",
+        "http://a:99999",
+        "http://a?x=1",
+        "http://a,http://a/v1",
+        "http://[::1",
+        "http://a b",
+    ):
         with pytest.raises(ConfigError):
             specs_of_urls([bad])
 

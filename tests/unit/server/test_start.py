@@ -13,7 +13,7 @@ from support.serving import CONFIG
 
 from phalanx.edge.listening import bind
 from phalanx.errors import ConfigError, ExitCode, ModelUnsupported
-from phalanx.server.start import serve
+from phalanx.server.start import ending_signals, serve
 from phalanx.supervision.fake_engine import FakeEngine
 from phalanx.text.tokenizer import Tokenizer
 
@@ -21,32 +21,34 @@ WAIT_S = 120.0
 
 
 class Recording(FakeEngine):
-    """Says when it is launched, started and closed; ends the server as soon as it is started."""
+    """Says when it is launched, started and closed; ends the server by a signal as soon as it is started."""
 
-    def __init__(self, said: list[str]) -> None:
+    def __init__(self, said: list[str], number: signal.Signals = signal.SIGTERM) -> None:
         super().__init__(autostart=False)
         self._said = said
+        self._number = number
 
     async def launch(self) -> None:
         self._said.append("launched")
 
     async def start(self) -> None:
         self._said.append("started")
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), self._number)
 
     async def close(self) -> None:
         await super().close()
         self._said.append("closed")
 
 
-def test_the_engine_loads_while_the_tokenizer_does(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_engine_loads_while_the_tokenizer_does(tokenizer: Tokenizer, number: signal.Signals) -> None:
     said: list[str] = []
 
     def load() -> Tokenizer:
         said.append("tokenizer")
         return tokenizer
 
-    assert serve(CONFIG, Recording(said), load) == ExitCode.OK
+    assert serve(CONFIG, Recording(said, number), load) == ExitCode.OK
     assert said == ["launched", "tokenizer", "started", "closed"]
 
 
@@ -80,17 +82,27 @@ def test_an_engine_that_cannot_be_launched_is_closed(tokenizer: Tokenizer) -> No
     assert said == ["closed"]
 
 
-def test_sigterm_during_the_start_ends_the_engine(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_start_ends_the_engine(tokenizer: Tokenizer, number: signal.Signals) -> None:
     said: list[str] = []
 
     def load() -> Tokenizer:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         wait_until_closed(said)
         return tokenizer
 
     assert serve(CONFIG, Recording(said), load) == ExitCode.OK
     assert said == ["launched", "closed"]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_nohup_keeps_a_server_when_its_terminal_is_closed() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert ending_signals() == (signal.SIGTERM,)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ending_signals() == (signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture

@@ -45,6 +45,8 @@ def test_what_is_written_is_meant(text, config):
     ("text", "said"),
     [
         ("ngram", "is not JSON: 'ngram'"),
+        ('{"method":' * 100_000, "is not JSON"),
+        ("\udcff", "is not JSON"),
         ("[]", "xpected `object`, got `array`"),
         ("{}", "missing required field `method`"),
         ('{"method": "eagle"}', "method: invalid value 'eagle'"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from phalanx.supervision.owned_directory import LOCK, PREFIX, OwnedDirectory
 
@@ -77,3 +81,29 @@ def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_directory_that_was_cleaned_away_is_made_again_elsewhere(tmp_path: Path) -> None:
+    mine = OwnedDirectory(tmp_path)
+    first = mine.path
+    mine.restore()
+    assert mine.path == first, "it is there"
+    shutil.rmtree(first)
+    first.mkdir(mode=0o777)  # by another user, who has seen its name
+    mine.restore()
+    assert mine.path != first and mine.path.stat().st_mode & 0o077 == 0
+    assert OwnedDirectory(tmp_path).path != mine.path and mine.path.exists(), "locked: not swept"
+    mine.remove()
+    assert not mine.path.exists()
+
+
+def test_a_disk_without_room_for_a_file_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("phalanx.supervision.owned_directory._locked", full)
+    with pytest.raises(OSError, match="No space left"):
+        OwnedDirectory(tmp_path)
+    assert not [*tmp_path.iterdir()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import shutil
 import signal
 import time
 from collections import deque
@@ -316,6 +317,35 @@ def test_ranks_that_were_launched_and_not_started_are_ended(monkeypatch, tmp_pat
         return RankProcesses({"rank 0": Rank(returncode=None, pid=1)}, [])
 
     assert not Path(asyncio.run(main())).exists()
+
+
+def test_ranks_start_again_where_the_directory_for_sockets_was_cleaned_away(monkeypatch):
+    """As systemd does with what lies in /tmp for ten days."""
+    seen: list[Path] = []
+
+    async def start(_config: object, _choice: object, path: Path, **_: object) -> RankProcesses:
+        assert path.parent.is_dir()
+        seen.append(path.parent)
+        shutil.rmtree(path.parent)
+        raise OSError(errno.EAGAIN, "why")
+
+    async def main() -> None:
+        process = EngineProcess(EngineConfig(model="demo"))
+        monkeypatch.setattr("phalanx.supervision.process.start_ranks", start)
+        monkeypatch.setattr("phalanx.supervision.restarts.FIRST_PAUSE_S", 0.0)
+        await process.start()
+        assert process._supervisor is not None
+        await process._supervisor
+        await process.close()
+
+    asyncio.run(main())
+    assert len(set(seen)) == FIRST_STARTS
+
+
+def test_a_place_that_takes_no_directory_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("phalanx.supervision.process.runtime_dir", lambda: tmp_path / "gone")
+    with pytest.raises(ConfigError, match=f"No directory for sockets can be made in {tmp_path}/gone: No such file"):
+        asyncio.run(EngineProcess(EngineConfig(model="demo")).start())
 
 
 def test_a_launch_that_fails_is_reported_by_the_supervision(monkeypatch):
