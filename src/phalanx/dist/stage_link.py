@@ -85,7 +85,7 @@ class StageInlet:
         """The payload of the next frame that was announced. Waits for it.
 
         Raises:
-            FrameError: another frame came, a damaged one, or none in time; names both ends.
+            StageLinkError: another frame came, a damaged one, or none in time; names both ends.
         """
         while True:
             self._clock.tick()
