@@ -1,6 +1,6 @@
 """`--speculative-config`: JSON text into a `SpeculativeConfig`, or an error that names the field.
 
-The fields are documented in `phalanx/config.py`. Does not know what a method does with them.
+`speculation_config.py` documents the fields. Does not know what a method does with them.
 """
 
 from __future__ import annotations
