@@ -13,7 +13,7 @@ from phalanx.gateway.asks import Affinity
 BLOCK_BYTES = 256  # some 60 tokens: less than the system prompts that conversations have in common
 MOST_BLOCKS = 1024  # 256 KiB: what comes later in a prompt decides nothing
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id")
-SESSION_CHARS = 256
+SESSION_CHARS = 256  # of a session's name, of which `policies.py` keeps 50,000
 
 
 def affinity_of(

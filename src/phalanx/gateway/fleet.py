@@ -25,10 +25,11 @@ from phalanx.gateway.settings import GatewayConfig
 log = logging.getLogger(__name__)
 
 NO_SUCH_PATH = frozenset((404, 405, 501))
+"""Statuses by which servers of other vendors say that they have no such check."""
 MODELS = "/v1/models"
 TAGS = "/api/tags"
 LARGEST = 4 << 20  # bytes of a /health or /v1/models
-REASON_CHARS = 200
+REASON_CHARS = 200  # of why a replica is down: it stands in logs, errors and the admin API
 
 
 class _Reason(msgspec.Struct):
