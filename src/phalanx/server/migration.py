@@ -34,7 +34,7 @@ from phalanx.server.dialects.log_probabilities import finite
 from phalanx.server.refusals import check_ids
 from phalanx.types import Finished, ModelInfo, SequenceRequest, TokenLogprobs, Tokens
 
-SEEDS = 1 << 64
+SEEDS = 1 << 64  # as of requests (`sampling.py`)
 NUMBERS = 1 << 53  # that every reader of JSON can tell apart
 ID = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of an answer
 LATEST = 1 << 37  # seconds since 1970: the year 6325; dates end with 9999

@@ -84,7 +84,7 @@ def _message(choice: Delta) -> dict[str, Any]:
 
 
 def _reasoning(delta: Delta) -> dict[str, Any]:
-    """Under both names that clients read: DeepSeek's, and OpenRouter's, which is vLLM's today."""
+    """Under both names that clients read: DeepSeek's, and OpenRouter's, which vLLM writes as well."""
     return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning} if delta.reasoning else {}
 
 

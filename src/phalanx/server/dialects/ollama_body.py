@@ -35,16 +35,22 @@ def _field(text: str) -> Meta:
 
 
 class OllamaCalled(TolerantBody, kw_only=True):
+    """The function that a call in the history names, and its arguments."""
+
     name: str
     arguments: dict[str, Any] | None = None
 
 
 class OllamaCall(TolerantBody, kw_only=True):
+    """A call in the history."""
+
     id: str | None = None
     function: OllamaCalled
 
 
 class OllamaMessage(TolerantBody, kw_only=True):
+    """A message of a chat."""
+
     role: Annotated[str, _field("system, user, assistant or tool.")]
     content: str | None = None
     thinking: str | None = None
@@ -55,17 +61,23 @@ class OllamaMessage(TolerantBody, kw_only=True):
 
 
 class OllamaFunction(TolerantBody, kw_only=True):
+    """A function that may be called."""
+
     name: str
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, _field("JSON schema of the arguments, an object.")] = None
 
 
 class OllamaTool(TolerantBody, kw_only=True):
+    """An entry of `tools`."""
+
     type: Annotated[str | None, _field('Only "function".')] = None
     function: OllamaFunction
 
 
 class OllamaOptions(TolerantBody, kw_only=True):
+    """`options`: those that this server knows."""
+
     temperature: float | None = None
     top_k: Number | None = None
     top_p: float | None = None

@@ -87,6 +87,8 @@ class OfferedTool(OfferedFunction, kw_only=True):
 
 
 class ReasoningOptions(TolerantBody, kw_only=True):
+    """`reasoning`"""
+
     effort: Annotated[str | None, _field('For the chat template; "none" also sets its `enable_thinking` to false.')] = (
         None
     )

@@ -51,6 +51,7 @@ class Reader:
         self._record: list[str] | None = None
 
     def feed(self, text: str) -> None:
+        """Append text; what was taken is dropped."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
@@ -59,9 +60,11 @@ class Reader:
         self._record = [first]
 
     def recorded(self) -> str:
+        """What was taken since `record`, after its first words; empty if nothing is recorded."""
         return "".join(self._record or ())
 
     def stop_recording(self) -> None:
+        """Record no more, and forget what was recorded."""
         self._record = None
 
     def peek(self) -> Steps[str]:
