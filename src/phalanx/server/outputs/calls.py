@@ -1,4 +1,4 @@
-"""What the machines of all formats say of the calls they read: which pieces come of it, and when a call is broken.
+"""What the parsers of all formats say of the calls that they read: which pieces they are, and when a call is broken.
 
 Does not know how calls are written.
 """

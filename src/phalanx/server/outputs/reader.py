@@ -1,6 +1,6 @@
 """Text that is read while it comes, by generators that pause where more of it is needed.
 
-A machine that reads a format is written as if it had the whole text; each `yield` means "wait for more text". All
+A parser of a format is written as if it had the whole text; each `yield` means "wait for more text". All
 waiting is in this file, and every method takes the same text wherever it is cut. The work is linear: text that cannot
 be part of a mark is taken at once and never looked at again. Does not know any format.
 """
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A part of a machine: pauses where it needs more text, and returns a T."""
+"""A part of a parser: pauses where it needs more text, and returns a T."""
 
 SPACE = " \t\n\r"
 
