@@ -26,8 +26,8 @@ from phalanx.environment import api_key_from_environment
 from phalanx.errors import ExitCode, PhalanxError
 
 PROMPT = "What is phalanx?"
-MAX_TOKENS = 120
-RANKS = 2
+MAX_TOKENS = 120  # enough to show a speed
+RANKS = 2  # the fewest that show a group; more would share the processors of one machine
 REPORT_S = 3.0  # how long to wait for the ranks' figures; they report once a second
 WARM_UP = "Hello!"
 

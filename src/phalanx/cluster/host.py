@@ -45,7 +45,7 @@ from phalanx.errors import ClusterError, ConfigError
 from phalanx.faults import first_fault
 from phalanx.tls.credentials import write_credentials
 
-WATCH_S = 1.0
+WATCH_S = 1.0  # between two statuses, and between two looks at a log
 SETTLE_S = 5.0  # longest wait for the system to free the memory of processes that ended
 
 

@@ -35,7 +35,7 @@ from phalanx.tls.credentials import Credentials, write_credentials
 
 SHORT_S = 60.0  # a process that ended within it counts as a start that failed; the pauses grow with those
 FIRST_PAUSE_S = 0.5  # doubled for each start that failed
-LONGEST_PAUSE_S = 30.0
+LONGEST_PAUSE_S = 30.0  # a person who has mended the cause waits no longer
 READY_S = 10.0  # until a new supervisor must have written its PID file
 KILL_HOLD_S = 30.0  # nothing is started for so long after a SIGKILL: RDMA devices stay busy (F7, EBUSY)
 SUPERVISOR_SAYS = " supervisor: "  # marks the supervisor's own lines in the log
