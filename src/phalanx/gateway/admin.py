@@ -78,14 +78,14 @@ class Admin:
             if rest[1] == "drain":
                 await self._desk.until_idle(replica, _timeout(query))
             return describe(replica, now)
-        raise UnknownPath(f"{method} {path} is no call of the admin API.")
+        raise UnknownPath(f"{method} {path} is not a call of the admin API.")
 
     def _add(self, body: bytes) -> Replica:
         self._check_changeable()
         try:
             added = _read(body)
         except msgspec.DecodeError as error:
-            raise InvalidRequest(f"The body is no replica: {error}.") from error
+            raise InvalidRequest(f"The body does not describe a replica: {error}.") from error
         if not 0.01 <= added.weight <= 100 or (added.max_in_flight is not None and not added.max_in_flight > 0):
             raise InvalidRequest("weight is from 0.01 to 100, and max_in_flight at least 1.")
         try:

@@ -17,7 +17,7 @@ MANY_NAMES = 1 << 16
 """Colons outside of the prompt, and so at most other fields, that are written anew in 20 ms."""
 
 MOST_TOKENS = 1 << 31
-"""Of one answer; from here on a replica's count is none."""
+"""Of one answer; a count from here on is a replica's mistake, and not used."""
 
 
 class Peek(Struct, frozen=True):

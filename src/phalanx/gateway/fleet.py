@@ -57,7 +57,7 @@ class Fleet:
 
     @property
     def replicas(self) -> dict[str, Replica]:
-        """By name."""
+        """The replicas by name."""
         return self._desk.dispatcher.replicas
 
     def apply(self, specs: Iterable[ReplicaSpec]) -> list[Replica]:

@@ -184,7 +184,7 @@ class _Pool:
         return any(self._trials(tried, now))
 
     def first(self, tried: Collection[str], now: float) -> _Entry | None:
-        """Of the least busy one that can take a request now."""
+        """The entry of the first replica, in the policy's order, that can take a request now."""
         entries = [
             self._entry(replica, self._numbers[replica]) for replica in self._trials(tried, now) if replica.has_room
         ]

@@ -10,7 +10,7 @@ from phalanx.errors import RateLimited
 
 
 class KeyLimits(Struct, frozen=True, kw_only=True):
-    """Limits of one key; None is none."""
+    """Limits of one key; None: unlimited."""
 
     max_in_flight: int | None = None
     requests_per_minute: int | None = None

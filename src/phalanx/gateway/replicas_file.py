@@ -35,7 +35,7 @@ class _Table(Struct, kw_only=True):
 
 
 class Keys(Struct, frozen=True):
-    """Of replicas that have none of their own; see `ReplicaSpec`."""
+    """The keys of replicas that have none of their own; see `ReplicaSpec`."""
 
     key: str | None = None
     admin_key: str | None = None

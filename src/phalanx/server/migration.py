@@ -267,7 +267,7 @@ def _continued(
     if not (1 <= resume.moves < NUMBERS and 0 <= resume.next_number < NUMBERS and 0 <= start.seed < SEEDS):
         raise _invalid("moves, next_number or the start's seed is out of range.")
     if ID.fullmatch(start.id) is None or not 0 <= start.created < LATEST:
-        raise _invalid("the start's id or created is none of an answer.")
+        raise _invalid("the start's id or created cannot be an answer's.")
     choices = {choice.index: choice for choice in resume.choices}
     if len(choices) < len(resume.choices) or not choices.keys() <= set(range(len(requests))):
         indices = [choice.index for choice in resume.choices]

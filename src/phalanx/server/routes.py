@@ -76,7 +76,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
     @property
     def n_choices(self) -> int:
-        """Of all prompts."""
+        """Choices of all prompts."""
         return self.n_prompts * self.options.n
 
 
@@ -334,7 +334,7 @@ def _moving(job: Job, migration: Migration | None) -> Job:
 
 
 def _seed(job: Job) -> int:
-    """Of the sampling: the answer's, if it has begun, else the client's, or any."""
+    """The seed of the sampling: the answer's if it has begun, else the client's, else a random one."""
     if job.resume is not None:
         return job.resume.start.seed
     return job.options.sampling.seed if job.options.seeded else secrets.randbits(64)
