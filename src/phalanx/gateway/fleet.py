@@ -29,7 +29,7 @@ NO_SUCH_PATH = frozenset((404, 405, 501))
 MODELS = "/v1/models"
 TAGS = "/api/tags"
 LARGEST = 4 << 20  # bytes of a /health or /v1/models
-REASON_CHARS = 200  # of why a replica is down: it stands in logs, errors and the admin API
+REASON_CHARS = 200
 
 
 class _Reason(msgspec.Struct):
