@@ -85,7 +85,7 @@ class Admin:
         try:
             added = _read(body)
         except msgspec.DecodeError as error:
-            raise InvalidRequest(f"The body does not describe a replica: {error}.") from error
+            raise InvalidRequest(f"The body is no replica: {error}.") from error
         if not 0.01 <= added.weight <= 100 or (added.max_in_flight is not None and not added.max_in_flight > 0):
             raise InvalidRequest("weight is from 0.01 to 100, and max_in_flight at least 1.")
         try:

@@ -31,7 +31,6 @@ MESSAGES_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""HTTP status -> Anthropic's name for the kind of error; others are a mistake of the client's or the server's."""
 RESPONSES_ENDS = frozenset(("response.completed", "response.failed", "response.incomplete", "error"))
 MESSAGES_ENDS = frozenset(("message_stop", "error"))
 """Types of events, in the two dialects that name them, after which nothing more comes."""

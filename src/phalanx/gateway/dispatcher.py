@@ -119,10 +119,8 @@ class Dispatcher:
         return None
 
     def elsewhere(self, ask: Ask, replica: Replica, now: float) -> Grant | None:
-        """A second place, on another replica than this one; None if none has room.
-
-        Only on a replica that is not in doubt and, for a begun stream, computes equal tokens: with any other, the
-        request might as well wait for the first.
+        """A second place, on another replica than this one; None if none has room. Nothing is in doubt about that one,
+        and it computes the tokens of a begun stream alike: else it is no better than to wait for the first.
         """
         passed_over = ask.refused if ask.is_begun else ask.tried
         able = [
