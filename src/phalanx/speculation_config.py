@@ -65,7 +65,7 @@ class DraftModelSpeculation(Speculation, frozen=True, kw_only=True, tag="draft_m
 
 
 class RandomSpeculation(Speculation, frozen=True, kw_only=True, tag="random"):
-    """Noise, for drills: shows what speculation costs where it does not help."""
+    """Random tokens: shows what speculation costs where it does not help."""
 
 
 SpeculativeConfig = NgramSpeculation | SuffixSpeculation | DraftModelSpeculation | RandomSpeculation

@@ -237,6 +237,27 @@ class TestGrammars:
             grammars.advance(1, tokens)
             assert not grammars._error(1)
 
+    def test_what_has_ended_is_not_compiled(self, compiler):
+        """A client that asks and leaves, again and again, must not fill the queue before others' grammars."""
+        asked, go_on = threading.Event(), threading.Event()
+
+        def load() -> GrammarCompiler:
+            asked.set()
+            go_on.wait()
+            return compiler
+
+        grammars = Grammars(load, lambda: None)
+        for number in (1, 2, 3):
+            grammars.begin(number, ask("one", [5], LLMatcher.grammar_from_regex("A+")))
+        making = {number: row.making for number, row in grammars._rows.items()}
+        asked.wait()
+        grammars.keep({3})
+        assert set(grammars.held) == {3}
+        go_on.set()
+        assert making[3].result() is not None
+        assert making[2].cancelled() and not making[1].cancelled()
+        assert not grammars.take_made() and not grammars.held
+
     def test_a_row_runs_ahead_while_nothing_is_forced(self, begun, tokenizer):
         (a, k) = tokenizer.encode("AK", add_special_tokens=False)
         grammars = begun(f"[A-F]{{{FREE + 2}}}K[A-F]+")

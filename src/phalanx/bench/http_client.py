@@ -18,7 +18,7 @@ from msgspec import Struct
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.tls.trust import trust_only
 
-CONNECT_S = 10.0
+CONNECT_S = 10.0  # a server that is busy accepts connections all the same
 NO_LIMIT = httpx.Timeout(None, connect=CONNECT_S)  # no limit on the time of an answer
 UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 KEY_REMEDY = "Give one of the server's keys: --api-key, or PHALANX_API_KEY."

@@ -27,8 +27,8 @@ from phalanx.errors import ExitCode, PhalanxError
 from phalanx.server.settings import ServerConfig
 
 PROMPT = "What is phalanx?"
-MAX_TOKENS = 120
-RANKS = 2
+MAX_TOKENS = 120  # enough to show a speed
+RANKS = 2  # the fewest that show a group; more would share the processors of one machine
 REPORT_S = 3.0  # how long to wait for the ranks' figures; they report once a second
 WARM_UP = "Hello!"
 

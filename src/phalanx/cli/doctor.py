@@ -35,6 +35,7 @@ from phalanx.config import AGENT_PORT, DEFAULT_PORT, BackendChoice, ClusterConfi
 from phalanx.errors import ClusterError
 
 EXIT = {"ok": 0, "warning": 10, "bad": 20}
+"""Exit codes, apart from those of other errors, so that scripts may take warnings for success."""
 
 
 def command(

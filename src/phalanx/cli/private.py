@@ -24,7 +24,7 @@ from phalanx.environment import runtime_dir
 from phalanx.errors import EngineUnavailable
 
 READY = re.compile(r"^phalanx is ready: (\S+) \(model (.+)\)$", re.MULTILINE)
-POLL_S = 0.05
+POLL_S = 0.05  # between two looks at the log
 END_S = 60.0  # after SIGTERM; the server drains within --drain-seconds, 30 by default
 
 

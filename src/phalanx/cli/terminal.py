@@ -19,7 +19,7 @@ from phalanx.supervision.client import EngineClient, EngineState
 from phalanx.text.printable import LineFormatter, printable
 
 BOLD_RED, DIM = "1;31", "2"
-POLL_S = 0.1
+POLL_S = 0.1  # between two looks at what is loaded
 PLAIN_STEP = 0.25  # without a terminal: one line per this share of a phase
 
 
@@ -46,7 +46,7 @@ def show_dim(text: str) -> None:
 
 
 def _styled(text: str, style: str, file: TextIO | None = None) -> str:
-    """The text in a terminal's style, or as it is where the file (stderr) is no terminal or nobody wants colours."""
+    """The text in a terminal's style, or as it is: the file (stderr) is no terminal, or the user wants no colours."""
     variables = environment()
     plain = not (file or sys.stderr).isatty() or variables.get("NO_COLOR") or variables.get("TERM") == "dumb"
     return text if plain else f"\033[{style}m{text}\033[0m"

@@ -45,7 +45,7 @@ from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig, EngineConfi
 from phalanx.environment import admin_key_from_environment, api_keys_from_environment
 from phalanx.errors import ClusterError, ConfigError, ExitCode, StartFailed
 
-DOWN_S = 15.0
+DOWN_S = 15.0  # between SIGTERM and SIGKILL, as `phalanx down`
 
 
 def command(

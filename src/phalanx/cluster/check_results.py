@@ -29,14 +29,17 @@ class CheckResult(Struct, frozen=True, kw_only=True):
 
 
 def good(check: str, seen: str) -> CheckResult:
+    """Nothing is to be done."""
     return CheckResult(check=check, level="ok", seen=seen)
 
 
 def bad(check: str, seen: str, wanted: str, remedy: str) -> CheckResult:
+    """A cluster would not start, or not work."""
     return CheckResult(check=check, level="bad", seen=seen, wanted=wanted, remedy=remedy)
 
 
 def warning(check: str, seen: str, wanted: str, remedy: str) -> CheckResult:
+    """A cluster works, but not as well as it could, or not for long."""
     return CheckResult(check=check, level="warning", seen=seen, wanted=wanted, remedy=remedy)
 
 

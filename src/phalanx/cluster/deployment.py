@@ -81,7 +81,7 @@ class Deployment(Struct, frozen=True, kw_only=True):
         return tuple(found)
 
     def remotes(self) -> list[Remote]:
-        """Of every host."""
+        """How to reach every host."""
         return [Remote(host.ssh, python=self.groups[0].python) for host in self.hosts]
 
 

@@ -24,7 +24,7 @@ from phalanx.errors import ClusterError, ConfigError, MemoryShortage
 from phalanx.faults import recognise
 from phalanx.memory import GB
 
-CLOCK_S = 5.0
+CLOCK_S = 5.0  # by which clocks may differ: logs of hosts can still be read side by side
 TOGETHER = "between hosts"
 """The key of results about several hosts."""
 

@@ -45,7 +45,7 @@ from phalanx.errors import ClusterError, ConfigError
 from phalanx.faults import first_fault
 from phalanx.tls.credentials import write_credentials
 
-WATCH_S = 1.0
+WATCH_S = 1.0  # between two statuses, and between two looks at a log
 SETTLE_S = 5.0  # longest wait for the system to free the memory of processes that ended
 
 
@@ -271,7 +271,7 @@ def _request(kind: type[AnyRequest]) -> AnyRequest:
 
 
 def _specs(run_dir: RunDirectory) -> list[Spec]:
-    """Of the server or agent here, and of the gateway."""
+    """The specifications of the server or agent that was started here, and of the gateway."""
     specs = [spec for spec in (run_dir.read_spec(), run_dir.gateway.read_spec()) if spec is not None]
     if not specs:
         raise ClusterError("Nothing was started here.", remedy="Use `phalanx up`.")

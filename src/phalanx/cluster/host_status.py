@@ -22,7 +22,7 @@ from phalanx.config import DEFAULT_PORT, GATEWAY_PORT
 from phalanx.environment import api_keys_from, api_keys_in, environment
 from phalanx.faults import first_fault
 
-TAIL_BYTES = 1 << 16
+TAIL_BYTES = 1 << 16  # of a log, some 600 lines: a start and its error
 BOX_END = "╰"  # typer draws a box around what it says of a wrong flag
 
 

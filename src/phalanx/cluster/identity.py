@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from phalanx.cluster.layout import REPLICAS_FILE
 
 SAME_S = 0.005  # largest difference of equal start times; Linux counts in hundredths of a second
-POLL_S = 0.05
+POLL_S = 0.05  # between two looks at processes that are ending
 VERBS = ("rank", "agent", "serve", "host", "gateway")
 """The commands of a group's processes: `... -m phalanx VERB ...`, or `.../phalanx VERB ...`."""
 FRAMEWORK = re.compile(r".*/Python3?\.framework/Versions/[^/]+(?=/)")

@@ -23,12 +23,12 @@ from phalanx.cluster.network import Steps, refuse
 from phalanx.errors import ClusterError
 
 UNDO_FILE = "net.json"  # in ~/.phalanx: the plan that was carried out
-COMMAND_S = 30.0
+COMMAND_S = 30.0  # for a command of the system; `launchctl` may take some seconds
 ROUNDS = 200  # small messages for the latency
 SMALL = 64  # bytes
-LARGE = 1 << 20
+LARGE = 1 << 20  # bytes sent at a time
 BULK = 64 << 20  # bytes for the bandwidth
-PROBE_S = 20.0
+PROBE_S = 20.0  # for a measurement: 64 MiB at 30 Mbit/s
 TOKEN_S = 1.0  # for a connection to say that it is the measurement
 
 

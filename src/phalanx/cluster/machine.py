@@ -24,7 +24,7 @@ from phalanx.dist.topology import Parts
 from phalanx.errors import ClusterError
 from phalanx.memory import MachineMemory, read_machine
 
-TOOL_S = 10.0
+TOOL_S = 10.0  # for a tool of the system; each answers in a fraction of a second
 PARTS_S = 120.0  # to build the largest models from their headers
 PAGE = 16384  # bytes, if vm_stat does not say
 
@@ -92,6 +92,7 @@ def wired_bytes() -> int:
 
 
 def physical_bytes() -> int:
+    """Bytes of this machine's memory."""
     text = tool("sysctl", "-n", "hw.memsize") if is_mac() else ""
     return int(text) if text.strip().isdecimal() else int(psutil.virtual_memory().total)
 
@@ -151,6 +152,7 @@ def bridge() -> Bridge | None:
 
 
 def rdma() -> Rdma:
+    """Whether RDMA is enabled, and its devices; without the tools that say so, not known and none."""
     status = tool("rdma_ctl", "status")
     enabled = (
         None if shutil.which("rdma_ctl") is None else "enabled" in status.lower() and "disabled" not in status.lower()

@@ -22,6 +22,7 @@ WIRED_SHARE = 0.7  # of physical memory; the limit on smaller machines
 
 
 def wired_memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """Nothing has leaked: macOS may keep the memory of killed ranks wired."""
     if facts.system != "macOS":
         return
     wired, physical = machine.wired_bytes(), machine.physical_bytes()
@@ -36,6 +37,7 @@ def wired_memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory
 
 
 def memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
+    """The GPU may use enough, and the shard of this host fits."""
     shard = facts.model is not None and not wanted.staged and not run_dir.running()
     if not shard and facts.system != "macOS":
         return
@@ -91,6 +93,7 @@ def gpu_limit(found: MachineMemory, set_mb: int) -> CheckResult:
 
 
 def shard_fits(wanted: ExamineRequest, facts: HostFacts, found: MachineMemory) -> CheckResult:
+    """An equal share of the model fits into what is free above the guard."""
     try:
         guard = guard_bytes(found, wanted.guard_gb)
     except ConfigError as error:

@@ -35,7 +35,7 @@ from phalanx.tls.credentials import Credentials, write_credentials
 
 SHORT_S = 60.0  # a process that ended within it counts as a start that failed; the pauses grow with those
 FIRST_PAUSE_S = 0.5  # doubled for each start that failed
-LONGEST_PAUSE_S = 30.0
+LONGEST_PAUSE_S = 30.0  # a person who has mended the cause waits no longer
 READY_S = 10.0  # until a new supervisor must have written its PID file
 KILL_HOLD_S = 30.0  # nothing is started for so long after a SIGKILL: RDMA devices stay busy (F7, EBUSY)
 SUPERVISOR_SAYS = " supervisor: "  # marks the supervisor's own lines in the log
@@ -117,12 +117,14 @@ class RunDirectory:
         return [process for process in self.named() if process is not None]
 
     def read_spec(self) -> Spec | None:
+        """What was started here; None if nothing was, or the file cannot be read."""
         try:
             return msgspec.json.decode(self.spec.read_bytes(), type=Spec)
         except (OSError, msgspec.DecodeError, RecursionError):
             return None
 
     def read_outcome(self) -> ProcessOutcome | None:
+        """How the process ended for good; None if it did not."""
         try:
             return msgspec.json.decode(self.outcome.read_bytes(), type=ProcessOutcome)
         except (OSError, msgspec.DecodeError, RecursionError):
@@ -260,7 +262,7 @@ class _Supervisor:
         self._log.start()
         while not self._terminating:
             started = time.monotonic()
-            status = self._run_once()
+            status = self._try_once()
             if self._terminating:
                 break
             if status in FINAL:
@@ -273,6 +275,17 @@ class _Supervisor:
             self._pause(time.monotonic() - started)
         self._run_dir.clear()
         return ExitCode.OK
+
+    def _try_once(self) -> int:
+        """Run the process; its exit status. A start for which there is no process, memory or disk is a crash."""
+        try:
+            return self._run_once()
+        except OSError as error:
+            _log(f"{self._spec.role} could not be started: {error.strerror or error}")
+            if self._child is not None and self._child.poll() is None:  # its PID file could not be written
+                self._child.kill()
+                self._child.wait()
+            return ExitCode.CRASH
 
     def _run_once(self) -> int:
         shutil.rmtree(self._run_dir.scratch, ignore_errors=True)

@@ -51,6 +51,7 @@ class Connection:
         self._answer()
 
     def fileno(self) -> int:
+        """The socket's descriptor, for selectors."""
         return self._socket.fileno()
 
     @property

@@ -1,4 +1,4 @@
-"""Injects corrupt buffers, as a faulty fabric delivers them, for tests and drills (`fault_injection.py`).
+"""Injects corrupt buffers, as a faulty fabric delivers them (`fault_injection.py`).
 
 Does not know how they are detected.
 """

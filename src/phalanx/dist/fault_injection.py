@@ -1,4 +1,4 @@
-"""Fault injection for tests and drills: a corrupt buffer or a lost rank, at a chosen rank and step.
+"""Fault injection: a corrupt buffer, a lost rank or a broken link, at a chosen rank and step.
 
 `phalanx serve --inject garbage:rank=1,step=40,layer=3`. A fault happens once, after the group's first start: a restart
 drops `EngineConfig.inject`, so that the recovery can be watched. Does not know what the ranks compute.

@@ -237,7 +237,7 @@ class LeaderHandshake:
         try:
             messages = candidate.connection.read()
         except FrameError as error:
-            self._drop(candidate, f"is none of ours. {error}")
+            self._drop(candidate, f"is not a rank. {error}")
             return
         if messages:
             first = messages[0]

@@ -144,4 +144,4 @@ def decode(payload: bytes) -> Message:
     try:
         return _decoder.decode(payload)
     except msgspec.MsgspecError as error:
-        raise FrameError(f"The peer sent a message that is none of ours: {error}.") from error
+        raise FrameError(f"The peer sent a message that is not of this protocol: {error}.") from error

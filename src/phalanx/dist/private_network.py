@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+# Linux's <sched.h>, <sys/ioctl.h> and <net/if.h>:
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 REQUEST = "16sh22x"  # struct ifreq: a name and its flags

@@ -28,7 +28,7 @@ OUTSTANDING = 4  # last reductions kept until they are evaluated: parallel branc
 
 
 class FaultInjector(Protocol):
-    """Corrupts buffers that the fabric delivered, for tests and drills (`corrupt_buffer.py`)."""
+    """Corrupts buffers that the fabric delivered, to inject faults (`corrupt_buffer.py`)."""
 
     def at_step(self, step: int) -> None:
         """Set the number of the step that begins."""

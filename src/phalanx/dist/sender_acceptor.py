@@ -118,7 +118,7 @@ class SenderAcceptor:
         log.warning("%s: a connection from %s was dropped: it %s", self._name, source, why)
 
     def _forget(self, candidate: socket.socket) -> bool:
-        """It need not be ended any more. Returns whether it was not."""
+        """Remove a candidate. Returns False if it was removed before, to make room."""
         with self._lock:
             return self._candidates.pop(candidate, None) is not None
 

@@ -18,11 +18,11 @@ from msgspec import Struct
 
 from phalanx.errors import (
     FrameCorrupted,
-    FrameError,
     FrameLate,
     FrameLost,
     FrameMismatch,
     FrameRepeated,
+    StageLinkError,
 )
 
 MAGIC = b"PXS1"  # its digit is the version of this layout
@@ -83,18 +83,18 @@ def decode(header: bytes, link: str) -> Header:
 
     Raises:
         FrameCorrupted: a bit of the header is not what was sent.
-        FrameError: the header is of another layout.
+        StageLinkError: the header is of another layout.
     """
     fields, (seal,) = header[: _FIELDS.size], _SEAL.unpack_from(header, _FIELDS.size)
     if zlib.crc32(fields) != seal:
         raise FrameCorrupted(f"{link}: a frame's header was corrupted on the way: its checksum is wrong.")
     magic, step, forward, slice_, dtype, *shape, n_bytes, crc = _FIELDS.unpack(fields)
     if magic != MAGIC or dtype >= len(DTYPES):
-        raise FrameError(f"{link}: frames of another version arrive; one begins with {bytes(fields[:24])!r}.")
+        raise StageLinkError(f"{link}: frames of another version arrive; one begins with {bytes(fields[:24])!r}.")
     rows, tokens, width = shape
     frame = Frame(step, forward, slice_, list(DTYPES)[dtype], (rows, tokens, width))
     if n_bytes != frame.n_bytes:
-        raise FrameError(f"{link}: the frame of {frame} announces {n_bytes} bytes; its shape has {frame.n_bytes}.")
+        raise StageLinkError(f"{link}: the frame of {frame} announces {n_bytes} bytes; its shape has {frame.n_bytes}.")
     return Header(frame, crc)
 
 
@@ -132,7 +132,7 @@ class FrameSequence:
             The bytes of payload that follow.
 
         Raises:
-            FrameCorrupted, FrameError: as `decode`.
+            FrameCorrupted, StageLinkError: as `decode`.
             FrameRepeated: the frame has been here before.
             FrameLost: it is a later frame.
             FrameMismatch: no such frame was planned, or its dtype or shape is not the plan's.

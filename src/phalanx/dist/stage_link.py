@@ -39,9 +39,8 @@ CAUSE_S = 1.0  # that a broken connection is kept back: usually its rank has end
 PIECE_BYTES = 1 << 18  # received at a time
 SENT_AHEAD = 64  # frames that may wait to be sent: those of one plan
 
-
 Tamper = Callable[[int, list[Payload]], list[Payload]]
-"""(step, pieces of a frame) -> what is sent instead, for drills. May raise ConnectionError."""
+"""(step, pieces of a frame) -> what is sent instead: an injected fault. May raise ConnectionError."""
 
 
 class Ends(NamedTuple):
@@ -85,7 +84,7 @@ class StageInlet:
         """The payload of the next frame that was announced. Waits for it.
 
         Raises:
-            FrameError: another frame came, a damaged one, or none in time; names both ends.
+            StageLinkError: another frame came, a damaged one, or none in time; names both ends.
         """
         while True:
             self._clock.tick()
@@ -143,7 +142,7 @@ class StageOutlet:
 
     Args:
         name: of both ends, for errors.
-        tamper: changes what is sent, for drills.
+        tamper: changes what is sent; injects faults.
     """
 
     def __init__(self, connected: socket.socket, name: str, tamper: Tamper | None = None) -> None:

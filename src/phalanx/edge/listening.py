@@ -11,7 +11,7 @@ import ssl
 
 from phalanx.errors import ConfigError
 
-BACKLOG = 2048
+BACKLOG = 2048  # connections that wait in the kernel: a thousand streams may begin at once
 
 
 def base_url(host: str, port: int, *, tls: bool = False) -> str:

@@ -144,10 +144,10 @@ def split_body(header: str, body: bytes) -> tuple[Resume, bytes]:
     """The opposite of `resume_body`.
 
     Raises:
-        InvalidRequest: the header or the first part of the body is none of ours.
+        InvalidRequest: the header is not a length within the body, or the first part of the body is not a `Resume`.
     """
     if not 0 <= resume_size(header) <= len(body):
-        raise InvalidRequest(f"{RESUME}: {header[:20]!r} is no length of the body's first part.")
+        raise InvalidRequest(f"{RESUME}: {header[:20]!r} is not the length of the body's first part.")
     try:
         return _decode_resume(body[: int(header)]), body[int(header) :]
     except msgspec.DecodeError as error:

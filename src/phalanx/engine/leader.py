@@ -130,8 +130,11 @@ class Leader:
     # -- the phases of a step ----------------------------------------------------------------------------------------
 
     def _next(self) -> tuple[Step | None, float]:
-        """The plan to be executed now, and its time limit. Plans further ones behind chunks, which other stages begin
-        with: what a chunk computes changes no plan. None are planned while somebody waits for a pause between plans."""
+        """The plan to be executed now, and its time limit.
+
+        Plans further ones behind chunks, which other stages begin with: what a chunk computes changes no plan. None
+        are planned while a ping or a shutdown waits for a pause between plans.
+        """
         if not self._sent and (planned := self._plan()) is not None:
             self._sent.append(planned)
         while 0 < len(self._sent) <= self._plans_ahead and not (self._pings or self._stopping):

@@ -12,8 +12,8 @@ from phalanx.types import Loading
 
 log = logging.getLogger("phalanx.engine")
 
-SERVER_PERIOD_S = 0.2
-LOG_PERIOD_S = 5.0
+SERVER_PERIOD_S = 0.2  # between two reports to the server: a bar that moves
+LOG_PERIOD_S = 5.0  # between two lines of the log
 
 
 def reporter(server_socket: ServerSocket | None) -> load.Progress:

@@ -30,8 +30,8 @@ PROMPT = 2 * CHUNK + 5  # tokens; more than one chunk, and not a multiple
 TOKENS = 8  # decoded after the prompt
 NO_TOKEN = -1  # of a rank without logits
 PATIENCE_S = 600.0  # for a forward of the stage before: its first one may read weights from a slow disk
-ROUND_TRIPS = 20
-SLOW_CONTROL_MS = 1.0
+ROUND_TRIPS = 20  # of the control connections; the slowest counts
+SLOW_CONTROL_MS = 1.0  # from here on a step of a small model waits for its plan
 
 
 class RankFacts(Struct, frozen=True, kw_only=True):

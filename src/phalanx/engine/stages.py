@@ -108,7 +108,7 @@ class StagedRunner:
         """See `Runner.forward`: logits in the last stage, None in others.
 
         Raises:
-            FrameError: the input did not come, or is not this forward's.
+            StageLinkError: the input did not come, or is not this forward's.
         """
         index, self._forwards = self._forwards, self._forwards + 1
         output = self.runner.forward(forward, kv_len, self._take(forward))

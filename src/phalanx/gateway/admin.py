@@ -66,7 +66,7 @@ class Admin:
             if rest[1] == "drain":
                 await self._desk.until_idle(replica, _timeout(query))
             return describe(replica, now)
-        raise UnknownPath(f"{method} {path} is no call of the admin API.")
+        raise UnknownPath(f"{method} {path} is not a call of the admin API.")
 
     def _add(self, body: bytes) -> Replica:
         self._check_changeable()

@@ -1,4 +1,4 @@
-"""By what a request's conversation is known: the session its client names, or how its prompt begins. Pure.
+"""How a request's conversation is recognised: by the session that its client names, or by how its prompt begins. Pure.
 
 A conversation's next request repeats the bytes of the one before, up to the end of its list of messages. So the prompt
 is cut into blocks of bytes as the client wrote them, and each block is named by a hash of itself and all before it.
@@ -13,7 +13,7 @@ from phalanx.gateway.asks import Affinity
 BLOCK_BYTES = 256  # some 60 tokens: less than the system prompts that conversations have in common
 MOST_BLOCKS = 1024  # 256 KiB: what comes later in a prompt decides nothing
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id")
-SESSION_CHARS = 256
+SESSION_CHARS = 256  # of a session's name, of which `policies.py` keeps 50,000
 
 
 def affinity_of(

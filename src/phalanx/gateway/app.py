@@ -44,8 +44,8 @@ PROXIED_ALONE = frozenset(("/tokenize", "/detokenize", "/tokenizer_info"))
 """Paths of phalanx's and vLLM's servers outside of /v1."""
 DOTS = frozenset((".", ".."))  # a server might take /v1/../x for /x, which is not for clients
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"))
-CLIENT_GONE = 499
-ADMIN_BODY = 1 << 16
+CLIENT_GONE = 499  # nginx's status for its log; the client, which has left, never sees it
+ADMIN_BODY = 1 << 16  # bytes; one replica takes some hundred
 
 
 class App:

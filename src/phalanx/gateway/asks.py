@@ -6,10 +6,10 @@ from msgspec import Struct
 
 
 class Affinity(Struct, frozen=True):
-    """By what requests of one conversation know each other.
+    """What the requests of one conversation have in common.
 
     Args:
-        session: what the client says itself; "" is nothing.
+        session: the name that the client gives it; "" if it gives none.
         blocks: of the prompt, from its beginning: each number stands for a block and all before it.
     """
 

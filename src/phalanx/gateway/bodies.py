@@ -21,7 +21,7 @@ MOST_ROWS = 128
 LISTED_BYTES = 1 << 16
 """Of a list of prompts that is counted, in 3 ms if they are empty."""
 MOST_TOKENS = 1 << 31
-"""Of one answer; from here on a replica's count is none."""
+"""Of one answer; a count from here on is a replica's mistake, and not used."""
 
 
 class Peek(Struct, frozen=True):

@@ -32,7 +32,7 @@ class Clients:
         self.need_key = bool(self._keys or named)
 
     def owner(self, headers: Mapping[str, str]) -> str:
-        """Whose key these headers have; "" if none is needed.
+        """The owner of the key in these headers; "" if no key is needed.
 
         Raises:
             InvalidApiKey: none, or one that is not accepted.

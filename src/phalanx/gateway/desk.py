@@ -10,7 +10,7 @@ from phalanx.gateway.asks import Ask
 from phalanx.gateway.dispatcher import Dispatcher, Grant, Verdict
 from phalanx.gateway.replica import Replica
 
-TICK_S = 0.1  # between two looks for requests that have waited too long, and for circuits that are open no more
+TICK_S = 0.1  # between two looks for requests that have waited too long, and for circuits whose time is over
 
 
 class Desk:

@@ -26,6 +26,7 @@ OPAQUE = frozenset(("ollama_more", "other"))
 """Dialects whose streams are not looked into."""
 RESPONSES_ENDS = frozenset(("response.completed", "response.failed", "response.incomplete", "error"))
 MESSAGES_ENDS = frozenset(("message_stop", "error"))
+"""Types of events, in the two dialects that name them, after which nothing more comes."""
 
 
 def dialect_of(path: str) -> Dialect:

@@ -181,7 +181,7 @@ class EventReader:
         try:
             return record_in(event, lines=self.lines)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise MalformedAnswer(f"a record of its stream is none: {error}") from error
+            raise MalformedAnswer(f"a record of its stream cannot be read: {error}") from error
 
     def _release(self) -> bytes:
         for seen in self._unrecorded_seen:
@@ -213,7 +213,7 @@ class EventReader:
         for line in lines:
             name, _, value = line.partition(b":")
             if line and name not in FIELDS:
-                raise MalformedAnswer(f"a line of its stream is none of events: {line[:40]!r}")
+                raise MalformedAnswer(f"a line of its stream is not part of an event: {line[:40]!r}")
             values.setdefault(name, []).append(value.removeprefix(b" "))
         if b"data" not in values:
             return NOTHING

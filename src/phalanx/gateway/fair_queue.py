@@ -100,11 +100,8 @@ class FairQueue(Generic[W]):
 class DrainRate:
     """How fast places become free, from the last of them."""
 
-    LAST = 64
-    LEAST_S, MOST_S = (
-        1.0,
-        60.0,
-    )  # of an answer: clients ask again in a second at the earliest, in a minute at the latest
+    LAST = 64  # places: the rate follows a change of load within as many answers
+    LEAST_S, MOST_S = 1.0, 60.0  # of an answer: clients ask again within a minute, and not at once
 
     def __init__(self) -> None:
         self._at: deque[float] = deque(maxlen=self.LAST)

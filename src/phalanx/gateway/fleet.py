@@ -26,6 +26,7 @@ from phalanx.gateway.settings import GatewayConfig
 log = logging.getLogger(__name__)
 
 NO_SUCH_PATH = frozenset((404, 405, 501))
+"""Statuses by which servers of other vendors say that they have no such check."""
 MODELS = "/v1/models"
 TAGS = "/api/tags"
 LARGEST = 512 << 10
@@ -59,7 +60,7 @@ class Fleet:
 
     @property
     def replicas(self) -> dict[str, Replica]:
-        """By name."""
+        """The replicas by name."""
         return self._desk.dispatcher.replicas
 
     def apply(self, specs: Iterable[ReplicaSpec]) -> list[Replica]:

@@ -81,7 +81,7 @@ class ReplicaIndex:
 
 
 class Ready:
-    """The candidates of one decision; good until something changes."""
+    """The `Candidates` of one decision; good until something changes."""
 
     def __init__(
         self,
@@ -104,13 +104,16 @@ class Ready:
         return (replica for replica in self._replicas.values() if self._is_one(replica))
 
     def first(self) -> Replica:
+        """See `Candidates`."""
         return self._first
 
     def named(self, name: str) -> Replica | None:
+        """See `Candidates`."""
         replica = self._replicas.get(name)
         return replica if replica is not None and self._is_one(replica) else None
 
     def two(self, below: RandomBelow) -> tuple[Replica, Replica]:
+        """See `Candidates`."""
         n = sum(map(len, self._sound))
         if self._ask.tried or not n:  # rare
             return Listed(self, self._order).two(below)
@@ -168,7 +171,7 @@ class _Pool:
             self._on_trial.pop(replica, None)
 
     def drop(self, replica: Replica) -> None:
-        """A replica is no longer here."""
+        """A replica leaves the pool."""
         del self._numbers[replica]
         self._able.discard(replica.name)
         self._on_trial.pop(replica, None)
@@ -181,7 +184,7 @@ class _Pool:
         return any(self._trials(tried, now))
 
     def first(self, tried: Collection[str], now: float) -> _Entry | None:
-        """Of the least busy one that can take a request now."""
+        """The entry of the first replica, in the policy's order, that can take a request now."""
         entries = [
             self._entry(replica, self._numbers[replica]) for replica in self._trials(tried, now) if replica.has_room
         ]

@@ -10,7 +10,7 @@ from phalanx.errors import RateLimited
 
 
 class KeyLimits(Struct, frozen=True, kw_only=True):
-    """Limits of one key; None is none."""
+    """Limits of one key; None: unlimited."""
 
     max_in_flight: int | None = None
     requests_per_minute: int | None = None
@@ -52,8 +52,11 @@ class KeyMeter:
         self._tokens: dict[str, _Bucket] = {}
 
     def set_limits(self, limits: dict[str, KeyLimits]) -> None:
-        """Other limits from now on. Buckets whose size stays keep what is left in them."""
+        """Take other limits. A bucket whose size stays keeps what is left in it; those of other owners go."""
         self._limits = limits
+        for buckets in (self._requests, self._tokens):
+            for owner in buckets.keys() - limits.keys():
+                del buckets[owner]
 
     def begin(self, owner: str, now: float) -> None:
         """A request of this owner begins; `end` must follow.

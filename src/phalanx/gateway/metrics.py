@@ -8,6 +8,7 @@ from phalanx.gateway.dispatcher import Dispatcher
 
 PREFIX = "phalanx:gateway_"
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+"""From what the gateway itself takes to --request-timeout-secs."""
 GAUGES = {
     "up": ("replica_up", "1 while the replica may get requests."),
     "in_flight": ("replica_requests_in_flight", "Requests of this gateway on the replica."),

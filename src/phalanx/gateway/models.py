@@ -26,7 +26,7 @@ _read_tags = decoder(_Tags)
 
 
 def cards_in(body: bytes) -> list[dict[str, Any]] | None:
-    """The entries of a /v1/models; None if that is none."""
+    """The entries of a /v1/models; None if the body is not such a list."""
     try:
         cards = _read(body).data
     except msgspec.DecodeError:
@@ -51,7 +51,7 @@ def merged(replicas: Iterable[Replica], aliases: Mapping[str, str]) -> list[dict
 
 
 def tags_in(body: bytes) -> list[dict[str, Any]]:
-    """The entries of an Ollama's /api/tags; none if that is none."""
+    """The entries of an Ollama's /api/tags; empty if the body is not such a list."""
     try:
         entries = _read_tags(body).models
     except msgspec.DecodeError:

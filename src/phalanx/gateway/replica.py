@@ -40,7 +40,7 @@ class Replica:
         self.failed_at = 0  # grants of all replicas when its last failure was counted
         self.refused_key: str | None = None  # an admin key that it does not take
         self.is_draining = False  # no new requests
-        self.is_leaving = False  # no longer among the gateway's replicas
+        self.is_leaving = False  # removed: it ends the requests that it has
         self.last_granted = 0  # number of the grant
         self.turn = 0.0  # of round_robin
 

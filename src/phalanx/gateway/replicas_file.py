@@ -47,7 +47,7 @@ class ReplicaFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Keys(Struct, frozen=True):
-    """Of replicas that have none of their own; see `ReplicaSpec`."""
+    """The keys of replicas that have none of their own; see `ReplicaSpec`."""
 
     key: str | None = None
     admin_key: str | None = None

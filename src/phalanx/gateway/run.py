@@ -120,9 +120,10 @@ class Gateway:
         self.port = int(listener.getsockname()[1])
         self.ready = asyncio.Event()
         """The gateway accepts connections."""
+        self._exit_code = ExitCode.OK
 
     async def run(self) -> int:
-        """Serve until `stop`. Returns the exit code.
+        """Serve until `stop`. Returns the exit code: CRASH if a task in the background failed.
 
         Raises:
             ConfigError: a file is wrong; names it and the line.
@@ -142,6 +143,8 @@ class Gateway:
             try:
                 self._load_files(fleet, proxy)
                 tasks += [asyncio.create_task(work) for work in (self._desk.tick(), proxy.watch(), self._watch_files())]
+                for task in tasks:
+                    task.add_done_callback(self._note_failure)
                 with self._signals():
                     await self._serve(app, proxy, fleet)
             finally:
@@ -150,7 +153,7 @@ class Gateway:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await fleet.close()
-        return ExitCode.OK
+        return self._exit_code
 
     def stop(self) -> None:
         """Refuse new requests, wait for running ones, then end. A second call ends at once."""
@@ -190,6 +193,13 @@ class Gateway:
         """A replica that left the file ends what it has; streams that take long go on elsewhere, where they can."""
         if not await self._desk.until_idle(replica, self._config.shutdown_grace_period_secs):
             proxy.move(replica, ReplicaFailed(f"The replica {replica.name} was removed."))
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        """A bug has ended a task in the background: end, so that what started the gateway starts it again."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the gateway failed, so that it ends", exc_info=error)
+            self._exit_code = ExitCode.CRASH
+            self._stopping.set()
 
     async def _watch_files(self) -> None:
         while True:

@@ -14,7 +14,7 @@ from phalanx.edge.migration import MOST_ITEMS
 
 PolicyName = Literal["least_load", "cache_aware", "power_of_two", "round_robin", "consistent_hashing"]
 Seconds = Annotated[float, Meta(ge=0.05)]
-MIGRATION_LIMIT = 3
+MIGRATION_LIMIT = 3  # as many replicas may die of other causes within one answer; a fourth is suspicious
 
 
 class GatewayConfig(Struct, frozen=True, kw_only=True):

@@ -63,7 +63,7 @@ class Transcript:
 
     @property
     def numerics(self) -> str:
-        """With which the answer is computed; empty before it has begun."""
+        """The `numerics` of the server that began the answer; empty before it has begun."""
         return self.start.numerics if self.start is not None else ""
 
     def note(self, record: Record) -> None:

@@ -12,7 +12,7 @@ from phalanx.errors import ConfigError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LARGEST = 1 << 20
+LARGEST = 1 << 20  # bytes: 10,000 replicas or keys
 
 
 class WatchedFile(Generic[T]):

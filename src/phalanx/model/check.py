@@ -36,7 +36,7 @@ FOREIGN = (
 )
 """Errors that a model's own code may raise with a config or a cache that it was not written for."""
 
-ARENA = -1
+ARENA = -1  # of the check alone: no plan names it
 PROMPTS = ((11, 7), (5, 3, 8, 2, 9))
 NEXT = (4, 6)
 """Tokens after the prompts: any ids that every vocabulary has."""

@@ -247,7 +247,7 @@ def create_app(
 
 
 def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:
-    """In which forms the model writes calls of tools and reasoning: by its chat template, or as the flags say."""
+    """The formats in which the model writes calls and reasoning: by its chat template, or as the flags say."""
     found = choose(tokenizer.template_source, tokenizer.added_tokens)
     return by_name(found, config.tool_call_parser, config.reasoning_parser)
 

@@ -85,7 +85,7 @@ def parse_body(data: bytes, kind: type[B], max_ids: int, readers: Readers | None
 
 
 class _Typed(TolerantBody):
-    """Of an object only its type."""
+    """An object of which only the type is read."""
 
     type: str | None = None
 

@@ -37,7 +37,7 @@ class Turn(Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """By which it is found: its first call's, of which there is only one."""
+        """The id by which the answer is found: that of its first call, which no other answer has."""
         return self.written.ids[0]
 
     @property

@@ -18,7 +18,7 @@ from phalanx.server.metrics import Metrics
 from phalanx.supervision.client import EngineClient
 from phalanx.types import Batch, EngineStats, Finished, ModelInfo
 
-PING_EVERY_S = 1.0
+PING_EVERY_S = 1.0  # while nothing happens: /health and /metrics are at most so old
 LEAST_GAP_S = 0.1  # least time between two pings, however many answers end
 SILENT_S = 15.0  # longer than any step should take; less than the default limit for killing the engine
 
@@ -55,9 +55,7 @@ class Health:
         while True:
             await self._ready.wait()
             self._answer_ended.clear()
-            with suppress(
-                EngineUnavailable
-            ):  # the engine went down: `on_down` stops the pings, `on_ready` resumes them
+            with suppress(EngineUnavailable):  # it went down: `on_down` stops the pings, `on_ready` resumes them
                 self._stats = await self._engine.ping()
                 self._metrics.stats(self._stats)
             await asyncio.sleep(LEAST_GAP_S)

@@ -19,7 +19,7 @@ from phalanx.edge.media_types import require_json
 from phalanx.edge.model_lists import more_of_models
 from phalanx.errors import EngineUnavailable, InvalidRequest
 from phalanx.server.chat_encoding import ChatEncoder
-from phalanx.server.dialects.dialect import Asked, Dialect
+from phalanx.server.dialects.dialect import Dialect, ParsedBody
 from phalanx.server.health import Health
 from phalanx.server.intake import Intake
 from phalanx.server.journal import describe
@@ -122,7 +122,7 @@ class InfoEndpoints:
                 asked = await self._intake.read(
                     request, dialect.body, lambda body: dialect.parse(body, self._served), memory, dialect.readers
                 )
-                assert isinstance(asked, Asked) and isinstance(asked.request, ChatRequest)
+                assert isinstance(asked, ParsedBody) and isinstance(asked.request, ChatRequest)
                 encoded = await self._chats.encode(asked.request, owner, info.max_model_len)
             return JSONResponse(body_of(sum(map(len, encoded.prompts))))
 

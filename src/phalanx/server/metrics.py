@@ -14,6 +14,7 @@ from phalanx.types import EngineStats, Finished, SpecStats
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
 TOKEN_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+"""Upper bounds of buckets, two or three to a power of ten, from a cached answer of a small model to a long document."""
 
 GAUGES = {
     "running": ("num_requests_running", "Sequences that hold a row of the KV cache."),

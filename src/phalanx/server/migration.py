@@ -34,7 +34,7 @@ from phalanx.server.dialects.log_probabilities import finite
 from phalanx.server.refusals import check_ids
 from phalanx.types import Finished, ModelInfo, SequenceRequest, TokenLogprobs, Tokens
 
-SEEDS = 1 << 64
+SEEDS = 1 << 64  # as of requests (`sampling.py`)
 NUMBERS = 1 << 53  # that every reader of JSON can tell apart
 ID = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of an answer
 LATEST = 1 << 37  # seconds since 1970: the year 6325; dates end with 9999
@@ -267,7 +267,7 @@ def _continued(
     if not (1 <= resume.moves < NUMBERS and 0 <= resume.next_number < NUMBERS and 0 <= start.seed < SEEDS):
         raise _invalid("moves, next_number or the start's seed is out of range.")
     if ID.fullmatch(start.id) is None or not 0 <= start.created < LATEST:
-        raise _invalid("the start's id or created is none of an answer.")
+        raise _invalid("the start's id or created cannot be an answer's.")
     choices = {choice.index: choice for choice in resume.choices}
     if len(choices) < len(resume.choices) or not choices.keys() <= set(range(len(requests))):
         indices = [choice.index for choice in resume.choices]

@@ -26,7 +26,7 @@ from phalanx.errors import InvalidRequest, PhalanxError
 from phalanx.server.answers import Delta, Failure, ResponseHead, Usage, timing_json
 from phalanx.server.chat_encoding import ChatEncoder, Encoded
 from phalanx.server.dialects.answer_format import AnswerFormat
-from phalanx.server.dialects.dialect import Asked, Dialect, Known
+from phalanx.server.dialects.dialect import Dialect, ParsedBody, StaticAnswer
 from phalanx.server.generation import Generation
 from phalanx.server.grammar_checks import GrammarChecks
 from phalanx.server.intake import BodyMemory, Intake
@@ -76,7 +76,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
     @property
     def n_choices(self) -> int:
-        """Of all prompts."""
+        """Choices of all prompts."""
         return self.n_prompts * self.options.n
 
 
@@ -132,7 +132,7 @@ class CompletionEndpoints:
                 )
                 if migration is not None and migration.resume is not None and not _is_streamed(asked):
                     raise InvalidRequest(f"{RESUME}: the request's answer is not streamed; send it again as it is.")
-                if isinstance(asked, Known):
+                if isinstance(asked, StaticAnswer):
                     self._journal.require_ready()
                     return Response(to_json(asked.answer(int(time.time()))), media_type="application/json")
                 job = _moving(self._job(asked, dialect, owner, memory), migration)
@@ -140,7 +140,7 @@ class CompletionEndpoints:
 
         return endpoint
 
-    def _job(self, asked: Asked, dialect: Dialect[B], owner: str, memory: BodyMemory) -> Job:
+    def _job(self, asked: ParsedBody, dialect: Dialect[B], owner: str, memory: BodyMemory) -> Job:
         id = f"{dialect.id_prefix}{uuid.uuid4().hex}"
         silence_s = min(self._config.keepalive_seconds, dialect.longest_silence_s)
         parsed = asked.request
@@ -310,8 +310,8 @@ class CompletionEndpoints:
         )
 
 
-def _is_streamed(asked: Asked | Known) -> bool:
-    return isinstance(asked, Asked) and asked.request.options.stream
+def _is_streamed(asked: ParsedBody | StaticAnswer) -> bool:
+    return isinstance(asked, ParsedBody) and asked.request.options.stream
 
 
 def _moving(job: Job, migration: Migration | None) -> Job:
@@ -325,7 +325,7 @@ def _moving(job: Job, migration: Migration | None) -> Job:
 
 
 def _seed(job: Job) -> int:
-    """Of the sampling: the answer's, if it has begun, else the client's, or any."""
+    """The seed of the sampling: the answer's if it has begun, else the client's, else a random one."""
     if job.resume is not None:
         return job.resume.start.seed
     return job.options.sampling.seed if job.options.seeded else secrets.randbits(64)

@@ -16,15 +16,15 @@ from phalanx.server.schema import SamplingBody, StreamOptions
 from phalanx.server.structured import parse_answer
 from phalanx.types import Sampling
 
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 16  # OpenAI takes 4
 MAX_STOP_CHARS = 4096  # together; the automaton that finds them has a state per character
 MAX_STOP_IDS = 1024  # vLLM and OpenAI name no limit; a model has a handful that make sense
 MAX_BIASES = 1024  # OpenAI takes 1,024
-MAX_TOP_LOGPROBS = 20
-MAX_TEMPERATURE = 100.0
+MAX_TOP_LOGPROBS = 20  # as OpenAI
+MAX_TEMPERATURE = 100.0  # OpenAI takes 2; here all tokens are about as likely
 GREEDY_BELOW = 1e-4  # dividing float32 logits by less overflows, and at this temperature the draw is the argmax already
 MAX_SALT_CHARS = 256  # it is kept with every prefix; a hash in hexadecimal has 64
-SEEDS = 1 << 64
+SEEDS = 1 << 64  # different ones: the noise has a key of 64 bits
 NEUTRAL = {
     "use_beam_search": False,
     "length_penalty": 1.0,

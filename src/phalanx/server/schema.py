@@ -55,12 +55,16 @@ PROMPT = Meta(
 
 
 class StreamOptions(Body, kw_only=True):
+    """`stream_options`"""
+
     include_usage: Annotated[bool | None, about("One more chunk with `usage` and no choices, at the end.")] = None
     continuous_usage_stats: Annotated[bool | None, about("The `usage` so far in every chunk.")] = None
     include_obfuscation: Annotated[bool | None, about("Only false: no padding is ever added.")] = None
 
 
 class ContentPart(Body, kw_only=True):
+    """A part of a message's content."""
+
     type: Annotated[str, about('Only "text".')]
     text: str | None = None
     cache_control: Annotated[Any, about(INERT)] = None
@@ -70,6 +74,8 @@ class ContentPart(Body, kw_only=True):
 
 
 class FunctionBody(Body, kw_only=True):
+    """A function that may be called."""
+
     name: Annotated[str, about("1 to 128 of A-Z, a-z, 0-9, `_`, `-`, `.`")]
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, about("JSON schema of the arguments, an object.")] = None
@@ -79,12 +85,16 @@ class FunctionBody(Body, kw_only=True):
 
 
 class ToolBody(Body, kw_only=True):
+    """An entry of `tools`."""
+
     type: Annotated[str, about('Only "function".')]
     function: FunctionBody
     cache_control: Annotated[Any, about(INERT)] = None
 
 
 class CalledFunctionBody(Body, kw_only=True):
+    """The function that a call in the history names, and its arguments."""
+
     name: str
     arguments: Annotated[
         str | dict[str, Any] | None, about("A JSON object, as text or as it is; empty for no arguments.")
@@ -93,6 +103,8 @@ class CalledFunctionBody(Body, kw_only=True):
 
 
 class ToolCallBody(Body, kw_only=True):
+    """A call in the history."""
+
     id: str
     function: CalledFunctionBody
     type: Annotated[str | None, about('Only "function".')] = None
@@ -102,6 +114,8 @@ class ToolCallBody(Body, kw_only=True):
 
 
 class ChatMessage(Body, kw_only=True):
+    """A message of a chat."""
+
     role: Annotated[str, about("system, developer, user, assistant or tool.")]
     content: Annotated[
         str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None,
@@ -125,6 +139,8 @@ class ChatMessage(Body, kw_only=True):
 
 
 class JsonSchemaFormat(Body, kw_only=True):
+    """`response_format.json_schema`"""
+
     name: Annotated[str, about("Accepted for compatibility; the model is not shown it.")]
     schema: Annotated[dict[str, Any], about("A JSON schema that the answer matches.")]
     description: Annotated[str | None, about(INERT)] = None

@@ -19,7 +19,7 @@ from phalanx.server.schema import AnswerFormat, SamplingBody, StructuredOutputs
 
 WHITESPACE = r"[ \t]|\n[ \t]{0,24}"
 """Between two tokens of JSON: as usual on one line, or indented. A small model that may write more of it never ends."""
-MAX_CHOICES = 4096
+MAX_CHOICES = 4096  # as values of an enum (`json_schemas.py`)
 MAX_GRAMMAR_CHARS = 1 << 15  # of a grammar or an expression; SQL takes 5,000
 KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured_outputs
 

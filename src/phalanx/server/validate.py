@@ -30,7 +30,6 @@ from phalanx.types import ModelInfo, SequenceRequest, StopRule
 
 MAX_SCORED_PROMPT = 1 << 16  # log-probabilities of a prompt; they come from the engine at once, and take 45 ms to read
 MAX_SCORED = 1 << 18  # of all prompts of a request; as objects they take 100 MB
-
 MAX_ECHOED = 1 << 23  # characters of all echoed prompts of a request
 
 

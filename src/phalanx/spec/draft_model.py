@@ -22,7 +22,7 @@ from phalanx.sched.admission import round_up
 from phalanx.sched.plan import Admit, Forward, Free, Move, Resize
 from phalanx.spec.drafters import BUCKETS, Draft, Drafter
 
-ARENA = 0
+ARENA = 0  # the only one of a draft model's runner
 MAX_CATCH_UP = 8  # known tokens that a drafting forward feeds per row, at most: as many as a step usually commits
 
 MetadataAfter = Callable[[int, Sequence[int]], SamplingMetadata]

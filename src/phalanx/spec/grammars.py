@@ -97,10 +97,10 @@ class Grammars:
         return failed
 
     def keep(self, alive: Collection[int]) -> None:
-        """Forget all other sequences."""
-        if any(number not in alive for number in self._rows):
-            self._rows = {number: row for number, row in self._rows.items() if number in alive}
-            self._held.intersection_update(alive)
+        """Forget all other sequences. A matcher that is not begun is not made."""
+        for number in [number for number in self._rows if number not in alive]:
+            self._held.discard(number)  # before `cancel`, which calls `on_made`
+            self._rows.pop(number).making.cancel()
 
     def advance(self, number: int, tokens: Seq[int]) -> None:
         """These tokens of a sequence were committed."""

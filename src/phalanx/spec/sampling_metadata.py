@@ -11,7 +11,7 @@ from phalanx.sched.sequence import Sequence
 
 
 class SamplingMetadataCache:
-    """By sequence number. An entry is made when a sequence is first asked for."""
+    """The sampling metadata of running sequences, by number; made when a sequence is first asked for."""
 
     def __init__(self) -> None:
         self._next: dict[int, SamplingMetadata] = {}

@@ -25,10 +25,10 @@ from phalanx.types import TokenLogprobs
 
 
 class Verified(NamedTuple):
-    """By sequence number: accepted drafts and the token drawn after them, and as many log-probabilities if wanted."""
+    """The outcome by sequence number: accepted drafts, the token drawn after them, and their log-probabilities."""
 
     tokens: dict[int, list[int]]  # 1..k + 1 each; fewer where nothing was left to draw
-    logprobs: dict[int, list[TokenLogprobs]]
+    logprobs: dict[int, list[TokenLogprobs]]  # of sequences that want them, one per token
     nothing_left: set[int]  # sequences for which no token can be drawn after these
 
 

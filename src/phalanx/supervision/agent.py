@@ -156,7 +156,10 @@ class Agent:
 
 
 class _AgentProcess:
-    """A running process. Copies its output to the server and to stderr, then reports its exit status."""
+    """A running process. Copies its output to stderr and to the server, then reports its exit status.
+
+    The server's copy lacks what the process writes faster than the network takes it.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process, connection: AgentConnection) -> None:
         self._process = process
@@ -168,7 +171,7 @@ class _AgentProcess:
         while piece := await self._process.stdout.read(READ_BYTES):
             sys.stderr.buffer.write(piece)
             sys.stderr.buffer.flush()
-            self._connection.send(Output(piece))
+            self._connection.offer(Output(piece))
         status = await self._process.wait()
         log.info("process %d ended with status %d", self._process.pid, status)
         self._connection.send(Ended(status))

@@ -94,7 +94,7 @@ class AttachedEngine(EngineConnection):
 
 
 def _bound(path: Path) -> socket.socket:
-    """A Unix socket to which only this user can connect: nobody can before it listens, and then it is private.
+    """A Unix socket to which only this user can connect: it becomes private before it listens.
 
     Raises:
         OSError: a file has this path, or the socket cannot be made.

@@ -18,7 +18,7 @@ from phalanx.supervision.client import EngineClient, EngineState, Progress
 from phalanx.supervision.wire import server_codec
 from phalanx.types import Batch, EngineStats, Failed, FromEngine, Loading, ModelInfo, Ping, Pong, Ready, ToEngine
 
-PING_PERIOD_S = 1.0
+PING_PERIOD_S = 1.0  # ranks report with each: their figures are at most so old
 LOAD_STALL_S = 600.0  # a load that reports nothing for this long is stuck
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

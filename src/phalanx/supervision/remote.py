@@ -84,6 +84,7 @@ class ReachedAgent:
         return RemoteProcess(self.host, self._connection, answer.pid)
 
     def close(self) -> None:
+        """Close the connection; the agent ends a process that it started for it."""
         self._connection.close()
 
 
@@ -173,11 +174,13 @@ class RemoteProcess:
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send_keep_alives())]
 
     async def wait(self) -> int:
+        """Wait for the end. Returns the status, negative for a signal."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
+        """Send a signal to the process and its descendants."""
         self._connection.send(Signal(number))
 
     async def _receive(self) -> None:

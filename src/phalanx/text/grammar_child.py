@@ -28,7 +28,7 @@ EOS = "<phalanx end of sequence>"
 TOKEN_ID = re.compile(r"<\[\d+\]>")
 MARK = "<phalanx mark>"
 """Stands for every token that a grammar names by its id in the model's vocabulary."""
-MARK_ID = 257
+MARK_ID = 257  # behind the bytes and EOS
 
 
 class _Bytes:

@@ -18,8 +18,9 @@ Render = Callable[[list[Message]], str | None]
 
 PROBE = "zq7probe"
 MARK = re.compile(r"zq\d+mark")
-SEARCHES = 8
+SEARCHES = 8  # that may fail in one conversation; see `_not_found`
 NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
+"""The parameters of a function that takes none."""
 ASK: Message = {"role": "user", "content": "Hi."}
 PROBES: Mapping[str, list[Message]] = {
     "user": [{"role": "user", "content": PROBE}],

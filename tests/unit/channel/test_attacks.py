@@ -390,7 +390,7 @@ def test_a_known_host_sends_no_giants_before_it_is_admitted(gatherer: Gatherer, 
         assert raw.socket.recv(4096) == b""
     raw.close()
     joined(gatherer)
-    assert "is none of ours" in caplog.text
+    assert "is not a rank" in caplog.text
 
 
 @pytest.mark.parametrize("size", [WORKER_FRAME + 1, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -76,6 +77,36 @@ def test_which_exit_codes_are_restarted(place, handlers, monkeypatch, tmp_path, 
     outcome = place.read_outcome()
     assert outcome is not None and outcome.status == last
     assert place.running() == [] and not place.child.exists() and not place.supervisor.exists()
+
+
+WAITING = """
+import pathlib, sys, time
+if pathlib.Path(sys.argv[1]).exists():
+    sys.exit(64)
+time.sleep(1e6)
+"""
+
+
+@pytest.mark.parametrize("lacking", ["process", "disk"])
+def test_a_start_that_the_system_refuses_is_tried_again(place, handlers, monkeypatch, tmp_path, lacking):
+    """Other programs may have taken all processes, or the disk; later there is room again."""
+    monkeypatch.setattr(supervisor, "PROGRAM", (sys.executable, "-c", WAITING))
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
+    refused, before = tmp_path / "refused", psutil.Process().children()
+    owner, name = (subprocess, "Popen") if lacking == "process" else (identity, "write")
+    works = getattr(owner, name)
+
+    def refuse_once(*args, **kwargs):
+        if not refused.exists() and (lacking == "process" or args[0] == place.child):
+            refused.touch()
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return works(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, refuse_once)
+    assert supervise(spec(str(refused)), place) == 64
+    outcome = place.read_outcome()
+    assert refused.exists() and outcome is not None and outcome.restarts == 1
+    assert psutil.Process().children() == before, "the first process runs on"
 
 
 def test_secrets_are_readable_by_the_owner_alone(place, handlers, monkeypatch):

@@ -81,11 +81,11 @@ def test_broken_off_anywhere_it_is_noticed_and_whole_events_alone_have_passed(di
 @pytest.mark.parametrize(
     ("dialect", "text", "why"),
     [
-        ("chat", b"<html>gateway time-out</html>\n\n", "none of events"),
+        ("chat", b"<html>gateway time-out</html>\n\n", "not part of an event"),
         ("chat", b'data: {"choices": [\n\n', "not JSON"),
         ("chat", b"data: hello\n\n", "not JSON"),
         ("chat", b"data: [1]\n\n", "not JSON"),
-        ("messages", b"event: message_stop\nnonsense\n\n", "none of events"),
+        ("messages", b"event: message_stop\nnonsense\n\n", "not part of an event"),
         ("ollama", b'{"done": tru\n', "not JSON"),
     ],
 )
@@ -360,11 +360,11 @@ def test_what_its_record_has_not_followed_is_not_the_clients(dialect):
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (b"{", "a record of its stream is none"),
-        (b'{"choices":[{"index":"0"}]}', "a record of its stream is none"),
+        (b"{", "a record of its stream cannot be read"),
+        (b'{"choices":[{"index":"0"}]}', "a record of its stream cannot be read"),
         (b'{"choices":[{"index":0,"tokens":[-1]}]}', "no token's"),
-        (b'{"x":' + b"[" * 100_000 + b"}", "a record of its stream is none"),
-        (b'{"failed":"\xff"}', "a record of its stream is none"),
+        (b'{"x":' + b"[" * 100_000 + b"}", "a record of its stream cannot be read"),
+        (b'{"failed":"\xff"}', "a record of its stream cannot be read"),
         (b'{"failed":"The engine is gone."}', "The engine is gone"),
     ],
 )

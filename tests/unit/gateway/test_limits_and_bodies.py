@@ -62,6 +62,19 @@ def test_other_limits_hold_from_then_on():
     meter.begin("a", 0.0)
 
 
+def test_nothing_is_kept_of_keys_that_are_gone():
+    """Keys may be replaced every day, for as long as a gateway runs."""
+    limits = KeyLimits(requests_per_minute=1, tokens_per_minute=1)
+    meter = KeyMeter({"a": limits, "b": limits})
+    for owner in ("a", "b"):
+        meter.begin(owner, 0.0)
+        meter.end(owner, 1, 0.0)
+    meter.set_limits({"b": limits})
+    assert set(meter._requests) == set(meter._tokens) == {"b"}
+    with pytest.raises(RateLimited):
+        meter.begin("b", 1.0)
+
+
 @examples(50, soak=2000)
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 400)), max_size=60))
 def test_no_key_gets_more_than_its_rate(steps):

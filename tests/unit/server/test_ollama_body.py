@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from phalanx.errors import InvalidRequest, UnknownModel
 from phalanx.server.bodies import parse_body
-from phalanx.server.dialects.dialect import Asked, Known
+from phalanx.server.dialects.dialect import ParsedBody, StaticAnswer
 from phalanx.server.dialects.ollama import CHAT, GENERATE
 from phalanx.server.dialects.ollama_body import OllamaCall, OllamaCalled, OllamaMessage
 from phalanx.server.dialects.ollama_messages import conversation_of
@@ -36,7 +36,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "Ask.
 CALL = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 
 
-def asked(served: Served = SERVED, **fields: Any) -> Asked | Known:
+def asked(served: Served = SERVED, **fields: Any) -> ParsedBody | StaticAnswer:
     dialect = CHAT if "messages" in fields else GENERATE
     body = parse_body(json.dumps({"model": "tiny", **fields}).encode(), dialect.body, 100, dialect.readers)
     return dialect.parse(body, served)
@@ -44,7 +44,7 @@ def asked(served: Served = SERVED, **fields: Any) -> Asked | Known:
 
 def parse(served: Served = SERVED, **fields: Any) -> ChatRequest:
     found = asked(served, **({"messages": [USER]} | fields))
-    assert isinstance(found, Asked) and isinstance(found.request, ChatRequest)
+    assert isinstance(found, ParsedBody) and isinstance(found.request, ChatRequest)
     return found.request
 
 
@@ -206,13 +206,13 @@ def test_tools():
 
 def test_a_prompt_is_a_users_message():
     found = asked(prompt="hi", system="Be kind.", suffix="", template="", context=[], images=[])
-    assert isinstance(found, Asked) and isinstance(found.request, ChatRequest)
+    assert isinstance(found, ParsedBody) and isinstance(found.request, ChatRequest)
     assert found.request.conversation.messages == [{"role": "system", "content": "Be kind."}, USER]
 
 
 def test_a_raw_prompt():
     found = asked(prompt="hi", raw=True)
-    assert isinstance(found, Asked) and isinstance(found.request, CompletionRequest)
+    assert isinstance(found, ParsedBody) and isinstance(found.request, CompletionRequest)
     assert found.request.prompts == ("hi",) and not found.request.echo
 
 
@@ -221,7 +221,7 @@ def test_a_raw_prompt():
 )
 def test_without_a_prompt_the_answer_is_that_the_model_is_loaded(sent, place):
     found = asked(**sent, keep_alive=0, model="second")
-    assert isinstance(found, Known)
+    assert isinstance(found, StaticAnswer)
     head = {"model": "second", "created_at": "1970-01-01T00:01:00Z", "done": True, "done_reason": "load"}
     assert found.answer(60) == {**head, **place}
 

@@ -19,14 +19,14 @@ from phalanx.server.answers import (
     TokenText,
     Usage,
 )
-from phalanx.server.dialects.responses_format import ResponsesFormat, Wish
+from phalanx.server.dialects.responses_format import ResponseOptions, ResponsesFormat
 from phalanx.server.dialects.responses_items import Tool, seal, unseal
 from phalanx.server.generation import join
 from phalanx.server.json_pieces import to_json
 from phalanx.types import Timing
 
 HEAD = ResponseHead(id="resp_0", created=7, model="tiny", logprobs=False)
-WISH = Wish(echoed={"store": False}, tools={"note": Tool(name="note", custom=True)})
+OPTIONS = ResponseOptions(echoed={"store": False}, tools={"note": Tool(name="note", custom=True)})
 USAGE = Usage(prompt=5, completion=9, cached=3, reasoning=2)
 STOP = Ending(reason="stop", n_tokens=9, cached_tokens=3, timing=Timing(), ttft_s=None, tpot_s=None)
 LENGTH = replace(STOP, reason="length")
@@ -49,16 +49,16 @@ def end(ending=STOP):
     return Delta(index=0, ending=ending)
 
 
-def streamed(deltas, *, wish=WISH, head=HEAD):
-    form = ResponsesFormat(head, wish)
+def streamed(deltas, *, options=OPTIONS, head=HEAD):
+    form = ResponsesFormat(head, options)
     parts = [form.opening(1, None)]
     for delta in deltas:
         parts.append(form.events([delta], None))
     return b"".join([*parts, form.closing(USAGE, None)])
 
 
-def whole(deltas, wish=WISH, head=HEAD):
-    return json.loads(to_json(ResponsesFormat(head, wish).whole([join(deltas)], USAGE, None)))
+def whole(deltas, options=OPTIONS, head=HEAD):
+    return json.loads(to_json(ResponsesFormat(head, options).whole([join(deltas)], USAGE, None)))
 
 
 def said(items):
@@ -128,7 +128,7 @@ def test_an_answer_without_text_is_an_empty_message():
 
 
 def test_a_failure_ends_the_stream_and_keeps_what_is_done():
-    form = ResponsesFormat(HEAD, WISH)
+    form = ResponsesFormat(HEAD, OPTIONS)
     data = form.opening(1, None) + form.events([call(0, "{}", "now")], None) + form.events([text("It r")], None)
     data += form.failure(Failure(status=503, type="x", message="gone"))
     response = check_stream(data).finish()
@@ -146,12 +146,12 @@ def test_a_failure_ends_the_stream_and_keeps_what_is_done():
     ],
 )
 def test_codes_of_failures(failure, code):
-    form = ResponsesFormat(HEAD, WISH)
+    form = ResponsesFormat(HEAD, OPTIONS)
     assert check_stream(form.opening(1, None) + form.failure(failure)).finish()["error"]["code"] == code
 
 
 def test_keep_alives_are_numbered_events():
-    form = ResponsesFormat(HEAD, WISH)
+    form = ResponsesFormat(HEAD, OPTIONS)
     assert form.events([text("")], None) == b""  # the caller waits a while, and then sends `keep_alive`
     data = form.opening(1, None) + form.keep_alive + form.keep_alive
     assert [event["sequence_number"] for event in parse_stream(data)] == [0, 1, 2, 3]
@@ -162,8 +162,8 @@ def test_keep_alives_are_numbered_events():
 
 
 def test_reasoning_as_a_summary_and_sealed():
-    wish = replace(WISH, summary=True, sealed=True)
-    grammar = check_stream(streamed([thought("Hm"), thought("."), text("A"), end()], wish=wish))
+    wish = replace(OPTIONS, summary=True, sealed=True)
+    grammar = check_stream(streamed([thought("Hm"), thought("."), text("A"), end()], options=wish))
     (item, _) = grammar.finish()["output"]
     assert item["summary"] == [{"type": "summary_text", "text": "Hm."}] and "content" not in item
     assert unseal(item["encrypted_content"]) == "Hm."
@@ -193,8 +193,8 @@ def test_a_custom_call_has_its_input_in_one_piece(arguments, given):
 
 
 def test_a_call_of_a_namespace_is_named_as_the_client_does():
-    wish = replace(WISH, tools={"agents__close": Tool(name="close", namespace="agents")})
-    (item,) = check_stream(streamed([call(0, "{}", "agents__close"), end()], wish=wish)).finish()["output"]
+    wish = replace(OPTIONS, tools={"agents__close": Tool(name="close", namespace="agents")})
+    (item,) = check_stream(streamed([call(0, "{}", "agents__close"), end()], options=wish)).finish()["output"]
     assert (item["name"], item["namespace"]) == ("close", "agents")
 
 
@@ -217,7 +217,7 @@ def test_log_probabilities_come_with_the_text_and_are_collected():
 
 
 def test_extensions_are_beside_the_usage():
-    form = ResponsesFormat(HEAD, WISH)
+    form = ResponsesFormat(HEAD, OPTIONS)
     detail = replace(LENGTH, detail="The request's timeout passed.")
     response = form.whole([text("A", ending=detail)], USAGE, {"ttft": 0.5})
     assert response["timing"] == {"ttft": 0.5} and response["finish_detail"] == "The request's timeout passed."
@@ -265,8 +265,8 @@ def test_any_sequence_obeys_the_grammar_and_loses_nothing(seed):
     kinds = set()
     for _ in range(500):
         deltas = by_chance(rnd)
-        wish = replace(WISH, summary=rnd.random() < 0.5)
-        output = check_stream(streamed(deltas, wish=wish)).finish()["output"]
+        wish = replace(OPTIONS, summary=rnd.random() < 0.5)
+        output = check_stream(streamed(deltas, options=wish)).finish()["output"]
         assert contents(output) == expected(deltas)
         assert contents(whole(deltas, wish)["output"]) == expected(deltas)
         kinds |= {(item["type"], item["status"]) for item in output}

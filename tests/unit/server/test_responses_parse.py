@@ -276,9 +276,9 @@ def test_the_response_says_what_was_asked():
 @pytest.mark.parametrize("field", ["summary", "generate_summary"])
 def test_a_summary_is_the_reasoning(field):
     asked = parse(reasoning={field: "auto"}, include=["reasoning.encrypted_content"])
-    wish = asked.format.keywords["wish"]
-    assert wish.summary and wish.sealed
-    plain = parse(reasoning={"effort": "low"}).format.keywords["wish"]
+    options = asked.format.keywords["options"]
+    assert options.summary and options.sealed
+    plain = parse(reasoning={"effort": "low"}).format.keywords["options"]
     assert not plain.summary and not plain.sealed
 
 

@@ -15,11 +15,11 @@ from phalanx.dist.stage_frames import DTYPES, HEADER_BYTES, MAGIC, Frame, FrameS
 from phalanx.errors import (
     ExitCode,
     FrameCorrupted,
-    FrameError,
     FrameLate,
     FrameLost,
     FrameMismatch,
     FrameRepeated,
+    StageLinkError,
     exit_code_of,
 )
 
@@ -162,8 +162,9 @@ def resealed(offset: int, value: bytes) -> bytes:
 )
 def test_a_header_of_another_layout_is_refused(offset: int, value: bytes, said: str):
     assert resealed(0, MAGIC) == encode(FRAME, PAYLOAD)
-    with pytest.raises(FrameError, match=said):
+    with pytest.raises(StageLinkError, match=said) as caught:
         expecting(FRAME).begin(resealed(offset, value))
+    assert exit_code_of(caught.value) == ExitCode.DESYNC
 
 
 def test_a_repeated_last_frame_is_noticed_with_nothing_to_come():

@@ -22,13 +22,13 @@ from phalanx.dist.stage_link import STOPPED_S, TICK_S, Ends, StageInlet, Tamper,
 from phalanx.dist.topology import Topology
 from phalanx.errors import (
     FrameCorrupted,
-    FrameError,
     FrameLate,
     FrameLost,
     FrameMismatch,
     FrameRepeated,
     GroupError,
     PeerMissing,
+    StageLinkError,
 )
 from phalanx.tls.certificates import make_certificate
 from phalanx.tls.credentials import Credentials, accepting, connecting
@@ -144,7 +144,7 @@ def flip(data: Payload, at: int) -> bytes:
     ],
     ids=["payload", "header", "repeated", "short"],
 )
-def test_faults_on_the_way_are_named(tmp_path: Path, tamper: Tamper, error: type[FrameError]) -> None:
+def test_faults_on_the_way_are_named(tmp_path: Path, tamper: Tamper, error: type[StageLinkError]) -> None:
     with connected(tmp_path, (1, 1), tamper=tamper) as (last, first):
         assert last.inlet is not None
         with pytest.raises(error, match="rank 1 to rank 0"):

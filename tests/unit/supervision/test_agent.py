@@ -22,6 +22,7 @@ from phalanx.errors import ConfigError, ExitCode, FrameError, HostUnreachable
 from phalanx.supervision import remote
 from phalanx.supervision.agent import READ_BYTES, Agent
 from phalanx.supervision.agent_protocol import (
+    MOST_UNSENT,
     AgentConnection,
     Ended,
     FromAgent,
@@ -291,6 +292,19 @@ def test_output_that_nobody_reads_takes_no_memory():
         assert await process.wait() == 3
         assert process.stderr is not None
         assert 0 < len(await process.stderr.read()) < pieces * READ_BYTES / 10
+
+    from_agent(flood, test)
+
+
+def test_output_that_the_network_does_not_take_takes_no_memory():
+    async def flood(connection: AgentConnection) -> None:
+        for _ in range(200):
+            connection.offer(Output(bytes(READ_BYTES)))  # the loop does not run meanwhile, so that little is sent
+        assert connection._writer.transport.get_write_buffer_size() < MOST_UNSENT + 2 * READ_BYTES
+        connection.send(Ended(3))
+
+    async def test(connection: AgentConnection) -> None:
+        assert await RemoteProcess(HOST, connection, 1).wait() == 3
 
     from_agent(flood, test)
 

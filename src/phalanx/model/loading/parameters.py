@@ -86,6 +86,7 @@ def _cast_predicate(model: Module, target: mx.Dtype | None) -> Callable[[str], b
 
 
 def main_dtype(plan: list[Parameter]) -> mx.Dtype:
+    """The floating dtype of most elements; float32 of a model without any."""
     sizes: Counter[mx.Dtype] = Counter()
     for entry in plan:
         if mx.issubdtype(entry.dtype, mx.floating):

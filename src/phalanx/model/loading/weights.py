@@ -140,7 +140,7 @@ def _parse(file: Path, base: int, name: str, text: msgspec.Raw) -> TensorInfo:
     start, stop = entry.data_offsets
     if entry.dtype not in BITS:
         raise WeightsError(
-            f"{file}: tensor {name} has the dtype {entry.dtype!r}, which is none of safetensors.", remedy=REDOWNLOAD
+            f"{file}: tensor {name} has the dtype {entry.dtype!r}, which safetensors does not have.", remedy=REDOWNLOAD
         )
     if (stop - start) * 8 != math.prod(entry.shape) * BITS[entry.dtype]:
         raise WeightsError(

@@ -13,11 +13,10 @@ import struct
 import mlx.core as mx
 import numpy as np
 
-GAMMA = 0x9E3779B97F4A7C15
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
+GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""SplitMix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
 BITS = 31  # used of 64: converting signed integers to float is several times faster than unsigned ones
-TINY = 1e-30
+TINY = 1e-30  # makes 0 / 0 a 1, and changes no other ratio
 
 
 def gumbel_key(seed: int, choice: int, index: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.server.answers import CallDelta, Delta, Ending, ResponseHead, ScoredToken, Usage
-from phalanx.server.dialects.dialect import Asked, Dialect
+from phalanx.server.dialects.dialect import Dialect, ParsedBody
 from phalanx.server.dialects.log_probabilities import scored_json
 from phalanx.server.dialects.openai_objects import OpenAIStream, base, finish, totals
 from phalanx.server.parsed import Served
@@ -84,7 +84,7 @@ def _message(choice: Delta) -> dict[str, Any]:
 
 
 def _reasoning(delta: Delta) -> dict[str, Any]:
-    """Under both names that clients read: DeepSeek's, and OpenRouter's, which is vLLM's today."""
+    """Under both names that clients read: DeepSeek's, and OpenRouter's, which vLLM writes as well."""
     return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning} if delta.reasoning else {}
 
 
@@ -96,8 +96,8 @@ def _call(call: CallDelta, number: int) -> dict[str, Any]:
     return {"index": number, "id": call.id, "type": "function", "function": function}
 
 
-def _asked(body: ChatBody, served: Served) -> Asked:
-    return Asked(parse_chat(body, served), ChatFormat)
+def _asked(body: ChatBody, served: Served) -> ParsedBody:
+    return ParsedBody(parse_chat(body, served), ChatFormat)
 
 
 CHAT = Dialect(body=ChatBody, parse=_asked, field="messages", id_prefix="chatcmpl-")

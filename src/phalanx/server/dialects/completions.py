@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.server.answers import Delta, ScoredToken, TokenText, Usage
-from phalanx.server.dialects.dialect import Asked, Dialect
+from phalanx.server.dialects.dialect import Dialect, ParsedBody
 from phalanx.server.dialects.log_probabilities import finite
 from phalanx.server.dialects.openai_objects import OpenAIStream, base, finish, totals
 from phalanx.server.parsed import Served
@@ -72,8 +72,8 @@ def _plain(piece: TokenText) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece.data)
 
 
-def _asked(body: CompletionBody, served: Served) -> Asked:
-    return Asked(parse_completion(body, served), CompletionFormat)
+def _asked(body: CompletionBody, served: Served) -> ParsedBody:
+    return ParsedBody(parse_completion(body, served), CompletionFormat)
 
 
 COMPLETIONS = Dialect(body=CompletionBody, parse=_asked, field="prompt", id_prefix="cmpl-")

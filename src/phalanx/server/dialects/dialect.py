@@ -22,15 +22,15 @@ ErrorBody = Callable[[Failure], dict[str, Any]]
 """The body of an answer that is an error."""
 
 
-class Asked(Struct, frozen=True):
-    """A parsed body."""
+class ParsedBody(Struct, frozen=True):
+    """A body that the model answers, parsed."""
 
     request: ChatRequest | CompletionRequest
     format: Callable[[ResponseHead], AnswerFormat]  # of its answer
 
 
-class Known(Struct, frozen=True):
-    """A body whose answer needs no model, but one that is ready."""
+class StaticAnswer(Struct, frozen=True):
+    """The answer to a body that needs no tokens; the model must be ready all the same."""
 
     answer: Callable[[int], dict[str, Any]]  # at this time, in seconds since 1970
 
@@ -40,7 +40,7 @@ class Dialect(Struct, Generic[B], frozen=True, kw_only=True):
 
     body: type[B]
     readers: Readers | None = None  # of the body's large fields; None: those of OpenAI's bodies
-    parse: Callable[[B, Served], Asked | Known]  # raises InvalidRequest, which names the field
+    parse: Callable[[B, Served], ParsedBody | StaticAnswer]  # raises InvalidRequest, which names the field
     field: str  # that holds the prompt, for errors
     id_prefix: str  # of answers' ids
     longest_silence_s: float = math.inf  # of a stream whose client is there; --keepalive-seconds may say less

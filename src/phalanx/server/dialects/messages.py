@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from phalanx.errors import InvalidRequest
-from phalanx.server.dialects.dialect import Asked, Dialect
+from phalanx.server.dialects.dialect import Dialect, ParsedBody
 from phalanx.server.dialects.messages_body import (
     READERS,
     Block,
@@ -40,7 +40,7 @@ ERROR = "Error: "
 """What stands before the result of a call that failed."""
 
 
-def parse_messages(body: MessagesBody, served: Served) -> Asked:
+def parse_messages(body: MessagesBody, served: Served) -> ParsedBody:
     """Parse a request for an answer.
 
     Raises:
@@ -52,7 +52,7 @@ def parse_messages(body: MessagesBody, served: Served) -> Asked:
     return parse_counted(body, served)
 
 
-def parse_counted(body: MessagesBody, served: Served) -> Asked:
+def parse_counted(body: MessagesBody, served: Served) -> ParsedBody:
     """As `parse_messages`, for a request of which only the prompt matters.
 
     Raises:
@@ -78,7 +78,7 @@ def parse_counted(body: MessagesBody, served: Served) -> Asked:
         is_as_sent=False,
     )
     request = ChatRequest(options=_options(body, served), conversation=conversation, tools=tools)
-    return Asked(request, partial(MessagesFormat, thinking=thinking))
+    return ParsedBody(request, partial(MessagesFormat, thinking=thinking))
 
 
 MESSAGES = Dialect(

@@ -48,11 +48,15 @@ class Block(TolerantBody, kw_only=True):
 
 
 class Message(TolerantBody, kw_only=True):
+    """A message of the conversation."""
+
     role: Annotated[str, about("user, assistant or system.")]
     content: str | Annotated[list[Block], Meta(max_length=MAX_PARTS)]
 
 
 class Tool(TolerantBody, kw_only=True):
+    """An entry of `tools`."""
+
     type: Annotated[str | None, about('"custom", or absent. Others are left out: Anthropic runs them.')] = None
     name: str | None = None
     description: str | None = None
@@ -60,23 +64,31 @@ class Tool(TolerantBody, kw_only=True):
 
 
 class ToolChoice(TolerantBody, kw_only=True):
+    """`tool_choice`"""
+
     type: Annotated[str, about("auto, any, tool or none.")]
     name: Annotated[str | None, about("Of the type tool.")] = None
     disable_parallel_tool_use: Annotated[bool | None, about("The answer ends with its first call.")] = None
 
 
 class ThinkingBody(TolerantBody, kw_only=True):
+    """`thinking`"""
+
     type: Annotated[str, about("enabled, adaptive or disabled.")]
     budget_tokens: Annotated[int | None, about("Handed to the chat template as `thinking_budget`.")] = None
     display: Annotated[str | None, about('With "omitted", blocks of thinking have no text.')] = None
 
 
 class OutputFormat(TolerantBody, kw_only=True):
+    """What the answer looks like."""
+
     type: Annotated[str, about("Only json_schema.")]
     schema: Annotated[dict[str, Any] | None, about("A JSON schema that the answer matches.")] = None
 
 
 class OutputConfig(TolerantBody, kw_only=True):
+    """`output_config`"""
+
     effort: Annotated[str | None, about("Handed to the chat template as `reasoning_effort`.")] = None
     format: OutputFormat | None = None
 

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from phalanx.errors import InvalidRequest
-from phalanx.server.dialects.dialect import Asked, Dialect, Known
+from phalanx.server.dialects.dialect import Dialect, ParsedBody, StaticAnswer
 from phalanx.server.dialects.ollama_body import (
     READERS,
     Number,
@@ -49,7 +49,7 @@ SAMPLING = {
 """A sampling parameter -> the option's name for it."""
 
 
-def parse_chat(body: OllamaChatBody, served: Served) -> Asked | Known:
+def parse_chat(body: OllamaChatBody, served: Served) -> ParsedBody | StaticAnswer:
     """Parse a chat; without messages it only asks whether the model is loaded.
 
     Raises:
@@ -65,10 +65,10 @@ def parse_chat(body: OllamaChatBody, served: Served) -> Asked | Known:
         variables["tools"] = shown_tools(defined)
     messages = conversation_of(body.messages)
     request = ChatRequest(options=options, conversation=_conversation(messages, variables, served), tools=tools)
-    return Asked(request, partial(OllamaFormat, answer=CHAT_ANSWER))
+    return ParsedBody(request, partial(OllamaFormat, answer=CHAT_ANSWER))
 
 
-def parse_generate(body: OllamaGenerateBody, served: Served) -> Asked | Known:
+def parse_generate(body: OllamaGenerateBody, served: Served) -> ParsedBody | StaticAnswer:
     """Parse a prompt, which is a user's message unless it is `raw`; without one it only asks whether the model is
     loaded.
 
@@ -91,11 +91,11 @@ def parse_generate(body: OllamaGenerateBody, served: Served) -> Asked | Known:
     if body.raw:
         if body.system:
             raise invalid("system", "system and raw exclude each other; write it into the prompt.")
-        return Asked(CompletionRequest(options=options, prompts=(body.prompt,), echo=False), form)
+        return ParsedBody(CompletionRequest(options=options, prompts=(body.prompt,), echo=False), form)
     messages = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": body.prompt})
     asked = replace(_conversation(messages, variables, served), field="prompt", is_as_sent=False)
-    return Asked(ChatRequest(options=options, conversation=asked), form)
+    return ParsedBody(ChatRequest(options=options, conversation=asked), form)
 
 
 def resolve_name(name: str, served: Served) -> str:
@@ -108,8 +108,8 @@ def resolve_name(name: str, served: Served) -> str:
     return resolve_model(bare if bare in (*served.names, served.hidden_name) else name, served)
 
 
-def _loaded(options: Options, answer: Answer) -> Known:
-    return Known(lambda created: answer.loaded(options.model, created))
+def _loaded(options: Options, answer: Answer) -> StaticAnswer:
+    return StaticAnswer(lambda created: answer.loaded(options.model, created))
 
 
 def _conversation(messages: list[dict[str, Any]], variables: dict[str, Any], served: Served) -> Conversation:

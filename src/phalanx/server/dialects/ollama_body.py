@@ -31,16 +31,22 @@ Number = int | float
 
 
 class OllamaCalled(TolerantBody, kw_only=True):
+    """The function that a call in the history names, and its arguments."""
+
     name: str
     arguments: dict[str, Any] | None = None
 
 
 class OllamaCall(TolerantBody, kw_only=True):
+    """A call in the history."""
+
     id: str | None = None
     function: OllamaCalled
 
 
 class OllamaMessage(TolerantBody, kw_only=True):
+    """A message of a chat."""
+
     role: Annotated[str, about("system, user, assistant or tool.")]
     content: str | None = None
     thinking: str | None = None
@@ -51,17 +57,23 @@ class OllamaMessage(TolerantBody, kw_only=True):
 
 
 class OllamaFunction(TolerantBody, kw_only=True):
+    """A function that may be called."""
+
     name: str
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, about("JSON schema of the arguments, an object.")] = None
 
 
 class OllamaTool(TolerantBody, kw_only=True):
+    """An entry of `tools`."""
+
     type: Annotated[str | None, about('Only "function".')] = None
     function: OllamaFunction
 
 
 class OllamaOptions(TolerantBody, kw_only=True):
+    """`options`: those that this server knows."""
+
     temperature: float | None = None
     top_k: Number | None = None
     top_p: float | None = None

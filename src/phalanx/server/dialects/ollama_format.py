@@ -16,7 +16,7 @@ from phalanx.server.dialects.log_probabilities import scored_json
 from phalanx.server.stream import one_line
 from phalanx.server.timestamps import iso_time
 
-NANOSECONDS = 1e9
+NANOSECONDS = 1e9  # in a second
 
 
 class Answer(Struct, frozen=True):

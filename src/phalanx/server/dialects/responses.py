@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from phalanx.server.dialects.dialect import Asked, Dialect
+from phalanx.server.dialects.dialect import Dialect, ParsedBody
 from phalanx.server.dialects.responses_body import (
     READERS,
     OfferedFunction,
@@ -23,7 +23,7 @@ from phalanx.server.dialects.responses_body import (
     TextFormat,
     TextOptions,
 )
-from phalanx.server.dialects.responses_format import ID_PREFIX, ResponsesFormat, Wish
+from phalanx.server.dialects.responses_format import ID_PREFIX, ResponseOptions, ResponsesFormat
 from phalanx.server.dialects.responses_input import parse_input, shown_name
 from phalanx.server.dialects.responses_items import CUSTOM_INPUT, Tool
 from phalanx.server.outputs.pieces import ToolDefinition
@@ -62,7 +62,7 @@ SEALED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
 
-def parse_responses(body: ResponsesBody, served: Served) -> Asked:
+def parse_responses(body: ResponsesBody, served: Served) -> ParsedBody:
     """Parse a request for a response.
 
     Raises:
@@ -94,13 +94,13 @@ def parse_responses(body: ResponsesBody, served: Served) -> Asked:
         ),
         tools=tools,
     )
-    wish = Wish(
+    response_options = ResponseOptions(
         echoed=_echoed(body, options, tools),
         tools=offered,
         summary=(reasoning.summary or reasoning.generate_summary) is not None,
         sealed=SEALED in (body.include or ()),
     )
-    return Asked(request, partial(ResponsesFormat, wish=wish))
+    return ParsedBody(request, partial(ResponsesFormat, options=response_options))
 
 
 RESPONSES = Dialect(

@@ -83,6 +83,8 @@ class OfferedTool(OfferedFunction, kw_only=True):
 
 
 class ReasoningOptions(TolerantBody, kw_only=True):
+    """`reasoning`"""
+
     effort: Annotated[str | None, about('For the chat template; "none" also sets its `enable_thinking` to false.')] = (
         None
     )

@@ -18,8 +18,8 @@ from phalanx.server.stream import named_event
 ID_PREFIX = "resp_"
 
 
-class Wish(Struct, frozen=True, kw_only=True):
-    """What a request says of the form of its answer."""
+class ResponseOptions(Struct, frozen=True, kw_only=True):
+    """What a request says about the form of its answer."""
 
     echoed: Mapping[str, Any]  # fields that the response object repeats
     tools: Mapping[str, Tool]  # by the names that the model is shown
@@ -32,9 +32,9 @@ class ResponsesFormat:
 
     media_type = "text/event-stream"
 
-    def __init__(self, head: ResponseHead, wish: Wish) -> None:
+    def __init__(self, head: ResponseHead, options: ResponseOptions) -> None:
         self._head = head
-        self._wish = wish
+        self._options = options
         self.next_number = 0
         self._n_items = 0
         self._item: Item | None = None  # that is being written
@@ -98,7 +98,7 @@ class ResponsesFormat:
     def _reason(self, text: str) -> list[Event]:
         events: list[Event] = []
         if not isinstance(self._item, Reasoning):
-            item = Reasoning(self._next_id(), summary=self._wish.summary, sealed=self._wish.sealed)
+            item = Reasoning(self._next_id(), summary=self._options.summary, sealed=self._options.sealed)
             events = self._begin(item)
         return events + self._add(text)
 
@@ -107,7 +107,7 @@ class ResponsesFormat:
         return events + self._add(text)
 
     def _call(self, call: CallDelta) -> list[Event]:
-        tool = self._wish.tools.get(call.name) or Tool(name=call.name)
+        tool = self._options.tools.get(call.name) or Tool(name=call.name)
         kind = CustomCall if tool.custom else FunctionCall
         return self._begin(kind(self._next_id(), tool, call.id)) + self._add(call.arguments)
 
@@ -182,7 +182,7 @@ class ResponsesFormat:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._head.model,
             "output": list(self._output),
-            **self._wish.echoed,
+            **self._options.echoed,
             "usage": None if usage is None else usage_json(usage),
             **({"finish_detail": detail} if detail else {}),
             **({} if timing is None else {"timing": timing}),

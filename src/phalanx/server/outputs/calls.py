@@ -1,4 +1,4 @@
-"""What the machines of all formats say of the calls they read: which pieces come of it, and when a call is broken.
+"""What the parsers of all formats say of the calls that they read: which pieces they are, and when a call is broken.
 
 Does not know how calls are written.
 """
@@ -81,6 +81,7 @@ class Calls:
         self._spaces.append(text[len(text.rstrip()) :])
 
     def end_reasoning(self) -> None:
+        """A block of reasoning ended, by its closing mark or by a call."""
         self._in_block = False
         self.mark(keeps_space=False)
 
@@ -112,6 +113,7 @@ class Calls:
         return tool
 
     def arguments(self, text: str) -> None:
+        """A further fragment of the begun call's arguments, JSON."""
         if text:
             self.pieces.append(CallArguments(text))
 

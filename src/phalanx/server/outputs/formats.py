@@ -17,6 +17,14 @@ from phalanx.server.outputs.markup_calls import MarkupCalls
 from phalanx.server.outputs.pythonic_calls import PythonicCalls
 
 MarkedFormat = JsonCalls | HeadedCalls | MarkupCalls | PythonicCalls | GemmaCalls
+"""Formats that read calls between marks. Each has:
+
+    opens        marks with which calls begin
+    marks        these, and those that close calls: what is left out of the text of a call that is none
+    texts        all texts of the format: an added token in one of them has to be decoded as text
+    begins_bare  the first character of an answer that may be a call without marks; "" if none may
+    read         takes the calls behind an opening mark, and says which pieces they are
+"""
 ToolFormat = MarkedFormat | HarmonyCalls
 
 
@@ -34,6 +42,7 @@ class ReasoningShape(Struct, frozen=True):
 
     @property
     def texts(self) -> tuple[str, ...]:
+        """All marks."""
         return (self.open, self.close, *self.dropped)
 
 

@@ -94,7 +94,7 @@ class GemmaCalls(Struct, frozen=True):
             head = _CALL.match(plain, at)
             end = _closing(plain, head.end()) if head else 0
             if not head or not end:
-                raise Broken("What the model wrote as a call is none.")
+                raise Broken("What the model wrote as a call cannot be read as one.")
             arguments = _KEY.sub(lambda key: json.dumps(key.group(1)) + ":", plain[head.end() : end])
             arguments = _WORD.sub(lambda word: _value(word.group(1)), arguments)
             arguments = re.sub(r"\x00(\d+)\x00", lambda at: strings[int(at.group(1))], arguments)
@@ -103,7 +103,7 @@ class GemmaCalls(Struct, frozen=True):
             written.append((head.group(1), arguments))
             at = end
         if not written:
-            raise Broken("What the model wrote as a call is none.")
+            raise Broken("What the model wrote as a call cannot be read as one.")
         return written
 
 

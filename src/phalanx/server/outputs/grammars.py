@@ -1,7 +1,7 @@
 """Grammars, for llguidance, of calls in a model's own format, and of an answer after reasoning.
 
-What a grammar here lets through, `machine.py` reads as whole calls whose arguments follow the tool's schema (but for
-`format`, which is not enforced). Marks that are tokens of the vocabulary are written as tokens. Does not compile.
+What a grammar here lets through, `format_parser.py` reads as whole calls whose arguments follow the tool's schema (but
+for `format`, which is not enforced). Marks that are tokens of the vocabulary are written as tokens. Does not compile.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ ENDS = ("<|end|>", "<|return|>", "<|call|>")
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
 _STRAY = (MESSAGE, CONSTRAIN, *ENDS)  # marks that end nothing and begin nothing where no header stands before them
-_HEADERS = marks_of(*MARKS)  # what may stand between messages
-_MESSAGE = marks_of(MESSAGE)
 _MARKS = marks_of(*MARKS)
+_MESSAGE = marks_of(MESSAGE)
 _RECIPIENT = re.compile(r"\bto=([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -38,7 +37,7 @@ class HarmonyCalls(Struct, frozen=True):
 def read_harmony(reader: Reader, calls: Calls) -> Steps[None]:
     """Read a whole answer."""
     opened = ""
-    while opened or (opened := (yield from reader.until(_HEADERS, calls.text))):
+    while opened or (opened := (yield from reader.until(_MARKS, calls.text))):
         if opened in _STRAY:
             opened = ""
             continue
@@ -70,7 +69,7 @@ def _message(reader: Reader, calls: Calls, opened: str) -> Steps[str]:
         return ""
     reader.stop_recording()
     is_reasoning = channel is not None and channel.group(1) == "analysis"
-    mark = yield from reader.until(_HEADERS, calls.reasoning if is_reasoning else calls.text)
+    mark = yield from reader.until(_MARKS, calls.reasoning if is_reasoning else calls.text)
     if is_reasoning:
         calls.end_reasoning()
     return mark

@@ -42,6 +42,7 @@ class Lark:
         return " ".join(parts)
 
     def begins_with_token(self, text: str) -> bool:
+        """Whether a text begins with a token of the vocabulary."""
         return bool(self.tokens) and self._split.match(text) is not None
 
     def rule(self, expression: str) -> str:

@@ -85,7 +85,7 @@ class MarkupCalls(Struct, frozen=True):
             n += 1
         if not n:
             at_end = not (yield from reader.peek())
-            raise Broken(ENDED if at_end else "What the model wrote as a call is none.")
+            raise Broken(ENDED if at_end else "What the model wrote as a call cannot be read as one.")
 
     def _call(self, reader: Reader, calls: Calls) -> Steps[None]:
         """Read one call after its mark, up to and with its closing mark."""

@@ -79,7 +79,7 @@ def call_in_python(lark: Lark, tool: ToolDefinition) -> str:
     members = []
     for parameter in parameters_of(tool):
         if not re.fullmatch(r"\w+", parameter.name):
-            raise GrammarUnsupported(f"tool {tool.name!r}: parameter {parameter.name!r} is no name in Python")
+            raise GrammarUnsupported(f"tool {tool.name!r}: parameter {parameter.name!r} is not a name in Python")
         value = lark.json(parameter.with_definitions(parameter.schema))
         members.append((lark.rule(f"{lark.text(parameter.name + '=')} {value}"), parameter.required))
     return lark.rule(f"{lark.text(tool.name + '(')} {_listed(lark, members, ', ')} {lark.text(')')}")

@@ -1,6 +1,6 @@
 """Text that is read while it comes, by generators that pause where more of it is needed.
 
-A machine that reads a format is written as if it had the whole text; each `yield` means "wait for more text". All
+A parser of a format is written as if it had the whole text; each `yield` means "wait for more text". All
 waiting is in this file, and every method takes the same text wherever it is cut. The work is linear: text that cannot
 be part of a mark is taken at once and never looked at again. Does not know any format.
 """
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A part of a machine: pauses where it needs more text, and returns a T."""
+"""A part of a parser: pauses where it needs more text, and returns a T."""
 
 SPACE = " \t\n\r"
 
@@ -51,6 +51,7 @@ class Reader:
         self._record: list[str] | None = None
 
     def feed(self, text: str) -> None:
+        """Append text; what was taken is dropped."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
@@ -59,9 +60,11 @@ class Reader:
         self._record = [first]
 
     def recorded(self) -> str:
+        """What was taken since `record`, after its first words; empty if nothing is recorded."""
         return "".join(self._record or ())
 
     def stop_recording(self) -> None:
+        """Record no more, and forget what was recorded."""
         self._record = None
 
     def peek(self) -> Steps[str]:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
+from phalanx.server.outputs.format_parser import FormatParser
 from phalanx.server.outputs.formats import (
     REASONING,
     REASONING_ALIASES,
@@ -19,7 +20,6 @@ from phalanx.server.outputs.formats import (
     ToolShape,
 )
 from phalanx.server.outputs.harmony import HarmonyCalls
-from phalanx.server.outputs.machine import Machine
 from phalanx.server.outputs.pieces import OutputParser, ToolDefinition
 
 XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
@@ -106,7 +106,7 @@ def make_parser(
     form = shapes.tools.format if shapes.tools else None
     if shapes.reasoning is REASONING["openai"]:
         form = TOOLS["openai"]
-    return Machine(shapes.reasoning, form, tools, in_reasoning=in_reasoning)
+    return FormatParser(shapes.reasoning, form, tools, in_reasoning=in_reasoning)
 
 
 def _reasons(shape: ReasoningShape, template: str, added_tokens: Collection[str]) -> bool:

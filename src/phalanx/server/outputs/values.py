@@ -165,7 +165,7 @@ def python_json(text: str) -> str:
     """The JSON of a Python constant. JSON's true, false and null are understood, too.
 
     Raises:
-        ValueError: the text is none.
+        ValueError: the text is not one.
     """
     if len(text) > MAX_PYTHON:
         raise ValueError("too long")

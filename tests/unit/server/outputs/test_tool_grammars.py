@@ -220,7 +220,7 @@ def unsupported(name: str, properties: dict[str, Any], **more: Any) -> str:
 
 
 def test_what_a_format_cannot_write_is_said() -> None:
-    assert "parameter 'a-b' is no name" in unsupported("lfm2", {"a-b": {}})
+    assert "parameter 'a-b' is not a name" in unsupported("lfm2", {"a-b": {}})
     assert "parameter 'a.b' cannot be written" in unsupported("gemma4", {"a.b": {}})
     assert "the name 'a b' cannot be written" in unsupported("qwen3_coder", {"a b": {}})
     assert "cannot be bound to 'anyOf'" in unsupported("glm47", {}, anyOf=[{"required": ["a"]}])

@@ -1,4 +1,4 @@
-"""Takes one answer's text apart, by the shapes of reasoning and calls that its model writes.
+"""Takes one answer's text apart, by the formats of reasoning and calls that its model writes.
 
 Does not know how calls are written inside their marks.
 """
@@ -14,7 +14,7 @@ from phalanx.server.outputs.pieces import CallArguments, Piece, Reasoning, Text,
 from phalanx.server.outputs.reader import Marks, Reader, Steps
 
 
-class Machine:
+class FormatParser:
     """An `OutputParser` over the steps that read a whole answer."""
 
     def __init__(

@@ -1,0 +1,26 @@
+"""The gateway's process: what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from phalanx.edge.listening import bind
+from phalanx.errors import ExitCode
+from phalanx.gateway.proxy import Proxy
+from phalanx.gateway.run import Gateway
+from phalanx.gateway.settings import GatewayConfig
+
+
+def test_a_background_task_that_fails_ends_the_gateway_with_its_cause_in_the_log(monkeypatch, caplog):
+    async def fail(_: Proxy) -> None:
+        raise ZeroDivisionError("in the watch")
+
+    monkeypatch.setattr(Proxy, "watch", fail)
+    config = GatewayConfig(port=0, worker_urls=("http://127.0.0.1:1",))
+
+    async def exit_code() -> int:
+        with bind("127.0.0.1", 0) as listener:
+            return await asyncio.wait_for(Gateway(config, listener).run(), 20)
+
+    assert asyncio.run(exit_code()) == ExitCode.CRASH
+    assert "ZeroDivisionError: in the watch" in caplog.text
