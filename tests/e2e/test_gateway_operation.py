@@ -26,7 +26,8 @@ def test_a_replica_is_added_drained_and_removed_while_requests_run(caplog):
             stream = asyncio.create_task(client.stream())
             while not a.running:
                 await asyncio.sleep(0.01)
-            assert (await admin("POST", body={"name": "b", "url": b.url, "wieght": 1}))[0] == 400
+            for wrong in ({"wieght": 1}, {"weight": 0}, {"weight": 101}, {"max_in_flight": 0}, {"key": " "}):
+                assert (await admin("POST", body={"name": "b", "url": b.url, **wrong}))[0] == 400
             assert (await admin("POST", body={"name": "b", "url": b.url}))[0] == 200
             assert (await admin("POST", body={"name": "b", "url": b.url}))[0] == 400
             await client.until_up(2)
