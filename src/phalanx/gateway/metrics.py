@@ -10,7 +10,7 @@ PREFIX = "phalanx:gateway_"
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 GAUGES = {
     "up": ("replica_up", "1 while the replica may get requests."),
-    "in_flight": ("replica_requests_in_flight", "Requests of this gateway on the replica."),
+    "in_flight": ("replica_requests_in_flight", "Requests of this gateway on the replica; each choice is one."),
     "others": ("replica_requests_of_others", "Requests of others on it, as of its last health check."),
     "limit": ("replica_request_limit", "Requests that it takes at once."),
 }
