@@ -11,7 +11,7 @@ LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 """From what the gateway itself takes to --request-timeout-secs."""
 GAUGES = {
     "up": ("replica_up", "1 while the replica may get requests."),
-    "in_flight": ("replica_requests_in_flight", "Requests of this gateway on the replica."),
+    "in_flight": ("replica_requests_in_flight", "Requests of this gateway on the replica; each choice is one."),
     "others": ("replica_requests_of_others", "Requests of others on it, as of its last health check."),
     "limit": ("replica_request_limit", "Requests that it takes at once."),
 }
