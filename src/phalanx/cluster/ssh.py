@@ -28,6 +28,7 @@ SSH = (
 )
 SSH_FAILED = 255  # ssh's own exit status
 ANSWER = "phalanx-answer:"  # before the JSON, since login scripts may print other lines
+ERROR = "error: "  # begins what phalanx reports there; the remedy follows
 LAST_LINES = 6  # of stderr in a message
 LINE_LIMIT = 1 << 24  # bytes
 MOST_SAID = 1 << 26  # bytes that are kept of one answer
@@ -193,6 +194,10 @@ def failure(name: str, code: int, said: str) -> ClusterError:
     for line in lines:
         if (fault := recognise(line)) is not None:
             return ClusterError(f"{name}: {fault.cause} ({fault.name}: {line})", remedy=fault.remedy)
+    own = [number for number, line in enumerate(lines) if line.startswith(ERROR)]
+    if own and code != SSH_FAILED:
+        first, *remedy = lines[own[-1] :]
+        return ClusterError(f"{name}: {first.removeprefix(ERROR)}", remedy=" ".join(remedy[:LAST_LINES]))
     tail = " / ".join(lines[-LAST_LINES:]) or "it said nothing"
     how = "ssh failed" if code == SSH_FAILED else f"phalanx ended with status {code} there"
     return ClusterError(f"{name}: {how}: {tail}", remedy=f"Try it by hand: ssh {name} phalanx version")

@@ -297,6 +297,8 @@ def test_known_faults_of_ssh_are_named(said, fault):
 def test_what_is_not_known_is_quoted():
     error = failure("b", 3, "one\ntwo\n" + ANSWER + "{}")
     assert error.message == "b: phalanx ended with status 3 there: one / two"
+    error = failure("b", 1, "motd\nerror: Nothing was started here.\n  Use `phalanx up`.\n")
+    assert (error.message, error.remedy) == ("b: Nothing was started here.", "Use `phalanx up`.")
 
 
 def test_a_host_that_does_not_answer_in_time():
