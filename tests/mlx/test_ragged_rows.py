@@ -82,8 +82,8 @@ def test_must_have_families(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", KINDS)
 def test_other_kinds(family: str, tmp_path: Path) -> None:
-    """Two prompts, 18 tokens each."""
-    outcome = conform(family, tmp_path, prompts=2, longest=24, tokens=18)
+    """Two prompts, 24 tokens each."""
+    outcome = conform(family, tmp_path, prompts=2, longest=24, tokens=24)
     assert outcome.distinct >= 8
     assert outcome.wrong == []
 
