@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -42,12 +42,23 @@ _read_reason = decoder(_Reason)
 
 
 class Fleet:
-    """See the module's docstring."""
+    """See the module's docstring.
 
-    def __init__(self, config: GatewayConfig, desk: Desk, session: aiohttp.ClientSession) -> None:
+    Args:
+        note_end: is called with each task that checks a replica, when it has ended.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        desk: Desk,
+        session: aiohttp.ClientSession,
+        note_end: Callable[[asyncio.Task[None]], None],
+    ) -> None:
         self._config = config
         self._desk = desk
         self._session = session
+        self._note_end = note_end
         self._health = HealthRules(config.health_failure_threshold, config.health_success_threshold)
         self._breaker = BreakerRules(
             failures=config.cb_failure_threshold,
@@ -91,7 +102,9 @@ class Fleet:
         replica = Replica(spec, self._health, self._breaker)
         self._desk.dispatcher.add(replica)
         at_once = asyncio.Event()
-        self._checking[replica] = asyncio.create_task(self._keep_checking(replica, at_once)), at_once
+        task = asyncio.create_task(self._keep_checking(replica, at_once))
+        task.add_done_callback(self._note_end)
+        self._checking[replica] = task, at_once
         log.info("replica %s: %s", spec.name, spec.url)
         return replica
 

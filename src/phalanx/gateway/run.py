@@ -131,7 +131,7 @@ class Gateway:
         config = self._config
         aliases = parse_aliases(config.model_aliases)
         async with make_session(_trusted(config.worker_ca)) as session:
-            fleet = Fleet(config, self._desk, session)
+            fleet = Fleet(config, self._desk, session, self._note_failure)
             proxy = Proxy(config, self._desk, session, self._metrics, fleet.check_now)
             admin = Admin(self._desk, fleet, proxy, keys=self._worker_keys, from_file=config.replicas)
             app = App(
@@ -182,6 +182,7 @@ class Gateway:
                     task = asyncio.create_task(self._hand_over(proxy, replica))
                     self._leaving.add(task)
                     task.add_done_callback(self._leaving.discard)
+                    task.add_done_callback(self._note_failure)
 
             self._files.append(WatchedFile(Path(config.replicas), "--replicas", parse, apply))
         else:

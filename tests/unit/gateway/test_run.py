@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
+
+import pytest
 
 from phalanx.edge.listening import bind
 from phalanx.errors import ExitCode
+from phalanx.gateway.desk import Desk
+from phalanx.gateway.fleet import Fleet
 from phalanx.gateway.proxy import Proxy
 from phalanx.gateway.run import Gateway
 from phalanx.gateway.settings import GatewayConfig
 
 
-def test_a_background_task_that_fails_ends_the_gateway_with_its_cause_in_the_log(monkeypatch, caplog):
-    async def fail(_: Proxy) -> None:
-        raise ZeroDivisionError("in the watch")
+@pytest.mark.parametrize(("owner", "method"), [(Proxy, "watch"), (Fleet, "_check"), (Desk, "tick")])
+def test_a_background_task_that_fails_ends_the_gateway_with_its_cause_in_the_log(owner, method, monkeypatch, caplog):
+    async def fail(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(Proxy, "watch", fail)
+    monkeypatch.setattr(owner, method, fail)
     config = GatewayConfig(port=0, worker_urls=("http://127.0.0.1:1",))
 
     async def exit_code() -> int:
         with bind("127.0.0.1", 0) as listener:
-            return await asyncio.wait_for(Gateway(config, listener).run(), 20)
+            return await asyncio.wait_for(Gateway(config, listener).run(), 60)
 
     assert asyncio.run(exit_code()) == ExitCode.CRASH
-    assert "ZeroDivisionError: in the watch" in caplog.text
+    assert "ZeroDivisionError: a bug" in caplog.text
