@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -315,7 +316,8 @@ def test_descendants_of_a_process_end_with_it(place):
     (below,) = psutil.Process(process.pid).children()
     _, killed, left = stop(place, timeout_s=0.5, force=False)
     assert "sleep" in killed[-1] and left == []  # a busy machine may not have ended its parent by then
-    assert not below.is_running() or below.status() == psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):
+        assert not (below.is_running() and below.cmdline())  # without arguments it has ended but for its traces
     process.wait()
 
 
