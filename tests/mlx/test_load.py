@@ -17,6 +17,7 @@ import pytest
 from huggingface_hub import errors as hub
 from mlx.utils import tree_flatten
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model
+from support.active_memory import active_memory
 from support.models import make_model
 
 from phalanx.cluster.library import NEEDED
@@ -145,7 +146,7 @@ def big_model(path: Path) -> Path:
 def test_the_peak_is_the_weights_and_one_tensor(tmp_path: Path) -> None:
     big_model(tmp_path)
     mx.clear_cache()
-    before = mx.get_active_memory()
+    before = active_memory()
     result = loaded(tmp_path)
     largest = max(array.nbytes for array in parameters(result.model).values())
     assert result.active_bytes - before >= result.weights_bytes
@@ -208,7 +209,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(
         monkeypatch.setattr(loading, "read_memory", lambda sharing: machine)
 
     mx.clear_cache()
-    before = mx.get_active_memory()
+    before = active_memory()
     for available, guard in ((needed, 0), (needed + (1 << 30), 1 << 30), (needed // 2, 0)):
         give(available)
         calls: list[str] = []

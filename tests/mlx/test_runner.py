@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from support.active_memory import active_memory
 from support.families import Weights
 from support.models import build, make_config
 
@@ -222,7 +223,7 @@ def extra_bytes(runner: Runner, steps: int, step: object) -> int:
     assert callable(step)
     step(0)
     mx.clear_cache()
-    before = mx.get_active_memory()
+    before = active_memory()
     mx.reset_peak_memory()
     for i in range(1, steps):
         step(i)
@@ -289,7 +290,7 @@ def test_entries_own_their_memory() -> None:
     feed(runner, 0, [PROMPT], [0], sample=False)
     runner.apply([Store(0, 0, 1, 12)])
     held = runner.kv_bytes
-    before = mx.get_active_memory()
+    before = active_memory()
     runner.apply([Resize(0, 0, 0)])
     assert before - mx.get_active_memory() >= held * 0.99
 
@@ -299,7 +300,7 @@ def test_growth_holds_one_layer_twice_at_most() -> None:
     runner = make_runner("llama", **{**BIG, "num_hidden_layers": 8})
     admitted(runner, 4, 1024)
     feed(runner, 0, [PROMPT], [0], sample=False)
-    before = mx.get_active_memory()
+    before = active_memory()
     old = runner.kv_bytes
     mx.reset_peak_memory()
     runner.apply([Resize(0, 4, 2048)])

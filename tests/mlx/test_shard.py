@@ -15,6 +15,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
+from support.active_memory import active_memory
 from support.models import make_model
 from support.splitting import CHECKED, KINDS, NO_RECIPE, OVERRIDES, SPLIT, UNCHECKED, Board, HandReducer, Ranks
 
@@ -208,7 +209,7 @@ def test_a_degree_that_does_not_divide_the_model_lists_those_that_do(
     family: str, config: dict[str, Any], quantize: dict[str, Any] | None, size: int, why: str, ways: str, tmp_path: Path
 ) -> None:
     make_model(family, tmp_path, quantize=quantize, **config)
-    before = mx.get_active_memory()
+    before = active_memory()
     with pytest.raises(ModelUnsupported, match=rf"cannot be split over {size} ranks: .*{why}.*--tp {ways}\.$"):
         part(tmp_path, 0, size)
     assert mx.get_active_memory() - before < 1 << 20

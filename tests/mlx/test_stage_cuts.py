@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
+from support.active_memory import active_memory
 from support.families import FAMILIES
 from support.models import make_model
 from support.splitting import UNBUILDABLE, Ranks
@@ -163,7 +164,7 @@ def test_the_peak_is_the_stages_part_and_one_tensor(tmp_path: Path) -> None:
     largest = max(array.nbytes for _, array in tree_flatten(whole.model.parameters()))
     del whole
     mx.clear_cache()
-    before = mx.get_active_memory()
+    before = active_memory()
     part = load_part(path, layers(4, 6))
     assert part.weights_bytes < total / 4
     assert part.peak_bytes - before <= part.weights_bytes + largest

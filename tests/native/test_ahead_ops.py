@@ -7,6 +7,7 @@ import phalanx_cpu  # before mlx.core
 # isort: split
 import mlx.core as mx
 import pytest
+from support.active_memory import active_memory
 
 pytestmark = pytest.mark.any_isa
 ops = phalanx_cpu.ops
@@ -30,7 +31,7 @@ def held_by_small_ones() -> float:
     """The share of them that had their memory before the large products in front of them were computed."""
     square = mx.random.normal((2048, 2048))
     mx.eval(square)
-    before = mx.get_active_memory()
+    before = active_memory()
     slow = [square]
     for _ in range(3):  # kept, 16 MiB each
         slow.append(ops.matmul(slow[-1], square))
@@ -49,7 +50,7 @@ def runs_ahead() -> None:
 def large_ones_wait() -> None:
     x = mx.ones((1 << 15, 64))
     mx.eval(x)
-    before = mx.get_active_memory()
+    before = active_memory()
     mx.reset_peak_memory()
     mx.eval(chain(x))
     assert mx.get_peak_memory() - before < 40 * x.nbytes  # as many as MLX lets wait, and 64 MiB

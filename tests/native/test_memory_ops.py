@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from phalanx_cpu import ops
+from support.active_memory import active_memory
 
 pytestmark = pytest.mark.any_isa
 MB = 1 << 20
@@ -25,7 +26,7 @@ def test_what_is_written_is_what_mlx_reads(shape: list[int], dtype: mx.Dtype) ->
 
 
 def test_the_memory_is_counted_and_given_back() -> None:
-    before = mx.get_active_memory()
+    before = active_memory()
     array = ops.buffer([32, MB], mx.uint8)
     assert mx.get_active_memory() >= before + 32 * MB
     del array

@@ -13,6 +13,7 @@ import phalanx_cpu  # before mlx.core
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.active_memory import active_memory
 
 ops = phalanx_cpu.ops
 CAPACITY, LENGTH, DIM = 24, 2, 8
@@ -142,7 +143,7 @@ def test_results_can_be_read_without_evaluating_them_first_and_are_not_overwritt
 def test_calls_are_kept_without_what_they_were_built_from():
     keys = mx.zeros((1, 1, 1 << 20, DIM))
     mx.eval(keys)
-    before = mx.get_active_memory()
+    before = active_memory()
     replay = captured(keys)
     replay.run([mx.array([[1, 2]], dtype=mx.int32)], [keys], 7)
     mx.synchronize()
