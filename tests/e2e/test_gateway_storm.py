@@ -218,17 +218,19 @@ class Storm:
     ended: int = 0
     deaths: int = 0
     over: bool = False
-    gaps: list[float] = field(default_factory=list)  # of each stream, its longest time without an event
+    gaps: list[tuple[float, str]] = field(default_factory=list)
+    """Of each stream: its longest time without an event in seconds, and the last death before the end of it."""
+    death: str = "none"
     faults: list[str] = field(default_factory=list)
 
     async def ask(self, client: httpx.AsyncClient, i: int) -> str:
         path, body = ASKS[i % len(ASKS)]
-        pieces, last, longest = [], 0.0, 0.0
+        pieces, last, longest = [], 0.0, (0.0, "none")
         async with client.stream("POST", self.url + path, json=body) as response:
             async for piece in response.aiter_text():
                 now = time.monotonic()
                 if "{" in piece:  # not only a sign of life
-                    longest = max(longest, now - last if last else 0.0)
+                    longest = max(longest, (now - last, self.death)) if last else longest
                     last = now
                 pieces.append(piece)
         self.gaps.append(longest)
@@ -264,7 +266,7 @@ class Storm:
         choose = random.Random(45)
         while not self.over:
             death, replica = DEATHS[self.deaths % len(DEATHS)], self.replicas[self.deaths // 2 % 2]
-            before = self.ended
+            before, self.death = self.ended, death.__name__
             await asyncio.to_thread(death, replica)
             self.deaths += 1
             print(f"{time.strftime('%X')} {self.ended} streams, {len(self.faults)} lost: {death.__name__}", flush=True)
@@ -287,13 +289,20 @@ class Storm:
             self.over = True
             await disturbing  # fails if a replica could not be started again
 
+    def gaps_after(self, death: str | None) -> str:
+        """One line on the longest gap of each stream in which this death was the last; None: of all streams."""
+        gaps = sorted(gap for gap, cause in self.gaps if death in (None, cause))
+        if not gaps:
+            return f"    {death}: none"
+        p50, p99, longest = percentile(gaps, 50), percentile(gaps, 99), gaps[-1]
+        return f"    {death or 'all'}: {len(gaps)}, median {p50:.2f} s, p99 {p99:.2f} s, longest {longest:.2f} s"
+
     def report(self) -> str:
-        p50, p99 = percentile(sorted(self.gaps), 50), percentile(sorted(self.gaps), 99)
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
         moved = [line for line in text.splitlines() if "migrations_total" in line or "stream_gap_seconds_sum" in line]
         return "\n".join([
-            f"{self.ended} streams, {self.deaths} deaths, {len(self.faults)} lost or changed;"
-            f" longest gap of a stream: median {p50:.2f} s, p99 {p99:.2f} s, longest {max(self.gaps):.2f} s",
+            f"{self.ended} streams, {self.deaths} deaths, {len(self.faults)} lost or changed; longest gap of a stream:",
+            *map(self.gaps_after, [None, *(death.__name__ for death in DEATHS)]),
             *(line for line in moved if not line.startswith("#")),
         ])  # fmt: skip
 
