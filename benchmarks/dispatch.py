@@ -28,8 +28,8 @@ from collections import Counter, deque
 from typing import Any
 
 from phalanx.errors import QueueFull
-from phalanx.gateway.asks import Affinity, Ask
 from phalanx.gateway.breaker import BreakerRules
+from phalanx.gateway.dispatch_request import Affinity, DispatchRequest
 from phalanx.gateway.dispatcher import Dispatcher, Grant
 from phalanx.gateway.health import Check, HealthRules, Load, Report
 from phalanx.gateway.policies import CacheAware, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, RoundRobin
@@ -140,7 +140,7 @@ class Simulation:
             owner = "greedy" if greedy else f"key {self.draw.randrange(1, KEYS)}"
         else:
             owner = f"key {self.draw.randrange(KEYS)}"
-        ask = Ask(owner, "m", now + 60.0, Affinity(f"s{self.draw.randrange(SESSIONS)}"))
+        ask = DispatchRequest(owner, "m", now + 60.0, Affinity(f"s{self.draw.randrange(SESSIONS)}"))
         begun = time.process_time()
         try:
             grant = self.dispatcher.arrive(ask, now)
@@ -163,7 +163,7 @@ class Simulation:
             self.spent_s += time.process_time() - begun
             self._take_in(decided, at)
 
-    def _take_in(self, decided: list[tuple[Ask, Any]], now: float) -> None:
+    def _take_in(self, decided: list[tuple[DispatchRequest, Any]], now: float) -> None:
         for ask, decision in decided:
             if isinstance(decision, Grant):
                 self._take(decision, now)
@@ -172,7 +172,7 @@ class Simulation:
 
     def _take(self, grant: Grant, now: float) -> None:
         self.n += 1
-        self.granted[grant.ask.owner] += 1
+        self.granted[grant.request.owner] += 1
         heapq.heappush(self.ends, (now + self.draw.expovariate(1 / MEAN_S), self.n, grant))
 
     def _change(self, now: float) -> None:

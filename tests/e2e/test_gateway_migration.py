@@ -17,7 +17,7 @@ from support.token_replica import Fault, TokenReplica, undisturbed
 
 from phalanx.edge.migration import MIGRATION, RESUME
 from phalanx.gateway import gap, proxy
-from phalanx.gateway.upstream import Flight
+from phalanx.gateway.upstream import Attempt
 
 PATHS = [CHAT, "/v1/responses", "/v1/messages", "/api/chat"]
 BODY = b'{"model": "m", "stream": true}'
@@ -334,7 +334,7 @@ def test_an_answer_that_ends_just_before_it_moves_keeps_no_second_place(ticks, m
     async def scenario() -> None:
         a, b = TokenReplica(Fault(3, "a pause")), TokenReplica()
         async with behind_gateway(a, b) as client:
-            monkeypatch.setattr(Flight, "cut", lambda flight, error: None)
+            monkeypatch.setattr(Attempt, "cut", lambda flight, error: None)
             stream = asyncio.create_task(raw(client))
             dispatcher = client.gateway._desk.dispatcher
             await until(lambda: dispatcher.replicas[b.name].in_flight == 1)

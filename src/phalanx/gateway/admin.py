@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import msgspec
 
 from phalanx.errors import ConfigError, InvalidRequest, ReplicaFailed, UnknownPath
-from phalanx.gateway.desk import Desk
+from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.fleet import Fleet, describe
 from phalanx.gateway.foreign_json import decoder
 from phalanx.gateway.proxy import Proxy
@@ -41,8 +41,10 @@ class Admin:
         from_file: the replicas are those of a file, so that only the file adds and removes.
     """
 
-    def __init__(self, desk: Desk, fleet: Fleet, proxy: Proxy, *, keys: Keys, from_file: str | None) -> None:
-        self._desk = desk
+    def __init__(
+        self, dispatcher: AsyncDispatcher, fleet: Fleet, proxy: Proxy, *, keys: Keys, from_file: str | None
+    ) -> None:
+        self._dispatcher = dispatcher
         self._fleet = fleet
         self._proxy = proxy
         self._keys = keys
@@ -64,7 +66,7 @@ class Admin:
         if len(rest) == 2 and rest[1] in ("drain", "resume") and method == "POST":
             replica = self._fleet.set_draining(self._named(rest[0]).name, rest[1] == "drain")
             if rest[1] == "drain":
-                await self._desk.until_idle(replica, _timeout(query))
+                await self._dispatcher.until_idle(replica, _timeout(query))
             return describe(replica, now)
         raise UnknownPath(f"{method} {path} is not a call of the admin API.")
 
@@ -82,9 +84,9 @@ class Admin:
     async def _remove(self, replica: Replica, wait_s: float) -> dict[str, Any]:
         self._check_changeable()
         self._fleet.remove(replica.name)
-        if not await self._desk.until_idle(replica, wait_s):
+        if not await self._dispatcher.until_idle(replica, wait_s):
             self._proxy.cut(replica, ReplicaFailed(f"The replica {replica.name} was removed."))
-            await self._desk.until_idle(replica, WAIT_S)
+            await self._dispatcher.until_idle(replica, WAIT_S)
         return {"name": replica.name, "in_flight": replica.in_flight, "removed": True}
 
     def _named(self, name: str) -> Replica:

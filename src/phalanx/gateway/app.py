@@ -27,9 +27,9 @@ from phalanx.errors import (
     UnknownPath,
 )
 from phalanx.gateway.admin import ROOT, Admin
+from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.clients import Clients
 from phalanx.gateway.connection import raw_header
-from phalanx.gateway.desk import Desk
 from phalanx.gateway.exchange import BodyMemory, Exchange
 from phalanx.gateway.fleet import TAGS, Fleet
 from phalanx.gateway.metrics import Metrics
@@ -60,7 +60,7 @@ class App:
 
     def __init__(
         self,
-        desk: Desk,
+        dispatcher: AsyncDispatcher,
         proxy: Proxy,
         clients: Clients,
         metrics: Metrics,
@@ -72,7 +72,7 @@ class App:
         hosts: AllowedHosts,
         serves_metrics: bool,
     ) -> None:
-        self._desk = desk
+        self._dispatcher = dispatcher
         self._proxy = proxy
         self._clients = clients
         self._metrics = metrics
@@ -93,7 +93,7 @@ class App:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """aiohttp's handler."""
-        exchange = Exchange(request, self._desk.clock())
+        exchange = Exchange(request, self._dispatcher.clock())
         connection = exchange.connection
         connection.request_begins()
         try:
@@ -127,7 +127,7 @@ class App:
         if exchange.connection.place.reserved:
             raise NoReplica("The gateway has as many connections as it may have.")
         if path == "/metrics" and self._serves_metrics:
-            text = self._metrics.text(self._desk.clock())
+            text = self._metrics.text(self._dispatcher.clock())
             return exchange.whole(200, text, {"Content-Type": CONTENT_TYPE_LATEST})
         if path == "/version":
             return exchange.json(200, {"version": __version__})
@@ -153,8 +153,8 @@ class App:
         self.unfinished += 1
         self._idle.clear()
         try:
-            passed = await self._proxy.forward(exchange, self._aliases, pass_keys=not self._clients.need_key)
-            n_tokens = passed.tokens + (0 if passed.counts_prompt else prompt_tokens(exchange.n_read))
+            relayed = await self._proxy.forward(exchange, self._aliases, pass_keys=not self._clients.need_key)
+            n_tokens = relayed.tokens + (0 if relayed.counts_prompt else prompt_tokens(exchange.n_read))
         finally:
             self.unfinished -= 1
             if not self.unfinished:
@@ -162,9 +162,10 @@ class App:
             self._clients.end(exchange.owner, n_tokens)
         log.debug(
             "%s %s (%s) of %s: %d, %d tokens in %.3f s", exchange.request.method, exchange.path, exchange.id,
-            self._clients.name(exchange.owner), passed.response.status, n_tokens, self._desk.clock() - exchange.arrived,
+            self._clients.name(exchange.owner), relayed.response.status, n_tokens,
+            self._dispatcher.clock() - exchange.arrived,
         )  # fmt: skip
-        return passed.response
+        return relayed.response
 
     def _check_is_no_page(self, exchange: Exchange) -> None:
         """Refuse what a web page in a user's browser could send: a POST that needs no pre-flight, and without keys a
@@ -186,8 +187,8 @@ class App:
 
     def _health(self, exchange: Exchange) -> web.Response:
         """200 while a replica can take requests. The figures are as a phalanx server's: gateways may be stacked."""
-        now = self._desk.clock()
-        dispatcher = self._desk.dispatcher
+        now = self._dispatcher.clock()
+        dispatcher = self._dispatcher.core
         available = [replica for replica in dispatcher.replicas.values() if replica.is_available(now)]
         body: dict[str, object] = {"status": "ok" if available else "unavailable"}
         if self.closing:
@@ -207,7 +208,7 @@ class App:
         return True
 
     def _models(self, exchange: Exchange) -> web.Response:
-        cards = merged(self._desk.dispatcher.replicas.values(), self._aliases)
+        cards = merged(self._dispatcher.core.replicas.values(), self._aliases)
         if exchange.path == "/v1/models":
             return exchange.json(200, {"object": "list", "data": cards, **more_of_models(exchange.request.query)})
         name = exchange.path.removeprefix("/v1/models/")
@@ -221,7 +222,7 @@ class App:
         given = _key_headers(exchange)
         bearer = given["authorization"].partition(" ")[2].strip() or given["x-api-key"]
         if not hmac.compare_digest(bearer.encode("latin-1"), self._admin_key.encode()):
-            self._refused_admins.note(exchange.request.remote or "an unknown address", self._desk.clock())
+            self._refused_admins.note(exchange.request.remote or "an unknown address", self._dispatcher.clock())
             raise InvalidApiKey(
                 "Send the gateway's --admin-key as 'Authorization: Bearer KEY'.", code="invalid_api_key"
             )
@@ -232,7 +233,7 @@ class App:
         self._admin_memory.give_back(len(body))
         request = exchange.request
         return exchange.json(
-            200, await self._admin.answer(request.method, exchange.path, request.query, body, self._desk.clock())
+            200, await self._admin.answer(request.method, exchange.path, request.query, body, self._dispatcher.clock())
         )
 
 

@@ -1,12 +1,12 @@
 """Which request goes to which replica, and when: all of dispatch, as plain calls. Pure: no clock, no network.
 
-    arrive(ask) -> Grant        it goes to this replica
-                -> None         it waits; `decided` will name it
-                raises          no room in the queue, or no replica can take it at all
+    arrive(request) -> Grant    it goes to this replica
+                    -> None     it waits; `decided` will name it
+                    raises      no room in the queue, or no replica can take it at all
     end(grant, verdict)         the attempt is over
     changed(replica)            a health check or the user has changed it
-    elsewhere(ask, replica) -> Grant or None     a place on another replica, for a request that has one on this one
-    decided() -> [(ask, Grant or error)]   to be called after whatever may have changed something
+    elsewhere(request, replica) -> Grant or None      a place on another replica, for a request that has one on this one
+    decided() -> [(request, Grant or error)]          to be called after whatever may have changed something
 
 No waiting request can go after `decided`; so a new one that can go overtakes none.
 
@@ -22,7 +22,7 @@ from typing import Literal
 from msgspec import Struct
 
 from phalanx.errors import NoReplica, PhalanxError, QueueFull, UnknownModel
-from phalanx.gateway.asks import Ask
+from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.fair_queue import DrainRate, FairQueue
 from phalanx.gateway.index import ReplicaIndex
 from phalanx.gateway.policies import Candidates, Listed, Policy
@@ -36,13 +36,13 @@ NAMED = 20  # replicas in an error message
 class Grant(Struct, eq=False):
     """A request's place on a replica."""
 
-    ask: Ask
+    request: DispatchRequest
     replica: Replica
     trial: bool  # the replica's circuit is half-open
     number: int  # counts all grants
 
 
-Decision = tuple[Ask, Grant | PhalanxError]
+Decision = tuple[DispatchRequest, Grant | PhalanxError]
 _Kind = tuple[str | None, str | None, frozenset[str], frozenset[str]]
 """Of requests that the same replicas may get: model, numerics, and the replicas that have failed or refused them."""
 
@@ -52,14 +52,14 @@ class Dispatcher:
 
     def __init__(self, policy: Policy, *, queue_size: int) -> None:
         self.replicas: dict[str, Replica] = {}
-        self.queue: FairQueue[Ask] = FairQueue(queue_size)
-        self.begun: FairQueue[Ask] = FairQueue(None)
+        self.queue: FairQueue[DispatchRequest] = FairQueue(queue_size)
+        self.begun: FairQueue[DispatchRequest] = FairQueue(None)
         """Waiting requests whose stream has begun."""
         self._policy = policy
         self._index = ReplicaIndex(policy.order)
         self._rate = DrainRate()
         self._grants = 0
-        self._evicted: list[Ask] = []
+        self._evicted: list[DispatchRequest] = []
 
     # Replicas ------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Dispatcher:
 
     # Requests ------------------------------------------------------------------------------------------------
 
-    def arrive(self, ask: Ask, now: float) -> Grant | None:
+    def arrive(self, request: DispatchRequest, now: float) -> Grant | None:
         """A request wants a replica, for the first time or after one has failed it.
 
         Raises:
@@ -104,42 +104,42 @@ class Dispatcher:
             NoReplica: none of those that serve it can take requests; names each with its reason.
             QueueFull: all are busy, and there is no room to wait.
         """
-        if (ready := self._ready(ask, now)) is not None:
-            return self._grant(ask, ready)
-        if not self._may_wait(ask, now):
-            raise self._none_error(ask, now)
-        if ask.is_begun:
-            self.begun.add(ask)
+        if (ready := self._ready(request, now)) is not None:
+            return self._grant(request, ready)
+        if not self._may_wait(request, now):
+            raise self._none_error(request, now)
+        if request.is_begun:
+            self.begun.add(request)
             return None
-        evicted = self.queue.add(ask)
-        if evicted is ask:
+        evicted = self.queue.add(request)
+        if evicted is request:
             raise self._full_error(now)
         if evicted is not None:
             self._evicted.append(evicted)
         return None
 
-    def elsewhere(self, ask: Ask, replica: Replica, now: float) -> Grant | None:
+    def elsewhere(self, request: DispatchRequest, replica: Replica, now: float) -> Grant | None:
         """A second place, on another replica than this one; None if none has room for all of its rows. Nothing is in
         doubt about that one, and it computes the tokens of a begun stream alike: else it is no better than to wait for
         the first.
         """
-        passed_over = ask.refused if ask.is_begun else ask.tried
+        passed_over = request.refused if request.is_begun else request.tried
         able = [
             other
             for other in self.replicas.values()
-            if other is not replica and other.serves(ask.model) and other.is_available(now)
-            if other.has_room_for(ask.rows) and not other.in_doubt and other.name not in passed_over
-            if not ask.is_begun or (other.can_migrate and other.health.numerics == ask.numerics)
+            if other is not replica and other.serves(request.model) and other.is_available(now)
+            if other.has_room_for(request.rows) and not other.in_doubt and other.name not in passed_over
+            if not request.is_begun or (other.can_migrate and other.health.numerics == request.numerics)
         ]
-        return self._grant(ask, Listed(able, self._policy.order)) if able else None
+        return self._grant(request, Listed(able, self._policy.order)) if able else None
 
-    def withdraw(self, ask: Ask) -> None:
+    def withdraw(self, request: DispatchRequest) -> None:
         """A waiting request's client left."""
-        (self.begun if ask.is_begun else self.queue).remove(ask)
+        (self.begun if request.is_begun else self.queue).remove(request)
 
     def end(self, grant: Grant, verdict: Verdict, now: float) -> None:
         """An attempt is over."""
-        grant.replica.in_flight -= grant.ask.rows
+        grant.replica.in_flight -= grant.request.rows
         self._rate.note(now)
         breaker = grant.replica.breaker
         if verdict == "answered":
@@ -157,81 +157,83 @@ class Dispatcher:
         """Every waiting request that can go now, or has to give up."""
         while self._evicted:
             yield self._evicted.pop(), self._full_error(now)
-        for ask in [*self.begun.take_overdue(now), *self.queue.take_overdue(now)]:
-            yield ask, self._late_error(ask, now)
+        for request in [*self.begun.take_overdue(now), *self.queue.take_overdue(now)]:
+            yield request, self._late_error(request, now)
         able: dict[_Kind, bool] = {}
-        for ask in [*self.begun, *self.queue]:
-            kind = _kind_of(ask)
+        for request in [*self.begun, *self.queue]:
+            kind = _kind_of(request)
             if kind not in able:
-                able[kind] = self._may_wait(ask, now)
+                able[kind] = self._may_wait(request, now)
             if not able[kind]:
-                self.withdraw(ask)
-                yield ask, self._none_error(ask, now)
+                self.withdraw(request)
+                yield request, self._none_error(request, now)
         while (taken := self._take(now)) is not None:
             yield taken[0], self._grant(*taken)
 
-    def has_untried(self, ask: Ask, now: float) -> bool:
+    def has_untried(self, request: DispatchRequest, now: float) -> bool:
         """Whether a replica that has not failed this request could take it, now or later."""
-        return self._index.has_able(ask, now)
+        return self._index.has_able(request, now)
 
     # -----------------------------------------------------------------------------------------------------------
 
-    def _ready(self, ask: Ask, now: float) -> Candidates | None:
+    def _ready(self, request: DispatchRequest, now: float) -> Candidates | None:
         """The replicas that can take a request now; None if there is none."""
-        if not ask.is_begun:
-            return self._index.ready(ask, now)
-        able = [replica for replica in self._continuing(ask, now) if replica.has_room]
-        exact = [replica for replica in able if replica.health.numerics == ask.numerics]
+        if not request.is_begun:
+            return self._index.ready(request, now)
+        able = [replica for replica in self._continuing(request, now) if replica.has_room]
+        exact = [replica for replica in able if replica.health.numerics == request.numerics]
         return Listed(exact or able, self._policy.order) if able else None
 
-    def _continuing(self, ask: Ask, now: float) -> Iterator[Replica]:
+    def _continuing(self, request: DispatchRequest, now: float) -> Iterator[Replica]:
         """Replicas that can continue a begun stream, room or not. One that has failed it needs a good check first."""
         for replica in self.replicas.values():
-            if replica.serves(ask.model) and replica.is_available(now) and _may_continue(ask, replica):
-                if not (replica.is_suspect and replica.name in ask.tried):
+            if replica.serves(request.model) and replica.is_available(now) and _may_continue(request, replica):
+                if not (replica.is_suspect and replica.name in request.tried):
                     yield replica
 
-    def _may_wait(self, ask: Ask, now: float) -> bool:
+    def _may_wait(self, request: DispatchRequest, now: float) -> bool:
         """Whether there is a replica for whose place a request can wait."""
-        if not ask.is_begun:
-            return self._index.has_able(ask, now)
-        return any(one.serves(ask.model) and _may_continue(ask, one) for one in self.replicas.values())
+        if not request.is_begun:
+            return self._index.has_able(request, now)
+        return any(one.serves(request.model) and _may_continue(request, one) for one in self.replicas.values())
 
-    def _take(self, now: float) -> tuple[Ask, Candidates] | None:
+    def _take(self, now: float) -> tuple[DispatchRequest, Candidates] | None:
         """The waiting request whose turn it is, of those that can go, and where to. It waits no more."""
         ready: dict[_Kind, Candidates | None] = {}
 
-        def can_go(ask: Ask) -> bool:
-            kind = _kind_of(ask)
+        def can_go(request: DispatchRequest) -> bool:
+            kind = _kind_of(request)
             if kind not in ready:
-                ready[kind] = self._ready(ask, now)
+                ready[kind] = self._ready(request, now)
             return ready[kind] is not None
 
-        ask = self.begun.take(can_go) or self.queue.take(can_go)
-        if ask is None or (among := ready[_kind_of(ask)]) is None:
+        request = self.begun.take(can_go) or self.queue.take(can_go)
+        if request is None or (among := ready[_kind_of(request)]) is None:
             return None
-        return ask, among
+        return request, among
 
-    def _grant(self, ask: Ask, among: Candidates) -> Grant:
-        replica = self._policy.choose(ask, among)
-        self._policy.granted(ask, replica)
+    def _grant(self, request: DispatchRequest, among: Candidates) -> Grant:
+        replica = self._policy.choose(request, among)
+        self._policy.granted(request, replica)
         self._grants += 1
         replica.last_granted = self._grants
-        replica.in_flight += ask.rows
+        replica.in_flight += request.rows
         trial = replica.breaker.begin()
         self._index.note(replica)
-        return Grant(ask, replica, trial, self._grants)
+        return Grant(request, replica, trial, self._grants)
 
-    def _none_error(self, ask: Ask, now: float) -> PhalanxError:
-        serving = [replica for replica in self.replicas.values() if replica.serves(ask.model)]
+    def _none_error(self, request: DispatchRequest, now: float) -> PhalanxError:
+        serving = [replica for replica in self.replicas.values() if replica.serves(request.model)]
         if self.replicas and not serving:
             names = sorted({name for replica in self.replicas.values() for name in replica.models or ()})
             return UnknownModel(
-                f"The model {str(ask.model)[:200]!r} is not served here. Served are: {', '.join(names) or 'none'}.",
+                f"The model {str(request.model)[:200]!r} is not served here. Served are: {', '.join(names) or 'none'}.",
                 param="model",
                 code="model_not_found",
             )
-        reasons = [f"{replica.name}: {replica.reason(now) or _why_not(ask, replica)}" for replica in serving[:NAMED]]
+        reasons = [
+            f"{replica.name}: {replica.reason(now) or _why_not(request, replica)}" for replica in serving[:NAMED]
+        ]
         more = f"; and {len(serving) - NAMED} more" if len(serving) > NAMED else ""
         said = "; ".join(reasons) or "there is none"
         return NoReplica(f"No replica can take the request ({said}{more}).", retry_after=2.0)
@@ -242,25 +244,25 @@ class Dispatcher:
             retry_after=self._rate.seconds_until(len(self.queue) + 1, now),
         )
 
-    def _late_error(self, ask: Ask, now: float) -> PhalanxError:
-        if ask.is_begun and not any(self._continuing(ask, now)):
-            return self._none_error(ask, now)
+    def _late_error(self, request: DispatchRequest, now: float) -> PhalanxError:
+        if request.is_begun and not any(self._continuing(request, now)):
+            return self._none_error(request, now)
         return QueueFull(
             "No replica became free in the time that a request may wait.",
             retry_after=self._rate.seconds_until(len(self.queue) + 1, now),
         )
 
 
-def _kind_of(ask: Ask) -> _Kind:
-    return ask.model, ask.numerics, frozenset(ask.tried), frozenset(ask.refused)
+def _kind_of(request: DispatchRequest) -> _Kind:
+    return request.model, request.numerics, frozenset(request.tried), frozenset(request.refused)
 
 
-def _may_continue(ask: Ask, replica: Replica) -> bool:
+def _may_continue(request: DispatchRequest, replica: Replica) -> bool:
     """Whether a replica can continue a begun stream once it is available, as far as is known."""
-    return replica.can_migrate and replica.name not in ask.refused
+    return replica.can_migrate and replica.name not in request.refused
 
 
-def _why_not(ask: Ask, replica: Replica) -> str:
+def _why_not(request: DispatchRequest, replica: Replica) -> str:
     """Why a replica that is available does not get this request, in words."""
-    can = not ask.is_begun or _may_continue(ask, replica)
+    can = not request.is_begun or _may_continue(request, replica)
     return "has failed this request" if can else "cannot continue the stream"

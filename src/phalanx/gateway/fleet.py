@@ -15,8 +15,8 @@ import aiohttp
 import msgspec
 
 from phalanx.errors import ConfigError
+from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.breaker import BreakerRules
-from phalanx.gateway.desk import Desk
 from phalanx.gateway.foreign_json import decoder
 from phalanx.gateway.health import Check, HealthRules, Report, report_of
 from phalanx.gateway.models import cards_in, names_in, tags_in
@@ -51,12 +51,12 @@ class Fleet:
     def __init__(
         self,
         config: GatewayConfig,
-        desk: Desk,
+        dispatcher: AsyncDispatcher,
         session: aiohttp.ClientSession,
         note_end: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._config = config
-        self._desk = desk
+        self._dispatcher = dispatcher
         self._session = session
         self._note_end = note_end
         self._health = HealthRules(config.health_failure_threshold, config.health_success_threshold)
@@ -72,7 +72,7 @@ class Fleet:
     @property
     def replicas(self) -> dict[str, Replica]:
         """The replicas by name."""
-        return self._desk.dispatcher.replicas
+        return self._dispatcher.core.replicas
 
     def apply(self, specs: Iterable[ReplicaSpec]) -> list[Replica]:
         """Have these replicas and no others. One that stays keeps its state. Returns those that leave."""
@@ -87,7 +87,7 @@ class Fleet:
         for name, spec in wanted.items():
             if name not in self.replicas:
                 self.add(spec)
-        self._desk.settle(*self.replicas.values())
+        self._dispatcher.settle(*self.replicas.values())
         return left
 
     def add(self, spec: ReplicaSpec) -> Replica:
@@ -100,7 +100,7 @@ class Fleet:
             if spec.name == other.name or spec.url == other.spec.url:
                 raise ConfigError(f"There is a replica {other.name} at {other.spec.url}.")
         replica = Replica(spec, self._health, self._breaker)
-        self._desk.dispatcher.add(replica)
+        self._dispatcher.core.add(replica)
         at_once = asyncio.Event()
         task = asyncio.create_task(self._keep_checking(replica, at_once))
         task.add_done_callback(self._note_end)
@@ -110,18 +110,18 @@ class Fleet:
 
     def remove(self, name: str) -> Replica:
         """A replica gets no more requests; those that it has go on."""
-        replica = self._desk.dispatcher.remove(name)
+        replica = self._dispatcher.core.remove(name)
         log.info("replica %s leaves, with %d requests under way", name, replica.in_flight)
         if not replica.in_flight:
             self._stop_checking(replica)
-        self._desk.settle()
+        self._dispatcher.settle()
         return replica
 
     def set_draining(self, name: str, draining: bool) -> Replica:
         """Let a replica get no new requests, or get them again."""
         replica = self.replicas[name]
         replica.is_draining = draining
-        self._desk.settle(replica)
+        self._dispatcher.settle(replica)
         return replica
 
     def check_now(self, replica: Replica) -> None:
@@ -159,7 +159,7 @@ class Fleet:
                 replica.is_suspect = False
             if changed:
                 self._note_change(replica)
-            self._desk.settle(replica)
+            self._dispatcher.settle(replica)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.health_check_interval_secs):
                     await at_once.wait()
@@ -174,7 +174,7 @@ class Fleet:
             names = ", ".join(sorted(replica.models)) if replica.models is not None else "any model"
             log.info("replica %s is up: %s, %d requests at once", replica.name, names, replica.limit)
         else:
-            self._desk.dispatcher.forget_cache(replica.name)
+            self._dispatcher.core.forget_cache(replica.name)
             log.warning("replica %s is down: %s", replica.name, health.reason)
 
     async def _check(self, replica: Replica) -> Check:

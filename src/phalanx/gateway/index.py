@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from phalanx.gateway.asks import Ask
+from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.policies import Listed, Order, RandomBelow, two_below
 from phalanx.gateway.replica import Replica, is_served
 
@@ -59,16 +59,16 @@ class ReplicaIndex:
             self._pool_of[replica] = pool
         pool.note(replica, number)
 
-    def has_able(self, ask: Ask, now: float) -> bool:
+    def has_able(self, request: DispatchRequest, now: float) -> bool:
         """Whether there is a replica that may get this request, room or not: none that has failed it."""
-        return any(pool.has_able(ask.tried, now) for pool in self._serving(ask))
+        return any(pool.has_able(request.tried, now) for pool in self._serving(request))
 
-    def ready(self, ask: Ask, now: float) -> Ready | None:
+    def ready(self, request: DispatchRequest, now: float) -> Ready | None:
         """The replicas that can take this request now; None if there is none."""
-        pools = list(self._serving(ask))
-        entries = [entry for pool in pools if (entry := pool.first(ask.tried, now)) is not None]
+        pools = list(self._serving(request))
+        entries = [entry for pool in pools if (entry := pool.first(request.tried, now)) is not None]
         sound = [pool.sound for pool in pools]
-        return Ready(min(entries)[-1], self._by_name, sound, self._order, ask, now) if entries else None
+        return Ready(min(entries)[-1], self._by_name, sound, self._order, request, now) if entries else None
 
     def _leave_pool(self, replica: Replica) -> None:
         if (pool := self._pool_of.pop(replica, None)) is not None:
@@ -76,8 +76,8 @@ class ReplicaIndex:
             if not pool:
                 del self._pools[pool.models]
 
-    def _serving(self, ask: Ask) -> Iterator[_Pool]:
-        return (pool for pool in self._pools.values() if is_served(ask.model, pool.models))
+    def _serving(self, request: DispatchRequest) -> Iterator[_Pool]:
+        return (pool for pool in self._pools.values() if is_served(request.model, pool.models))
 
 
 class Ready:
@@ -89,14 +89,14 @@ class Ready:
         replicas: Mapping[str, Replica],
         sound: Sequence[Sequence[Replica]],
         order: Callable[[Replica], Order],
-        ask: Ask,
+        request: DispatchRequest,
         now: float,
     ) -> None:
         self._first = first
         self._replicas = replicas
         self._sound = sound
         self._order = order
-        self._ask = ask
+        self._request = request
         self._now = now
 
     def __iter__(self) -> Iterator[Replica]:
@@ -115,7 +115,7 @@ class Ready:
     def two(self, below: RandomBelow) -> tuple[Replica, Replica]:
         """See `Candidates`."""
         n = sum(map(len, self._sound))
-        if self._ask.tried or not n:  # rare
+        if self._request.tried or not n:  # rare
             return Listed(self, self._order).two(below)
         first, second = two_below(n, below)
         return self._sound_at(first), self._sound_at(second)
@@ -128,12 +128,12 @@ class Ready:
         raise IndexError(at)
 
     def _is_one(self, replica: Replica) -> bool:
-        ask = self._ask
+        request = self._request
         return (
             replica.has_room
-            and replica.serves(ask.model)
+            and replica.serves(request.model)
             and replica.is_available(self._now)
-            and replica.name not in ask.tried
+            and replica.name not in request.tried
         )
 
 

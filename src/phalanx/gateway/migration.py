@@ -18,13 +18,13 @@ from multidict import CIMultiDict
 
 from phalanx.edge.migration import MIGRATION, RESUME, resume_body
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed
-from phalanx.gateway.asks import Ask
 from phalanx.gateway.dialects import OPAQUE
+from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.event_reader import EventReader
 from phalanx.gateway.exchange import Exchange
 from phalanx.gateway.gap import Gap
 from phalanx.gateway.metrics import Metrics
-from phalanx.gateway.passing import Passed, Whole, passed
+from phalanx.gateway.relay import BufferedResponse, RelayedResponse, relayed
 from phalanx.gateway.replica import Replica
 from phalanx.gateway.settings import GatewayConfig
 from phalanx.gateway.transcript import Transcript
@@ -40,15 +40,20 @@ class Migration:
     """See the module's docstring.
 
     Args:
-        ask: the request as dispatch sees it.
+        request: as dispatch sees it.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, exchange: Exchange, ask: Ask, config: GatewayConfig, metrics: Metrics, clock: Callable[[], float]
+        self,
+        exchange: Exchange,
+        request: DispatchRequest,
+        config: GatewayConfig,
+        metrics: Metrics,
+        clock: Callable[[], float],
     ) -> None:
         self._exchange = exchange
-        self._ask = ask
+        self._request = request
         self._config = config
         self._metrics = metrics
         self._clock = clock
@@ -120,7 +125,7 @@ class Migration:
         Args:
             stream: that it wrote, if it did.
         """
-        exchange, ask = self._exchange, self._ask
+        exchange, request = self._exchange, self._request
         self._breaks += not replica.is_leaving
         if not exchange.has_begun:
             return
@@ -134,36 +139,38 @@ class Migration:
             return  # `may_go_on` says so too
         self._moves += 1
         self._gap.open(replica.name)
-        ask.give_up_at = self._clock() + self._config.queue_timeout_secs
+        request.give_up_at = self._clock() + self._config.queue_timeout_secs
         self._note_begun(replica, stream.transcript)
 
-    def refused(self, replica: Replica, answer: Whole) -> None:
+    def refused(self, replica: Replica, answer: BufferedResponse) -> None:
         """A replica does not continue the stream, and another time it would not either."""
-        self._ask.refused.add(replica.name)
+        self._request.refused.add(replica.name)
         said = " ".join(answer.body[:REASON_BYTES].decode("utf-8", "replace").split())
         self._losses.append(f"The replica {replica.name} does not continue it: {answer.status} {said}")
 
-    def may_go_on(self, result: Whole | PhalanxError) -> bool:
+    def may_go_on(self, result: BufferedResponse | PhalanxError) -> bool:
         """Whether the begun stream gets another replica after this result of an attempt."""
         return (
-            isinstance(result, (Whole, ReplicaFailed, MalformedAnswer))  # else it was ended, or its time is over
+            isinstance(
+                result, (BufferedResponse, ReplicaFailed, MalformedAnswer)
+            )  # else it was ended, or its time is over
             and self.stream is not None
             and self.stream.can_go_on
             and not self.is_spent
-            and self._clock() < self._ask.give_up_at
+            and self._clock() < self._request.give_up_at
         )
 
-    async def give_up(self, why: Whole | PhalanxError) -> Passed:
+    async def give_up(self, why: BufferedResponse | PhalanxError) -> RelayedResponse:
         """End the begun answer."""
         self.close("failed")
         stream, exchange = self.stream, self._exchange
         if stream is not None and stream.ended:
             await exchange.end()
-            return passed(exchange, stream, None)
+            return relayed(exchange, stream, None)
         error = self._error(why)
         number = stream.next_number if stream is not None else 0
         await exchange.end_with(error, is_stream=stream is not None, number=number)
-        return passed(exchange, stream, error)
+        return relayed(exchange, stream, error)
 
     def close(self, outcome: str = "abandoned") -> None:
         """The request is over, or its client left."""
@@ -171,11 +178,11 @@ class Migration:
 
     def _note_begun(self, replica: Replica, transcript: Transcript) -> None:
         """The request needs a replica that can continue what this one has begun."""
-        self._ask.numerics = transcript.numerics
-        if self._ask.model is None and replica.models:
-            self._ask.model = min(replica.models)  # the request names none; another could not go on with its tokens
+        self._request.numerics = transcript.numerics
+        if self._request.model is None and replica.models:
+            self._request.model = min(replica.models)  # the request names none; another could not go on with its tokens
 
-    def _error(self, why: Whole | PhalanxError) -> PhalanxError:
+    def _error(self, why: BufferedResponse | PhalanxError) -> PhalanxError:
         """What the client is told: how the stream lost each replica, and why there is no further one."""
         said = list(self._losses)
         if isinstance(why, PhalanxError) and str(why) not in said:
@@ -187,7 +194,7 @@ class Migration:
         return ReplicaFailed(" ".join(said))
 
 
-def refuses_key(replica: Replica, answer: Whole) -> bool:
+def refuses_key(replica: Replica, answer: BufferedResponse) -> bool:
     """Whether a replica did not take the admin key; if so, it gets its requests without, from now on."""
     if answer.status != FORBIDDEN or not replica.can_migrate or MIGRATION.encode() not in answer.body.lower():
         return False

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from phalanx.gateway.asks import Ask
+from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.replica import Replica
 
 SESSIONS = 50_000  # that cache_aware remembers; a session is a name of a few bytes
@@ -59,10 +59,10 @@ class Policy(ABC):
     """Of candidates. What it looks at of a replica changes with a grant, or with what `ReplicaIndex.note` is told."""
 
     @abstractmethod
-    def choose(self, ask: Ask, among: Candidates) -> Replica:
+    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
         """The replica that gets this request. Changes nothing."""
 
-    def granted(self, ask: Ask, replica: Replica) -> None:  # noqa: B027  # most policies remember nothing
+    def granted(self, request: DispatchRequest, replica: Replica) -> None:  # noqa: B027  # most policies remember nothing
         """The request goes to this replica; the policy may remember it."""
 
     def forget(self, name: str) -> None:  # noqa: B027
@@ -103,7 +103,7 @@ def two_below(n: int, below: RandomBelow) -> tuple[int, int]:
 class LeastLoad(Policy):
     """See the module's docstring."""
 
-    def choose(self, ask: Ask, among: Candidates) -> Replica:
+    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
         return among.first()
 
 
@@ -120,10 +120,10 @@ class RoundRobin(Policy):
     def __init__(self) -> None:
         self._now = 0.0  # the turn that was last given; newcomers go on from here after their first, not from 0
 
-    def choose(self, ask: Ask, among: Candidates) -> Replica:
+    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
         return among.first()
 
-    def granted(self, ask: Ask, replica: Replica) -> None:
+    def granted(self, request: DispatchRequest, replica: Replica) -> None:
         self._now = max(replica.turn, self._now)
         replica.turn = self._now + 1 / replica.spec.weight
 
@@ -134,15 +134,15 @@ class PowerOfTwo(Policy):
     def __init__(self, below: RandomBelow) -> None:
         self._below = below
 
-    def choose(self, ask: Ask, among: Candidates) -> Replica:
+    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
         return min(among.two(self._below), key=by_load)
 
 
 class ConsistentHashing(Policy):
     """Rendezvous hashing: every replica has a number for a key, in proportion to its weight, and the highest wins."""
 
-    def choose(self, ask: Ask, among: Candidates) -> Replica:
-        key = ask.affinity.key
+    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
+        key = request.affinity.key
         if not key:
             return among.first()
         return max(undoubted(among), key=lambda replica: _score(key, replica))
@@ -169,28 +169,28 @@ class CacheAware(Policy):
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session -> replica; the least recent first
         self._blocks: OrderedDict[int, str] = OrderedDict()  # block with all before it -> replica
 
-    def choose(self, ask: Ask, among: Candidates) -> Replica:
-        name, first = self._home(ask), among.first()
+    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
+        name, first = self._home(request), among.first()
         home = among.named(name) if name is not None else None
         if home is None or home.in_doubt > first.in_doubt or self._is_too_busy(home, first):
             return first
         return home
 
-    def granted(self, ask: Ask, replica: Replica) -> None:
-        if ask.affinity.session:
-            _remember(self._sessions, ask.affinity.session, replica.name, SESSIONS)
-        for block in ask.affinity.blocks:
+    def granted(self, request: DispatchRequest, replica: Replica) -> None:
+        if request.affinity.session:
+            _remember(self._sessions, request.affinity.session, replica.name, SESSIONS)
+        for block in request.affinity.blocks:
             _remember(self._blocks, block, replica.name, BLOCKS)
 
     def forget(self, name: str) -> None:
         self._sessions = OrderedDict((key, of) for key, of in self._sessions.items() if of != name)
         self._blocks = OrderedDict((key, of) for key, of in self._blocks.items() if of != name)
 
-    def _home(self, ask: Ask) -> str | None:
+    def _home(self, request: DispatchRequest) -> str | None:
         """The replica that has this conversation, if one is known."""
-        if (name := self._sessions.get(ask.affinity.session)) is not None:
+        if (name := self._sessions.get(request.affinity.session)) is not None:
             return name
-        blocks = ask.affinity.blocks
+        blocks = request.affinity.blocks
         for i in range(len(blocks) - 1, -1, -1):
             if (name := self._blocks.get(blocks[i])) is not None:
                 return name if (i + 1) / len(blocks) >= self._threshold else None

@@ -23,18 +23,18 @@ from msgspec import Struct
 from phalanx.edge.media_types import is_json
 from phalanx.errors import NoReplica, PhalanxError, ReplicaFailed
 from phalanx.gateway.affinity import affinity_of
-from phalanx.gateway.asks import Ask
+from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.bodies import Peek, peek, with_model
-from phalanx.gateway.desk import Desk
+from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatcher import Grant, Verdict
 from phalanx.gateway.exchange import BodyMemory, Exchange
 from phalanx.gateway.metrics import Metrics
 from phalanx.gateway.migration import Migration, refuses_key
-from phalanx.gateway.passing import Passed, Passing, Whole
+from phalanx.gateway.relay import BufferedResponse, Relay, RelayedResponse
 from phalanx.gateway.replica import Replica
 from phalanx.gateway.retries import Backoff, RetryBudget
 from phalanx.gateway.settings import GatewayConfig
-from phalanx.gateway.upstream import Flight, request_headers
+from phalanx.gateway.upstream import Attempt, request_headers
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +48,10 @@ TICK_S = 0.25  # between two looks at attempts that wait for their replica
 QUIET_S = 0.5  # of a stream, after which its replica is checked: most steps are shorter
 
 
-class Outgoing(Struct):
+class UpstreamRequest(Struct):
     """A request as replicas get it."""
 
-    ask: Ask
+    request: DispatchRequest
     method: str
     path: str  # with its query
     body: bytes | None
@@ -73,13 +73,13 @@ class Proxy:
     def __init__(
         self,
         config: GatewayConfig,
-        desk: Desk,
+        dispatcher: AsyncDispatcher,
         session: aiohttp.ClientSession,
         metrics: Metrics,
         check_now: Callable[[Replica], None],
     ) -> None:
         self._config = config
-        self._desk = desk
+        self._dispatcher = dispatcher
         self._check_now = check_now
         self._session = session
         self._metrics = metrics
@@ -91,10 +91,10 @@ class Proxy:
             jitter=config.retry_jitter_factor,
         )
         self._memory = BodyMemory(BODIES * config.max_body_bytes)
-        self._flights: dict[Flight, tuple[Outgoing, Passing]] = {}
+        self._under_way: dict[Attempt, tuple[UpstreamRequest, Relay]] = {}
         self._is_closing = False
 
-    async def forward(self, exchange: Exchange, aliases: Mapping[str, str], *, pass_keys: bool) -> Passed:
+    async def forward(self, exchange: Exchange, aliases: Mapping[str, str], *, pass_keys: bool) -> RelayedResponse:
         """Answer a request through a replica.
 
         Args:
@@ -107,36 +107,36 @@ class Proxy:
         body = await exchange.read_body(self._config.max_body_bytes, self._memory)
         try:
             self._budget.note_request()
-            out = self._outgoing(exchange, body, aliases, pass_keys)
+            out = self._upstream_request(exchange, body, aliases, pass_keys)
             try:
                 with closing(out.migration):
-                    passed = await self._attempts(exchange, out)
+                    relayed = await self._attempts(exchange, out)
             finally:
                 if out.successor is not None:  # the answer has ended just now, or its client left
-                    self._desk.end(out.successor, "abandoned")
+                    self._dispatcher.end(out.successor, "abandoned")
         finally:
             self._memory.give_back(len(body))
-        self._metrics.answered(passed.response.status, self._desk.clock() - exchange.arrived, out.queued_s)
-        return passed
+        self._metrics.answered(relayed.response.status, self._dispatcher.clock() - exchange.arrived, out.queued_s)
+        return relayed
 
     def close(self, error: PhalanxError) -> None:
         """End every request with this error, and begin no further attempt."""
         self._is_closing = True
-        self._desk.fail_all(error)
-        for flight in list(self._flights):
-            flight.cut(error)
+        self._dispatcher.fail_all(error)
+        for attempt in list(self._under_way):
+            attempt.cut(error)
 
     def cut(self, replica: Replica, error: PhalanxError) -> None:
         """End every attempt on one replica with this error."""
-        for flight in list(self._flights):
-            if flight.grant.replica is replica:
-                flight.cut(error)
+        for attempt in list(self._under_way):
+            if attempt.grant.replica is replica:
+                attempt.cut(error)
 
     def move(self, replica: Replica, error: PhalanxError) -> None:
         """End the attempts on one replica whose streams can go on elsewhere, with this error."""
-        for flight, (_, passing) in list(self._flights.items()):
-            if flight.grant.replica is replica and passing.reader is not None and passing.reader.can_go_on:
-                flight.cut(error)
+        for attempt, (_, relay) in list(self._under_way.items()):
+            if attempt.grant.replica is replica and relay.reader is not None and relay.reader.can_go_on:
+                attempt.cut(error)
 
     async def watch(self) -> None:
         """End attempts whose replica has fallen silent, or computes no more while another one could. Runs until
@@ -146,97 +146,103 @@ class Proxy:
         while True:
             await asyncio.sleep(TICK_S)
             now = loop.time()
-            for flight, (out, passing) in list(self._flights.items()):
-                if _needs_check(flight, passing, now):
-                    self._check_now(flight.grant.replica)
-                why = self._silence(flight, now)
-                if why or ((why := self._pause(flight, passing, now)) and self._has_successor(flight, out, passing)):
-                    flight.cut(ReplicaFailed(f"The replica {flight.name} {why}."))
+            for attempt, (out, relay) in list(self._under_way.items()):
+                if _needs_check(attempt, relay, now):
+                    self._check_now(attempt.grant.replica)
+                why = self._silence(attempt, now)
+                if why or ((why := self._pause(attempt, relay, now)) and self._has_successor(attempt, out, relay)):
+                    attempt.cut(ReplicaFailed(f"The replica {attempt.name} {why}."))
 
-    def _silence(self, flight: Flight, now: float) -> str:
+    def _silence(self, attempt: Attempt, now: float) -> str:
         """Why nothing more is expected of this attempt, as a predicate; empty if something is."""
-        if flight.is_passing:
+        if attempt.is_relaying:
             return ""
-        health = flight.grant.replica.health
-        if health.is_lost(flight.last_byte):
+        health = attempt.grant.replica.health
+        if health.is_lost(attempt.last_byte):
             return f"is down ({health.reason})"
         limit = self._config.stream_timeout_secs
-        return f"sent nothing for {limit:g} s" if flight.has_begun and now - flight.last_byte > limit else ""
+        return f"sent nothing for {limit:g} s" if attempt.has_begun and now - attempt.last_byte > limit else ""
 
-    def _pause(self, flight: Flight, passing: Passing, now: float) -> str:
+    def _pause(self, attempt: Attempt, relay: Relay, now: float) -> str:
         """Why a replica computes nothing of this attempt though it may again, as a predicate; empty if it does."""
-        health, stream = flight.grant.replica.health, passing.reader
-        if flight.is_passing:
+        health, stream = attempt.grant.replica.health, relay.reader
+        if attempt.is_relaying:
             return ""
-        if stream is None and health.numerics and not flight.has_begun:  # an answer that is no stream comes as a whole
+        if stream is None and health.numerics and not attempt.has_begun:  # an answer that is no stream comes as a whole
             since = health.refused_since
-            return "says that it cannot serve" if since is not None and flight.last_byte < since else ""
+            return "says that it cannot serve" if since is not None and attempt.last_byte < since else ""
         if stream is None or not stream.can_go_on:
             return ""
         if stream.is_paused:
             return "has lost its engine"
-        is_silent = health.silence(flight.last_byte, now) > self._config.health_check_timeout_secs
+        is_silent = health.silence(attempt.last_byte, now) > self._config.health_check_timeout_secs
         return "answers neither the stream nor a health check" if is_silent else ""
 
-    def _has_successor(self, flight: Flight, out: Outgoing, passing: Passing) -> bool:
+    def _has_successor(self, attempt: Attempt, out: UpstreamRequest, relay: Relay) -> bool:
         """Find a place elsewhere for a request whose replica computes nothing. While there is none, it stays."""
-        replica = flight.grant.replica
-        if out.successor is not None or self._is_closing or not out.migration.may_leave(replica, passing.reader):
+        replica = attempt.grant.replica
+        if out.successor is not None or self._is_closing or not out.migration.may_leave(replica, relay.reader):
             return False
-        out.successor = self._desk.elsewhere(out.ask, replica)
+        out.successor = self._dispatcher.elsewhere(out.request, replica)
         return out.successor is not None
 
     # A request -------------------------------------------------------------------------------------------------
 
-    def _outgoing(self, exchange: Exchange, body: bytes, aliases: Mapping[str, str], pass_keys: bool) -> Outgoing:
-        request, config = exchange.request, self._config
-        seen = peek(body) if body and is_json(request.headers) else Peek()
+    def _upstream_request(
+        self, exchange: Exchange, body: bytes, aliases: Mapping[str, str], pass_keys: bool
+    ) -> UpstreamRequest:
+        config, headers, url = self._config, exchange.request.headers, exchange.request.rel_url
+        seen = peek(body) if body and is_json(headers) else Peek()
         model = seen.model
         if model is not None and model in aliases:
             model = aliases[model]
             body = with_model(body, seen, model)
-        query = f"?{request.rel_url.raw_query_string}" if request.rel_url.raw_query_string else ""
-        now = self._desk.clock()
-        ask = Ask(
+        query = f"?{url.raw_query_string}" if url.raw_query_string else ""
+        now = self._dispatcher.clock()
+        request = DispatchRequest(
             exchange.owner,
             model,
             now + config.queue_timeout_secs,
-            affinity_of(request.headers, seen.prompt_cache_key, model, seen.prompt_parts),
+            affinity_of(headers, seen.prompt_cache_key, model, seen.prompt_parts),
             seen.rows,
         )
-        return Outgoing(
-            ask=ask,
-            method=request.method,
+        return UpstreamRequest(
+            request=request,
+            method=exchange.request.method,
             path=exchange.raw_path + query,
             body=body or None,
             deadline=asyncio.get_running_loop().time() + config.request_timeout_secs - (now - exchange.arrived),
             pass_keys=pass_keys,
-            migration=Migration(exchange, ask, config, self._metrics, self._desk.clock),
+            migration=Migration(exchange, request, config, self._metrics, self._dispatcher.clock),
         )
 
-    async def _attempts(self, exchange: Exchange, out: Outgoing) -> Passed:
+    async def _attempts(self, exchange: Exchange, out: UpstreamRequest) -> RelayedResponse:
         """Try until an answer is sent to its end, or there is no further attempt."""
-        last: Whole | PhalanxError | None = None
+        last: BufferedResponse | PhalanxError | None = None
         while True:
-            asked_at = self._desk.clock()
+            asked_at = self._dispatcher.clock()
             grant, out.successor = out.successor, None
             try:
-                grant = grant or await self._desk.place(out.ask)
+                grant = grant or await self._dispatcher.place(out.request)
             except PhalanxError as error:
                 if exchange.has_begun:
                     return await out.migration.give_up(error)
-                if isinstance(error, NoReplica) and isinstance(last, Whole):
+                if isinstance(error, NoReplica) and isinstance(last, BufferedResponse):
                     return self._returned(exchange, last)
                 raise
-            out.queued_s += self._desk.clock() - asked_at
+            out.queued_s += self._dispatcher.clock() - asked_at
             result = await self._attempt(exchange, out, grant)
-            if isinstance(result, Passed):
+            if isinstance(result, RelayedResponse):
                 return result
             replica = grant.replica
-            if isinstance(result, Whole) and refuses_key(replica, result) and not exchange.has_begun:
+            if isinstance(result, BufferedResponse) and refuses_key(replica, result) and not exchange.has_begun:
                 continue
-            out.ask.tried.add(replica.name)
-            if isinstance(result, Whole) and not exchange.has_begun and not self._is_worth_retrying(out, result):
+            out.request.tried.add(replica.name)
+            if (
+                isinstance(result, BufferedResponse)
+                and not exchange.has_begun
+                and not self._is_worth_retrying(out, result)
+            ):
                 return self._returned(exchange, result)
             out.attempts += 1
             log.info("%s: attempt %d failed on %s: %s", exchange.id, out.attempts, replica.name, _said(result))
@@ -249,62 +255,64 @@ class Proxy:
                     raise result
                 return self._returned(exchange, result)
             self._metrics.retried(replica.name)
-            out.ask.give_up_at = self._desk.clock() + self._config.queue_timeout_secs
+            out.request.give_up_at = self._dispatcher.clock() + self._config.queue_timeout_secs
             last = result
 
-    async def _attempt(self, exchange: Exchange, out: Outgoing, grant: Grant) -> Passed | Whole | PhalanxError:
+    async def _attempt(
+        self, exchange: Exchange, out: UpstreamRequest, grant: Grant
+    ) -> RelayedResponse | BufferedResponse | PhalanxError:
         """One attempt. Returns the answer, or the error of a replica that failed."""
         verdict: Verdict = "abandoned"  # the client left
         replica, migration = grant.replica, out.migration
-        flight = Flight(grant, out.deadline)
+        attempt = Attempt(grant, out.deadline)
         headers = request_headers(
             exchange.request.headers.items(), request_id=exchange.id, key=replica.spec.key, pass_keys=out.pass_keys
         )
         body, transcript = migration.request(replica, headers, out.body, out.deadline)
-        passing = Passing(
+        relay = Relay(
             exchange,
-            flight,
+            attempt,
             migration.stream,
             transcript,
             on_first_byte=lambda: migration.first_byte(replica),
             on_first_text=migration.first_text,
         )
-        self._flights[flight] = out, passing
+        self._under_way[attempt] = out, relay
         try:
-            async with flight:
-                response = await flight.send(self._session, out.method, out.path, headers, body)
-                result = await passing.answer(response)
-            verdict = "failed" if isinstance(result, Whole) and result.status >= FAILED else "answered"
+            async with attempt:
+                response = await attempt.send(self._session, out.method, out.path, headers, body)
+                result = await relay.answer(response)
+            verdict = "failed" if isinstance(result, BufferedResponse) and result.status >= FAILED else "answered"
             return result
         except PhalanxError as error:
             verdict = "failed"
-            if flight.is_sent or out.successor is not None:
-                migration.lost(replica, error, passing.reader)
+            if attempt.is_sent or out.successor is not None:
+                migration.lost(replica, error, relay.reader)
             return error
         finally:
-            del self._flights[flight]
+            del self._under_way[attempt]
             self._metrics.attempted(replica.name, verdict)
-            self._desk.end(grant, verdict)
+            self._dispatcher.end(grant, verdict)
 
-    async def _may_move(self, out: Outgoing, replica: Replica, result: Whole | PhalanxError) -> bool:
+    async def _may_move(self, out: UpstreamRequest, replica: Replica, result: BufferedResponse | PhalanxError) -> bool:
         """Whether a begun stream gets another replica; waits where one that could take it is too busy."""
-        if isinstance(result, Whole) and result.status not in RETRIED:
+        if isinstance(result, BufferedResponse) and result.status not in RETRIED:
             out.migration.refused(replica, result)
-        elif isinstance(result, Whole):
+        elif isinstance(result, BufferedResponse):
             await asyncio.sleep(self._backoff.pause(out.attempts, random.random))
         return not self._is_closing and out.migration.may_go_on(result)
 
     # Retries ---------------------------------------------------------------------------------------------------
 
-    def _is_worth_retrying(self, out: Outgoing, answer: Whole) -> bool:
+    def _is_worth_retrying(self, out: UpstreamRequest, answer: BufferedResponse) -> bool:
         """Whether another attempt may be answered better."""
-        if answer.status == NOT_FOUND and out.ask.model is not None:  # it serves another model than it did
-            return self._desk.dispatcher.has_untried(out.ask, self._desk.clock())
+        if answer.status == NOT_FOUND and out.request.model is not None:  # it serves another model than it did
+            return self._dispatcher.core.has_untried(out.request, self._dispatcher.clock())
         return answer.status in RETRIED
 
-    async def _may_retry(self, out: Outgoing) -> bool:
+    async def _may_retry(self, out: UpstreamRequest) -> bool:
         """Whether there is another attempt; waits before a replica is asked again that has failed this request."""
-        now = self._desk.clock()
+        now = self._dispatcher.clock()
         if (
             self._is_closing
             or out.attempts > self._config.retry_max_retries
@@ -312,30 +320,32 @@ class Proxy:
             or not self._budget.take(now)
         ):
             return False
-        is_elsewhere = self._desk.dispatcher.has_untried(out.ask, now)
+        is_elsewhere = self._dispatcher.core.has_untried(out.request, now)
         pause = 0.0 if is_elsewhere else self._backoff.pause(out.attempts, random.random)
         if asyncio.get_running_loop().time() + pause >= out.deadline:
             return False
         if is_elsewhere:
             return True
         await asyncio.sleep(pause)
-        out.ask.tried.clear()
+        out.request.tried.clear()
         return True
 
-    def _returned(self, exchange: Exchange, answer: Whole) -> Passed:
-        self._metrics.first_byte(self._desk.clock() - exchange.arrived)
+    def _returned(self, exchange: Exchange, answer: BufferedResponse) -> RelayedResponse:
+        self._metrics.first_byte(self._dispatcher.clock() - exchange.arrived)
         tokens = answer.tokens
-        return Passed(exchange.whole(answer.status, answer.body, answer.headers), tokens or 0, tokens is not None)
+        return RelayedResponse(
+            exchange.whole(answer.status, answer.body, answer.headers), tokens or 0, tokens is not None
+        )
 
 
-def _needs_check(flight: Flight, passing: Passing, now: float) -> bool:
+def _needs_check(attempt: Attempt, relay: Relay, now: float) -> bool:
     """Whether a stream that could go on elsewhere is quiet, and no check has begun since its last byte."""
-    stream, checked_at = passing.reader, flight.grant.replica.health.checked_at
-    can_move = stream is not None and stream.can_go_on and not flight.is_passing
-    return can_move and checked_at < flight.last_byte < now - QUIET_S
+    stream, checked_at = relay.reader, attempt.grant.replica.health.checked_at
+    can_move = stream is not None and stream.can_go_on and not attempt.is_relaying
+    return can_move and checked_at < attempt.last_byte < now - QUIET_S
 
 
-def _said(result: Whole | PhalanxError) -> str:
+def _said(result: BufferedResponse | PhalanxError) -> str:
     return str(result) if isinstance(result, PhalanxError) else f"it answered {result.status}"
 
 

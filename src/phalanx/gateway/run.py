@@ -27,9 +27,9 @@ from phalanx.edge.table import ConnectionTable, Deadlines, Place, limits_for
 from phalanx.errors import ConfigError, ExitCode, NoReplica, ReplicaFailed
 from phalanx.gateway.admin import Admin
 from phalanx.gateway.app import App, metrics_handler
+from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.clients import Clients
 from phalanx.gateway.connection import GatewayConnection
-from phalanx.gateway.desk import Desk
 from phalanx.gateway.dispatcher import Dispatcher
 from phalanx.gateway.fleet import Fleet
 from phalanx.gateway.keys_file import parse_keys
@@ -110,8 +110,10 @@ class Gateway:
         limits = limits_for(config.max_connections, config.max_connections_per_address, 0)
         self._table = ConnectionTable(limits_within(limits))
         self._clients = Clients(config.api_key, time.monotonic)
-        self._desk = Desk(Dispatcher(make_policy(config), queue_size=config.queue_size), time.monotonic)
-        self._metrics = Metrics(self._desk.dispatcher)
+        self._dispatcher = AsyncDispatcher(
+            Dispatcher(make_policy(config), queue_size=config.queue_size), time.monotonic
+        )
+        self._metrics = Metrics(self._dispatcher.core)
         self._stopping = asyncio.Event()
         self._stopping_at_once = asyncio.Event()
         self._files: list[WatchedFile[Any]] = []
@@ -131,18 +133,20 @@ class Gateway:
         config = self._config
         aliases = parse_aliases(config.model_aliases)
         async with make_session(_trusted(config.worker_ca)) as session:
-            fleet = Fleet(config, self._desk, session, self._note_failure)
-            proxy = Proxy(config, self._desk, session, self._metrics, fleet.check_now)
-            admin = Admin(self._desk, fleet, proxy, keys=self._worker_keys, from_file=config.replicas)
+            fleet = Fleet(config, self._dispatcher, session, self._note_failure)
+            proxy = Proxy(config, self._dispatcher, session, self._metrics, fleet.check_now)
+            admin = Admin(self._dispatcher, fleet, proxy, keys=self._worker_keys, from_file=config.replicas)
             app = App(
-                self._desk, proxy, self._clients, self._metrics, admin, fleet,
+                self._dispatcher, proxy, self._clients, self._metrics, admin, fleet,
                 admin_key=config.admin_key, aliases=aliases, hosts=AllowedHosts(config.host, config.allowed_hosts),
                 serves_metrics=self._metrics_listener is None,
             )  # fmt: skip
             tasks: list[asyncio.Task[None]] = []
             try:
                 self._load_files(fleet, proxy)
-                tasks += [asyncio.create_task(work) for work in (self._desk.tick(), proxy.watch(), self._watch_files())]
+                tasks += [
+                    asyncio.create_task(work) for work in (self._dispatcher.tick(), proxy.watch(), self._watch_files())
+                ]
                 for task in tasks:
                     task.add_done_callback(self._note_failure)
                 with self._signals():
@@ -192,7 +196,7 @@ class Gateway:
 
     async def _hand_over(self, proxy: Proxy, replica: Replica) -> None:
         """A replica that left the file ends what it has; streams that take long go on elsewhere, where they can."""
-        if not await self._desk.until_idle(replica, self._config.shutdown_grace_period_secs):
+        if not await self._dispatcher.until_idle(replica, self._config.shutdown_grace_period_secs):
             proxy.move(replica, ReplicaFailed(f"The replica {replica.name} was removed."))
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:

@@ -70,7 +70,7 @@ def response_headers(given: Mapping[str, str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in given.items() if name.lower() not in NOT_RETURNED)
 
 
-class Flight:
+class Attempt:
     """One attempt: open from `send` to the end of the `async with`, which closes the connection unless it is idle.
 
     Args:
@@ -82,7 +82,7 @@ class Flight:
         self.has_begun = False  # a byte of the answer has come
         self.is_sent = False  # the replica may be computing
         self.last_byte = asyncio.get_running_loop().time()
-        self.is_passing = False  # the client is written to: the replica is not waited for
+        self.is_relaying = False  # the client is written to: the replica is not waited for
         self._cut: PhalanxError | None = None
         self._scope = asyncio.timeout_at(deadline)
         self._response: aiohttp.ClientResponse | None = None
@@ -98,7 +98,7 @@ class Flight:
             self._cut = error
             self._scope.reschedule(0.0)
 
-    async def __aenter__(self) -> Flight:
+    async def __aenter__(self) -> Attempt:
         await self._scope.__aenter__()
         return self
 

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.examples import SOAK, examples, run_machine
 
 from phalanx.errors import NoReplica, PhalanxError, QueueFull, UnknownModel
-from phalanx.gateway.asks import Ask
 from phalanx.gateway.breaker import BreakerRules
+from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatcher import Dispatcher, Grant
 from phalanx.gateway.health import Check, HealthRules, Load, Report
 from phalanx.gateway.policies import LeastLoad, PowerOfTwo
@@ -41,11 +41,11 @@ def dispatcher(*replicas: Replica, queue: int = 4) -> Dispatcher:
     return found
 
 
-def ask(owner: str = "", model: str | None = "m", give_up_at: float = 60.0, rows: int = 1) -> Ask:
-    return Ask(owner, model, give_up_at, rows=rows)
+def ask(owner: str = "", model: str | None = "m", give_up_at: float = 60.0, rows: int = 1) -> DispatchRequest:
+    return DispatchRequest(owner, model, give_up_at, rows=rows)
 
 
-def begun(numerics: str = "n1", owner: str = "", tried: str = "", refused: str = "") -> Ask:
+def begun(numerics: str = "n1", owner: str = "", tried: str = "", refused: str = "") -> DispatchRequest:
     """A request whose stream has begun at a server with these numerics, and lost it."""
     found = ask(owner)
     found.numerics, found.tried, found.refused = numerics, set(tried), set(refused)
@@ -249,7 +249,7 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.found = dispatcher(*(replica(name, 2, MODELS[name], NUMERICS[name]) for name in "abc"), queue=3)
-        self.waiting: list[Ask] = []  # in order: an example that is run again draws the same ones
+        self.waiting: list[DispatchRequest] = []  # in order: an example that is run again draws the same ones
         self.granted: list[Grant] = []
         self.gone: list[Replica] = []
 
@@ -262,7 +262,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert isinstance(decision, PhalanxError)
 
     def take(self, grant: Grant) -> None:
-        one = grant.ask
+        one = grant.request
         assert grant.replica.serves(one.model) and grant.replica.name not in one.refused
         assert grant.replica.name not in one.tried or (one.is_begun and not grant.replica.is_suspect)
         assert grant.replica.name != "c" or not one.is_begun  # which has no numerics
@@ -307,11 +307,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def elsewhere(self, data: st.DataObject) -> None:
         first = self.granted[data.draw(st.integers(0, len(self.granted) - 1))]
-        second = self.found.elsewhere(first.ask, first.replica, self.now)
+        second = self.found.elsewhere(first.request, first.replica, self.now)
         if second is not None:
             assert second.replica is not first.replica and not second.replica.in_doubt
-            assert not first.ask.is_begun or second.replica.health.numerics == first.ask.numerics
-            assert second.replica.in_flight <= max(second.replica.limit, first.ask.rows)
+            assert not first.request.is_begun or second.replica.health.numerics == first.request.numerics
+            assert second.replica.in_flight <= max(second.replica.limit, first.request.rows)
             self.take(second)
 
     @precondition(lambda self: self.waiting)
@@ -356,7 +356,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert {*self.found.queue, *self.found.begun} == {*self.waiting}
         assert all(one.is_begun for one in self.found.begun) and not any(one.is_begun for one in self.found.queue)
         for one in (*self.found.replicas.values(), *self.gone):
-            rows = [grant.ask.rows for grant in self.granted if grant.replica is one]
+            rows = [grant.request.rows for grant in self.granted if grant.replica is one]
             assert one.in_flight == sum(rows) < one.limit + max(rows, default=1)
         assert list(self.found.decided(self.now)) == []
         for one in self.waiting:
@@ -418,7 +418,7 @@ def test_keys_share_places_fairly_beside_a_greedy_one(seed, n_keys, greedy, n_re
         for _, decision in found.decided(0.0):
             if isinstance(decision, Grant):
                 under_way.append(decision)
-                granted[decision.ask.owner] += 1
+                granted[decision.request.owner] += 1
 
     for _ in range(60 * n_keys):  # places that become free
         waiting = {one.owner for one in found.queue}

@@ -9,22 +9,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.examples import run_machine
 
-from phalanx.gateway.asks import Ask
+from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.fair_queue import DrainRate, FairQueue
 
 
-def ask(owner: str, give_up_at: float = 100.0) -> Ask:
-    return Ask(owner, None, give_up_at)
+def ask(owner: str, give_up_at: float = 100.0) -> DispatchRequest:
+    return DispatchRequest(owner, None, give_up_at)
 
 
-def filled(capacity: int, owners: str) -> FairQueue[Ask]:
-    queue: FairQueue[Ask] = FairQueue(capacity)
+def filled(capacity: int, owners: str) -> FairQueue[DispatchRequest]:
+    queue: FairQueue[DispatchRequest] = FairQueue(capacity)
     for owner in owners:
         assert queue.add(ask(owner)) is None
     return queue
 
 
-def order(queue: FairQueue[Ask]) -> str:
+def order(queue: FairQueue[DispatchRequest]) -> str:
     taken = []
     while (entry := queue.take(lambda _: True)) is not None:
         taken.append(entry.owner)
@@ -62,14 +62,14 @@ def test_a_full_queue_refuses_the_greediest():
 
 
 def test_without_room_nothing_waits():
-    queue: FairQueue[Ask] = FairQueue(0)
+    queue: FairQueue[DispatchRequest] = FairQueue(0)
     alone = ask("a")
     assert queue.add(alone) is alone
 
 
 def test_a_greedy_key_gets_no_more_than_its_share():
     """One key always has ten waiting, another one or two; the places go to both alike."""
-    queue: FairQueue[Ask] = FairQueue(12)
+    queue: FairQueue[DispatchRequest] = FairQueue(12)
     served: Counter[str] = Counter()
     for _ in range(1000):
         waiting = Counter(entry.owner for entry in queue)
@@ -86,8 +86,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: FairQueue[Ask] = FairQueue(6)
-        self.waiting: list[Ask] = []
+        self.queue: FairQueue[DispatchRequest] = FairQueue(6)
+        self.waiting: list[DispatchRequest] = []
         self.now = 0.0
 
     @rule(owner=st.sampled_from("abc"), wait_s=st.sampled_from([1.0, 5.0, 50.0]))

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.examples import run_machine
 
-from phalanx.gateway.asks import Ask
 from phalanx.gateway.breaker import BreakerRules
+from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.health import Check, HealthRules, Load, Report
 from phalanx.gateway.index import SPARE, ReplicaIndex
 from phalanx.gateway.policies import Listed, by_load
@@ -59,7 +59,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(model=st.sampled_from(ASKED), tried=st.sampled_from(TRIED))
     def grant(self, model: str | None, tried: frozenset[str]) -> None:
-        ask = Ask("", model, 0.0)
+        ask = DispatchRequest("", model, 0.0)
         ask.tried.update(tried)
         ready = self.index.ready(ask, self.now)
         if ready is not None:
@@ -122,7 +122,7 @@ class AnyOrder(RuleBasedStateMachine):
     def as_the_plain_rule(self) -> None:
         for model in ASKED:
             for tried in TRIED:
-                ask = Ask("", model, 0.0)
+                ask = DispatchRequest("", model, 0.0)
                 ask.tried.update(tried)
                 able = [
                     one
@@ -150,7 +150,7 @@ def test_any_order_of_changes():
 
 
 def test_a_full_replica_gets_no_trial():
-    index, ask, one = ReplicaIndex(by_load), Ask("", None, 0.0), up("a", 3)
+    index, ask, one = ReplicaIndex(by_load), DispatchRequest("", None, 0.0), up("a", 3)
     index.add(one)
     one.in_flight = 3
     for _ in range(2):
@@ -163,7 +163,7 @@ def test_a_full_replica_gets_no_trial():
 
 
 def test_a_heap_stays_as_large_as_its_replicas_need():
-    index, ask = ReplicaIndex(by_load), Ask("", None, 0.0)
+    index, ask = ReplicaIndex(by_load), DispatchRequest("", None, 0.0)
     replicas = [up(f"r{i}", 100) for i in range(10)]
     for one in replicas:
         index.add(one)

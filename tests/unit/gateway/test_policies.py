@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 
 from phalanx.gateway.affinity import BLOCK_BYTES, affinity_of
-from phalanx.gateway.asks import Affinity, Ask
 from phalanx.gateway.breaker import BreakerRules
+from phalanx.gateway.dispatch_request import Affinity, DispatchRequest
 from phalanx.gateway.health import Check, HealthRules, Load, Report
 from phalanx.gateway.policies import CacheAware, ConsistentHashing, LeastLoad, Listed, PowerOfTwo, RoundRobin, by_load
 from phalanx.gateway.replica import Replica, ReplicaSpec
 
-ANY = Ask("", None, 0.0)
+ANY = DispatchRequest("", None, 0.0)
 
 
 def replica(name: str, *, limit: int = 16, weight: float = 1.0, in_flight: int = 0) -> Replica:
@@ -23,10 +23,10 @@ def replica(name: str, *, limit: int = 16, weight: float = 1.0, in_flight: int =
     return found
 
 
-def grants(policy, among, asks):
+def grants(policy, among, dispatch_request):
     """Names of the replicas that some requests get, while none of them ends."""
     names = []
-    for n, one in enumerate(asks):
+    for n, one in enumerate(dispatch_request):
         chosen = policy.choose(one, Listed(among, policy.order))
         policy.granted(one, chosen)
         chosen.in_flight += 1
@@ -54,9 +54,9 @@ def test_what_is_in_doubt_comes_last(policy):
     sound, doubtful = replica("sound", in_flight=15), replica("doubtful")
     doubtful.health.note(Check(ok=False), 1.0, 1.0)
     among = [doubtful, sound]
-    asks = [Ask("", None, 0.0, Affinity(f"s{i}")) for i in range(10)]
-    assert {policy.choose(one, Listed(among, policy.order)).name for one in asks} == {"sound"}
-    assert policy.choose(asks[0], Listed([doubtful], policy.order)) is doubtful
+    dispatch_request = [DispatchRequest("", None, 0.0, Affinity(f"s{i}")) for i in range(10)]
+    assert {policy.choose(one, Listed(among, policy.order)).name for one in dispatch_request} == {"sound"}
+    assert policy.choose(dispatch_request[0], Listed([doubtful], policy.order)) is doubtful
 
 
 def test_round_robin_follows_weights_and_floods_no_newcomer():
@@ -76,8 +76,8 @@ def test_power_of_two_takes_the_better_of_two():
 def test_consistent_hashing_moves_only_what_has_to_move():
     among = [replica(name, weight=2.0 if name == "d" else 1.0) for name in "abcd"]
     policy = ConsistentHashing()
-    asks = [Ask("", None, 0.0, Affinity(f"session {i}")) for i in range(2000)]
-    homes = {one: policy.choose(one, Listed(among, policy.order)) for one in asks}
+    dispatch_request = [DispatchRequest("", None, 0.0, Affinity(f"session {i}")) for i in range(2000)]
+    homes = {one: policy.choose(one, Listed(among, policy.order)) for one in dispatch_request}
     shares = Counter(home.name for home in homes.values())
     assert all(abs(shares[name] - 2000 / 5 * (1 + (name == "d"))) < 100 for name in "abcd")
     for one, home in homes.items():
@@ -87,9 +87,9 @@ def test_consistent_hashing_moves_only_what_has_to_move():
 # cache_aware -----------------------------------------------------------------------------------------------------
 
 
-def conversation(turns: int, topic: str = "x") -> Ask:
+def conversation(turns: int, topic: str = "x") -> DispatchRequest:
     messages = b"[" + b",".join(f'{{"content":"{topic * 600}{turn}"}}'.encode() for turn in range(turns)) + b"]"
-    return Ask("", "m", 0.0, affinity_of({}, None, "m", (b"", messages)))
+    return DispatchRequest("", "m", 0.0, affinity_of({}, None, "m", (b"", messages)))
 
 
 def cache_aware(**more) -> CacheAware:
@@ -122,7 +122,7 @@ def test_a_short_common_beginning_decides_nothing():
 
 def test_a_session_is_known_by_its_name_alone():
     policy, among = cache_aware(), [replica("a"), replica("b")]
-    one = Ask("", None, 0.0, Affinity("s"))
+    one = DispatchRequest("", None, 0.0, Affinity("s"))
     among[0].in_flight = 1
     assert grants(policy, among, [one]) == ["b"]
     assert policy.choose(one, Listed(among, policy.order)).name == "b"

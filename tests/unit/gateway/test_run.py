@@ -9,14 +9,14 @@ import pytest
 
 from phalanx.edge.listening import bind
 from phalanx.errors import ExitCode
-from phalanx.gateway.desk import Desk
+from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.fleet import Fleet
 from phalanx.gateway.proxy import Proxy
 from phalanx.gateway.run import Gateway
 from phalanx.gateway.settings import GatewayConfig
 
 
-@pytest.mark.parametrize(("owner", "method"), [(Proxy, "watch"), (Fleet, "_check"), (Desk, "tick")])
+@pytest.mark.parametrize(("owner", "method"), [(Proxy, "watch"), (Fleet, "_check"), (AsyncDispatcher, "tick")])
 def test_a_background_task_that_fails_ends_the_gateway_with_its_cause_in_the_log(owner, method, monkeypatch, caplog):
     async def fail(*_: Any) -> None:
         raise ZeroDivisionError("a bug")

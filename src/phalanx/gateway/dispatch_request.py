@@ -22,7 +22,7 @@ class Affinity(Struct, frozen=True):
         return self.session or (str(self.blocks[0]) if self.blocks else "")
 
 
-class Ask:
+class DispatchRequest:
     """A request that wants a replica. Compared by identity.
 
     Args:

@@ -19,7 +19,7 @@ from phalanx.gateway.bodies import tokens_of, usage_in
 from phalanx.gateway.event_reader import EventReader
 from phalanx.gateway.exchange import Exchange
 from phalanx.gateway.transcript import Transcript
-from phalanx.gateway.upstream import Flight, response_headers
+from phalanx.gateway.upstream import Attempt, response_headers
 
 WHOLE_BYTES = 8 << 20  # of an answer that is no stream: up to here it is held, and asked for again where it breaks off
 FED_BYTES = 4 << 10
@@ -29,7 +29,7 @@ STREAMS = {"text/event-stream": False, "application/x-ndjson": True}
 """Media types of streams; whether they are lines of JSON."""
 
 
-class Whole(Struct, frozen=True):
+class BufferedResponse(Struct, frozen=True):
     """An answer that has come whole; nothing of it is sent yet."""
 
     status: int
@@ -42,7 +42,7 @@ class Whole(Struct, frozen=True):
         return tokens_of(usage_in(self.body))
 
 
-class Passed(Struct, frozen=True):
+class RelayedResponse(Struct, frozen=True):
     """An answer that is sent, to its end or with an error as its end."""
 
     response: web.StreamResponse
@@ -51,7 +51,7 @@ class Passed(Struct, frozen=True):
     error: PhalanxError | None = None  # the replica's fault, if the answer broke off
 
 
-def passed(exchange: Exchange, reader: EventReader | None, error: PhalanxError | None) -> Passed:
+def relayed(exchange: Exchange, reader: EventReader | None, error: PhalanxError | None) -> RelayedResponse:
     """An answer whose last byte is written.
 
     Args:
@@ -60,10 +60,10 @@ def passed(exchange: Exchange, reader: EventReader | None, error: PhalanxError |
     assert exchange.response is not None
     tokens = tokens_of(reader.usage) if reader is not None else None
     rough = reader.n_events if reader is not None else 0
-    return Passed(exchange.response, rough if tokens is None else tokens, tokens is not None, error)
+    return RelayedResponse(exchange.response, rough if tokens is None else tokens, tokens is not None, error)
 
 
-class Passing:
+class Relay:
     """One attempt's answer.
 
     Args:
@@ -76,7 +76,7 @@ class Passing:
     def __init__(
         self,
         exchange: Exchange,
-        flight: Flight,
+        attempt: Attempt,
         begun: EventReader | None,
         transcript: Transcript | None,
         *,
@@ -84,7 +84,7 @@ class Passing:
         on_first_text: Callable[[], float],
     ) -> None:
         self._exchange = exchange
-        self._flight = flight
+        self._attempt = attempt
         self._transcript = transcript
         self._on_first_byte = on_first_byte
         self._on_first_text = on_first_text
@@ -95,7 +95,7 @@ class Passing:
         self.reader = begun
         """Of a stream, once it is known to be one."""
 
-    async def answer(self, response: aiohttp.ClientResponse) -> Whole | Passed:
+    async def answer(self, response: aiohttp.ClientResponse) -> BufferedResponse | RelayedResponse:
         """Pass on what is a stream; hold what is not.
 
         Raises:
@@ -105,24 +105,24 @@ class Passing:
             return await self._stream(response)
         return await self._hold(response)
 
-    async def _stream(self, response: aiohttp.ClientResponse) -> Passed:
+    async def _stream(self, response: aiohttp.ClientResponse) -> RelayedResponse:
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding != "identity":
-            raise MalformedAnswer(f"The replica {self._flight.name} compresses a stream ({encoding}) unasked.")
+            raise MalformedAnswer(f"The replica {self._attempt.name} compresses a stream ({encoding}) unasked.")
         lines = STREAMS[response.content_type]
         if self.reader is None:
             self.reader = EventReader(
                 self._exchange.dialect, lines=lines, transcript=self._transcript, elapsed=self._on_first_text
             )
         elif self.reader.lines != lines:
-            raise MalformedAnswer(f"The replica {self._flight.name} continues a stream as {response.content_type}.")
+            raise MalformedAnswer(f"The replica {self._attempt.name} continues a stream as {response.content_type}.")
         try:
             await self._events(response, self.reader)
         except PhalanxError:
             if not self.reader.ended:  # what follows the last event decides nothing
                 raise
         await self._exchange.end()
-        return passed(self._exchange, self.reader, None)
+        return relayed(self._exchange, self.reader, None)
 
     async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> None:
         """Pass on whole events until the stream's end.
@@ -130,7 +130,7 @@ class Passing:
         Raises:
             PhalanxError: it broke off, is malformed, or lacks the event that ends it.
         """
-        async with aclosing(self._flight.pieces()) as pieces:
+        async with aclosing(self._attempt.pieces()) as pieces:
             async for piece in pieces:
                 await self._feed(response, reader, piece)
                 if reader.fault or reader.ended:
@@ -140,7 +140,7 @@ class Passing:
         if not reader.ended and (rest := reader.close()):
             await self._send(response, rest)
         if fault := reader.finish():
-            raise MalformedAnswer(f"The replica {self._flight.name} failed: {fault}.")
+            raise MalformedAnswer(f"The replica {self._attempt.name} failed: {fault}.")
         if not self._exchange.has_begun:  # an empty stream of a dialect that has no last event
             await self._send(response, b"")
 
@@ -163,41 +163,43 @@ class Passing:
                 async for piece in pieces:
                     await self._feed(response, reader, piece)
         except TimeoutError:
-            pass  # the replica keeps it open; the flight closes it
+            pass  # the replica keeps it open; the attempt closes it
 
-    async def _hold(self, response: aiohttp.ClientResponse) -> Whole | Passed:
+    async def _hold(self, response: aiohttp.ClientResponse) -> BufferedResponse | RelayedResponse:
         held = bytearray()
         headers = self._headers(response)
-        async with aclosing(self._flight.pieces()) as pieces:
+        async with aclosing(self._attempt.pieces()) as pieces:
             async for piece in pieces:
                 held += piece
                 if len(held) > WHOLE_BYTES:
                     if self._continues:
-                        raise MalformedAnswer(f"The replica {self._flight.name} continues a stream with no stream.")
+                        raise MalformedAnswer(f"The replica {self._attempt.name} continues a stream with no stream.")
                     return await self._pass_rest(response, bytes(held), pieces)
-        return Whole(response.status, headers, bytes(held))
+        return BufferedResponse(response.status, headers, bytes(held))
 
-    async def _pass_rest(self, response: aiohttp.ClientResponse, held: bytes, pieces: AsyncIterator[bytes]) -> Passed:
+    async def _pass_rest(
+        self, response: aiohttp.ClientResponse, held: bytes, pieces: AsyncIterator[bytes]
+    ) -> RelayedResponse:
         """Pass on an answer that is too large to be held."""
         await self._send(response, held)
         self._on_first_text()
         async for piece in pieces:
             await self._send(response, piece)
         await self._exchange.end()
-        return passed(self._exchange, None, None)
+        return relayed(self._exchange, None, None)
 
     def _headers(self, response: aiohttp.ClientResponse) -> Mapping[str, str]:
         headers = response_headers(response.headers)
-        headers["X-Phalanx-Replica"] = self._flight.name
+        headers["X-Phalanx-Replica"] = self._attempt.name
         return headers
 
     async def _send(self, response: aiohttp.ClientResponse, data: bytes) -> None:
-        self._flight.is_passing = True
+        self._attempt.is_relaying = True
         if not self._exchange.has_begun:
             await self._exchange.begin(response.status, self._headers(response))
         await self._exchange.write(data)
         if not self._has_sent:
             self._has_sent = True
             self._on_first_byte()
-        self._flight.is_passing = False
-        self._flight.note_byte()
+        self._attempt.is_relaying = False
+        self._attempt.note_byte()
