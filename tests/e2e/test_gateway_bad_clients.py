@@ -166,7 +166,7 @@ def test_the_queue_is_bounded_and_fair_and_its_wait_has_an_end():
             tasks = [asyncio.create_task(keep_asking("greedy")) for _ in range(16)]
             tasks += [asyncio.create_task(keep_asking("modest")) for _ in range(3)]
             while served.total() < 200:
-                assert len(client.gateway._desk.dispatcher.queue) <= 8 and a.running <= 2
+                assert len(client.gateway._dispatcher.core.queue) <= 8 and a.running <= 2
                 await asyncio.sleep(0.005)
             over.set()
             await asyncio.gather(*tasks)

@@ -62,7 +62,7 @@ async def metrics(client: Client) -> str:
 
 
 def waiting(client: Client) -> int:
-    return len(client.gateway._desk.dispatcher.begun)
+    return len(client.gateway._dispatcher.core.begun)
 
 
 # The client gets what it would have got --------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_a_replica_with_equal_numerics_is_preferred():
             assert await raw(client) == undisturbed(CHAT, BODY)
             assert not b.calls and len(c.resumes) == 1
             a.faults, c.health = [Fault(2, "reset")], 503
-            await until(lambda: client.gateway._desk.dispatcher.replicas[c.name].health.state == "down")
+            await until(lambda: client.gateway._dispatcher.core.replicas[c.name].health.state == "down")
             while a.faults:
                 assert await raw(client) == undisturbed(CHAT, BODY)
             assert len(b.resumes) == 1  # and another one is better than none
@@ -224,7 +224,7 @@ def test_where_no_other_replica_is_as_good_a_stream_waits_for_its_own(why, ticks
         async with behind_gateway(*replicas, **settings) as client:
             if why == "in doubt":
                 a.health = 503
-                await until(lambda: client.gateway._desk.dispatcher.replicas[a.name].health.in_doubt)
+                await until(lambda: client.gateway._dispatcher.core.replicas[a.name].health.in_doubt)
             stream = asyncio.create_task(raw(client))
             if why == "no room":
                 await until(lambda: a.running == 1)
@@ -298,7 +298,7 @@ def test_what_is_no_stream_is_asked_for_again_where_its_replica_says_that_it_can
                 assert (await answer)[0] == 200 and len(b.calls) == 1
                 await until(lambda: not a.running)
             else:
-                await until(lambda: client.gateway._desk.dispatcher.replicas[a.name].health.in_doubt)
+                await until(lambda: client.gateway._dispatcher.core.replicas[a.name].health.in_doubt)
                 await many_ticks()
                 go_on.set()
                 assert (await answer)[1]["from"] == "a" and not b.calls
@@ -336,7 +336,7 @@ def test_an_answer_that_ends_just_before_it_moves_keeps_no_second_place(ticks, m
         async with behind_gateway(a, b) as client:
             monkeypatch.setattr(Attempt, "cut", lambda flight, error: None)
             stream = asyncio.create_task(raw(client))
-            dispatcher = client.gateway._desk.dispatcher
+            dispatcher = client.gateway._dispatcher.core
             await until(lambda: dispatcher.replicas[b.name].in_flight == 1)
             await many_ticks()
             assert dispatcher.in_flight == 2  # one place, however often it is looked for

@@ -96,7 +96,7 @@ def test_the_gateway_drains_and_then_cuts_off_with_an_error():
             assert errors(await stream) == ["The gateway is shutting down."]
         async with StubReplica(hangs, limit=1) as a, gateway(a.url, shutdown_grace_period_secs=0.1) as client:
             asked = [asyncio.create_task(client.ask()) for _ in range(2)]  # one waits for the replica, one for a place
-            while not (a.running and client.gateway._desk.dispatcher.queue):
+            while not (a.running and client.gateway._dispatcher.core.queue):
                 await asyncio.sleep(0.01)
             client.gateway.stop()
             assert [(await task)[0] for task in asked] == [503, 503]
