@@ -334,7 +334,7 @@ def test_an_answer_that_ends_just_before_it_moves_keeps_no_second_place(ticks, m
     async def scenario() -> None:
         a, b = TokenReplica(Fault(3, "a pause")), TokenReplica()
         async with behind_gateway(a, b) as client:
-            monkeypatch.setattr(Attempt, "cut", lambda flight, error: None)
+            monkeypatch.setattr(Attempt, "cut", lambda attempt, error: None)
             stream = asyncio.create_task(raw(client))
             dispatcher = client.gateway._dispatcher.core
             await until(lambda: dispatcher.replicas[b.name].in_flight == 1)

@@ -14,7 +14,12 @@ TICK_S = 0.1  # between two looks for requests that have waited too long, and fo
 
 
 class AsyncDispatcher:
-    """See the module's docstring. `settle` must be called with each replica that was changed."""
+    """See the module's docstring. `settle` must be called with each replica that was changed.
+
+    Args:
+        core: decides. Its replicas may be read and changed directly.
+        clock: monotonic seconds.
+    """
 
     def __init__(self, core: Dispatcher, clock: Callable[[], float]) -> None:
         self.core = core

@@ -40,7 +40,7 @@ class Migration:
     """See the module's docstring.
 
     Args:
-        request: as dispatch sees it.
+        request: the client's, as dispatch sees it.
         clock: monotonic seconds.
     """
 
@@ -150,10 +150,9 @@ class Migration:
 
     def may_go_on(self, result: BufferedResponse | PhalanxError) -> bool:
         """Whether the begun stream gets another replica after this result of an attempt."""
+        is_lost = isinstance(result, (BufferedResponse, ReplicaFailed, MalformedAnswer))  # else ended, or out of time
         return (
-            isinstance(
-                result, (BufferedResponse, ReplicaFailed, MalformedAnswer)
-            )  # else it was ended, or its time is over
+            is_lost
             and self.stream is not None
             and self.stream.can_go_on
             and not self.is_spent

@@ -23,10 +23,10 @@ def replica(name: str, *, limit: int = 16, weight: float = 1.0, in_flight: int =
     return found
 
 
-def grants(policy, among, dispatch_request):
+def grants(policy, among, requests):
     """Names of the replicas that some requests get, while none of them ends."""
     names = []
-    for n, one in enumerate(dispatch_request):
+    for n, one in enumerate(requests):
         chosen = policy.choose(one, Listed(among, policy.order))
         policy.granted(one, chosen)
         chosen.in_flight += 1
@@ -54,9 +54,9 @@ def test_what_is_in_doubt_comes_last(policy):
     sound, doubtful = replica("sound", in_flight=15), replica("doubtful")
     doubtful.health.note(Check(ok=False), 1.0, 1.0)
     among = [doubtful, sound]
-    dispatch_request = [DispatchRequest("", None, 0.0, Affinity(f"s{i}")) for i in range(10)]
-    assert {policy.choose(one, Listed(among, policy.order)).name for one in dispatch_request} == {"sound"}
-    assert policy.choose(dispatch_request[0], Listed([doubtful], policy.order)) is doubtful
+    requests = [DispatchRequest("", None, 0.0, Affinity(f"s{i}")) for i in range(10)]
+    assert {policy.choose(one, Listed(among, policy.order)).name for one in requests} == {"sound"}
+    assert policy.choose(requests[0], Listed([doubtful], policy.order)) is doubtful
 
 
 def test_round_robin_follows_weights_and_floods_no_newcomer():
@@ -76,8 +76,8 @@ def test_power_of_two_takes_the_better_of_two():
 def test_consistent_hashing_moves_only_what_has_to_move():
     among = [replica(name, weight=2.0 if name == "d" else 1.0) for name in "abcd"]
     policy = ConsistentHashing()
-    dispatch_request = [DispatchRequest("", None, 0.0, Affinity(f"session {i}")) for i in range(2000)]
-    homes = {one: policy.choose(one, Listed(among, policy.order)) for one in dispatch_request}
+    requests = [DispatchRequest("", None, 0.0, Affinity(f"session {i}")) for i in range(2000)]
+    homes = {one: policy.choose(one, Listed(among, policy.order)) for one in requests}
     shares = Counter(home.name for home in homes.values())
     assert all(abs(shares[name] - 2000 / 5 * (1 + (name == "d"))) < 100 for name in "abcd")
     for one, home in homes.items():
