@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import uvicorn
@@ -102,9 +102,12 @@ class Server(uvicorn.Server):
         return self._exit_code
 
     def drain(self) -> None:
-        """Refuse new requests, wait for running ones, then stop. A second call stops at once. Thread-safe."""
+        """Refuse new requests, wait for running ones, then stop. A second call stops at once, one after the end does
+        nothing. Thread-safe.
+        """
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._drain)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._drain)
 
     # uvicorn's hooks -------------------------------------------------------------------------------------------
 

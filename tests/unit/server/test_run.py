@@ -126,6 +126,15 @@ def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer):
     assert answer[0].json()["usage"]["completion_tokens"] == 4
 
 
+def test_draining_after_the_end_does_nothing(tokenizer):
+    with running_server(tokenizer, fake_engine(tokenizer)) as running:
+        running.server.drain()
+        assert running.server._loop is not None
+        while not running.server._loop.is_closed():
+            pass
+        running.server.drain()
+
+
 def test_requests_that_outlast_the_drain_get_an_error(tokenizer):
     engine = fake_engine(tokenizer, manual=True)
     config = replace(CONFIG, drain_seconds=0.05)
