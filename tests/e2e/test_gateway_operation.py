@@ -49,6 +49,36 @@ def test_a_replica_is_added_drained_and_removed_while_requests_run(caplog):
     run(scenario())
 
 
+def test_a_replica_that_comes_back_under_its_name_gets_the_request_that_its_removal_ended():
+    """While the only other replica is busy."""
+
+    async def scenario() -> None:
+        async with (
+            StubReplica(hangs, limit=1) as a,
+            StubReplica(hangs, limit=1) as b,
+            gateway(a.url, b.url, admin_key="adm") as client,
+        ):
+
+            async def admin(method: str, path: str = "", body: Any = None) -> int:
+                async with client.request(
+                    method, f"/admin/replicas{path}", body, Authorization="Bearer adm"
+                ) as response:
+                    return response.status
+
+            streams = [asyncio.create_task(client.stream()) for _ in range(2)]
+            while not (a.running and b.running):
+                await asyncio.sleep(0.01)
+            a.answer = streaming(1)
+            assert await admin("DELETE", f"/{a.name}?timeout=0") == 200
+            assert await admin("POST", body={"name": a.name, "url": a.url}) == 200
+            done, _ = await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+            assert [text_of(stream.result()) for stream in done] == ["0 "]
+            for stream in streams:
+                stream.cancel()
+
+    run(scenario())
+
+
 def test_a_reload_in_mid_stream_loses_nothing(tmp_path):
     file, keys = tmp_path / "replicas.toml", tmp_path / "keys.toml"
 

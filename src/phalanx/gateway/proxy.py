@@ -237,7 +237,8 @@ class Proxy:
             replica = grant.replica
             if isinstance(result, BufferedResponse) and refuses_key(replica, result) and not exchange.has_begun:
                 continue
-            out.request.tried.add(replica.name)
+            if not replica.is_leaving:  # else its name may be that of a new replica already
+                out.request.tried.add(replica.name)
             if (
                 isinstance(result, BufferedResponse)
                 and not exchange.has_begun
