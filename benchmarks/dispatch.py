@@ -55,8 +55,17 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--policy", action="append", choices=["least_load", *OTHERS], help="may be repeated")
     options = parser.parse_args()
-    print(json.dumps(measure(options.replicas, options.requests, options.policy or ["least_load", *OTHERS])))
+    try:
+        found = measure(options.replicas, options.requests, options.policy or ["least_load", *OTHERS])
+    except ValueError as error:
+        parser.error(f"--requests: {error}")
+    print(json.dumps(found))
     return 0
+
+
+def least_requests(n_replicas: int) -> int:
+    """Of policies that are simulated with fewer: so many that a few replicas are looked at often enough, too."""
+    return max(LEAST * n_replicas, 4 * SAMPLE_EVERY)
 
 
 def measure(n_replicas: int, n_requests: int, policies: list[str]) -> dict[str, Any]:
@@ -65,7 +74,7 @@ def measure(n_replicas: int, n_requests: int, policies: list[str]) -> dict[str, 
     Raises:
         ValueError: so few requests end before as many end as begin.
     """
-    n_others = max(n_requests // FEWER, LEAST * n_replicas)
+    n_others = max(n_requests // FEWER, least_requests(n_replicas))
     found: dict[str, Any] = {"replicas": n_replicas, "requests": n_requests, "other_requests": n_others}
     found["policies"] = {
         name: {"steady": Simulation(name, n_replicas, "steady").run(n_others if name in OTHERS else n_requests)}
@@ -75,7 +84,7 @@ def measure(n_replicas: int, n_requests: int, policies: list[str]) -> dict[str, 
         for scene in ("saturated", "changing"):
             found["policies"]["least_load"][scene] = Simulation("least_load", n_replicas, scene).run(n_requests)
         found["decisions_per_s_by_replicas"] = {
-            n: Simulation("least_load", n, "steady").run(max(n_requests // FEWER, LEAST * n))["decisions_per_s"]
+            n: Simulation("least_load", n, "steady").run(max(n_requests // FEWER, least_requests(n)))["decisions_per_s"]
             for n in FLEETS
         }
     return found

@@ -79,6 +79,39 @@ def test_a_replica_that_comes_back_under_its_name_gets_the_request_that_its_remo
     run(scenario())
 
 
+def test_a_request_outlasts_any_number_of_removals():
+    """What an operator takes away has failed nothing."""
+
+    async def scenario() -> None:
+        async with (
+            StubReplica(hangs) as a,
+            StubReplica(hangs) as b,
+            gateway(a.url, b.url, admin_key="adm", retry_max_retries=1) as client,
+        ):
+
+            async def admin(method: str, path: str = "", body: Any = None) -> None:
+                async with client.request(
+                    method, f"/admin/replicas{path}", body, Authorization="Bearer adm"
+                ) as response:
+                    assert response.status == 200
+
+            answer = asyncio.create_task(client.ask())
+            for last in (False, False, False, True):
+                while not (a.running or b.running):
+                    assert not answer.done(), answer.result()
+                    await asyncio.sleep(0.01)
+                used, other = (a, b) if a.running else (b, a)
+                other.answer = streaming(1) if last else hangs
+                await admin("DELETE", f"/{used.name}?timeout=0")
+                while used.running:
+                    await asyncio.sleep(0.01)
+                await admin("POST", body={"name": used.name, "url": used.url})
+                await client.until_up(2)
+            assert (await answer)[0] == 200
+
+    run(scenario())
+
+
 def test_a_reload_in_mid_stream_loses_nothing(tmp_path):
     file, keys = tmp_path / "replicas.toml", tmp_path / "keys.toml"
 

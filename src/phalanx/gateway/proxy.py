@@ -59,7 +59,7 @@ class UpstreamRequest(Struct):
     pass_keys: bool  # the client's own key is for the replica
     migration: Migration
     queued_s: float = 0.0
-    attempts: int = 0
+    attempts: int = 0  # that replicas have failed
     successor: Grant | None = None  # the place to which the request moves as soon as its attempt has ended
 
 
@@ -237,16 +237,16 @@ class Proxy:
             replica = grant.replica
             if isinstance(result, BufferedResponse) and refuses_key(replica, result) and not exchange.has_begun:
                 continue
-            if not replica.is_leaving:  # else its name may be that of a new replica already
+            if not replica.is_leaving:  # else an operator took it away, and its name may be a new replica's already
                 out.request.tried.add(replica.name)
+                out.attempts += 1
             if (
                 isinstance(result, BufferedResponse)
                 and not exchange.has_begun
                 and not self._is_worth_retrying(out, result)
             ):
                 return self._returned(exchange, result)
-            out.attempts += 1
-            log.info("%s: attempt %d failed on %s: %s", exchange.id, out.attempts, replica.name, _said(result))
+            log.info("%s: an attempt on %s failed: %s", exchange.id, replica.name, _said(result))
             if exchange.has_begun:
                 if not await self._may_move(out, replica, result):
                     return await out.migration.give_up(result)
