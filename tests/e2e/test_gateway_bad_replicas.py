@@ -143,6 +143,30 @@ def test_a_storm_of_5xx_opens_the_circuit_and_a_4xx_does_not(caplog):
     run(scenario())
 
 
+def test_a_request_that_waits_for_a_replica_that_goes_down_returns_to_the_one_that_failed_it():
+    async def scenario() -> None:
+        async with StubReplica(hangs, limit=1) as a, StubReplica(hangs, limit=1) as b, gateway(a.url, b.url) as client:
+            held = asyncio.create_task(client.ask())
+            while not (a.running or b.running):
+                await asyncio.sleep(0.01)
+            busy, other = (a, b) if a.running else (b, a)
+
+            async def breaks_once(call: Call) -> None:
+                other.answer = streaming(1)
+                call.break_off()
+
+            other.answer = breaks_once
+            waits = asyncio.create_task(client.ask())
+            while client.gateway._dispatcher.core.n_waiting != 1:
+                assert not waits.done(), waits.result()
+                await asyncio.sleep(0.01)
+            busy.health = 503
+            assert (await waits)[0] == 200 and not held.done()
+            held.cancel()
+
+    run(scenario())
+
+
 def test_retries_end_and_the_last_answer_is_the_clients():
     async def scenario() -> None:
         async with StubReplica(refuses) as a, gateway(a.url, retry_max_retries=2) as client:

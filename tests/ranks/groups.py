@@ -76,7 +76,7 @@ class Load:
         """The whole answers, by prompt. `when` is awaited once every stream has begun."""
         self.texts = dict.fromkeys(PROMPTS, "")
         async with openai.AsyncOpenAI(  # it comes again where it came too late, and the group is starting again
-            base_url=self._running.base_url, api_key="none", max_retries=5, timeout=240
+            base_url=self._running.base_url, api_key="none", max_retries=30, timeout=240
         ) as client:
             streams = [asyncio.create_task(self._stream(client, prompt)) for prompt in PROMPTS]
             if when is not None:

@@ -227,6 +227,8 @@ class Proxy:
             except PhalanxError as error:
                 if exchange.has_begun:
                     return await out.migration.give_up(error)
+                if isinstance(error, NoReplica) and out.request.tried and await self._may_retry(out):
+                    continue  # it waited for a replica that has gone; one that failed it may be back
                 if isinstance(error, NoReplica) and isinstance(last, BufferedResponse):
                     return self._returned(exchange, last)
                 raise
