@@ -40,6 +40,16 @@ class Recording(FakeEngine):
         self._said.append("closed")
 
 
+@pytest.fixture(autouse=True)
+def heeds_signals() -> Iterator[None]:
+    """The handlers of a process in a terminal: in the background SIGINT is ignored, under `nohup` SIGHUP is."""
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGHUP, hangup)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_engine_loads_while_the_tokenizer_does(tokenizer: Tokenizer, number: signal.Signals) -> None:
     said: list[str] = []
@@ -105,15 +115,6 @@ def test_nohup_keeps_a_server_when_its_terminal_is_closed() -> None:
     assert ending_signals() == (signal.SIGTERM, signal.SIGHUP)
 
 
-@pytest.fixture
-def heeds_ctrl_c() -> Iterator[None]:
-    """Python's handler of SIGINT, which a process has not that was started in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_during_the_start_ends_the_engine(tokenizer: Tokenizer) -> None:
     said: list[str] = []
 
