@@ -186,36 +186,36 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 # Messages server -> leader ---------------------------------------------------------------------------------------
 
 
-class Submit(Struct, frozen=True, tag=True):
+class Submit(Struct, frozen=True, tag="Submit"):
     """Generate this sequence."""
 
     request: SequenceRequest
 
 
-class Cancel(Struct, frozen=True, tag=True):
+class Cancel(Struct, frozen=True, tag="Cancel"):
     """Cancel this sequence. Unknown ids are ignored, since the sequence may just have finished."""
 
     id: str
 
 
-class Finish(Struct, frozen=True, tag=True):
+class Finish(Struct, frozen=True, tag="Finish"):
     """End this sequence after its first `n_tokens` output tokens, because the server found a stop string there."""
 
     id: str
     n_tokens: int
 
 
-class Ping(Struct, frozen=True, tag=True):
+class Ping(Struct, frozen=True, tag="Ping"):
     """Ask for a `Pong`, which the engine's loop sends itself (not a thread that reads messages)."""
 
     nonce: int
 
 
-class ResetPrefixCache(Struct, frozen=True, tag=True):
+class ResetPrefixCache(Struct, frozen=True, tag="ResetPrefixCache"):
     """Drop all cached prefixes and free MLX's buffer cache."""
 
 
-class Shutdown(Struct, frozen=True, tag=True):
+class Shutdown(Struct, frozen=True, tag="Shutdown"):
     """End the engine process now. The server sends it after draining."""
 
 
@@ -225,7 +225,7 @@ ToEngine = Submit | Cancel | Finish | Ping | ResetPrefixCache | Shutdown
 # Messages leader -> server ---------------------------------------------------------------------------------------
 
 
-class Loading(Struct, frozen=True, tag=True):
+class Loading(Struct, frozen=True, tag="Loading"):
     """The progress of loading: `done` of `total` bytes."""
 
     phase: str
@@ -233,14 +233,14 @@ class Loading(Struct, frozen=True, tag=True):
     total: int
 
 
-class Ready(Struct, frozen=True, tag=True):
+class Ready(Struct, frozen=True, tag="Ready"):
     """The engine is ready."""
 
     info: ModelInfo
     pid: int
 
 
-class Tokens(Struct, frozen=True, tag=True):
+class Tokens(Struct, frozen=True, tag="Tokens"):
     """Newly committed tokens of one sequence. `start` is the number of output tokens committed before these."""
 
     id: str
@@ -249,7 +249,7 @@ class Tokens(Struct, frozen=True, tag=True):
     logprobs: list[TokenLogprobs] | None = None  # one per token, if the request wants them
 
 
-class PromptScored(Struct, frozen=True, tag=True):
+class PromptScored(Struct, frozen=True, tag="PromptScored"):
     """Log-probabilities of the prompt (`echo`): entry i is that of prompt token i; the first is None."""
 
     id: str
@@ -264,7 +264,7 @@ class Timing(Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0  # first token -> last token
 
 
-class Finished(Struct, frozen=True, tag=True):
+class Finished(Struct, frozen=True, tag="Finished"):
     """The last message about a sequence."""
 
     id: str
@@ -278,14 +278,14 @@ class Finished(Struct, frozen=True, tag=True):
     accepted_tokens: int = 0  # draft tokens that were accepted
 
 
-class Pong(Struct, frozen=True, tag=True):
+class Pong(Struct, frozen=True, tag="Pong"):
     """The answer to a `Ping` with the same nonce."""
 
     nonce: int
     stats: EngineStats
 
 
-class Failed(Struct, frozen=True, tag=True):
+class Failed(Struct, frozen=True, tag="Failed"):
     """The engine failed, during its start or later. The process ends with `code` after this message."""
 
     kind: str  # name of the error's class
@@ -293,7 +293,7 @@ class Failed(Struct, frozen=True, tag=True):
     code: int  # an `ExitCode`
 
 
-class Batch(Struct, frozen=True, tag=True):
+class Batch(Struct, frozen=True, tag="Batch"):
     """All sequence events of one step, in commit order."""
 
     step: int

@@ -73,7 +73,7 @@ class PeerFailure(Struct, frozen=True, kw_only=True):
 # During the handshake (`handshake.py`):
 
 
-class Hello(Struct, frozen=True, tag=True):
+class Hello(Struct, frozen=True, tag="Hello"):
     """Worker to leader, first: the worker's identity, and the group that it was started for."""
 
     identity: Identity
@@ -82,17 +82,17 @@ class Hello(Struct, frozen=True, tag=True):
     nonce: int  # of the start
 
 
-class Admitted(Struct, frozen=True, tag=True):
+class Admitted(Struct, frozen=True, tag="Admitted"):
     """Leader to worker: the worker is in the group, which is not complete yet."""
 
 
-class Welcome(Struct, frozen=True, tag=True):
+class Welcome(Struct, frozen=True, tag="Welcome"):
     """Leader to workers: the group is complete."""
 
     leader: Identity
 
 
-class Refused(Struct, frozen=True, tag=True):
+class Refused(Struct, frozen=True, tag="Refused"):
     """Leader to worker: the worker cannot join, or the group cannot form."""
 
     kind: str  # name of the error class that the leader raises
@@ -103,13 +103,13 @@ class Refused(Struct, frozen=True, tag=True):
 # After the handshake:
 
 
-class Payload(Struct, frozen=True, tag=True):
+class Payload(Struct, frozen=True, tag="Payload"):
     """A message between engines, which the channel does not decode."""
 
     data: bytes
 
 
-class Heartbeat(Struct, frozen=True, tag=True):
+class Heartbeat(Struct, frozen=True, tag="Heartbeat"):
     """Sent regularly: the rank is alive, and its engine thread is at this step."""
 
     step: int = -1  # the last step that the engine thread entered
@@ -117,7 +117,7 @@ class Heartbeat(Struct, frozen=True, tag=True):
     inside_s: float = 0.0  # seconds since it entered
 
 
-class Goodbye(Struct, frozen=True, tag=True):
+class Goodbye(Struct, frozen=True, tag="Goodbye"):
     """The sender's last message. Without a failure, it leaves in order."""
 
     reason: str

@@ -35,7 +35,7 @@ FileVariable = Literal["MLX_HOSTFILE", "MLX_IBV_DEVICES"]
 """Environment variables that name a file for MLX's backend."""
 
 
-class Welcome(Struct, frozen=True, tag=True):
+class Welcome(Struct, frozen=True, tag="Welcome"):
     """The agent's first message. Paths on its host: its interpreter, a directory for sockets, its credentials' file."""
 
     python: AgentPath
@@ -43,14 +43,14 @@ class Welcome(Struct, frozen=True, tag=True):
     credentials: AgentPath
 
 
-class AskPorts(Struct, frozen=True, tag=True):
+class AskPorts(Struct, frozen=True, tag="AskPorts"):
     """Ask for `count` free TCP ports on an address of the agent's host."""
 
     address: str
     count: Annotated[int, Meta(ge=1, le=64)]
 
 
-class Ports(Struct, frozen=True, tag=True):
+class Ports(Struct, frozen=True, tag="Ports"):
     """Ports that were free when the agent looked. Empty, with `problem` and `remedy`, if it found none."""
 
     numbers: list[Annotated[int, Meta(ge=1, le=65535)]]
@@ -58,7 +58,7 @@ class Ports(Struct, frozen=True, tag=True):
     remedy: str = ""
 
 
-class RunRank(Struct, frozen=True, tag=True):
+class RunRank(Struct, frozen=True, tag="RunRank"):
     """Start `phalanx rank`. The agent first ends the process of an earlier connection."""
 
     arguments: list[str]
@@ -66,38 +66,38 @@ class RunRank(Struct, frozen=True, tag=True):
     files: dict[FileVariable, str] = {}  # -> text; the agent writes a file and sets the variable to its path
 
 
-class RunDaemon(Struct, frozen=True, tag=True):
+class RunDaemon(Struct, frozen=True, tag="RunDaemon"):
     """Start Open MPI's daemon `prted`, as `RunRank` starts a rank."""
 
     arguments: list[str]
 
 
-class Started(Struct, frozen=True, tag=True):
+class Started(Struct, frozen=True, tag="Started"):
     """The process runs."""
 
     pid: int
 
 
-class Output(Struct, frozen=True, tag=True):
+class Output(Struct, frozen=True, tag="Output"):
     """A piece of the process's stdout or stderr."""
 
     data: bytes
 
 
-class Ended(Struct, frozen=True, tag=True):
+class Ended(Struct, frozen=True, tag="Ended"):
     """The process has ended. `status` is negative for a signal; `problem` says why a process could not start."""
 
     status: Annotated[int, Meta(ge=-64, le=255)]
     problem: str = ""
 
 
-class Signal(Struct, frozen=True, tag=True):
+class Signal(Struct, frozen=True, tag="Signal"):
     """Send a signal to the process and its descendants."""
 
     number: Annotated[int, Meta(ge=1, le=31)]
 
 
-class KeepAlive(Struct, frozen=True, tag=True):
+class KeepAlive(Struct, frozen=True, tag="KeepAlive"):
     """Heartbeat. The server sends it, the agent answers it."""
 
 
