@@ -33,7 +33,8 @@ from phalanx.gateway.dispatch_request import Affinity, DispatchRequest
 from phalanx.gateway.dispatcher import Dispatcher, Grant
 from phalanx.gateway.health import Check, HealthRules, Load, Report
 from phalanx.gateway.policies import CacheAware, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, RoundRobin
-from phalanx.gateway.replica import Replica, ReplicaSpec
+from phalanx.gateway.replica import Replica
+from phalanx.gateway.replicas_file import ReplicaSpec
 
 PLACES = 4  # requests at once on a replica
 QUEUE = 32

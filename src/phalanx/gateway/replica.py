@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
-
 from phalanx.gateway.breaker import Breaker, BreakerRules
 from phalanx.gateway.health import Health, HealthRules
+from phalanx.gateway.replicas_file import ReplicaSpec
 
 TAG = ":latest"
 """What Ollama's clients may add to a model's name, and leave out."""
 ALONE = 1
 """Requests at once of a server that does not say how many it takes, as with LM Studio or llama.cpp's server."""
-
-
-class ReplicaSpec(Struct, frozen=True, kw_only=True):
-    """One replica as the user names it."""
-
-    name: str
-    url: str  # without /v1 and without a slash at the end
-    weight: float = 1.0  # of its share, relative to others
-    max_in_flight: int | None = None  # None: what its /health says, else `ALONE`
-    key: str | None = None  # API key that it asks for
-    admin_key: str | None = None  # with which it tells what another replica needs to continue its streams
 
 
 class Replica:

@@ -20,10 +20,20 @@ from msgspec import Meta, Struct
 
 from phalanx.edge.keys import NOT_SENDABLE, is_sendable
 from phalanx.errors import ConfigError
-from phalanx.gateway.replica import ReplicaSpec
 from phalanx.gateway.toml_tables import parse_tables
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,63}")
+
+
+class ReplicaSpec(Struct, frozen=True, kw_only=True):
+    """One replica as the user names it."""
+
+    name: str
+    url: str  # without /v1 and without a slash at the end
+    weight: float = 1.0  # of its share, relative to others
+    max_in_flight: int | None = None  # None: what its /health says, else `ALONE`
+    key: str | None = None  # API key that it asks for
+    admin_key: str | None = None  # with which it tells what another replica needs to continue its streams
 
 
 class ReplicaFields(Struct, kw_only=True, forbid_unknown_fields=True):

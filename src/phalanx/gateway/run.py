@@ -37,8 +37,8 @@ from phalanx.gateway.metrics import Metrics
 from phalanx.gateway.models import parse_aliases
 from phalanx.gateway.policies import CacheAware, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, RoundRobin
 from phalanx.gateway.proxy import Proxy
-from phalanx.gateway.replica import Replica, ReplicaSpec
-from phalanx.gateway.replicas_file import Keys, parse_replicas, specs_of_urls
+from phalanx.gateway.replica import Replica
+from phalanx.gateway.replicas_file import Keys, ReplicaSpec, parse_replicas, specs_of_urls
 from phalanx.gateway.settings import GatewayConfig
 from phalanx.gateway.upstream import make_session
 from phalanx.gateway.watched_file import WatchedFile

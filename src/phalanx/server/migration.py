@@ -30,7 +30,7 @@ from phalanx.edge.migration import (
     split_body,
 )
 from phalanx.errors import AdminKeyRefused, EngineError, InvalidRequest, PhalanxError, Quarantined
-from phalanx.server.dialects.log_probabilities import finite
+from phalanx.server.json_pieces import finite
 from phalanx.server.refusals import check_ids
 from phalanx.types import Finished, ModelInfo, SequenceRequest, TokenLogprobs, Tokens
 

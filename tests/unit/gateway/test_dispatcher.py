@@ -19,7 +19,8 @@ from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatcher import Dispatcher, Grant
 from phalanx.gateway.health import Check, HealthRules, Load, Report
 from phalanx.gateway.policies import LeastLoad, PowerOfTwo
-from phalanx.gateway.replica import Replica, ReplicaSpec
+from phalanx.gateway.replica import Replica
+from phalanx.gateway.replicas_file import ReplicaSpec
 
 MODELS = {"a": frozenset({"m", "n"}), "b": frozenset({"m"}), "c": None}
 NUMERICS = {"a": "n1", "b": "n2", "c": ""}

@@ -10,8 +10,7 @@ from phalanx.errors import ConfigError
 from phalanx.gateway.key_limits import KeyLimits
 from phalanx.gateway.keys_file import parse_keys
 from phalanx.gateway.models import parse_aliases
-from phalanx.gateway.replica import ReplicaSpec
-from phalanx.gateway.replicas_file import Keys, parse_replicas, specs_of_urls
+from phalanx.gateway.replicas_file import Keys, ReplicaSpec, parse_replicas, specs_of_urls
 from phalanx.gateway.watched_file import WatchedFile
 
 REPLICAS = """

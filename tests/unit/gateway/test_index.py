@@ -14,7 +14,8 @@ from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.health import Check, HealthRules, Load, Report
 from phalanx.gateway.index import SPARE, ReplicaIndex
 from phalanx.gateway.policies import Listed, by_load
-from phalanx.gateway.replica import Replica, ReplicaSpec
+from phalanx.gateway.replica import Replica
+from phalanx.gateway.replicas_file import ReplicaSpec
 
 NAMES = "abcd"
 MODELS = (None, frozenset({"m"}), frozenset({"m", "n"}), frozenset({"n:latest"}))

@@ -15,7 +15,8 @@ from phalanx.gateway.breaker import BreakerRules
 from phalanx.gateway.health import HealthRules
 from phalanx.gateway.key_limits import KeyLimits, KeyMeter
 from phalanx.gateway.models import cards_in, merged, merged_tags, names_in, tags_in
-from phalanx.gateway.replica import Replica, ReplicaSpec
+from phalanx.gateway.replica import Replica
+from phalanx.gateway.replicas_file import ReplicaSpec
 from phalanx.gateway.retries import MOST, PER_SECOND, Backoff, RetryBudget
 
 # Keys ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from phalanx.gateway.breaker import BreakerRules
 from phalanx.gateway.dispatch_request import Affinity, DispatchRequest
 from phalanx.gateway.health import Check, HealthRules, Load, Report
 from phalanx.gateway.policies import CacheAware, ConsistentHashing, LeastLoad, Listed, PowerOfTwo, RoundRobin, by_load
-from phalanx.gateway.replica import Replica, ReplicaSpec
+from phalanx.gateway.replica import Replica
+from phalanx.gateway.replicas_file import ReplicaSpec
 
 ANY = DispatchRequest("", None, 0.0)
 

@@ -17,7 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from phalanx.kernels import install
 from phalanx.model.cpu.weight_only_16bit import WideQuantizedEmbedding
-from phalanx.model.loading.parallel import SummedQuantizedLinear
+from phalanx.model.summed_layers import SummedQuantizedLinear
 
 FIELDS = ("weight", "scales", "biases")
 

@@ -16,7 +16,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from phalanx.model.loading.parallel import SummedLinear, SummedQuantizedLinear
+from phalanx.model.summed_layers import SummedLinear, SummedQuantizedLinear
 
 
 class WideEmbedding(nn.Embedding):  # type: ignore[misc]

@@ -7,7 +7,6 @@ computation before the sum stays the same. Does not know how weights are split o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,54 +24,7 @@ from mlx_lm.models.minimax import ShardedRMSNorm
 from phalanx.dist.reduce import Reducer
 from phalanx.model.loading.recipes import ENDS_IN_SUM, RECIPES
 from phalanx.model.modules import class_key, descend
-
-Sum = Callable[[mx.array], mx.array]
-"""Sums an array [..., width] over the ranks."""
-
-
-class SummedLinear(nn.Linear):  # type: ignore[misc]
-    """A linear layer of which each rank has some of the inputs. The bias is added after the sum."""
-
-    all_sum: Sum
-
-    def __call__(self, x: mx.array) -> mx.array:
-        y = self.all_sum(x @ self["weight"].T)
-        return y + self["bias"] if "bias" in self else y
-
-
-class SummedQuantizedLinear(nn.QuantizedLinear):  # type: ignore[misc]
-    """`SummedLinear` with a quantised matrix."""
-
-    all_sum: Sum
-
-    def __call__(self, x: mx.array) -> mx.array:
-        y = self.all_sum(
-            mx.quantized_matmul(
-                x,
-                self["weight"],
-                scales=self["scales"],
-                biases=self.get("biases"),
-                transpose=True,
-                group_size=self.group_size,
-                bits=self.bits,
-                mode=self.mode,
-            )
-        )
-        return y + self["bias"] if "bias" in self else y
-
-
-class SummedRMSNorm(nn.RMSNorm):  # type: ignore[misc]
-    """RMSNorm of a vector of which each rank has an equal part; computed in float32."""
-
-    all_sum: Sum
-    ranks: int
-
-    def __call__(self, x: mx.array) -> mx.array:
-        wide = x.astype(mx.float32)
-        squares = self.all_sum(wide.square().sum(axis=-1, keepdims=True))
-        scale = mx.rsqrt(squares / (x.shape[-1] * self.ranks) + self.eps)
-        normed: mx.array = (wide * scale * self["weight"]).astype(mx.result_type(x, self["weight"]))
-        return normed
+from phalanx.model.summed_layers import SummedLinear, SummedQuantizedLinear, SummedRMSNorm
 
 
 def _summed_block(cls: type[Module]) -> type[Module]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from phalanx.server.answers import Delta, ScoredToken, TokenText, Usage
 from phalanx.server.dialects.dialect import Dialect, ParsedBody
-from phalanx.server.dialects.log_probabilities import finite
 from phalanx.server.dialects.openai_objects import OpenAIStream, base, finish, totals
+from phalanx.server.json_pieces import finite
 from phalanx.server.parsed import Served
 from phalanx.server.schema import CompletionBody
 from phalanx.server.validate import parse_completion

@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.server.answers import ScoredToken, TokenText
-
-LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot write
-
-
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can write."""
-    return max(logprob, LEAST_LOGPROB)
+from phalanx.server.json_pieces import finite
 
 
 def scored_json(entry: ScoredToken) -> dict[str, Any]:
