@@ -6,8 +6,7 @@ A command takes a whole settings object, and `with_settings` gives the command l
     @with_settings
     def command(config: Annotated[EngineConfig, Flags("model", "max_model_len", model="demo")]) -> int: ...
 
-typer parses the flags and writes `--help`. A bad value is answered with the flag, the value and what is allowed. Does
-not know what any setting does.
+typer parses the flags and writes `--help`. A bad value is answered with the flag, the value and what is allowed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rank joins its group: native kernels, the fabric, and the sums over ranks.
 
-Starts from a control connection (`rendezvous.py`). Does not know models or requests.
+Starts from a control connection (`rendezvous.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The server process at run time: signals, draining, exit code. Does not know routes, messages or how it starts."""
+"""The server process at run time: signals, draining, exit code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Settings of the server, parsed once and frozen; `config.py` says how a field is declared, and has the engine's.
-
-Does not know where a value came from.
-"""
+"""Settings of the server, parsed once and frozen; `config.py` says how a field is declared, and has the engine's."""
 
 from __future__ import annotations
 

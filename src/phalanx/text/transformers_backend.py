@@ -1,7 +1,7 @@
 """Loads any tokenizer that transformers supports, through mlx-lm, which finds chat template and thinking tokens.
 
 Importing this module costs a second. `Tokenizer.load` uses it for tokenizers that `fast_backend.py` declines: with
-their own code, without a tokenizer.json, or of a class that builds its own rules. Does not know HTTP.
+their own code, without a tokenizer.json, or of a class that builds its own rules.
 """
 
 from __future__ import annotations

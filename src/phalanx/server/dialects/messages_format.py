@@ -1,4 +1,4 @@
-"""How `/v1/messages` (Anthropic) writes answers: blocks of thinking, text and calls, streamed or whole. Pure.
+"""How `/v1/messages` (Anthropic) writes answers: blocks of thinking, text and calls, streamed or whole.
 
 Does not know requests (`messages.py`).
 """
