@@ -95,9 +95,6 @@ PROCESS_CALLS = re.compile(
 
 PICKLES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})
 
-IMPORTS_IN_FUNCTIONS: dict[str, str] = {}
-"""file -> why (optional dependencies only)."""
-
 DYNAMIC_IMPORTS = {
     "cli/app.py": "a command's module is imported when the command runs, so that --help is fast",
     "cli/main.py": "the same, and typer, which imports pydantic, is for people's commands only",
@@ -203,8 +200,6 @@ def layers(source: Source) -> Iterator[str]:
         return
     mine = LAYERS[source.package]
     for node, name in source.imports():
-        if name.startswith("."):
-            yield source.at(node, "relative import")
         if top(name) != "phalanx":
             continue
         other = (name.split(".") + [""])[1]
@@ -294,14 +289,8 @@ def pickles(source: Source) -> Iterator[str]:
             yield source.at(node, f"imports {name}")
 
 
-def local_imports(source: Source) -> Iterator[str]:
-    """Imports stand at the top of a file."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    for function in ast.walk(source.tree):
-        if isinstance(function, functions) and not source.is_in(IMPORTS_IN_FUNCTIONS):
-            for node in ast.walk(function):
-                if isinstance(node, (ast.Import, ast.ImportFrom)):
-                    yield source.at(node, "import inside a function")
+def dynamic_imports(source: Source) -> Iterator[str]:
+    """Modules are imported by statements; ruff's PLC0415 keeps those at the top of a file."""
     for node in ast.walk(source.tree):
         name = dotted(node.func) if isinstance(node, ast.Call) else ""
         if name in ("__import__", "importlib.import_module", "import_module") and not source.is_in(DYNAMIC_IMPORTS):
@@ -322,24 +311,11 @@ def broad_excepts(source: Source) -> Iterator[str]:
                 yield source.at(node, "suppresses everything")
 
 
-def type_checking(source: Source) -> Iterator[str]:
-    """A cycle is removed, not hidden."""
-    for node in ast.walk(source.tree):
-        if dotted(node).rpartition(".")[2] == "TYPE_CHECKING":
-            yield source.at(node, "TYPE_CHECKING")
-
-
 def globals_(source: Source) -> Iterator[str]:
     """State belongs to objects."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Global):
             yield source.at(node, f"global {', '.join(node.names)}")
-
-
-def docstrings(source: Source) -> Iterator[str]:
-    """Every module says what it does."""
-    if not ast.get_docstring(source.tree):
-        yield source.at(source.tree, "has no module docstring")
 
 
 def documented_settings(source: Source) -> Iterator[str]:
@@ -371,11 +347,9 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     collectives,
     processes,
     pickles,
-    local_imports,
+    dynamic_imports,
     broad_excepts,
-    type_checking,
     globals_,
-    docstrings,
     documented_settings,
     names,
 )
@@ -452,7 +426,7 @@ def test_the_server_process_runs_without_mlx() -> None:
 def test_lists_name_files_that_exist() -> None:
     """A file outlives its place in a list silently, and an exception its reason, unless this fails."""
     sources = package_sources()
-    listed = (*PURE, *IMPURE, *NO_MLX, *PROCESS_HOMES, *IMPORTS_IN_FUNCTIONS, *DYNAMIC_IMPORTS, *BROAD_EXCEPTS)
+    listed = (*PURE, *IMPURE, *NO_MLX, *PROCESS_HOMES, *DYNAMIC_IMPORTS, *BROAD_EXCEPTS)
     assert [home for home in listed if not any(source.is_in((home,)) for source in sources)] == []
     assert [source.path for source in sources if source.is_in(IMPURE) and not any(impurities(source))] == []
 
@@ -473,7 +447,7 @@ def test_no_file_knows_the_machine_it_was_written_on() -> None:
 
 
 def test_nothing_outside_the_package_is_pickled() -> None:
-    for tree in ("tests", "tools", "benchmarks"):
+    for tree in ("tests", "tools", "benchmarks", "examples"):
         for file in sorted((ROOT / tree).rglob("*.py")):
             assert list(pickles(parse(file.name, file.read_text()))) == [], file
 
@@ -485,7 +459,6 @@ BAD = [
     (layers, "types.py", "from phalanx.sched import plan"),
     (layers, "server/x.py", "from phalanx.gateway import proxy"),
     (layers, "novelty/x.py", ""),
-    (layers, "sched/x.py", "from . import plan"),
     (narrow_imports, "server/x.py", "from phalanx.engine.leader import Leader"),
     (narrow_imports, "server/x.py", "from phalanx.model import cache"),
     (narrow_imports, "gateway/x.py", "from phalanx.supervision.client import EngineClient"),
@@ -502,15 +475,12 @@ BAD = [
     (processes, "server/x.py", "import asyncio\nasyncio.create_subprocess_exec('ls')"),
     (processes, "model/x.py", "import os\nos.execvp('ls', [])"),
     (pickles, "engine/x.py", "from pickle import loads"),
-    (local_imports, "engine/x.py", "def f():\n    import json"),
-    (local_imports, "engine/x.py", "import importlib\nimportlib.import_module('json')"),
+    (dynamic_imports, "engine/x.py", "import importlib\nimportlib.import_module('json')"),
     (broad_excepts, "engine/x.py", "try:\n    pass\nexcept Exception:\n    pass"),
     (broad_excepts, "engine/x.py", "try:\n    pass\nexcept:\n    pass"),
     (broad_excepts, "engine/x.py", "try:\n    pass\nexcept (OSError, BaseException):\n    pass"),
     (broad_excepts, "engine/x.py", "import contextlib\nwith contextlib.suppress(Exception):\n    pass"),
-    (type_checking, "engine/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass"),
     (globals_, "engine/x.py", "def f():\n    global a"),
-    (docstrings, "engine/x.py", "import json"),
     (documented_settings, "config.py", "class C:\n    a: int = 1\n    b: int = 2\n    '''documented'''"),
     (names, "engine/utils.py", ""),
 ]
