@@ -135,7 +135,6 @@ class ChatEncoder:
 
 
 def _schemas(tools: ToolUse) -> tuple[AnswerGrammar, ...]:
-    """The schemas of the tools' arguments."""
     return tuple(
         AnswerGrammar(param="tools", place=tool.field, grammar={"json_schema": tool.parameters}) for tool in tools.tools
     )

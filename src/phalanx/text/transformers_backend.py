@@ -187,6 +187,5 @@ def _is_byte_level(hf: Any) -> bool:
 
 
 def _own_templates(hf: Any) -> dict[str, str]:
-    """Templates that a tokenizer's class brings."""
     found = getattr(hf, "chat_template", None)
     return {template_files.DEFAULT: found} if isinstance(found, str) and found.strip() else {}

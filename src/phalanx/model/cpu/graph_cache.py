@@ -160,7 +160,6 @@ class GraphCache(Graphs):
         return any(graph and other.length == 1 and other[:4] == key[:4] for other, graph in self._captured.items())
 
     def _evict_when_full(self) -> None:
-        """Drop all graphs once there are `MAX_GRAPHS`."""
         if len(self._captured) >= MAX_GRAPHS:
             self._captured.clear()
             self._seen.clear()

@@ -188,7 +188,6 @@ class _Watch:
         return call
 
     def _note(self, module: Module, key: str) -> None:
-        """Record that an entry of a module was read."""
         when = BEFORE if not self.calls else BEHIND if self._finished >= len(self._layers) else BETWEEN
         for parameter in self._entries.get((id(module), key), ()):
             self.read[parameter].add(when)

@@ -126,7 +126,6 @@ class _SanitizeHook:
 
 
 def _load(files: Iterable[Path]) -> dict[str, mx.array]:
-    """The tensors of these files, lazily."""
     tensors: dict[str, mx.array] = {}
     for file in files:
         found = mx.load(str(file))

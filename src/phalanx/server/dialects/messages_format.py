@@ -176,7 +176,6 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _stop(ending: Ending | None) -> dict[str, str | None]:
-    """Why the answer ended."""
     if ending is None:
         return {"stop_reason": None, "stop_sequence": None}
     if ending.reason == "tool_calls":
