@@ -1,9 +1,9 @@
 """Settings of ranks, groups and clusters, parsed once and frozen; the servers' are in `server/settings.py` and
 `gateway/settings.py`.
 
-A field declares its type, its range (`Meta`), its default and its flag (`Flag`); the docstring below it documents it.
-`cli/flags.py` makes the flags of every command from these declarations, and `phalanx.LLM` checks its keywords against
-them. Does not know where a value came from.
+A field declares its type, its range (`Meta`), its default and its flag (`Flag`). The docstring below it documents it,
+and is the flag's help. `cli/flags.py` makes the flags of every command from these declarations, and `phalanx.LLM`
+checks its keywords against them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.speculation_config import SpeculativeConfig
 
 DEFAULT_MODEL = "demo"
 DEFAULT_PORT = 8000
-GATEWAY_PORT = 8080
+GATEWAY_PORT = 8080  # not the server's: both may run on one machine
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -50,10 +50,8 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class Flag(Struct, frozen=True):
-    """How `--help` shows a setting. The flag is the field's name with hyphens; range and default are the field's."""
+    """How `--help` shows a setting. Name (with hyphens), text, range and default of the flag are the field's."""
 
-    help: str = ""
-    """What the setting does, in one line."""
     panel: Panel | None = None
     """Heading under which the flag stands; None is `Options`."""
     aliases: tuple[str, ...] = ()
@@ -73,137 +71,81 @@ class Flag(Struct, frozen=True):
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """Settings of a rank process. They travel as JSON on the command line of `phalanx rank`."""
 
-    model: Annotated[str, Flag("A directory, a hub id, or `demo`, the bundled model.", positional=True)]
-    """A local directory, a hub id, or `demo` (the bundled model)."""
+    model: Annotated[str, Flag(positional=True)]
+    """A local directory, a hub id, or `demo`, the bundled model."""
 
-    max_model_len: Annotated[
-        Count | None, Flag("Prompt + output in tokens, at most.", "Engine", default="the model's")
-    ] = None
-    """Largest prompt + output in tokens; None is the model's own context."""
-    max_num_seqs: Annotated[int, Meta(ge=1, le=4096), Flag("Rows computed together, at most.", "Engine")] = 16
-    """Largest number of rows computed together."""
+    max_model_len: Annotated[Count | None, Flag("Engine", default="the model's")] = None
+    """Prompt + output in tokens, at most."""
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096), Flag("Engine")] = 16
+    """Rows computed together, at most."""
     max_num_batched_tokens: Annotated[
-        Count | None, Flag("Tokens of one step, at most.", "Engine", default="512 on a CPU, 2,048 on a GPU")
+        Count | None, Flag("Engine", default="512 on a CPU, 2,048 on a GPU; at least one for each row")
     ] = None
-    """Largest number of tokens a step feeds to the model, prefill chunks and decoding rows together. None: 512 on a
-    CPU, 2,048 on a GPU, and at least one for each row."""
-    target_step_ms: Annotated[
-        float, Meta(ge=1.0), Flag("Prefill chunks are cut so that a step takes about this long.", "Engine")
-    ] = 250.0
-    """Prefill chunks are cut so that a step takes about this long, whatever the machine's speed."""
-    dtype: Annotated[
-        Dtype,
-        Flag(
-            "`auto`: the checkpoint's, but float32 on CPUs. bfloat16 there: a GPU's rounding; quicker prompts and "
-            "streams where the processor has AVX-512 BF16.",
-            "Engine",
-        ),
-    ] = "auto"
-    """Floating dtype of weights, scales and activations; `auto` is the checkpoint's, except float32 on the CPU, where
-    matrices and scales that the native kernels read stay as they are stored."""
-    revision: Annotated[str | None, Flag("Branch, tag or commit of a hub id.", "Engine")] = None
-    """Branch, tag or commit of a hub id; None is the default branch."""
-    trust_remote_code: Annotated[bool, Flag("Run Python files that come with the model.", "Engine")] = False
-    """Run Python files that the model's repository ships (tokenizer or `model_file`)."""
-    trace: Annotated[str | None, Flag("Append every plan as a line of JSON.", "Engine", metavar="FILE")] = None
-    """File to which every plan is appended as a line of JSON; None is off."""
-    speculative_config: Annotated[
-        SpeculativeConfig | None,
-        Flag(
-            """Guess tokens and verify them together; the output does not change. '{"method": "ngram"}', or suffix, """
-            "draft_model, random.",
-            "Engine",
-        ),
-    ] = None
-    """How tokens are drafted; None is not at all. The output does not depend on it."""
-    cpu_kernels: Annotated[
-        bool, Flag("Native kernels where MLX computes on the CPU and phalanx-cpu is installed.", "Engine")
-    ] = True
-    """Compute with the native kernels of phalanx-cpu, where they are installed and MLX runs on the CPU."""
-    cpu_precision: Annotated[
-        CpuPrecision,
-        Flag(
-            "Of native products with quantised weights: `fast` rounds activations to 8 bits; `auto` is exact.", "Engine"
-        ),
-    ] = "auto"
-    """Of products with quantised weights: exact sums in float32, fast rounds activations to 8 bits; `auto` is exact."""
+    """Tokens of one step, at most: of prefill chunks and decoding rows together."""
+    target_step_ms: Annotated[float, Meta(ge=1.0), Flag("Engine")] = 250.0
+    """Prefill chunks are cut so that a step takes about so many milliseconds."""
+    dtype: Annotated[Dtype, Flag("Engine")] = "auto"
+    """Type of weights, scales and activations. `auto`: the checkpoint's, but float32 on CPUs. bfloat16 there: a GPU's
+    rounding; quicker prompts and streams where the processor has AVX-512 BF16."""
+    revision: Annotated[str | None, Flag("Engine", default="the default branch")] = None
+    """Branch, tag or commit of a hub id."""
+    trust_remote_code: Annotated[bool, Flag("Engine")] = False
+    """Run Python files that come with the model (tokenizer or `model_file`)."""
+    trace: Annotated[str | None, Flag("Engine", metavar="FILE")] = None
+    """Append every plan to this file, as a line of JSON."""
+    speculative_config: Annotated[SpeculativeConfig | None, Flag("Engine")] = None
+    """Guess tokens and verify them together; the output does not change. '{"method": "ngram"}', or suffix, draft_model,
+    random."""
+    cpu_kernels: Annotated[bool, Flag("Engine")] = True
+    """Native kernels where MLX computes on the CPU and phalanx-cpu is installed."""
+    cpu_precision: Annotated[CpuPrecision, Flag("Engine")] = "auto"
+    """Of native products with quantised weights: `exact` sums in float32, `fast` rounds activations to 8 bits; `auto`
+    is exact."""
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=256)] | None,
-        Flag("Of the native kernels, per rank.", "Engine", default="the processors, shared among the ranks"),
+        Flag("Engine", default="the machine's processors, shared among its ranks"),
     ] = None
-    """Threads of the native kernels per rank; None divides the processors among the ranks of this machine."""
+    """Threads of the native kernels, per rank."""
 
-    kv_cache_gb: Annotated[Size | None, Flag("GiB for running rows.", "Memory", default="60 % of what is free")] = None
-    """GiB for the KV buffers of running rows; None is 60 % of what the memory guard leaves after loading."""
-    prefix_cache_gb: Annotated[
-        Size | None,
-        Flag("GiB for prefixes of finished rows; 0 is off.", "Memory", default="20 % of what is free"),
-    ] = None
-    """GiB for kept prefixes of finished rows; None is 20 % of what the guard leaves, 0 turns the cache off."""
+    kv_cache_gb: Annotated[Size | None, Flag("Memory", default="60 % of what --memory-guard-gb leaves")] = None
+    """GiB for the KV buffers of running rows."""
+    prefix_cache_gb: Annotated[Size | None, Flag("Memory", default="20 % of what --memory-guard-gb leaves")] = None
+    """GiB for kept prefixes of finished rows; 0 is off."""
     memory_guard_gb: Annotated[
         Size | None,
-        Flag("GiB that stay free.", "Memory", default="10 %, at least 5", variable=GUARD_VARIABLES[0]),
+        Flag("Memory", default="10 %, at least 5; 10 % of an NVIDIA GPU's memory", variable=GUARD_VARIABLES[0]),
     ] = None
-    """GiB kept free for the rest of the machine; None is max(10 % of physical memory, 5 GB), and 10 % of an NVIDIA
-    GPU's memory (B2)."""
-    wired_limit: Annotated[
-        bool, Flag("Macs: keep weights and caches in memory (wired); without, macOS may page them out.", "Memory")
-    ] = True
-    """On Metal, wire up to the GPU's whole part of the memory; `phalanx doctor` says what speaks for and against."""
+    """GiB that stay free for the rest of the machine."""
+    wired_limit: Annotated[bool, Flag("Memory")] = True
+    """Macs: keep weights and caches in memory (wired), up to the GPU's whole part; without, macOS may page them out.
+    `phalanx doctor` says what speaks for and against."""
 
     tensor_parallel_size: Annotated[
-        Width | tuple[Width, ...],
-        Flag(
-            "Processes that share every layer; with --pp also of each stage (2,1).", "Ranks", metavar="N[,N...]",
-            aliases=("-tp", "--tp"),
-        ),
-    ] = 1  # fmt: skip
-    """Ranks that share every layer; each is a process with its part of the weights and of the KV cache. Of all stages,
-    or of each, the one with the embedding first."""
-    pipeline_parallel_size: Annotated[
-        Width, Flag("Stages, each with some of the layers.", "Ranks", aliases=("-pp", "--pp"))
+        Width | tuple[Width, ...], Flag("Ranks", metavar="N[,N...]", aliases=("-tp", "--tp"))
     ] = 1
-    """Stages, each of which has some consecutive layers and ranks of its own (P1)."""
-    pp_split: Annotated[
-        tuple[Count, ...] | None,
-        Flag("Layers of each stage.", "Ranks", metavar="N,N...", default="by memory"),
-    ] = None
-    """Number of layers of each stage, the one with the embedding first; None divides them by cost and memory (P4)."""
-    pp_activation_dtype: Annotated[ActivationDtype, Flag("Numbers that stages hand on; `model` is exact.", "Ranks")] = (
-        "model"
-    )
-    """Type of the numbers between stages. Another one than the model's halves what is sent, or rounds."""
-    backend: Annotated[BackendChoice, Flag("What carries their sums; `auto` says what it took.", "Ranks")] = "auto"
-    """Transport of the collectives; `auto` takes the best that is installed and logs why (F1)."""
-    collective: Annotated[Collective, Flag("All-reduce algorithm of mpi.", "Ranks")] = "auto"
-    """All-reduce algorithm where the backend offers a choice (mpi): star gathers on one rank, ring passes round."""
-    check_collectives: Annotated[bool, Flag("Checksums on every sum.", "Ranks")] = True
-    """Every reduction carries a checksum and a tag; ranks check them before they commit a token of the step (A6)."""
-    join_seconds: Annotated[
-        float, Meta(ge=1.0), Flag("Seconds in which ranks must find each other at start.", "Ranks")
-    ] = 60.0
-    """Seconds that the ranks of a group have to find each other at start."""
-    silence_seconds: Annotated[float, Meta(ge=0.5), Flag("Seconds of silence after which a rank is lost.", "Ranks")] = (
-        2.0
-    )
-    """Seconds without a heartbeat after which a rank counts as lost."""
-    wedge_seconds: Annotated[
-        float,
-        Meta(ge=0.5),
-        Flag("A step that takes longer, and 5 times longer than predicted, ends the group.", "Ranks"),
-    ] = 10.0
-    """Seconds that any step may take; a step that takes longer, and 5 times longer than predicted, ends the group."""
-    inject: Annotated[
-        str | None,
-        Flag(
-            "Produce a fault once, to see what happens: "
-            "garbage, stale, zero, permute, kill, suspend, wedge, tamper, crash; between stages cut, lose, repeat, "
-            "corrupt.",
-            "Ranks",
-            metavar="KIND:rank=R,step=S",
-        ),
-    ] = None
-    """A fault to produce, for drills and tests: `KIND:rank=R,step=S[,layer=L]`; see `dist/fault_injection.py`."""
+    """Processes that share every layer, each with its part of weights and KV cache; with --pp also of each stage, the
+    one with the embedding first (2,1)."""
+    pipeline_parallel_size: Annotated[Width, Flag("Ranks", aliases=("-pp", "--pp"))] = 1
+    """Stages, each with some consecutive layers and ranks of its own."""
+    pp_split: Annotated[tuple[Count, ...] | None, Flag("Ranks", metavar="N,N...", default="by cost and memory")] = None
+    """Layers of each stage, the one with the embedding first."""
+    pp_activation_dtype: Annotated[ActivationDtype, Flag("Ranks")] = "model"
+    """Type of the numbers that stages hand on; `model` is exact, another one halves what is sent, or rounds."""
+    backend: Annotated[BackendChoice, Flag("Ranks")] = "auto"
+    """What carries the sums over ranks; `auto` takes the best that is installed and logs why."""
+    collective: Annotated[Collective, Flag("Ranks")] = "auto"
+    """All-reduce algorithm of mpi: star gathers on one rank, ring passes round."""
+    check_collectives: Annotated[bool, Flag("Ranks")] = True
+    """A checksum and a tag on every sum, checked before a token of the step is committed."""
+    join_seconds: Annotated[float, Meta(ge=1.0), Flag("Ranks")] = 60.0
+    """Seconds in which ranks must find each other at start."""
+    silence_seconds: Annotated[float, Meta(ge=0.5), Flag("Ranks")] = 2.0
+    """Seconds without a heartbeat after which a rank is lost."""
+    wedge_seconds: Annotated[float, Meta(ge=0.5), Flag("Ranks")] = 10.0
+    """Seconds for a step; one that takes longer, and 5 times longer than predicted, ends the group."""
+    inject: Annotated[str | None, Flag("Ranks", metavar="KIND:rank=R,step=S")] = None
+    """Produce a fault once, for drills and tests (`,layer=L` may follow): garbage, stale, zero, permute, kill, suspend,
+    wedge, tamper, crash; between stages cut, lose, repeat, corrupt."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -278,7 +220,7 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
 
     hosts: tuple[HostConfig, ...]
     """Rank i runs on host i; the server runs beside rank 0."""
-    agent_port: Annotated[Port, Flag("Port of the agents.")] = AGENT_PORT
+    agent_port: Annotated[Port, Flag()] = AGENT_PORT
     """TCP port of the agents."""
     envs: tuple[str, ...] = ()
     """`NAME=value`, for every rank."""

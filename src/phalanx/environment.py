@@ -1,6 +1,6 @@
 """Every environment variable that phalanx reads, and the directories of this user that follow from them.
 
-Nothing else reads `os.environ`. Does not know what the values are used for.
+Nothing else reads `os.environ`.
 """
 
 from __future__ import annotations

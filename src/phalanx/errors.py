@@ -1,50 +1,4 @@
-"""All errors of phalanx as one tree, and the exit codes of its processes.
-
-    PhalanxError
-    +-- ConfigError            a flag, a file or a variable is wrong (names it)
-    +-- ModelError
-    |   +-- ModelNotFound      neither a directory nor a hub id that could be downloaded
-    |   +-- ModelUnsupported   the architecture cannot be served, and why
-    |   +-- WeightsError       missing, surplus, truncated or mis-shaped tensors (names file and tensor)
-    +-- MemoryShortage         needed, available, guard, and what to do
-    +-- InvalidRequest         a client's mistake (HTTP 4xx): names the field
-    |   +-- RequestTooLarge    body, prompt or n above the limit
-    |   +-- UnknownModel       the model named in a request is not served here
-    |   +-- UnknownPath        a gateway has nothing at this path
-    |   +-- InvalidApiKey      no key, or a wrong one
-    |   +-- WrongMediaType     the body is not declared as JSON
-    |   +-- ForbiddenHost      the Host header has a name that is not this server's
-    |   +-- AdminKeyRefused    no admin key, or a wrong one, where only a gateway may ask
-    |   +-- GrammarRefused     what an answer must match cannot be compiled, and why
-    +-- ClusterError           ssh, a process or the set-up of a host failed; names the host
-    |   +-- StartFailed        a cluster's start failed; names the first cause
-    +-- SlowClient             a stream's reader fell too far behind
-    +-- QueueFull              too many requests; `retry_after` seconds
-    |   +-- RateLimited        an API key has used up what it may have in a minute, or at once
-    +-- ReplicaError           of a gateway's replicas
-    |   +-- NoReplica          none can take the request; names each with its reason; `retry_after` seconds
-    |   +-- ReplicaFailed      one failed while it answered; names it
-    |   +-- ReplicaTooSlow     the request's time ended before the answer did
-    |   +-- MalformedAnswer    bytes of a replica that are not the protocol's
-    +-- EngineError
-        +-- EngineUnavailable  not ready or restarting, with the reason
-        +-- HostUnreachable    a host's agent does not answer, or refuses; names host and address
-        +-- Quarantined        the request was computed alone in two engine crashes
-        +-- Desync             a rank's state differs from the plan's; names step, row and field
-        +-- NonFiniteLogits    a forward produced NaN or infinity; names step and row
-        +-- GroupError         ranks could not form the intended group; names backend, rank and port
-        |   +-- PeerMissing    ranks did not join before the deadline, or disconnected; names them
-        |   +-- PeerRefused    a rank cannot be in the group: names field, rank, host and both values
-        +-- PeerLost           a rank failed after the group formed; names rank, host and cause
-        +-- PeerLate           ranks did not answer before a deadline; names them
-        +-- FrameError         bytes on a socket that are not phalanx's protocol
-        +-- StageLinkError     a frame between pipeline stages is not the planned one; names the link and the frame
-        |   +-- FrameCorrupted a bit of it is not what was sent
-        |   +-- FrameLost      a later frame came instead
-        |   +-- FrameRepeated  it came again
-        |   +-- FrameMismatch  it was not planned, or not with this dtype or shape
-        |   +-- FrameLate      it did not come in time
-        +-- CollectiveFault    a reduction's checksum or tag is wrong on a rank; names step and layer
+"""All errors of phalanx, a class before those below it, and the exit codes of its processes.
 
 Every error has a message that names the cause and a `remedy` that says what to do. Does not know HTTP: the table of
 status codes is in `server/app.py`.
@@ -88,11 +42,11 @@ class WeightsError(ModelError):
 
 
 class MemoryShortage(PhalanxError):
-    """Loading or serving would cross the memory guard (B2)."""
+    """Loading or serving would cross the memory guard (B2); the message has what is needed, available and guarded."""
 
 
 class InvalidRequest(PhalanxError):
-    """A mistake of the client. `param` is the JSON field; `code` is OpenAI's error code, if there is one."""
+    """A mistake of the client (HTTP 4xx). `param` is the JSON field; `code` is OpenAI's error code, if there is one."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -109,11 +63,11 @@ class UnknownModel(InvalidRequest):
 
 
 class UnknownPath(InvalidRequest):
-    """There is nothing at the path of the request."""
+    """A gateway has nothing at the path of the request."""
 
 
 class InvalidApiKey(InvalidRequest):
-    """The Authorization header has no accepted key."""
+    """The request has no key, or a wrong one."""
 
 
 class WrongMediaType(InvalidRequest):
@@ -125,7 +79,7 @@ class ForbiddenHost(InvalidRequest):
 
 
 class AdminKeyRefused(InvalidRequest):
-    """A header asks for what only the holder of the server's admin key may have."""
+    """No admin key, or a wrong one, where a header asks for what only a gateway may have."""
 
 
 class GrammarRefused(InvalidRequest):
@@ -137,7 +91,7 @@ class ClusterError(PhalanxError):
 
 
 class StartFailed(ClusterError):
-    """A cluster was started, but cannot become healthy without the user."""
+    """A cluster was started, but cannot become healthy without the user; the message names the first cause."""
 
 
 class SlowClient(PhalanxError):
@@ -201,15 +155,16 @@ class Quarantined(EngineError):
 
 
 class Desync(EngineError):
-    """A rank's state is not the leader's (A1). The group stops."""
+    """A rank's state is not the plan's (A1); the message names step, row and field. The group stops."""
 
 
 class NonFiniteLogits(EngineError):
-    """A forward produced NaN or infinity (A6). Nothing of that step is committed."""
+    """A forward produced NaN or infinity (A6); the message names step and row. Nothing of that step is committed."""
 
 
 class GroupError(EngineError):
-    """The ranks could not form the intended group (F1): the backend failed, or another job uses the port."""
+    """The ranks could not form the intended group (F1): the backend failed, or another job uses the port. The message
+    names backend, rank and port."""
 
 
 class PeerMissing(GroupError):
@@ -217,11 +172,13 @@ class PeerMissing(GroupError):
 
 
 class PeerRefused(GroupError):
-    """An authenticated rank cannot be in the group: other versions, another size, or a rank number that is taken."""
+    """An authenticated rank cannot be in the group: other versions, another size, or a rank number that is taken. The
+    message names field, rank, host and both values."""
 
 
 class PeerLost(EngineError):
-    """This rank or another one failed. Raised only if that does not end the process at once (in tests and tools)."""
+    """This rank or another one failed after the group formed; the message names rank, host and cause. Raised only if
+    that does not end the process at once (in tests and tools)."""
 
 
 class PeerLate(EngineError):
@@ -233,7 +190,8 @@ class FrameError(EngineError):
 
 
 class StageLinkError(EngineError):
-    """Base of the faults of links between pipeline stages (P3). Nothing of that step is committed."""
+    """Base of the faults of links between pipeline stages (P3); the message names the link and the frame. Nothing of
+    that step is committed."""
 
 
 class FrameCorrupted(StageLinkError):
@@ -257,7 +215,7 @@ class FrameLate(StageLinkError):
 
 
 class CollectiveFault(EngineError):
-    """The fabric delivered a wrong sum (A6). Nothing of that step is committed."""
+    """The fabric delivered a wrong sum (A6); the message names step and layer. Nothing of that step is committed."""
 
 
 class ExitCode(enum.IntEnum):

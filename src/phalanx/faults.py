@@ -1,7 +1,7 @@
 """The table of known faults: the cause of a line in a log or from ssh, and its remedy (F7).
 
 The most specific faults come first. `recognise` looks up lines of ranks' logs and errors of ssh. `python -m
-phalanx.faults` writes `docs/errors.md` from the table. Does not know the source of a line.
+phalanx.faults` writes `docs/errors.md` from the table.
 """
 
 from __future__ import annotations

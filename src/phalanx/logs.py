@@ -1,7 +1,4 @@
-"""Keeps logs small: repeated lines are counted instead of written, and a file that has grown too large is rotated.
-
-Does not know what lines mean.
-"""
+"""Keeps logs small: repeated lines are counted instead of written, and a file that has grown too large is rotated."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 `mlx_lm/__init__.py` imports a generator and a converter, and through them transformers and the hub's client: more than
 half a second in every process, for names that phalanx never uses. `register` puts the package into `sys.modules`
-without running that file. `import mlx_lm.models.llama` then costs what that module itself imports. Does not know models
-or tokenizers, and imports neither MLX nor mlx-lm itself.
+without running that file. `import mlx_lm.models.llama` then costs what that module itself imports. Imports neither MLX
+nor mlx-lm itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Raises the number of files that this process may have open: 256 on macOS, often 1,024 on Linux.
 
-A server has one for every connection, a rank three for every file of weights. Does not know what files are opened.
+A server has one for every connection, a rank three for every file of weights.
 """
 
 from __future__ import annotations

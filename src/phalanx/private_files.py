@@ -1,4 +1,4 @@
-"""Writes files that only their owner may read. Does not know what is in them."""
+"""Writes files that only their owner may read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which environment variables hostfiles, flags and the server may set for ranks. Pure.
+"""Which environment variables hostfiles, flags and the server may set for ranks.
 
-A variable that chooses code (libraries, modules, programs) or that phalanx sets itself is refused: a hostfile may set
-a library's flags, and may not run programs by them. Does not know processes.
+A variable that chooses code (libraries, modules, programs) or that phalanx sets itself is refused: a hostfile may set a
+library's flags, and may not run programs by them.
 """
 
 from __future__ import annotations

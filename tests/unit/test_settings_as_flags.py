@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 from phalanx.cli.flags import Flags, Setting, flag, settings_of, with_settings
 from phalanx.config import Dtype, EngineConfig, Flag
 from phalanx.errors import ConfigError
+from phalanx.gateway.settings import GatewayConfig
 from phalanx.offline.sampling_params import SamplingParams
 from phalanx.server.settings import ServerConfig
 
@@ -23,17 +24,22 @@ Level = Annotated[int, Meta(ge=1, le=8)]
 
 
 class Inner(Struct, frozen=True, kw_only=True):
-    name: Annotated[str, Flag("Who.", positional=True)]
-    level: Annotated[Level, Flag("How much.", "Engine", aliases=("-l",))] = 3
-    share: Annotated[Annotated[float, Meta(ge=0.0)] | None, Flag("How far.", default="all of it")] = None
+    name: Annotated[str, Flag(positional=True)]
+    """Who."""
+    level: Annotated[Level, Flag("Engine", aliases=("-l",))] = 3
+    """How much."""
+    share: Annotated[Annotated[float, Meta(ge=0.0)] | None, Flag(default="all of it")] = None
+    """How far."""
 
 
 class Outer(Struct, frozen=True, kw_only=True):
     inner: Inner
-    words: Annotated[tuple[str, ...], Flag("May be repeated.")] = ()
-    on: Annotated[bool, Flag("On.", variable="SOME_VARIABLE")] = True
-    off: Annotated[bool, Flag("Off.")] = False
-    file: Annotated[str | None, Flag("A file.", is_file=True)] = None
+    words: Annotated[tuple[str, ...], Flag()] = ()
+    on: Annotated[bool, Flag(variable="SOME_VARIABLE")] = True
+    """On,
+    and not off."""
+    off: Annotated[bool, Flag()] = False
+    file: Annotated[str | None, Flag(is_file=True)] = None
 
 
 def parsed(command: Any, *words: str) -> Any:
@@ -91,8 +97,9 @@ def test_a_file_has_to_exist(tmp_path: Any) -> None:
     assert parsed(whole_class, "--file", str(path))["config"].file == str(path)
 
 
-def test_the_help_names_the_variable_and_the_words_for_a_default() -> None:
-    assert settings_of(Outer)["on"].info().help == "On. Also SOME_VARIABLE."
+def test_the_help_is_the_docstring_and_names_the_variable_and_the_words_for_a_default() -> None:
+    assert settings_of(Outer)["on"].info().help == "On, and not off. Also SOME_VARIABLE."
+    assert settings_of(Outer)["off"].info().help == ""
     assert settings_of(Inner)["share"].info().show_default == "all of it"
     assert flag(Inner, "level", help="Other.", rich_help_panel=None).help == "Other."
 
@@ -132,9 +139,9 @@ def test_every_number_of_a_range_is_taken_and_no_other(setting: Setting, data: s
     assert f"{low:g}" in refused.value.message
 
 
-@pytest.mark.parametrize("owner", [EngineConfig, ServerConfig])
-def test_every_setting_has_a_line_of_help(owner: type[Struct]) -> None:
-    assert not [name for name, one in settings_of(owner).items() if not one.flag.help and not one.is_nested]
+@pytest.mark.parametrize("owner", [EngineConfig, ServerConfig, GatewayConfig, SamplingParams])
+def test_every_setting_has_a_text_for_help(owner: type[Struct]) -> None:
+    assert not [name for name, one in settings_of(owner).items() if not one.text and not one.is_nested]
 
 
 @settings(max_examples=20)

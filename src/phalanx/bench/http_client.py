@@ -1,7 +1,7 @@
 """Streams one request to an OpenAI-compatible server, with a time stamp for every chunk of text.
 
 The load generator and the command line (`chat`, `demo`) use it. Knows only OpenAI's wire format, so it works with any
-server. Does not know phalanx's server.
+server.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In a closed loop, each of `concurrency` clients sends its next request when its last one has ended, so the load follows
 the server's speed. Percentiles interpolate linearly between order statistics (numpy's default, Hyndman and Fan's type
-7). Does not know which server it measures.
+7).
 """
 
 from __future__ import annotations

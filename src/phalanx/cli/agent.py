@@ -1,4 +1,4 @@
-"""`phalanx agent`: starts ranks on this host for a server on another one. Does not know what ranks compute."""
+"""`phalanx agent`: starts ranks on this host for a server on another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The typer application: parses a command line, prints help and usage errors. Does not know what the commands do."""
+"""The typer application: parses a command line, prints help and usage errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`phalanx chat`: a conversation in the terminal, with a private server of a model or with a running server.
 
-Speaks OpenAI's HTTP API only, so that every server of that API works. Does not know the engine.
+Speaks OpenAI's HTTP API only, so that every server of that API works.
 """
 
 from __future__ import annotations

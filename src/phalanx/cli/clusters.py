@@ -1,4 +1,4 @@
-"""Flags and tables that the cluster commands share. Does not know what the commands do."""
+"""Flags and tables that the cluster commands share."""
 
 from __future__ import annotations
 

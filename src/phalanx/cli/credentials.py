@@ -1,4 +1,4 @@
-"""`phalanx credentials`: makes every host's key for a cluster that units start. Does not know what keys prove."""
+"""`phalanx credentials`: makes every host's key for a cluster that units start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx doctor`: runs every check on every host and prints remedies. Does not know how a check works."""
+"""`phalanx doctor`: runs every check on every host and prints remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx down`: ends a cluster and reports how much memory that freed (L4). Does not know how hosts are reached."""
+"""`phalanx down`: ends a cluster and reports how much memory that freed (L4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command ends with: its exit code, after its error was reported. Does not know the commands."""
+"""What a command ends with: its exit code, after its error was reported."""
 
 from __future__ import annotations
 

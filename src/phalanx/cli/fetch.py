@@ -1,4 +1,4 @@
-"""`phalanx fetch`: have a model on this machine. Does not know where models are kept."""
+"""`phalanx fetch`: have a model on this machine."""
 
 from __future__ import annotations
 

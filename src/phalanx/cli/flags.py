@@ -1,21 +1,23 @@
-"""Flags from settings: type, range, default, help and name of a flag are what the field of a settings class declares.
+"""Flags from settings: type, range, default, help and name of a flag are those of a field of a settings class; the help
+is the docstring below the field.
 
 A command takes a whole settings object, and `with_settings` gives the command line one flag per field of its class:
 
     @with_settings
     def command(config: Annotated[EngineConfig, Flags("model", "max_model_len", model="demo")]) -> int: ...
 
-typer parses the flags and writes `--help`. A bad value is answered with the flag, the value and what is allowed. Does
-not know what any setting does (`config.py` documents them).
+typer parses the flags and writes `--help`. A bad value is answered with the flag, the value and what is allowed.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -53,10 +55,11 @@ class Flags:
 
 
 class Setting:
-    """One field of a settings class, as it is declared."""
+    """One field of a settings class, as it is declared. `text` is the docstring below it, on one line."""
 
-    def __init__(self, field: msgspec.structs.FieldInfo, hint: Any) -> None:
+    def __init__(self, field: msgspec.structs.FieldInfo, hint: Any, text: str) -> None:
         self.name = field.name
+        self.text = text
         hint, metadata = _unwrap(hint)
         self.flag = next((entry for entry in metadata if isinstance(entry, Flag)), Flag())
         self.optional = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
@@ -120,7 +123,7 @@ class Setting:
             details: arguments of `typer.Option` that replace what is declared.
         """
         flag = self.flag
-        declared = {"help": f"{flag.help} Also {flag.variable}." if flag.variable else flag.help, **self._parser()}
+        declared = {"help": f"{self.text} Also {flag.variable}." if flag.variable else self.text, **self._parser()}
         if flag.metavar is not None:
             declared["metavar"] = flag.metavar
         if flag.default is not None:
@@ -166,7 +169,21 @@ class Setting:
 def settings_of(owner: type[Struct]) -> dict[str, Setting]:
     """The fields of a settings class, by name."""
     hints = get_type_hints(owner, include_extras=True)
-    return {field.name: Setting(field, hints[field.name]) for field in msgspec.structs.fields(owner)}
+    texts = _docstrings(owner)
+    fields = msgspec.structs.fields(owner)
+    return {field.name: Setting(field, hints[field.name], texts.get(field.name, "")) for field in fields}
+
+
+def _docstrings(owner: type) -> dict[str, str]:
+    """Field -> the docstring below it, on one line. Python keeps those of fields in the source only."""
+    texts = {}
+    (written,) = ast.parse(inspect.getsource(owner)).body
+    assert isinstance(written, ast.ClassDef)
+    for pair in pairwise(written.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = " ".join(text.split())
+    return texts
 
 
 def flag(owner: type[Struct], name: str, **details: Any) -> Info:

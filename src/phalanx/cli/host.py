@@ -1,4 +1,4 @@
-"""`phalanx host VERB`: what a cluster command runs on a host through ssh. Does not know what the verbs do."""
+"""`phalanx host VERB`: what a cluster command runs on a host through ssh."""
 
 from __future__ import annotations
 

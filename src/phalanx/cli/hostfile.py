@@ -1,4 +1,4 @@
-"""`phalanx hostfile`: writes a hostfile and explains each choice, or checks one. Does not know the file's format."""
+"""`phalanx hostfile`: writes a hostfile and explains each choice, or checks one."""
 
 from __future__ import annotations
 

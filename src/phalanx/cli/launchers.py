@@ -1,7 +1,4 @@
-"""What each coding agent must be told so that it works with a server of phalanx: words, environment, settings. Pure.
-
-Does not know how a program is started, nor where files are written.
-"""
+"""What each coding agent must be told so that it works with a server of phalanx: words, environment, settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bar on the terminal for every phase of loading. Does not know where the figures come from."""
+"""A bar on the terminal for every phase of loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx logs`: shows the logs of all hosts as one, and explains known faults. Does not know ssh."""
+"""`phalanx logs`: shows the logs of all hosts as one, and explains known faults."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`phalanx`: finds the command, runs it, and turns errors into one line and an exit code.
 
 A command's module is imported only when that command runs, so that `phalanx --help` is fast and works on machines
-without MLX. typer parses the words of all commands but `rank`. Does not know what the commands do.
+without MLX. typer parses the words of all commands but `rank`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`phalanx model pull|push|verify`: brings the same model to every host. Does not know how files travel."""
+"""`phalanx model pull|push|verify`: brings the same model to every host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx net`: sets up, tests or undoes the network between hosts (F4, F6). Does not know how hosts are reached."""
+"""`phalanx net`: sets up, tests or undoes the network between hosts (F4, F6)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A private server: `phalanx serve` as a child process, for commands that need a server for a while.
 
-Its output goes to a log file, from which the address is read. The child ends when its stdin closes, so that it does
-not outlive a parent that was killed; unless it is meant to stay (`keep`). Does not know what the server is used for.
+Its output goes to a log file, from which the address is read. The child ends when its stdin closes, so that it does not
+outlive a parent that was killed; unless it is meant to stay (`keep`).
 """
 
 from __future__ import annotations

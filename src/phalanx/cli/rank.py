@@ -1,4 +1,4 @@
-"""`phalanx rank`: runs one rank of an engine. Does not know how it computes."""
+"""`phalanx rank`: runs one rank of an engine."""
 
 from __future__ import annotations
 

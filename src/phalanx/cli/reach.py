@@ -1,4 +1,4 @@
-"""`phalanx reach`: replaces ssh for mpirun: the agents run its command lines. Does not know what those do."""
+"""`phalanx reach`: replaces ssh for mpirun: the agents run its command lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx restart`: ends a cluster or a replica, starts it with the flags of the last `up`. Does not know ssh."""
+"""`phalanx restart`: ends a cluster or a replica, starts it with the flags of the last `up`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`phalanx serve`: takes a `ServerConfig`, loads the tokenizer, makes one engine process, calls `serve` once.
-
-Does not know HTTP, nor how the engine works.
-"""
+"""`phalanx serve`: takes a `ServerConfig`, loads the tokenizer, makes one engine process, calls `serve` once."""
 
 from __future__ import annotations
 

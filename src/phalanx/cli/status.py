@@ -1,4 +1,4 @@
-"""`phalanx status`: shows what runs on every host. Does not know how hosts are reached."""
+"""`phalanx status`: shows what runs on every host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Standard streams that fail no command: closed ones, full disks, readers that have gone, terminals without Unicode.
-
-Does not know what is printed.
-"""
+"""Standard streams that fail no command: closed ones, full disks, readers that have gone, terminals without Unicode."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What people read: errors, notes, log lines and loading progress on stderr, a model's text on stdout.
-
-Does not know what any command does.
-"""
+"""What people read: errors, notes, log lines and loading progress on stderr, a model's text on stdout."""
 
 from __future__ import annotations
 

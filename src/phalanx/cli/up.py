@@ -1,4 +1,4 @@
-"""`phalanx up`: checks the hosts, starts a cluster and shows its progress. Does not know how hosts are reached."""
+"""`phalanx up`: checks the hosts, starts a cluster and shows its progress."""
 
 from __future__ import annotations
 

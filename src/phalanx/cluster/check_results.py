@@ -1,7 +1,4 @@
-"""The plain data of `phalanx doctor`: requests to hosts, facts about hosts, results of checks.
-
-Does not know how anything is checked.
-"""
+"""The plain data of `phalanx doctor`: requests to hosts, facts about hosts, results of checks."""
 
 from __future__ import annotations
 

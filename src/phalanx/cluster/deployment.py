@@ -1,9 +1,8 @@
-"""What `phalanx up` starts: one group of ranks with a server or, behind a gateway, several: the replicas. Pure, but for
-new keys.
+"""What `phalanx up` starts: one group of ranks with a server or, behind a gateway, several: the replicas.
 
 The first hosts become groups of equal size, in the hostfile's order, and each group gets what it would get alone
 (`plans.py`). Its server listens where the other hosts reach it, with a key that the gateway knows from its file of
-replicas. Does not know how hosts are reached, nor what a gateway does.
+replicas.
 """
 
 from __future__ import annotations

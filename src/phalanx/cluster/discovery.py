@@ -1,7 +1,4 @@
-"""Makes a hostfile from the facts about hosts, with the reason for every choice. Pure.
-
-Does not know how hosts are asked.
-"""
+"""Makes a hostfile from the facts about hosts, with the reason for every choice."""
 
 from __future__ import annotations
 

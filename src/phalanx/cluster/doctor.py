@@ -132,7 +132,7 @@ def _clock(skew: float) -> CheckResult:
 def compare(
     facts: Mapping[str, HostFacts], groups: Sequence[Hostfile], backend: str, shape: Shape
 ) -> Iterator[CheckResult]:
-    """Compare the hosts that answered, and the ends of cables inside each group. Pure."""
+    """Compare the hosts that answered, and the ends of cables inside each group."""
     yield from _versions(facts)
     yield from _models(facts)
     if backend.startswith("jaccl"):

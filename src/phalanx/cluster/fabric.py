@@ -1,6 +1,6 @@
 """Sets up, tests and undoes the network between hosts, from the user's machine (F4, F6).
 
-`network.py` makes the plans, `links.py` carries them out on the hosts. Does not know how results are printed.
+`network.py` makes the plans, `links.py` carries them out on the hosts.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ async def measure_pairs(hostfile: Hostfile, remotes: Sequence[Remote], topology:
 
 def slow_links(pairs: Sequence[Pair]) -> list[str]:
     """What is to be said of links between stages that are much slower than the fastest one: every token waits for the
-    slowest. Pure."""
+    slowest."""
     links = [(pair, pair.measured.gbit_per_s) for pair in pairs if pair.stage is not None and pair.measured is not None]
     fastest = max((speed for _, speed in links), default=0.0)
     return [

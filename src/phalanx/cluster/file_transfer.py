@@ -2,7 +2,7 @@
 
 A file is received as NAME.part and renamed once its checksum is right, so an interrupted transfer continues where it
 ended, and an incomplete file is never taken for a complete one. Below a model's directory no link is followed where
-something is written: whatever lies there already may be a stranger's. Does not know where files come from.
+something is written: whatever lies there already may be a stranger's.
 """
 
 from __future__ import annotations

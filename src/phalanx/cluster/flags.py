@@ -1,4 +1,4 @@
-"""Flags in lists of arguments. Pure."""
+"""Flags in lists of arguments."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A host's side of cluster commands: the verbs of `phalanx host`, which other machines run here through ssh.
 
-A verb reads one JSON object from stdin and prints one (`watch`: one every second). Does not know other hosts.
+A verb reads one JSON object from stdin and prints one (`watch`: one every second).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What runs on this host and how it is: processes, memory, the end of the log, the server's /health.
 
-Looks and changes nothing. Does not know other hosts.
+Looks and changes nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Identifies phalanx's processes by id, start time, program and arguments, since the system uses process ids again.
 
-A process is signalled only if it matches all four. Does not know why a process should end.
+A process is signalled only if it matches all four.
 """
 
 from __future__ import annotations

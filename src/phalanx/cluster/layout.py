@@ -1,7 +1,4 @@
-"""Which hosts make which replica, and where their gateway runs: what every host of such a cluster keeps. Pure.
-
-Does not know what runs on a host.
-"""
+"""Which hosts make which replica, and where their gateway runs: what every host of such a cluster keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds model files on this machine, and computes a digest that compares copies. Does not know MLX or networks."""
+"""Finds model files on this machine, and computes a digest that compares copies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def files_of(path: Path) -> list[Path]:
 
 def is_needed(name: str) -> bool:
     """Whether serving reads a file of a model: weights, configuration, tokenizer, templates and Python code, but not
-    the same weights in other formats, nor documentation. Pure.
+    the same weights in other formats, nor documentation.
 
     Args:
         name: relative to the model's directory, with /.

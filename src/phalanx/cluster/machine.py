@@ -160,7 +160,7 @@ def rdma() -> Rdma:
     return Rdma(enabled=enabled, ports=parse_devinfo(tool("ibv_devinfo")))
 
 
-# Parsers of the tools' output; pure --------------------------------------------------------------------------------
+# Parsers of the tools' output --------------------------------------------------------------------------------------
 
 
 def parse_ifconfig(text: str) -> list[Interface]:

@@ -1,4 +1,4 @@
-"""Asks a phalanx server on this host for its /health. Does not know how the server was started."""
+"""Asks a phalanx server on this host for its /health."""
 
 from __future__ import annotations
 

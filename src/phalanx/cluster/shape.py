@@ -1,4 +1,4 @@
-"""The shape of a group that `up` starts: how many stages its hosts form, and how many hosts each has. Pure.
+"""The shape of a group that `up` starts: how many stages its hosts form, and how many hosts each has.
 
 Does not know what a stage computes, nor which host is in which one (`dist/topology.py`).
 """

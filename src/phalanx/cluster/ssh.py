@@ -1,7 +1,7 @@
 """Runs phalanx on other hosts through OpenSSH's `ssh`, so that the user's configuration, keys and jump hosts apply.
 
 A call is `phalanx host VERB` on the host, with one JSON object as input and one as output. Every error names the host
-and, if `faults` knows it, the cause and the remedy. Does not know what the verbs do.
+and, if `faults` knows it, the cause and the remedy.
 """
 
 from __future__ import annotations

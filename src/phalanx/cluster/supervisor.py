@@ -3,7 +3,7 @@
 On a group's first host that process is the server, on the others the agent; a gateway has a supervisor of its own. The
 supervisor starts its process again after a crash, but not after an error that a restart cannot fix. The process writes
 its own log and does not depend on the supervisor: it continues if the supervisor is killed, and `stop` finds it by its
-PID file. Does not know ssh or other hosts.
+PID file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A clock that stands still while this process is stopped. Does not know why time is measured."""
+"""A clock that stands still while this process is stopped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Chooses the backend of a group's collectives, and gives the environment that its processes need (F1).
 
 The choice is made before any process starts, from installed libraries, tools and devices, without loading MLX. A
-backend that the user asks for is used or refused; only `auto` chooses. Does not know plans, models or what ranks do.
+backend that the user asks for is used or refused; only `auto` chooses.
 """
 
 from __future__ import annotations

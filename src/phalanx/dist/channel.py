@@ -1,8 +1,8 @@
 """The control channel of a group: the leader's end and the workers' ends, as their engine threads use them.
 
-Each worker has one connection to the leader. It carries payloads both ways, in order, and the heartbeats by which
-ranks detect the loss of another rank. An engine thread may block here, but not for ever: its rank's watchdog ends the
-process if the group cannot continue. Does not know what payloads mean.
+Each worker has one connection to the leader. It carries payloads both ways, in order, and the heartbeats by which ranks
+detect the loss of another rank. An engine thread may block here, but not for ever: its rank's watchdog ends the process
+if the group cannot continue.
 """
 
 from __future__ import annotations

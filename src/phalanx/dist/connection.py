@@ -2,8 +2,7 @@
 allows.
 
 The socket is non-blocking. One thread reads (`read`); several may write whole frames, in turn by a lock. Bytes that the
-kernel does not take at once are kept and sent before the next frame, so that frames stay whole. Does not know the rank
-at the other end, nor when a silent peer is lost.
+kernel does not take at once are kept and sent before the next frame, so that frames stay whole.
 """
 
 from __future__ import annotations

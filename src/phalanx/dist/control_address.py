@@ -1,7 +1,7 @@
 """Where the ranks of a start meet: a Unix socket if all run on one machine, else a TCP port of rank 0.
 
 A Unix socket lies in a directory that only this user may enter, so a process that reaches it may join. Over TCP both
-ends show certificates (`phalanx.tls`). Does not know what is said.
+ends show certificates (`phalanx.tls`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Injects corrupt buffers, as a faulty fabric delivers them (`fault_injection.py`).
-
-Does not know how they are detected.
-"""
+"""Injects corrupt buffers, as a faulty fabric delivers them (`fault_injection.py`)."""
 
 from __future__ import annotations
 

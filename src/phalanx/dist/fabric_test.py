@@ -1,6 +1,6 @@
 """Tests that the fabric sums correctly, and measures how fast: known values at several sizes and dtypes (F4, A6).
 
-Every rank runs it at start, and `phalanx selftest` does. Does not know models.
+Every rank runs it at start, and `phalanx selftest` does.
 """
 
 from __future__ import annotations

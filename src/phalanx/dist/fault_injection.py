@@ -1,7 +1,7 @@
 """Fault injection: a corrupt buffer, a lost rank or a broken link, at a chosen rank and step.
 
 `phalanx serve --inject garbage:rank=1,step=40,layer=3`. A fault happens once, after the group's first start: a restart
-drops `EngineConfig.inject`, so that the recovery can be watched. Does not know what the ranks compute.
+drops `EngineConfig.inject`, so that the recovery can be watched.
 """
 
 from __future__ import annotations

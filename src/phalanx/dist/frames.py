@@ -2,7 +2,7 @@
 
 A frame is a version byte, a 4-byte little-endian length, and the payload. The version is that of this layout only;
 payloads have versions of their own. A foreign peer is recognised by its first bytes (HTTP's `G` is not the version, a
-random length exceeds the limit) before anything is stored. Does not know payloads, nor the peer.
+random length exceeds the limit) before anything is stored.
 """
 
 from __future__ import annotations

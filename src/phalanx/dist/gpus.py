@@ -43,7 +43,7 @@ def _installed(package: str) -> bool:
 
 
 def allowed(listed: Sequence[str], given: str | None) -> tuple[str, ...]:
-    """Those of the machine's GPUs that the user's CUDA_VISIBLE_DEVICES leaves, in its order. Pure.
+    """Those of the machine's GPUs that the user's CUDA_VISIBLE_DEVICES leaves, in its order.
 
     Args:
         listed: UUIDs, in the order of their numbers.
@@ -65,7 +65,7 @@ def allowed(listed: Sequence[str], given: str | None) -> tuple[str, ...]:
 
 
 def shortage(ranks: int, gpus: Mapping[str, int]) -> str:
-    """Why not every rank can have a GPU of its own; empty if each can. Pure.
+    """Why not every rank can have a GPU of its own; empty if each can.
 
     Args:
         gpus: host -> number of GPUs that MLX can use there. All ranks are on a single host, or one on each of several.
@@ -78,5 +78,5 @@ def shortage(ranks: int, gpus: Mapping[str, int]) -> str:
 
 
 def variables_of(rank: int, gpus: Sequence[str]) -> dict[str, str]:
-    """What shows a rank of this machine the GPU that it computes on. Without NCCL, ranks may have to share. Pure."""
+    """What shows a rank of this machine the GPU that it computes on. Without NCCL, ranks may have to share."""
     return {VARIABLE: gpus[rank % len(gpus)]} if len(gpus) > 1 else {}

@@ -2,8 +2,7 @@
 
 MLX's `init` can block for ever while it holds the interpreter's lock, can return several groups of one rank, and can
 connect to a rank of another job. So a timer of the operating system ends the process if joining takes too long, and the
-ranks compare size, rank and a nonce of this start over the new group before anything else uses it. Does not know models
-or plans.
+ranks compare size, rank and a nonce of this start over the new group before anything else uses it.
 """
 
 from __future__ import annotations

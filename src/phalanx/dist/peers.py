@@ -1,7 +1,4 @@
-"""The plain data of the control channel: identities of ranks, time limits, failures, messages.
-
-Does not know sockets, clocks or threads, nor what a payload means.
-"""
+"""The plain data of the control channel: identities of ranks, time limits, failures, messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses free TCP ports for the connections of one start. Does not know what they are used for."""
+"""Chooses free TCP ports for the connections of one start."""
 
 from __future__ import annotations
 

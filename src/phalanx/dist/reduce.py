@@ -6,8 +6,7 @@ rank compares the received checksum with the sum's own, up to what rounding can 
 the end of a forward the ranks sum their verdicts on all sites, so that every rank knows of a fault on any rank before a
 token is committed, and can name the layer.
 
-One engine thread owns the group: a group used from two threads gives wrong sums. Does not know models, plans or
-sampling.
+One engine thread owns the group: a group used from two threads gives wrong sums.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A stage sends the output of each forward to the next stage, whole or in slices, once its own sums are judged right. The
 header has two checksums, one of itself and one of the payload. The receiver knows from the plan which frames come, in
-which order: any other frame is a named error, and the group stops. Pure: bytes in, bytes out. Does not know sockets,
-arrays, nor which ranks are linked (`topology.py`).
+which order: any other frame is a named error, and the group stops. Bytes in, bytes out. Does not know sockets, arrays,
+nor which ranks are linked (`topology.py`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Activations go straight from a rank to its receivers in the next stage (`topology.py`), over a connection of their own:
 on one machine a Unix socket, between machines TCP under TLS, where each end shows the certificate of its rank. Threads
-send and receive, so that the engine's own thread only hands over and takes. What a frame is and which one comes next
-is decided in `stage_frames.py`. Does not know arrays or plans.
+send and receive, so that the engine's own thread only hands over and takes. What a frame is and which one comes next is
+decided in `stage_frames.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides whether a rank is stuck in a step, and which ranks cause it. Pure. Does not know what a step computes."""
+"""Decides whether a rank is stuck in a step, and which ranks cause it."""
 
 from __future__ import annotations
 

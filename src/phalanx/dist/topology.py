@@ -1,9 +1,8 @@
-"""Which rank is where in the pipeline, and which layers each stage has (P1, P4). Pure.
+"""Which rank is where in the pipeline, and which layers each stage has (P1, P4).
 
 A stage is a tensor-parallel group with layers of its own; the stages may differ in width. Ranks are numbered from the
 last stage to the first, so that rank 0, the leader, is on the first host and in the stage that has the logits, and
-neighbouring stages are on neighbouring hosts. No other file knows this order. Does not know processes, addresses, nor
-how a stage's layers are split among its ranks.
+neighbouring stages are on neighbouring hosts. No other file knows this order.
 """
 
 from __future__ import annotations

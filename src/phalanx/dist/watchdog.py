@@ -5,7 +5,7 @@ It does not depend on the engine thread, which may block in a collective for eve
 attributes that one of them assigns. The first sign of a failure is often a symptom (a connection ends, a collective
 raises), and its cause arrives a moment later (in the Goodbye of the failing rank), so the watchdog waits that moment
 before it acts on a symptom. The leader decides for the group; workers watch the leader, and decide a little later
-themselves if the leader does not. Does not know payloads, nor what a step computes.
+themselves if the leader does not.
 """
 
 from __future__ import annotations

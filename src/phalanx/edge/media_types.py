@@ -1,4 +1,4 @@
-"""Which requests carry JSON that no web page of another origin could send. Pure; does not know routes or bodies.
+"""Which requests carry JSON that no web page of another origin could send.
 
 A browser sends JSON across origins only after a pre-flight, other types at once. It also sends a body without a type at
 once, but not without saying where the page is from. Clients that leave the type out, and say nothing of a page, are

@@ -1,4 +1,4 @@
-"""The types of errors of Anthropic's `/v1/messages`, which server and gateway write alike. Pure."""
+"""The types of errors of Anthropic's `/v1/messages`, which server and gateway write alike."""
 
 from __future__ import annotations
 

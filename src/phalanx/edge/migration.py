@@ -1,4 +1,4 @@
-"""How a stream moves from one server to another: what a server tells the gateway, and what the next one gets. Pure.
+"""How a stream moves from one server to another: what a server tells the gateway, and what the next one gets.
 
 A request with the header MIGRATION, whose value is the server's admin key, gets a *record* after each piece of its
 stream. It says which tokens the piece is made of, and the gateway takes it out again:

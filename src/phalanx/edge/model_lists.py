@@ -1,4 +1,4 @@
-"""What clients look for in `/v1/models` beside OpenAI's list. Pure."""
+"""What clients look for in `/v1/models` beside OpenAI's list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request ids: which of a client's own are repeated in answers and logs. Pure."""
+"""Request ids: which of a client's own are repeated in answers and logs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A connection is *busy* while it has a request whose key was accepted and that is not answered yet, else it is *idle*. At
 a limit, a new connection displaces the one that has been idle longest; busy ones are never displaced. Where every
-connection is busy, a new one takes a place of the reserve, which answers /health and refuses the rest. Pure but for the
-callback that closes a connection. Does not know sockets, HTTP or time.
+connection is busy, a new one takes a place of the reserve, which answers /health and refuses the rest. Does not know
+sockets, HTTP or time.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@
             Leader.run, Worker.run
 
 All ranks go through these stages together and share what each of them finds out (`link.share`), so all decide the same.
-An error that a restart cannot mend has an exit code of its own and reaches the server as `Failed`. Does not know HTTP.
+An error that a restart cannot mend has an exit code of its own and reaches the server as `Failed`.
 """
 
 from __future__ import annotations

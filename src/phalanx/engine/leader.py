@@ -273,7 +273,6 @@ class Leader:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether there is nothing to do before the next message."""
         rests = self.scheduler.rests(self._grammars.held) and not self._sent
         return rests and not self._pings and not self._release_at_once
 

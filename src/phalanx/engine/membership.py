@@ -1,6 +1,6 @@
 """A rank joins its group: native kernels, the fabric, and the sums over ranks.
 
-Starts from a control connection (`rendezvous.py`). Does not know models or requests.
+Starts from a control connection (`rendezvous.py`).
 """
 
 from __future__ import annotations
@@ -134,7 +134,6 @@ def _install_kernels(config: EngineConfig, ranks_here: int) -> str:
 
 
 def _own_injection(config: EngineConfig, rank: int) -> Injection | None:
-    """The injected fault, on the rank that it names."""
     injection = None if config.inject is None else fault_injection.parse(config.inject)
     return injection if injection is not None and injection.rank == rank else None
 

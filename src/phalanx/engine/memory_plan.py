@@ -1,7 +1,6 @@
 """What a rank will need before it loads, and what is left for rows afterwards (B2).
 
-Every rank finds out for itself and all share it, so that all come to the same limits. Does not know how a model is
-loaded or computed.
+Every rank finds out for itself and all share it, so that all come to the same limits.
 """
 
 from __future__ import annotations

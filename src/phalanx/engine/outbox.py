@@ -4,8 +4,6 @@ A message wakes the server process, which then takes a processor. On a machine w
 token would pay for that. So the outbox holds a step's events until the device computes the next step, when the leader
 only waits. It sends them earlier where the next step would hold them up: a draft model computes first, or the step
 blocks (row operations, a prompt's chunk, sums over ranks). It sends them at once where no step follows.
-
-Does not know what events mean.
 """
 
 from __future__ import annotations

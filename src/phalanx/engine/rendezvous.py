@@ -1,4 +1,4 @@
-"""The ranks of a start connect over the control channel. Does not know the fabric."""
+"""The ranks of a start connect over the control channel."""
 
 from __future__ import annotations
 

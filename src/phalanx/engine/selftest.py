@@ -1,7 +1,7 @@
 """What a group proves about itself before it serves: same software, same model, correct sums, equal tokens.
 
 Every rank runs all of it and sees the values of every rank, so that all come to the same verdict (F4, A1, A6). It is
-also the warm-up, which gives the first step deadlines. Does not know requests.
+also the warm-up, which gives the first step deadlines.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The reader thread only moves bytes and answers nothing, so that an answered ping proves that the engine loop runs. When
 the server is gone the process has no purpose: the reader thread ends it at once, whatever the main thread is doing.
-Does not know what messages mean.
 """
 
 from __future__ import annotations

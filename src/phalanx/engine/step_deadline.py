@@ -1,6 +1,6 @@
 """The deadline of a step, from how long earlier steps of its kind took (design: Fail-stop, then resume).
 
-It finds a rank that is alive but stuck. Pure arithmetic: does not know clocks.
+It finds a rank that is alive but stuck.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Measures where the time of steps goes, in seconds: of the current step, for planning, and in total, for metrics.
-
-Does not know what a phase does.
-"""
+"""Measures where the time of steps goes, in seconds: of the current step, for planning, and in total, for metrics."""
 
 from __future__ import annotations
 

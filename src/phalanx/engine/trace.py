@@ -1,6 +1,6 @@
 """A trace of one engine: every message from the server and every plan, as lines of JSON (design: Proof).
 
-With the same model, messages and steps in the same order give the same run. Does not know what the lines mean.
+With the same model, messages and steps in the same order give the same run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a request's conversation is recognised: by the session that its client names, or by how its prompt begins. Pure.
+"""How a request's conversation is recognised: by the session that its client names, or by how its prompt begins.
 
 A conversation's next request repeats the bytes of the one before, up to the end of its list of messages. So the prompt
 is cut into blocks of bytes as the client wrote them, and each block is named by a hash of itself and all before it.

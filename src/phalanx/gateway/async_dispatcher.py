@@ -1,4 +1,4 @@
-"""Where requests wait for a replica: the dispatcher's decisions as awaitables. Does not know HTTP."""
+"""Where requests wait for a replica: the dispatcher's decisions as awaitables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway reads of a request's body, and the one field it may change. Pure.
+"""What a gateway reads of a request's body, and the one field it may change.
 
 Everything else passes as it came: which fields there are is the replica's matter.
 """

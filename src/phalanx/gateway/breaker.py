@@ -1,4 +1,4 @@
-"""A replica's circuit breaker: after failed requests in a row, no requests for a while, then single trials. Pure.
+"""A replica's circuit breaker: after failed requests in a row, no requests for a while, then single trials.
 
     closed --(failures in a row)--> open --(time)--> half-open --(successes)--> closed
                                      ^---(one failure)--'

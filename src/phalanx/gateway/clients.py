@@ -1,4 +1,4 @@
-"""Which clients are served: keys of flags and of the file, and the limits of each. Does not know HTTP."""
+"""Which clients are served: keys of flags and of the file, and the limits of each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""aiohttp's connection of a client with a place and deadlines, which `edge/acceptor.py` accepts and watches.
-
-Does not know routes.
-"""
+"""aiohttp's connection of a client with a place and deadlines, which `edge/acceptor.py` accepts and watches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway has to know of each API that passes through: how a stream ends, how an error is written. Pure.
+"""What the gateway has to know of each API that passes through: how a stream ends, how an error is written.
 
     chat         OpenAI's chat and text completions: events, then `data: [DONE]`
     responses    OpenAI's responses: events with names and numbers, the last one response.completed or its like

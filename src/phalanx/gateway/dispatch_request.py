@@ -1,4 +1,4 @@
-"""A request as dispatch sees it. Pure."""
+"""A request as dispatch sees it."""
 
 from __future__ import annotations
 

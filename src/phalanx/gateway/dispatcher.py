@@ -1,4 +1,4 @@
-"""Which request goes to which replica, and when: all of dispatch, as plain calls. Pure: no clock, no network.
+"""Which request goes to which replica, and when: all of dispatch, as plain calls.
 
     arrive(request) -> Grant    it goes to this replica
                     -> None     it waits; `decided` will name it

@@ -1,4 +1,4 @@
-"""Reads a replica's stream as it passes: hands on whole events only, and knows whether it ended or broke off. Pure.
+"""Reads a replica's stream as it passes: hands on whole events only, and knows whether it ended or broke off.
 
 A part of an event is held back until its rest has come. So nothing that a client has was cut off in the middle, and an
 error event can follow at any time.

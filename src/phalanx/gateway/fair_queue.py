@@ -1,4 +1,4 @@
-"""Requests that wait for a replica: bounded, and fair between the owners of API keys. Pure.
+"""Requests that wait for a replica: bounded, and fair between the owners of API keys.
 
 Owners get replicas by turns. Where the queue is full, a request of an owner with fewer waiting takes the place of the
 newest one of the owner with most: a greedy key keeps no other out, and the bound holds.

@@ -1,4 +1,4 @@
-"""JSON of clients and replicas: whatever is wrong with it is one kind of error. Pure."""
+"""JSON of clients and replicas: whatever is wrong with it is one kind of error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The time in which a begun stream has no replica: its client is kept waiting, and what became of it is counted.
-
-Does not know replicas, nor how one is found.
-"""
+"""The time in which a begun stream has no replica: its client is kept waiting, and what became of it is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a replica is up, from its health checks, and what it says about its load. Pure: no clock, no network."""
+"""Whether a replica is up, from its health checks, and what it says about its load."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Replicas in the policy's order, kept while they change: a decision among a thousand costs about as much as one among
-ten. Pure.
+ten.
 
 Replicas that serve the same models are a pool. Its heap has those with room, in that order; what a change has made
 wrong stays in the heap until it comes to the top. A replica whose circuit is not closed may get requests depending on

@@ -1,4 +1,4 @@
-"""What each API key may have at once and in a minute. Pure: no clock."""
+"""What each API key may have at once and in a minute."""
 
 from __future__ import annotations
 

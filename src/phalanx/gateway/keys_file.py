@@ -1,4 +1,4 @@
-"""API keys with limits each, from a file. Pure; the file's text is given.
+"""API keys with limits each, from a file. The file's text is given.
 
 [[key]]
 name = "ci"                      # in the log

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the gateway, with the prefix `phalanx:gateway_`. Does not know HTTP."""
+"""Prometheus metrics of the gateway, with the prefix `phalanx:gateway_`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
                                             |
                                             +-- no -> `give_up`
 
-The proxy's loop of attempts calls these. Does not know how a replica is chosen or answers. `edge/migration.py` has what
-is said to replicas.
+The proxy's loop of attempts calls these. `edge/migration.py` has what is said to replicas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models of all replicas as one list, and the names by which clients may ask for them. Pure."""
+"""The models of all replicas as one list, and the names by which clients may ask for them."""
 
 from __future__ import annotations
 

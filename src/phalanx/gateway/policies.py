@@ -1,4 +1,4 @@
-"""Which of the replicas that can take a request gets it. Pure.
+"""Which of the replicas that can take a request gets it.
 
     least_load           the fewest requests against its limit and weight; equal ones by turns
     round_robin          by turns, in proportion to weights

@@ -6,7 +6,7 @@
                                                 before the first byte: the request is sent again
                                                 in a begun stream: with what its client has (`edge/migration.py`)
 
-Which replica and when is the dispatcher's decision. Does not know connections of clients, nor checks of health.
+Which replica and when is the dispatcher's decision.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Passes one replica's answer on to the client, at once and event by event, or holds it whole until it has come.
 
-Where the client has the beginning of a stream already, from another replica, this one's events follow those. Does not
-know which replica is asked next when this one breaks off.
+Where the client has the beginning of a stream already, from another replica, this one's events follow those.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One replica as dispatch sees it: what it serves, how busy it is, whether it may get a request. Pure."""
+"""One replica as dispatch sees it: what it serves, how busy it is, whether it may get a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often requests may be tried again: a budget over all requests, and pauses before a replica is asked again. Pure.
+"""How often requests may be tried again: a budget over all requests, and pauses before a replica is asked again.
 
 Without a budget, retries multiply the load just when replicas fail for too much of it.
 """

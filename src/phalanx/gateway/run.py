@@ -1,7 +1,4 @@
-"""The gateway's process: builds its parts, accepts connections, reads files again, drains at the end.
-
-Does not know routes.
-"""
+"""The gateway's process: builds its parts, accepts connections, reads files again, drains at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP status of each error that a gateway answers with. Pure; `server/app.py` has the server's table."""
+"""The HTTP status of each error that a gateway answers with. `server/app.py` has the server's table."""
 
 from __future__ import annotations
 

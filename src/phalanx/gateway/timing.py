@@ -1,4 +1,4 @@
-"""The gateway's own time stamp in a phalanx server's `timing`, for clients that asked for that (G3). Pure.
+"""The gateway's own time stamp in a phalanx server's `timing`, for clients that asked for that (G3).
 
 It is the one thing that a gateway adds to an event; every other byte stays. It is that of the first event with
 something that the model wrote: what comes before says that the answer begins, and may come before any token.

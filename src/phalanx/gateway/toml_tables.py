@@ -1,4 +1,4 @@
-"""Files of TOML tables of one kind, `[[name]]`: parsed whole, or refused with the line of the fault. Pure."""
+"""Files of TOML tables of one kind, `[[name]]`: parsed whole, or refused with the line of the fault."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the client of one stream has, in tokens, as the records of its replicas have told. Pure (`edge/migration.py`).
+"""What the client of one stream has, in tokens, as the records of its replicas have told (`edge/migration.py`).
 
-With it another replica continues the stream. Does not know bytes, nor which replica that is.
+With it another replica continues the stream.
 """
 
 from __future__ import annotations

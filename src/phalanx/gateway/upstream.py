@@ -1,6 +1,6 @@
 """One attempt of one request on one replica: what is sent, what comes back, and what may break in between.
 
-Errors of the HTTP library end here: the proxy sees phalanx's own, with the replica's name. Does not know clients.
+Errors of the HTTP library end here: the proxy sees phalanx's own, with the replica's name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks at start that the native kernels compute the same as MLX on this processor. Does not know models."""
+"""Checks at start that the native kernels compute the same as MLX on this processor."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Models call `mx.fast.rms_norm`, `mx.quantized_matmul`, `x @ w.T` and others. This module replaces each of them, once per
 process, by a function with the same signature that uses a native kernel if one supports the arguments, and calls the
-original otherwise. So every architecture becomes faster without a change. Does not know models.
+original otherwise. So every architecture becomes faster without a change.
 """
 
 from __future__ import annotations

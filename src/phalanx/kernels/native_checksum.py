@@ -1,4 +1,4 @@
-"""Checksums of collectives (`dist/checksum.py`) with native operations. Does not know when sums are checked."""
+"""Checksums of collectives (`dist/checksum.py`) with native operations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An attention mask of rows with different lengths that also carries the lengths, for native attention.
 
-Most models pass masks on unchanged, so the mask can carry the lengths to the kernel. Does not know models or caches.
+Most models pass masks on unchanged, so the mask can carry the lengths to the kernel.
 """
 
 from __future__ import annotations

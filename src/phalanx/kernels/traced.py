@@ -2,7 +2,7 @@
 
 While a model call is captured (`model/cpu/graph_cache.py`), the caches give their length as such an integer. If the
 model only passes it on to RoPE, the captured graph is valid for every length; if the model computes with it or compares
-it, the graph may not be. Does not know models or graphs.
+it, the graph may not be.
 """
 
 from __future__ import annotations

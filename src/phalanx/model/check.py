@@ -4,7 +4,7 @@ Two rows of different length are prefilled, decoded together, verified with padd
 equal those of the model with mlx-lm's caches, one row at a time, up to a tolerance. If rows cannot be computed
 together, the check tries them one after another; if that is wrong as well, it refuses the model. In the same way it
 finds out whether rows can be packed, without padding. A stage is checked alone, on random arrays at its inlet, and must
-not need anything else from the stages before. Leaves no state behind. Does not know the scheduler or requests.
+not need anything else from the stages before. Leaves no state behind.
 """
 
 from __future__ import annotations

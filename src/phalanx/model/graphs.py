@@ -1,7 +1,7 @@
 """The interface between the runner and captured graphs, and its base class, which captures none.
 
 With the native kernels a runner asks `cpu/graph_cache.py`; with MLX's own kernels it asks the base class below, so that
-nothing of the graph cache runs there. Does not know how a model call is captured or replayed.
+nothing of the graph cache runs there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A forward that is built or dispatched before its plan exists (`Runner.dispatch_next`). Does not know how."""
+"""A forward that is built or dispatched before its plan exists (`Runner.dispatch_next`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Finds modules of an mlx-lm model by path, and the model file of a module's class; copies models. Changes none.
-
-Does not know what the modules compute.
-"""
+"""Finds modules of an mlx-lm model by path, and the model file of a module's class; copies models. Changes none."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 `inspect` runs a model on mlx-lm's own caches, evaluates nothing, and reads the shapes of the caches. `check_model`
 (`check.py`) compares ragged rows with those caches on a few tokens and has the last word. Short tables hold the facts
 that a few tokens cannot show; `tools/conformance.py` runs every model file of mlx-lm and shows that the tables are
-complete (`docs/models.md`). Does not know plans, memory budgets or how a model was loaded.
+complete (`docs/models.md`).
 """
 
 from __future__ import annotations

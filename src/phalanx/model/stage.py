@@ -4,7 +4,7 @@ The model's own code runs. Layers of other stages are in their places, so that i
 nothing: the one before the stage's first layer hands on the array that came from the stage before (the inlet), the one
 behind its last layer takes what comes out (the outlet), and all others hand on NaN. So what reaches the stage past the
 inlet shows, instead of giving wrong tokens. Own layers and the model itself are unchanged. `loading/stage_cut.py` makes
-stages. Does not know links, ranks or plans.
+stages.
 """
 
 from __future__ import annotations

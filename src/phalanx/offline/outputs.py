@@ -1,4 +1,4 @@
-"""What `phalanx.LLM` answers, with vLLM's names. Plain data; does not know how it came about."""
+"""What `phalanx.LLM` answers, with vLLM's names. Plain data."""
 
 from __future__ import annotations
 

@@ -42,33 +42,20 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     n: int = 1
     """Number of answers per prompt."""
-    max_tokens: Annotated[Count | None, Flag("Output tokens, at most.", default="what the context has room for")] = None
-    """Largest number of output tokens."""
-    temperature: Annotated[Size | None, Flag("0 is greedy.", "Sampling", default="the model's")] = None
-    """Divides the logits; 0 takes the most likely token."""
-    top_p: Annotated[
-        Share | None,
-        Flag("Share of the probability that tokens are drawn from; 1 is all.", "Sampling", default="the model's"),
-    ] = None
-    """Only the most likely tokens that together have this probability are drawn."""
-    top_k: Annotated[
-        Annotated[int, Meta(ge=-1)] | None,
-        Flag("Likeliest tokens to draw from; 0 is all.", "Sampling", default="the model's"),
-    ] = None
-    """Only so many of the most likely tokens are drawn; 0 or -1: all."""
-    min_p: Annotated[
-        Share | None,
-        Flag(
-            "Least probability, as a share of the likeliest token's; 0 is off.",
-            "Sampling",
-            default="the model's",
-        ),
-    ] = None
-    """Only tokens with at least this share of the most likely token's probability are drawn."""
-    seed: Annotated[int | None, Flag("The same seed gives the same tokens.", "Sampling")] = None
-    """The same seed gives the same tokens; None draws a seed per prompt."""
-    stop: Annotated[str | list[str] | None, Flag("End before this text; may be repeated.")] = None
-    """The answer ends before the first of these texts."""
+    max_tokens: Annotated[Count | None, Flag(default="what the context has room for")] = None
+    """Output tokens, at most."""
+    temperature: Annotated[Size | None, Flag("Sampling", default="the model's")] = None
+    """Divides the logits; 0 is greedy."""
+    top_p: Annotated[Share | None, Flag("Sampling", default="the model's")] = None
+    """Probability that the likeliest tokens to draw from have together; 1 is all."""
+    top_k: Annotated[Annotated[int, Meta(ge=-1)] | None, Flag("Sampling", default="the model's")] = None
+    """Likeliest tokens to draw from; 0 or -1 is all."""
+    min_p: Annotated[Share | None, Flag("Sampling", default="the model's")] = None
+    """Least probability, as a share of the likeliest token's; 0 is off."""
+    seed: Annotated[int | None, Flag("Sampling", default="drawn for each prompt")] = None
+    """The same seed gives the same tokens."""
+    stop: Annotated[str | list[str] | None, Flag()] = None
+    """End before this text; may be repeated."""
     stop_token_ids: list[int] | None = None
     """The answer ends with the first of these tokens."""
     repetition_penalty: float | None = None

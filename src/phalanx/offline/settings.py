@@ -1,6 +1,6 @@
 """What must hold between settings, and settings from the keywords of `phalanx.LLM`.
 
-A range of a single setting is declared in `config.py`. Does not know where settings come from; messages name flags.
+A range of a single setting is declared in `config.py`. Messages name flags.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The prefill budget (chunked prefill): how many prompt tokens a step computes, from how fast earlier steps were.
 
-Also its bounds on a CPU and on a GPU, and how rows share it. Pure: times are arguments. Does not know which rows
-prefill (`scheduler.py`).
+Also its bounds on a CPU and on a GPU, and how rows share it. Times are arguments. Does not know which rows prefill
+(`scheduler.py`).
 """
 
 from __future__ import annotations

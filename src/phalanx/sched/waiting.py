@@ -2,7 +2,7 @@
 
 An owner stands for an API key. The next row goes to the owner that holds the fewest, and to the earlier sequence where
 two hold as many; so one owner alone is served in order of arrival, and many sequences of one owner do not delay another
-owner's. Pure. Does not know memory or rows (`scheduler.py`).
+owner's. Does not know memory or rows (`scheduler.py`).
 """
 
 from __future__ import annotations

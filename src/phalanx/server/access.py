@@ -1,4 +1,4 @@
-"""Under which names requests are let in, and what strangers may see. Does not know routes."""
+"""Under which names requests are let in, and what strangers may see."""
 
 from __future__ import annotations
 

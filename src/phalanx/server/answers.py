@@ -1,7 +1,6 @@
-"""What an answer consists of, the same for every dialect: deltas, endings, usage. Pure.
+"""What an answer consists of, the same for every dialect: deltas, endings, usage.
 
-A dialect (`dialects/`) writes them as the JSON that its clients expect. Does not know how tokens become text, the
-engine or HTTP.
+A dialect (`dialects/`) writes them as the JSON that its clients expect.
 """
 
 from __future__ import annotations

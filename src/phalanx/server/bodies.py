@@ -154,7 +154,6 @@ def _tool_calls(data: bytes, path: str) -> list[ToolCallBody]:
 
 
 def _schema_or_text(data: bytes, path: str) -> dict[str, Any] | str:
-    """A JSON schema, or its text."""
     schema: dict[str, Any] | str = decode(data, dict[str, Any] | str, path)
     return schema
 

@@ -1,4 +1,4 @@
-"""h11's parser with bounds on what a client can make one call of it cost. Does not know sockets or requests.
+"""h11's parser with bounds on what a client can make one call of it cost.
 
 h11 parses on the event loop. A header of 250 KB is parsed whole if it arrives at once; a run of spaces costs its square
 in h11's regular expressions, seconds for 15 KB; and each chunk of a body costs 10 us, also one of a single byte. So

@@ -1,4 +1,4 @@
-"""The arguments of a call, from their text. Pure.
+"""The arguments of a call, from their text.
 
 A model may write what is JSON by RFC 8259 and what clients read, but no strict parser: numbers beyond those of a
 computer, halves of characters. The server has sent it, so it has to take it back when the conversation comes again.

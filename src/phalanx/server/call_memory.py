@@ -3,7 +3,7 @@
 A chat template writes a call in its own words: other blanks, another order of keys, no reasoning. When the conversation
 comes back, its prompt would therefore differ from what the engine computed, and everything after the first difference
 would be computed again. `CallMemory` finds the answer again, and `rendering.py` puts its tokens in the template's
-place. Threads may call all methods. Does not know templates or tokenizers.
+place. Threads may call all methods.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a chat request to what its answer needs: the prompt, a grammar, and how the text is taken apart.
 
-Remembers the answers that call tools, and gives them back in later prompts. Does not know HTTP or the engine.
+Remembers the answers that call tools, and gives them back in later prompts.
 """
 
 from __future__ import annotations
@@ -135,7 +135,6 @@ class ChatEncoder:
 
 
 def _schemas(tools: ToolUse) -> tuple[AnswerGrammar, ...]:
-    """The schemas of the tools' arguments."""
     return tuple(
         AnswerGrammar(param="tools", place=tool.field, grammar={"json_schema": tool.parameters}) for tool in tools.tools
     )

@@ -1,7 +1,4 @@
-"""uvicorn's HTTP connection with a place and deadlines, which `edge/acceptor.py` accepts and watches.
-
-Does not know routes.
-"""
+"""uvicorn's HTTP connection with a place and deadlines, which `edge/acceptor.py` accepts and watches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decodes bodies that were sent with a Content-Encoding, in pieces of bounded size. Pure; does not know HTTP requests.
+"""Decodes bodies that were sent with a Content-Encoding, in pieces of bounded size.
 
 A small body may decode to a large one (a "zip bomb"), so the caller counts the bytes of every piece before it takes the
 next one.

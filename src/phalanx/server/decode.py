@@ -1,7 +1,7 @@
 """From the tokens of one choice to text: incremental decoding, stop strings, log-probabilities.
 
 Text exists only in the server, so the server finds stop strings (A9). It tells the engine after which token the choice
-stops (`stopped_at`) and clips the tokens that the engine computed meanwhile. Does not know HTTP or OpenAI's objects.
+stops (`stopped_at`) and clips the tokens that the engine computed meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sampling defaults from a model directory's generation_config.json, as in `vllm serve`.
 
 If a request has no temperature, the choice of the model's authors is better than OpenAI's 1.0. `do_sample` is ignored,
-as in vLLM: a request for greedy output sets temperature 0. Does not know requests or any other file.
+as in vLLM: a request for greedy output sets temperature 0.
 """
 
 from __future__ import annotations

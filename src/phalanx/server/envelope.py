@@ -1,7 +1,4 @@
-"""What all requests and answers have in common: request ids, HEAD, and slashes at the end of a path.
-
-Does not know routes or bodies.
-"""
+"""What all requests and answers have in common: request ids, HEAD, and slashes at the end of a path."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The generation of one request's answer: reads its output queue, decodes every choice, counts its tokens.
 
-Yields deltas (text, scored tokens, endings) that `routes.py` streams or collects. Does not know HTTP, OpenAI's objects
-or the model.
+Yields deltas (text, scored tokens, endings) that `routes.py` streams or collects.
 """
 
 from __future__ import annotations

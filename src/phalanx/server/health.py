@@ -1,7 +1,7 @@
 """The engine's health: pings the engine every second and after each answer, and reports the result for /health.
 
 An engine that is ready may still hang, so /health is 200 only while the engine's own loop answers pings. The engine
-client kills an engine that stopped answering; this module only reports. Does not know the HTTP framework.
+client kills an engine that stopped answering; this module only reports.
 """
 
 from __future__ import annotations

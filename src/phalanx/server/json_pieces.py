@@ -1,7 +1,4 @@
-"""JSON of answers that may be large, written in calls that are short: none holds the interpreter's lock for long.
-
-Does not know what the answers mean.
-"""
+"""JSON of answers that may be large, written in calls that are short: none holds the interpreter's lock for long."""
 
 from __future__ import annotations
 

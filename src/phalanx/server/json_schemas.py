@@ -1,4 +1,4 @@
-"""JSON schemas of clients: how large they may be, and what keeps a small model from going on for ever. Pure.
+"""JSON schemas of clients: how large they may be, and what keeps a small model from going on for ever.
 
 Does not know which keywords can be compiled (`text/grammar_process.py` finds that out).
 """

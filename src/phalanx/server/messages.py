@@ -1,4 +1,4 @@
-"""From the messages or prompts of a body to the tokenizer's input. Pure.
+"""From the messages or prompts of a body to the tokenizer's input.
 
 Does not know chat templates: the tokenizer applies them.
 """

@@ -1,7 +1,6 @@
 """Prometheus metrics under vLLM's names with the prefix `phalanx:` (M2), label `model_name`.
 
 The server measures latencies itself. Counters that the engine reports continue over its restarts, so they never fall.
-Does not know requests, HTTP routes, or messages of the engine other than `EngineStats` and `Finished`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Streams that may move from one server to another: what is told of them, and how one goes on that began elsewhere.
 
 A gateway with the server's admin key gets a record after each piece of a stream, and sends what the records said to
-another server once this one fails (`edge/migration.py`: the wire). Pure. Does not know dialects, text or the engine.
+another server once this one fails (`edge/migration.py`: the wire).
 """
 
 from __future__ import annotations

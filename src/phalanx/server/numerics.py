@@ -1,4 +1,4 @@
-"""What decides which tokens a server computes, as one short hash. Pure.
+"""What decides which tokens a server computes, as one short hash.
 
 Servers with equal hashes give the same tokens for the same request, but for what a batch's other rows change (design:
 Keyed sampling). A gateway moves streams between such servers first.

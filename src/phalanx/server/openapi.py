@@ -1,7 +1,6 @@
 """Describes request bodies in /openapi.json.
 
-FastAPI cannot do it by itself, because the endpoints read their bodies themselves (`intake.py`). Does not know what the
-fields mean.
+FastAPI cannot do it by itself, because the endpoints read their bodies themselves (`intake.py`).
 """
 
 from __future__ import annotations

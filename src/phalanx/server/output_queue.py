@@ -2,7 +2,6 @@
 
 All choices of a request share one queue, so that its reader gets their events in the order of their commits. The writer
 never waits; the server cancels the request of a reader that falls too far behind (design: The server never blocks).
-Does not know HTTP.
 """
 
 from __future__ import annotations

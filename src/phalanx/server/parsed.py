@@ -1,7 +1,4 @@
-"""Parsed requests: frozen, with every default filled in. The server schedules only these.
-
-Does not know the JSON bodies.
-"""
+"""Parsed requests: frozen, with every default filled in. The server schedules only these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How owners share places: of choices that a server holds, or bytes of bodies (S3). Pure; does not know requests."""
+"""How owners share places: of choices that a server holds, or bytes of bodies (S3)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Tokenises texts and messages on threads of its own, off the event loop (design: The server never blocks).
 
 Short texts have threads of their own, so that they never wait behind long ones. A text that cannot fit into the context
-is refused before it is tokenised as a whole, which would take seconds and hundreds of bytes of memory per byte. Does
-not know HTTP or the engine.
+is refused before it is tokenised as a whole, which would take seconds and hundreds of bytes of memory per byte.
 """
 
 from __future__ import annotations

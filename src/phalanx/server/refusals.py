@@ -1,4 +1,4 @@
-"""Checks of single fields; every error names its field. Pure. Does not know what the fields mean."""
+"""Checks of single fields; every error names its field."""
 
 from __future__ import annotations
 

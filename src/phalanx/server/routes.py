@@ -2,7 +2,7 @@
 
 Each request is read, parsed, given slots, tokenised, generated and answered, in this order. Other modules decide: a
 dialect what a field means and how an answer is written, the journal whether there is room, `app.py` which status an
-error has. Does not know the engine process.
+error has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The server process at run time: signals, draining, exit code. Does not know routes, messages or how it starts."""
+"""The server process at run time: signals, draining, exit code."""
 
 from __future__ import annotations
 
@@ -207,5 +207,4 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _fail_unfinished(self) -> None:
-        """Answer all unfinished requests with an error."""
         self._journal.fail_all(EngineUnavailable("The server is shutting down.", retry_after=5.0))

@@ -1,6 +1,6 @@
-"""Parses the options that chat and text completions share, from body to `Options`. Pure.
+"""Parses the options that chat and text completions share, from body to `Options`.
 
-Ranges are OpenAI's; for fields that OpenAI does not have, vLLM's. Does not know prompts or messages.
+Ranges are OpenAI's; for fields that OpenAI does not have, vLLM's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Starts the server process: it binds the address, starts the ranks, and loads the rest while the ranks load.
 
-The rest is the HTTP framework and the tokenizer, which take about as long to import as the ranks take to load. Does not
-know routes or messages.
+The rest is the HTTP framework and the tokenizer, which take about as long to import as the ranks take to load.
 """
 
 from __future__ import annotations

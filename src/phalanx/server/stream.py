@@ -1,7 +1,4 @@
-"""Server-sent events: framing, keep-alive comments, slow clients and clients that disconnect.
-
-Does not know the content of events, nor the engine.
-"""
+"""Server-sent events: framing, keep-alive comments, slow clients and clients that disconnect."""
 
 from __future__ import annotations
 

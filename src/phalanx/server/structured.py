@@ -1,4 +1,4 @@
-"""From `response_format`, `structured_outputs` and `guided_*` to the grammar that an answer must match. Pure.
+"""From `response_format`, `structured_outputs` and `guided_*` to the grammar that an answer must match.
 
 Takes what OpenAI's clients and vLLM's send. A request has at most one of them. Does not know whether a grammar can be
 compiled (`grammar_checks.py`), nor what a model writes before its answer (`outputs/`).

@@ -1,4 +1,4 @@
-"""Parses the tools of a request and the choice among them. Pure.
+"""Parses the tools of a request and the choice among them.
 
 Does not know the history's calls (`messages.py`), nor the formats in which models write calls (`outputs/`).
 """

@@ -1,8 +1,8 @@
-"""Parses bodies into frozen requests; the server schedules only these. Pure: no I/O, no clock, no tokenizer.
+"""Parses bodies into frozen requests; the server schedules only these.
 
 Two steps, because tokenising lies between them: `parse_*` turns a body into a request, `plan_sequences` turns its token
 ids into the engine's `SequenceRequest`s. A field that would change the answer, but is not implemented, is refused by
-name. null counts as absent everywhere. Does not know HTTP.
+name. null counts as absent everywhere.
 """
 
 from __future__ import annotations

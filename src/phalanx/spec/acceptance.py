@@ -1,4 +1,4 @@
-"""Acceptance rates of drafts, and from them the expected acceptance of the next ones. Pure.
+"""Acceptance rates of drafts, and from them the expected acceptance of the next ones.
 
 A drafter puts each token into a confidence bucket (`Draft.buckets`). A token counts only where those before it were
 right, so the probability that a draft is right up to there is the product of its buckets' rates. Tokens do not depend

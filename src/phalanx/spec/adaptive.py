@@ -1,5 +1,5 @@
 """The default control: weighs the expected tokens of drafts against the measured cost of a step, within one budget.
-docs/speculation.md explains it. Pure: times are handed in. Does not know drafters or plans."""
+docs/speculation.md explains it. Times are handed in."""
 
 from __future__ import annotations
 

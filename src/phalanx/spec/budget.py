@@ -1,4 +1,4 @@
-"""The exploration budget of speculation, counted in non-speculative steps. Pure.
+"""The exploration budget of speculation, counted in non-speculative steps.
 
 Every second beyond a non-speculative step is charged, every extra token is credited, and a fixed share of the time
 refills the budget. A text on which no draft is ever right therefore loses its allowance and that share, no more.

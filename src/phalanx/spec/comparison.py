@@ -1,7 +1,7 @@
 """Measures the speed of decoding with and without drafts, in alternation on the same sequences.
 
 Other programs on the machine slow it down by some per cent for seconds at a time, but hardly from one step to the next.
-So runs of a few steps with drafts alternate with equal runs without, in a pseudo-random order. Pure.
+So runs of a few steps with drafts alternate with equal runs without, in a pseudo-random order.
 """
 
 from __future__ import annotations

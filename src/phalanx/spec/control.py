@@ -1,5 +1,5 @@
-"""The interface of a control: how many tokens to draft, and how many of them to verify. Pure: measured seconds are
-handed in. `adaptive.py` weighs costs against gains; `rules.py` has the fixed rules."""
+"""The interface of a control: how many tokens to draft, and how many of them to verify. Measured seconds are handed in.
+`adaptive.py` weighs costs against gains; `rules.py` has the fixed rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measured cost of a step by number of rows and tokens per row. Pure: the seconds are handed in.
+"""The measured cost of a step by number of rows and tokens per row. The seconds are handed in.
 
 Tokens per row are those that a step computes, in halves where rows are packed (`forwards.py`). A cost is kept as a
 ratio to a recent *non-speculative* step (one token per row) with the same number of rows: growing contexts and other

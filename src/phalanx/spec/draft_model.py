@@ -2,7 +2,7 @@
 
 Its cache rolls back as the target's does, by setting a length. It samples with the target's own noise, parameters and
 histories, so that a draft model with the same distribution draws the same token, at any temperature. A new prompt is
-read in chunks first. Does not know whether drafts pay.
+read in chunks first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The drafter interface, and a drafter of random tokens.
 
 A draft is a guess of a sequence's next tokens; verification makes the output independent of it (design: Keyed
-sampling), so a drafter can cost time but never change a token. Only the leader has one. Does not know plans or memory.
+sampling), so a drafter can cost time but never change a token. Only the leader has one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ force (design: Constrained decoding).
 
 A matcher is a function of a grammar and the output so far, so it survives whatever moves or recomputes a row. Matchers
 are made on a thread, since compiling takes up to a second; a sequence gets no row before (`held`). llguidance reports
-errors as a state, which every mask looks at: such a row ends, and no other does. Does not know logits or plans.
+errors as a state, which every mask looks at: such a row ends, and no other does.
 """
 
 from __future__ import annotations

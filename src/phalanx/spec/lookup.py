@@ -1,7 +1,7 @@
 """The index of the lookup drafters: tokens of running and recent sequences, by the n-grams ("runs") in them.
 
 The tokens that followed a run before may follow it again. Indexing a token is O(1) per run length. A long prompt is
-indexed over several steps, so that it does not stall decoding. Pure. Does not choose continuations: `ngram.py` and
+indexed over several steps, so that it does not stall decoding. Does not choose continuations: `ngram.py` and
 `suffix.py` do.
 """
 

@@ -3,7 +3,7 @@
 The longest n-gram that occurred before decides, and its latest occurrence. A sequence's own tokens are searched first.
 Those of other requests are searched for the longest n-gram only, since a short one says little about another request's
 text. A token's confidence bucket depends on the length of the common suffix of both contexts, and on how many of the
-latest places continue with the same token. Pure; O(run lengths) per token and per draft.
+latest places continue with the same token. O(run lengths) per token and per draft.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`--speculative-config`: JSON text into a `SpeculativeConfig`, or an error that names the field.
 
-The fields are documented in `phalanx/speculation_config.py`. Does not know what a method does with them.
+The fields are documented in `phalanx/speculation_config.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Controls with fixed rules, and the factory of the configured control. Pure."""
+"""Controls with fixed rules, and the factory of the configured control."""
 
 from __future__ import annotations
 

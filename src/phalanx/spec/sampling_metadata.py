@@ -1,5 +1,4 @@
-"""The sampling metadata of each sequence, kept between steps so that a history is extended by new tokens only.
-Does not know logits, plans or drafters."""
+"""The sampling metadata of each sequence, kept between steps so that a history is extended by new tokens only."""
 
 from __future__ import annotations
 

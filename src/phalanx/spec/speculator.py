@@ -1,7 +1,4 @@
-"""Speculation on the leader: connects a drafter and a control, and reports committed tokens to both (A2).
-
-Does not know the model's forward, nor how drafts are verified.
-"""
+"""Speculation on the leader: connects a drafter and a control, and reports committed tokens to both (A2)."""
 
 from __future__ import annotations
 

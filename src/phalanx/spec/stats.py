@@ -1,4 +1,4 @@
-"""The figures of speculation: counted per draft, reported in one line (A8). Does not know how k was chosen."""
+"""The figures of speculation: counted per draft, reported in one line (A8)."""
 
 from __future__ import annotations
 

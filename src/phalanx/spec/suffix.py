@@ -8,7 +8,7 @@ draft drop out. The draft ends when no match is left, or when the estimated prob
 below a limit. A token's own probability gives its confidence bucket.
 
 After SuffixDecoding (Oliaro et al., 2024, arXiv 2411.04975), whose suffix trees cost a node per token and depth; here a
-token costs two entries of an index, and only the latest places count (`lookup.PLACES`). Pure.
+token costs two entries of an index, and only the latest places count (`lookup.PLACES`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Verification: the tokens that the model itself draws after every draft, in one call (A2; design: Keyed sampling).
 
-A forward over `[y, d1..dk]` gives the logits after each of them. In each place the keyed Gumbel-max token is
-drawn as it would have been without speculation: with that output position's noise, and with penalties and bans over a
-history that contains the drafts before it. Drafts are accepted up to the first one that differs from that token, so the
-output does not depend on the drafter. Does not know drafters or how tokens are committed.
+A forward over `[y, d1..dk]` gives the logits after each of them. In each place the keyed Gumbel-max token is drawn as
+it would have been without speculation: with that output position's noise, and with penalties and bans over a history
+that contains the drafts before it. Drafts are accepted up to the first one that differs from that token, so the output
+does not depend on the drafter.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The agent listens on one address and takes orders from the first host of its cluster alone. It starts a rank or Open
 MPI's daemon (`programs.py`), copies the process's output to the server and to its own stderr, and reports the exit
 status. When the connection closes or is silent for `SILENT_S`, the agent ends the process: the server is gone, and the
-next one starts all ranks anew. Does not know what the process does, nor why it is started.
+next one starts all ranks anew.
 """
 
 from __future__ import annotations

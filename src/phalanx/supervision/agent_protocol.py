@@ -6,8 +6,7 @@ that it means.
                                              <- AskPorts, RunRank, RunDaemon, Signal, KeepAlive
     Ports, Started, Output, Ended, KeepAlive ->
 
-The server starts at most one process per connection, and the agent ends it with the connection. Does not know what the
-process does, nor how connections are made.
+The server starts at most one process per connection, and the agent ends it with the connection.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An engine that an external launcher starts and restarts: `mpirun`, `mlx.launch`, a job scheduler.
 
 The server process listens on a Unix socket, and rank 0 connects to it. When rank 0 disconnects, unfinished requests
-wait for the next leader and resume there. Does not know processes.
+wait for the next leader and resume there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps a Mac awake while it serves. Does not know what it serves."""
+"""Keeps a Mac awake while it serves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The server's end of the connection to a leader: messages, states, pings. The common part of two `EngineClient`s.
 
-`process.py` starts and restarts the ranks; `attach.py` waits for ranks that an external launcher starts. Does not know
-processes or requests. Runs on one asyncio loop.
+`process.py` starts and restarts the ranks; `attach.py` waits for ranks that an external launcher starts. Runs on one
+asyncio loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The fake that ships with the seam of `client.py`: an engine in this process, for tests of the server.
 
-Its tokens are a pure function of request and position, so that a resumed sequence continues as it would have. Does not
-know HTTP, text, processes or MLX.
+Its tokens are a pure function of request and position, so that a resumed sequence continues as it would have.
 """
 
 from __future__ import annotations

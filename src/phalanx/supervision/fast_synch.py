@@ -1,8 +1,8 @@
-"""Whether `MLX_METAL_FAST_SYNCH=1` pays on a group of Macs: from the time of a step with it and without (F5). Pure.
+"""Whether `MLX_METAL_FAST_SYNCH=1` pays on a group of Macs: from the time of a step with it and without (F5).
 
 With it Metal and the processor wait for each other in shared memory: several times faster on some machines, but MLX's
 authors call it buggy (rare deadlocks, which the watchdog ends). It concerns JACCL, whose sums are short enough for this
-to matter. Does not know how steps are measured.
+to matter.
 """
 
 from __future__ import annotations

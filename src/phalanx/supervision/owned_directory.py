@@ -1,6 +1,6 @@
 """Temporary directories that go with the process that made them, even if it is killed: the next one sweeps them away.
 
-A process holds a lock on a file in its directory, which the system frees at its end. Does not know what is in it.
+A process holds a lock on a file in its directory, which the system frees at its end.
 """
 
 from __future__ import annotations

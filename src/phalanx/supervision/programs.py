@@ -1,7 +1,7 @@
 """The two programs that an agent runs: `phalanx rank`, and Open MPI's daemon `prted`, which starts ranks for mpirun.
 
 The server names neither: the agent takes the interpreter that it runs in itself, and the daemon of its own host's Open
-MPI. No shell is involved. Does not know connections, nor how processes are supervised.
+MPI. No shell is involved.
 """
 
 from __future__ import annotations

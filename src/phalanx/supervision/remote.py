@@ -1,7 +1,4 @@
-"""A process on another host, which that host's agent runs; used like a child process.
-
-Does not know what the process does.
-"""
+"""A process on another host, which that host's agent runs; used like a child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When an engine whose ranks have ended starts again. Pure: times are given, not measured.
+"""When an engine whose ranks have ended starts again. Times are given, not measured.
 
 An engine that has served always starts again, because what ended it may pass: a person need not be there. Before it
 ever served, the cause is likelier a flag, a cable or a full machine, and the person who started it waits: a few starts,

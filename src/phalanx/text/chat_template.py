@@ -1,7 +1,7 @@
 """Renders a chat template exactly as transformers does, because chat templates are written for transformers.
 
 A template is a program from the model's repository that processes the client's data. It therefore runs in jinja2's
-sandbox and gets only copies of plain JSON values. `template_process.py` limits what it takes. Does not know tokenizers.
+sandbox and gets only copies of plain JSON values. `template_process.py` limits what it takes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A grammar is llguidance's own: JSON text `{"grammars": [...]}`, of JSON schemas, regular expressions and Lark grammars.
 It is a stranger's program, of which fuel bounds most but not all: what comes from a client is tried in a process of its
-own before it is compiled here. Does not know requests, HTTP or the engine.
+own before it is compiled here.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 llguidance bounds most of what a grammar can cost, but not all: an integer that is a multiple of 10,000,019, or thirty
 patterns that must hold together, take minutes, and nothing inside this process can end them. So a grammar is compiled
 here first, over the 256 bytes as vocabulary, and one that passes may be compiled for the model's own tokenizer.
-`grammar_child.py` is the program. Does not know tokenizers, nor llguidance.
+`grammar_child.py` is the program.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Some work cannot be interrupted inside this process: a chat template that loops, a grammar that takes minutes to
 compile. The operating system limits a process: its processor time by a timer, its memory by `RLIMIT_AS`, or, where the
-system does not enforce that (macOS), by a look at its size. Does not know what the jobs are.
+system does not enforce that (macOS), by a look at its size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reads the small files of a model's directory, which a stranger may have written (S5).
 
 A file is read if it is a regular file of a plausible size that lies in the directory; its JSON is one object of finite
-numbers, nested as deep as such files are. Errors name the file and the field. Does not know what the fields mean, nor
-weights.
+numbers, nested as deep as such files are. Errors name the file and the field.
 """
 
 from __future__ import annotations

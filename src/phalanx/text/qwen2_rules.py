@@ -1,7 +1,7 @@
 """Whether a tokenizer.json says exactly what transformers' class for Qwen 2 and 3 builds from its vocabulary.
 
 That class takes vocabulary, merges and added tokens from the file, and has rules and special tokens of its own. Where
-the file has the same ones, it can be read as it is. Does not know how a tokenizer is loaded.
+the file has the same ones, it can be read as it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts of a JSON schema, and which of them it is that a compiler refuses. Pure; does not know the compiler.
+"""The parts of a JSON schema, and which of them it is that a compiler refuses.
 
 llguidance says what it refuses, as `Unimplemented keys: ["not"]`, but not where. A part of the schema that is refused
 for the same reason when it stands alone is where it is.

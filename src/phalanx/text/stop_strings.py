@@ -1,4 +1,4 @@
-"""Searches stop strings in a text that grows token by token. Pure: knows text and token counts, no tokenizer.
+"""Searches stop strings in a text that grows token by token. Knows text and token counts, no tokenizer.
 
 The stop string that is complete first ends the text; of several that end with the same character, the longest does. The
 result therefore does not depend on how the text is split into tokens. Text that may begin a stop string is held back

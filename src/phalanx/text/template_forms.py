@@ -1,8 +1,7 @@
 """Which form of `content` a chat template takes, and whether a rendering has every message's text.
 
 Templates of text models take a message's content as a text, those of many image models as a list of parts; given the
-other form, they drop the words without an error. Both are found by rendering a word that no template has. Does not
-know template sources or tokenizers.
+other form, they drop the words without an error. Both are found by rendering a word that no template has.
 """
 
 from __future__ import annotations

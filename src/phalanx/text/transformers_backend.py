@@ -1,7 +1,7 @@
 """Loads any tokenizer that transformers supports, through mlx-lm, which finds chat template and thinking tokens.
 
 Importing this module costs a second. `Tokenizer.load` uses it for tokenizers that `fast_backend.py` declines: with
-their own code, without a tokenizer.json, or of a class that builds its own rules. Does not know HTTP.
+their own code, without a tokenizer.json, or of a class that builds its own rules.
 """
 
 from __future__ import annotations
@@ -187,6 +187,5 @@ def _is_byte_level(hf: Any) -> bool:
 
 
 def _own_templates(hf: Any) -> dict[str, str]:
-    """Templates that a tokenizer's class brings."""
     found = getattr(hf, "chat_template", None)
     return {template_files.DEFAULT: found} if isinstance(found, str) and found.strip() else {}

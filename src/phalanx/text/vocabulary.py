@@ -1,7 +1,7 @@
 """How a vocabulary spells text: as bytes in GPT-2's alphabet, or as words with marks for spaces.
 
 The vocabulary decides how tokens are read back: files and classes also name a decoder, which some conversions have
-written wrongly, so that answers are full of marks. Imports no library; does not know files or chat templates.
+written wrongly, so that answers are full of marks. Imports no library.
 """
 
 from __future__ import annotations

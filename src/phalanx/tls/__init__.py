@@ -1,1 +1,1 @@
-"""TLS between the hosts of a cluster. Does not know what is sent."""
+"""TLS between the hosts of a cluster."""

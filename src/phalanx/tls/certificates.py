@@ -1,4 +1,4 @@
-"""Makes the certificates of a cluster's hosts. Does not know how they are handed out or used."""
+"""Makes the certificates of a cluster's hosts."""
 
 from __future__ import annotations
 

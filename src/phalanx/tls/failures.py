@@ -1,4 +1,4 @@
-"""Failures of TLS in words, without OpenSSL's file names and constants. Does not know connections."""
+"""Failures of TLS in words, without OpenSSL's file names and constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts for clients of a server whose certificate they have as a file. Does not know how certificates are made."""
+"""Contexts for clients of a server whose certificate they have as a file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The layout of a layer's cache as plain data: shapes and dtypes per token or per row.
 
 `registry.py` finds it by building a call of the model on mlx-lm's own caches, without evaluating it. `buffers.py`
-allocates by it, and `CacheFacts` counts bytes for the engine. Does not know models, rows or plans.
+allocates by it, and `CacheFacts` counts bytes for the engine.
 """
 
 from __future__ import annotations

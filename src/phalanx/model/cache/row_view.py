@@ -2,7 +2,7 @@
 
 New keys and values are scattered at each row's length, the mask is made from the lengths, and RoPE gets one offset per
 row. If all rows of a forward have the same length (above all, if there is one row), offset and mask are exactly those
-of mlx-lm's caches: an integer, None or "causal". Owns no buffer, and does not know layers or plans.
+of mlx-lm's caches: an integer, None or "causal". Owns no buffer.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ highest position, with placeholders for tokens and with a traced position, which
 it. If the graphs differ beyond what a replay can adjust (recurrent state, attention without the fused kernel), the
 cache refuses and the runner builds that call in every step. Rows of different lengths pass their lengths as arrays,
 which are inputs like tokens (`model/cache/row_view.py`, `kernels/ragged.py`). Full and partial sliding windows are
-captured separately. Does not know the scheduler or requests.
+captured separately.
 """
 
 from __future__ import annotations
@@ -160,7 +160,6 @@ class GraphCache(Graphs):
         return any(graph and other.length == 1 and other[:4] == key[:4] for other, graph in self._captured.items())
 
     def _evict_when_full(self) -> None:
-        """Drop all graphs once there are `MAX_GRAPHS`."""
         if len(self._captured) >= MAX_GRAPHS:
             self._captured.clear()
             self._seen.clear()

@@ -2,7 +2,7 @@
 
 Widening a weight to float32 is exact, so a kernel that widens as it reads gives the result of a model cast to float32.
 Matrices and scales that only products and look-ups read therefore keep the checkpoint's dtype; the loader casts all
-other parameters. Does not know the kernels.
+other parameters.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 transformers 5 writes the rotary embedding's settings into `rope_parameters`, at one level or by the kind of attention.
 Most model files of mlx-lm read `rope_theta` and `rope_scaling`; without them they take the default of their family in
 silence, and the model answers nonsense. So they do with `tie_word_embeddings`, which a config may leave out: the
-weights then say whether there is a head. Does not know architectures.
+weights then say whether there is a head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Downloads a model from the hub, and says in words why it could not. Does not know directories given by path."""
+"""Downloads a model from the hub, and says in words why it could not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocates weights in large blocks, so that huge pages hold them. Does not know models or files."""
+"""Allocates weights in large blocks, so that huge pages hold them."""
 
 from __future__ import annotations
 

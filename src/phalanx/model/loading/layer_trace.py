@@ -3,7 +3,7 @@
 `trace` builds a call of the whole model on mlx-lm's own caches and evaluates nothing. It records what every layer is
 called with and returns, and when parameters outside the layers are read: before the first layer (an embedding), behind
 the last (norm and head), or both (tied embeddings). A model can be cut between its layers if each is called once, in
-order, with one array that the layer before returned. Does not know stages or files.
+order, with one array that the layer before returned.
 """
 
 from __future__ import annotations
@@ -188,7 +188,6 @@ class _Watch:
         return call
 
     def _note(self, module: Module, key: str) -> None:
-        """Record that an entry of a module was read."""
         when = BEFORE if not self.calls else BEHIND if self._finished >= len(self._layers) else BETWEEN
         for parameter in self._entries.get((id(module), key), ()):
             self.read[parameter].add(when)

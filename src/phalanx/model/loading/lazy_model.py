@@ -1,8 +1,7 @@
 """Builds a model with mlx-lm, lazily, and records which of its parameters are unchanged tensors of a file.
 
 mlx-lm knows the architectures, the quirks of their checkpoints and their quantisation. A parameter that it passes on
-unchanged can be read from the file in parts. The identity of arrays tells a renamed tensor from a computed one. Does
-not know ranks, target dtypes or memory.
+unchanged can be read from the file in parts. The identity of arrays tells a renamed tensor from a computed one.
 """
 
 from __future__ import annotations
@@ -127,7 +126,6 @@ class _SanitizeHook:
 
 
 def _load(files: Iterable[Path]) -> dict[str, mx.array]:
-    """The tensors of these files, lazily."""
     tensors: dict[str, mx.array] = {}
     for file in files:
         found = mx.load(str(file))

@@ -3,7 +3,7 @@
 `prepare` checks everything before the first tensor is read; `Prepared.materialise` then reads, casts and keeps one
 tensor at a time. A rank reads only what it owns (design: Loading): `lazy_model.py` knows the file tensor of each
 parameter, `shard.py` the rows that this rank keeps, and `parallel.py` makes the ranks' sums go through the reducer. A
-model that is not split takes the same path. Does not know caches, plans or sampling.
+model that is not split takes the same path.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 mlx-lm's own layers sum with an unchecked collective. Each layer here registers its site with a `Reducer` and sums
 through it (A6). A replaced layer keeps its state and its parameters' names and changes only its class, because its
-computation before the sum stays the same. Does not know how weights are split or read.
+computation before the sum stays the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Judges a config.json by the sizes of the weights before a model is built from it.
 
 mlx-lm builds the modules that config.json asks for, at 0.1 MB a layer, before it looks at the weights: a number alone
-could take all memory. The bounds are far above every known model, and each holds for every architecture. Does not know
-architectures.
+could take all memory. The bounds are far above every known model, and each holds for every architecture.
 """
 
 from __future__ import annotations

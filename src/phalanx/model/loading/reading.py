@@ -3,7 +3,6 @@
 Pages that are in the kernel's page cache are copied from it. Other pages are read with direct I/O (O_DIRECT; F_NOCACHE
 on macOS), in large requests and several at once: that keeps a fast disk busy with little processor time, and evicts
 nothing from memory. A slow disk is read through the page cache, which costs no time there and helps the next start.
-Does not know models, nor which rank owns which part.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The recipe is mlx-lm's own `shard()` if there is one, else phalanx's (`recipes.py`). It runs twice on lazy arrays: first
 on the weights, which shows which parameters it changes; then on a copy whose parameters are row numbers, which shows
 the rows that remain. So the loader can read exactly those rows, whatever the recipe did to select them. A parameter
-that is not a choice of rows along one axis stays as the recipe computed it. Does not know files, dtypes or memory.
+that is not a choice of rows along one axis stays as the recipe computed it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A parameter outside the layers is kept where it is read: an embedding by the first stage, the head by the last, a tied
 embedding by both. Elsewhere it is NaN, without memory or reading, so that a model which brings an embedding to a later
 layer past the inlet fails the check at start. `layer_trace.py` knows how a model calls its layers, `model/stage.py`
-what is put in the place of the others. Does not know ranks, files or how layers are shared out.
+what is put in the place of the others.
 """
 
 from __future__ import annotations

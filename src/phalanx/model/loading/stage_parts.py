@@ -1,7 +1,7 @@
 """What a model consists of where its layers are shared out among stages (P4): bytes and costs of its parts.
 
 `python -m phalanx.model.loading.stage_parts DIRECTORY` prints it as JSON, from headers alone, for programs that do not
-import MLX; where the model cannot be cut, it says why on stderr. Does not know which stages there are.
+import MLX; where the model cannot be cut, it says why on stderr.
 """
 
 from __future__ import annotations

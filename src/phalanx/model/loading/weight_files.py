@@ -1,7 +1,7 @@
 """Chooses the files that are a model's weights, and says what a directory without them is.
 
 Downloads, conversions and merges leave directories with an index of another split, shards of an unfinished download,
-and files that belong to something else. Where there is an index, it decides. Reads no tensors; does not know models.
+and files that belong to something else. Where there is an index, it decides. Reads no tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tensors in a model's safetensors files, by their headers, and the model's fingerprint (design: Loading).
 
 Headers give names, dtypes, shapes and offsets. Files are checked to be complete before anything is loaded (`reading.py`
-reads tensors). Does not know models, MLX, or which rank owns which part.
+reads tensors).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keyed Gumbel noise: a number for every (seed, choice, position, token), without state (design: Keyed sampling).
 
 The generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), indexed: a
-key starts a stream, and token t gets the stream's t-th output, so that noise for a few candidates costs only those.
-All arithmetic is on integers up to the last two logarithms. Does not know logits or requests.
+key starts a stream, and token t gets the stream's t-th output, so that noise for a few candidates costs only those. All
+arithmetic is on integers up to the last two logarithms.
 """
 
 from __future__ import annotations

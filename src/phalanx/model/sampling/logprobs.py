@@ -1,6 +1,6 @@
 """Log-probabilities and ranks of tokens under the raw distribution, and the most likely tokens.
 
-Also orders the vocabulary for the sampler's filters. Does not know sampling parameters.
+Also orders the vocabulary for the sampler's filters.
 """
 
 from __future__ import annotations

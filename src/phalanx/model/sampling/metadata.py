@@ -1,7 +1,6 @@
 """The metadata of a token to sample: the request's parameters, the output position, and the sequence's tokens so far.
 
-`TokenCounts` grows with the sequence, token by token; without penalties it costs no more than a list. Does not know
-logits or how penalties are applied.
+`TokenCounts` grows with the sequence, token by token; without penalties it costs no more than a list.
 """
 
 from __future__ import annotations

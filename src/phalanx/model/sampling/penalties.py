@@ -1,7 +1,6 @@
 """Changes logits before filters and noise: logit bias, banned tokens, the three penalties, and masks of grammars.
 
-One gather and one scatter change all rows of a batch. A mask comes last, so that no bias and no penalty lifts it. Does
-not know temperature, filters or noise.
+One gather and one scatter change all rows of a batch. A mask comes last, so that no bias and no penalty lifts it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     token = argmax(processed / T + gumbel(seed, choice, position))
 
 A row gives the same token in any batch: maxima and integer sums do not depend on the order of operations, the noise has
-no state, and of equal values the one with the lowest token id comes first. Only the leader samples. Does not know
-sequences, stop rules or requests.
+no state, and of equal values the one with the lowest token id comes first. Only the leader samples.
 
 Order of processing: logit_bias and banned stop ids, repetition penalty, frequency and presence penalties, masks of
 grammars, temperature, top_k, top_p over the tokens that top_k left, min_p. In the order "value descending, id

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: `chat.completion` and `chat.completion.chunk` (OpenAI). Pure."""
+"""`/v1/chat/completions`: `chat.completion` and `chat.completion.chunk` (OpenAI)."""
 
 from __future__ import annotations
 

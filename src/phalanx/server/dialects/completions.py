@@ -1,4 +1,4 @@
-"""`/v1/completions`: `text_completion` (OpenAI), streamed or not. Pure."""
+"""`/v1/completions`: `text_completion` (OpenAI), streamed or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as JSON, the same in OpenAI's chats and responses and in Ollama's answers. Pure."""
+"""Log-probabilities of tokens as JSON, the same in OpenAI's chats and responses and in Ollama's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/messages` and `/v1/messages/count_tokens` (Anthropic): the chat requests that their bodies mean. Pure.
+"""`/v1/messages` and `/v1/messages/count_tokens` (Anthropic): the chat requests that their bodies mean.
 
 Does not know how answers are written (`messages_format.py`).
 """

@@ -1,4 +1,4 @@
-"""How `/v1/messages` (Anthropic) writes answers: blocks of thinking, text and calls, streamed or whole. Pure.
+"""How `/v1/messages` (Anthropic) writes answers: blocks of thinking, text and calls, streamed or whole.
 
 Does not know requests (`messages.py`).
 """
@@ -176,7 +176,6 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _stop(ending: Ending | None) -> dict[str, str | None]:
-    """Why the answer ended."""
     if ending is None:
         return {"stop_reason": None, "stop_sequence": None}
     if ending.reason == "tool_calls":

@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate` (Ollama): the requests that their bodies mean. Pure.
+"""`/api/chat` and `/api/generate` (Ollama): the requests that their bodies mean.
 
 Does not know how answers are written (`ollama_format.py`).
 """

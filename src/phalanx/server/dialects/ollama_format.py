@@ -1,4 +1,4 @@
-"""How answers of `/api/chat` and `/api/generate` (Ollama) are written: one JSON object a line. Pure.
+"""How answers of `/api/chat` and `/api/generate` (Ollama) are written: one JSON object a line.
 
 Calls are sent whole, since Ollama's clients read their arguments as an object.
 """

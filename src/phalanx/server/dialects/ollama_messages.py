@@ -1,4 +1,4 @@
-"""The messages of `/api/chat` (Ollama), as chat templates take them. Pure.
+"""The messages of `/api/chat` (Ollama), as chat templates take them.
 
 Most of Ollama's clients know no ids of calls: a tool's message answers the call of its name, or the next one.
 """

@@ -1,4 +1,4 @@
-"""The served model as Ollama's clients see it: `/api/version`, `tags`, `ps`, `show`. Pure."""
+"""The served model as Ollama's clients see it: `/api/version`, `tags`, `ps`, `show`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What OpenAI's chat and text completions have in common: usage, endings, events. Pure."""
+"""What OpenAI's chat and text completions have in common: usage, endings, events."""
 
 from __future__ import annotations
 

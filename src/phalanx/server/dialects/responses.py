@@ -1,4 +1,4 @@
-"""`/v1/responses` (OpenAI): the chat requests that its bodies mean. Pure.
+"""`/v1/responses` (OpenAI): the chat requests that its bodies mean.
 
 Stateless: nothing is stored, so that a request that names something stored is refused. Does not know how answers are
 written (`responses_format.py`).

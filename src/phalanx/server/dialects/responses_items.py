@@ -1,4 +1,4 @@
-"""The items that a response consists of, and the events that carry each of them (OpenAI's Responses). Pure.
+"""The items that a response consists of, and the events that carry each of them (OpenAI's Responses).
 
 An item collects what was sent of it, and says which events begin, continue and finish it. Does not know in which order
 items come, nor the response around them (`responses_format.py`).

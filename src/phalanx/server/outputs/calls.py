@@ -1,7 +1,4 @@
-"""What the parsers of all formats say of the calls that they read: which pieces they are, and when a call is broken.
-
-Does not know how calls are written.
-"""
+"""What the parsers of all formats say of the calls that they read: which pieces they are, and when a call is broken."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Takes one answer's text apart, by the formats of reasoning and calls that its model writes.
-
-Does not know how calls are written inside their marks.
-"""
+"""Takes one answer's text apart, by the formats of reasoning and calls that its model writes."""
 
 from __future__ import annotations
 

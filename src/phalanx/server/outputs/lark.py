@@ -1,7 +1,4 @@
-"""Builds a grammar in llguidance's dialect of Lark, rule by rule.
-
-Does not know what the grammar is for.
-"""
+"""Builds a grammar in llguidance's dialect of Lark, rule by rule."""
 
 from __future__ import annotations
 

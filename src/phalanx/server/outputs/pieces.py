@@ -1,7 +1,4 @@
-"""The pieces that a model's text is taken apart into, and the interface of what does it.
-
-Does not know the formats of models, nor how pieces become the objects of an API.
-"""
+"""The pieces that a model's text is taken apart into, and the interface of what does it."""
 
 from __future__ import annotations
 

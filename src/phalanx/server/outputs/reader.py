@@ -1,8 +1,8 @@
 """Text that is read while it comes, by generators that pause where more of it is needed.
 
-A parser of a format is written as if it had the whole text; each `yield` means "wait for more text". All
-waiting is in this file, and every method takes the same text wherever it is cut. The work is linear: text that cannot
-be part of a mark is taken at once and never looked at again. Does not know any format.
+A parser of a format is written as if it had the whole text; each `yield` means "wait for more text". All waiting is in
+this file, and every method takes the same text wherever it is cut. The work is linear: text that cannot be part of a
+mark is taken at once and never looked at again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Values of parameters that models write as plain text: their JSON, by the schema of the tool.
 
 Follows mlx-lm's parsers of whole texts (`mlx_lm/tool_parsers/`) but for parameters that may have several types: those
-are read as one of their types. Does not know the marks around the values.
+are read as one of their types.
 """
 
 from __future__ import annotations
