@@ -47,7 +47,7 @@
         +-- CollectiveFault    a reduction's checksum or tag is wrong on a rank; names step and layer
 
 Every error has a message that names the cause and a `remedy` that says what to do. Does not know HTTP: the table of
-status codes is in `server/app.py`.
+status codes is in `edge/error_responses.py`.
 """
 
 from __future__ import annotations

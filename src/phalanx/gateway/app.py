@@ -14,6 +14,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from phalanx import __version__
+from phalanx.edge.error_responses import CLIENT_GONE
 from phalanx.edge.hosts import AllowedHosts, name_of
 from phalanx.edge.media_types import require_json
 from phalanx.edge.model_lists import more_of_models
@@ -44,7 +45,6 @@ PROXIED_ALONE = frozenset(("/tokenize", "/detokenize", "/tokenizer_info"))
 """Paths of phalanx's and vLLM's servers outside of /v1."""
 DOTS = frozenset((".", ".."))  # a server might take /v1/../x for /x, which is not for clients
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"))
-CLIENT_GONE = 499  # nginx's status for its log; the client, which has left, never sees it
 ADMIN_BODY = 1 << 16  # bytes; one replica takes some hundred
 
 

@@ -13,6 +13,7 @@ from aiohttp import StreamReader, web
 from aiohttp.web_protocol import RequestHandler
 
 from phalanx.edge.acceptor import unsent
+from phalanx.edge.error_responses import Failure, openai_error
 from phalanx.edge.table import ConnectionTable, Deadlines, Place, Progress
 
 log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class GatewayConnection(RequestHandler):
         else:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
             kind, said = "server_error", "Internal error; the gateway's log has its details."
-        body = {"error": {"message": said, "type": kind, "param": None, "code": None}}
+        body = openai_error(Failure(status=status, type=kind, message=said))
         response = web.json_response(body, status=status, headers={"Server": "phalanx"})
         response.force_close()
         return response

@@ -14,11 +14,11 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
+from phalanx.edge.error_responses import failure_of, headers_of
 from phalanx.edge.request_ids import REQUEST_ID, request_id
 from phalanx.errors import InvalidRequest, PhalanxError, QueueFull, RequestTooLarge, WrongMediaType
 from phalanx.gateway.connection import READ_ENCODINGS, GatewayConnection, raw_header
 from phalanx.gateway.dialects import Dialect, dialect_of, error_event, error_object
-from phalanx.gateway.statuses import headers_of, status_of
 
 HEADERS = {"Server": "phalanx"}  # aiohttp would name itself and its version
 JSON = "application/json"
@@ -158,7 +158,7 @@ class Exchange:
 
     def error(self, error: PhalanxError) -> web.Response:
         """The answer to a request that failed before its first byte."""
-        return self.json(status_of(error).status, error_object(self.dialect, error), headers_of(error))
+        return self.json(failure_of(error).status, error_object(self.dialect, error), headers_of(error))
 
     def _headers(self, given: Mapping[str, str]) -> CIMultiDict[str]:
         headers = CIMultiDict(given)

@@ -21,9 +21,11 @@ from fastapi.responses import Response
 from msgspec import Struct
 from msgspec.structs import replace
 
+from phalanx.edge.error_responses import CLIENT_GONE
 from phalanx.edge.migration import RESUME, Resume
 from phalanx.errors import InvalidRequest, PhalanxError
-from phalanx.server.answers import Delta, Failure, ResponseHead, Usage, timing_json
+from phalanx.server.access import public_failure
+from phalanx.server.answers import Delta, ResponseHead, Usage, timing_json
 from phalanx.server.chat_encoding import ChatEncoder, Encoded
 from phalanx.server.dialects.answer_format import AnswerFormat
 from phalanx.server.dialects.dialect import Dialect, ParsedBody, StaticAnswer
@@ -45,7 +47,6 @@ from phalanx.types import ModelInfo
 FEW_SCORED = 1024  # log-probabilities that are written on the event loop, in 3 ms
 CHARS = 256  # that are written in the time of one log-probability
 LINES = "application/x-ndjson"  # the media type of streams that are no server-sent events
-CLIENT_GONE = 499  # nginx's status for its log; the client, which has left, never sees it
 
 B = TypeVar("B", bound=Body)
 
@@ -84,7 +85,6 @@ class CompletionEndpoints:
     """Answers requests of any dialect.
 
     Args:
-        failure_of: what a client sees of an error.
         numerics: of a server with this model; see `numerics.py`.
     """
 
@@ -98,7 +98,6 @@ class CompletionEndpoints:
         grammars: GrammarChecks,
         journal: Journal,
         metrics: Metrics,
-        failure_of: Callable[[PhalanxError], Failure],
         numerics: Callable[[ModelInfo], str],
         clock: Callable[[], float],
     ) -> None:
@@ -110,7 +109,6 @@ class CompletionEndpoints:
         self._grammars = grammars
         self._journal = journal
         self._metrics = metrics
-        self._failure_of = failure_of
         self._numerics = numerics
         self._clock = clock
 
@@ -280,7 +278,7 @@ class CompletionEndpoints:
         except PhalanxError as error:
             if job.migration is not None:
                 job.migration.ledger.fail(error)
-            yield form.failure(self._failure_of(error))
+            yield form.failure(public_failure(error))
             return
         timing = timing_json(generation.first_ending, first_byte_s) if job.options.timing else None
         usage = generation.usage()
