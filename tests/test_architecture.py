@@ -63,9 +63,9 @@ NARROW = {
 """Packages that may import the vocabulary, themselves, and only this besides."""
 
 PURE = (
-    "sched/", "types.py", "errors.py", "edge/error_responses.py", "edge/migration.py", "edge/table.py",
-    "edge/request_ids.py", "engine/mirror.py", "server/answers.py", "server/migration.py", "server/numerics.py",
-    "server/outputs/", "server/dialects/", "dist/topology.py", "dist/stage_frames.py",
+    "sched/", "types.py", "errors.py", "engine/mirror.py", "server/answers.py", "server/migration.py",
+    "server/numerics.py", "server/outputs/", "server/dialects/", "dist/topology.py", "dist/stage_frames.py",
+    *(f"edge/{name}.py" for name in "body_budget error_responses migration request_ids shares table".split()),
     *(f"gateway/{name}.py" for name in "affinity asks bodies breaker dialects dispatcher event_reader".split()),
     *(f"gateway/{name}.py" for name in "fair_queue health index key_limits keys_file models policies replica".split()),
     *(f"gateway/{name}.py" for name in "replicas_file retries timing toml_tables".split()),

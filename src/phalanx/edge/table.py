@@ -18,6 +18,8 @@ CONNECTIONS = 1024
 """Connections, unless set: many times the requests that can run or wait, and what most systems let one process open."""
 RESERVE = 32
 """Connections beyond the limit, for /health and for saying 503: a few load balancers and people at the same moment."""
+HEALTH_PATHS = ("/health", "/ping")  # what a place of the reserve answers
+KEEP_ALIVE_S = 75  # longer than clients' pools keep an idle connection; else they send into one that is closing
 IPV6_SUBSCRIBER = 64  # prefix bits: providers give one subscriber this much, so that it counts as one address
 
 

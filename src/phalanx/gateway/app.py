@@ -19,6 +19,8 @@ from phalanx.edge.hosts import AllowedHosts, name_of
 from phalanx.edge.media_types import require_json
 from phalanx.edge.model_lists import more_of_models
 from phalanx.edge.refused_keys import RefusedKeys
+from phalanx.edge.shares import Shares
+from phalanx.edge.table import HEALTH_PATHS
 from phalanx.errors import (
     ForbiddenHost,
     InvalidApiKey,
@@ -31,7 +33,7 @@ from phalanx.gateway.admin import ROOT, Admin
 from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.clients import Clients
 from phalanx.gateway.connection import raw_header
-from phalanx.gateway.exchange import BodyMemory, Exchange
+from phalanx.gateway.exchange import Exchange, body_lease
 from phalanx.gateway.fleet import TAGS, Fleet
 from phalanx.gateway.metrics import Metrics
 from phalanx.gateway.models import merged, merged_tags
@@ -39,7 +41,6 @@ from phalanx.gateway.proxy import Proxy, prompt_tokens
 
 log = logging.getLogger(__name__)
 
-HEALTH_PATHS = ("/health", "/ping")
 PROXIED = ("/v1/", "/api/")
 PROXIED_ALONE = frozenset(("/tokenize", "/detokenize", "/tokenizer_info"))
 """Paths of phalanx's and vLLM's servers outside of /v1."""
@@ -82,7 +83,7 @@ class App:
         self._aliases = aliases
         self._hosts = hosts
         self._serves_metrics = serves_metrics
-        self._admin_memory = BodyMemory(ADMIN_BODY)
+        self._admin_memory = Shares(ADMIN_BODY)
         self._refused_admins = RefusedKeys("A wrong admin key")
         self.closing = ""
         """Why new requests are refused."""
@@ -229,8 +230,8 @@ class App:
         if not exchange.path.startswith(ROOT):
             raise UnknownPath(f"The admin API is at {ROOT}.")
         exchange.connection.mark_busy()
-        body = await exchange.read_body(ADMIN_BODY, self._admin_memory)
-        self._admin_memory.give_back(len(body))
+        with body_lease(self._admin_memory) as memory:
+            body = await exchange.read_body(ADMIN_BODY, memory)
         request = exchange.request
         return exchange.json(
             200, await self._admin.answer(request.method, exchange.path, request.query, body, self._dispatcher.clock())

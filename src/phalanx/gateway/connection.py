@@ -14,12 +14,11 @@ from aiohttp.web_protocol import RequestHandler
 
 from phalanx.edge.acceptor import unsent
 from phalanx.edge.error_responses import Failure, openai_error
-from phalanx.edge.table import ConnectionTable, Deadlines, Place, Progress
+from phalanx.edge.table import KEEP_ALIVE_S, ConnectionTable, Deadlines, Place, Progress
 
 log = logging.getLogger(__name__)
 
 READ_ENCODINGS = "the gateway reads gzip, deflate, and bodies without an encoding."
-KEEP_ALIVE_S = 75.0  # longer than clients' pools keep an idle connection; else they send into one that is closing
 
 PIECE_BYTES = 1 << 14  # parsed in one call: 2,700 chunks of one byte, in some 5 ms
 FRAMING_BYTES = 1 << 14  # of a body, beside an eighth of it: more than 1,024 small chunks

@@ -24,6 +24,7 @@ from phalanx.edge.hosts import AllowedHosts
 from phalanx.edge.keys import ApiKeys
 from phalanx.edge.refused_keys import RefusedKeys
 from phalanx.edge.request_ids import REQUEST_ID
+from phalanx.edge.table import HEALTH_PATHS
 from phalanx.errors import AdminKeyRefused, EngineUnavailable, PhalanxError
 from phalanx.server.access import HostCheck, error_body, error_response, public_failure
 from phalanx.server.call_memory import CallMemory
@@ -231,8 +232,8 @@ def _add_routes(app: FastAPI, keys: ApiKeys, completions: CompletionEndpoints, i
     add("/reset_prefix_cache", information.reset_prefix_cache, methods=["POST"], dependencies=authenticated)
     add("/", information.root, methods=["GET"])
     add("/version", information.version, methods=["GET"])
-    add("/health", information.health, methods=["GET"])
-    add("/ping", information.health, methods=["GET"])
+    for path in HEALTH_PATHS:
+        add(path, information.health, methods=["GET"])
     add("/metrics", information.metrics, methods=["GET"])
 
 

@@ -16,12 +16,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.edge.acceptor import unsent
 from phalanx.edge.error_responses import failure_of, openai_error
-from phalanx.edge.table import ConnectionTable, Deadlines, Place, Progress
+from phalanx.edge.table import HEALTH_PATHS, ConnectionTable, Deadlines, Place, Progress
 from phalanx.errors import EngineUnavailable
 from phalanx.server.bounded_h11 import BoundedConnection
 from phalanx.server.envelope import Envelope
-
-HEALTH_PATHS = ("/health", "/ping")  # what a place of the reserve answers
 
 
 class Connection(H11Protocol):

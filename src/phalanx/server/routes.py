@@ -21,6 +21,7 @@ from fastapi.responses import Response
 from msgspec import Struct
 from msgspec.structs import replace
 
+from phalanx.edge.body_budget import BodyLease
 from phalanx.edge.error_responses import CLIENT_GONE
 from phalanx.edge.migration import RESUME, Resume
 from phalanx.errors import InvalidRequest, PhalanxError
@@ -31,7 +32,7 @@ from phalanx.server.dialects.answer_format import AnswerFormat
 from phalanx.server.dialects.dialect import Dialect, ParsedBody, StaticAnswer
 from phalanx.server.generation import Generation
 from phalanx.server.grammar_checks import GrammarChecks
-from phalanx.server.intake import BodyMemory, Intake
+from phalanx.server.intake import Intake
 from phalanx.server.journal import Journal
 from phalanx.server.json_pieces import to_json
 from phalanx.server.metrics import Metrics
@@ -67,7 +68,7 @@ class Job(Struct, frozen=True, kw_only=True):
     texts: tuple[str | None, ...] = (None,)  # per prompt; None if the client sent token ids or messages
     echo: bool = False
     owner: str = ""  # whose API key it has; see `ApiKeys.owner`
-    memory: BodyMemory  # of the body, until the prompts are tokenised
+    memory: BodyLease  # of the body, until the prompts are tokenised
     migration: Migration | None = None  # None: no records of streams are sent
 
     @property
@@ -138,7 +139,7 @@ class CompletionEndpoints:
 
         return endpoint
 
-    def _job(self, asked: ParsedBody, dialect: Dialect[B], owner: str, memory: BodyMemory) -> Job:
+    def _job(self, asked: ParsedBody, dialect: Dialect[B], owner: str, memory: BodyLease) -> Job:
         id = f"{dialect.id_prefix}{uuid.uuid4().hex}"
         silence_s = min(self._config.keepalive_seconds, dialect.longest_silence_s)
         parsed = asked.request
