@@ -194,19 +194,12 @@ class App:
         body: dict[str, object] = {"status": "ok" if available else "unavailable"}
         if self.closing:
             body = {"status": "closing"}
-        if self._may_see_details(exchange):
+        if self._clients.may_see_details(_key_headers(exchange)):
             limit = sum(replica.limit for replica in available)
             running = dispatcher.in_flight
             body["requests"] = {"running": running, "waiting": dispatcher.n_waiting, "limit": limit}
             body["replicas"] = {name: replica.reason(now) or "ok" for name, replica in dispatcher.replicas.items()}
         return exchange.json(200 if body["status"] == "ok" else 503, body)
-
-    def _may_see_details(self, exchange: Exchange) -> bool:
-        try:
-            self._clients.owner(_key_headers(exchange))
-        except InvalidApiKey:
-            return False
-        return True
 
     def _models(self, exchange: Exchange) -> web.Response:
         cards = merged(self._dispatcher.core.replicas.values(), self._aliases)

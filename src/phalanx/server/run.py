@@ -15,7 +15,7 @@ from types import FrameType
 
 import uvicorn
 
-from phalanx.edge.acceptor import Acceptor, limits_within
+from phalanx.edge.acceptor import FLUSH_S, Acceptor, limits_within
 from phalanx.edge.listening import base_url
 from phalanx.edge.table import KEEP_ALIVE_S, ConnectionTable, Deadlines, Place
 from phalanx.errors import EngineUnavailable, ExitCode
@@ -31,8 +31,6 @@ from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, ModelInfo
 
 log = logging.getLogger(__name__)
-
-FLUSH_S = 5.0  # for the last bytes of responses, after the drain
 
 
 class Server(uvicorn.Server):
