@@ -68,7 +68,7 @@ PURE = (
     *(f"cluster/{name}.py" for name in "discovery flags hostfile layout network shape".split()),
     *(f"dist/{name}.py" for name in "stage_frames stall topology".split()),
     *(f"server/{name}.py" for name in "answers content_encoding json_schemas messages migration numerics".split()),
-    *(f"server/{name}.py" for name in "places refusals sampling structured tools validate".split()),
+    *(f"server/{name}.py" for name in "refusals sampling structured tools validate".split()),
     "supervision/fast_synch.py", "supervision/restarts.py", "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip
 IMPURE = (

@@ -20,7 +20,6 @@ import selectors
 import socket
 import ssl
 import time
-from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
@@ -38,6 +37,7 @@ from phalanx.dist.peers import (
     Welcome,
     encode,
 )
+from phalanx.edge.table import ConnectionLimits, ConnectionTable, Place
 from phalanx.errors import FrameError, GroupError, PeerMissing, PeerRefused
 from phalanx.tls.credentials import Credentials, accepting, connecting
 from phalanx.tls.session import TlsSession
@@ -130,7 +130,8 @@ class LeaderHandshake:
         self._context = None if credentials is None else accepting(credentials, peers=range(1, group.size))
         self._me = me
         self._limits = limits
-        self._candidates: list[_Candidate] = []  # oldest first
+        self._table = ConnectionTable(ConnectionLimits(MAX_CANDIDATES, MAX_CANDIDATES))
+        self._candidates: dict[_Candidate, Place] = {}
         self._members: dict[int, Member] = {}
         self._selector = selectors.DefaultSelector()
         self._drops = 0
@@ -197,23 +198,18 @@ class LeaderHandshake:
             self._log_drop("a connection could not be accepted: %s", error)
             return
         source = ("this machine", 0) if accepted.family == socket.AF_UNIX else address[:2]
-        self._make_room(source[0])
         tls = None if self._context is None else TlsSession(self._context, server_side=True)
         candidate = _Candidate(accepted, source, tls, self._limits.admit_s)
-        self._candidates.append(candidate)
+        why = f"made room: {MAX_CANDIDATES} connections wait"
+        place = self._table.admit(candidate.source, lambda: self._drop(candidate, why))
+        assert place is not None, "candidates are idle: one makes way"
+        self._candidates[candidate] = place
         self._selector.register(candidate.connection, selectors.EVENT_READ, candidate)
-
-    def _make_room(self, source: str) -> None:
-        """Drop a candidate if there are too many: the oldest of the address with the most, so that no other suffers."""
-        if len(self._candidates) >= MAX_CANDIDATES:
-            ((crowd, _),) = Counter([source, *(one.source for one in self._candidates)]).most_common(1)
-            oldest = next((one for one in self._candidates if one.source == crowd), self._candidates[0])
-            self._drop(oldest, f"made room: {MAX_CANDIDATES} connections wait")
 
     def _drop(self, candidate: _Candidate, why: str) -> None:
         self._log_drop("the connection from %s was dropped: it %s", candidate.address, why)
         self._selector.unregister(candidate.connection)
-        self._candidates.remove(candidate)
+        self._table.remove(self._candidates.pop(candidate))
         candidate.connection.close()
 
     def _log_drop(self, line: str, *values: object) -> None:
@@ -265,7 +261,7 @@ class LeaderHandshake:
             candidate.connection.offer(encode(Refused(type(error).__name__, error.message, error.remedy)))
             raise error
         member = Member(hello.identity, candidate.connection)
-        self._candidates.remove(candidate)
+        self._table.remove(self._candidates.pop(candidate))
         self._members[hello.identity.rank] = member
         member.connection.trust(WORKER_FRAME)
         member.connection.offer(encode(Admitted()))

@@ -1,9 +1,8 @@
 """Accepts the one connection of a stage's sender, among strangers: each is examined, dropped and named in the log.
 
 A connection is a candidate until it has shown the sender's certificate, where there is TLS, and said which rank of
-which start it is. When there are `MOST_CANDIDATES`, one more ends the oldest candidate of the address that has most
-of them: a stranger's connections drop each other. A sender that is dropped all the same connects again. Does not know
-frames.
+which start it is. When there are `MOST_CANDIDATES`, one more ends an older one (`edge/table.py`). A sender that is
+dropped all the same connects again. Does not know frames.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import socket
 import ssl
 import threading
 import time
-from collections import Counter
 
+from phalanx.edge.table import ConnectionLimits, ConnectionTable, Place
 from phalanx.tls.failures import predicate_of
 
 log = logging.getLogger("phalanx.channel")
@@ -44,7 +43,8 @@ class SenderAcceptor:
         self._context = context
         self._hello = hello
         self._name = name
-        self._candidates: dict[socket.socket, str] = {}  # -> its address; the oldest first
+        self._table = ConnectionTable(ConnectionLimits(MOST_CANDIDATES, MOST_CANDIDATES))
+        self._candidates: dict[socket.socket, Place] = {}
         self._drops = 0
         self._lock = threading.Lock()
         self._found: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
@@ -70,13 +70,14 @@ class SenderAcceptor:
         if self._context is not None:
             candidate = self._context.wrap_socket(candidate, server_side=True, do_handshake_on_connect=False)
         with self._lock:
-            self._candidates[candidate] = source
-            if len(self._candidates) > MOST_CANDIDATES:
-                ((crowd, _),) = Counter(self._candidates.values()).most_common(1)
-                oldest = next(one for one, its in self._candidates.items() if its == crowd)
-                del self._candidates[oldest]
-                _end(oldest)
+            place = self._table.admit(source, lambda: self._make_room(candidate))
+            assert place is not None, "candidates are idle: one makes way"
+            self._candidates[candidate] = place
         threading.Thread(target=self._examine, args=(candidate, source), name="stage candidate", daemon=True).start()
+
+    def _make_room(self, candidate: socket.socket) -> None:
+        del self._candidates[candidate]
+        _end(candidate)
 
     def _examine(self, candidate: socket.socket, source: str) -> None:
         """Welcome the sender; drop anything else."""
@@ -120,7 +121,9 @@ class SenderAcceptor:
     def _forget(self, candidate: socket.socket) -> bool:
         """Remove a candidate. Returns False if it was removed before, to make room."""
         with self._lock:
-            return self._candidates.pop(candidate, None) is not None
+            if (place := self._candidates.pop(candidate, None)) is not None:
+                self._table.remove(place)
+            return place is not None
 
 
 def _end(connected: socket.socket) -> None:

@@ -1,1 +1,1 @@
-"""What server and gateway share towards clients: listening, connections, deadlines, keys. Does not know routes."""
+"""What server and gateway share towards clients: listening, connections, keys, errors, bodies. Does not know routes."""

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 1.0  # between two looks at the deadlines, which are ten seconds and more
 LOG_INTERVAL_S = 10.0  # between two lines about closed connections: a flood must not fill a disk
 ACCEPT_RETRY_S = 1.0  # after accept() failed for want of files or memory; the kernel keeps clients waiting meanwhile
+FLUSH_S = 5.0  # for the last bytes of answers, after the drain
 OTHER_FILES = 128
 """Open files besides connections: libraries, the engine's socket, pipes of ranks, logs, the event loop's own."""
 

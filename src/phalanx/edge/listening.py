@@ -34,8 +34,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_certificate(certfile: str | None, keyfile: str | None) -> None:
-    """Load the server's certificate and key once, before anything starts.
+def server_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
+    """The server's certificate and key; None for plain HTTP.
 
     Raises:
         ConfigError: names the flag and what is wrong.
@@ -43,11 +43,12 @@ def check_certificate(certfile: str | None, keyfile: str | None) -> None:
     if certfile is None:
         if keyfile is not None:
             raise ConfigError("--ssl-keyfile without a certificate.", remedy="Give --ssl-certfile as well.")
-        return
+        return None
     try:
         no_password = ""  # else OpenSSL asks for one on the terminal
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certfile, keyfile, lambda: no_password)
+        return context
     except OSError as error:  # ssl.SSLError among them
         files = f"--ssl-certfile {certfile}"
         files += f" and --ssl-keyfile {keyfile}" if keyfile else " (certificate and key)"

@@ -1,9 +1,10 @@
 """Which connections the server holds: how many in all and from one address, and which makes way for a new one (S1).
 
 A connection is *busy* while it has a request whose key was accepted and that is not answered yet, else it is *idle*. At
-a limit, a new connection displaces the one that has been idle longest; busy ones are never displaced. Where every
-connection is busy, a new one takes a place of the reserve, which answers /health and refuses the rest. Does not know
-sockets, HTTP or time.
+a limit, a new connection displaces the one that has been idle longest, of the address that has the most; busy ones are
+never displaced. Where every connection is busy, a new one takes a place of the reserve, which answers /health and
+refuses the rest. Between hosts, connections that have not shown who they are wait in such a table, all idle: those of a
+stranger displace each other. Does not know sockets, HTTP or time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ CONNECTIONS = 1024
 """Connections, unless set: many times the requests that can run or wait, and what most systems let one process open."""
 RESERVE = 32
 """Connections beyond the limit, for /health and for saying 503: a few load balancers and people at the same moment."""
+HEALTH_PATHS = ("/health", "/ping")  # what a place of the reserve answers
+KEEP_ALIVE_S = 75  # longer than clients' pools keep an idle connection; else they send into one that is closing
 IPV6_SUBSCRIBER = 64  # prefix bits: providers give one subscriber this much, so that it counts as one address
 
 
@@ -67,7 +70,7 @@ def group_of(address: str) -> str:
 
 
 class ConnectionTable:
-    """See the module's docstring. Used only on the event loop's thread."""
+    """See the module's docstring. Used by one thread at a time."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits

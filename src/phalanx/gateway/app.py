@@ -14,10 +14,13 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from phalanx import __version__
+from phalanx.edge.error_responses import CLIENT_GONE
 from phalanx.edge.hosts import AllowedHosts, name_of
 from phalanx.edge.media_types import require_json
 from phalanx.edge.model_lists import more_of_models
 from phalanx.edge.refused_keys import RefusedKeys
+from phalanx.edge.shares import Shares
+from phalanx.edge.table import HEALTH_PATHS
 from phalanx.errors import (
     ForbiddenHost,
     InvalidApiKey,
@@ -30,7 +33,7 @@ from phalanx.gateway.admin import ROOT, Admin
 from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.clients import Clients
 from phalanx.gateway.connection import raw_header
-from phalanx.gateway.exchange import BodyMemory, Exchange
+from phalanx.gateway.exchange import Exchange, body_lease
 from phalanx.gateway.fleet import TAGS, Fleet
 from phalanx.gateway.metrics import Metrics
 from phalanx.gateway.models import merged, merged_tags
@@ -38,13 +41,11 @@ from phalanx.gateway.proxy import Proxy, prompt_tokens
 
 log = logging.getLogger(__name__)
 
-HEALTH_PATHS = ("/health", "/ping")
 PROXIED = ("/v1/", "/api/")
 PROXIED_ALONE = frozenset(("/tokenize", "/detokenize", "/tokenizer_info"))
 """Paths of phalanx's and vLLM's servers outside of /v1."""
 DOTS = frozenset((".", ".."))  # a server might take /v1/../x for /x, which is not for clients
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"))
-CLIENT_GONE = 499  # nginx's status for its log; the client, which has left, never sees it
 ADMIN_BODY = 1 << 16  # bytes; one replica takes some hundred
 
 
@@ -82,7 +83,7 @@ class App:
         self._aliases = aliases
         self._hosts = hosts
         self._serves_metrics = serves_metrics
-        self._admin_memory = BodyMemory(ADMIN_BODY)
+        self._admin_memory = Shares(ADMIN_BODY)
         self._refused_admins = RefusedKeys("A wrong admin key")
         self.closing = ""
         """Why new requests are refused."""
@@ -193,19 +194,12 @@ class App:
         body: dict[str, object] = {"status": "ok" if available else "unavailable"}
         if self.closing:
             body = {"status": "closing"}
-        if self._may_see_details(exchange):
+        if self._clients.may_see_details(_key_headers(exchange)):
             limit = sum(replica.limit for replica in available)
             running = dispatcher.in_flight
             body["requests"] = {"running": running, "waiting": dispatcher.n_waiting, "limit": limit}
             body["replicas"] = {name: replica.reason(now) or "ok" for name, replica in dispatcher.replicas.items()}
         return exchange.json(200 if body["status"] == "ok" else 503, body)
-
-    def _may_see_details(self, exchange: Exchange) -> bool:
-        try:
-            self._clients.owner(_key_headers(exchange))
-        except InvalidApiKey:
-            return False
-        return True
 
     def _models(self, exchange: Exchange) -> web.Response:
         cards = merged(self._dispatcher.core.replicas.values(), self._aliases)
@@ -229,8 +223,8 @@ class App:
         if not exchange.path.startswith(ROOT):
             raise UnknownPath(f"The admin API is at {ROOT}.")
         exchange.connection.mark_busy()
-        body = await exchange.read_body(ADMIN_BODY, self._admin_memory)
-        self._admin_memory.give_back(len(body))
+        with body_lease(self._admin_memory) as memory:
+            body = await exchange.read_body(ADMIN_BODY, memory)
         request = exchange.request
         return exchange.json(
             200, await self._admin.answer(request.method, exchange.path, request.query, body, self._dispatcher.clock())

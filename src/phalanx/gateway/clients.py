@@ -39,6 +39,10 @@ class Clients:
         """
         return self._accepted.owner(headers)
 
+    def may_see_details(self, headers: Mapping[str, str]) -> bool:
+        """Whether these headers have a key, or none is needed."""
+        return self._accepted.may_see_details(headers)
+
     def name(self, owner: str) -> str:
         """What the file calls an owner, for the log."""
         return self._names.get(owner, owner[:8] or "-")

@@ -10,12 +10,12 @@ from aiohttp import StreamReader, web
 from aiohttp.web_protocol import RequestHandler
 
 from phalanx.edge.acceptor import unsent
-from phalanx.edge.table import ConnectionTable, Deadlines, Place, Progress
+from phalanx.edge.error_responses import Failure, openai_error
+from phalanx.edge.table import KEEP_ALIVE_S, ConnectionTable, Deadlines, Place, Progress
 
 log = logging.getLogger(__name__)
 
 READ_ENCODINGS = "the gateway reads gzip, deflate, and bodies without an encoding."
-KEEP_ALIVE_S = 75.0  # longer than clients' pools keep an idle connection; else they send into one that is closing
 
 PIECE_BYTES = 1 << 14  # parsed in one call: 2,700 chunks of one byte, in some 5 ms
 FRAMING_BYTES = 1 << 14  # of a body, beside an eighth of it: more than 1,024 small chunks
@@ -134,7 +134,7 @@ class GatewayConnection(RequestHandler):
         else:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
             kind, said = "server_error", "Internal error; the gateway's log has its details."
-        body = {"error": {"message": said, "type": kind, "param": None, "code": None}}
+        body = openai_error(Failure(status=status, type=kind, message=said))
         response = web.json_response(body, status=status, headers={"Server": "phalanx"})
         response.force_close()
         return response

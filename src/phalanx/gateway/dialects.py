@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from phalanx.edge.messages_errors import messages_error_type
+from phalanx.edge.error_responses import failure_of, messages_error, ollama_error, openai_error
 from phalanx.errors import PhalanxError
-from phalanx.gateway.statuses import status_of
 
 Dialect = Literal["chat", "responses", "messages", "ollama", "ollama_more", "other"]
 
@@ -42,13 +41,10 @@ def dialect_of(path: str) -> Dialect:
 
 def error_object(dialect: Dialect, error: PhalanxError) -> dict[str, Any]:
     """An error as the body of an answer."""
-    status, message = status_of(error), str(error)
+    failure = failure_of(error)
     if dialect in ("ollama", "ollama_more"):
-        return {"error": message}
-    if dialect == "messages":
-        return {"type": "error", "error": {"type": messages_error_type(status.status), "message": message}}
-    param, code = getattr(error, "param", None), getattr(error, "code", None)
-    return {"error": {"message": message, "type": status.type, "param": param, "code": code or status.code}}
+        return ollama_error(failure)
+    return messages_error(failure) if dialect == "messages" else openai_error(failure)
 
 
 def error_event(dialect: Dialect, error: PhalanxError, *, number: int) -> bytes:

@@ -14,11 +14,13 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
+from phalanx.edge.body_budget import BodyLease
+from phalanx.edge.error_responses import failure_of, headers_of
 from phalanx.edge.request_ids import REQUEST_ID, request_id
-from phalanx.errors import InvalidRequest, PhalanxError, QueueFull, RequestTooLarge, WrongMediaType
+from phalanx.edge.shares import Shares
+from phalanx.errors import InvalidRequest, PhalanxError, RequestTooLarge, WrongMediaType
 from phalanx.gateway.connection import READ_ENCODINGS, GatewayConnection, raw_header
 from phalanx.gateway.dialects import Dialect, dialect_of, error_event, error_object
-from phalanx.gateway.statuses import headers_of, status_of
 
 HEADERS = {"Server": "phalanx"}  # aiohttp would name itself and its version
 JSON = "application/json"
@@ -28,26 +30,9 @@ KEEP_ALIVE = {False: b": keep-alive\n\n", True: b" "}
 """What keeps a stream's client waiting, and means nothing; whether it is of lines of JSON."""
 
 
-class BodyMemory:
-    """Bytes of bodies that the gateway holds, of all requests together."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._held = 0
-
-    def take(self, n_bytes: int) -> None:
-        """Hold so many more.
-
-        Raises:
-            QueueFull: there is no room.
-        """
-        if self._held + n_bytes > self._capacity:
-            raise QueueFull("The gateway holds as many bytes of requests as it may.", retry_after=1.0)
-        self._held += n_bytes
-
-    def give_back(self, n_bytes: int) -> None:
-        """Hold so many less."""
-        self._held -= n_bytes
+def body_lease(budget: Shares) -> BodyLease:
+    """The memory of one request's body, of which all keys have one share."""
+    return BodyLease(budget, "", "The gateway holds as many bytes of requests as it may.")
 
 
 class Exchange:
@@ -80,8 +65,8 @@ class Exchange:
         """A part of the answer is on its way, so that its status stands."""
         return self.response is not None
 
-    async def read_body(self, most: int, memory: BodyMemory) -> bytes:
-        """The request's body, decoded if it came with a Content-Encoding. The memory is the caller's to give back.
+    async def read_body(self, most: int, memory: BodyLease) -> bytes:
+        """The request's body, decoded if it came with a Content-Encoding. Its memory is the caller's to free.
 
         Raises:
             RequestTooLarge: it has more than `most` bytes.
@@ -93,27 +78,21 @@ class Exchange:
         if encoding not in ENCODINGS:
             raise WrongMediaType(f"Content-Encoding is {encoding[:80]!r}; {READ_ENCODINGS}")
         pieces: list[bytes] = []
-        held = 0
-        is_whole = False
         if self.request.headers.get("Expect", "").lower() == "100-continue":
             await self.request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.request.writer.output_size = 0  # as aiohttp's own handler: the answer has not begun
         self.connection.body_begins()
         try:
             while piece := await self.request.content.readany():
-                if held + len(piece) > most:
+                self.n_read += len(piece)
+                if self.n_read > most:
                     raise RequestTooLarge(f"The body is larger than {most:,} bytes.")
-                memory.take(len(piece))
-                held += len(piece)
+                memory.grow(self.n_read)
                 pieces.append(piece)
-            is_whole = True
-            self.n_read = held
         except web.RequestPayloadError as error:
             raise InvalidRequest(f"The body cannot be read: {error}.") from error
         finally:
             self.connection.body_ends()
-            if not is_whole:
-                memory.give_back(held)
         return b"".join(pieces)
 
     # The answer ----------------------------------------------------------------------------------------------
@@ -158,7 +137,7 @@ class Exchange:
 
     def error(self, error: PhalanxError) -> web.Response:
         """The answer to a request that failed before its first byte."""
-        return self.json(status_of(error).status, error_object(self.dialect, error), headers_of(error))
+        return self.json(failure_of(error).status, error_object(self.dialect, error), headers_of(error))
 
     def _headers(self, given: Mapping[str, str]) -> CIMultiDict[str]:
         headers = CIMultiDict(given)

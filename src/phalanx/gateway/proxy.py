@@ -21,13 +21,14 @@ import aiohttp
 from msgspec import Struct
 
 from phalanx.edge.media_types import is_json
+from phalanx.edge.shares import Shares
 from phalanx.errors import NoReplica, PhalanxError, ReplicaFailed
 from phalanx.gateway.affinity import affinity_of
 from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.bodies import Peek, peek, with_model
 from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatcher import Grant, Verdict
-from phalanx.gateway.exchange import BodyMemory, Exchange
+from phalanx.gateway.exchange import Exchange, body_lease
 from phalanx.gateway.metrics import Metrics
 from phalanx.gateway.migration import Migration, refuses_key
 from phalanx.gateway.relay import BufferedResponse, Relay, RelayedResponse
@@ -90,7 +91,7 @@ class Proxy:
             multiplier=config.retry_backoff_multiplier,
             jitter=config.retry_jitter_factor,
         )
-        self._memory = BodyMemory(BODIES * config.max_body_bytes)
+        self._memory = Shares(BODIES * config.max_body_bytes)
         self._under_way: dict[Attempt, tuple[UpstreamRequest, Relay]] = {}
         self._is_closing = False
 
@@ -104,8 +105,8 @@ class Proxy:
         Raises:
             PhalanxError: there is no answer, and its first byte is not sent.
         """
-        body = await exchange.read_body(self._config.max_body_bytes, self._memory)
-        try:
+        with body_lease(self._memory) as memory:
+            body = await exchange.read_body(self._config.max_body_bytes, memory)
             self._budget.note_request()
             out = self._upstream_request(exchange, body, aliases, pass_keys)
             try:
@@ -114,8 +115,6 @@ class Proxy:
             finally:
                 if out.successor is not None:  # the answer has ended just now, or its client left
                     self._dispatcher.end(out.successor, "abandoned")
-        finally:
-            self._memory.give_back(len(body))
         self._metrics.answered(relayed.response.status, self._dispatcher.clock() - exchange.arrived, out.queued_s)
         return relayed
 

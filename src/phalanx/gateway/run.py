@@ -17,9 +17,9 @@ from typing import Any
 
 from aiohttp import web
 
-from phalanx.edge.acceptor import Acceptor, limits_within
+from phalanx.edge.acceptor import FLUSH_S, Acceptor, limits_within
 from phalanx.edge.hosts import AllowedHosts
-from phalanx.edge.listening import base_url, bind, check_certificate
+from phalanx.edge.listening import base_url, bind, server_context
 from phalanx.edge.table import ConnectionTable, Deadlines, Place, limits_for
 from phalanx.errors import ConfigError, ExitCode, NoReplica, ReplicaFailed
 from phalanx.gateway.admin import Admin
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 
 OPEN_FILES = 4096  # besides one for each client's connection: one for each request on a replica
 FILE_CHECK_S = 1.0  # between two looks at the files of replicas and keys
-FLUSH_S = 5.0  # for the last bytes of answers, after the drain
 CLOSING = "The gateway is shutting down."
 
 
@@ -55,7 +54,7 @@ def serve(config: GatewayConfig) -> int:
     Raises:
         ConfigError: a flag or a file is wrong, or the address cannot be bound; says which and what to do.
     """
-    check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    server_context(config.ssl_certfile, config.ssl_keyfile)  # an error in it is told before anything starts
     if bool(specs_of_urls(config.worker_urls)) == bool(config.replicas):
         raise ConfigError("The gateway has no replicas, or two kinds.", remedy="Give --worker-urls or --replicas FILE.")
     limits = limits_for(config.max_connections, config.max_connections_per_address, 0)
@@ -211,7 +210,7 @@ class Gateway:
 
     async def _serve(self, app: App, proxy: Proxy, fleet: Fleet) -> None:
         server = web.Server(app.handle, handler_cancellation=True)
-        tls = _server_context(self._config)
+        tls = server_context(self._config.ssl_certfile, self._config.ssl_keyfile)
 
         def connect(place: Place) -> GatewayConnection:
             return GatewayConnection(place, self._table, self._deadlines, server)
@@ -265,14 +264,6 @@ class Gateway:
         finally:
             for number in installed:
                 loop.remove_signal_handler(number)
-
-
-def _server_context(config: GatewayConfig) -> ssl.SSLContext | None:
-    if config.ssl_certfile is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: "")  # never ask on the terminal
-    return context
 
 
 def _trusted(file: str | None) -> ssl.SSLContext | None:

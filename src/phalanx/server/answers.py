@@ -112,16 +112,6 @@ class ResponseHead(Struct, frozen=True):
     moves: int = 0  # between servers, if not all of them compute the same; the stream's end says so
 
 
-class Failure(Struct, frozen=True, kw_only=True):
-    """An error as a client sees it, in OpenAI's words."""
-
-    status: int  # of HTTP; of a stream that has begun, the one it would have had
-    type: str
-    message: str
-    param: str | None = None
-    code: str | None = None
-
-
 def moves_json(head: ResponseHead) -> dict[str, Any]:
     """The `phalanx` extension at the end of a stream that went on where the same tokens were not certain."""
     return {"phalanx": {"moves": head.moves, "exact": False}} if head.moves else {}

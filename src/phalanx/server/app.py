@@ -1,4 +1,4 @@
-"""The FastAPI application: builds the server's parts, adds the routes, and maps errors to HTTP status in one table.
+"""The FastAPI application: builds the server's parts, adds the routes, and answers errors.
 
 Does not know how the engine runs, nor sockets and signals (`run.py`).
 """
@@ -14,41 +14,28 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from phalanx import __version__
+from phalanx.edge.error_responses import CLIENT_GONE, Failure
 from phalanx.edge.hosts import AllowedHosts
 from phalanx.edge.keys import ApiKeys
 from phalanx.edge.refused_keys import RefusedKeys
 from phalanx.edge.request_ids import REQUEST_ID
-from phalanx.errors import (
-    AdminKeyRefused,
-    EngineUnavailable,
-    ForbiddenHost,
-    InvalidApiKey,
-    InvalidRequest,
-    PhalanxError,
-    QueueFull,
-    RequestTooLarge,
-    SlowClient,
-    UnknownModel,
-    WrongMediaType,
-)
-from phalanx.server.access import HostCheck, without_paths
-from phalanx.server.answers import Failure
+from phalanx.edge.table import HEALTH_PATHS
+from phalanx.errors import AdminKeyRefused, EngineUnavailable, PhalanxError
+from phalanx.server.access import HostCheck, error_body, error_response, public_failure
 from phalanx.server.call_memory import CallMemory
 from phalanx.server.chat_encoding import ChatEncoder
-from phalanx.server.dialects import messages_format, ollama, ollama_format
+from phalanx.server.dialects import ollama
 from phalanx.server.dialects.chat import CHAT
 from phalanx.server.dialects.completions import COMPLETIONS
-from phalanx.server.dialects.dialect import Dialect, ErrorBody
+from phalanx.server.dialects.dialect import Dialect
 from phalanx.server.dialects.messages import COUNTED_MESSAGES, MESSAGES, count_body
 from phalanx.server.dialects.ollama_body import OllamaModelBody
 from phalanx.server.dialects.ollama_models import REFUSED
-from phalanx.server.dialects.openai_objects import error_body
 from phalanx.server.dialects.responses import RESPONSES, input_tokens_body
 from phalanx.server.envelope import Envelope
 from phalanx.server.grammar_checks import GrammarChecks
@@ -63,7 +50,7 @@ from phalanx.server.openapi import describe_bodies, json_body
 from phalanx.server.outputs.shapes import OutputShapes, by_name, choose
 from phalanx.server.parsed import GenerationDefaults, Served, served_names
 from phalanx.server.prompts import Prompts
-from phalanx.server.routes import CLIENT_GONE, CompletionEndpoints
+from phalanx.server.routes import CompletionEndpoints
 from phalanx.server.schema import DetokenizeBody, TokenizeBody
 from phalanx.server.settings import ServerConfig
 from phalanx.supervision.client import EngineClient
@@ -72,30 +59,6 @@ from phalanx.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
-
-
-class Status(Struct, frozen=True):
-    """The HTTP status of an error, and OpenAI's names for its kind."""
-
-    status: int
-    type: str  # OpenAI's `error.type`
-    code: str | None = None  # OpenAI's `error.code`, where the error has none of its own: never a number
-
-
-STATUS: Mapping[type[PhalanxError], Status] = {
-    InvalidRequest: Status(400, "invalid_request_error"),
-    InvalidApiKey: Status(401, "invalid_request_error"),
-    ForbiddenHost: Status(403, "invalid_request_error"),
-    AdminKeyRefused: Status(403, "invalid_request_error"),
-    UnknownModel: Status(404, "invalid_request_error"),
-    SlowClient: Status(408, "invalid_request_error"),
-    RequestTooLarge: Status(413, "invalid_request_error"),
-    WrongMediaType: Status(415, "invalid_request_error"),
-    QueueFull: Status(429, "rate_limit_error", "rate_limit_exceeded"),
-    EngineUnavailable: Status(503, "service_unavailable_error"),
-    PhalanxError: Status(500, "server_error"),
-}
-"""An error has the status of its nearest ancestor in this table."""
 
 
 GENERATING: Mapping[str, Dialect[Any]] = {
@@ -124,43 +87,6 @@ COUNTING: Mapping[str, tuple[Dialect[Any], Callable[[int], dict[str, Any]]]] = {
     "/v1/responses/input_tokens": (RESPONSES, input_tokens_body),
 }
 """Path -> the dialect of the requests whose prompts are counted there, and how the count is written."""
-ERROR_BODIES: Mapping[str, ErrorBody] = {
-    "/v1/messages": messages_format.error_body,
-    "/api": ollama_format.error_body,
-}
-"""Path -> how errors are written there and below; elsewhere as OpenAI does."""
-
-
-def status_of(error: PhalanxError) -> Status:
-    """The table's entry for this error."""
-    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
-
-
-def failure_of(error: PhalanxError) -> Failure:
-    """The error as a client sees it."""
-    entry = status_of(error)
-    param = error.param if isinstance(error, InvalidRequest) else None
-    code = error.code if isinstance(error, InvalidRequest) else None
-    message = str(error) if isinstance(error, InvalidRequest) else without_paths(str(error))
-    return Failure(status=entry.status, type=entry.type, message=message, param=param, code=code or entry.code)
-
-
-def body_of(failure: Failure, path: str) -> dict[str, Any]:
-    """The error in the words of the dialect that is spoken at this path."""
-    write = next((write for root, write in ERROR_BODIES.items() if f"{path}/".startswith(f"{root}/")), error_body)
-    return write(failure)
-
-
-def error_response(error: PhalanxError, path: str) -> JSONResponse:
-    """The response to a request that failed before the first byte of its answer."""
-    headers = {}
-    if isinstance(error, (QueueFull, EngineUnavailable)):
-        milliseconds = max(1, round(error.retry_after * 1000))
-        headers = {"Retry-After": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
-    if isinstance(error, InvalidApiKey):
-        headers = {"WWW-Authenticate": "Bearer"}
-    failure = failure_of(error)
-    return JSONResponse(body_of(failure, path), failure.status, headers)
 
 
 def create_app(
@@ -207,7 +133,7 @@ def create_app(
     ollama_info = OllamaEndpoints(served, intake, tokenizer.template_source, information.loaded)
     grammars = GrammarChecks(tokenizer)
     completions = CompletionEndpoints(
-        config, served, intake, prompts, chats, grammars, journal, metrics, failure_of, numerics, clock
+        config, served, intake, prompts, chats, grammars, journal, metrics, numerics, clock
     )
 
     @asynccontextmanager
@@ -273,7 +199,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig, metrics: Metrics) -> Non
             expose_headers=["Retry-After", "retry-after-ms", REQUEST_ID],
         )
     hosts = AllowedHosts(config.host, config.allowed_hosts)
-    app.add_middleware(HostCheck, hosts=hosts, error_response=error_response)
+    app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(Envelope, answered=metrics.answered)
 
 
@@ -306,8 +232,8 @@ def _add_routes(app: FastAPI, keys: ApiKeys, completions: CompletionEndpoints, i
     add("/reset_prefix_cache", information.reset_prefix_cache, methods=["POST"], dependencies=authenticated)
     add("/", information.root, methods=["GET"])
     add("/version", information.version, methods=["GET"])
-    add("/health", information.health, methods=["GET"])
-    add("/ping", information.health, methods=["GET"])
+    for path in HEALTH_PATHS:
+        add(path, information.health, methods=["GET"])
     add("/metrics", information.metrics, methods=["GET"])
 
 
@@ -332,15 +258,16 @@ def _add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, PhalanxError)
         if isinstance(error, AdminKeyRefused):
             refused.note(request.client.host if request.client else "an unknown address", time.monotonic())
-        if status_of(error).status >= 500 and not isinstance(error, EngineUnavailable):
+        response = error_response(error, request.url.path)
+        if response.status_code >= 500 and not isinstance(error, EngineUnavailable):
             log.error("%s %s (%s): %s", request.method, request.url.path, request.state.request_id, error)
-        return error_response(error, request.url.path)
+        return response
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{error.detail}: {request.method} {request.url.path}"
         failure = Failure(status=error.status_code, type="invalid_request_error", message=message)
-        return JSONResponse(body_of(failure, request.url.path), error.status_code, error.headers)
+        return JSONResponse(error_body(failure, request.url.path), error.status_code, error.headers)
 
     async def client_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
@@ -349,7 +276,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         request_id = request.state.request_id  # this answer does not pass the envelope
         log.error("%s %s (%s) failed", request.method, request.url.path, request_id)
         details = PhalanxError(f"Internal server error; the server's log has the details of {request_id}.")
-        body = body_of(failure_of(details), request.url.path)
+        body = error_body(public_failure(details), request.url.path)
         return JSONResponse(body, 500, {REQUEST_ID: request_id})
 
     app.add_exception_handler(PhalanxError, phalanx_error)

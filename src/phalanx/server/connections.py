@@ -12,11 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.edge.acceptor import unsent
-from phalanx.edge.table import ConnectionTable, Deadlines, Place, Progress
+from phalanx.edge.error_responses import failure_of, openai_error
+from phalanx.edge.table import HEALTH_PATHS, ConnectionTable, Deadlines, Place, Progress
+from phalanx.errors import EngineUnavailable
 from phalanx.server.bounded_h11 import BoundedConnection
 from phalanx.server.envelope import Envelope
-
-HEALTH_PATHS = ("/health", "/ping")  # what a place of the reserve answers
 
 
 class Connection(H11Protocol):
@@ -131,13 +131,8 @@ class Connection(H11Protocol):
 
 def only_health(app: ASGIApp) -> ASGIApp:
     """The app, reduced to /health: the rest is answered 503; the connection is closed after one answer."""
-    error = {
-        "message": "The server has as many connections as it may have.",
-        "type": "service_unavailable_error",
-        "param": None,
-        "code": None,
-    }
-    full = Envelope(JSONResponse({"error": error}, 503, {"Retry-After": "1"}))
+    error = EngineUnavailable("The server has as many connections as it may have.")
+    full = Envelope(JSONResponse(openai_error(failure_of(error)), 503, {"Retry-After": "1"}))
 
     async def reduced(scope: Scope, receive: Receive, send: Send) -> None:
         async def closing(message: Message) -> None:

@@ -14,21 +14,21 @@ from typing import TypeVar
 
 from fastapi import Request
 
+from phalanx.edge.body_budget import BodyLease
 from phalanx.edge.media_types import require_json
 from phalanx.edge.migration import RESUME_BYTES
-from phalanx.errors import QueueFull, RequestTooLarge
+from phalanx.edge.shares import Shares
+from phalanx.errors import RequestTooLarge
 from phalanx.memory import trim_heap
 from phalanx.server.bodies import parse_body
 from phalanx.server.content_encoding import decoding_of
 from phalanx.server.json_fields import Readers
-from phalanx.server.places import Places
 from phalanx.server.schema import Body
 
 INLINE_BYTES = 1 << 14  # a body of this size is parsed in 7 ms at worst; a thread would cost every request 0.1 ms
 SMALL_BYTES = 1 << 16  # bodies up to this size are read however many large ones there are
 LARGEST_BODIES = 4  # bodies of the largest size that may be in memory at once
 TRIM_BYTES = 1 << 20  # of a body after which freed memory is given back to the system
-RETRY_AFTER_S = 1.0  # a body of 8 MiB is parsed in a tenth of a second
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -45,24 +45,24 @@ class Intake:
     def __init__(self, max_bytes: int, context: Callable[[], int | None]) -> None:
         self._max_bytes = max_bytes
         self._context = context
-        self._bytes = Places(LARGEST_BODIES * max_bytes)  # of bodies above SMALL_BYTES
-        self._before = Places(LARGEST_BODIES * RESUME_BYTES)  # of what comes before them
+        self._bytes = Shares(LARGEST_BODIES * max_bytes)  # of bodies above SMALL_BYTES
+        self._before = Shares(LARGEST_BODIES * RESUME_BYTES)  # of what comes before them
         self._parsing = asyncio.Lock()  # several threads would wait for the interpreter's lock before the event loop
 
-    def memory(self, owner: str) -> BodyMemory:
+    def memory(self, owner: str) -> BodyLease:
         """The memory of one body to be read, of which there is none yet. A context manager: leaving it frees it.
 
         Args:
-            owner: stands for the API key of the request; see `places.py`.
+            owner: stands for the API key of the request; see `edge/shares.py`.
         """
-        return BodyMemory(self._bytes, owner)
+        return _lease(self._bytes, owner)
 
     async def read(
         self,
         request: Request,
         kind: type[B],
         parse: Callable[[B], T],
-        memory: BodyMemory | None = None,
+        memory: BodyLease | None = None,
         readers: Readers | None = None,
         body_in: Callable[[bytes], bytes] = bytes,
         n_before: int = 0,
@@ -83,7 +83,7 @@ class Intake:
         """
         require_json(request.headers)
         own = self.memory("") if memory is None else nullcontext(memory)
-        with own as taken, BodyMemory(self._before, "") as before:
+        with own as taken, _lease(self._before, "") as before:
             try:
                 before.grow(n_before)
                 body = await self._receive(request, taken, n_before)
@@ -96,7 +96,7 @@ class Intake:
                 if taken.n_bytes + before.n_bytes > TRIM_BYTES:
                     await asyncio.to_thread(trim_heap)
 
-    async def _receive(self, request: Request, memory: BodyMemory, n_before: int) -> bytes:
+    async def _receive(self, request: Request, memory: BodyLease, n_before: int) -> bytes:
         most = self._max_bytes + n_before
         declared = request.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > most:
@@ -119,38 +119,6 @@ class Intake:
         return RequestTooLarge(f"The request body is larger than the {self._max_bytes} bytes this server accepts.")
 
 
-class BodyMemory:
-    """See `Intake.memory`."""
-
-    def __init__(self, places: Places, owner: str) -> None:
-        self.n_bytes = 0
-        self._places = places
-        self._owner = owner
-
-    def __enter__(self) -> BodyMemory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.free()
-
-    def grow(self, n_bytes: int) -> None:
-        """The body has so many bytes now.
-
-        Raises:
-            QueueFull: there is no room for them.
-        """
-        if n_bytes <= max(SMALL_BYTES, self.n_bytes):
-            return
-        more = n_bytes - self.n_bytes
-        if not self._places.has_room(self._owner, more):
-            raise QueueFull(
-                f"Other large requests are being read; together they may have {self._places.capacity} bytes.",
-                retry_after=RETRY_AFTER_S,
-            )
-        self._places.take(self._owner, more)
-        self.n_bytes = n_bytes
-
-    def free(self) -> None:
-        """Give the memory back. Calling it twice does nothing."""
-        self._places.give_back(self._owner, self.n_bytes)
-        self.n_bytes = 0
+def _lease(budget: Shares, owner: str) -> BodyLease:
+    refusal = f"Other large requests are being read; together they may have {budget.capacity} bytes."
+    return BodyLease(budget, owner, refusal, small=SMALL_BYTES)

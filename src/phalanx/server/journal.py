@@ -16,10 +16,10 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
+from phalanx.edge.shares import Shares
 from phalanx.errors import EngineError, EngineUnavailable, PhalanxError, Quarantined, QueueFull, SlowClient
 from phalanx.server.metrics import Metrics
 from phalanx.server.output_queue import OutputQueue, StreamEnd, Timings
-from phalanx.server.places import Places
 from phalanx.supervision.client import EngineClient
 from phalanx.types import Batch, Cancel, Finish, Finished, ModelInfo, PromptScored, SequenceRequest, Submit, Tokens
 
@@ -112,7 +112,7 @@ class Journal:
         self._clock = clock
         self._entries: dict[str, _JournalEntry] = {}  # by sequence id, in order of arrival
         self._reserved = 0  # reserved slots that have no sequence yet
-        self._places = Places(max_num_seqs + queue)
+        self._places = Shares(max_num_seqs + queue)
         self._suspects: list[_JournalEntry] = []  # to be tried alone
         self._trial: _JournalEntry | None = None  # the one that is; all others wait meanwhile
         self._closing = ""  # why new requests are refused
@@ -137,7 +137,7 @@ class Journal:
         room that cannot be.
 
         Args:
-            owner: stands for the API key of the request; see `places.py`.
+            owner: stands for the API key of the request; see `edge/shares.py`.
 
         Raises:
             EngineUnavailable: the engine is loading, restarting, failed or shutting down.

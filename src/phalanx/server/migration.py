@@ -32,9 +32,9 @@ from phalanx.edge.migration import (
 from phalanx.errors import AdminKeyRefused, EngineError, InvalidRequest, PhalanxError, Quarantined
 from phalanx.server.json_pieces import finite
 from phalanx.server.refusals import check_ids
+from phalanx.server.sampling import SEEDS
 from phalanx.types import Finished, ModelInfo, SequenceRequest, TokenLogprobs, Tokens
 
-SEEDS = 1 << 64  # as of requests (`sampling.py`)
 NUMBERS = 1 << 53  # that every reader of JSON can tell apart
 ID = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of an answer
 LATEST = 1 << 37  # seconds since 1970: the year 6325; dates end with 9999

@@ -21,15 +21,18 @@ from fastapi.responses import Response
 from msgspec import Struct
 from msgspec.structs import replace
 
+from phalanx.edge.body_budget import BodyLease
+from phalanx.edge.error_responses import CLIENT_GONE
 from phalanx.edge.migration import RESUME, Resume
 from phalanx.errors import InvalidRequest, PhalanxError
-from phalanx.server.answers import Delta, Failure, ResponseHead, Usage, timing_json
+from phalanx.server.access import public_failure
+from phalanx.server.answers import Delta, ResponseHead, Usage, timing_json
 from phalanx.server.chat_encoding import ChatEncoder, Encoded
 from phalanx.server.dialects.answer_format import AnswerFormat
 from phalanx.server.dialects.dialect import Dialect, ParsedBody, StaticAnswer
 from phalanx.server.generation import Generation
 from phalanx.server.grammar_checks import GrammarChecks
-from phalanx.server.intake import BodyMemory, Intake
+from phalanx.server.intake import Intake
 from phalanx.server.journal import Journal
 from phalanx.server.json_pieces import to_json
 from phalanx.server.metrics import Metrics
@@ -45,7 +48,6 @@ from phalanx.types import ModelInfo
 FEW_SCORED = 1024  # log-probabilities that are written on the event loop, in 3 ms
 CHARS = 256  # that are written in the time of one log-probability
 LINES = "application/x-ndjson"  # the media type of streams that are no server-sent events
-CLIENT_GONE = 499  # nginx's status for its log; the client, which has left, never sees it
 
 B = TypeVar("B", bound=Body)
 
@@ -66,7 +68,7 @@ class Job(Struct, frozen=True, kw_only=True):
     texts: tuple[str | None, ...] = (None,)  # per prompt; None if the client sent token ids or messages
     echo: bool = False
     owner: str = ""  # whose API key it has; see `ApiKeys.owner`
-    memory: BodyMemory  # of the body, until the prompts are tokenised
+    memory: BodyLease  # of the body, until the prompts are tokenised
     migration: Migration | None = None  # None: no records of streams are sent
 
     @property
@@ -84,7 +86,6 @@ class CompletionEndpoints:
     """Answers requests of any dialect.
 
     Args:
-        failure_of: what a client sees of an error.
         numerics: of a server with this model; see `numerics.py`.
     """
 
@@ -98,7 +99,6 @@ class CompletionEndpoints:
         grammars: GrammarChecks,
         journal: Journal,
         metrics: Metrics,
-        failure_of: Callable[[PhalanxError], Failure],
         numerics: Callable[[ModelInfo], str],
         clock: Callable[[], float],
     ) -> None:
@@ -110,7 +110,6 @@ class CompletionEndpoints:
         self._grammars = grammars
         self._journal = journal
         self._metrics = metrics
-        self._failure_of = failure_of
         self._numerics = numerics
         self._clock = clock
 
@@ -140,7 +139,7 @@ class CompletionEndpoints:
 
         return endpoint
 
-    def _job(self, asked: ParsedBody, dialect: Dialect[B], owner: str, memory: BodyMemory) -> Job:
+    def _job(self, asked: ParsedBody, dialect: Dialect[B], owner: str, memory: BodyLease) -> Job:
         id = f"{dialect.id_prefix}{uuid.uuid4().hex}"
         silence_s = min(self._config.keepalive_seconds, dialect.longest_silence_s)
         parsed = asked.request
@@ -280,7 +279,7 @@ class CompletionEndpoints:
         except PhalanxError as error:
             if job.migration is not None:
                 job.migration.ledger.fail(error)
-            yield form.failure(self._failure_of(error))
+            yield form.failure(public_failure(error))
             return
         timing = timing_json(generation.first_ending, first_byte_s) if job.options.timing else None
         usage = generation.usage()

@@ -15,9 +15,9 @@ from types import FrameType
 
 import uvicorn
 
-from phalanx.edge.acceptor import Acceptor, limits_within
+from phalanx.edge.acceptor import FLUSH_S, Acceptor, limits_within
 from phalanx.edge.listening import base_url
-from phalanx.edge.table import ConnectionTable, Deadlines, Place
+from phalanx.edge.table import KEEP_ALIVE_S, ConnectionTable, Deadlines, Place
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.server.app import create_app
 from phalanx.server.connections import Connection
@@ -31,9 +31,6 @@ from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, ModelInfo
 
 log = logging.getLogger(__name__)
-
-FLUSH_S = 5.0  # for the last bytes of responses, after the drain
-KEEP_ALIVE_S = 75  # longer than clients' pools keep an idle connection; else they send into one that is closing
 
 
 class Server(uvicorn.Server):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from phalanx.edge.listening import bind, check_certificate
+from phalanx.edge.listening import bind, server_context
 from phalanx.edge.table import ConnectionLimits, limits_for
 from phalanx.errors import ExitCode
 from phalanx.open_files import raise_limit
@@ -41,7 +41,7 @@ def serve(
         ConfigError: the address cannot be bound, or the certificate cannot be used; says which and what to do.
         PhalanxError: the error of the engine's start or of `load_tokenizer`. The engine is closed before.
     """
-    check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    server_context(config.ssl_certfile, config.ssl_keyfile)  # uvicorn loads it again, and would not say what is wrong
     raise_limit(limits_of(config).total + OPEN_FILES)
     with ExitStack() as stack:
         listeners = [stack.enter_context(bind(config.host, config.port))]

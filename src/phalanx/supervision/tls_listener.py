@@ -1,30 +1,25 @@
 """Accepts TLS connections from known hosts. Strangers get little time, few sockets and few lines of the log.
 
-A connection is a candidate until its TLS handshake is over. When there are `MOST_CANDIDATES`, one more closes the
-oldest candidate of the address that has most of them: a stranger's sockets drop each other, and not those of the known
-host. Does not know what is sent.
+A connection is a candidate until its TLS handshake is over. When there are `MOST_CANDIDATES`, one more closes an older
+one, of a stranger and not of the known host (`edge/table.py`). Does not know what is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import math
 import socket
 import ssl
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
 
+from phalanx.edge.refused_keys import RefusedKeys
+from phalanx.edge.table import ConnectionLimits, ConnectionTable, Place
 from phalanx.tls.failures import explain
-
-log = logging.getLogger("phalanx.agent")
 
 MOST_CANDIDATES = 64  # the known host is one or two of them; each costs a file descriptor
 HANDSHAKE_S = 5.0  # a handshake is two round trips, but this host may be busy
 SHUTDOWN_S = 2.0  # for the other end to confirm that a connection closes
-REFUSAL_LINE_S = 10.0  # between two lines about refused connections
 ACCEPT_RETRY_S = 0.5  # after a failed accept: no file descriptor is left, or no memory
 
 Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Coroutine[None, None, None]]
@@ -42,8 +37,9 @@ class TlsListener:
     def __init__(self, context: ssl.SSLContext, handle: Handle) -> None:
         self._context = context
         self._handle = handle
-        self._candidates: dict[socket.socket, str] = {}  # -> its address; the oldest first
-        self._refusals = _Refusals()
+        self._table = ConnectionTable(ConnectionLimits(MOST_CANDIDATES, MOST_CANDIDATES))
+        self._candidates: dict[socket.socket, Place] = {}
+        self._refusals = RefusedKeys("A refused connection")
         self._handshakes: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.Task[None]] = set()
         self._socket: socket.socket | None = None  # while it listens
@@ -81,21 +77,14 @@ class TlsListener:
         except (BlockingIOError, ConnectionError):
             return  # it has gone again
         except OSError as error:
-            self._refusals.add("anywhere", error.strerror or str(error))
+            self._refusals.note("anywhere", time.monotonic(), error.strerror or str(error))
             loop.remove_reader(listener)
             loop.call_later(ACCEPT_RETRY_S, self._wait, listener)
             return
-        if len(self._candidates) >= MOST_CANDIDATES:
-            self._drop_one()
-        self._candidates[connection] = address
+        place = self._table.admit(address, lambda: _break(connection))
+        assert place is not None, "candidates are idle: one makes way"
+        self._candidates[connection] = place
         _start(self._shake_hands(connection, address), self._handshakes)
-
-    def _drop_one(self) -> None:
-        """Close the oldest candidate of the address that has most."""
-        ((address, _),) = Counter(self._candidates.values()).most_common(1)
-        oldest = next(one for one, its in self._candidates.items() if its == address)
-        del self._candidates[oldest]
-        _break(oldest)
 
     async def _shake_hands(self, connection: socket.socket, address: str) -> None:
         loop = asyncio.get_running_loop()
@@ -107,10 +96,10 @@ class TlsListener:
                 ssl_shutdown_timeout=SHUTDOWN_S,
             )  # fmt: skip
         except OSError as error:
-            self._refusals.add(address, explain(error))
+            self._refusals.note(address, time.monotonic(), explain(error))
             return
         finally:
-            self._candidates.pop(connection, None)
+            self._table.remove(self._candidates.pop(connection))
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         _start(self._handle(reader, writer, address), self._connections)
 
@@ -126,20 +115,3 @@ def _break(connection: socket.socket) -> None:
     """End a connection that a transport owns: its handshake then fails."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Refusals:
-    """Logs refused connections: at most one line in `REFUSAL_LINE_S`, which counts the others."""
-
-    def __init__(self) -> None:
-        self._unsaid = 0
-        self._said_at = -math.inf
-
-    def add(self, address: str, why: str) -> None:
-        now = time.monotonic()
-        if now - self._said_at < REFUSAL_LINE_S:
-            self._unsaid += 1
-            return
-        more = f" (and {self._unsaid} more since the last such line)" if self._unsaid else ""
-        log.warning("refused a connection from %s: %s%s", address, why, more)
-        self._unsaid, self._said_at = 0, now

@@ -14,3 +14,8 @@ def test_a_flood_of_guesses_is_a_line_each_ten_seconds(caplog):
         "A wrong admin key came from 10.0.0.9, and 399 more since the last such line",
         "A wrong admin key came from 10.0.0.9, and 399 more since the last such line",
     ]
+
+
+def test_the_reason_is_told_where_there_is_one(caplog):
+    RefusedKeys("A refused connection").note("10.0.0.9", 50, "TLS: http request")
+    assert caplog.messages == ["A refused connection came from 10.0.0.9: TLS: http request"]

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.edge.error_responses import STATUS
 from phalanx.errors import PhalanxError
-from phalanx.gateway.dialects import error_object
-from phalanx.gateway.statuses import STATUS, status_of
-from phalanx.server.answers import Failure
-from phalanx.server.dialects import messages_format, ollama_format, openai_objects
+from phalanx.gateway.dialects import dialect_of, error_object
+from phalanx.server.access import error_body, public_failure
 
-WRITERS = {
-    "messages": messages_format.error_body,
-    "ollama": ollama_format.error_body,
-    "chat": openai_objects.error_body,
-    "responses": openai_objects.error_body,
-}
+PATHS = ("/v1/messages", "/api/chat", "/api/tags", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 def error_of(kind: type[PhalanxError]) -> PhalanxError:
@@ -25,11 +19,8 @@ def error_of(kind: type[PhalanxError]) -> PhalanxError:
         return kind("no", retry_after=1.0)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("dialect", WRITERS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", STATUS, ids=lambda kind: kind.__name__)
-def test_errors_are_named_as_the_server_names_them(dialect, kind):
+def test_errors_are_named_as_the_server_names_them(path, kind):
     error = error_of(kind)
-    status = status_of(error)
-    code = getattr(error, "code", None) or status.code
-    failure = Failure(status=status.status, type=status.type, message="no", code=code)
-    assert error_object(dialect, error) == WRITERS[dialect](failure)
+    assert error_object(dialect_of(path), error) == error_body(public_failure(error), path)

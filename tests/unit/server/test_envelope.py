@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, EOS, TEMPLATE, fake_engine, running_server, serving
 
 from phalanx.errors import EngineUnavailable, PhalanxError, QueueFull
-from phalanx.server.app import body_of, failure_of
+from phalanx.server.access import error_body, public_failure
 from phalanx.server.connections import only_health
 from phalanx.supervision.fake_engine import replying
 
@@ -94,7 +94,7 @@ def test_every_answer_has_a_request_id_and_every_error_a_code_that_is_a_string_o
     ],
 )
 def test_errors_of_a_server_in_trouble_have_no_numbers_as_codes(error, code):
-    assert body_of(failure_of(error), "/v1/models")["error"]["code"] == code
+    assert error_body(public_failure(error), "/v1/models")["error"]["code"] == code
 
 
 def test_the_answer_of_a_full_server_has_no_number_as_its_code():

@@ -9,9 +9,10 @@ import threading
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
+from phalanx.edge.body_budget import BodyLease
 from phalanx.edge.migration import RESUME_BYTES
 from phalanx.errors import InvalidRequest, QueueFull, RequestTooLarge
-from phalanx.server.intake import INLINE_BYTES, LARGEST_BODIES, SMALL_BYTES, BodyMemory, Intake
+from phalanx.server.intake import INLINE_BYTES, LARGEST_BODIES, SMALL_BYTES, Intake
 from phalanx.server.schema import CompletionBody
 
 LARGEST = 1 << 20
@@ -35,7 +36,7 @@ class Upload:
     def leave(self) -> None:
         self._parts.put_nowait({"type": "http.disconnect"})
 
-    def read_by(self, intake: Intake, memory: BodyMemory | None = None, n_before: int = 0) -> asyncio.Task[str]:
+    def read_by(self, intake: Intake, memory: BodyLease | None = None, n_before: int = 0) -> asyncio.Task[str]:
         prompt = intake.read(self.request, CompletionBody, lambda body: str(body.prompt), memory, n_before=n_before)
         return asyncio.create_task(prompt)
 

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from support.messages_events import read_message
 
-from phalanx.server.answers import CallDelta, Delta, Ending, Failure, ResponseHead, Usage
-from phalanx.server.dialects.messages_format import MessagesFormat, error_body
+from phalanx.edge.error_responses import Failure, messages_error
+from phalanx.server.answers import CallDelta, Delta, Ending, ResponseHead, Usage
+from phalanx.server.dialects.messages_format import MessagesFormat
 from phalanx.server.generation import join
 from phalanx.types import Timing
 
@@ -156,5 +157,5 @@ def test_a_signature_is_that_of_the_text_however_it_was_cut():
     ],
 )
 def test_kinds_of_errors(status, kind):
-    body = error_body(Failure(status=status, type="x", message="Why."))
+    body = messages_error(Failure(status=status, type="x", message="Why."))
     assert body == {"type": "error", "error": {"type": kind, "message": "Why."}}

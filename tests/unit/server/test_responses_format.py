@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 from support.responses_events import StreamGrammar, check_stream, parse_stream, text_of
 
+from phalanx.edge.error_responses import Failure
 from phalanx.server.answers import (
     CallDelta,
     Delta,
     Ending,
-    Failure,
     ResponseHead,
     ScoredToken,
     TokenText,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from phalanx.server.answers import Delta, Failure, Usage
+from phalanx.edge.error_responses import Failure
+from phalanx.server.answers import Delta, Usage
 
 
 class AnswerFormat(Protocol):

@@ -11,15 +11,13 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 
-from phalanx.server.answers import Failure, ResponseHead
+from phalanx.server.answers import ResponseHead
 from phalanx.server.dialects.answer_format import AnswerFormat
 from phalanx.server.json_fields import Readers
 from phalanx.server.parsed import ChatRequest, CompletionRequest, Served
 from phalanx.server.schema import Body
 
 B = TypeVar("B", bound=Body)
-ErrorBody = Callable[[Failure], dict[str, Any]]
-"""The body of an answer that is an error."""
 
 
 class ParsedBody(Struct, frozen=True):

@@ -12,15 +12,12 @@ from typing import Any, Literal
 
 from msgspec import Raw
 
-from phalanx.edge.messages_errors import messages_error_type
-from phalanx.server.answers import CallDelta, Delta, Ending, Failure, ResponseHead, Usage, moves_json
+from phalanx.edge.error_responses import Failure, messages_error
+from phalanx.server.answers import CallDelta, Delta, Ending, ResponseHead, Usage, moves_json
 from phalanx.server.stream import named_event
 
 Thinking = Literal["shown", "omitted", "hidden"]
 """Whether an answer has its reasoning in blocks of thinking, blocks without their text, or no such blocks."""
-
-TOO_LONG = "prompt is too long: "
-"""Claude Code shortens its conversation when an error says so."""
 
 
 class MessagesFormat:
@@ -62,7 +59,7 @@ class MessagesFormat:
 
     def failure(self, failure: Failure) -> bytes:
         """The error, which ends the stream."""
-        return named_event("error", error_body(failure))
+        return named_event("error", messages_error(failure))
 
     def whole(self, choices: Sequence[Delta], usage: Usage, timing: Mapping[str, float] | None) -> dict[str, Any]:
         """`message`"""
@@ -162,13 +159,6 @@ class _Signature:
         signature = b64encode(self._hash.digest()).decode()
         self._hash = hashlib.blake2b(digest_size=24)
         return signature
-
-
-def error_body(failure: Failure) -> dict[str, Any]:
-    """Anthropic's error, as a body or as an event of a stream."""
-    before = TOO_LONG if failure.code == "context_length_exceeded" else ""
-    error = {"type": messages_error_type(failure.status), "message": before + failure.message}
-    return {"type": "error", "error": error}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -10,7 +10,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from phalanx.server.answers import CallDelta, Delta, Ending, Failure, ResponseHead, Usage, join_calls, moves_json
+from phalanx.edge.error_responses import Failure, ollama_error
+from phalanx.server.answers import CallDelta, Delta, Ending, ResponseHead, Usage, join_calls, moves_json
 from phalanx.server.call_arguments import parse_arguments
 from phalanx.server.dialects.log_probabilities import scored_json
 from phalanx.server.stream import one_line
@@ -71,7 +72,7 @@ class OllamaFormat:
 
     def failure(self, failure: Failure) -> bytes:
         """The error."""
-        return _line(error_body(failure))
+        return _line(ollama_error(failure))
 
     def whole(self, choices: Sequence[Delta], usage: Usage, timing: Mapping[str, float] | None) -> dict[str, Any]:
         """All in one object."""
@@ -101,11 +102,6 @@ class OllamaFormat:
             others["tool_calls"] = whole
         scored = {"logprobs": [scored_json(entry) for entry in delta.scored]} if self._logprobs else {}
         return {**self._answer.place(others, delta.text), **scored}
-
-
-def error_body(failure: Failure) -> dict[str, Any]:
-    """Ollama's error."""
-    return {"error": failure.message}
 
 
 def _head(model: str, created: int) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any
 from msgspec import Struct
 
 from phalanx.server.dialects.ollama_body import OllamaCall, OllamaMessage
+from phalanx.server.messages import ROLES
 from phalanx.server.refusals import invalid, unsupported
 
-ROLES = ("system", "user", "assistant", "tool")
 NOTHING = ("", "")
 """What a result knows of its call if it names neither id nor tool."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.server.answers import Ending, Failure, ResponseHead, Usage, moves_json
+from phalanx.edge.error_responses import Failure, openai_error
+from phalanx.server.answers import Ending, ResponseHead, Usage, moves_json
 from phalanx.server.stream import DONE, KEEP_ALIVE, event
 
 
@@ -29,17 +30,11 @@ class OpenAIStream:
 
     def failure(self, failure: Failure) -> bytes:
         """The error, and the end of the stream."""
-        return event(error_body(failure)) + DONE
+        return event(openai_error(failure)) + DONE
 
     def _chunk(self, choice: Mapping[str, Any], so_far: Usage | None) -> bytes:
         moves = moves_json(self._head) if choice["finish_reason"] is not None else {}
         return event({**base(self._head, self.kind), "choices": [choice], **_usage_so_far(self._head, so_far), **moves})
-
-
-def error_body(failure: Failure) -> dict[str, Any]:
-    """OpenAI's error object, as a body or as an event of a stream."""
-    error = {"message": failure.message, "type": failure.type, "param": failure.param, "code": failure.code}
-    return {"error": error}
 
 
 def base(head: ResponseHead, kind: str) -> dict[str, Any]:

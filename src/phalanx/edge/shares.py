@@ -1,11 +1,11 @@
-"""How owners share places: of choices that a server holds, or bytes of bodies (S3)."""
+"""How owners share places: of choices that a server holds, or of bytes of bodies (S3)."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 
-class Places:
+class Shares:
     """A number of places.
 
     An owner may hold all places while no other wants one. It cannot keep others out: an owner that holds none, or less

@@ -1,0 +1,123 @@
+"""What a client is told of an error: one table of status, type and code, and the body in each dialect.
+
+Server and gateway answer alike. Does not know their HTTP libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from phalanx.errors import (
+    AdminKeyRefused,
+    EngineUnavailable,
+    ForbiddenHost,
+    InvalidApiKey,
+    InvalidRequest,
+    NoReplica,
+    PhalanxError,
+    QueueFull,
+    ReplicaError,
+    ReplicaTooSlow,
+    RequestTooLarge,
+    SlowClient,
+    UnknownModel,
+    UnknownPath,
+    WrongMediaType,
+)
+
+CLIENT_GONE = 499  # nginx's status for its log; the client, which has left, never sees it
+TOO_LONG = "prompt is too long: "
+"""Claude Code shortens its conversation when an error says so."""
+
+
+class Status(Struct, frozen=True):
+    """The HTTP status of an error, and OpenAI's names for its kind."""
+
+    status: int
+    type: str  # OpenAI's `error.type`
+    code: str | None = None  # OpenAI's `error.code`, where the error has none of its own: never a number
+
+
+STATUS: Mapping[type[PhalanxError], Status] = {
+    InvalidRequest: Status(400, "invalid_request_error"),
+    InvalidApiKey: Status(401, "invalid_request_error"),
+    ForbiddenHost: Status(403, "invalid_request_error"),
+    AdminKeyRefused: Status(403, "invalid_request_error"),
+    UnknownModel: Status(404, "invalid_request_error"),
+    UnknownPath: Status(404, "invalid_request_error"),
+    SlowClient: Status(408, "invalid_request_error"),
+    RequestTooLarge: Status(413, "invalid_request_error"),
+    WrongMediaType: Status(415, "invalid_request_error"),
+    QueueFull: Status(429, "rate_limit_error", "rate_limit_exceeded"),
+    ReplicaError: Status(502, "server_error", "replica_failed"),
+    EngineUnavailable: Status(503, "service_unavailable_error"),
+    NoReplica: Status(503, "service_unavailable_error"),
+    ReplicaTooSlow: Status(504, "server_error", "replica_too_slow"),
+    PhalanxError: Status(500, "server_error"),
+}
+"""An error has the status of its nearest ancestor in this table."""
+MESSAGES_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""HTTP status -> Anthropic's type of an error; others are a mistake of the client's or of the server's."""
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """An error as a client sees it, in OpenAI's words."""
+
+    status: int  # of HTTP; of a stream that has begun, the one it would have had
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+def failure_of(error: PhalanxError, message: str | None = None) -> Failure:
+    """The error as a client sees it.
+
+    Args:
+        message: None: the error's own.
+    """
+    entry = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+    param, code = (error.param, error.code) if isinstance(error, InvalidRequest) else (None, None)
+    return Failure(
+        status=entry.status,
+        type=entry.type,
+        message=str(error) if message is None else message,
+        param=param,
+        code=code or entry.code,
+    )
+
+
+def headers_of(error: PhalanxError) -> dict[str, str]:
+    """Further headers of the answer to a request that failed."""
+    if isinstance(error, (QueueFull, EngineUnavailable, NoReplica)):
+        milliseconds = max(1, round(error.retry_after * 1000))
+        return {"Retry-After": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
+    return {"WWW-Authenticate": "Bearer"} if isinstance(error, InvalidApiKey) else {}
+
+
+def openai_error(failure: Failure) -> dict[str, Any]:
+    """OpenAI's error object, as a body or as an event of a stream."""
+    error = {"message": failure.message, "type": failure.type, "param": failure.param, "code": failure.code}
+    return {"error": error}
+
+
+def messages_error(failure: Failure) -> dict[str, Any]:
+    """Anthropic's error, as a body or as an event of a stream."""
+    kind = MESSAGES_TYPES.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
+    before = TOO_LONG if failure.code == "context_length_exceeded" else ""
+    return {"type": "error", "error": {"type": kind, "message": before + failure.message}}
+
+
+def ollama_error(failure: Failure) -> dict[str, Any]:
+    """Ollama's error, as a body or as a line of a stream."""
+    return {"error": failure.message}
