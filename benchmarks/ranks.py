@@ -33,8 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cpu_models import SHAPES, write_mlx
-from random_model import random_model
+from cpu_models import SHAPES, SMALL, write_mlx
 from rich.console import Console
 from rich.table import Table
 from servers import mlx_lm, phalanx
@@ -71,7 +70,7 @@ def main() -> int:
     splits: dict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as directory:
         usual = options.model == "random"
-        model = random_model(Path(directory)) if usual else write_mlx(SHAPES[options.model], Path(directory))
+        model = write_mlx(SMALL if usual else SHAPES[options.model], Path(directory))
         config = json.loads((model / "config.json").read_text())
         latency = {backend: sum_latency_us(model, config, backend) for backend in ("mpi", "ring")}
         servers = list(subjects(model, Path(directory) / "mlx_lm.log" if usual else None).items())
