@@ -36,8 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from cpu_models import SHAPES, Shape, write_gguf, write_mlx
-from random_model import BYTES, VOCAB
+from cpu_models import BYTES, SHAPES, VOCAB, Shape, write_gguf, write_mlx
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open

@@ -1,13 +1,18 @@
-"""Models of real shapes with random 4-bit weights, for measuring speed, in the formats of mlx-lm and of llama.cpp.
+"""Models with random 4-bit weights, of real shapes and a small one, in the formats of mlx-lm and of llama.cpp.
 
 Both formats have 4.5 bits per weight: MLX's affine 4 bit in groups of 64 with 16-bit scale and offset, and Q4_0, in
-which 32 weights share a 16-bit scale. MLX's 16 bits are bfloat16, as in published models of these shapes.
-Neither file needs training, a download or a quantiser.
+which 32 weights share a 16-bit scale. MLX's 16 bits are bfloat16, as in published models of these shapes; in the small
+model they are float32, since stock MLX on CPUs is 10 to 30 times slower with 16 bits and would be all that is measured.
+Neither file needs training, a download or a quantiser. The rows of the output layer that belong to single bytes and to
+the end-of-sequence token are zero, so that greedy decoding never picks them: answers are as long as asked for and every
+token is text.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import string
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +22,30 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
-from random_model import CONFIG, write_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 GROUP = 64
 SCALE = 0.01
 Q4_0_BLOCK = 32  # weights
 Q4_0_BYTES = 18  # a half, then 16 bytes of nibbles
+VOCAB = 32_000
+EOS = "<eos>"
+BYTES = 256
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 768,
+    "num_hidden_layers": 8,
+    "intermediate_size": 2048,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 8192,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +54,7 @@ class Shape:
 
     name: str
     config: dict[str, Any]
+    dtype: mx.Dtype = mx.bfloat16  # of scales, offsets and what is not quantised
 
 
 def _config(model_type: str, **entries: Any) -> dict[str, Any]:
@@ -51,6 +75,7 @@ def _mixture(**entries: Any) -> dict[str, Any]:
     )
 
 
+SMALL = Shape("random-llama-100m", CONFIG, mx.float32)
 SHAPES = {
     "llama-1b": Shape(
         "llama-1b",
@@ -102,7 +127,7 @@ SHAPES = {
 
 
 def write_mlx(shape: Shape, folder: Path) -> Path:
-    """Write the model for mlx-lm, unless it exists. Rows of the output layer for byte tokens and EOS are 0."""
+    """Write the model for mlx-lm, unless it exists. Returns its path."""
     path = folder / f"{shape.name}-mlx"
     if (path / "complete").exists():
         return path
@@ -115,7 +140,7 @@ def write_mlx(shape: Shape, folder: Path) -> Path:
     draw = np.random.default_rng(0)
     tensors: dict[str, mx.array] = {}
     for name, array in tree_flatten(model.parameters()):
-        tensor = _random(name, array, draw)
+        tensor = _random(name, array, draw, shape.dtype)
         if name in ("lm_head.scales", "lm_head.biases"):
             tensor[mx.array(silent)] = 0.0
         tensors[name] = tensor
@@ -125,21 +150,44 @@ def write_mlx(shape: Shape, folder: Path) -> Path:
     return path
 
 
+def write_tokenizer(path: Path) -> set[int]:
+    """Write a byte-level tokenizer: one token per byte of text. Returns the ids of EOS and the byte tokens."""
+    draw = random.Random(0)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words: dict[str, None] = {}
+    while len(words) < VOCAB - 1 - len(alphabet):
+        words["Ġ" + "".join(draw.choices(string.ascii_lowercase, k=draw.randint(3, 8)))] = None
+    vocabulary = {token: i for i, token in enumerate([EOS, *alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": "{% for message in messages %}{{ message['content'] }}\n{% endfor %}",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return set(range(1 + len(alphabet)))
+
+
 def _quantised(path: str, module: nn.Module) -> bool:
     """Whether a module is quantised: all but the router of a mixture of experts, as in converted models."""
     return hasattr(module, "to_quantized") and not path.endswith(".gate")
 
 
-def _random(name: str, array: mx.array, draw: np.random.Generator) -> mx.array:
+def _random(name: str, array: mx.array, draw: np.random.Generator, dtype: mx.Dtype) -> mx.array:
     if array.dtype == mx.uint32:
         return mx.array(draw.integers(0, 1 << 32, array.shape, np.uint32))
     if name.endswith(".scales"):
-        return mx.full(array.shape, SCALE, mx.bfloat16)
+        return mx.full(array.shape, SCALE, dtype)
     if name.endswith(".biases"):
-        return mx.full(array.shape, -7.5 * SCALE, mx.bfloat16)
+        return mx.full(array.shape, -7.5 * SCALE, dtype)
     if array.ndim == 1:
-        return mx.ones(array.shape, mx.bfloat16)
-    return (mx.random.normal(array.shape) * 0.02).astype(mx.bfloat16)
+        return mx.ones(array.shape, dtype)
+    return (mx.random.normal(array.shape) * 0.02).astype(dtype)
 
 
 def write_gguf(shape: Shape, folder: Path) -> Path:

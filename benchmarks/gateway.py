@@ -7,10 +7,7 @@
 
 Processor time per request is the steady figure; times depend on how busy the machine is, so that runs with and without
 the gateway take turns. Other routers lie in a folder with a virtual environment for each (`make clients` makes one).
-
-    python benchmarks/gateway.py [--only PART ...] [--routers FOLDER] [--seconds 20] [--pause 0.0] ...
-
-The last line is one JSON object.
+`gateway_report.py` runs the parts.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from parts import run_parts
 from routers import OURS, Router, Target, installed, running
 from sleeping_replica import MODEL, replica
 from stream_load import at_once, at_rate, figures, streams
@@ -172,7 +168,3 @@ async def without(url: str, seconds: float, n: int) -> dict[str, float]:
     async with streams(url, MODEL) as stream:
         samples, wall_s = await at_once(stream, n, seconds)
     return {"requests_per_s": round(len(samples) / wall_s, 1), **figures(samples)}
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_parts(__doc__, PARTS, add_options, measure))

@@ -5,10 +5,7 @@
     affinity   a trace of conversations over two replicas: time to first token and cached share, by policy
 
 The bundled model, so that ranks share this machine's processors: figures compare ways, not machines.
-
-    python benchmarks/gateway_groups.py [--only PART ...] [--requests 8] [--conversations 9] [--turns 6]
-
-The last line is one JSON object.
+`gateway_report.py` runs the parts.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from parts import run_parts
 from routers import OURS, Target, running
 from servers import DEMO, MODEL_NAME, endless_demo, phalanx
 from sleeping_replica import MODEL as SLEEPING
@@ -34,7 +30,6 @@ from sleeping_replica import replica
 from phalanx.bench.http_client import open_client, stream_chat
 from phalanx.bench.load_generator import closed_loop, distribution, ttft
 
-PARTS = ("groups", "affinity")
 CONCURRENCIES = (1, 2, 4)
 PLACES = "4"  # rows of a server
 FIRST_S, PAUSE_S = 0.05, 0.01  # of replicas that sleep: about a prefill and a step
@@ -196,7 +191,3 @@ class Conversation:
             if not text:
                 raise RuntimeError(f"{self._url}: an answer without text")
             self._messages.append({"role": "assistant", "content": text})
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_parts(__doc__, PARTS, add_options, measure))

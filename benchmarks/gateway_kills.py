@@ -10,10 +10,7 @@ moment for all routers, whatever they hold back. What a client gets is compared 
     truncated     ends as if it were whole, and is not
 
 Then new requests are sent. Other routers lie in a folder with an environment for each (`make clients` makes one).
-
-    python benchmarks/gateway_kills.py [--routers FOLDER] [--kill-streams 8] [--kill-tokens 1500] [--kill-after 150]
-
-The last line is one JSON object.
+`gateway_report.py` runs it.
 """
 
 from __future__ import annotations
@@ -55,14 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kill-tokens", type=int, default=1500, help="of each stream")
     parser.add_argument("--kill-after", type=int, default=150, help="tokens of each of its streams by then")
     parser.add_argument("--kill-only", action="append", metavar="ROUTER", help="may be repeated")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--routers", type=Path, help="folder of other routers' environments")
-    add_options(parser)
-    print(json.dumps(measure(parser.parse_args())))
-    return 0
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -221,7 +210,3 @@ async def one_death(url: str, victim: PrivateServer, wanted: list[str], tokens: 
         "answered_afterwards": sum(client.finish_reason == "length" for client in later),
         "asked_afterwards": AFTERWARDS,
     }
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -5,7 +5,8 @@ file alone: `--page-only` makes them again. Needs matplotlib (`make bench-gatewa
 
     python benchmarks/gateway_report.py --routers FOLDER [--quick] [--only PART ...] [--page-only]
 
-Takes about half an hour; --quick, a few minutes, and the page says so.
+Takes about half an hour; --quick, a few minutes, and the page says so. With --only PART --folder FOLDER one part is
+measured elsewhere, and docs/reports stays as it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank against two, over mpi and over a ring, with and without checked sums, beside mlx_lm.server on two ranks.
+"""One rank against two, over mpi and over a ring, beside mlx_lm.server on two ranks.
 
 What to expect. Two ranks on one machine of two cores read the same weights through the same memory, so at best the
 compute part of a step halves; each sum over ranks costs its latency (13 to 60 us over mpi, measured by the self-test in
@@ -12,7 +12,8 @@ the same run), and there are two per layer. A ring spins a core while it waits. 
 Servers take turns, and each is started for its turn: an idle mlx_lm group spins and would slow the others down.
 `--model llama-1b` uses a model of that shape (`cpu_models.py`), whose weights exceed every cache, and leaves out
 mlx_lm.server, which would take minutes per token. One rank has two threads, each of two ranks has one. Ratios are taken
-within a round, then their median. The last line is one JSON object.
+within a round, then their median. What checked sums cost, `checked_sums.py` measures: two servers differ by more. The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cpu_models import SHAPES, write_mlx
-from random_model import random_model
+from cpu_models import SHAPES, SMALL, write_mlx
 from rich.console import Console
 from rich.table import Table
 from servers import mlx_lm, phalanx
@@ -54,7 +54,6 @@ def subjects(model: Path, theirs: Path | None) -> dict[str, Callable[[], Abstrac
     servers: dict[str, Callable[[], AbstractContextManager[str]]] = {
         BASE: lambda: phalanx(model),
         "phalanx, 2 ranks (mpi)": lambda: phalanx(model, *two, "mpi"),
-        "phalanx, 2 ranks (mpi), unchecked": lambda: phalanx(model, *two, "mpi", "--no-check-collectives"),
         "phalanx, 2 ranks (ring)": lambda: phalanx(model, *two, "ring"),
     }
     if theirs is not None:
@@ -71,7 +70,7 @@ def main() -> int:
     splits: dict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as directory:
         usual = options.model == "random"
-        model = random_model(Path(directory)) if usual else write_mlx(SHAPES[options.model], Path(directory))
+        model = write_mlx(SMALL if usual else SHAPES[options.model], Path(directory))
         config = json.loads((model / "config.json").read_text())
         latency = {backend: sum_latency_us(model, config, backend) for backend in ("mpi", "ring")}
         servers = list(subjects(model, Path(directory) / "mlx_lm.log" if usual else None).items())

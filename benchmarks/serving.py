@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from random_model import random_model
+from cpu_models import SMALL, write_mlx
 from rich.console import Console
 from rich.table import Table
 from servers import MODEL_NAME, endless_demo, mlx_lm, phalanx
@@ -77,7 +77,7 @@ SUBJECTS = (
     ),
     Subject(
         "random 100M",
-        random_model,
+        lambda folder: write_mlx(SMALL, folder),
         (Point(1, 0, 32), Point(4, 0, 24), Point(16, 0, 16)),  # few words: prefill is as slow as decoding here
         long_prompt=60,
         seconds=60,
