@@ -67,7 +67,7 @@ PURE = (
     "edge/request_ids.py", "engine/mirror.py", "server/answers.py", "server/migration.py", "server/numerics.py",
     "server/outputs/", "server/dialects/", "dist/topology.py", "dist/stage_frames.py",
     *(f"gateway/{name}.py" for name in "affinity asks bodies breaker dialects dispatcher event_reader".split()),
-    *(f"gateway/{name}.py" for name in "fair_queue health index key_limits keys_file models policies replica".split()),
+    *(f"gateway/{name}.py" for name in "fair_queue health key_limits keys_file models policies replica".split()),
     *(f"gateway/{name}.py" for name in "replicas_file retries statuses timing toml_tables".split()),
     *(f"spec/{name}.py" for name in "acceptance adaptive budget comparison control cost drafters lookup".split()),
     *(f"spec/{name}.py" for name in "ngram rules stats suffix".split()),
