@@ -190,7 +190,7 @@ def test_metrics_tell_what_happened():
 
 @pytest.mark.parametrize("texts", [["", "a"], [""]])
 def test_the_first_text_is_timed_in_metrics_and_log_and_what_comes_before_it_is_not(texts, caplog):
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", "phalanx")
     go_on = asyncio.Event()
 
     async def answer(call: Call) -> None:
@@ -217,7 +217,7 @@ def test_the_first_text_is_timed_in_metrics_and_log_and_what_comes_before_it_is_
 
 
 def test_a_whole_answer_is_timed_as_one_text(caplog):
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", "phalanx")
 
     async def scenario() -> None:
         async with StubReplica(streaming(5)) as a, gateway(a.url) as client:
