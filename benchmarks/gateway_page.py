@@ -32,13 +32,13 @@ def page(found: dict[str, Any]) -> Iterator[str]:
     if about["absent"]:
         said += f"Not installed, and so not here: {', '.join(about['absent'])}. "
     sections = {
-        "latency": latency, "routers": routers, "held": held, "memory": memory, "dispatch": dispatch, "groups": groups,
-        "affinity": affinity, "kills": kills,
+        "latency": latency, "routers": routers, "held": held, "memory": memory, "groups": groups, "affinity": affinity,
+        "kills": kills,
     }  # fmt: skip
     if absent := [name for name in sections if name not in found]:
         said += f"Not measured in this run: {', '.join(absent)}. "
     yield from prose(said + "Times depend on what else the machine did: its load average stands under each part.")
-    yield f"![What the gateway costs: processor time beside others, memory, dispatch]({COST})"
+    yield f"![What the gateway costs: processor time beside others, memory]({COST})"
     yield ""
     for name, section in sections.items():
         if name == "groups":
@@ -124,30 +124,6 @@ def memory(found: dict[str, Any]) -> Iterator[str]:
     yield from prose(
         f"{samples[0]['rss_mb']} MB before the first request, {samples[-1]['rss_mb']} MB after "
         f"{samples[-1]['requests']:,}; {found['grown_mb_in_second_half']:+} MB in the second half of them."
-    )
-
-
-def dispatch(found: dict[str, Any]) -> Iterator[str]:
-    yield from ("## Dispatch alone", "")
-    yield from prose(
-        f"Simulated time, {found['replicas']:,} replicas of four places each, {found['requests']:,} requests with "
-        f"least_load and {found['other_requests']:,} with each other policy. Steady: requests come at 80 % of "
-        "what all can do, so that 3.2 of four places are taken on average. Changing: replicas go down and come "
-        "back meanwhile."
-    )
-    rows = [
-        [policy, scene, f"{one['decisions_per_s']:,}", one["in_flight_mean"], one["in_flight_max"]]
-        + [one["in_flight_deviation"], one["refused"], one["longest_queue"]]
-        for policy, scenes in found["policies"].items()
-        for scene, one in scenes.items()
-    ]
-    head = ["policy", "scene", "decisions/s", "in flight, mean", "max", "deviation", "refused", "longest queue (of 32)"]
-    yield from table(head, rows)
-    share = found["policies"]["least_load"]["saturated"]["share_of_fair"]
-    yield from prose(
-        "Saturated: one key asks for as much as all replicas can do, nine others for a fifth of that each. Parts "
-        f"of a fair share: the greedy key {share['greedy']}, the others {share['others_least']} to "
-        f"{share['others_most']}."
     )
 
 

@@ -40,22 +40,16 @@ def draw(found: dict[str, Any], folder: Path) -> None:
 
 
 def plot_cost(found: dict[str, Any], file: Path) -> None:
-    """Processor time beside others, memory, dispatch."""
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(11, 3), layout="constrained")
+    """Processor time beside others, memory."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.5, 3), layout="constrained")
     if "routers" in found:
         rates = {name: one["requests_per_cpu_s"] for name, one in found["routers"]["results"].items() if name != "none"}
         bars(left, rates, "Requests per processor second")
         left.set_xscale("log")
     if "memory" in found:
         samples = found["memory"]["samples"]
-        middle.plot([one["requests"] for one in samples], [one["rss_mb"] for one in samples], color=OURS)
-        middle.set(title="Memory of the gateway, MB", xlabel="requests")
-        middle.set_ylim(bottom=0)
-    if "dispatch" in found:
-        rates = found["dispatch"]["decisions_per_s_by_replicas"]
-        right.plot([int(n) for n in rates], list(rates.values()), color=OURS, marker="o")
-        right.set(title="Decisions per second, least_load", xlabel="replicas")
-        right.set_xscale("log")
+        right.plot([one["requests"] for one in samples], [one["rss_mb"] for one in samples], color=OURS)
+        right.set(title="Memory of the gateway, MB", xlabel="requests")
         right.set_ylim(bottom=0)
     save(figure, file)
 

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dispatch
 import gateway
 import gateway_groups
 import gateway_kills
@@ -36,8 +35,6 @@ QUICK = {
     "streams": 200,
     "held_pause": 0.05,
     "requests": 1000,
-    "decisions": 100_000,
-    "simulated_replicas": 200,
     "group_requests": 2,
     "group_tokens": 12,
     "conversations": 5,
@@ -46,7 +43,6 @@ QUICK = {
     "kill_after": 60,
 }
 """What --quick sets."""
-FULL_POLICIES = ["least_load", *dispatch.OTHERS]
 
 
 def main() -> int:
@@ -55,8 +51,6 @@ def main() -> int:
     parser.add_argument("--page-only", action="store_true", help="make the page of the figures that there are")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="measure again only this; may be repeated")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of figures and page")
-    parser.add_argument("--simulated-replicas", type=int, default=1000, help="of dispatch")
-    parser.add_argument("--decisions", type=int, default=1_000_000, help="simulated requests of dispatch")
     for part in (gateway, gateway_groups, gateway_kills):
         part.add_options(parser)
     options = parser.parse_args()
@@ -104,7 +98,6 @@ def part_of_gateway(name: str) -> Callable[[argparse.Namespace], dict[str, Any]]
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "dispatch": lambda options: dispatch.measure(options.simulated_replicas, options.decisions, FULL_POLICIES),
     **{name: part_of_gateway(name) for name in gateway.PARTS},
     "groups": lambda options: gateway_groups.measure("groups", options),
     "affinity": lambda options: gateway_groups.measure("affinity", options),

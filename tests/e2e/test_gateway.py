@@ -6,14 +6,15 @@ Gateway, replicas and client share one event loop; `test_gateway_processes.py` h
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
-from support.gateways import CHAT, LIMIT_S, gateway, run, text_of
-from support.stub_replica import WORDS, Call, StubReplica, hangs, refuses, streaming
+from support.gateways import CHAT, LIMIT_S, Client, gateway, run, text_of
+from support.stub_replica import WORDS, Call, StubReplica, event, hangs, refuses, streaming
 
 from phalanx.tls.certificates import make_certificate
 
@@ -185,6 +186,52 @@ def test_metrics_tell_what_happened():
             assert "phalanx:gateway_time_to_first_byte_seconds_count 4.0" in text
 
     run(scenario())
+
+
+@pytest.mark.parametrize("texts", [["", "a"], [""]])
+def test_the_first_text_is_timed_in_metrics_and_log_and_what_comes_before_it_is_not(texts, caplog):
+    caplog.set_level("DEBUG", "phalanx")
+    go_on = asyncio.Event()
+
+    async def answer(call: Call) -> None:
+        await call.begin()
+        for text in texts:
+            await call.piece(event(text))
+            await go_on.wait()
+        await call.piece(b"data: [DONE]\n\n")
+        await call.end()
+
+    async def scenario() -> None:
+        async with StubReplica(answer) as a, gateway(a.url) as client:
+            body = {"model": "m", "messages": [], "stream": True}
+            async with client.request("POST", CHAT, body) as response:
+                assert await response.content.readuntil(b"\n\n") == event("")
+                assert await n_timed(client) == 0
+                go_on.set()
+                assert await response.content.read() == b"".join(map(event, texts[1:])) + b"data: [DONE]\n\n"
+            assert await n_timed(client) == ("a" in texts)
+
+    run(scenario())
+    (line,) = [line for line in caplog.messages if line.startswith(f"POST {CHAT} (")]
+    assert re.search(r" s, the first text after \d+\.\d{3} s$" if "a" in texts else " s, no text$", line)
+
+
+def test_a_whole_answer_is_timed_as_one_text(caplog):
+    caplog.set_level("DEBUG", "phalanx")
+
+    async def scenario() -> None:
+        async with StubReplica(streaming(5)) as a, gateway(a.url) as client:
+            assert (await client.ask())[0] == 200 and await n_timed(client) == 1
+
+    run(scenario())
+    assert caplog.text.count(" s, the first text after ") == 1
+
+
+async def n_timed(client: Client) -> int:
+    """Answers whose first text is in the metrics."""
+    async with client.request("GET", "/metrics") as response:
+        (line,) = [line for line in (await response.text()).splitlines() if "first_byte_seconds_count " in line]
+    return int(float(line.rpartition(" ")[2]))
 
 
 def test_a_conversation_stays_on_its_replica():

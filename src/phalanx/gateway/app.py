@@ -161,10 +161,12 @@ class App:
             if not self.unfinished:
                 self._idle.set()
             self._clients.end(exchange.owner, n_tokens)
+        first = exchange.first_text_s
         log.debug(
-            "%s %s (%s) of %s: %d, %d tokens in %.3f s", exchange.request.method, exchange.path, exchange.id,
+            "%s %s (%s) of %s: %d, %d tokens in %.3f s, %s", exchange.request.method, exchange.path, exchange.id,
             self._clients.name(exchange.owner), relayed.response.status, n_tokens,
             self._dispatcher.clock() - exchange.arrived,
+            f"the first text after {first:.3f} s" if first is not None else "no text",
         )  # fmt: skip
         return relayed.response
 

@@ -14,7 +14,7 @@ TICK_S = 0.1  # between two looks for requests that have waited too long, and fo
 
 
 class AsyncDispatcher:
-    """See the module's docstring. `settle` must be called with each replica that was changed.
+    """See the module's docstring. `settle` must be called after a replica was changed.
 
     Args:
         core: decides. Its replicas may be read and changed directly.
@@ -77,10 +77,8 @@ class AsyncDispatcher:
             if not future.done():
                 future.set_exception(error)
 
-    def settle(self, *changed: Replica) -> None:
-        """Take in that these replicas have changed, and tell waiting requests what was decided."""
-        for replica in changed:
-            self.core.changed(replica)
+    def settle(self) -> None:
+        """Tell waiting requests what was decided."""
         for request, decision in self.core.decided(self.clock()):
             future = self._waiting[request]
             if isinstance(decision, Grant):

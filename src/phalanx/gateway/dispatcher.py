@@ -4,7 +4,6 @@
                     -> None     it waits; `decided` will name it
                     raises      no room in the queue, or no replica can take it at all
     end(grant, verdict)         the attempt is over
-    changed(replica)            a health check or the user has changed it
     elsewhere(request, replica) -> Grant or None      a place on another replica, for a request that has one on this one
     decided() -> [(request, Grant or error)]          to be called after whatever may have changed something
 
@@ -24,8 +23,7 @@ from msgspec import Struct
 from phalanx.errors import NoReplica, PhalanxError, QueueFull, UnknownModel
 from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.fair_queue import DrainRate, FairQueue
-from phalanx.gateway.index import ReplicaIndex
-from phalanx.gateway.policies import Candidates, Listed, Policy
+from phalanx.gateway.policies import Policy
 from phalanx.gateway.replica import Replica
 
 Verdict = Literal["answered", "failed", "abandoned"]
@@ -56,7 +54,6 @@ class Dispatcher:
         self.begun: FairQueue[DispatchRequest] = FairQueue(None)
         """Waiting requests whose stream has begun."""
         self._policy = policy
-        self._index = ReplicaIndex(policy.order)
         self._rate = DrainRate()
         self._grants = 0
         self._evicted: list[DispatchRequest] = []
@@ -66,17 +63,11 @@ class Dispatcher:
     def add(self, replica: Replica) -> None:
         """A replica may get requests from now on, once it is up."""
         self.replicas[replica.name] = replica
-        self._index.add(replica)
-
-    def changed(self, replica: Replica) -> None:
-        """Something of a replica has changed that is not this class's doing."""
-        self._index.note(replica)
 
     def remove(self, name: str) -> Replica:
         """A replica gets no more requests; those that it has go on."""
         replica = self.replicas.pop(name)
         replica.is_draining = replica.is_leaving = True
-        self._index.drop(replica)
         self._policy.forget(name)
         return replica
 
@@ -104,7 +95,7 @@ class Dispatcher:
             NoReplica: none of those that serve it can take requests; names each with its reason.
             QueueFull: all are busy, and there is no room to wait.
         """
-        if (ready := self._ready(request, now)) is not None:
+        if ready := self._ready(request, now):
             return self._grant(request, ready)
         if not self._may_wait(request, now):
             raise self._none_error(request, now)
@@ -131,7 +122,7 @@ class Dispatcher:
             if other.has_room_for(request.rows) and not other.in_doubt and other.name not in passed_over
             if not request.is_begun or (other.can_migrate and other.health.numerics == request.numerics)
         ]
-        return self._grant(request, Listed(able, self._policy.order)) if able else None
+        return self._grant(request, able) if able else None
 
     def withdraw(self, request: DispatchRequest) -> None:
         """A waiting request's client left."""
@@ -151,7 +142,6 @@ class Dispatcher:
             breaker.fail(grant.trial, now)
         else:
             breaker.abandon(grant.trial)
-        self._index.note(grant.replica)
 
     def decided(self, now: float) -> Iterator[Decision]:
         """Every waiting request that can go now, or has to give up."""
@@ -172,17 +162,23 @@ class Dispatcher:
 
     def has_untried(self, request: DispatchRequest, now: float) -> bool:
         """Whether a replica that has not failed this request could take it, now or later."""
-        return self._index.has_able(request, now)
+        return any(self._untried(request, now))
 
     # -----------------------------------------------------------------------------------------------------------
 
-    def _ready(self, request: DispatchRequest, now: float) -> Candidates | None:
-        """The replicas that can take a request now; None if there is none."""
+    def _ready(self, request: DispatchRequest, now: float) -> list[Replica]:
+        """The replicas that can take a request now."""
         if not request.is_begun:
-            return self._index.ready(request, now)
+            return [replica for replica in self._untried(request, now) if replica.has_room]
         able = [replica for replica in self._continuing(request, now) if replica.has_room]
         exact = [replica for replica in able if replica.health.numerics == request.numerics]
-        return Listed(exact or able, self._policy.order) if able else None
+        return exact or able
+
+    def _untried(self, request: DispatchRequest, now: float) -> Iterator[Replica]:
+        """Replicas that may get a request and have not failed it, room or not."""
+        for replica in self.replicas.values():
+            if replica.serves(request.model) and replica.is_available(now) and replica.name not in request.tried:
+                yield replica
 
     def _continuing(self, request: DispatchRequest, now: float) -> Iterator[Replica]:
         """Replicas that can continue a begun stream, room or not. One that has failed it needs a good check first."""
@@ -194,33 +190,29 @@ class Dispatcher:
     def _may_wait(self, request: DispatchRequest, now: float) -> bool:
         """Whether there is a replica for whose place a request can wait."""
         if not request.is_begun:
-            return self._index.has_able(request, now)
+            return self.has_untried(request, now)
         return any(one.serves(request.model) and _may_continue(request, one) for one in self.replicas.values())
 
-    def _take(self, now: float) -> tuple[DispatchRequest, Candidates] | None:
+    def _take(self, now: float) -> tuple[DispatchRequest, list[Replica]] | None:
         """The waiting request whose turn it is, of those that can go, and where to. It waits no more."""
-        ready: dict[_Kind, Candidates | None] = {}
+        ready: dict[_Kind, list[Replica]] = {}
 
         def can_go(request: DispatchRequest) -> bool:
             kind = _kind_of(request)
             if kind not in ready:
                 ready[kind] = self._ready(request, now)
-            return ready[kind] is not None
+            return bool(ready[kind])
 
         request = self.begun.take(can_go) or self.queue.take(can_go)
-        if request is None or (among := ready[_kind_of(request)]) is None:
-            return None
-        return request, among
+        return None if request is None else (request, ready[_kind_of(request)])
 
-    def _grant(self, request: DispatchRequest, among: Candidates) -> Grant:
+    def _grant(self, request: DispatchRequest, among: list[Replica]) -> Grant:
         replica = self._policy.choose(request, among)
         self._policy.granted(request, replica)
         self._grants += 1
         replica.last_granted = self._grants
         replica.in_flight += request.rows
-        trial = replica.breaker.begin()
-        self._index.note(replica)
-        return Grant(request, replica, trial, self._grants)
+        return Grant(request, replica, replica.breaker.begin(), self._grants)
 
     def _none_error(self, request: DispatchRequest, now: float) -> PhalanxError:
         serving = [replica for replica in self.replicas.values() if replica.serves(request.model)]

@@ -10,7 +10,6 @@ what the transcript says, not one event less or more, and another replica can go
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import msgspec
 from msgspec import Raw, Struct
@@ -19,7 +18,7 @@ from phalanx.edge.migration import Record, record_in
 from phalanx.errors import MalformedAnswer
 from phalanx.gateway.dialects import MESSAGES_ENDS, OPAQUE, RESPONSES_ENDS, Dialect
 from phalanx.gateway.foreign_json import decoder
-from phalanx.gateway.timing import shows_text, with_first_byte
+from phalanx.gateway.timing import shows_text
 from phalanx.gateway.transcript import Transcript
 
 LARGEST_EVENT = 16 << 20  # bytes; the largest known have all log-probabilities of a long echoed prompt
@@ -67,17 +66,9 @@ class EventReader:
         dialect: says how the stream ends. Of opaque ones, any end that HTTP calls one will do.
         lines: the stream is lines of JSON instead of server-sent events.
         transcript: takes in the replica's records; None: it was not asked for any.
-        elapsed: seconds since the request's arrival; called once, when the first text passes.
     """
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        *,
-        lines: bool = False,
-        transcript: Transcript | None = None,
-        elapsed: Callable[[], float],
-    ) -> None:
+    def __init__(self, dialect: Dialect, *, lines: bool = False, transcript: Transcript | None = None) -> None:
         self._dialect = dialect
         self._end = re.compile(rb"\n") if lines else NO_CR
         self.lines = lines
@@ -90,9 +81,8 @@ class EventReader:
         """The replica's last record says that its engine is gone."""
         self.ended = False
         """The event that ends a stream has passed."""
-        self.first_byte_s: float | None = None
-        """From the request's arrival until the answer's first text passed; told in `timing`, if it has one."""
-        self._elapsed = elapsed
+        self.has_text = False
+        """A text, reasoning or a call has passed."""
         self.n_events = 0
         """Events with data, so far."""
         self.next_number = 0
@@ -160,12 +150,12 @@ class EventReader:
         """What may pass once this event has come."""
         if self.transcript is None:
             self._apply(self._read(event))
-            return self._timed(event) + end
+            return event + end
         text = event.lstrip(b" ") if self.lines else event  # of lines, a blank keeps the client waiting
         record = self._record(text)
         if record is None:
             self._unrecorded_seen.append(self._read(event))
-            self._unrecorded += self._timed(event) + end
+            self._unrecorded += event + end
             return b""
         if record.failed:
             raise MalformedAnswer(record.failed[:REASON_CHARS].rstrip("."))
@@ -173,9 +163,6 @@ class EventReader:
         self.is_paused = record.paused
         self._unrecorded += event[: len(event) - len(text)]
         return self._release()
-
-    def _timed(self, event: bytes) -> bytes:
-        return event if self.first_byte_s is None or self.lines else with_first_byte(event, self.first_byte_s)
 
     def _record(self, event: bytes) -> Record | None:
         try:
@@ -195,8 +182,7 @@ class EventReader:
         """The event passes."""
         self.ended = self.ended or seen.ends
         self.n_events += seen.has_data
-        if seen.has_text and self.first_byte_s is None:
-            self.first_byte_s = self._elapsed()
+        self.has_text = self.has_text or seen.has_text
         self.usage = seen.usage or self.usage
         if seen.number is not None:
             self.next_number = seen.number + 1
@@ -227,7 +213,7 @@ class EventReader:
             return Seen(has_data=True, has_text=True)
         try:
             head = _decode(data)
-            has_text = self.first_byte_s is None and shows_text(self._dialect, data)
+            has_text = not self.has_text and shows_text(self._dialect, data)
         except msgspec.DecodeError as error:
             raise MalformedAnswer(f"an event of its stream is not JSON: {error}") from error
         if self._dialect == "chat" and not (has_text or head.error or head.usage):

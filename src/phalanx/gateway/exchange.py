@@ -55,6 +55,8 @@ class Exchange:
         self.id = request_id(raw_header(request, b"x-request-id"), lambda: uuid.uuid4().hex)
         self.owner = ""
         self.response: web.StreamResponse | None = None
+        self.first_text_s: float | None = None
+        """From its arrival until the first text, reasoning or call of the answer was passed on (G3)."""
         self.n_read = 0
         """Bytes of its body."""
         self.last_written = 0.0

@@ -88,7 +88,7 @@ class Fleet:
         for name, spec in wanted.items():
             if name not in self.replicas:
                 self.add(spec)
-        self._dispatcher.settle(*self.replicas.values())
+        self._dispatcher.settle()
         return left
 
     def add(self, spec: ReplicaSpec) -> Replica:
@@ -122,7 +122,7 @@ class Fleet:
         """Let a replica get no new requests, or get them again."""
         replica = self.replicas[name]
         replica.is_draining = draining
-        self._dispatcher.settle(replica)
+        self._dispatcher.settle()
         return replica
 
     def check_now(self, replica: Replica) -> None:
@@ -160,7 +160,7 @@ class Fleet:
                 replica.is_suspect = False
             if changed:
                 self._note_change(replica)
-            self._dispatcher.settle(replica)
+            self._dispatcher.settle()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.health_check_interval_secs):
                     await at_once.wait()

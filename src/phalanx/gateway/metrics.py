@@ -44,7 +44,7 @@ class Metrics:
             for key, (name, text) in GAUGES.items()
         }
         self._first_byte = self._histogram(
-            "time_to_first_byte_seconds", "Arrival to the first byte of text sent to the client."
+            "time_to_first_byte_seconds", "Arrival to the first text, reasoning or call passed on to the client."
         )
         self._queue = self._histogram("request_queue_time_seconds", "Waiting for a replica, all attempts together.")
         self._gap = self._histogram("stream_gap_seconds", "From the last byte of a replica to the first of the next.")
@@ -75,7 +75,7 @@ class Metrics:
         self._left.inc()
 
     def first_byte(self, seconds: float) -> None:
-        """The first byte of an answer was handed to the network."""
+        """The first text, reasoning or call of an answer was handed to the network."""
         self._first_byte.observe(seconds)
 
     def answered(self, code: int, seconds: float, queued_s: float) -> None:

@@ -99,12 +99,6 @@ class Migration:
             seconds = self._gap.close("continued")
             log.info("%s: the stream goes on at %s after %.2f s", self._exchange.id, replica.name, seconds)
 
-    def first_text(self) -> float:
-        """The answer's first text is on its way. Returns the seconds since the request arrived."""
-        seconds = self._clock() - self._exchange.arrived
-        self._metrics.first_byte(seconds)
-        return seconds
-
     def may_leave(self, replica: Replica, stream: EventReader | None) -> bool:
         """Whether the request may go on elsewhere though its replica lives. Not where a further break would be one too
         many: rather it waits, for a phalanx server knows itself when a request is what ends its engine.

@@ -6,8 +6,7 @@
     cache_aware          where the conversation's prefix is, unless that replica is much busier; else least_load
     consistent_hashing   by the session or the prompt's beginning; a replica that comes or goes moves only its share
 
-Every policy prefers replicas that are not in doubt. consistent_hashing looks at every replica, the others do not
-(`index.py`). Does not know requests' bodies: `affinity.py` reads those.
+Every policy prefers replicas that are not in doubt. Does not know requests' bodies: `affinity.py` reads those.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from phalanx.gateway.dispatch_request import DispatchRequest
 from phalanx.gateway.replica import Replica
@@ -32,21 +31,6 @@ Order = tuple[bool, float, int]
 """In doubt, the policy's own number, last grant: the smallest comes first."""
 
 
-class Candidates(Protocol):
-    """Replicas that can take a request now; never none."""
-
-    def __iter__(self) -> Iterator[Replica]: ...
-
-    def first(self) -> Replica:
-        """The first one in the policy's order."""
-
-    def named(self, name: str) -> Replica | None:
-        """The one with this name, if it is among them."""
-
-    def two(self, below: RandomBelow) -> tuple[Replica, Replica]:
-        """Two at random of those that are not in doubt; one twice, where there is no other."""
-
-
 def by_load(replica: Replica) -> Order:
     """The least busy one first; of equal ones, that which has waited longest for a request."""
     return replica.in_doubt, replica.load, replica.last_granted
@@ -55,12 +39,13 @@ def by_load(replica: Replica) -> Order:
 class Policy(ABC):
     """The seam."""
 
-    order: Callable[[Replica], Order] = staticmethod(by_load)
-    """Of candidates. What it looks at of a replica changes with a grant, or with what `ReplicaIndex.note` is told."""
-
     @abstractmethod
-    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
-        """The replica that gets this request. Changes nothing."""
+    def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
+        """The replica that gets this request. Changes nothing.
+
+        Args:
+            among: those that can take it now, in the order in which they came; never none.
+        """
 
     def granted(self, request: DispatchRequest, replica: Replica) -> None:  # noqa: B027  # most policies remember nothing
         """The request goes to this replica; the policy may remember it."""
@@ -69,42 +54,16 @@ class Policy(ABC):
         """This replica is gone, or has lost what it knew."""
 
 
-def undoubted(among: Iterable[Replica]) -> Sequence[Replica]:
+def undoubted(among: Sequence[Replica]) -> Sequence[Replica]:
     """Those that are not in doubt, if there are any."""
-    everyone = list(among)
-    return [replica for replica in everyone if not replica.in_doubt] or everyone
-
-
-class Listed(list[Replica]):
-    """Candidates that are known one by one."""
-
-    def __init__(self, among: Iterable[Replica], order: Callable[[Replica], Order]) -> None:
-        super().__init__(among)
-        self._order = order
-
-    def first(self) -> Replica:
-        return min(self, key=self._order)
-
-    def named(self, name: str) -> Replica | None:
-        return next((replica for replica in self if replica.name == name), None)
-
-    def two(self, below: RandomBelow) -> tuple[Replica, Replica]:
-        sound = undoubted(self)
-        first, second = two_below(len(sound), below)
-        return sound[first], sound[second]
-
-
-def two_below(n: int, below: RandomBelow) -> tuple[int, int]:
-    """Two different random numbers from 0 to n - 1; 0 twice where n is 1."""
-    first = below(n)
-    return first, (first + 1 + below(n - 1)) % n if n > 1 else first
+    return [replica for replica in among if not replica.in_doubt] or among
 
 
 class LeastLoad(Policy):
     """See the module's docstring."""
 
-    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
-        return among.first()
+    def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
+        return min(among, key=by_load)
 
 
 def by_turn(replica: Replica) -> Order:
@@ -115,13 +74,11 @@ def by_turn(replica: Replica) -> Order:
 class RoundRobin(Policy):
     """Stride scheduling: each turn moves a replica 1 / weight further, and the one that is least far gets the next."""
 
-    order = staticmethod(by_turn)
-
     def __init__(self) -> None:
         self._now = 0.0  # the turn that was last given; newcomers go on from here after their first, not from 0
 
-    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
-        return among.first()
+    def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
+        return min(among, key=by_turn)
 
     def granted(self, request: DispatchRequest, replica: Replica) -> None:
         self._now = max(replica.turn, self._now)
@@ -134,17 +91,21 @@ class PowerOfTwo(Policy):
     def __init__(self, below: RandomBelow) -> None:
         self._below = below
 
-    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
-        return min(among.two(self._below), key=by_load)
+    def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
+        sound = undoubted(among)
+        n = len(sound)
+        first = self._below(n)
+        second = (first + 1 + self._below(n - 1)) % n if n > 1 else first
+        return min(sound[first], sound[second], key=by_load)
 
 
 class ConsistentHashing(Policy):
     """Rendezvous hashing: every replica has a number for a key, in proportion to its weight, and the highest wins."""
 
-    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
+    def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
         key = request.affinity.key
         if not key:
-            return among.first()
+            return min(among, key=by_load)
         return max(undoubted(among), key=lambda replica: _score(key, replica))
 
 
@@ -169,9 +130,9 @@ class CacheAware(Policy):
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session -> replica; the least recent first
         self._blocks: OrderedDict[int, str] = OrderedDict()  # block with all before it -> replica
 
-    def choose(self, request: DispatchRequest, among: Candidates) -> Replica:
-        name, first = self._home(request), among.first()
-        home = among.named(name) if name is not None else None
+    def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
+        name, first = self._home(request), min(among, key=by_load)
+        home = next((replica for replica in among if replica.name == name), None)
         if home is None or home.in_doubt > first.in_doubt or self._is_too_busy(home, first):
             return first
         return home

@@ -277,7 +277,7 @@ class Proxy:
             migration.stream,
             transcript,
             on_first_byte=lambda: migration.first_byte(replica),
-            on_first_text=migration.first_text,
+            on_first_text=lambda: self._note_first_text(exchange),
         )
         self._under_way[attempt] = out, relay
         try:
@@ -333,11 +333,15 @@ class Proxy:
         return True
 
     def _returned(self, exchange: Exchange, answer: BufferedResponse) -> RelayedResponse:
-        self._metrics.first_byte(self._dispatcher.clock() - exchange.arrived)
+        self._note_first_text(exchange)
         tokens = answer.tokens
         return RelayedResponse(
             exchange.whole(answer.status, answer.body, answer.headers), tokens or 0, tokens is not None
         )
+
+    def _note_first_text(self, exchange: Exchange) -> None:
+        exchange.first_text_s = self._dispatcher.clock() - exchange.arrived
+        self._metrics.first_byte(exchange.first_text_s)
 
 
 def _needs_check(attempt: Attempt, relay: Relay, now: float) -> bool:

@@ -69,7 +69,7 @@ class Relay:
         begun: of the stream that the client has the beginning of; None: it has nothing yet.
         transcript: the replica was asked for records, which go there.
         on_first_byte: called when the attempt's first byte has been handed to the network.
-        on_first_text: called when the answer's first text is; the seconds since the request arrived.
+        on_first_text: called when the answer's first text has; not if an earlier attempt's had.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Relay:
         transcript: Transcript | None,
         *,
         on_first_byte: Callable[[], None],
-        on_first_text: Callable[[], float],
+        on_first_text: Callable[[], None],
     ) -> None:
         self._exchange = exchange
         self._attempt = attempt
@@ -110,9 +110,7 @@ class Relay:
             raise MalformedAnswer(f"The replica {self._attempt.name} compresses a stream ({encoding}) unasked.")
         lines = STREAMS[response.content_type]
         if self.reader is None:
-            self.reader = EventReader(
-                self._exchange.dialect, lines=lines, transcript=self._transcript, elapsed=self._on_first_text
-            )
+            self.reader = EventReader(self._exchange.dialect, lines=lines, transcript=self._transcript)
         elif self.reader.lines != lines:
             raise MalformedAnswer(f"The replica {self._attempt.name} continues a stream as {response.content_type}.")
         try:
@@ -181,7 +179,6 @@ class Relay:
     ) -> RelayedResponse:
         """Pass on an answer that is too large to be held."""
         await self._send(response, held)
-        self._on_first_text()
         async for piece in pieces:
             await self._send(response, piece)
         await self._exchange.end()
@@ -200,5 +197,7 @@ class Relay:
         if not self._has_sent:
             self._has_sent = True
             self._on_first_byte()
+        if self._exchange.first_text_s is None and (self.reader is None or self.reader.has_text):
+            self._on_first_text()
         self._attempt.is_relaying = False
         self._attempt.note_byte()

@@ -71,7 +71,8 @@ class Replica:
 
     def serves(self, model: str | None) -> bool:
         """Whether it serves this model, as far as is known; None is any model."""
-        return is_served(model, self.models)
+        models = self.models
+        return model is None or models is None or model in models or model.removesuffix(TAG) in models
 
     def is_available(self, now: float) -> bool:
         """Whether it may get requests at all, room or not."""
@@ -93,8 +94,3 @@ class Replica:
         """
         load = self.health.load
         self.others = max(0, load.running + load.waiting - own) if load is not None else 0
-
-
-def is_served(model: str | None, models: frozenset[str] | None) -> bool:
-    """Whether a replica with these models serves this one; None is any model, and any models."""
-    return model is None or models is None or model in models or model.removesuffix(TAG) in models

@@ -27,7 +27,7 @@ def named(*kinds: str) -> bytes:
 
 CHAT = (
     b': keep-alive\n\ndata: {"choices":[{"delta":{"content":"a\\n\\n"}}]}\n\n'
-    b'data: {"choices":[],"usage":{"total_tokens":7}}\n\ndata: [DONE]\n\n'
+    b'data: {"choices":[],"usage":{"total_tokens":7},"timing":{"queue":0.1,"first_byte":0.25}}\n\ndata: [DONE]\n\n'
 )
 STREAMS = {
     "chat": CHAT,
@@ -44,7 +44,7 @@ def written(dialect: str, event: dict[str, Any]) -> bytes:
 
 
 def reader(dialect: str) -> EventReader:
-    return EventReader(dialect, lines=dialect == "ollama", elapsed=lambda: 0.5)
+    return EventReader(dialect, lines=dialect == "ollama")
 
 
 def read(dialect: str, pieces: list[bytes]) -> tuple[EventReader, bytes]:
@@ -127,7 +127,7 @@ def test_of_an_unknown_api_the_connection_decides():
     found, passed = read("other", [b"data: anything\n\nda"])
     assert passed == b"data: anything\n\n" and "middle" in found.finish()
     assert read("other", [b"data: anything\n\n"])[0].finish() == ""
-    pulled = EventReader("ollama_more", lines=True, elapsed=lambda: 0.5)
+    pulled = EventReader("ollama_more", lines=True)
     assert pulled.feed(b'{"status":"success"}\n') and pulled.finish() == ""
 
 
@@ -198,53 +198,17 @@ NOT_SHOWN = {
     ],
     "ollama": [{"message": {"role": "assistant", "content": ""}}, {"response": "", "done": False}],
 }
-TEXT = {dialect: written(dialect, events[0]) for dialect, events in SHOWN.items()}
 
 
 @pytest.mark.parametrize("dialect", SHOWN)
-def test_the_first_text_is_timed_and_not_what_comes_before_any_token(dialect):
+def test_the_first_text_is_seen_and_not_what_comes_before_any_token(dialect):
     for event in SHOWN[dialect]:
-        found = EventReader(dialect, lines=dialect == "ollama", elapsed=iter([0.5]).__next__)
+        found = EventReader(dialect, lines=dialect == "ollama")
         for before in NOT_SHOWN[dialect]:
             assert found.feed(written(dialect, before))
-        assert found.first_byte_s is None
-        assert found.feed(written(dialect, event) * 2)
-        assert found.first_byte_s == 0.5
-
-
-TIMING = b'{"queue":0.1,"first_byte":0.25}'
-
-
-@pytest.mark.parametrize(
-    ("dialect", "event"),
-    [
-        ("chat", b'data: {"choices":[],"usage":{"total_tokens":7},"timing":%b}\n\n'),
-        ("responses", b'event: response.completed\ndata: {"type":"response.completed","sequence_number":3,"response":'
-                      b'{"tools":[{"timing":{"first_byte":1}}],"timing":%b}}\n\n'),
-    ],
-)  # fmt: skip
-def test_the_gateway_adds_its_first_byte_to_timing_and_nothing_else(dialect, event):
-    found = reader(dialect)
-    assert found.feed(event % TIMING) == event % TIMING  # no text has passed before it
-    assert found.feed(TEXT[dialect])
-    timed = event % b'{"queue":0.1,"first_byte":0.25,"gateway_first_byte":0.500000}'
-    assert found.feed(event % TIMING) == found.feed(timed) == timed
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b'{"choices":[{"delta":{"content":"\\"first_byte\\":"}}]}',
-        b'{"choices":[{"delta":{"x":{"first_byte":1}}}]}',
-        b'{"timing":{"predicted_ms":3}}',
-        b'{"timing":["first_byte"],"first_byte":1}',
-        b'{"timing":null,"first_byte":1}',
-    ],
-)
-def test_other_timings_pass_as_they_are(data):
-    found = reader("chat")
-    found.feed(TEXT["chat"])
-    assert found.first_byte_s == 0.5 and found.feed(b"data: " + data + b"\n\n") == b"data: " + data + b"\n\n"
+        assert not found.has_text
+        assert found.feed(written(dialect, event))
+        assert found.has_text
 
 
 # Streams with records --------------------------------------------------------------------------------------------
@@ -281,7 +245,7 @@ def with_records(dialect: str, begin: int = 0) -> bytes:
 
 
 def recorded(dialect: str) -> EventReader:
-    return EventReader(dialect, lines=dialect == "ollama", transcript=Transcript(1000), elapsed=lambda: 0.5)
+    return EventReader(dialect, lines=dialect == "ollama", transcript=Transcript(1000))
 
 
 def n_kept(found: EventReader) -> int:
@@ -412,6 +376,6 @@ def test_a_stream_without_a_transcript_cannot_go_on_elsewhere():
 
 
 def test_of_a_long_reason_the_client_is_told_the_beginning():
-    found = EventReader("chat", transcript=Transcript(100), elapsed=lambda: 0.5)
+    found = EventReader("chat", transcript=Transcript(100))
     found.feed(CHAT[:-14] + framed(Record(start=START, failed="x" * 10_000), lines=False))
     assert set(found.fault) == {"x"} and len(found.fault) < 1000

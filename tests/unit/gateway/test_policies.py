@@ -10,7 +10,7 @@ from phalanx.gateway.affinity import BLOCK_BYTES, affinity_of
 from phalanx.gateway.breaker import BreakerRules
 from phalanx.gateway.dispatch_request import Affinity, DispatchRequest
 from phalanx.gateway.health import Check, HealthRules, Load, Report
-from phalanx.gateway.policies import CacheAware, ConsistentHashing, LeastLoad, Listed, PowerOfTwo, RoundRobin, by_load
+from phalanx.gateway.policies import CacheAware, ConsistentHashing, LeastLoad, PowerOfTwo, RoundRobin
 from phalanx.gateway.replica import Replica
 from phalanx.gateway.replicas_file import ReplicaSpec
 
@@ -28,7 +28,7 @@ def grants(policy, among, requests):
     """Names of the replicas that some requests get, while none of them ends."""
     names = []
     for n, one in enumerate(requests):
-        chosen = policy.choose(one, Listed(among, policy.order))
+        chosen = policy.choose(one, among)
         policy.granted(one, chosen)
         chosen.in_flight += 1
         chosen.last_granted = n + 1
@@ -45,9 +45,9 @@ def test_least_load_sees_the_requests_of_others():
     busy, idle = replica("busy"), replica("idle", in_flight=2)
     busy.health.note(Check(ok=True, report=Report(Load(5, 1, 16))), 1.0, 1.0)
     busy.note_load(own=0)
-    assert LeastLoad().choose(ANY, Listed([busy, idle], by_load)) is idle
+    assert LeastLoad().choose(ANY, [busy, idle]) is idle
     busy.note_load(own=6)  # they were this gateway's own
-    assert LeastLoad().choose(ANY, Listed([busy, idle], by_load)) is busy
+    assert LeastLoad().choose(ANY, [busy, idle]) is busy
 
 
 @pytest.mark.parametrize("policy", [LeastLoad(), RoundRobin(), PowerOfTwo(lambda n: 0), ConsistentHashing()])
@@ -56,8 +56,8 @@ def test_what_is_in_doubt_comes_last(policy):
     doubtful.health.note(Check(ok=False), 1.0, 1.0)
     among = [doubtful, sound]
     requests = [DispatchRequest("", None, 0.0, Affinity(f"s{i}")) for i in range(10)]
-    assert {policy.choose(one, Listed(among, policy.order)).name for one in requests} == {"sound"}
-    assert policy.choose(requests[0], Listed([doubtful], policy.order)) is doubtful
+    assert {policy.choose(one, among).name for one in requests} == {"sound"}
+    assert policy.choose(requests[0], [doubtful]) is doubtful
 
 
 def test_round_robin_follows_weights_and_floods_no_newcomer():
@@ -70,19 +70,19 @@ def test_round_robin_follows_weights_and_floods_no_newcomer():
 def test_power_of_two_takes_the_better_of_two():
     among = [replica("a", in_flight=3), replica("b", in_flight=1), replica("c")]
     drawn = iter([0, 0])  # the first, and the one after it
-    assert PowerOfTwo(lambda n: next(drawn)).choose(ANY, Listed(among, by_load)).name == "b"
-    assert PowerOfTwo(lambda n: 0).choose(ANY, Listed(among[:1], by_load)).name == "a"
+    assert PowerOfTwo(lambda n: next(drawn)).choose(ANY, among).name == "b"
+    assert PowerOfTwo(lambda n: 0).choose(ANY, among[:1]).name == "a"
 
 
 def test_consistent_hashing_moves_only_what_has_to_move():
     among = [replica(name, weight=2.0 if name == "d" else 1.0) for name in "abcd"]
     policy = ConsistentHashing()
     requests = [DispatchRequest("", None, 0.0, Affinity(f"session {i}")) for i in range(2000)]
-    homes = {one: policy.choose(one, Listed(among, policy.order)) for one in requests}
+    homes = {one: policy.choose(one, among) for one in requests}
     shares = Counter(home.name for home in homes.values())
     assert all(abs(shares[name] - 2000 / 5 * (1 + (name == "d"))) < 100 for name in "abcd")
     for one, home in homes.items():
-        assert (policy.choose(one, Listed(among[1:], by_load)) is home) == (home.name != "a")
+        assert (policy.choose(one, among[1:]) is home) == (home.name != "a")
 
 
 # cache_aware -----------------------------------------------------------------------------------------------------
@@ -108,17 +108,17 @@ def test_unless_that_replica_is_much_busier():
     policy, among = cache_aware(), [replica("a"), replica("b")]
     grants(policy, among, [conversation(1)])
     among[0].in_flight = 4
-    assert policy.choose(conversation(2), Listed(among, policy.order)).name == "a"
+    assert policy.choose(conversation(2), among).name == "a"
     among[0].in_flight = 5
-    assert policy.choose(conversation(2), Listed(among, policy.order)).name == "b"
+    assert policy.choose(conversation(2), among).name == "b"
     among[1].in_flight = 4  # five is not 1.5 times as many
-    assert policy.choose(conversation(2), Listed(among, policy.order)).name == "a"
+    assert policy.choose(conversation(2), among).name == "a"
 
 
 def test_a_short_common_beginning_decides_nothing():
     policy, among = cache_aware(threshold=0.5), [replica("a"), replica("b")]
     grants(policy, among, [conversation(1)])
-    assert policy.choose(conversation(9), Listed(among, policy.order)).name == "b"
+    assert policy.choose(conversation(9), among).name == "b"
 
 
 def test_a_session_is_known_by_its_name_alone():
@@ -126,9 +126,9 @@ def test_a_session_is_known_by_its_name_alone():
     one = DispatchRequest("", None, 0.0, Affinity("s"))
     among[0].in_flight = 1
     assert grants(policy, among, [one]) == ["b"]
-    assert policy.choose(one, Listed(among, policy.order)).name == "b"
+    assert policy.choose(one, among).name == "b"
     policy.forget("b")
-    assert policy.choose(one, Listed(among, policy.order)).name == "a"
+    assert policy.choose(one, among).name == "a"
 
 
 def test_affinity_names_whole_blocks_and_all_before_them():
