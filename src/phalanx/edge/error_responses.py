@@ -5,7 +5,8 @@ Server and gateway answer alike. Does not know their HTTP libraries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -28,6 +29,7 @@ from phalanx.errors import (
     WrongMediaType,
 )
 
+PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.@+~%-]+)+/([\w.@+~%-]+)")
 CLIENT_GONE = 499  # nginx's status for its log; the client, which has left, never sees it
 TOO_LONG = "prompt is too long: "
 """Claude Code shortens its conversation when an error says so."""
@@ -97,6 +99,16 @@ def failure_of(error: PhalanxError, message: str | None = None) -> Failure:
     )
 
 
+def without_paths(text: str) -> str:
+    """The text with the last part only of every absolute path: strangers need not know this machine's directories."""
+    return PATH.sub(r"\1", text)
+
+
+def public_failure(error: PhalanxError) -> Failure:
+    """The error as a client sees it: paths only of mistakes of its own."""
+    return failure_of(error, str(error) if isinstance(error, InvalidRequest) else without_paths(str(error)))
+
+
 def headers_of(error: PhalanxError) -> dict[str, str]:
     """Further headers of the answer to a request that failed."""
     if isinstance(error, (QueueFull, EngineUnavailable, NoReplica)):
@@ -121,3 +133,13 @@ def messages_error(failure: Failure) -> dict[str, Any]:
 def ollama_error(failure: Failure) -> dict[str, Any]:
     """Ollama's error, as a body or as a line of a stream."""
     return {"error": failure.message}
+
+
+ERROR_BODIES: Mapping[str, Callable[[Failure], dict[str, Any]]] = {"/v1/messages": messages_error, "/api": ollama_error}
+"""Path -> how errors are written there and below; elsewhere as OpenAI does."""
+
+
+def error_body(failure: Failure, path: str) -> dict[str, Any]:
+    """The error in the words of the dialect that is spoken at this path."""
+    write = next((write for root, write in ERROR_BODIES.items() if f"{path}/".startswith(f"{root}/")), openai_error)
+    return write(failure)

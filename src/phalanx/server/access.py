@@ -1,38 +1,14 @@
-"""Under which names requests are let in, and what strangers may see, of errors too."""
+"""Under which names requests are let in, and the response to those that fail."""
 
 from __future__ import annotations
-
-import re
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phalanx.edge.error_responses import Failure, failure_of, headers_of, messages_error, ollama_error, openai_error
+from phalanx.edge.error_responses import error_body, headers_of, public_failure
 from phalanx.edge.hosts import AllowedHosts, name_of
-from phalanx.errors import ForbiddenHost, InvalidRequest, PhalanxError
-
-PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.@+~%-]+)+/([\w.@+~%-]+)")
-ERROR_BODIES: Mapping[str, Callable[[Failure], dict[str, Any]]] = {"/v1/messages": messages_error, "/api": ollama_error}
-"""Path -> how errors are written there and below; elsewhere as OpenAI does."""
-
-
-def without_paths(text: str) -> str:
-    """The text with the last part only of every absolute path: strangers need not know this machine's directories."""
-    return PATH.sub(r"\1", text)
-
-
-def public_failure(error: PhalanxError) -> Failure:
-    """The error as a client sees it: paths only of mistakes of its own."""
-    return failure_of(error, str(error) if isinstance(error, InvalidRequest) else without_paths(str(error)))
-
-
-def error_body(failure: Failure, path: str) -> dict[str, Any]:
-    """The error in the words of the dialect that is spoken at this path."""
-    write = next((write for root, write in ERROR_BODIES.items() if f"{path}/".startswith(f"{root}/")), openai_error)
-    return write(failure)
+from phalanx.errors import ForbiddenHost, PhalanxError
 
 
 def error_response(error: PhalanxError, path: str) -> JSONResponse:

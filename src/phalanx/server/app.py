@@ -19,14 +19,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from phalanx import __version__
-from phalanx.edge.error_responses import CLIENT_GONE, Failure
+from phalanx.edge.error_responses import CLIENT_GONE, Failure, error_body, public_failure
 from phalanx.edge.hosts import AllowedHosts
 from phalanx.edge.keys import ApiKeys
 from phalanx.edge.refused_keys import RefusedKeys
 from phalanx.edge.request_ids import REQUEST_ID
 from phalanx.edge.table import HEALTH_PATHS
 from phalanx.errors import AdminKeyRefused, EngineUnavailable, PhalanxError
-from phalanx.server.access import HostCheck, error_body, error_response, public_failure
+from phalanx.server.access import HostCheck, error_response
 from phalanx.server.call_memory import CallMemory
 from phalanx.server.chat_encoding import ChatEncoder
 from phalanx.server.dialects import ollama
