@@ -1,6 +1,6 @@
 """Describes request bodies in /openapi.json.
 
-FastAPI cannot do it by itself, because the endpoints read their bodies themselves (`intake.py`).
+FastAPI cannot do it by itself, because the endpoints read their bodies themselves (`server/intake.py`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-
-from phalanx.server.schema import Body
+from msgspec import Struct
 
 REF = "#/components/schemas/{name}"
 
 
-def json_body(kind: type[Body]) -> dict[str, Any]:
+def json_body(kind: type[Struct]) -> dict[str, Any]:
     """The `openapi_extra` argument for a route with this body."""
     schema = {"$ref": REF.format(name=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def describe_bodies(app: FastAPI, kinds: Collection[type[Body]]) -> None:
+def describe_bodies(app: FastAPI, kinds: Collection[type[Struct]]) -> None:
     """Make `app.openapi()` include the schemas of the bodies."""
 
     def openapi() -> dict[str, Any]:
