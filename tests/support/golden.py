@@ -1,9 +1,10 @@
 """Answers that mlx-lm has given before, kept as long as nothing has changed that could change them.
 
 A job is a dictionary for JSON; its "model" is a directory. Its key covers all that its answer depends on: the job, the
-bytes of the model's files, the source of the code that computes, and the machine (`machine`). A job without an entry is
-computed, never skipped, and the answer is kept in `golden/` of the Python environment. `make golden` writes the file of
-this kind of processor in `tests/golden/`, which is checked in; it leaves out what no test asks for any more.
+bytes of the model's files, the source of the code that computes, and the machine (`machine`; not the number of threads,
+of which MLX has one to calculate on processors). A job without an entry is computed, never skipped, and the answer is
+kept in `golden/` of the Python environment. `make golden` writes the file of this kind of processor in `tests/golden/`,
+which is checked in; it leaves out what no test asks for any more.
 
 An entry is a line: key, checksum, answer. A line that is not whole counts as none. Processes append whole lines, so any
 number of them may do so at once. Answers of a GPU are kept in this process only: nothing here tells its drivers apart.
