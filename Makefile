@@ -17,7 +17,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test rig test-hosts test-ranks test-families test-units test-units-waiting test-units-computing \
-	test-everything-else check lint clients check-native soak format bench bench-cpu bench-gateway \
+	test-everything-else check lint clients check-native soak golden format bench bench-cpu bench-gateway \
 	clean
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make clients  what other people'\''s clients make of the server; the first run installs them'
 	@echo 'make check-native  the native kernels under sanitizers'
 	@echo 'make soak    the long tests: whole grids of which make test runs a part (hours)'
+	@echo 'make golden  mlx-lm'\''s answers for this kind of processor, into tests/golden'
 	@echo 'make format  rewrite the sources in the project'\''s style'
 	@echo 'make bench   phalanx against mlx_lm.server, side by side'
 	@echo 'make bench-cpu  the native kernels against llama.cpp (builds llama-cpp-python)'
@@ -141,6 +142,9 @@ check-native: $(READY)
 soak: $(READY)
 	SOAK=1 $(BIN)/pytest -q tests --ignore=tests/native -m 'soak or grows'
 	$(call each_isa,SOAK=1 $(BIN)/pytest -q tests/native)
+
+golden: $(READY)
+	cd tests && ../$(BIN)/python -m support.golden
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

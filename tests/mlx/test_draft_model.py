@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from support.drafts import drafted
+from support.mlx_lm_greedy import stock_greedy
 from support.models import make_model
-from support.ragged import stock_greedy
 from support.speculation import load, random_prompts
 
 from phalanx.config import EngineConfig

@@ -12,8 +12,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 from support.conformance import conform
+from support.mlx_lm_greedy import stock_greedy
 from support.models import make_model
-from support.ragged import make_prompts, stock_greedy
+from support.ragged import make_prompts
 from support.reference import job, reference_greedy
 
 MUST = [

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import phalanx.kernels.preload  # noqa: F401  (before MLX)
 
@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # isort: split
 import mlx.core as mx
-from support.families import WEIGHTS, Weights
-from support.models import build, make_config
-from support.ragged import Driver, make_prompts, stock_greedy
+from mlx_lm.utils import load_model
+from support.models import make_model
+from support.ragged import Driver, make_prompts
+from support.reference import job, reference_many
 
 from phalanx.kernels import install
 from phalanx.model import registry
@@ -29,18 +30,30 @@ TIE = 1e-4
 PROMPTS, LONGEST, TOKENS = 6, 40, 32
 
 
-def main() -> None:
+def make(name: str, folder: Path) -> Path:
+    family, _, window = name.partition("+")
+    return make_model(family, folder / name.replace(":", "_"), **({"sliding_window": int(window)} if window else {}))
+
+
+def references_of(paths: list[Path], prompts: list[list[int]]) -> list[list[list[int]]]:
+    """mlx-lm's tokens up to the first near tie behind the first token, by model: from a process without the kernels."""
+    jobs = [{**job(prompt, TOKENS), "model": str(path)} for path in paths for prompt in prompts]
+    rows = []
+    for answer in reference_many(jobs):
+        ties = (at for at, gap in enumerate(answer["gaps"]) if at and gap < TIE)
+        rows.append(answer["tokens"][: next(ties, TOKENS)])
+    return [rows[at : at + len(prompts)] for at in range(0, len(rows), len(prompts))]
+
+
+def main(folder: Path) -> None:
     mx.disable_compile()  # as the engine does
     prompts = make_prompts(PROMPTS, LONGEST)
-    models: dict[str, tuple[Any, Any, list[list[int]]]] = {}
-    for name in sys.argv[1:]:
-        family, _, window = name.partition("+")
-        config = make_config(family, **({"sliding_window": int(window)} if window else {}))
-        model = build(config, WEIGHTS.get(family, Weights()), mx.float32)
-        models[name] = model, config, stock_greedy(model, prompts, TOKENS, tie=TIE)
+    names = sys.argv[1:]
+    paths = [make(name, folder) for name in names]
+    models = [load_model(path) for path in paths]
     assert install.install("exact", 2) is not None
     found = {}
-    for name, (model, config, references) in models.items():
+    for name, (model, config), references in zip(names, models, references_of(paths, prompts), strict=True):
         absorb_short_queries(model)
         runner = Runner(model, registry.inspect(model, config), mx.float32)
         registry.check_model(runner, model, may_pack=True)
@@ -56,4 +69,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as directory:
+        main(Path(directory))

@@ -74,6 +74,7 @@ def test_sixteen_long_requests_everywhere(models, family, form, group):
 def test_five_hundred_steps_of_a_random_conversation(models, group):
     """The generator of `unit/sched/test_lockstep.py` on real ranks."""
     path, rnd = models.path("llama"), random.Random(str(group))
+    arriving = random.Random(f"arriving {group}")  # of its own, so that what is asked does not depend on time
     play = Play(512, longest_prompt=200, longest_answer=60)
     config = EngineConfig(
         model=str(path), max_num_seqs=6, kv_cache_gb=0.02, prefix_cache_gb=0.01, max_num_batched_tokens=40,
@@ -82,7 +83,7 @@ def test_five_hundred_steps_of_a_random_conversation(models, group):
 
     async def converse(driver: Driver) -> EngineStats:
         while (stats := await driver.engine.ping()).step < STEPS:
-            for request in play.arrive(rnd) if stats.waiting < 10 else []:
+            for request in play.arrive(arriving) if stats.waiting < 10 else []:
                 driver.tokens[request.id] = []
                 driver.engine.send(Submit(request))
             settled = {*driver.finished, *play.finishes}
@@ -105,9 +106,10 @@ def test_five_hundred_steps_of_a_random_conversation(models, group):
     tokens, stats, finished = asyncio.run(main())
     assert stats.step >= STEPS
     assert_lockstep(stats, group[0])
+    jobs = [job(r.prompt, r.stop.max_tokens, sorted(r.stop.stop_ids)) for r in play.requests.values()]
+    answers = dict(zip(play.requests, models.answers(path, jobs), strict=True))
     whole = [request for i, request in play.requests.items() if i not in play.cancelled]
-    jobs = [job(r.prompt, r.stop.max_tokens, sorted(r.stop.stop_ids)) for r in whole]
-    wanted = models.answers(path, jobs)
+    wanted = [answers[request.id] for request in whole]
     for request, answer in zip(whole, wanted, strict=True):
         n = finished[request.id].n_tokens
         # A Finish that came after the end is not heard.

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
+from support import near_ties
 from support.driver import PATIENT, ask, running
 from support.examples import SOAK
+from support.golden import golden
 from support.lockstep import SIZES, demo_prompts
 from support.models import make_model
-from support.near_ties import FLIPS, Verdict, force, judge
+from support.near_ties import FLIPS, Forced, Verdict, force, judge
 
 from phalanx.config import EngineConfig
 from phalanx.demo import MODEL_DIR
@@ -41,7 +45,21 @@ def verdict_on(path: Path, dtype: str, ranks: int, prompts: list[list[int]]) -> 
 
     said = asyncio.run(main())
     assert sum(len(set(tokens)) >= 8 for tokens in said) >= len(prompts) - 1, "the model only repeats itself"
-    return judge(force(path, dtype, list(zip(prompts, said, strict=True))))
+    return judge(mlx_lm_on(path, dtype, prompts, said))
+
+
+def mlx_lm_on(path: Path, dtype: str, prompts: list[list[int]], said: list[list[int]]) -> list[Forced]:
+    """mlx-lm's logits for what a group said: kept, so computed again where a group says anything else."""
+    jobs = [
+        {"model": str(path), "dtype": dtype, "prompt": prompt, "tokens": tokens}
+        for prompt, tokens in zip(prompts, said, strict=True)
+    ]
+
+    def compute(missing: list[Any]) -> list[Any]:
+        return [asdict(one) for one in force(path, dtype, [(job["prompt"], job["tokens"]) for job in missing])]
+
+    code = Path(near_ties.__file__).read_text()
+    return [Forced(**answer) for answer in golden().answers(code, jobs, compute)]
 
 
 @pytest.mark.parametrize(("family", "form", "dtype", "ranks"), CASES, ids=str)

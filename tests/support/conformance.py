@@ -11,7 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 from support.models import make_model
-from support.ragged import Driver, make_prompts, stock_greedy
+from support.ragged import Driver, make_prompts
+from support.reference import reference_here
 
 from phalanx.model import registry
 from phalanx.model.cache.layout import CacheFacts
@@ -64,7 +65,7 @@ def prepare(
     model, config = load_model(path)
     facts = registry.inspect(model, config)
     wanted = make_prompts(prompts, longest, seed)
-    return Drive(model, facts, dtype, wanted, stock_greedy(model, wanted, tokens, tie=TIE), seed)
+    return Drive(model, facts, dtype, wanted, reference_here(path, wanted, tokens, tie=TIE), seed)
 
 
 def conform(family: str, folder: Path, **settings: Any) -> Outcome:

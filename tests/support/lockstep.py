@@ -1,19 +1,18 @@
 """Sixteen requests to a group of real ranks, and the answers of mlx-lm's single process.
 
-For the tests of `ranks/`. Models and answers are made at their first use, once in a session.
+For the tests of `ranks/`. Models are made at their first use, once in a session.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from support.driver import Driver, ask
 from support.models import make_model
-from support.reference import Job, job, reference_many
+from support.reference import Job, job, reference, reference_many
 from tokenizers import Tokenizer
 
 from phalanx.demo import MODEL_DIR
@@ -38,7 +37,6 @@ class Models:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._answers: dict[str, list[dict[str, Any]]] = {}
 
     def path(self, family: str, form: str = "plain", layers: int = 2) -> Path:
         path = MODEL_DIR if family == "demo" else self.folder / f"{family}-{form}-{layers}"
@@ -50,19 +48,11 @@ class Models:
 
     def answers(self, path: Path, jobs: list[Job]) -> list[dict[str, Any]]:
         """mlx-lm's tokens, and the gap between its two likeliest ones at each."""
-        if _key(path, jobs) not in self._answers:
-            self.ask_together({path: jobs})
-        return self._answers[_key(path, jobs)]
+        return reference(path, jobs)
 
     def ask_together(self, asked: Mapping[Path, list[Job]]) -> None:
         """Have answers of several models ready: one process takes less than one for each."""
-        found = iter(reference_many([{**entry, "model": str(path)} for path, jobs in asked.items() for entry in jobs]))
-        for path, jobs in asked.items():
-            self._answers[_key(path, jobs)] = list(islice(found, len(jobs)))
-
-
-def _key(path: Path, jobs: list[Job]) -> str:
-    return f"{path} {jobs}"
+        reference_many([{**entry, "model": str(path)} for path, jobs in asked.items() for entry in jobs])
 
 
 def demo_prompts() -> list[list[int]]:

@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, RowOp, Share, Store, Swap
@@ -31,32 +28,6 @@ def make_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
         kept = rng.choice([0, length // 2, max(0, length - 2)])
         prompts.append(shared[:kept] + [rng.randrange(3, VOCAB) for _ in range(length - kept)])
     return prompts
-
-
-def stock_greedy(
-    model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int, *, tie: float = 0.0
-) -> list[list[int]]:
-    """Greedy output of mlx-lm's model and caches in this process, one prompt at a time, fed as `generate_step` does.
-
-    A row ends before the first step (but not the very first) whose two best logits are closer than `tie`: there, two
-    correct ways of adding up in fp32 may choose differently.
-    """
-    outputs = []
-    for prompt in prompts:
-        caches = make_prompt_cache(model)
-        if len(prompt) > 1:
-            model(mx.array([prompt[:-1]]), cache=caches)
-            mx.eval([c.state for c in caches])
-        output, last = [], prompt[-1]
-        for _ in range(tokens):
-            logits = np.array(model(mx.array([[last]]), cache=caches)[0, -1].astype(mx.float32))
-            second, best = np.partition(logits, -2)[-2:]
-            if output and best - second < tie:
-                break
-            last = int(logits.argmax())
-            output.append(last)
-        outputs.append(output)
-    return outputs
 
 
 @dataclass

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from support.ragged import Driver, make_prompts, stock_greedy
+from support.mlx_lm_greedy import stock_greedy
+from support.ragged import Driver, make_prompts
 
 from phalanx.errors import ModelUnsupported
 from phalanx.model import registry
