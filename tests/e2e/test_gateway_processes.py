@@ -1,4 +1,4 @@
-"""The gateway as a process: replicas that are killed and stopped, signals, exit codes, and two real servers."""
+"""The gateway as a process: replicas that are killed and stopped, signals, exit codes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from phalanx.errors import ExitCode
 CHAT = "/v1/chat/completions"
 
 
-def stream(url: str, begun: threading.Event | None = None, **fields: Any) -> tuple[str, list[Any]]:
+def stream(url: str, begun: threading.Event | None = None) -> tuple[str, list[Any]]:
     """The replica that answers, and the events."""
     events = []
-    body = {"model": "m", "messages": [], "stream": True, **fields}
+    body = {"model": "m", "messages": [], "stream": True}
     with httpx.stream("POST", url + CHAT, json=body, timeout=120) as response:
         assert response.status_code == 200
         for line in response.iter_lines():

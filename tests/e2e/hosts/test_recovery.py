@@ -7,7 +7,7 @@ import time
 from datetime import datetime
 
 import pytest
-from clusters import SERVE, Stream, ask, assert_nothing_left, cluster, health, phalanx, up, wait_for
+from clusters import SERVE, Stream, ask, assert_nothing_left, cluster, health, phalanx, wait_for
 from rig import Host
 
 PROMPT = "What is phalanx?"
@@ -84,17 +84,8 @@ def test_serving_does_not_need_the_machine_it_was_started_from(serving):
         serving.rig["desk"].boot()
 
 
-def test_supervisors_that_are_killed_take_nothing_with_them(serving):
-    """`down` ends what they have left alone."""
-    for gone, name in enumerate(("a", "b"), start=1):
-        kill(serving.rig[name], "host supervise")
-        assert ask(serving.rig["desk"], serving.url)
-        assert phalanx(serving.rig["desk"], "status", "2.json").stdout.count("its supervisor is gone") == gone
-    serving.end()
-
-
-def test_a_host_that_is_killed_is_named_and_restart_brings_it_back(hosts):
-    up(hosts, 2, "ring")
+def test_a_host_that_is_killed_is_named_and_restart_brings_it_back(serving):
+    hosts = serving.rig
     hosts["b"].kill()
     wait_for(lambda: down_because(hosts, "b"), "/health names the host")
     status = phalanx(hosts["desk"], "status", "2.json", check=False)
@@ -102,8 +93,16 @@ def test_a_host_that_is_killed_is_named_and_restart_brings_it_back(hosts):
     assert f"(not ready since {health(hosts)['since']})" in status.stdout
     hosts["b"].boot()
     phalanx(hosts["desk"], "restart", "2.json")
-    assert ask(hosts["desk"], f"http://{hosts['a'].address}:8000/v1")
-    phalanx(hosts["desk"], "down", "2.json")
+    assert ask(hosts["desk"], serving.url)
+
+
+def test_supervisors_that_are_killed_take_nothing_with_them(serving):
+    """`down` ends what they have left alone."""
+    for gone, name in enumerate(("a", "b"), start=1):
+        kill(serving.rig[name], "host supervise")
+        assert ask(serving.rig["desk"], serving.url)
+        assert phalanx(serving.rig["desk"], "status", "2.json").stdout.count("its supervisor is gone") == gone
+    serving.end()
 
 
 def test_a_host_that_does_not_come_is_waited_for_and_named_by_all(hosts):
