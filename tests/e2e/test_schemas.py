@@ -102,6 +102,7 @@ def compare(path: Path, names: Sequence[str], **engine: Any) -> None:
         assert temperature == 1 or len(cut) <= max(1, (1 - ENDS) * len(names))
 
 
+@pytest.mark.full
 def test_the_covering_set_on_the_bundled_model():
     compare(MODEL_DIR, COVERING)
 
