@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from support.models import make_model
-from support.serving import CONFIG, Running, fake_engine, make_tokenizer, running_server
+from support.serving import CONFIG, SETTINGS, Running, fake_engine, make_tokenizer, running_server
 
+from phalanx import LLM
 from phalanx.supervision.process import EngineProcess
 from phalanx.text.tokenizer import Tokenizer
 
@@ -49,6 +50,13 @@ def frail_server(tiny_model: Path) -> Iterator[Running]:
     """As `real_server`, for tests that kill its engine."""
     with real(tiny_model) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    """Four rows."""
+    with LLM(tiny_model, max_num_seqs=4, **SETTINGS) as found:
+        yield found
 
 
 @pytest.fixture(params=["fake", "real"])

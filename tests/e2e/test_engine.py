@@ -22,7 +22,6 @@ from phalanx.config import EngineConfig
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import EngineUnavailable
 from phalanx.speculation_config import NgramSpeculation
-from phalanx.supervision.restarts import FIRST_STARTS
 from phalanx.types import Cancel, Finish, ResetPrefixCache
 
 IN_GROUPS = ["qwen3", "qwen3_moe", "gpt_oss", "demo"]  # `ranks/test_lockstep.py` asks groups of ranks for theirs
@@ -49,6 +48,24 @@ def prompts(n: int, vocab: int, longest: int = 150) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return make_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def shared(llama):
+    """What runs coroutines, and the driver of an engine of the llama that runs in them."""
+    with asyncio.Runner() as runner:
+        serving = running(config_for(llama))
+        yield runner, runner.run(serving.__aenter__())
+        runner.run(serving.__aexit__(None, None, None))
+
+
+@pytest.fixture
+def play(shared):
+    """Runs a coroutine with the driver of the shared engine, which has recorded nothing yet."""
+    runner, driver = shared
+    for records in (driver.tokens, driver.logprobs, driver.scored, driver.finished, driver.downs):
+        records.clear()
+    return lambda scenario: runner.run(scenario(driver))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,18 +117,20 @@ def test_checkpoints_of_16_bits_are_served_as_in_float32(family, dtype, quantize
     assert got == reference_greedy(path, [{"prompt": p, "max_tokens": 40, "stop_ids": []} for p in asked])
 
 
-def test_without_the_native_kernels_the_tokens_are_the_same(llama):
+def test_without_the_native_kernels_the_tokens_are_the_same(llama, play):
     asked = prompts(4, 500)
 
-    async def main(native: bool):
-        async with running(config_for(llama, cpu_kernels=native)) as driver:
-            return driver.engine.info.kernels, list(
-                await driver.generate(*(ask(str(i), p, 30) for i, p in enumerate(asked)))
-            )
+    async def said(driver):
+        answers = await driver.generate(*(ask(str(i), p, 30) for i, p in enumerate(asked)))
+        return driver.engine.info.kernels, list(answers)
 
-    without, tokens = asyncio.run(main(False))
+    async def main():
+        async with running(config_for(llama, cpu_kernels=False)) as driver:
+            return await said(driver)
+
+    without, tokens = asyncio.run(main())
     assert without.startswith("MLX's own, on one thread (")
-    kernels, same = asyncio.run(main(True))
+    kernels, same = play(said)
     assert same == tokens
     if find_spec("phalanx_cpu") and mx.default_device() == mx.Device(mx.cpu):
         assert kernels.startswith("native: ") and "precision exact" in kernels
@@ -173,27 +192,32 @@ MIXED = [
 ]
 
 
-def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_a_kill(llama):
-    """Tokens depend on (seed, choice, position) and the logits, not on what else runs."""
+def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_a_kill(play):
+    """Tokens depend on (seed, choice, position) and the logits, not on what else runs. The engine that was killed
+    restarts, and names the signal."""
     prompt = prompts(4, 500)[2]
 
-    async def main():
-        async with running(config_for(llama)) as driver:
-            requests = [ask(f"alone{i}", prompt, 40, sampling=s) for i, s in enumerate(MIXED)]
-            alone = [(await driver.generate(r))[0] for r in requests]
-            noise = [ask(f"noise{i}", p, 60, sampling={"temperature": 1.0}) for i, p in enumerate(prompts(9, 500))]
-            driver.submit(*noise)
-            batch = await driver.generate(*(ask(f"batch{i}", prompt, 40, sampling=s) for i, s in enumerate(MIXED)))
-            scored = {i: driver.logprobs[f"batch{i}"] for i in range(len(MIXED))}
-            os.kill(driver.engine.pid, signal.SIGKILL)
-            await driver.until(lambda: driver.downs)
-            await driver.until(driver.ready.is_set)
-            resumed = await driver.generate(
-                *(ask(f"r{i}", prompt, 40, sampling=s, committed=alone[i][: 3 * i]) for i, s in enumerate(MIXED))
-            )
-            return alone, batch, resumed, scored
+    async def main(driver):
+        requests = [ask(f"alone{i}", prompt, 40, sampling=s) for i, s in enumerate(MIXED)]
+        alone = [(await driver.generate(r))[0] for r in requests]
+        noise = [ask(f"noise{i}", p, 60, sampling={"temperature": 1.0}) for i, p in enumerate(prompts(9, 500))]
+        driver.submit(*noise)
+        batch = await driver.generate(*(ask(f"batch{i}", prompt, 40, sampling=s) for i, s in enumerate(MIXED)))
+        scored = {i: driver.logprobs[f"batch{i}"] for i in range(len(MIXED))}
+        pid, restarts = driver.engine.pid, driver.engine.state.restarts
+        os.kill(pid, signal.SIGKILL)
+        await driver.until(lambda: driver.downs)
+        assert "SIGKILL" in driver.downs[0][0] and driver.downs[0][1] is True
+        with pytest.raises(EngineUnavailable, match="restarting"):
+            driver.submit(ask("b", prompt, 20))
+        await driver.until(driver.ready.is_set)
+        assert driver.engine.pid != pid and driver.engine.state.restarts == restarts + 1
+        resumed = await driver.generate(
+            *(ask(f"r{i}", prompt, 40, sampling=s, committed=alone[i][: 3 * i]) for i, s in enumerate(MIXED))
+        )
+        return alone, batch, resumed, scored
 
-    alone, batch, resumed, scored = asyncio.run(main())
+    alone, batch, resumed, scored = play(main)
     assert batch == alone and resumed == alone
     assert len({tuple(tokens) for tokens in alone}) == len(MIXED)
     for i, sampling in enumerate(MIXED):
@@ -203,16 +227,15 @@ def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_a_kill(llama):
         assert all(len(entry.top) == wanted for entry in scored[i])
 
 
-def test_prompt_scores_are_those_of_the_whole_prompt_at_once(llama):
+def test_prompt_scores_are_those_of_the_whole_prompt_at_once(llama, play):
     prompt = prompts(3, 500, longest=400)[-1] * 4
 
-    async def main():
-        async with running(config_for(llama)) as driver:
-            await driver.generate(ask("warm", prompt, 2))  # a kept prefix must not hide the scores
-            await driver.generate(ask("a", prompt, 2, prompt_logprobs=2))
-            return driver.scored["a"]
+    async def main(driver):
+        await driver.generate(ask("warm", prompt, 2))  # a kept prefix must not hide the scores
+        await driver.generate(ask("a", prompt, 2, prompt_logprobs=2))
+        return driver.scored["a"]
 
-    scored = asyncio.run(main())
+    scored = play(main)
     model, _ = load_model(llama)
     logits = model(mx.array([prompt]))[0].astype(mx.float32)
     wanted = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -223,68 +246,51 @@ def test_prompt_scores_are_those_of_the_whole_prompt_at_once(llama):
         assert entry.top[0][1] == pytest.approx(mx.max(wanted[i]).item(), abs=1e-3) and len(entry.top) == 2
 
 
-def test_cancel_finish_and_reset_leave_nothing_behind(llama):
-    async def main():
-        async with running(config_for(llama)) as driver:
-            await driver.generate(ask("warm", [5] * 30, 4))
-            driver.engine.send(ResetPrefixCache())
-            before = await driver.engine.ping()
-            driver.submit(ask("a", [5] * 300, 100_000), ask("b", [6] * 20, 100_000), ask("c", [7] * 20, 100_000))
-            await driver.until(lambda: len(driver.tokens["b"]) > 3)
-            driver.engine.send(Cancel("a"))
-            driver.engine.send(Finish("b", 2))
-            driver.engine.send(Cancel("no such sequence"))
-            await driver.until(lambda: {"a", "b"} <= set(driver.finished))
-            driver.engine.send(Cancel("c"))
-            await driver.until(lambda: "c" in driver.finished)
-            driver.engine.send(ResetPrefixCache())
-            after = await driver.engine.ping()
-            assert (driver.finished["b"].reason, driver.finished["b"].n_tokens) == ("stop", 2)
-            assert driver.finished["a"].reason == driver.finished["c"].reason == "cancelled"
-            assert (after.running, after.waiting, after.kv_bytes, after.prefix_bytes) == (0, 0, 0, 0)
-            assert after.active_bytes == before.active_bytes
+def test_cancel_finish_and_reset_leave_nothing_behind(play):
+    async def main(driver):
+        await driver.generate(ask("warm", [5] * 30, 4))
+        driver.engine.send(ResetPrefixCache())
+        before = await driver.engine.ping()
+        driver.submit(ask("a", [5] * 300, 100_000), ask("b", [6] * 20, 100_000), ask("c", [7] * 20, 100_000))
+        await driver.until(lambda: len(driver.tokens["b"]) > 3)
+        driver.engine.send(Cancel("a"))
+        driver.engine.send(Finish("b", 2))
+        driver.engine.send(Cancel("no such sequence"))
+        await driver.until(lambda: {"a", "b"} <= set(driver.finished))
+        driver.engine.send(Cancel("c"))
+        await driver.until(lambda: "c" in driver.finished)
+        driver.engine.send(ResetPrefixCache())
+        after = await driver.engine.ping()
+        assert (driver.finished["b"].reason, driver.finished["b"].n_tokens) == ("stop", 2)
+        assert driver.finished["a"].reason == driver.finished["c"].reason == "cancelled"
+        assert (after.running, after.waiting, after.kv_bytes, after.prefix_bytes) == (0, 0, 0, 0)
+        assert after.active_bytes == before.active_bytes
 
-    asyncio.run(main())
-
-
-def test_a_deadline_ends_with_its_reason(llama):
-    async def main():
-        async with running(config_for(llama)) as driver:
-            await driver.generate(ask("a", [5] * 10, 100_000, timeout_s=0.02))
-            assert driver.finished["a"].reason == "timeout" and "0.02 s" in driver.finished["a"].detail
-
-    asyncio.run(main())
+    play(main)
 
 
-def test_a_killed_engine_restarts_and_names_the_signal(llama):
-    async def main():
-        async with running(config_for(llama)) as driver:
-            first = await driver.generate(ask("a", [5] * 10, 20))
-            pid = driver.engine.pid
-            os.kill(pid, signal.SIGKILL)
-            await driver.until(lambda: driver.downs)
-            assert "SIGKILL" in driver.downs[0][0] and driver.downs[0][1] is True
-            with pytest.raises(EngineUnavailable, match="restarting"):
-                driver.submit(ask("b", [5] * 10, 20))
-            await driver.until(driver.ready.is_set)
-            assert driver.engine.pid != pid and driver.engine.state.restarts == 1
-            assert await driver.generate(ask("c", [5] * 10, 20)) == first
-            resumed = ask("d", [5] * 10, 20, committed=first[0][:7])
-            assert await driver.generate(resumed) == first
+def test_a_deadline_ends_with_its_reason(play):
+    async def main(driver):
+        await driver.generate(ask("a", [5] * 10, 100_000, timeout_s=0.02))
+        assert driver.finished["a"].reason == "timeout" and "0.02 s" in driver.finished["a"].detail
 
-    asyncio.run(main())
+    play(main)
 
 
-def test_a_wedged_engine_is_killed_and_restarted(llama):
+def test_a_wedged_engine_is_killed_and_restarted_and_closing_leaves_no_process(llama):
     async def main():
         async with running(config_for(llama), stall_s=8.0) as driver:
-            os.kill(driver.engine.pid, signal.SIGSTOP)
+            wedged = driver.engine.pid
+            os.kill(wedged, signal.SIGSTOP)
             await driver.until(lambda: driver.downs)
             assert "did not answer" in driver.downs[0][0]
             await driver.until(driver.ready.is_set)
             await driver.generate(ask("c", [5] * 10, 3))
+            driver.submit(ask("a", [5] * 10, 100_000))
+            await driver.until(lambda: len(driver.tokens["a"]) > 2)
+            return wedged, driver.engine.pid
 
-    asyncio.run(main())
+    assert not any(psutil.pid_exists(pid) for pid in asyncio.run(main()))
 
 
 def test_a_model_that_cannot_load_is_not_retried(tmp_path):
@@ -296,30 +302,3 @@ def test_a_model_that_cannot_load_is_not_retried(tmp_path):
                 pass
 
     asyncio.run(main())
-
-
-def test_an_engine_that_has_served_is_always_started_again(llama, monkeypatch):
-    """More crashes in succession than a first start may have, and still it comes back."""
-    monkeypatch.setattr("phalanx.supervision.restarts.FIRST_PAUSE_S", 0.01)
-
-    async def main():
-        async with running(config_for(llama)) as driver:
-            for n in range(FIRST_STARTS + 1):
-                await driver.until(driver.ready.is_set)
-                os.kill(driver.engine.pid, signal.SIGKILL)
-                await driver.until(lambda n=n: len(driver.downs) == n + 1)
-            assert all(will_restart for _, will_restart in driver.downs)
-            await driver.until(driver.ready.is_set)
-            await driver.generate(ask("c", [5] * 10, 3))
-
-    asyncio.run(main())
-
-
-def test_closing_leaves_no_process(llama):
-    async def main():
-        async with running(config_for(llama)) as driver:
-            driver.submit(ask("a", [5] * 10, 100_000))
-            await driver.until(lambda: len(driver.tokens["a"]) > 2)
-            return driver.engine.pid
-
-    assert not psutil.pid_exists(asyncio.run(main()))

@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 from processes import SUSPICIOUS, Process, are_up, gateway, process, stub, wait_until
+from support.serving import sse
 from support.token_replica import undisturbed
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -83,6 +85,7 @@ NUMBERS = {"type": "object", "properties": {"a": {"type": "array", "items": {"ty
 SCHEMA = {**NUMBERS, "required": ["a"], "additionalProperties": False}
 LONG = {"model": "demo", "stream": True, "max_tokens": 300, "ignore_eos": True}
 TEMPLATE = "{{ tools }}{% for message in messages %}{{ message.role }}: {{ message.content }}\\n{% endfor %}assistant: "
+INNER = {"Authorization": "Bearer inner"}
 BRIEF = {"model": "demo", "stream": True}
 TOOL = {"name": "count", "description": "Counts.", "input_schema": SCHEMA}
 ASKS: dict[str, Ask] = {
@@ -157,7 +160,8 @@ def server_of(server: Process) -> int:
 
 def engine_of(server: Process) -> int:
     """What computes in a server, which starts it again."""
-    (rank,) = httpx.get(f"http://{name(server.first.split()[3])}/health", timeout=60).json()["ranks"]
+    health = httpx.get(f"http://{name(server.first.split()[3])}/health", headers=INNER, timeout=60).json()
+    (rank,) = health["ranks"]
     return int(rank["pid"])
 
 
@@ -172,25 +176,55 @@ def kill_under(pid: int, replica: str, streams: list[Stream]) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_real_server_and_the_engine_of_another_are_killed_and_no_stream_is_lost_or_changed(tmp_path):
-    template = tmp_path / "chat.jinja"
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Process], str]]:
+    """Two real servers, and the address of a gateway before them."""
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
     serve = (
         "-m", "phalanx", "serve", "demo", "--port", "0", "--max-num-seqs", "8", "--admin-key", "adm",
-        "--kv-cache-gb", "0.1", "--prefix-cache-gb", "0.05",
+        "--api-key", "inner", "--kv-cache-gb", "0.1", "--prefix-cache-gb", "0.05",
         "--tool-call-parser", "hermes", "--chat-template", str(template),
     )  # fmt: skip
     with ExitStack() as stack:
-        servers = [stack.enter_context(process(*serve)) for _ in range(3)]
-        urls = [server.first.split()[3] for server in servers]
-        arguments = ("--worker-urls", ",".join(urls), "--worker-admin-key", "adm", "--policy", "round_robin")
-        _, url = stack.enter_context(gateway(*arguments))
-        wait_until(lambda: are_up(url, 3))
-        undisturbed = {which: said(ask[0], Stream(url, ask).result()) for which, ask in ASKS.items()}
-        for n_deaths, (victim, server) in enumerate(((server_of, servers[0]), (engine_of, servers[1])), 1):
-            pid = victim(server)
-            streams = {which: Stream(url, ask) for which, ask in ASKS.items()}
-            kill_under(pid, name(server.first.split()[3]), list(streams.values()))
-            found = {which: said(stream.path, stream.result()) for which, stream in streams.items()}
-            assert found == undisturbed
-            assert continued(url) >= n_deaths
+        servers = [stack.enter_context(process(*serve)) for _ in range(2)]
+        urls = ",".join(server.first.split()[3] for server in servers)
+        keys = ("--worker-key", "inner", "--worker-admin-key", "adm")
+        _, url = stack.enter_context(gateway("--worker-urls", urls, *keys, "--policy", "round_robin"))
+        wait_until(lambda: are_up(url, 2))
+        yield servers, url
+
+
+def test_two_real_servers(real):
+    servers, url = real
+    assert httpx.get(f"{url}/health", timeout=60).json()["requests"] == {"running": 0, "waiting": 0, "limit": 16}
+    (card,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+    asked = {"model": card["id"], "messages": SAY, "max_tokens": 20, "temperature": 0}
+    answers, names = set(), {"streams": set(), "whole": set()}
+    for _ in range(2):
+        streamed = Stream(url, (CHAT, {**asked, "stream": True}))
+        *events, done = sse(streamed.result().decode())
+        assert done == "[DONE]"
+        answers.add("".join(event["choices"][0]["delta"].get("content") or "" for event in events))
+        names["streams"].add(streamed.replica)
+    for _ in range(2):
+        whole = httpx.post(url + CHAT, json=asked, timeout=60)
+        answers.add(whole.json()["choices"][0]["message"]["content"])
+        names["whole"].add(whole.headers["x-phalanx-replica"])
+    assert len(answers) == 1 and answers != {""}
+    assert names["streams"] == names["whole"] == {name(server.first.split()[3]) for server in servers}
+    refused = httpx.post(url + CHAT, json={**asked, "temperature": -1}, timeout=60)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
+
+
+def test_the_engine_of_a_real_server_and_then_another_server_are_killed_and_no_stream_is_lost_or_changed(real):
+    servers, url = real
+    undisturbed = {which: said(ask[0], Stream(url, ask).result()) for which, ask in ASKS.items()}
+    for victim, server in ((engine_of, servers[1]), (server_of, servers[0])):
+        wait_until(lambda: are_up(url, 2))
+        before, pid = continued(url), victim(server)
+        streams = {which: Stream(url, ask) for which, ask in ASKS.items()}
+        kill_under(pid, name(server.first.split()[3]), list(streams.values()))
+        found = {which: said(stream.path, stream.result()) for which, stream in streams.items()}
+        assert found == undisturbed
+        assert continued(url) > before

@@ -6,29 +6,20 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from support.driver import PATIENT
+from support.serving import SETTINGS
 
 from phalanx import LLM, RequestOutput, SamplingParams
 from phalanx.errors import EngineUnavailable, InvalidRequest
 
-SETTINGS: dict[str, Any] = {"memory_guard_gb": 0.2, "kv_cache_gb": 0.1, "prefix_cache_gb": 0.01}
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 SEEDED = SamplingParams(temperature=1, max_tokens=12, seed=7)
 DRAWN = SamplingParams(temperature=1, max_tokens=12)
 PROMPTS = [f"hello {'world ' * (i % 5)}{i}" for i in range(20)]
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_model: Path) -> Iterator[LLM]:
-    """Four rows, for all tests of this file."""
-    with LLM(tiny_model, max_num_seqs=4, **SETTINGS) as found:
-        yield found
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:

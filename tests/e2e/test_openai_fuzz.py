@@ -111,6 +111,7 @@ def small(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "max_tokens": 2} if body.get("max_tokens") is None else body
 
 
+@pytest.mark.soak  # one wrong field at a time is below, several in `test_dialect_fuzz.py`, other routes by description
 def test_values_of_any_kind(http):
     base = {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}
 

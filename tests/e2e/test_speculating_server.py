@@ -33,11 +33,13 @@ ASKED = [
 @pytest.fixture(scope="module", params=["none", "draft model", "random"])
 def server(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A server with its kind of speculation."""
-    config = None
+    if request.param == "none":
+        yield request.param, request.getfixturevalue("real_server")
+        return
     if request.param == "draft model":
         folder = with_noise(tiny_model, tmp_path_factory.mktemp("draft") / "model", 0.02)
-        config = DraftModelSpeculation(model=str(folder), num_speculative_tokens=4, control="always")
-    elif request.param == "random":
+        config: Any = DraftModelSpeculation(model=str(folder), num_speculative_tokens=4, control="always")
+    else:
         config = RandomSpeculation(num_speculative_tokens=3, control="always", compare_steps=4)
     engine = replace(
         CONFIG.engine, model=str(tiny_model), kv_cache_gb=0.25, prefix_cache_gb=0.05, speculative_config=config

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from enum import Enum
-from pathlib import Path
 from typing import Literal
 
 import openai
@@ -43,12 +41,6 @@ class Car(BaseModel):
 @pytest.fixture
 def client(real_server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=real_server.base_url, api_key="none", max_retries=0, timeout=120)
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_model: Path) -> Iterator[LLM]:
-    with LLM(tiny_model, max_num_seqs=4, memory_guard_gb=0.2, kv_cache_gb=0.1, prefix_cache_gb=0.01) as found:
-        yield found
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,6 +1,6 @@
 """One rank of a group that sums many vectors, well and spoiled; prints what was noticed as JSON (rank 0).
 
-`mpirun -np N python tests/ranks/checked_sums.py ROUNDS composed|native`
+`mpirun -np N python tests/ranks/checked_sums.py ROUNDS composed native`: with each checksum that is named.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 import mlx.core as mx
 
-from phalanx.dist.checksum import ComposedChecksum
+from phalanx.dist.checksum import Checksum, ComposedChecksum
 from phalanx.dist.corrupt_buffer import CorruptBuffer
 from phalanx.dist.fault_injection import BUFFER_FAULTS, Injection
 from phalanx.dist.group import join
@@ -51,7 +51,16 @@ def noticed(reducer: Reducer, width: int, dtype: mx.Dtype, rows: int, seed: int,
 def main() -> None:
     rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     group = join("mpi", rank, size, 5, where="", deadline_s=60)
-    rounds, checksum = int(sys.argv[1]), {"composed": ComposedChecksum, "native": NativeChecksum}[sys.argv[2]]()
+    checksums = {"composed": ComposedChecksum, "native": NativeChecksum}
+    found = {name: rates(group, rank, size, int(sys.argv[1]), checksums[name]()) for name in sys.argv[2:]}
+    if rank == 0:
+        print(json.dumps(found))
+
+
+def rates(
+    group: mx.distributed.Group, rank: int, size: int, rounds: int, checksum: Checksum
+) -> dict[str, dict[str, float]]:
+    """Type -> kind of fault, or "none" -> how often this rank noticed something."""
     result: dict[str, dict[str, float]] = {}
     for name, dtype in DTYPES.items():
         counts: dict[str, float] = {}
@@ -72,8 +81,7 @@ def main() -> None:
                     assert step == 2 or kind is None or not wrong, f"false alarm: {name} {width} {rows} {spread}"
             counts[kind or "none"] = hits / rounds
         result[name] = counts
-    if rank == 0:
-        print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,37 @@ from msgspec.structs import replace
 from support.driver import PATIENT
 from support.serving import CONFIG, MODEL, Running, running_server
 
-from phalanx.supervision.process import EngineProcess
+from phalanx.config import EngineConfig
+from phalanx.supervision.process import EngineProcess, Launched
 from phalanx.text.tokenizer import Tokenizer
 
 TOKENS = 120
 PROMPTS = ["tell me more", "hello", "the quick brown fox jumps over the lazy dog", "a"]
 
 
+class FaultyEngine(EngineProcess):
+    """Has a fault in each of its first starts: one start per fault, where a group per fault would take two."""
+
+    def __init__(self, config: EngineConfig, faults: Sequence[str]) -> None:
+        super().__init__(config)
+        self._faults = [*faults]
+
+    async def _launch(self, directory: Path) -> Launched:
+        if self._ready_at is not None:  # a start whose ranks did not find each other has had no fault yet
+            self._faults = self._faults[1:]
+        self._config = replace(self._config, inject=self._faults[0] if self._faults else None)
+        return await super()._launch(directory)
+
+
 @contextmanager
-def group_server(path: Path, ranks: int | tuple[int, ...], backend: str, **settings: Any) -> Iterator[Running]:
-    """A server on a group of real rank processes, or on stages of so many; no process is left afterwards."""
+def group_server(
+    path: Path, ranks: int | tuple[int, ...], backend: str, *, faults: Sequence[str] = (), **settings: Any
+) -> Iterator[Running]:
+    """A server on a group of real rank processes, or on stages of so many; no process is left afterwards.
+
+    Args:
+        faults: to be injected into its starts, one after the other.
+    """
     engine = replace(
         CONFIG.engine,
         model=str(path),
@@ -38,7 +61,7 @@ def group_server(path: Path, ranks: int | tuple[int, ...], backend: str, **setti
         **PATIENT,
         **settings,
     )
-    process = EngineProcess(engine)
+    process = FaultyEngine(engine, faults) if faults else EngineProcess(engine)
     seen: dict[int, float] = {}
     with running_server(Tokenizer.load(path), process, replace(CONFIG, engine=engine)) as running:
         yield running
@@ -71,6 +94,7 @@ class Load:
         self._running = running
         self.texts: dict[str, str] = {}
         self.reasons: list[str] = []
+        self.processes: dict[int, float] = {}
 
     async def stream_all(self, when: Callable[[], Awaitable[None]] | None = None) -> dict[str, str]:
         """The whole answers, by prompt. `when` is awaited once every stream has begun."""
@@ -101,12 +125,15 @@ class Load:
             self.texts[prompt] += chunk.choices[0].delta.content or ""
 
     async def watch_health(self) -> None:
-        """Note every reason for not being ready, until cancelled."""
+        """Note every reason for not being ready, and every rank's process, until cancelled."""
         async with httpx.AsyncClient(base_url=self._running.origin, timeout=60) as client:
             while True:
                 answer = await client.get("/health")
                 if answer.status_code == 503 and (reason := answer.json().get("reason", "")) not in self.reasons:
                     self.reasons.append(reason)
+                for pid in self._running.engine.rank_pids.values():
+                    with suppress(psutil.NoSuchProcess):
+                        self.processes |= identify([pid])
                 await asyncio.sleep(0.03)
 
 
@@ -136,23 +163,48 @@ def undisturbed(path: Path) -> dict[str, str]:
     return texts
 
 
-def through_a_fault(running: Running, expected: dict[str, str], strike: Strike | None = None) -> list[str]:
+def through_a_fault(
+    running: Running, expected: dict[str, str], strike: Strike | None = None, times: int = 1
+) -> list[str]:
     """Streams through a fault, which `strike` produces unless it is injected: the answers are the expected ones.
 
     Returns:
-        The reasons that /health gave while the group was down; it went down once.
+        The reasons that /health gave while the group was down; it went down so many times.
     """
 
     async def main() -> list[str]:
         load = Load(running)
-        before = identify(running.engine.rank_pids.values())
         restarts = running.engine.state.restarts
         watch = asyncio.create_task(load.watch_health())
         texts = await load.stream_all(strike)
         watch.cancel()
         assert texts == expected
-        assert running.engine.state.restarts == restarts + 1
-        assert_gone(before)
+        assert running.engine.state.restarts == restarts + times
+        ended = {pid: at for pid, at in load.processes.items() if pid not in running.engine.rank_pids.values()}
+        assert ended
+        assert_gone(ended)
         return load.reasons
 
     return asyncio.run(main())
+
+
+def network(pid: int | str) -> str:
+    return str(Path(f"/proc/{pid}/ns/net").readlink())
+
+
+def reachable(process: psutil.Process) -> list[str]:
+    """Addresses on which a process listens in this network, other than loopback."""
+    if network(process.pid) != network("self"):
+        return []
+    listening = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return [f"{process.name()} {at.ip}:{at.port}" for at in listening if not ipaddress.ip_address(at.ip).is_loopback]
+
+
+def assert_only_loopback_listens(backend: str) -> None:
+    """No process of the group that runs now can be connected to from outside; on Linux, where that can be seen."""
+    if sys.platform != "linux":
+        return
+    family = psutil.Process().children(recursive=True)
+    names = [one.name() for one in family]
+    assert ("prterun" in names) == (backend == "mpi") and len(names) >= 2
+    assert [at for one in family for at in reachable(one)] == []

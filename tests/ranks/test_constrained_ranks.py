@@ -40,6 +40,7 @@ GRAMMARS = [
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.soak  # four grammars in a batch; the call below has one, `e2e/test_engine.py` resumes three on one rank
 def test_a_rank_is_killed_inside_a_schema(group_model: Path):
     model = load_model(group_model)[0]
     prompts = [[5 + i, 40 + 3 * i, 300 - i] for i in range(len(GRAMMARS))]

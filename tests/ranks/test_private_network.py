@@ -1,67 +1,22 @@
-"""On one machine nobody outside can connect to a group: neither to its ranks, nor to Open MPI's daemon."""
+"""On one machine nobody outside can connect to a group: neither to its ranks, nor to Open MPI's daemon.
+
+Real groups of both fabrics are looked at in `test_faults.py`, before they fail.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import ipaddress
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
-import psutil
 import pytest
-from support.driver import PATIENT, Driver, ask
+from groups import network
 
-from phalanx.config import EngineConfig
 from phalanx.dist import private_network
 from phalanx.dist.backend import is_private_network_possible
 from phalanx.dist.private_network import REFUSED, in_private_network
-from phalanx.supervision.process import EngineProcess
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
-
-
-def network(pid: int | str) -> str:
-    return str(Path(f"/proc/{pid}/ns/net").readlink())
-
-
-def reachable(process: psutil.Process) -> list[str]:
-    """Addresses on which a process listens in this network, other than loopback."""
-    if network(process.pid) != network("self"):
-        return []
-    listening = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    return [f"{process.name()} {at.ip}:{at.port}" for at in listening if not ipaddress.ip_address(at.ip).is_loopback]
-
-
-@LINUX
-@pytest.mark.parametrize("backend", ["mpi", "ring"])
-def test_nothing_but_loopback_listens(group_model, backend):
-    config = EngineConfig(
-        model=str(group_model),
-        kv_cache_gb=0.1,
-        prefix_cache_gb=0.0,
-        tensor_parallel_size=2,
-        backend=backend,
-        **PATIENT,
-    )
-
-    async def main() -> tuple[list[str], list[str], list[int]]:
-        engine = EngineProcess(config)
-        driver = Driver(engine)
-        await engine.start()
-        try:
-            await driver.until(lambda: driver.ready.is_set() or driver.downs)
-            (tokens,) = await driver.generate(ask("a", [5, 6, 7], 4))
-            family = psutil.Process().children(recursive=True)
-            return [one.name() for one in family], [at for one in family for at in reachable(one)], tokens
-        finally:
-            await engine.close()
-
-    names, found, tokens = asyncio.run(main())
-    assert ("prterun" in names) == (backend == "mpi") and len(names) >= 2
-    assert found == []
-    assert len(tokens) == 4
 
 
 @LINUX

@@ -1,6 +1,7 @@
 """Speculation on groups of real ranks: the tokens of mlx-lm's single process, whoever drafts (A2, A5, A7).
 
-Every combination is tried by `make soak`; CI runs a set in which every method meets two ranks.
+Every combination is tried by `make soak`; CI runs a set in which every drafter meets two ranks. Four have a draft model
+that is sometimes right, so that they keep tokens and take tokens back.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from groups import group_server, through_a_fault
+from groups import group_server, named, through_a_fault
 from support.driver import PATIENT, running
 from support.lockstep import LONG, Models, assert_lockstep, compare, make_jobs, run_jobs
 from support.reference import Job
@@ -35,12 +36,12 @@ ROWS = [1, 4, 16]
 TWO, FOUR = (2, "mpi"), (4, "mpi")
 SMALL = [
     ("llama", "ngram", 4, 16, TWO),
-    ("qwen3", "draft model", 3, 16, TWO),
+    ("qwen3", "draft model", 3, 16, FOUR),
     ("deepseek_v3", "oracle", 8, 4, TWO),
     ("gpt_oss", "hostile", 2, 16, (2, "ring")),
     ("demo", "suffix", 5, 16, TWO),
-    ("llama", "hostile", 7, 16, FOUR),
-    ("demo", "oracle", 6, 4, FOUR),
+    ("llama", "hostile", 7, 16, TWO),
+    ("demo", "oracle", 6, 4, TWO),
 ]
 SOAK = [
     (FAMILIES[(m + k) % len(FAMILIES)], method, k, ROWS[(m + k) % len(ROWS)], group)
@@ -106,13 +107,12 @@ def test_sixteen_long_requests_everywhere(models, family, method, k, rows, group
     check(models, family, method, k, rows, group, make_jobs(family, LONG))
 
 
-@pytest.mark.parametrize("method", ["oracle", "hostile"])
-def test_a_rank_that_is_killed_while_speculating(group_model, expected, method):
-    """Streams go on with the tokens of an undisturbed run without speculation, at temperature 0.8."""
-    fields: dict[str, Any] = {"num_speculative_tokens": 3, "control": "always"}
-    config = RandomSpeculation(**fields)
-    if method == "oracle":
-        config = DraftModelSpeculation(model=str(group_model), **fields)
+def test_a_rank_that_is_killed_while_speculating(group_model, expected, tmp_path):
+    """Streams go on with the tokens of an undisturbed run without speculation, at temperature 0.8; the draft model is
+    sometimes right."""
+    noisy = with_noise(group_model, tmp_path / "noisy", 0.02)
+    config = DraftModelSpeculation(model=str(noisy), num_speculative_tokens=3, control="always")
     with group_server(group_model, 2, "mpi", inject="kill:rank=1,step=12", speculative_config=config) as server:
-        reasons = through_a_fault(server, expected)
-    assert any("rank 1" in reason for reason in reasons), reasons
+        named(through_a_fault(server, expected), "rank 1")
+        stats = server.wait_for(server.engine.ping())
+    assert 0 < stats.spec.accepted < stats.spec.drafted

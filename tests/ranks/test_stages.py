@@ -165,7 +165,7 @@ def test_faults_of_links_and_stages(group_model, expected, fault, widths):
     ids=str,
 )
 def test_stages_that_fail_one_after_the_other(group_model, expected, widths, fault, said):
-    """On one pipeline: it may be restarted three times in five minutes.
+    """On one pipeline.
 
     The first stage or its link fails first, then one of its ranks is stopped, then the rank with the logits is killed.
     """

@@ -115,6 +115,7 @@ def test_four_ranks_share_key_heads(
     assert_greedy(FOUR, decode([jobs[family] for family in FOUR], 4, backend, tmp_path), references)
 
 
+@pytest.mark.soak  # two of these families, and two more, decode on rings in `test_lockstep.py`
 def test_the_ring_gives_the_same(
     jobs: dict[str, dict[str, Any]], references: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:

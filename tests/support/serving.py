@@ -34,6 +34,8 @@ EOS = "<eos>"
 CONFIG = ServerConfig(
     engine=EngineConfig(model="/models/tiny", max_num_seqs=16), port=0, served_model_name=(MODEL,), queue=32
 )
+SETTINGS: dict[str, Any] = {"memory_guard_gb": 0.2, "kv_cache_gb": 0.1, "prefix_cache_gb": 0.01}
+"""Of a small `phalanx.LLM`."""
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'forbidden' %}{{ raise_exception('no such role') }}{% endif %}"

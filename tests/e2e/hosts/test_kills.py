@@ -7,15 +7,14 @@ import time
 
 import pytest
 from clusters import Stream, ask, wait_for
-from support.examples import SOAK
 
-FAULTS = 20 if SOAK else 3
+FAULTS = 20
 PROMPTS = ("What is phalanx?", "Tell me about the sea.", "Why is the sky blue?")
 TOKENS = 400
 
 
-@pytest.mark.grows
-@pytest.mark.timeout(1800 if SOAK else 900)
+@pytest.mark.soak  # many, in any order and at any moment; each of them once in `test_recovery.py`
+@pytest.mark.timeout(1800)
 def test_no_stream_is_lost_by_faults_of_hosts(serving) -> None:
     choose = random.Random(2)
     desk = serving.rig["desk"]

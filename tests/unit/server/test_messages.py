@@ -12,7 +12,7 @@ from support import claude_code
 from support.connection import Connection
 from support.conversations import BODIES, prompts, run, spoiled
 from support.messages_events import read_message
-from support.scripted_model import TEMPLATES, tokenizer_of
+from support.scripted_model import tokenizer_of
 from support.serving import CONFIG, fake_engine, serving
 
 from phalanx.config import MIB
@@ -369,22 +369,3 @@ def test_bodies_by_chance_are_answered_or_refused(hermes):
 
     run(hermes, lambda prompt: rng.choice(answers) + "<|im_end|>", scenario)
     assert min(seen[200], seen[400]) > BODIES / 12
-
-
-@pytest.mark.parametrize("shape", TEMPLATES)
-def test_every_format_of_calls(shape, tmp_path):
-    tokenizer = tokenizer_of(shape, tmp_path)
-    call = {
-        "hermes": CALL,
-        "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n"
-        "</tool_call>",
-        "lfm2": "<|tool_call_start|>[weather(city='Oslo')]<|tool_call_end|>",
-        "openai": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>',
-    }[shape]
-
-    async def scenario(client, engine):
-        reader = await streamed(client, {**ASK, "tools": TOOLS})
-        (block,) = reader.message["content"]
-        assert (block["name"], json.loads(block["input"])) == ("weather", {"city": "Oslo"})
-
-    run(tokenizer, [call if shape == "openai" else f"{call}<|im_end|>"], scenario)

@@ -12,7 +12,7 @@ from support import codex
 from support.connection import Connection
 from support.conversations import BODIES, prompts, run, spoiled
 from support.responses_events import check_stream, text_of
-from support.scripted_model import TEMPLATES, ScriptedEngine, tokenizer_of
+from support.scripted_model import ScriptedEngine
 from support.serving import CONFIG, fake_engine, serving
 
 from phalanx.types import Cancel
@@ -93,24 +93,6 @@ def test_log_probabilities(tokenizer):
             assert tokens.decode(errors="replace") == part["text"]
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("shape", TEMPLATES)
-def test_every_format_of_calls(shape, tmp_path):
-    tokenizer = tokenizer_of(shape, tmp_path)
-    call = {
-        "hermes": CALL + END,
-        "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n"
-        f"</tool_call>{END}",
-        "lfm2": f"<|tool_call_start|>[weather(city='Oslo')]<|tool_call_end|>{END}",
-        "openai": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>',
-    }[shape]
-
-    async def scenario(client, engine):
-        (item,) = (await streamed(client, {**ASK, "tools": [TOOL]}))["output"]
-        assert (item["name"], json.loads(item["arguments"])) == ("weather", {"city": "Oslo"})
-
-    run(tokenizer, [call], scenario)
 
 
 # Codex --------------------------------------------------------------------------------------------------------------
