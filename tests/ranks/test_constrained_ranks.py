@@ -37,7 +37,7 @@ GRAMMARS = [
     "",
 ]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 
 @pytest.mark.soak  # four grammars in a batch; the call below has one, `e2e/test_engine.py` resumes three on one rank

@@ -30,6 +30,8 @@ FOUR = ["deepseek_v3", "glm4_moe", "gpt_oss", "kimi_k25", "llama", "olmo2", "qwe
 
 RANK = Path(__file__).with_name("greedy_rank.py")
 
+pytestmark = pytest.mark.full
+
 
 def decode(jobs: list[dict[str, Any]], size: int, backend: str, folder: Path) -> list[list[dict[str, Any]]]:
     """What each rank of a group answered."""
