@@ -124,7 +124,7 @@ test-mlx: $(READY)
 test-native: $(READY)
 	[ $(MLX) != cpu ] || $(IN_TEST) tests/native
 
-# Replicas that are only stubs.
+# Most of their replicas are stubs.
 GATEWAY := $(wildcard tests/e2e/test_gateway*.py)
 test-gateway: $(READY)
 	$(IN_TEST) $(GATEWAY)
