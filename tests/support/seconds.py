@@ -20,40 +20,33 @@ import pytest
 
 TABLE = Path(__file__).parents[1] / "seconds.txt"
 SLOWEST = 10
-UNLIKE = 1.5  # times the table, after a faster or slower machine has been allowed for
-LEAST_S = 3.0  # less is not worth a line
-
+UNLIKE, LEAST_S = 1.5, 3.0  # times the table, after the machine's pace has been allowed for; less is not worth a line
+ROW = "{:8.1f}  {:9}  {}"
 Row = tuple[str, str]  # the command that runs these tests of the file, and the file
 spent: Counter[str] = Counter()
 
 
-def processor_s() -> float:
-    return sum(os.times()[:4])
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    before = processor_s()
+    before = sum(os.times()[:4])
     try:
         return (yield)
     finally:
-        spent[item.nodeid.partition("::")[0]] += processor_s() - before
+        spent[item.nodeid.partition("::")[0]] += sum(os.times()[:4]) - before
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if run := os.environ.get("TEST_SECONDS"):
         command = "test" if "not full" in session.config.option.markexpr else "test-rest"
         with Path(run).open("a") as rows:
-            rows.write("".join(f"{seconds:8.1f}  {command:9}  {file}\n" for file, seconds in spent.items()))
+            rows.writelines(ROW.format(seconds, command, file) + "\n" for file, seconds in spent.items())
 
 
 def read(path: Path) -> Counter[Row]:
     """Files that ran more than once, with other kernels, are added up."""
     rows: Counter[Row] = Counter()
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            seconds, command, file = line.split()
-            rows[command, file] += float(seconds)
+    for seconds, command, file in (line.split() for line in path.read_text().splitlines() if line[0] != "#"):
+        rows[command, file] += float(seconds)
     return rows
 
 
@@ -72,17 +65,12 @@ def report(run: Counter[Row], table: Counter[Row]) -> str:
 def write(run: Counter[Row]) -> None:
     """Put a run into the table, in place of what its commands have there."""
     commands = {command for command, _ in run}
-    others = {row: seconds for row, seconds in read(TABLE).items() if row[0] not in commands}
-    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("#")]
-    for (command, file), seconds in sorted({**others, **run}.items(), key=lambda row: row[0][::-1]):
-        lines.append(f"{seconds:8.1f}  {command:9}  {file}")
+    rows = {row: seconds for row, seconds in read(TABLE).items() if row[0] not in commands} | run
+    lines = [line for line in TABLE.read_text().splitlines() if line[0] == "#"]
+    lines += [ROW.format(rows[row], *row) for row in sorted(rows, key=lambda row: row[::-1])]
     TABLE.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
-    command, *runs = sys.argv[1:]
-    run = sum((read(Path(path)) for path in runs), Counter[Row]())
-    if command == "write":
-        write(run)
-    else:
-        print(report(run, read(TABLE)))
+    run = sum((read(Path(path)) for path in sys.argv[2:]), Counter[Row]())
+    write(run) if sys.argv[1] == "write" else print(report(run, read(TABLE)))
