@@ -16,18 +16,20 @@ BACKENDS := mlx mlx-cpu mlx-cuda-12 mlx-cuda-13 phalanx-cpu
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test rig test-hosts test-ranks test-families test-units test-units-waiting test-units-computing \
-	test-everything-else check lint clients check-native soak golden format bench bench-cpu bench-gateway \
-	clean
+.PHONY: help venv demo check lint test test-rest test-full test-in-lanes rest-in-lanes \
+	units-waiting units-computing test-mlx test-native test-e2e test-gateway test-ranks rest-native rest-e2e rest-ranks \
+	test-hosts rig seconds clients check-native soak golden format bench bench-cpu bench-gateway clean
 
 help:
 	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
-	@echo 'make test    all checks and tests; as root on Debian and Ubuntu, first installs sshd and other tools of the'
-	@echo '             tests of several hosts (RIG=0 leaves that out)'
 	@echo 'make check   style, types, architecture, unit tests'
+	@echo 'make test    the checks and tests that find nearly every fault; says what it leaves out'
+	@echo 'make test-full  that, and all others but the long ones; make test-rest is those others alone'
+	@echo 'make rig     as root on Debian and Ubuntu, install sshd and other tools of the tests of several hosts'
+	@echo 'make seconds  put what test files took, in the make test and test-rest that ran last, into tests/seconds.txt'
 	@echo 'make clients  what other people'\''s clients make of the server; the first run installs them'
 	@echo 'make check-native  the native kernels under sanitizers'
-	@echo 'make soak    the long tests: whole grids of which make test runs a part (hours)'
+	@echo 'make soak    the long tests: whole grids of which the others run a part (hours)'
 	@echo 'make golden  mlx-lm'\''s answers for this kind of processor, into tests/golden'
 	@echo 'make format  rewrite the sources in the project'\''s style'
 	@echo 'make bench   phalanx against mlx_lm.server, side by side'
@@ -67,55 +69,99 @@ demo: $(READY)
 	@$(BIN)/phalanx demo $(if $(KEEP),--keep)
 
 check:
-	@$(MAKE) --no-print-directory -j3 lint test-units
+	@$(MAKE) --no-print-directory -j3 lint units-waiting units-computing
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
-# Half of the unit tests wait for connections and silences: they run beside the half that computes.
-WAITING := tests/unit/channel tests/unit/server tests/unit/supervision
-test-units: test-units-waiting test-units-computing
+# The suite runs in parts, of `make test` those not marked `full`. Parts that compute run in lanes, one for each core;
+# parts that mostly wait, for connections and silences, run beside them. Ranks spin while they wait for each other, and
+# take twice as long where they outnumber cores: their part comes last, beside the waiting ones only.
+LANES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
+IN_LANES := xargs -n 1 -P $(LANES)
+PYTEST := $(BIN)/pytest -q -p no:cacheprovider
+IN_TEST := $(PYTEST) -m 'not full and not soak'
+IN_REST := $(PYTEST) -m 'full and not soak'
+SPENT := $(CURDIR)/$(VENV)/seconds
 
-test-units-waiting: $(READY)
-	$(BIN)/pytest -q -p no:cacheprovider $(WAITING)
+test: $(READY)
+	@rm -f $(SPENT).test
+	@TEST_SECONDS=$(SPENT).test $(MAKE) --no-print-directory -j3 units-waiting test-gateway test-in-lanes
+	@$(BIN)/python tests/support/seconds.py report $(SPENT).test
+	@echo 'Left out: instruction sets of kernels but the best, most groups of ranks, clusters of hosts, most of the real'
+	@echo 'model. These run them: make test-rest; both: make test-full.'
 
-test-units-computing: $(READY)
-	$(BIN)/pytest -q tests/test_architecture.py tests/test_documents.py tests/unit $(WAITING:%=--ignore=%)
-
-# $(call each_isa,COMMAND): COMMAND with the kernels for each instruction set that runs here, the best one first. There
-# are none where MLX computes on a GPU.
-each_isa = [ $(MLX) = cpu ] || exit 0; isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
-	for isa in $$isas; do echo "kernels: $$isa"; KERN_ISA=$$isa $(1) || exit 1; done
-
-# System packages come first, so that everything after them sees the same machine. Tests of several hosts often wait,
-# and ranks wait for each other: the parts run side by side.
-test: rig
-	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory -j5 test-hosts test-ranks test-families test-everything-else test-units
+test-rest: $(READY)
+	@rm -f $(SPENT).test-rest
+	@TEST_SECONDS=$(SPENT).test-rest $(MAKE) --no-print-directory -j2 test-hosts rest-in-lanes
+	@$(BIN)/python tests/support/seconds.py report $(SPENT).test-rest
 	@sh tools/rig_packages.sh report $(HOSTS_XML)
+
+test-full:
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-rest
+
+test-in-lanes: $(READY)
+	@echo test-mlx units-computing test-e2e test-native lint | $(IN_LANES) $(MAKE) --no-print-directory
+	@$(MAKE) --no-print-directory test-ranks
+
+rest-in-lanes: $(READY)
+	@echo rest-e2e rest-native | $(IN_LANES) $(MAKE) --no-print-directory
+	@$(MAKE) --no-print-directory rest-ranks
+
+WAITING := tests/unit/channel tests/unit/server tests/unit/supervision
+units-waiting: $(READY)
+	$(IN_TEST) $(WAITING)
+
+units-computing: $(READY)
+	$(IN_TEST) tests/test_architecture.py tests/test_documents.py tests/unit $(WAITING:%=--ignore=%)
+
+test-mlx: $(READY)
+	$(IN_TEST) tests/mlx
+
+# There are no native kernels where MLX computes on a GPU.
+test-native: $(READY)
+	[ $(MLX) != cpu ] || $(IN_TEST) tests/native
+
+# Most of their replicas are stubs.
+GATEWAY := $(wildcard tests/e2e/test_gateway*.py)
+test-gateway: $(READY)
+	$(IN_TEST) $(GATEWAY)
+
+test-e2e: $(READY)
+	$(IN_TEST) tests/e2e --ignore=tests/e2e/hosts $(GATEWAY:%=--ignore=%)
+
+test-ranks: $(READY)
+	$(IN_TEST) tests/ranks
+
+# $(call each_isa,COMMAND): COMMAND with the kernels for each instruction set that runs here; $(call lesser_isas,COMMAND):
+# for all but the best one, which is the first.
+each_isa = $(call isas,,$(1))
+lesser_isas = $(call isas,shift;,$(1))
+isas = [ $(MLX) = cpu ] || exit 0; isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
+	set -- $$isas; $(1) for isa; do echo "kernels: $$isa"; KERN_ISA=$$isa $(2) || exit 1; done
+
+rest-native: $(READY)
+	$(call lesser_isas,$(PYTEST) tests/native)
+
+rest-e2e: $(READY)
+	$(IN_REST) tests/e2e --ignore=tests/e2e/hosts
+
+rest-ranks: $(READY)
+	$(IN_REST) tests/ranks
+
+HOSTS_XML := $(VENV)/hosts.xml
+test-hosts: $(READY)
+	@rm -f $(HOSTS_XML)
+	$(IN_REST) --junitxml=$(HOSTS_XML) tests/e2e/hosts
 
 rig:
 	@sh tools/rig_packages.sh install
 
-HOSTS_XML := $(VENV)/hosts.xml
-test-hosts: $(READY)
-	@sh tools/rig_packages.sh install
-	@rm -f $(HOSTS_XML)
-	$(BIN)/pytest -q -p no:cacheprovider --junitxml=$(HOSTS_XML) tests/e2e/hosts
-
-FAMILIES := tests/ranks/test_tp_families.py tests/ranks/test_sixteen_bits.py
-test-ranks: $(READY)
-	$(BIN)/pytest -q tests/ranks $(FAMILIES:%=--ignore=%)
-
-test-families: $(READY)
-	$(BIN)/pytest -q $(FAMILIES)
-
-test-everything-else: $(READY)
-	$(call each_isa,$(BIN)/pytest -q tests/native)
-	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/test_architecture.py --ignore=tests/test_documents.py --ignore=tests/native \
-		--ignore=tests/ranks --ignore=tests/e2e/hosts --ignore=tests/clients
+seconds:
+	@$(BIN)/python tests/support/seconds.py write $(wildcard $(SPENT).*)
 
 # Each client gets an environment of its own under .venv/clients; CLIENTS names another folder.
 clients: $(READY)

@@ -1,12 +1,12 @@
 #!/bin/sh
 # System packages of the rig: the hosts made of namespaces on which tests/e2e/hosts runs.
 #
-#   rig_packages.sh install      as root on Debian or Ubuntu, install what is missing; elsewhere do nothing
+#   rig_packages.sh install      as root on Debian or Ubuntu, install what is missing; elsewhere say what is
 #   rig_packages.sh missing      print the tools that are missing
 #   rig_packages.sh report XML   if pytest skipped tests for want of the rig, by its JUnit file: print how many, why,
 #                                and the one command that runs them
 #
-# RIG=0 installs nothing. The machine's own sshd is not started: the rig starts one inside each namespace.
+# The machine's own sshd is not started: the rig starts one inside each namespace.
 set -eu
 
 TOOLS='sshd ssh ssh-keygen ip ss tc unshare nsenter setpriv mount ps curl bash hostname'
@@ -40,10 +40,14 @@ apt_install() {
 
 install() {
 	missing=$(missing)
-	if [ -z "$missing" ] || [ "${RIG:-}" = 0 ] || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+	if [ -z "$missing" ]; then
 		return 0
 	fi
-	echo "Installing $missing for the tests of several hosts with apt-get (RIG=0 leaves this out) ..."
+	if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+		echo "Nothing is installed, which needs root on Debian or Ubuntu. The tests of several hosts lack: $missing"
+		return 0
+	fi
+	echo "Installing $missing for the tests of several hosts with apt-get ..."
 	had_sshd=$(command -v sshd || true)
 	forbid_services
 	output=$(apt_install 2>&1 </dev/null) || {
@@ -61,10 +65,10 @@ remedy() {
 	sudo=
 	[ "$(id -u)" = 0 ] || sudo='sudo '
 	case $1 in
-	*'needs Linux'*) echo 'make test-hosts as root in a Linux virtual machine' ;;
+	*'needs Linux'*) echo 'make rig test-hosts as root in a Linux virtual machine' ;;
 	*'not permitted'*) echo 'make test-hosts as root outside a container, or in one started with --privileged' ;;
 	*) if [ -z "$(missing)" ] || command -v apt-get >/dev/null; then
-		echo "${sudo}make test-hosts"
+		echo "${sudo}make rig test-hosts"
 	elif command -v dnf >/dev/null; then
 		echo "${sudo}dnf install -y openssh-server iproute util-linux procps-ng && ${sudo}make test-hosts"
 	elif command -v pacman >/dev/null; then

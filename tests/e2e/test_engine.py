@@ -26,8 +26,10 @@ from phalanx.types import Cancel, Finish, ResetPrefixCache
 
 IN_GROUPS = ["qwen3", "qwen3_moe", "gpt_oss", "demo"]  # `ranks/test_lockstep.py` asks groups of ranks for theirs
 FAMILIES = [
-    "llama", "gemma3", "deepseek_v3", "qwen3_next", *(pytest.param(name, marks=pytest.mark.soak) for name in IN_GROUPS)
-]  # fmt: skip
+    "llama",
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma3", "deepseek_v3", "qwen3_next")),
+    *(pytest.param(name, marks=pytest.mark.soak) for name in IN_GROUPS),
+]
 
 
 def config_for(path, **more) -> EngineConfig:
@@ -90,6 +92,7 @@ def test_sixteen_concurrent_prompts_equal_one_at_a_time(family, tmp_path):
     assert [*got, again] == wanted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "dtype", "quantize"),
     [

@@ -150,6 +150,7 @@ def test_serving_works_in_each_environment(name: str, tmp_path: Path) -> None:
     check_serving(ENVIRONMENTS[name], [], tmp_path)
 
 
+@pytest.mark.full
 def test_two_ranks_work_anywhere(tmp_path: Path) -> None:
     """All that mpirun and its ranks could mind, at once."""
     names = ("no HOME", "left-over variables", "TMPDIR that is missing", "closed streams", "a directory of modules")

@@ -217,6 +217,7 @@ def test_two_real_servers(real):
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
 
 
+@pytest.mark.full
 def test_the_engine_of_a_real_server_and_then_another_server_are_killed_and_no_stream_is_lost_or_changed(real):
     servers, url = real
     undisturbed = {which: said(ask[0], Stream(url, ask).result()) for which, ask in ASKS.items()}

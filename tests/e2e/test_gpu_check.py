@@ -34,6 +34,7 @@ def check() -> ModuleType:
     return module
 
 
+@pytest.mark.full
 def test_the_whole_check_on_processors(tmp_path: Path) -> None:
     file = tmp_path / "summary.json"
     code, said, problems = run("--tokens", "8", "--json", str(file))

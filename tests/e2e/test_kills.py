@@ -69,6 +69,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Running]:
         yield found
 
 
+@pytest.mark.full
 @pytest.mark.grows
 @pytest.mark.timeout(1800 if SOAK else 900)
 def test_no_stream_is_lost_by_kills(server: Running) -> None:

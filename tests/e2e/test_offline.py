@@ -112,6 +112,7 @@ def test_log_probabilities(llm: LLM) -> None:
     assert llm.generate(PROMPTS[1], GREEDY)[0].outputs[0].logprobs is None
 
 
+@pytest.mark.full
 def test_two_ranks_say_the_same_and_are_gone_after_close(llm: LLM, tiny_model: Path) -> None:
     expected = tokens(llm.generate(PROMPTS, GREEDY))
     before = processes_of(tiny_model)

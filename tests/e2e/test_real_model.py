@@ -27,7 +27,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "two stages": {"pipeline_parallel_size": 2, **PATIENT},
     "three stages": {"pipeline_parallel_size": 3, "pp_split": (9, 9, 12), **PATIENT},
 }
-KINDS_IN_TURN = [pytest.param(kind, marks=[pytest.mark.soak] * (kind == "three stages")) for kind in KINDS]
+KINDS_IN_TURN = [
+    "one rank",
+    *(pytest.param(kind, marks=pytest.mark.full) for kind in ("with drafts", "three ranks", "two stages")),
+    pytest.param("three stages", marks=pytest.mark.soak),
+]
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,7 @@ def test_prompts_are_cut_as_the_library_cuts_them(tokenizer: Tokenizer):
         assert tokenizer.encode_chat(messages, template_kwargs={}) == entry["prompt"]
 
 
+@pytest.mark.full
 def test_twelve_chats_at_once_equal_mlx_lm(server: Running, tokenizer: Tokenizer):
     entries = recorded()
     answers = all_at_once(server, [{"user": entry["user"]} for entry in entries])

@@ -1,6 +1,7 @@
 """Answers to JSON schemas, of a trained model and of the bundled one: each that ends is one, with drafts and without.
 
-`make test` asks the covering set of the bundled model, and `make soak` all hundred schemas of both, on three ranks too.
+`make test-full` asks the covering set of the bundled model, and `make soak` all hundred schemas of both, on three ranks
+too.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def compare(path: Path, names: Sequence[str], **engine: Any) -> None:
         assert temperature == 1 or len(cut) <= max(1, (1 - ENDS) * len(names))
 
 
+@pytest.mark.full
 def test_the_covering_set_on_the_bundled_model():
     compare(MODEL_DIR, COVERING)
 

@@ -92,6 +92,7 @@ def _rounded(value: Any) -> Any:
             return value
 
 
+@pytest.mark.full
 def test_clients_see_no_difference(server: tuple[str, Running], answers: dict[str, list[Any]]) -> None:
     kind, running = server
     answers[kind] = collect(running)

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("checked_sums.py")
 
 @pytest.mark.grows
 @pytest.mark.skipif(find_mpi() is None, reason="needs the mpi extra")
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_every_fault_is_noticed_and_nothing_else(ranks):
     """With both checksums, in one group; without phalanx-cpu with the composed one."""
     checksums = ["composed", *(["native"] if importlib.util.find_spec("phalanx_cpu") else [])]

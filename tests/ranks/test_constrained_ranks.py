@@ -37,7 +37,7 @@ GRAMMARS = [
     "",
 ]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 
 @pytest.mark.soak  # four grammars in a batch; the call below has one, `e2e/test_engine.py` resumes three on one rank
@@ -91,7 +91,7 @@ def reasoning_model(path: Path) -> Path:
 
 @pytest.mark.grows
 def test_a_rank_is_killed_inside_a_call_and_inside_reasoning(tmp_path: Path):
-    """Inside the call only in `make test`: its reasoning is resumed too, and each restart takes seconds."""
+    """Inside the call only without SOAK=1: its reasoning is resumed too, and each restart takes seconds."""
     model = reasoning_model(tmp_path)
     close = tokenizer_of("hermes", tmp_path / "again").encode("</think>", add_special_tokens=False)
     request = {

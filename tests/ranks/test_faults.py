@@ -32,7 +32,7 @@ RING = [("kill", 1), ("tamper", 1), ("crash", 0), ("crash", 1), ("stale", 1)]
 MPI = [("kill", 3), ("crash", 1)]
 EVERY_FAULT = [
     pytest.param(2, "ring", RING, True, id="2 ring"),
-    pytest.param(4, "mpi", MPI, True, id="4 mpi"),
+    pytest.param(4, "mpi", MPI, True, id="4 mpi", marks=pytest.mark.full),
     pytest.param(2, "ring", [("garbage", 1)], False, id="2 ring, the rest", marks=SOAK),
     pytest.param(2, "mpi", [("zero", 1), ("permute", 1)], False, id="2 mpi, the rest", marks=SOAK),
     pytest.param(4, "mpi", [("tamper", 1), ("crash", 0), ("garbage", 1)], False, id="4 mpi, the rest", marks=SOAK),
@@ -67,6 +67,7 @@ def test_ranks_that_fail_one_after_the_other(group_model, expected, soon_again, 
             named(reasons, "rank 1", "no sign of life")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "ring"), pytest.param(4, "mpi", marks=SOAK)])
 def test_ranks_that_stand_still_or_are_terminated_inside_a_collective(group_model, expected, ranks, backend):
     with group_server(group_model, ranks, backend, inject="wedge:rank=1,step=30", wedge_seconds=8.0) as running:
@@ -77,6 +78,7 @@ def test_ranks_that_stand_still_or_are_terminated_inside_a_collective(group_mode
 LATE, OTHER = ("late", ("rank 1", "did not come")), ("version", ("rank 1", "-other", "version"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "backend", "fault", "said"),
     [(2, "ring", *LATE), (2, "mpi", *LATE), (2, "ring", *OTHER), pytest.param(4, "mpi", *OTHER, marks=SOAK)],

@@ -51,6 +51,7 @@ def launcher(name: str, command: list[str]) -> tuple[list[str], dict[str, str]]:
     return [script, "-n", "2", "--backend", "ring", "--", *command], {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mpirun", "mlx.launch"])
 def test_ranks_under_another_launcher_serve_behind_an_attached_server(group_model, tmp_path, name):
     if name == "mpirun" and find_mpi() is None:
@@ -96,6 +97,7 @@ def test_ranks_that_cannot_serve_say_why(group_model, tmp_path, variables, said)
     assert said in found.stderr.replace("\n", " ")
 
 
+@pytest.mark.full
 def test_the_selftest_command(group_model):
     command = [*PHALANX, "selftest", str(group_model), "--tp", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)

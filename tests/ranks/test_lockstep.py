@@ -34,6 +34,8 @@ SMALL += [("llama", "4-bit", (4, "mpi")), ("qwen3", "plain", (1, "auto"))]
 """Every family, and both formats on either fabric. `mlx/test_shard.py` has how each family's matrices are cut in either
 format, `test_tp_families.py` that four ranks agree on eight families; four are met here by one of these and by the demo
 model, whose answers do not repeat themselves."""
+IN_TEST = ("qwen3_moe", "plain", (2, "mpi"))
+IN_FULL = [pytest.param(*case, marks=pytest.mark.full) for case in SMALL if case != IN_TEST]
 FEW = [(2, "ring"), pytest.param((2, "mpi"), marks=pytest.mark.soak), (4, "mpi")]
 
 
@@ -55,11 +57,12 @@ def check(models: Models, path: Path, group: tuple[int, str], jobs: list[Job]) -
     assert sum(len(set(answer["tokens"])) >= 8 for answer in wanted) >= 14, "the model only repeats itself"
 
 
-@pytest.mark.parametrize(("family", "form", "group"), SMALL, ids=str)
+@pytest.mark.parametrize(("family", "form", "group"), [IN_TEST, *IN_FULL], ids=str)
 def test_sixteen_requests(models, family, form, group):
     check(models, models.path(family, form), group, make_jobs(family, LONG if family == "llama" else USUAL))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", FEW, ids=str)
 def test_sixteen_requests_on_the_demo_model(models, group):
     check(models, MODEL_DIR, group, make_jobs("demo"))
@@ -72,6 +75,7 @@ def test_sixteen_long_requests_everywhere(models, family, form, group):
     check(models, models.path(family, form), group, make_jobs(family, LONG, all_long=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", [(2, "ring"), pytest.param((4, "mpi"), marks=pytest.mark.soak)], ids=str)
 def test_five_hundred_steps_of_a_random_conversation(models, group):
     """The generator of `unit/sched/test_simulated_lockstep.py` on real ranks."""

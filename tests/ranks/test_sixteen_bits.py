@@ -29,7 +29,7 @@ CASES = [(*model, ("float16", "bfloat16")[i // 2 % 2], 1 + i % 2) for i, model i
 PROMPTS, TOKENS = 12 if SOAK else 3, 64
 """MLX's own products in 16 bits, which judge the answers, are what takes time here."""
 
-pytestmark = [pytest.mark.timeout(1200 if SOAK else 300), pytest.mark.grows]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200 if SOAK else 300), pytest.mark.grows]
 
 
 def verdict_on(path: Path, dtype: str, ranks: int, prompts: list[list[int]]) -> Verdict:

@@ -27,7 +27,7 @@ from phalanx.speculation_config import (
 )
 from phalanx.types import EngineStats
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 FAMILIES = ["llama", "qwen3", "deepseek_v3", "gpt_oss", "demo"]
 METHODS = ["ngram", "suffix", "draft model", "oracle", "hostile"]

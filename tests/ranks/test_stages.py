@@ -35,7 +35,10 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 GRID = [(family, pipeline, drafts) for family in FAMILIES for pipeline in PIPELINES for drafts in (False, True)]
 WIDER = {"llama": "2 x 2", "qwen3": "3", "deepseek_v3": "2 and 1"}  # processes take more than what they compute
-SMALL = [(family, WIDER.get(family, "2"), i % 2 == 1) for i, family in enumerate(FAMILIES)]
+SMALL = [
+    pytest.param(family, WIDER.get(family, "2"), i % 2 == 1, marks=[pytest.mark.full] * (family != "gemma3"))
+    for i, family in enumerate(FAMILIES)
+]
 SCARCE_GB = {"gemma3": 0.0008, "deepseek_v3": 0.0005}
 """Memory for four rows of `GRANULE` tokens, and for two that are longer."""
 LAYERS = 4
@@ -150,6 +153,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {  # -> what is injected, and w
 IN_SOAK = [pytest.param(fault, SQUARE, marks=pytest.mark.soak) for fault in FAULTS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("fault", "widths"), [("garbage", WIDE), *IN_SOAK], ids=str)
 def test_faults_of_links_and_stages(group_model, expected, fault, widths):
     first = Topology(widths).ranks(0)
@@ -159,6 +163,7 @@ def test_faults_of_links_and_stages(group_model, expected, fault, widths):
         named(through_a_fault(running, expected), *(words.format_map(ranks) for words in said))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("widths", "fault", "said"),
     [(PAIR, "corrupt", "checksum"), pytest.param(SQUARE, "kill", "SIGKILL", marks=pytest.mark.soak)],  # of two mpiruns

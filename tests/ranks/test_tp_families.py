@@ -1,8 +1,8 @@
 """Model files that can be split: the greedy tokens of two real ranks are those of mlx-lm in one process.
 
 One pair of processes decodes for all families, and one process of mlx-lm's for all references. `make soak` decodes with
-every family. `make test` decodes with those of each kind, by where the recipe is from and what the cache is made of;
-there `mlx/test_shard.py` compares the logits of every family's prompt, all ranks in one process.
+every family. `make test-full` decodes with those of each kind, by where the recipe is from and what the cache is made
+of; `mlx/test_shard.py` compares the logits of every family's prompt, all ranks in one process.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ TOKENS = 12
 FOUR = ["deepseek_v3", "glm4_moe", "gpt_oss", "kimi_k25", "llama", "olmo2", "qwen3", "qwen3_moe"]
 
 RANK = Path(__file__).with_name("greedy_rank.py")
+
+pytestmark = pytest.mark.full
 
 
 def decode(jobs: list[dict[str, Any]], size: int, backend: str, folder: Path) -> list[list[dict[str, Any]]]:

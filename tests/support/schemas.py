@@ -2,7 +2,7 @@
 
 They have what clients send: pydantic's and zod's titles, `$defs` and nulls, OpenAPI's formats, enums, bounds, patterns,
 optional fields, unions told apart by a constant, recursion. `SCHEMAS` has them by name; `COVERING` are the ones of
-`make test`, which together have every keyword.
+`make test-full`, which together have every keyword.
 """
 
 from __future__ import annotations

@@ -72,3 +72,9 @@ def clean(rig: rigs.Rig) -> None:
         (rig["desk"].home / f"{count}.json").write_text(
             json.dumps([{"ssh": name, "ips": [rig[name].address]} for name in names])
         )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.full)
