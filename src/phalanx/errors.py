@@ -1,7 +1,7 @@
 """All errors of phalanx, a class before those below it, and the exit codes of its processes.
 
 Every error has a message that names the cause and a `remedy` that says what to do. Does not know HTTP: the table of
-status codes is in `edge/error_responses.py`.
+status codes is in `http/error_responses.py`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import psutil
 from msgspec.structs import replace
 from support.serving import CONFIG, fake_engine, make_tokenizer
 
-from phalanx.edge.listening import bind
+from phalanx.http.listening import bind
 from phalanx.server.run import Server
 from phalanx.supervision.fake_engine import replying
 

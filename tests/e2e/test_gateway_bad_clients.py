@@ -12,7 +12,7 @@ import pytest
 from support.gateways import CHAT, Client, gateway, run, text_of
 from support.stub_replica import WORDS, Call, StubReplica, event, hangs, streaming
 
-from phalanx.edge.table import Deadlines
+from phalanx.http.connection_table import Deadlines
 
 
 async def raw(client: Client, sent: bytes) -> bytes:

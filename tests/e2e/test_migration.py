@@ -18,7 +18,7 @@ from support.serving import CONFIG, running_server, sse
 
 from phalanx.config import EngineConfig
 from phalanx.demo import MODEL_DIR
-from phalanx.edge.migration import Resume
+from phalanx.http.stream_records import Resume
 from phalanx.speculation_config import NgramSpeculation
 from phalanx.supervision.process import EngineProcess
 from phalanx.text.tokenizer import Tokenizer

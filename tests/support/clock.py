@@ -36,8 +36,8 @@ def moved_clock() -> Iterator[Clock]:
     """The clock of one server that is started in here, on one port."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phalanx.edge.acceptor.time", clock)
-        patch.setattr("phalanx.edge.acceptor.CHECK_INTERVAL_S", LOOK_S)
+        patch.setattr("phalanx.http.acceptor.time", clock)
+        patch.setattr("phalanx.http.acceptor.CHECK_INTERVAL_S", LOOK_S)
         patch.setattr("phalanx.server.connections.time", SimpleNamespace(monotonic=lambda: clock.now))
         yield clock
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import aiohttp
 
-from phalanx.edge.listening import bind
-from phalanx.edge.table import Deadlines
 from phalanx.gateway.run import Gateway
 from phalanx.gateway.settings import GatewayConfig
+from phalanx.http.connection_table import Deadlines
+from phalanx.http.listening import bind
 
 CHAT = "/v1/chat/completions"
 LIMIT_S = 120.0  # for what takes milliseconds on a machine that is not busy

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Fast
 
 from phalanx.config import EngineConfig
-from phalanx.edge.listening import base_url, bind
+from phalanx.http.listening import base_url, bind
 from phalanx.server.app import create_app
 from phalanx.server.run import Server
 from phalanx.server.settings import ServerConfig

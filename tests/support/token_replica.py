@@ -1,4 +1,4 @@
-"""Stand-ins for phalanx servers that tell records and continue each other's streams (`edge/migration.py`).
+"""Stand-ins for phalanx servers that tell records and continue each other's streams (`http/stream_records.py`).
 
 They write words for tokens: the word of a token follows from the answer's seed, its choice and its number. So what one
 begins another can go on with, and `undisturbed` says what a client must have got in the end, byte for byte.
@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 from support.stub_replica import Call, StubReplica
 
-from phalanx.edge.migration import MIGRATION, RESUME, Choice, Ended, Record, Resume, Start, framed, split_body
+from phalanx.http.stream_records import MIGRATION, RESUME, Choice, Ended, Record, Resume, Start, framed, split_body
 
 CREATED = 1_700_000_000
 MEDIA = {"/api/chat": "application/x-ndjson"}

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from phalanx.cli.flags import Flags, with_settings
 from phalanx.cli.terminal import LoadingView, note, set_up_logging
 from phalanx.config import DEFAULT_MODEL
-from phalanx.edge.keys import NOT_SENDABLE, is_sendable
-from phalanx.edge.listening import is_loopback
 from phalanx.environment import admin_key_from_environment, api_keys_from_environment, api_keys_in
 from phalanx.errors import ConfigError
+from phalanx.http.api_keys import NOT_SENDABLE, is_sendable
+from phalanx.http.listening import is_loopback
 from phalanx.model.loading.resolve import resolve_models
 from phalanx.offline.settings import check_engine
 from phalanx.server.defaults import read_defaults

@@ -37,8 +37,8 @@ from phalanx.dist.peers import (
     Welcome,
     encode,
 )
-from phalanx.edge.table import ConnectionLimits, ConnectionTable, Place
 from phalanx.errors import FrameError, GroupError, PeerMissing, PeerRefused
+from phalanx.http.connection_table import ConnectionLimits, ConnectionTable, Place
 from phalanx.tls.credentials import Credentials, accepting, connecting
 from phalanx.tls.session import TlsSession
 

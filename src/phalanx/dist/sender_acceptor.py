@@ -1,7 +1,7 @@
 """Accepts the one connection of a stage's sender, among strangers: each is examined, dropped and named in the log.
 
 A connection is a candidate until it has shown the sender's certificate, where there is TLS, and said which rank of
-which start it is. When there are `MOST_CANDIDATES`, one more ends an older one (`edge/table.py`). A sender that is
+which start it is. When there are `MOST_CANDIDATES`, one more ends an older one (`http/connection_table.py`). A sender that is
 dropped all the same connects again. Does not know frames.
 """
 
@@ -15,7 +15,7 @@ import ssl
 import threading
 import time
 
-from phalanx.edge.table import ConnectionLimits, ConnectionTable, Place
+from phalanx.http.connection_table import ConnectionLimits, ConnectionTable, Place
 from phalanx.tls.failures import predicate_of
 
 log = logging.getLogger("phalanx.channel")

@@ -21,10 +21,10 @@ import msgspec
 from phalanx.errors import ConfigError, InvalidRequest, ReplicaFailed, UnknownPath
 from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.fleet import Fleet, describe
-from phalanx.gateway.foreign_json import decoder
 from phalanx.gateway.proxy import Proxy
 from phalanx.gateway.replica import Replica
 from phalanx.gateway.replicas_file import Keys, ReplicaFields
+from phalanx.http.foreign_json import decoder
 
 ROOT = "/admin/replicas"
 WAIT_S = 30.0  # for a replica's requests, unless the caller says otherwise

@@ -14,13 +14,6 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from phalanx import __version__
-from phalanx.edge.error_responses import CLIENT_GONE
-from phalanx.edge.hosts import AllowedHosts, name_of
-from phalanx.edge.media_types import require_json
-from phalanx.edge.model_lists import more_of_models
-from phalanx.edge.refused_keys import RefusedKeys
-from phalanx.edge.shares import Shares
-from phalanx.edge.table import HEALTH_PATHS
 from phalanx.errors import (
     ForbiddenHost,
     InvalidApiKey,
@@ -32,12 +25,19 @@ from phalanx.errors import (
 from phalanx.gateway.admin import ROOT, Admin
 from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.clients import Clients
-from phalanx.gateway.connection import raw_header
 from phalanx.gateway.exchange import Exchange, body_lease
 from phalanx.gateway.fleet import TAGS, Fleet
 from phalanx.gateway.metrics import Metrics
 from phalanx.gateway.models import merged, merged_tags
 from phalanx.gateway.proxy import Proxy, prompt_tokens
+from phalanx.http.allowed_hosts import AllowedHosts, name_of
+from phalanx.http.connection import raw_header
+from phalanx.http.connection_table import HEALTH_PATHS
+from phalanx.http.error_responses import CLIENT_GONE
+from phalanx.http.media_types import require_json
+from phalanx.http.model_lists import more_of_models
+from phalanx.http.refused_keys import RefusedKeys
+from phalanx.http.shares import Shares
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from phalanx.errors import InvalidRequest
-from phalanx.gateway.foreign_json import decoder
+from phalanx.http.foreign_json import decoder
 
 MANY_NAMES = 1 << 16
 """Colons outside of the prompt, and so at most other fields, that are written anew in 20 ms."""

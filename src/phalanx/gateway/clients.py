@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from phalanx.edge.keys import ApiKeys, owner_of
 from phalanx.gateway.key_limits import KeyMeter
 from phalanx.gateway.keys_file import NamedKey
+from phalanx.http.api_keys import ApiKeys, owner_of
 
 
 class Clients:

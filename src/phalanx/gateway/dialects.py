@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from phalanx.edge.error_responses import failure_of, messages_error, ollama_error, openai_error
 from phalanx.errors import PhalanxError
+from phalanx.http.error_responses import failure_of, messages_error, ollama_error, openai_error
 
 Dialect = Literal["chat", "responses", "messages", "ollama", "ollama_more", "other"]
 

@@ -3,7 +3,7 @@
 A part of an event is held back until its rest has come. So nothing that a client has was cut off in the middle, and an
 error event can follow at any time.
 
-From a replica that tells records (`edge/migration.py`), events are held back until theirs has come: then the client has
+From a replica that tells records (`http/stream_records.py`), events are held back until theirs has come: then the client has
 what the transcript says, not one event less or more, and another replica can go on from there.
 """
 
@@ -14,12 +14,12 @@ import re
 import msgspec
 from msgspec import Raw, Struct
 
-from phalanx.edge.migration import Record, record_in
 from phalanx.errors import MalformedAnswer
 from phalanx.gateway.dialects import MESSAGES_ENDS, OPAQUE, RESPONSES_ENDS, Dialect
-from phalanx.gateway.foreign_json import decoder
 from phalanx.gateway.timing import shows_text
 from phalanx.gateway.transcript import Transcript
+from phalanx.http.foreign_json import decoder
+from phalanx.http.stream_records import Record, record_in
 
 LARGEST_EVENT = 16 << 20  # bytes; the largest known have all log-probabilities of a long echoed prompt
 MOST_LINES = 1 << 14  # of one event, read in 10 ms; known servers write two

@@ -14,13 +14,13 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from phalanx.edge.body_budget import BodyLease
-from phalanx.edge.error_responses import failure_of, headers_of
-from phalanx.edge.request_ids import REQUEST_ID, request_id
-from phalanx.edge.shares import Shares
 from phalanx.errors import InvalidRequest, PhalanxError, RequestTooLarge, WrongMediaType
-from phalanx.gateway.connection import READ_ENCODINGS, GatewayConnection, raw_header
 from phalanx.gateway.dialects import Dialect, dialect_of, error_event, error_object
+from phalanx.http.body_budget import BodyLease
+from phalanx.http.connection import READ_ENCODINGS, GatewayConnection, raw_header
+from phalanx.http.error_responses import failure_of, headers_of
+from phalanx.http.request_ids import REQUEST_ID, request_id
+from phalanx.http.shares import Shares
 
 HEADERS = {"Server": "phalanx"}  # aiohttp would name itself and its version
 JSON = "application/json"

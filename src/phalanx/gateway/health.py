@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from phalanx.gateway.foreign_json import decoder
+from phalanx.http.foreign_json import decoder
 
 MOST_RUNNING = 65536  # requests; a larger number in a /health is no number of requests
 

@@ -4,7 +4,7 @@
                                             |
                                             +-- no -> `give_up`
 
-The proxy's loop of attempts calls these. `edge/migration.py` has what is said to replicas.
+The proxy's loop of attempts calls these. `http/stream_records.py` has what is said to replicas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from multidict import CIMultiDict
 
-from phalanx.edge.migration import MIGRATION, RESUME, resume_body
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed
 from phalanx.gateway.dialects import OPAQUE
 from phalanx.gateway.dispatch_request import DispatchRequest
@@ -27,6 +26,7 @@ from phalanx.gateway.relay import BufferedResponse, RelayedResponse, relayed
 from phalanx.gateway.replica import Replica
 from phalanx.gateway.settings import GatewayConfig
 from phalanx.gateway.transcript import Transcript
+from phalanx.http.stream_records import MIGRATION, RESUME, resume_body
 
 log = logging.getLogger(__name__)
 

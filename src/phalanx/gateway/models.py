@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from phalanx.errors import ConfigError
-from phalanx.gateway.foreign_json import decoder
 from phalanx.gateway.replica import TAG, Replica
+from phalanx.http.foreign_json import decoder
 
 
 class _List(Struct):

@@ -4,7 +4,7 @@
                                             ^                  |
                                             +-- it failed, ----+
                                                 before the first byte: the request is sent again
-                                                in a begun stream: with what its client has (`edge/migration.py`)
+                                                in a begun stream: with what its client has (`http/stream_records.py`)
 
 Which replica and when is the dispatcher's decision.
 """
@@ -20,8 +20,6 @@ from contextlib import closing
 import aiohttp
 from msgspec import Struct
 
-from phalanx.edge.media_types import is_json
-from phalanx.edge.shares import Shares
 from phalanx.errors import NoReplica, PhalanxError, ReplicaFailed
 from phalanx.gateway.affinity import affinity_of
 from phalanx.gateway.async_dispatcher import AsyncDispatcher
@@ -36,6 +34,8 @@ from phalanx.gateway.replica import Replica
 from phalanx.gateway.retries import Backoff, RetryBudget
 from phalanx.gateway.settings import GatewayConfig
 from phalanx.gateway.upstream import Attempt, request_headers
+from phalanx.http.media_types import is_json
+from phalanx.http.shares import Shares
 
 log = logging.getLogger(__name__)
 

@@ -17,16 +17,11 @@ from typing import Any
 
 from aiohttp import web
 
-from phalanx.edge.acceptor import FLUSH_S, Acceptor, limits_within
-from phalanx.edge.hosts import AllowedHosts
-from phalanx.edge.listening import base_url, bind, server_context
-from phalanx.edge.table import ConnectionTable, Deadlines, Place, limits_for
 from phalanx.errors import ConfigError, ExitCode, NoReplica, ReplicaFailed
 from phalanx.gateway.admin import Admin
 from phalanx.gateway.app import App, metrics_handler
 from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.clients import Clients
-from phalanx.gateway.connection import GatewayConnection
 from phalanx.gateway.dispatcher import Dispatcher
 from phalanx.gateway.fleet import Fleet
 from phalanx.gateway.keys_file import parse_keys
@@ -39,6 +34,11 @@ from phalanx.gateway.replicas_file import Keys, ReplicaSpec, parse_replicas, spe
 from phalanx.gateway.settings import GatewayConfig
 from phalanx.gateway.upstream import make_session
 from phalanx.gateway.watched_file import WatchedFile
+from phalanx.http.acceptor import FLUSH_S, Acceptor, limits_within
+from phalanx.http.allowed_hosts import AllowedHosts
+from phalanx.http.connection import GatewayConnection
+from phalanx.http.connection_table import ConnectionTable, Deadlines, Place, limits_for
+from phalanx.http.listening import base_url, bind, server_context
 from phalanx.open_files import raise_limit
 
 log = logging.getLogger(__name__)

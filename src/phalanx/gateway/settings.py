@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from phalanx.config import GATEWAY_PORT, MIB, Count, Flag, LogLevel, Size
-from phalanx.edge.migration import MOST_ITEMS
 from phalanx.environment import API_KEY_VARIABLE, WORKER_ADMIN_KEY_VARIABLE
+from phalanx.http.stream_records import MOST_ITEMS
 
 PolicyName = Literal["least_load", "cache_aware", "power_of_two", "round_robin", "consistent_hashing"]
 Seconds = Annotated[float, Meta(ge=0.05)]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from phalanx.gateway.dialects import OPAQUE, Dialect
-from phalanx.gateway.foreign_json import decoder
+from phalanx.http.foreign_json import decoder
 
 _value = decoder(dict[str, Any])
 TEXTS = ("content", "text", "reasoning_content", "reasoning", "refusal", "thinking", "response", "partial_json")

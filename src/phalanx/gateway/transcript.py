@@ -1,4 +1,4 @@
-"""What the client of one stream has, in tokens, as the records of its replicas have told (`edge/migration.py`).
+"""What the client of one stream has, in tokens, as the records of its replicas have told (`http/stream_records.py`).
 
 With it another replica continues the stream.
 """
@@ -10,8 +10,8 @@ from array import array
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from phalanx.edge.migration import Choice, Ended, Record, Resume, Start
 from phalanx.errors import MalformedAnswer
+from phalanx.http.stream_records import Choice, Ended, Record, Resume, Start
 from phalanx.types import TokenLogprobs
 
 

@@ -14,9 +14,9 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from phalanx.edge.migration import MIGRATION, RESUME
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed, ReplicaTooSlow
 from phalanx.gateway.dispatcher import Grant
+from phalanx.http.stream_records import MIGRATION, RESUME
 
 CONNECT_S = 5.0  # for a connection and its TLS handshake: some round trips, with two lost packets
 PIECE_BYTES = 1 << 16  # of a body, handed to the transport at a time

@@ -6,9 +6,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phalanx.edge.error_responses import error_body, headers_of, public_failure
-from phalanx.edge.hosts import AllowedHosts, name_of
 from phalanx.errors import ForbiddenHost, PhalanxError
+from phalanx.http.allowed_hosts import AllowedHosts, name_of
+from phalanx.http.error_responses import error_body, headers_of, public_failure
 
 
 def error_response(error: PhalanxError, path: str) -> JSONResponse:

@@ -19,13 +19,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from phalanx import __version__
-from phalanx.edge.error_responses import CLIENT_GONE, Failure, error_body, public_failure
-from phalanx.edge.hosts import AllowedHosts
-from phalanx.edge.keys import ApiKeys
-from phalanx.edge.refused_keys import RefusedKeys
-from phalanx.edge.request_ids import REQUEST_ID
-from phalanx.edge.table import HEALTH_PATHS
 from phalanx.errors import AdminKeyRefused, EngineUnavailable, PhalanxError
+from phalanx.http.allowed_hosts import AllowedHosts
+from phalanx.http.api_keys import ApiKeys
+from phalanx.http.connection_table import HEALTH_PATHS
+from phalanx.http.error_responses import CLIENT_GONE, Failure, error_body, public_failure
+from phalanx.http.openapi import describe_bodies, json_body
+from phalanx.http.refused_keys import RefusedKeys
+from phalanx.http.request_ids import REQUEST_ID
 from phalanx.server.access import HostCheck, error_response
 from phalanx.server.call_memory import CallMemory
 from phalanx.server.chat_encoding import ChatEncoder
@@ -46,7 +47,6 @@ from phalanx.server.journal import Journal
 from phalanx.server.metrics import Metrics
 from phalanx.server.numerics import numerics_of
 from phalanx.server.ollama import OllamaEndpoints
-from phalanx.server.openapi import describe_bodies, json_body
 from phalanx.server.outputs.shapes import OutputShapes, by_name, choose
 from phalanx.server.parsed import GenerationDefaults, Served, served_names
 from phalanx.server.prompts import Prompts

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection with a place and deadlines, which `edge/acceptor.py` accepts and watches."""
+"""uvicorn's HTTP connection with a place and deadlines, which `http/acceptor.py` accepts and watches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from phalanx.edge.acceptor import unsent
-from phalanx.edge.error_responses import failure_of, openai_error
-from phalanx.edge.table import HEALTH_PATHS, ConnectionTable, Deadlines, Place, Progress
 from phalanx.errors import EngineUnavailable
+from phalanx.http.acceptor import unsent
+from phalanx.http.connection_table import HEALTH_PATHS, ConnectionTable, Deadlines, Place, Progress
+from phalanx.http.error_responses import failure_of, openai_error
 from phalanx.server.bounded_h11 import BoundedConnection
 from phalanx.server.envelope import Envelope
 

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phalanx.edge.request_ids import REQUEST_ID, request_id
+from phalanx.http.request_ids import REQUEST_ID, request_id
 
 
 def endpoint_of(scope: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from msgspec import Struct
 
-from phalanx.edge.migration import Choice
+from phalanx.http.stream_records import Choice
 from phalanx.server.answer_parts import AnswerParts, Written, call_id
 from phalanx.server.answers import Delta, Ending, ScoredToken, Usage, join_calls
 from phalanx.server.decode import ChoiceDecoder

@@ -12,8 +12,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from phalanx.edge.error_responses import without_paths
 from phalanx.errors import EngineUnavailable
+from phalanx.http.error_responses import without_paths
 from phalanx.server.metrics import Metrics
 from phalanx.supervision.client import EngineClient
 from phalanx.types import Batch, EngineStats, Finished, ModelInfo

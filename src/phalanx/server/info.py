@@ -14,10 +14,10 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from phalanx import __version__
-from phalanx.edge.keys import ApiKeys
-from phalanx.edge.media_types import require_json
-from phalanx.edge.model_lists import more_of_models
 from phalanx.errors import EngineUnavailable, InvalidRequest
+from phalanx.http.api_keys import ApiKeys
+from phalanx.http.media_types import require_json
+from phalanx.http.model_lists import more_of_models
 from phalanx.server.chat_encoding import ChatEncoder
 from phalanx.server.dialects.dialect import Dialect, ParsedBody
 from phalanx.server.health import Health

@@ -14,14 +14,14 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from phalanx.edge.body_budget import BodyLease
-from phalanx.edge.media_types import require_json
-from phalanx.edge.migration import RESUME_BYTES
-from phalanx.edge.shares import Shares
 from phalanx.errors import RequestTooLarge
+from phalanx.http.body_budget import BodyLease
+from phalanx.http.content_encoding import decoding_of
+from phalanx.http.media_types import require_json
+from phalanx.http.shares import Shares
+from phalanx.http.stream_records import RESUME_BYTES
 from phalanx.memory import trim_heap
 from phalanx.server.bodies import parse_body
-from phalanx.server.content_encoding import decoding_of
 from phalanx.server.json_fields import Readers
 from phalanx.server.schema import Body
 
@@ -53,7 +53,7 @@ class Intake:
         """The memory of one body to be read, of which there is none yet. A context manager: leaving it frees it.
 
         Args:
-            owner: stands for the API key of the request; see `edge/shares.py`.
+            owner: stands for the API key of the request; see `http/shares.py`.
         """
         return _lease(self._bytes, owner)
 

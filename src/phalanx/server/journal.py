@@ -16,8 +16,8 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from phalanx.edge.shares import Shares
 from phalanx.errors import EngineError, EngineUnavailable, PhalanxError, Quarantined, QueueFull, SlowClient
+from phalanx.http.shares import Shares
 from phalanx.server.metrics import Metrics
 from phalanx.server.output_queue import OutputQueue, StreamEnd, Timings
 from phalanx.supervision.client import EngineClient
@@ -137,7 +137,7 @@ class Journal:
         room that cannot be.
 
         Args:
-            owner: stands for the API key of the request; see `edge/shares.py`.
+            owner: stands for the API key of the request; see `http/shares.py`.
 
         Raises:
             EngineUnavailable: the engine is loading, restarting, failed or shutting down.

@@ -1,7 +1,7 @@
 """Streams that may move from one server to another: what is told of them, and how one goes on that began elsewhere.
 
 A gateway with the server's admin key gets a record after each piece of a stream, and sends what the records said to
-another server once this one fails (`edge/migration.py`: the wire).
+another server once this one fails (`http/stream_records.py`: the wire).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from phalanx.edge.migration import (
+from phalanx.errors import AdminKeyRefused, EngineError, InvalidRequest, PhalanxError, Quarantined
+from phalanx.http.stream_records import (
     MIGRATION,
     RESUME,
     Choice,
@@ -29,7 +30,6 @@ from phalanx.edge.migration import (
     resume_size,
     split_body,
 )
-from phalanx.errors import AdminKeyRefused, EngineError, InvalidRequest, PhalanxError, Quarantined
 from phalanx.server.json_pieces import finite
 from phalanx.server.refusals import check_ids
 from phalanx.server.sampling import SEEDS

@@ -21,10 +21,10 @@ from fastapi.responses import Response
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.edge.body_budget import BodyLease
-from phalanx.edge.error_responses import CLIENT_GONE, public_failure
-from phalanx.edge.migration import RESUME, Resume
 from phalanx.errors import InvalidRequest, PhalanxError
+from phalanx.http.body_budget import BodyLease
+from phalanx.http.error_responses import CLIENT_GONE, public_failure
+from phalanx.http.stream_records import RESUME, Resume
 from phalanx.server.answers import Delta, ResponseHead, Usage, timing_json
 from phalanx.server.chat_encoding import ChatEncoder, Encoded
 from phalanx.server.dialects.answer_format import AnswerFormat

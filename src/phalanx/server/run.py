@@ -15,10 +15,10 @@ from types import FrameType
 
 import uvicorn
 
-from phalanx.edge.acceptor import FLUSH_S, Acceptor, limits_within
-from phalanx.edge.listening import base_url
-from phalanx.edge.table import KEEP_ALIVE_S, ConnectionTable, Deadlines, Place
 from phalanx.errors import EngineUnavailable, ExitCode
+from phalanx.http.acceptor import FLUSH_S, Acceptor, limits_within
+from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionTable, Deadlines, Place
+from phalanx.http.listening import base_url
 from phalanx.server.app import create_app
 from phalanx.server.connections import Connection
 from phalanx.server.journal import Journal

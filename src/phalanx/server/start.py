@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from phalanx.edge.listening import bind, server_context
-from phalanx.edge.table import ConnectionLimits, limits_for
 from phalanx.errors import ExitCode
+from phalanx.http.connection_table import ConnectionLimits, limits_for
+from phalanx.http.listening import bind, server_context
 from phalanx.open_files import raise_limit
 from phalanx.server.parsed import GenerationDefaults
 from phalanx.server.settings import ServerConfig

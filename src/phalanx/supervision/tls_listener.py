@@ -1,7 +1,7 @@
 """Accepts TLS connections from known hosts. Strangers get little time, few sockets and few lines of the log.
 
 A connection is a candidate until its TLS handshake is over. When there are `MOST_CANDIDATES`, one more closes an older
-one, of a stranger and not of the known host (`edge/table.py`). Does not know what is sent.
+one, of a stranger and not of the known host (`http/connection_table.py`). Does not know what is sent.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import ssl
 import time
 from collections.abc import Callable, Coroutine
 
-from phalanx.edge.refused_keys import RefusedKeys
-from phalanx.edge.table import ConnectionLimits, ConnectionTable, Place
+from phalanx.http.connection_table import ConnectionLimits, ConnectionTable, Place
+from phalanx.http.refused_keys import RefusedKeys
 from phalanx.tls.failures import explain
 
 MOST_CANDIDATES = 64  # the known host is one or two of them; each costs a file descriptor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.edge.refused_keys import INTERVAL_S, RefusedKeys
+from phalanx.http.refused_keys import INTERVAL_S, RefusedKeys
 
 
 def test_a_flood_of_guesses_is_a_line_each_ten_seconds(caplog):

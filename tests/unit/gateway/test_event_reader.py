@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from phalanx.edge.migration import Choice, Record, Start, framed
 from phalanx.errors import ReplicaFailed
 from phalanx.gateway.dialects import dialect_of, error_event
 from phalanx.gateway.event_reader import LARGEST_EVENT, MOST_LINES, EventReader
 from phalanx.gateway.transcript import Transcript
+from phalanx.http.stream_records import Choice, Record, Start, framed
 
 
 def named(*kinds: str) -> bytes:

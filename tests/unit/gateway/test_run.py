@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.edge.listening import bind
 from phalanx.errors import ExitCode
 from phalanx.gateway.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.fleet import Fleet
 from phalanx.gateway.proxy import Proxy
 from phalanx.gateway.run import Gateway
 from phalanx.gateway.settings import GatewayConfig
+from phalanx.http.listening import bind
 
 
 @pytest.mark.parametrize(("owner", "method"), [(Proxy, "watch"), (Fleet, "_check"), (AsyncDispatcher, "tick")])

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.examples import examples
 
-from phalanx.edge.migration import (
+from phalanx.errors import MalformedAnswer
+from phalanx.gateway.transcript import Transcript
+from phalanx.http.stream_records import (
     MOST_ITEMS,
     RESUME_BYTES,
     Choice,
@@ -19,8 +21,6 @@ from phalanx.edge.migration import (
     resume_body,
     split_body,
 )
-from phalanx.errors import MalformedAnswer
-from phalanx.gateway.transcript import Transcript
 from phalanx.types import TokenLogprobs
 
 START = Start(id="x", created=1, seed=2**64 - 1, numerics="n", prompts=5)

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from starlette.datastructures import Headers
 from support.serving import CHAT, CONFIG, fake_engine, serving
 
-from phalanx.edge.error_responses import without_paths
-from phalanx.edge.hosts import AllowedHosts
-from phalanx.edge.keys import ApiKeys
-from phalanx.edge.media_types import is_json, require_json
 from phalanx.errors import InvalidApiKey, WrongMediaType
+from phalanx.http.allowed_hosts import AllowedHosts
+from phalanx.http.api_keys import ApiKeys
+from phalanx.http.error_responses import without_paths
+from phalanx.http.media_types import is_json, require_json
 from phalanx.server.parsed import shown_name
 from phalanx.supervision.fake_engine import replying
 from phalanx.types import ResetPrefixCache

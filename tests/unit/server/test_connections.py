@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from support.clock import LIMIT_S, Clock, moved_clock, wait_until
 from support.serving import CHAT, CONFIG, Running, fake_engine, running_server
 
-from phalanx.edge.table import (
+from phalanx.http.connection_table import (
     RESERVE,
     ConnectionLimits,
     ConnectionTable,
@@ -327,8 +327,8 @@ def test_accept_errors_back_off_and_are_said_once(attacked, monkeypatch, caplog)
 
     kind = type(attacked.server._loop)
     accept = kind.sock_accept
-    monkeypatch.setattr("phalanx.edge.acceptor.LOG_INTERVAL_S", 0.0)
-    with caplog.at_level(logging.WARNING, logger="phalanx.edge.acceptor"):
+    monkeypatch.setattr("phalanx.http.acceptor.LOG_INTERVAL_S", 0.0)
+    with caplog.at_level(logging.WARNING, logger="phalanx.http.acceptor"):
         monkeypatch.setattr(kind, "sock_accept", fail)
         with connected(attacked):  # the accept under way when the method was replaced takes this one
             assert httpx.get(f"{attacked.origin}/health", timeout=LIMIT_S).status_code == 200

@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, EOS, TEMPLATE, fake_engine, running_server, serving
 
-from phalanx.edge.error_responses import error_body, public_failure
 from phalanx.errors import EngineUnavailable, PhalanxError, QueueFull
+from phalanx.http.error_responses import error_body, public_failure
 from phalanx.server.connections import only_health
 from phalanx.supervision.fake_engine import replying
 

@@ -21,9 +21,9 @@ from phalanx.bench.http_client import RequestFailed, first_model, open_client, s
 from phalanx.cluster.host_status import ServerHealth, api_key, health
 from phalanx.cluster.probe import ask_health
 from phalanx.cluster.supervisor import Spec
-from phalanx.edge.listening import base_url
-from phalanx.edge.table import Deadlines
 from phalanx.errors import ConfigError
+from phalanx.http.connection_table import Deadlines
+from phalanx.http.listening import base_url
 from phalanx.server.start import serve
 from phalanx.supervision.fake_engine import FakeEngine, replying
 from phalanx.text.tokenizer import Tokenizer

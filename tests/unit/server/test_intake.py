@@ -9,9 +9,9 @@ import threading
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from phalanx.edge.body_budget import BodyLease
-from phalanx.edge.migration import RESUME_BYTES
 from phalanx.errors import InvalidRequest, QueueFull, RequestTooLarge
+from phalanx.http.body_budget import BodyLease
+from phalanx.http.stream_records import RESUME_BYTES
 from phalanx.server.intake import INLINE_BYTES, LARGEST_BODIES, SMALL_BYTES, Intake
 from phalanx.server.schema import CompletionBody
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.messages_events import read_message
 
-from phalanx.edge.error_responses import Failure, messages_error
+from phalanx.http.error_responses import Failure, messages_error
 from phalanx.server.answers import CallDelta, Delta, Ending, ResponseHead, Usage
 from phalanx.server.dialects.messages_format import MessagesFormat
 from phalanx.server.generation import join

@@ -13,7 +13,7 @@ from support.migrating import KEY, PacedEngine, paced, request_of, resume_after,
 from support.scripted_model import tokenizer_of
 from support.serving import CONFIG, serving
 
-from phalanx.edge.migration import RESUME
+from phalanx.http.stream_records import RESUME
 from phalanx.types import Submit
 
 URL = "/v1/chat/completions"

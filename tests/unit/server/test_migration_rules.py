@@ -12,7 +12,7 @@ from support.connection import Connection
 from support.migrating import KEY, PacedEngine, paced, pieces_of, request_of, resume_after, shown, stream
 from support.serving import CHAT, CONFIG, EOS, MODEL, fake_engine, serving, sse
 
-from phalanx.edge.migration import MIGRATION, RESUME, RESUME_BYTES, Choice, Ended, Record, record_in, resume_body
+from phalanx.http.stream_records import MIGRATION, RESUME, RESUME_BYTES, Choice, Ended, Record, record_in, resume_body
 from phalanx.server.answer_parts import call_id
 from phalanx.server.app import create_app
 from phalanx.supervision.fake_engine import replying

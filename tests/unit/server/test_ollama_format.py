@@ -9,7 +9,7 @@ import sys
 import pytest
 from support.ollama_lines import read_lines
 
-from phalanx.edge.error_responses import Failure
+from phalanx.http.error_responses import Failure
 from phalanx.server.answers import CallDelta, Delta, Ending, ResponseHead, ScoredToken, TokenText, Usage
 from phalanx.server.dialects.ollama_format import CHAT_ANSWER, GENERATE_ANSWER, OllamaFormat
 from phalanx.server.generation import join, merge

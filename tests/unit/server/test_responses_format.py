@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from support.responses_events import StreamGrammar, check_stream, parse_stream, text_of
 
-from phalanx.edge.error_responses import Failure
+from phalanx.http.error_responses import Failure
 from phalanx.server.answers import (
     CallDelta,
     Delta,

@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, fake_engine, running_server, sse
 
-from phalanx.edge.listening import base_url, bind
-from phalanx.edge.table import Deadlines
 from phalanx.errors import ConfigError, ExitCode, ModelError, ModelUnsupported
+from phalanx.http.connection_table import Deadlines
+from phalanx.http.listening import base_url, bind
 from phalanx.server.defaults import read_defaults
 from phalanx.server.parsed import GenerationDefaults
 from phalanx.server.start import serve

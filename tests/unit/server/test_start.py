@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 from support.serving import CONFIG
 
-from phalanx.edge.listening import bind
 from phalanx.errors import ConfigError, ExitCode, ModelUnsupported
+from phalanx.http.listening import bind
 from phalanx.server.start import ending_signals, serve
 from phalanx.supervision.fake_engine import FakeEngine
 from phalanx.text.tokenizer import Tokenizer

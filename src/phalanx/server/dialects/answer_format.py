@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from phalanx.edge.error_responses import Failure
+from phalanx.http.error_responses import Failure
 from phalanx.server.answers import Delta, Usage
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from msgspec import Raw
 
-from phalanx.edge.error_responses import Failure, messages_error
+from phalanx.http.error_responses import Failure, messages_error
 from phalanx.server.answers import CallDelta, Delta, Ending, ResponseHead, Usage, moves_json
 from phalanx.server.stream import named_event
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from phalanx.edge.error_responses import Failure, ollama_error
+from phalanx.http.error_responses import Failure, ollama_error
 from phalanx.server.answers import CallDelta, Delta, Ending, ResponseHead, Usage, join_calls, moves_json
 from phalanx.server.call_arguments import parse_arguments
 from phalanx.server.dialects.log_probabilities import scored_json

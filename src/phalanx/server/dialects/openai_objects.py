@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.edge.error_responses import Failure, openai_error
+from phalanx.http.error_responses import Failure, openai_error
 from phalanx.server.answers import Ending, ResponseHead, Usage, moves_json
 from phalanx.server.stream import DONE, KEEP_ALIVE, event
 

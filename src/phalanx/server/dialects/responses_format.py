@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from phalanx.edge.error_responses import Failure
+from phalanx.http.error_responses import Failure
 from phalanx.server.answers import CallDelta, Delta, Ending, ResponseHead, ScoredToken, Usage, moves_json
 from phalanx.server.dialects.responses_items import CustomCall, Event, FunctionCall, Item, Message, Reasoning, Tool
 from phalanx.server.stream import named_event

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar, cast
 
-from phalanx.edge.table import RESERVE, ConnectionLimits, ConnectionTable, Deadlines, Place, sum_up
+from phalanx.http.connection_table import RESERVE, ConnectionLimits, ConnectionTable, Deadlines, Place, sum_up
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.edge.shares import Shares
 from phalanx.errors import QueueFull
+from phalanx.http.shares import Shares
 
 RETRY_AFTER_S = 1.0  # a body of 8 MiB is parsed in a tenth of a second
 

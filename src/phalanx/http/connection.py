@@ -1,4 +1,4 @@
-"""aiohttp's connection of a client with a place and deadlines, which `edge/acceptor.py` accepts and watches."""
+"""aiohttp's connection of a client with a place and deadlines, which `http/acceptor.py` accepts and watches."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 from aiohttp import StreamReader, web
 from aiohttp.web_protocol import RequestHandler
 
-from phalanx.edge.acceptor import unsent
-from phalanx.edge.error_responses import Failure, openai_error
-from phalanx.edge.table import KEEP_ALIVE_S, ConnectionTable, Deadlines, Place, Progress
+from phalanx.http.acceptor import unsent
+from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionTable, Deadlines, Place, Progress
+from phalanx.http.error_responses import Failure, openai_error
 
 log = logging.getLogger(__name__)
 
