@@ -320,7 +320,7 @@ def globals_(source: Source) -> Iterator[str]:
 
 def documented_settings(source: Source) -> Iterator[str]:
     """Every setting has a docstring under it, which is also its help."""
-    homes = ("config.py", "speculation_config.py", "server/settings.py", "gateway/settings.py")
+    homes = ("config.py", "speculation_config.py", "server/settings/server_settings.py", "gateway/settings.py")
     if source.path not in (*homes, "offline/sampling_params.py"):
         return
     for cls in (node for node in source.tree.body if isinstance(node, ast.ClassDef)):
@@ -523,9 +523,9 @@ def test_indirect_mlx_is_found() -> None:
     sources = (
         parse("text/__init__.py", "import mlx.core"),
         parse("text/tokenizer.py", ""),
-        parse("server/app.py", "from phalanx.text.tokenizer import Tokenizer"),
+        parse("server/server_app.py", "from phalanx.text.tokenizer import Tokenizer"),
     )
-    assert "phalanx.server.app -> phalanx.text -> mlx" in mlx_behind(sources)
+    assert "phalanx.server.server_app -> phalanx.text -> mlx" in mlx_behind(sources)
 
 
 def test_foreign_words_are_found() -> None:

@@ -1,4 +1,4 @@
-"""Settings of ranks, groups and clusters, parsed once and frozen; the servers' are in `server/settings.py` and
+"""Settings of ranks, groups and clusters, parsed once and frozen; the servers' are in `server/settings/server_settings.py` and
 `gateway/settings.py`.
 
 A field declares its type, its range (`Meta`), its default and its flag (`Flag`). The docstring below it documents it,

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from support.serving import CONFIG, fake_engine, make_tokenizer
 
 from phalanx.http.listening import bind
-from phalanx.server.run import Server
+from phalanx.server.server_process import Server
 from phalanx.supervision.fake_engine import replying
 
 CONTEXT = 1 << 18

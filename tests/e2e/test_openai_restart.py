@@ -114,8 +114,8 @@ def test_killed_mid_stream(frail_server: Running):
 
 def test_a_request_that_ends_every_engine_is_quarantined(frail_server: Running, monkeypatch: pytest.MonkeyPatch):
     """`unit/server/test_journal.py` has how many crashes it takes; here it is one as any other, and one alone."""
-    monkeypatch.setattr("phalanx.server.journal.CRASHES", 1)
-    monkeypatch.setattr("phalanx.server.journal.TRIAL_TOKENS", 1 << 20)
+    monkeypatch.setattr("phalanx.server.sequences.journal.CRASHES", 1)
+    monkeypatch.setattr("phalanx.server.sequences.journal.TRIAL_TOKENS", 1 << 20)
     client = openai.OpenAI(base_url=frail_server.base_url, api_key="none", max_retries=0, timeout=240)
     asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "extra_body": {"ignore_eos": True}}
 

@@ -43,7 +43,7 @@ EVERY_FAULT = [
 def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither do pauses between starts grow, nor is a stream tried alone that was there in two crashes."""
     monkeypatch.setattr("phalanx.supervision.restarts.LONGEST_PAUSE_S", 0.1)
-    monkeypatch.setattr("phalanx.server.journal.CRASHES", 100)
+    monkeypatch.setattr("phalanx.server.sequences.journal.CRASHES", 100)
 
 
 @pytest.mark.parametrize(("ranks", "backend", "faults", "struck"), EVERY_FAULT)

@@ -13,7 +13,7 @@ from support.examples import SOAK
 from support.scripted_model import ScriptedEngine
 from support.serving import CONFIG, serving
 
-from phalanx.server.settings import ServerConfig
+from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.text.tokenizer import Tokenizer
 
 BODIES = 2000 if SOAK else 250

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx.http.stream_records import MIGRATION, RESUME, Choice, Record, Resume, Start, record_in, resume_body
-from phalanx.server.output_queue import Event, OutputQueue
+from phalanx.server.sequences.output_queue import Event, OutputQueue
 from phalanx.supervision.fake_engine import FAKE_INFO, FakeEngine
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Finished, SequenceRequest, Tokens

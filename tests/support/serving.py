@@ -21,9 +21,9 @@ from tokenizers import Tokenizer as Fast
 
 from phalanx.config import EngineConfig
 from phalanx.http.listening import base_url, bind
-from phalanx.server.app import create_app
-from phalanx.server.run import Server
-from phalanx.server.settings import ServerConfig
+from phalanx.server.server_app import create_app
+from phalanx.server.server_process import Server
+from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
 from phalanx.supervision.fake_engine import FAKE_INFO, FakeEngine, Script
 from phalanx.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from phalanx import environment
 from phalanx.config import EngineConfig
 from phalanx.environment import api_key_from_environment, child_environment, memory_guard_override_gb, runtime_dir
 from phalanx.errors import ConfigError
-from phalanx.server.settings import ServerConfig
+from phalanx.server.settings.server_settings import ServerConfig
 
 
 @pytest.fixture(autouse=True)

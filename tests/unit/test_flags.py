@@ -18,8 +18,8 @@ from phalanx.cli.main import COMMANDS, HIDDEN, main
 from phalanx.cli.terminal import report
 from phalanx.config import EngineConfig, GroupConfig
 from phalanx.errors import ConfigError, ExitCode, MemoryShortage, ModelNotFound, PhalanxError, exit_code_of
-from phalanx.server.schema import ChatMessage
-from phalanx.server.settings import ServerConfig
+from phalanx.server.fields.openai_bodies import ChatMessage
+from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.speculation_config import NgramSpeculation
 from phalanx.tls.certificates import make_credentials
 from phalanx.tls.credentials import write_credentials

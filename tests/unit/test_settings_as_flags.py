@@ -18,7 +18,7 @@ from phalanx.config import Dtype, EngineConfig, Flag
 from phalanx.errors import ConfigError
 from phalanx.gateway.settings import GatewayConfig
 from phalanx.offline.sampling_params import SamplingParams
-from phalanx.server.settings import ServerConfig
+from phalanx.server.settings.server_settings import ServerConfig
 
 Level = Annotated[int, Meta(ge=1, le=8)]
 

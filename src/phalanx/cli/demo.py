@@ -24,7 +24,7 @@ from phalanx.cli.terminal import note, show
 from phalanx.config import DEFAULT_PORT
 from phalanx.environment import api_key_from_environment
 from phalanx.errors import ExitCode, PhalanxError
-from phalanx.server.settings import ServerConfig
+from phalanx.server.settings.server_settings import ServerConfig
 
 PROMPT = "What is phalanx?"
 MAX_TOKENS = 120  # enough to show a speed

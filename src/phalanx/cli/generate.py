@@ -1,6 +1,6 @@
 """`phalanx generate`: one prompt, one answer, through the server's own path (parse, journal, decode) without HTTP.
 
-What a flag means is decided where the API's fields are (`server/validate.py`): this file only builds the body.
+What a flag means is decided where the API's fields are (`server/requests/validate.py`): this file only builds the body.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from phalanx.offline.local_engine import LocalEngine
 from phalanx.offline.outputs import RequestOutput
 from phalanx.offline.sampling_params import SamplingParams
 from phalanx.offline.settings import check_engine
-from phalanx.server.schema import ChatBody, CompletionBody
-from phalanx.server.settings import ServerConfig
+from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody
+from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.spec.stats import report as speculation_report
 from phalanx.supervision.process import EngineProcess
 from phalanx.types import SpecStats

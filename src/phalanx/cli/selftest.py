@@ -22,7 +22,7 @@ from phalanx.config import DEFAULT_MODEL, GIB, EngineConfig, LogLevel
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.model.loading.resolve import resolve_models
 from phalanx.offline.settings import check_engine
-from phalanx.server.settings import ServerConfig
+from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision import fast_synch
 from phalanx.supervision.fast_synch import FastSynch
 from phalanx.supervision.hosts import KnownCluster, load_cluster

@@ -21,9 +21,9 @@ from phalanx.http.api_keys import NOT_SENDABLE, is_sendable
 from phalanx.http.listening import is_loopback
 from phalanx.model.loading.resolve import resolve_models
 from phalanx.offline.settings import check_engine
-from phalanx.server.defaults import read_defaults
 from phalanx.server.outputs.shapes import reasoning_parsers, tool_parsers
-from phalanx.server.settings import ServerConfig
+from phalanx.server.requests.generation_defaults import read_defaults
+from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.server.start import serve
 from phalanx.supervision.attach import AttachedEngine
 from phalanx.supervision.awake import stay_awake

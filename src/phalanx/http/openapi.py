@@ -1,6 +1,6 @@
 """Describes request bodies in /openapi.json.
 
-FastAPI cannot do it by itself, because the endpoints read their bodies themselves (`server/intake.py`).
+FastAPI cannot do it by itself, because the endpoints read their bodies themselves (`server/requests/intake.py`).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from phalanx.offline.local_engine import LocalEngine
 from phalanx.offline.outputs import RequestOutput
 from phalanx.offline.sampling_params import SamplingParams
 from phalanx.offline.settings import engine_config
-from phalanx.server.schema import ChatBody, CompletionBody
+from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody
 from phalanx.supervision.process import EngineProcess
 
 Prompt = str | Mapping[str, Any]

@@ -21,19 +21,19 @@ from phalanx.config import EngineConfig
 from phalanx.errors import EngineUnavailable
 from phalanx.model.loading.resolve import resolve_models
 from phalanx.offline.outputs import CompletionOutput, Logprob, RequestOutput
-from phalanx.server.answers import Ending, timing_json
-from phalanx.server.defaults import read_defaults
-from phalanx.server.dialects.openai_objects import usage_json
-from phalanx.server.generation import Generation
-from phalanx.server.grammar_checks import GrammarChecks
-from phalanx.server.journal import Journal, RequestSlots
-from phalanx.server.metrics import Metrics
-from phalanx.server.parsed import ChatRequest, CompletionRequest, Served
-from phalanx.server.prompts import Prompts
-from phalanx.server.refusals import in_range
-from phalanx.server.sampling import MAX_TOP_LOGPROBS
-from phalanx.server.schema import ChatBody, CompletionBody
-from phalanx.server.validate import parse_chat, parse_completion, plan_sequences
+from phalanx.server.answers.deltas import Ending, timing_json
+from phalanx.server.answers.generation import Generation
+from phalanx.server.dialects.openai.openai_objects import usage_json
+from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody
+from phalanx.server.fields.refusals import in_range
+from phalanx.server.prompts.grammar_checks import GrammarChecks
+from phalanx.server.prompts.prompt_encoder import Prompts
+from phalanx.server.requests.generation_defaults import read_defaults
+from phalanx.server.requests.parsed import ChatRequest, CompletionRequest, Served
+from phalanx.server.requests.sampling_fields import MAX_TOP_LOGPROBS
+from phalanx.server.requests.validate import parse_chat, parse_completion, plan_sequences
+from phalanx.server.sequences.journal import Journal, RequestSlots
+from phalanx.server.sequences.server_metrics import Metrics
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, ModelInfo, PromptScored, SequenceRequest, TokenLogprobs, Tokens

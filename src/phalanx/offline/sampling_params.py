@@ -1,6 +1,6 @@
 """`SamplingParams`: how an answer is drawn, with vLLM's names. The flags of `phalanx generate` come from it.
 
-Only carries the values. `server/sampling.py` decides what they mean and which of them are out of range.
+Only carries the values. `server/requests/sampling_fields.py` decides what they mean and which of them are out of range.
 """
 
 from __future__ import annotations

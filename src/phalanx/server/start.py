@@ -17,8 +17,8 @@ from phalanx.errors import ExitCode
 from phalanx.http.connection_table import ConnectionLimits, limits_for
 from phalanx.http.listening import bind, server_context
 from phalanx.open_files import raise_limit
-from phalanx.server.parsed import GenerationDefaults
-from phalanx.server.settings import ServerConfig
+from phalanx.server.requests.parsed import GenerationDefaults
+from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 
@@ -93,5 +93,5 @@ async def _serve(
 async def _prepare(engine: EngineClient, load_tokenizer: Callable[[], Tokenizer]) -> tuple[Any, Tokenizer]:
     """Launch the engine, then load the module `run` and the tokenizer while the engine loads."""
     await engine.launch()
-    run = await asyncio.to_thread(importlib.import_module, "phalanx.server.run")
+    run = await asyncio.to_thread(importlib.import_module, "phalanx.server.server_process")
     return run, await asyncio.to_thread(load_tokenizer)

@@ -49,7 +49,7 @@ def test_lines_that_were_seen(line: str, name: str):
     [
         "rank 0: loaded in 0.1 s: mlx.core.float32",
         "rank 1: joined in 0.04 s",
-        "22:10:03 INFO phalanx.server.run: phalanx is ready",
+        "22:10:03 INFO phalanx.server.server_process: phalanx is ready",
         "rank 0: self-test passed in 1.3 s: 2 ranks over ring",
         "rank 0 (a, pid 5) crashed: RuntimeError: MPI_Allreduce failed",  # as any rank that has lost another
         "",

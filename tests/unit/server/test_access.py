@@ -15,7 +15,7 @@ from phalanx.http.allowed_hosts import AllowedHosts
 from phalanx.http.api_keys import ApiKeys
 from phalanx.http.error_responses import without_paths
 from phalanx.http.media_types import is_json, require_json
-from phalanx.server.parsed import shown_name
+from phalanx.server.requests.parsed import shown_name
 from phalanx.supervision.fake_engine import replying
 from phalanx.types import ResetPrefixCache
 

@@ -9,18 +9,18 @@ import pytest
 from support.large_bodies import BLOCKS, CHAT, DETOKENIZE, LINES, RAW, RESPONSES, TEXT, TOKENIZE, attacks
 
 from phalanx.errors import InvalidRequest
-from phalanx.server.bodies import IDS_BYTES, parse_body
-from phalanx.server.dialects import ollama
-from phalanx.server.dialects.messages import MESSAGES as ANTHROPIC
-from phalanx.server.dialects.responses import RESPONSES as OPENAI_RESPONSES
-from phalanx.server.json_fields import FIELD_BYTES
-from phalanx.server.refusals import MAX_DEPTH
-from phalanx.server.schema import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
+from phalanx.server.dialects.messages.messages_dialect import MESSAGES as ANTHROPIC
+from phalanx.server.dialects.ollama import ollama_dialect
+from phalanx.server.dialects.responses.responses_dialect import RESPONSES as OPENAI_RESPONSES
+from phalanx.server.fields.json_fields import FIELD_BYTES
+from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
+from phalanx.server.fields.refusals import MAX_DEPTH
+from phalanx.server.requests.body_parsing import IDS_BYTES, parse_body
 
 SIZE = 1 << 20
 MAX_IDS = 1 << 19
 KIND = {CHAT: ChatBody, TEXT: CompletionBody, TOKENIZE: TokenizeBody, DETOKENIZE: DetokenizeBody}
-DIALECT = {BLOCKS: ANTHROPIC, RESPONSES: OPENAI_RESPONSES, LINES: ollama.CHAT, RAW: ollama.GENERATE}
+DIALECT = {BLOCKS: ANTHROPIC, RESPONSES: OPENAI_RESPONSES, LINES: ollama_dialect.CHAT, RAW: ollama_dialect.GENERATE}
 MESSAGES = [{"role": "user", "content": "x"}]
 NESTED = json.loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)
 VIDEO = {"type": "video_url", "video_url": {"url": "x"}}

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from phalanx.server.call_arguments import parse_arguments
+from phalanx.server.fields.call_arguments import parse_arguments
 
 
 @pytest.mark.parametrize(

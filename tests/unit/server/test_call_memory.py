@@ -7,9 +7,9 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from phalanx.server.answer_parts import AnswerParts, Written
-from phalanx.server.answers import CallDelta, join_calls
-from phalanx.server.call_memory import CHAR_BYTES, CallMemory, Turn, digests
+from phalanx.server.answers.answer_parts import AnswerParts, Written
+from phalanx.server.answers.call_memory import CHAR_BYTES, CallMemory, Turn, digests
+from phalanx.server.answers.deltas import CallDelta, join_calls
 from phalanx.server.outputs.pieces import (
     CallArguments,
     CallBegin,

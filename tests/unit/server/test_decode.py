@@ -6,14 +6,14 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from phalanx.server.answers import Usage
-from phalanx.server.decode import ChoiceDecoder
-from phalanx.server.dialects.openai_objects import usage_json
-from phalanx.server.generation import join
-from phalanx.server.output_queue import StreamEnd, Timings
-from phalanx.server.parsed import GenerationDefaults, Served
-from phalanx.server.schema import CompletionBody
-from phalanx.server.validate import parse_completion, plan_sequences
+from phalanx.server.answers.choice_decoder import ChoiceDecoder
+from phalanx.server.answers.deltas import Usage
+from phalanx.server.answers.generation import join
+from phalanx.server.dialects.openai.openai_objects import usage_json
+from phalanx.server.fields.openai_bodies import CompletionBody
+from phalanx.server.requests.parsed import GenerationDefaults, Served
+from phalanx.server.requests.validate import parse_completion, plan_sequences
+from phalanx.server.sequences.output_queue import StreamEnd, Timings
 from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.text.tokenizer import StopAutomaton
 from phalanx.types import Finished, FinishReason, PromptScored, Timing, TokenLogprobs, Tokens

@@ -9,7 +9,7 @@ import pytest
 from support.scripted_model import ScriptedEngine, tokenizer_of
 from support.serving import serving
 
-from phalanx.server.refusals import MAX_DEPTH
+from phalanx.server.fields.refusals import MAX_DEPTH
 from phalanx.text.tokenizer import Tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/api/generate"

@@ -11,8 +11,8 @@ import pytest
 from support.serving import CHAT, fake_engine, serving
 
 from phalanx.errors import GrammarRefused, InvalidRequest
-from phalanx.server.grammar_checks import KEPT, GrammarChecks
-from phalanx.server.parsed import AnswerGrammar
+from phalanx.server.prompts.grammar_checks import KEPT, GrammarChecks
+from phalanx.server.requests.parsed import AnswerGrammar
 from phalanx.text.grammar_process import GrammarTrial
 from phalanx.types import Submit, ToEngine
 

@@ -11,7 +11,7 @@ from support.connection import Connection
 from support.serving import CHAT, CONFIG, MODEL, fake_engine, serving, sse
 
 from phalanx.config import MIB
-from phalanx.server.parsed import GenerationDefaults
+from phalanx.server.requests.parsed import GenerationDefaults
 from phalanx.supervision.fake_engine import replying
 from phalanx.types import Cancel, Submit
 
@@ -180,7 +180,7 @@ def test_completion_forms_and_echo(tokenizer):
 
 def test_echoed_prompts_are_bounded_together(tokenizer, monkeypatch):
     """n times 8 MiB of prompts were one write, and held the event loop for as long."""
-    monkeypatch.setattr("phalanx.server.validate.MAX_ECHOED", 14)
+    monkeypatch.setattr("phalanx.server.requests.validate.MAX_ECHOED", 14)
 
     async def scenario(client, _):
         body = {"prompt": "the fox", "echo": True, "n": 2, "stream": True}

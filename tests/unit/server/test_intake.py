@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from phalanx.errors import InvalidRequest, QueueFull, RequestTooLarge
 from phalanx.http.body_budget import BodyLease
 from phalanx.http.stream_records import RESUME_BYTES
-from phalanx.server.intake import INLINE_BYTES, LARGEST_BODIES, SMALL_BYTES, Intake
-from phalanx.server.schema import CompletionBody
+from phalanx.server.fields.openai_bodies import CompletionBody
+from phalanx.server.requests.intake import INLINE_BYTES, LARGEST_BODIES, SMALL_BYTES, Intake
 
 LARGEST = 1 << 20
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from phalanx.errors import EngineError, EngineUnavailable, Quarantined, QueueFull, SlowClient
-from phalanx.server.journal import TRIAL_TOKENS, UNREAD_TOKENS, Journal
-from phalanx.server.metrics import Metrics
-from phalanx.server.output_queue import OutputQueue, StreamEnd
+from phalanx.server.sequences.journal import TRIAL_TOKENS, UNREAD_TOKENS, Journal
+from phalanx.server.sequences.output_queue import OutputQueue, StreamEnd
+from phalanx.server.sequences.server_metrics import Metrics
 from phalanx.supervision.fake_engine import FakeEngine, hashed
 from phalanx.types import (
     Batch,

@@ -16,7 +16,7 @@ from support.scripted_model import tokenizer_of
 from support.serving import CONFIG, fake_engine, serving
 
 from phalanx.config import MIB
-from phalanx.server import app
+from phalanx.server import server_app
 from phalanx.supervision.fake_engine import replying
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Cancel
@@ -213,10 +213,10 @@ def test_a_template_that_refuses_it_gets_it_as_a_part_of_the_users_turn(tmp_path
 
 @pytest.mark.parametrize("set_by", ["the flag", "the dialect"])
 def test_pings_while_the_prompt_is_computed_and_while_the_engine_is_gone(tokenizer, monkeypatch, set_by):
-    assert app.GENERATING[URL].longest_silence_s <= 5
+    assert server_app.GENERATING[URL].longest_silence_s <= 5
     if set_by == "the dialect":
-        impatient = replace(app.GENERATING[URL], longest_silence_s=0.01)
-        monkeypatch.setattr(app, "GENERATING", {URL: impatient})
+        impatient = replace(server_app.GENERATING[URL], longest_silence_s=0.01)
+        monkeypatch.setattr(server_app, "GENERATING", {URL: impatient})
 
     async def main():
         engine = fake_engine(tokenizer, replying(tokenizer.encode("hello")), manual=True)

@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx.errors import InvalidRequest
-from phalanx.server.bodies import parse_body
-from phalanx.server.dialects.messages import BILLING, MESSAGES, parse_counted, parse_messages
-from phalanx.server.json_fields import SCHEMA_BYTES, TOOLS_BYTES, VARIABLES_BYTES
+from phalanx.server.dialects.messages.messages_dialect import BILLING, MESSAGES, parse_counted, parse_messages
+from phalanx.server.fields.json_fields import SCHEMA_BYTES, TOOLS_BYTES, VARIABLES_BYTES
+from phalanx.server.fields.openai_bodies import MAX_MESSAGES, MAX_PARTS
 from phalanx.server.outputs.shapes import OutputShapes, by_name
-from phalanx.server.parsed import ChatRequest, GenerationDefaults, Served
-from phalanx.server.schema import MAX_MESSAGES, MAX_PARTS
+from phalanx.server.requests.body_parsing import parse_body
+from phalanx.server.requests.parsed import ChatRequest, GenerationDefaults, Served
 
 SERVED = Served(
     names=("tiny", "claude-tiny"),

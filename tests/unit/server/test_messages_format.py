@@ -10,9 +10,9 @@ import pytest
 from support.messages_events import read_message
 
 from phalanx.http.error_responses import Failure, messages_error
-from phalanx.server.answers import CallDelta, Delta, Ending, ResponseHead, Usage
-from phalanx.server.dialects.messages_format import MessagesFormat
-from phalanx.server.generation import join
+from phalanx.server.answers.deltas import CallDelta, Delta, Ending, ResponseHead, Usage
+from phalanx.server.answers.generation import join
+from phalanx.server.dialects.messages.messages_format import MessagesFormat
 from phalanx.types import Timing
 
 HEAD = ResponseHead(id="msg_1", created=0, model="tiny", logprobs=False)

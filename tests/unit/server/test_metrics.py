@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.server.metrics import Metrics
+from phalanx.server.sequences.server_metrics import Metrics
 from phalanx.types import EngineStats, SpecStats
 
 

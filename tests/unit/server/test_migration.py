@@ -15,9 +15,9 @@ from support.migrating import KEY, PacedEngine, paced, resume_after, shown, stre
 from support.scripted_model import TEMPLATES, tokenizer_of
 from support.serving import CONFIG, serving
 
-from phalanx.server import app
-from phalanx.server.answers import CallDelta, Delta, ScoredToken, TokenText
-from phalanx.server.generation import join, merge
+from phalanx.server import server_app
+from phalanx.server.answers.deltas import CallDelta, Delta, ScoredToken, TokenText
+from phalanx.server.answers.generation import join, merge
 
 KEYED = replace(CONFIG, admin_key=KEY, keepalive_seconds=1e6)
 END = "<|im_end|>"
@@ -36,8 +36,8 @@ def hermes(tokenizers):
 @pytest.fixture(autouse=True)
 def steps(monkeypatch):
     """Steps wait for readers, and no stream is kept awake: time decides nothing."""
-    patient = {path: replace(dialect, longest_silence_s=math.inf) for path, dialect in app.GENERATING.items()}
-    monkeypatch.setattr(app, "GENERATING", patient)
+    patient = {path: replace(dialect, longest_silence_s=math.inf) for path, dialect in server_app.GENERATING.items()}
+    monkeypatch.setattr(server_app, "GENERATING", patient)
     with paced(monkeypatch):
         yield
 

@@ -13,8 +13,8 @@ from support.migrating import KEY, PacedEngine, paced, pieces_of, request_of, re
 from support.serving import CHAT, CONFIG, EOS, MODEL, fake_engine, serving, sse
 
 from phalanx.http.stream_records import MIGRATION, RESUME, RESUME_BYTES, Choice, Ended, Record, record_in, resume_body
-from phalanx.server.answer_parts import call_id
-from phalanx.server.app import create_app
+from phalanx.server.answers.answer_parts import call_id
+from phalanx.server.server_app import create_app
 from phalanx.supervision.fake_engine import replying
 from phalanx.types import Submit, TokenLogprobs
 

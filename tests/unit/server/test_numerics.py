@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 from support.serving import CONFIG, TEMPLATE, make_tokenizer
 
-from phalanx.server.numerics import numerics_of
+from phalanx.server.endpoints.numerics import numerics_of
 from phalanx.server.outputs.shapes import OutputShapes
-from phalanx.server.parsed import GenerationDefaults, Served
+from phalanx.server.requests.parsed import GenerationDefaults, Served
 from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from support.ollama_lines import read_lines
 from support.scripted_model import TEMPLATES, tokenizer_of
 from support.serving import CONFIG, fake_engine, serving
 
-from phalanx.server.dialects.ollama_models import REFUSED
+from phalanx.server.dialects.ollama.ollama_models import REFUSED
 from phalanx.supervision.fake_engine import replying
 from phalanx.types import Cancel
 

@@ -9,15 +9,15 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx.errors import InvalidRequest, UnknownModel
-from phalanx.server.bodies import parse_body
-from phalanx.server.dialects.dialect import ParsedBody, StaticAnswer
-from phalanx.server.dialects.ollama import CHAT, GENERATE
-from phalanx.server.dialects.ollama_body import OllamaCall, OllamaCalled, OllamaMessage
-from phalanx.server.dialects.ollama_messages import conversation_of
-from phalanx.server.json_fields import SCHEMA_BYTES, TOOLS_BYTES, VARIABLES_BYTES
+from phalanx.server.dialects.common.dialect import ParsedBody, StaticAnswer
+from phalanx.server.dialects.ollama.ollama_body import OllamaCall, OllamaCalled, OllamaMessage
+from phalanx.server.dialects.ollama.ollama_dialect import CHAT, GENERATE
+from phalanx.server.dialects.ollama.ollama_messages import conversation_of
+from phalanx.server.fields.json_fields import SCHEMA_BYTES, TOOLS_BYTES, VARIABLES_BYTES
+from phalanx.server.fields.openai_bodies import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from phalanx.server.outputs.shapes import OutputShapes, by_name
-from phalanx.server.parsed import ChatRequest, CompletionRequest, GenerationDefaults, Served
-from phalanx.server.schema import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
+from phalanx.server.requests.body_parsing import parse_body
+from phalanx.server.requests.parsed import ChatRequest, CompletionRequest, GenerationDefaults, Served
 
 SERVED = Served(
     names=("tiny", "second"),

@@ -10,9 +10,9 @@ import pytest
 from support.ollama_lines import read_lines
 
 from phalanx.http.error_responses import Failure
-from phalanx.server.answers import CallDelta, Delta, Ending, ResponseHead, ScoredToken, TokenText, Usage
-from phalanx.server.dialects.ollama_format import CHAT_ANSWER, GENERATE_ANSWER, OllamaFormat
-from phalanx.server.generation import join, merge
+from phalanx.server.answers.deltas import CallDelta, Delta, Ending, ResponseHead, ScoredToken, TokenText, Usage
+from phalanx.server.answers.generation import join, merge
+from phalanx.server.dialects.ollama.ollama_format import CHAT_ANSWER, GENERATE_ANSWER, OllamaFormat
 from phalanx.types import Timing
 
 ENDING = Ending(

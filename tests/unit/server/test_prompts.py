@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import InvalidRequest
-from phalanx.server.parsed import Conversation
-from phalanx.server.prompts import PIECE, SHORT, SURE_BYTES, Prompts, _pieces
+from phalanx.server.prompts.prompt_encoder import PIECE, SHORT, SURE_BYTES, Prompts, _pieces
+from phalanx.server.requests.parsed import Conversation
 from phalanx.text.tokenizer import Tokenizer
 
 

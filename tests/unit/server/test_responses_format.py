@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from support.responses_events import StreamGrammar, check_stream, parse_stream, text_of
 
 from phalanx.http.error_responses import Failure
-from phalanx.server.answers import (
+from phalanx.server.answers.deltas import (
     CallDelta,
     Delta,
     Ending,
@@ -19,10 +19,10 @@ from phalanx.server.answers import (
     TokenText,
     Usage,
 )
-from phalanx.server.dialects.responses_format import ResponseOptions, ResponsesFormat
-from phalanx.server.dialects.responses_items import Tool, seal, unseal
-from phalanx.server.generation import join
-from phalanx.server.json_pieces import to_json
+from phalanx.server.answers.generation import join
+from phalanx.server.dialects.responses.responses_format import ResponseOptions, ResponsesFormat
+from phalanx.server.dialects.responses.responses_items import Tool, seal, unseal
+from phalanx.server.fields.json_pieces import to_json
 from phalanx.types import Timing
 
 HEAD = ResponseHead(id="resp_0", created=7, model="tiny", logprobs=False)

@@ -8,14 +8,14 @@ import pytest
 from msgspec.structs import fields as fields_of
 
 from phalanx.errors import InvalidRequest, UnknownModel
-from phalanx.server.answers import ResponseHead
-from phalanx.server.bodies import parse_body
-from phalanx.server.dialects.responses import ECHOED, NEUTRAL, SHARED, parse_responses
-from phalanx.server.dialects.responses_body import READERS, ResponsesBody
-from phalanx.server.dialects.responses_items import seal
-from phalanx.server.json_fields import TOOLS_BYTES
+from phalanx.server.answers.deltas import ResponseHead
+from phalanx.server.dialects.responses.responses_body import READERS, ResponsesBody
+from phalanx.server.dialects.responses.responses_dialect import ECHOED, NEUTRAL, SHARED, parse_responses
+from phalanx.server.dialects.responses.responses_items import seal
+from phalanx.server.fields.json_fields import TOOLS_BYTES
 from phalanx.server.outputs.shapes import OutputShapes, by_name
-from phalanx.server.parsed import GenerationDefaults, Served
+from phalanx.server.requests.body_parsing import parse_body
+from phalanx.server.requests.parsed import GenerationDefaults, Served
 from phalanx.supervision.fake_engine import FAKE_INFO
 
 SERVED = Served(

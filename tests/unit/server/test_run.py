@@ -16,8 +16,8 @@ from support.serving import CHAT, CONFIG, fake_engine, running_server, sse
 from phalanx.errors import ConfigError, ExitCode, ModelError, ModelUnsupported
 from phalanx.http.connection_table import Deadlines
 from phalanx.http.listening import base_url, bind
-from phalanx.server.defaults import read_defaults
-from phalanx.server.parsed import GenerationDefaults
+from phalanx.server.requests.generation_defaults import read_defaults
+from phalanx.server.requests.parsed import GenerationDefaults
 from phalanx.server.start import serve
 from phalanx.supervision.fake_engine import FakeEngine, replying
 

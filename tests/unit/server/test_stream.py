@@ -7,7 +7,7 @@ import json
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.server.stream import event
+from phalanx.server.answers.event_framing import event
 
 
 @given(st.text())

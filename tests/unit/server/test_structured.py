@@ -10,11 +10,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import InvalidRequest
-from phalanx.server.bodies import parse_body
-from phalanx.server.json_fields import SCHEMA_BYTES
-from phalanx.server.json_schemas import FORMAT_PATTERNS, MAX_DEPTH, MAX_ENUM, bounded
-from phalanx.server.schema import ChatBody, CompletionBody
-from phalanx.server.structured import MAX_CHOICES, MAX_GRAMMAR_CHARS, WHITESPACE, parse_answer
+from phalanx.server.fields.json_fields import SCHEMA_BYTES
+from phalanx.server.fields.json_schemas import FORMAT_PATTERNS, MAX_DEPTH, MAX_ENUM, bounded
+from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody
+from phalanx.server.requests.body_parsing import parse_body
+from phalanx.server.requests.structured import MAX_CHOICES, MAX_GRAMMAR_CHARS, WHITESPACE, parse_answer
 
 BYTES = LLTokenizer("byte")
 PERSON = {

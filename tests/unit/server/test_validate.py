@@ -9,11 +9,11 @@ from msgspec.structs import fields as fields_of
 from msgspec.structs import replace
 
 from phalanx.errors import InvalidRequest, UnknownModel
-from phalanx.server.bodies import parse_body
-from phalanx.server.parsed import GenerationDefaults, Served
-from phalanx.server.sampling import NEUTRAL
-from phalanx.server.schema import ChatBody, CompletionBody, TokenizeBody
-from phalanx.server.validate import parse_chat, parse_completion, parse_tokenize, plan_sequences
+from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody, TokenizeBody
+from phalanx.server.requests.body_parsing import parse_body
+from phalanx.server.requests.parsed import GenerationDefaults, Served
+from phalanx.server.requests.sampling_fields import NEUTRAL
+from phalanx.server.requests.validate import parse_chat, parse_completion, parse_tokenize, plan_sequences
 from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.types import Sampling, StopRule
 

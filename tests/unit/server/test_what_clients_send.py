@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, fake_engine, serving, sse
 
 from phalanx.config import MIB
-from phalanx.server.sampling import NEUTRAL
+from phalanx.server.requests.sampling_fields import NEUTRAL
 from phalanx.supervision.fake_engine import FAKE_INFO, replying
 
 TEXT = "hello world, the quick brown fox says hello to the world again"

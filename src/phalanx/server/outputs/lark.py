@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.server.json_schemas import bounded
+from phalanx.server.fields.json_schemas import bounded
 
 STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """JSON with at most one space between tokens: a small model that may write white space may never stop."""

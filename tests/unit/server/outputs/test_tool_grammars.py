@@ -20,8 +20,8 @@ from answers_of_models import calls_of, finite, read, reasoning_of, shapes_of, t
 from support.examples import SOAK
 
 from phalanx.server.outputs.formats import TOOLS
-from phalanx.server.outputs.grammars import tool_grammar, with_reasoning
 from phalanx.server.outputs.lark import GrammarUnsupported
+from phalanx.server.outputs.output_grammars import tool_grammar, with_reasoning
 from phalanx.server.outputs.pieces import CallBegin, Text, ToolDefinition
 from phalanx.server.outputs.shapes import OutputShapes
 

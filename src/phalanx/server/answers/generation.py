@@ -1,0 +1,284 @@
+"""The generation of one request's answer: reads its output queue, decodes every choice, counts its tokens.
+
+Yields deltas (text, scored tokens, endings) that `routes.py` streams or collects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from functools import partial
+from operator import attrgetter
+
+from msgspec import Struct
+
+from phalanx.http.stream_records import Choice
+from phalanx.server.answers.answer_parts import AnswerParts, Written, call_id
+from phalanx.server.answers.choice_decoder import ChoiceDecoder
+from phalanx.server.answers.deltas import Delta, Ending, ScoredToken, Usage, join_calls
+from phalanx.server.outputs.pieces import OutputParser
+from phalanx.server.requests.parsed import Options
+from phalanx.server.sequences.journal import RequestSlots
+from phalanx.server.sequences.output_queue import Event, StreamEnd, Timings
+from phalanx.server.sequences.resumption import Ledger, over
+from phalanx.text.tokenizer import StopAutomaton, Tokenizer
+from phalanx.types import Finished, PromptScored, SequenceRequest, Tokens
+
+KINDS = (attrgetter("reasoning"), attrgetter("text"), attrgetter("calls"))
+"""What a delta may have, in the order in which formats write it."""
+WRITTEN_AT_ONCE = 1 << 18  # prompt tokens of choices that are written to the engine in one go, in 5 ms
+
+
+class Reading(Struct, frozen=True, kw_only=True):
+    """How the text of a request's choices is taken apart."""
+
+    parser: Callable[[], OutputParser | None]  # makes one; None: all text is content
+    marks: frozenset[int]  # special tokens that it has to see as text
+    one_call: bool  # a choice ends with its first call
+    reasons: bool  # the model may write reasoning, so that its tokens are reported
+    remember: Callable[[Written, list[int]], None] | None = None  # is told of each choice with calls, and its tokens
+
+
+class Generation:
+    """Deltas of all choices of one request, in the order they were committed.
+
+    Args:
+        id: of the answer.
+        reading: how the choices' text is taken apart; None: all of it is content.
+        ledger: is told what the deltas are made of.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: Options,
+        requests: Sequence[SequenceRequest],
+        echoes: Sequence[str | None],
+        *,
+        id: str,
+        reading: Reading | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._options = options
+        self._requests = requests
+        self._reading = reading
+        self._ledger = ledger
+        stops = StopAutomaton(options.stop_strings) if options.stop_strings else None
+        marks = frozenset[int]() if reading is None else reading.marks
+        self._decoders = [
+            ChoiceDecoder(
+                tokenizer, options, request, index, echoes[index // options.n], stops, self._parts(id, index), marks
+            )
+            for index, request in enumerate(requests)
+        ]
+        self._echoed: set[int] = set()  # choices whose prompt the client has
+        self._endings: dict[int, Ending] = {}
+        self._slots: RequestSlots | None = None
+
+    def replay(self, known: Sequence[Choice]) -> list[Delta]:
+        """Take in what another server has decoded, before `begin`. Returns the deltas that the client has."""
+        deltas: list[Delta] = []
+        for choice in known:
+            decoder, id = self._decoders[choice.index], self._requests[choice.index].id
+            if choice.echoed and (echo := decoder.opening()) is not None:
+                deltas.append(echo)
+                self._echoed.add(choice.index)
+            deltas += decoder.tokens(Tokens(id, 0, choice.tokens, choice.logprobs or None))
+            if (end := choice.ended) is not None:
+                finished = Finished(
+                    id,
+                    end.reason,
+                    end.n_tokens,
+                    end.cached_tokens,
+                    detail=end.detail,
+                    drafted_tokens=end.drafted_tokens,
+                    accepted_tokens=end.accepted_tokens,
+                )
+                deltas.append(self._end(choice.index, StreamEnd(finished, Timings(0.0))))
+        return merge(deltas)
+
+    async def begin(self, slots: RequestSlots) -> None:
+        """Submit the choices to the engine, but those that need no further token.
+
+        Raises:
+            EngineUnavailable: the engine went down meanwhile.
+        """
+        self._slots = slots
+        n_tokens = 0
+        for index, request in enumerate(self._requests):
+            if index in self._endings or self._over(index) is not None:
+                continue
+            slots.submit([request], index)
+            n_tokens += len(request.prompt)
+            if n_tokens > WRITTEN_AT_ONCE:
+                await asyncio.sleep(0)
+                n_tokens = 0
+
+    def opening(self) -> Iterator[Delta]:
+        """The deltas that exist already, after `begin`: echoed prompts, and endings of choices that are known whole."""
+        assert self._slots is not None, "begin comes first"
+        for index, decoder in enumerate(self._decoders):
+            if index not in self._echoed and (echo := decoder.opening()) is not None:
+                if self._ledger is not None:
+                    self._ledger.echoed(index)
+                yield echo
+            if index not in self._endings and (finished := self._over(index)) is not None:
+                yield self._end(index, StreamEnd(finished, Timings(self._slots.arrived)), self._ledger)
+
+    async def deltas(self, keepalive_s: float | None) -> AsyncGenerator[list[Delta]]:
+        """Yield new deltas, those of each choice in order; an empty list after every `keepalive_s` seconds without any.
+
+        And where the ledger has to tell something without any.
+
+        Raises:
+            PhalanxError: the request failed.
+        """
+        assert self._slots is not None, "begin comes first"
+        slots = self._slots
+        while len(self._endings) < len(self._requests):
+            try:
+                async with asyncio.timeout(keepalive_s):
+                    events = await slots.output.read()
+            except TimeoutError:
+                yield []
+                continue
+            deltas = [delta for index, event in events for delta in await self._decode(slots, index, event)]
+            has_notice = self._ledger is not None and self._ledger.pause(slots.output.is_paused)
+            if deltas or has_notice:
+                yield merge(deltas)
+
+    async def choices(self, slots: RequestSlots) -> list[Delta]:
+        """Submit the choices and wait for all of them. Returns one complete delta per choice.
+
+        Raises:
+            PhalanxError: the request failed.
+        """
+        by_choice: list[list[Delta]] = [[] for _ in self._requests]
+        await self.begin(slots)
+        for delta in self.opening():
+            by_choice[delta.index].append(delta)
+        async for deltas in self.deltas(None):
+            for delta in deltas:
+                by_choice[delta.index].append(delta)
+        return [join(deltas) for deltas in by_choice]
+
+    def usage(self) -> Usage:
+        """Token counts of the choices that ended. A prompt counts once, however many choices it has."""
+        first_choices = range(0, len(self._requests), self._options.n)
+        accepted = sum(ending.accepted_tokens for ending in self._endings.values())
+        drafted = sum(ending.drafted_tokens for ending in self._endings.values())
+        return Usage(
+            prompt=sum(len(self._requests[i].prompt) for i in first_choices),
+            completion=sum(ending.n_tokens for ending in self._endings.values()),
+            cached=sum(self._endings[i].cached_tokens for i in first_choices if i in self._endings),
+            predicted=(accepted, drafted - accepted) if self._options.speculation else None,
+            reasoning=self._reasoning_tokens(),
+        )
+
+    def usage_so_far(self) -> Usage:
+        """Token counts of what was decoded until now."""
+        prompts = self._requests[:: self._options.n]
+        return Usage(
+            prompt=sum(len(request.prompt) for request in prompts),
+            completion=sum(decoder.n_tokens for decoder in self._decoders),
+            reasoning=self._reasoning_tokens(),
+        )
+
+    @property
+    def first_ending(self) -> Ending:
+        """The ending of choice 0. Valid once `deltas` is exhausted."""
+        return self._endings[0]
+
+    async def _decode(self, slots: RequestSlots, index: int, event: Event) -> list[Delta]:
+        decoder = self._decoders[index]
+        match event:
+            case Tokens():
+                before = decoder.n_tokens
+                deltas = decoder.tokens(event)
+                if self._ledger is not None:
+                    self._ledger.tokens(index, event, decoder.n_tokens - before)
+                if decoder.stopped_at is not None:
+                    slots.finish(index, decoder.stopped_at)
+                return deltas
+            case PromptScored():
+                if self._ledger is not None:
+                    self._ledger.echoed(index)
+                return [await asyncio.to_thread(decoder.scored_prompt, event)]  # one entry per prompt token
+            case StreamEnd():
+                return [self._end(index, event, self._ledger)]
+
+    def _end(self, index: int, event: StreamEnd, ledger: Ledger | None = None) -> Delta:
+        """The last delta of a choice."""
+        decoder = self._decoders[index]
+        delta = decoder.end(event)
+        assert delta.ending is not None
+        self._endings[index] = delta.ending
+        self._remember(decoder)
+        if ledger is not None:
+            ledger.ended(index, event.finished, delta.ending.n_tokens)
+        return delta
+
+    def _over(self, index: int) -> Finished | None:
+        return over(self._requests[index], self._decoders[index].stopped_at)
+
+    def _parts(self, id: str, index: int) -> AnswerParts | None:
+        parser = None if self._reading is None else self._reading.parser()
+        if self._reading is None or parser is None:
+            return None
+        return AnswerParts(parser, one_call=self._reading.one_call, id_of=partial(call_id, id, index))
+
+    def _reasoning_tokens(self) -> int | None:
+        if self._reading is None or not self._reading.reasons:
+            return None
+        return sum(decoder.reasoning_tokens for decoder in self._decoders)
+
+    def _remember(self, decoder: ChoiceDecoder) -> None:
+        if self._reading is not None and self._reading.remember is not None:
+            if (written := decoder.written()) is not None:
+                self._reading.remember(*written)
+
+
+def merge(deltas: Sequence[Delta]) -> list[Delta]:
+    """Join the consecutive deltas of each choice, so that a client that reads slowly gets fewer and longer chunks.
+
+    A client is shown the same in the same order, whichever deltas come together: else a server that goes on with
+    another's stream could not know what the client has seen.
+    """
+    by_index: dict[int, list[list[Delta]]] = {}
+    for delta in deltas:
+        groups = by_index.setdefault(delta.index, [])
+        if groups and _joins(groups[-1][-1], delta):
+            groups[-1].append(delta)
+        else:
+            groups.append([delta])
+    return [join(group) for groups in by_index.values() for group in groups]
+
+
+def _joins(before: Delta, after: Delta) -> bool:
+    """Whether a delta of both says the same: it is written in the order reasoning, text, calls.
+
+    Log-probabilities belong to the text beside them. A call that was shown is not void from the start.
+    """
+    if any(call.broken for call in after.calls):
+        return False
+    mine, others = _kinds(before), _kinds(after)
+    return mine == others if after.scored else max(mine, default=0) <= min(others, default=len(KINDS))
+
+
+def _kinds(delta: Delta) -> list[int]:
+    return [i for i, kind in enumerate(KINDS) if kind(delta)]
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """Join consecutive deltas of one choice into one. `deltas` is not empty."""
+    if len(deltas) == 1:
+        return deltas[0]
+    scored: tuple[ScoredToken, ...] = tuple(entry for delta in deltas for entry in delta.scored)
+    return Delta(
+        index=deltas[0].index,
+        text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        calls=join_calls([call for delta in deltas for call in delta.calls]),
+        scored=scored,
+        ending=deltas[-1].ending,
+    )

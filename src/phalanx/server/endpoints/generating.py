@@ -1,0 +1,355 @@
+"""The endpoints that generate, of all dialects.
+
+Each request is read, parsed, given slots, tokenised, generated and answered, in this order. Other modules decide: a
+dialect what a field means and how an answer is written, the journal whether there is room, `app.py` which status an
+error has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import ExitStack, aclosing
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from msgspec import Struct
+from msgspec.structs import replace
+
+from phalanx.errors import InvalidRequest, PhalanxError
+from phalanx.http.body_budget import BodyLease
+from phalanx.http.error_responses import CLIENT_GONE, public_failure
+from phalanx.http.stream_records import RESUME, Resume
+from phalanx.server.answers.deltas import Delta, ResponseHead, Usage, timing_json
+from phalanx.server.answers.event_framing import EventStream, disconnected
+from phalanx.server.answers.generation import Generation
+from phalanx.server.dialects.common.answer_format import AnswerFormat
+from phalanx.server.dialects.common.dialect import Dialect, ParsedBody, StaticAnswer
+from phalanx.server.fields.json_pieces import to_json
+from phalanx.server.fields.openai_bodies import Body
+from phalanx.server.prompts.chat_encoding import ChatEncoder, Encoded
+from phalanx.server.prompts.grammar_checks import GrammarChecks
+from phalanx.server.prompts.prompt_encoder import SHORT, Prompts
+from phalanx.server.requests.intake import Intake
+from phalanx.server.requests.parsed import ChatRequest, CompletionRequest, Options, Served
+from phalanx.server.requests.validate import check_echoed, plan_sequences
+from phalanx.server.sequences.journal import Journal
+from phalanx.server.sequences.resumption import Migration, migration_of, recorded
+from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.server.settings.server_settings import ServerConfig
+from phalanx.types import ModelInfo
+
+FEW_SCORED = 1024  # log-probabilities that are written on the event loop, in 3 ms
+CHARS = 256  # that are written in the time of one log-probability
+LINES = "application/x-ndjson"  # the media type of streams that are no server-sent events
+
+B = TypeVar("B", bound=Body)
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """A parsed request that is not tokenised yet."""
+
+    options: Options
+    encode: Callable[[int, list[int] | None], Coroutine[Any, Any, Encoded]]
+    """(max_model_len, see `Prompts.encode_chat: begun`) -> prompts, what else the engine needs."""
+    n_prompts: int
+    field: str  # that holds the prompts, for errors
+    group: str  # of its sequences; new, so that they are not taken for those of an answer that ends just now
+    id: str  # of the answer
+    created: int  # seconds since 1970
+    format: Callable[[ResponseHead], AnswerFormat]
+    silence_s: float  # after which a stream's client is told that it goes on
+    texts: tuple[str | None, ...] = (None,)  # per prompt; None if the client sent token ids or messages
+    echo: bool = False
+    owner: str = ""  # whose API key it has; see `ApiKeys.owner`
+    memory: BodyLease  # of the body, until the prompts are tokenised
+    migration: Migration | None = None  # None: no records of streams are sent
+
+    @property
+    def resume(self) -> Resume | None:
+        """What the stream goes on from; None if it begins here."""
+        return None if self.migration is None else self.migration.resume
+
+    @property
+    def n_choices(self) -> int:
+        """Choices of all prompts."""
+        return self.n_prompts * self.options.n
+
+
+class CompletionEndpoints:
+    """Answers requests of any dialect.
+
+    Args:
+        numerics: of a server with this model; see `numerics.py`.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        served: Served,
+        intake: Intake,
+        prompts: Prompts,
+        chats: ChatEncoder,
+        grammars: GrammarChecks,
+        journal: Journal,
+        metrics: Metrics,
+        numerics: Callable[[ModelInfo], str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._served = served
+        self._intake = intake
+        self._prompts = prompts
+        self._chats = chats
+        self._grammars = grammars
+        self._journal = journal
+        self._metrics = metrics
+        self._numerics = numerics
+        self._clock = clock
+
+    def of(self, dialect: Dialect[B]) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of a dialect's requests."""
+
+        async def endpoint(request: Request) -> Response:
+            owner = request.state.owner
+            migration = migration_of(request.headers, self._config.admin_key)
+            with self._intake.memory(owner) as memory:
+                asked = await self._intake.read(
+                    request,
+                    dialect.body,
+                    lambda body: dialect.parse(body, self._served),
+                    memory,
+                    dialect.readers,
+                    bytes if migration is None else migration.body,
+                    0 if migration is None else migration.n_before,
+                )
+                if migration is not None and migration.resume is not None and not _is_streamed(asked):
+                    raise InvalidRequest(f"{RESUME}: the request's answer is not streamed; send it again as it is.")
+                if isinstance(asked, StaticAnswer):
+                    self._journal.require_ready()
+                    return Response(to_json(asked.answer(int(time.time()))), media_type="application/json")
+                job = _moving(self._job(asked, dialect, owner, memory), migration)
+                return await self._answer(request, job)
+
+        return endpoint
+
+    def _job(self, asked: ParsedBody, dialect: Dialect[B], owner: str, memory: BodyLease) -> Job:
+        id = f"{dialect.id_prefix}{uuid.uuid4().hex}"
+        silence_s = min(self._config.keepalive_seconds, dialect.longest_silence_s)
+        parsed = asked.request
+        job = partial(
+            Job,
+            options=parsed.options,
+            field=dialect.field,
+            group=id,
+            id=id,
+            created=int(time.time()),
+            format=asked.format,
+            silence_s=silence_s,
+            owner=owner,
+            memory=memory,
+        )
+        if isinstance(parsed, ChatRequest):
+            return job(encode=lambda limit, begun: self._chats.encode(parsed, owner, limit, begun), n_prompts=1)
+        return job(
+            encode=lambda limit, begun: self._encode_texts(parsed, limit, begun),
+            n_prompts=len(parsed.prompts),
+            texts=tuple(prompt if isinstance(prompt, str) else None for prompt in parsed.prompts),
+            echo=parsed.echo,
+        )
+
+    async def _encode_texts(self, parsed: CompletionRequest, limit: int, begun: list[int] | None) -> Encoded:
+        if begun:
+            raise InvalidRequest(f"{RESUME}: start.prompt is a chat's; this request has its own prompt.")
+        return Encoded(prompts=[await self._prompts.encode(prompt, limit=limit) for prompt in parsed.prompts])
+
+    async def _answer(self, request: Request, job: Job) -> Response:
+        if job.options.stream:
+            return await self._stream(job)
+        return await unless_disconnected(request, self._whole(job))
+
+    async def _whole(self, job: Job) -> Response:
+        with self._journal.reserve(job.n_choices, job.owner) as slots:
+            generation = await self._prepare(job)
+            choices = await generation.choices(slots)
+        timing = timing_json(generation.first_ending, None) if job.options.timing else None
+        form, usage = job.format(self._head(job)), generation.usage()
+        body = await self._prompts.run(_size(job, choices), lambda: to_json(form.whole(choices, usage, timing)))
+        return Response(body, media_type="application/json")
+
+    async def _stream(self, job: Job) -> Response:
+        with ExitStack() as stack:
+            slots = stack.enter_context(self._journal.reserve(job.n_choices, job.owner))
+            generation = await self._prepare(job)
+            form = job.format(self._head(job))
+            if job.migration is not None:
+                await self._replay(job, job.migration, generation, form)
+            await generation.begin(slots)  # errors up to here become an HTTP status
+            events = self._events(job, form, generation, slots.arrived)
+            if job.migration is not None:
+                events = recorded(events, job.migration.ledger, lines=form.media_type == LINES)
+            return EventStream(events, stack.pop_all().close, form.media_type)
+
+    async def _prepare(self, job: Job) -> Generation:
+        info = self._journal.require_ready()
+        begun = None
+        if (migration := job.migration) is not None and migration.resume is not None:
+            n_ids = len(migration.resume.start.prompt)
+            begun = await self._prompts.run(n_ids, partial(migration.prompt, info.vocab_size))
+        encoded = await job.encode(info.max_model_len, begun)
+        prompts = encoded.prompts
+        job.memory.free()
+        answer = encoded.answer or job.options.answer
+        grammar = await self._grammars.output_grammar(answer, job.owner, encoded.whole)
+        plan = partial(
+            plan_sequences,
+            job.options,
+            prompts,
+            field=job.field,
+            group=job.group,
+            seed=_seed(job),
+            eos_ids=self._served.eos_ids,
+            info=info,
+            echo=job.echo,
+            owner=job.owner,
+            grammar=grammar,
+        )
+        n_tokens = sum(map(len, prompts))
+        requests = plan() if n_tokens <= SHORT else await self._prompts.run(n_tokens, plan)
+        echoes: list[str | None] = [None] * len(prompts)
+        if job.echo:
+            pairs = zip(job.texts, prompts, strict=True)
+            echoes = [await self._prompts.decode(ids) if text is None else text for text, ids in pairs]
+            check_echoed(sum(map(len, filter(None, echoes))), job.options.n)
+        ledger = None
+        if migration is not None:
+            ledger, numerics = migration.ledger, self._numerics(info)
+            begin = partial(migration.begin, requests, id=job.id, created=job.created, echo=job.echo)
+            begin = partial(begin, is_recalled=encoded.is_recalled, numerics=numerics, info=info)
+            n_tokens += migration.n_known
+            requests = await self._prompts.run(n_tokens, begin)
+        return Generation(
+            self._prompts.tokenizer, job.options, requests, echoes, id=job.id, reading=encoded.reading, ledger=ledger
+        )
+
+    async def _replay(self, job: Job, migration: Migration, generation: Generation, form: AnswerFormat) -> None:
+        """Bring decoders and format to the state of the server that sent what the client has."""
+        if (resume := migration.resume) is None:
+            return
+
+        def work() -> None:
+            form.opening(job.n_choices, None)
+            form.events(generation.replay(resume.choices), None)
+            form.next_number = resume.next_number
+
+        await self._prompts.run(migration.n_known, work)
+
+    async def _events(
+        self, job: Job, form: AnswerFormat, generation: Generation, arrived: float
+    ) -> AsyncGenerator[bytes]:
+        """The stream's bytes. An error becomes an event, because the status was sent before."""
+        so_far = generation.usage_so_far() if job.options.continuous_usage else None
+        if job.resume is None:
+            yield form.opening(job.n_choices, so_far) or form.keep_alive
+        for delta in generation.opening():  # one by one: an echoed prompt may be long, and there may be many
+            yield await self._write(job, form, [delta], so_far)
+        first_byte_s: float | None = None
+        last_s = self._clock()  # when the client was sent something
+        try:
+            async with aclosing(generation.deltas(job.silence_s)) as deltas:
+                async for new in deltas:
+                    so_far = generation.usage_so_far() if job.options.continuous_usage else None
+                    written = await self._write(job, form, new, so_far)
+                    if not written and job.migration is not None and job.migration.ledger.has_notice:
+                        yield b""
+                        continue
+                    if new and not written and self._clock() - last_s < job.silence_s:
+                        continue  # nothing of this is shown
+                    yield written or form.keep_alive
+                    last_s = self._clock()
+                    if first_byte_s is None and written and any(delta.n_chars for delta in new):
+                        first_byte_s = self._clock() - arrived
+                        self._metrics.first_byte(first_byte_s)
+        except PhalanxError as error:
+            if job.migration is not None:
+                job.migration.ledger.fail(error)
+            yield form.failure(public_failure(error))
+            return
+        timing = timing_json(generation.first_ending, first_byte_s) if job.options.timing else None
+        usage = generation.usage()
+        n_scored = usage.completion * _scores_of_one(job)  # a dialect may repeat them
+        if n_scored <= FEW_SCORED:
+            yield form.closing(usage, timing)
+        else:
+            yield await self._prompts.run(n_scored, lambda: form.closing(usage, timing))
+
+    async def _write(self, job: Job, form: AnswerFormat, deltas: list[Delta], so_far: Usage | None) -> bytes:
+        """The events of some deltas. Those of a step are short; an echoed prompt is long, and may be scored."""
+        size = _size(job, deltas)
+        if size <= FEW_SCORED:
+            return form.events(deltas, so_far)
+        return await self._prompts.run(size, lambda: form.events(deltas, so_far))
+
+    def _head(self, job: Job) -> ResponseHead:
+        options = job.options
+        return ResponseHead(
+            id=job.id,
+            created=job.created,
+            model=options.model,
+            logprobs=options.sampling.logprobs is not None,
+            usage_at_end=options.include_usage or options.timing or options.speculation,
+            null_usage=options.stream and options.include_usage,
+            moves=0 if job.migration is None else job.migration.moves,
+        )
+
+
+def _is_streamed(asked: ParsedBody | StaticAnswer) -> bool:
+    return isinstance(asked, ParsedBody) and asked.request.options.stream
+
+
+def _moving(job: Job, migration: Migration | None) -> Job:
+    """The job of a stream that may move; with the answer that it is, if it has."""
+    if migration is None or not job.options.stream:
+        return job
+    if migration.resume is None:
+        return replace(job, migration=migration)
+    start = migration.resume.start
+    return replace(job, migration=migration, id=start.id, created=start.created)
+
+
+def _seed(job: Job) -> int:
+    """The seed of the sampling: the answer's if it has begun, else the client's, else a random one."""
+    if job.resume is not None:
+        return job.resume.start.seed
+    return job.options.sampling.seed if job.options.seeded else secrets.randbits(64)
+
+
+def _size(job: Job, deltas: list[Delta]) -> int:
+    """How long these deltas take to write, in log-probabilities."""
+    n_scored = sum(len(delta.scored) for delta in deltas) * _scores_of_one(job)
+    return n_scored + sum(delta.n_chars for delta in deltas) // CHARS
+
+
+def _scores_of_one(job: Job) -> int:
+    """Log-probabilities of one token in the answer."""
+    top = job.options.sampling.logprobs
+    return 0 if top is None else 1 + top
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The response that `work` makes; cancels the work when the client disconnects."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(disconnected(request.receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        finished = task.done()
+        for pending in (task, watcher):
+            pending.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+    return task.result() if finished else Response(status_code=CLIENT_GONE)

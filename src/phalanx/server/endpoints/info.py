@@ -1,0 +1,194 @@
+"""The endpoints that do not run the model: models, tokenize, version, health, metrics.
+
+Does not know requests in progress; `routes.py` has the completion endpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from phalanx import __version__
+from phalanx.errors import EngineUnavailable, InvalidRequest
+from phalanx.http.api_keys import ApiKeys
+from phalanx.http.media_types import require_json
+from phalanx.http.model_lists import more_of_models
+from phalanx.server.dialects.common.dialect import Dialect, ParsedBody
+from phalanx.server.endpoints.engine_health import Health
+from phalanx.server.fields.json_pieces import to_json
+from phalanx.server.fields.openai_bodies import Body, DetokenizeBody, TokenizeBody
+from phalanx.server.prompts.chat_encoding import ChatEncoder
+from phalanx.server.prompts.prompt_encoder import Prompts
+from phalanx.server.requests.intake import Intake
+from phalanx.server.requests.parsed import ChatRequest, Served
+from phalanx.server.requests.sampling_fields import resolve_model
+from phalanx.server.requests.validate import parse_detokenize, parse_tokenize
+from phalanx.server.sequences.journal import describe
+from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.server.settings.server_settings import ServerConfig
+from phalanx.supervision.client import EngineClient
+from phalanx.types import ModelInfo, ResetPrefixCache
+
+B = TypeVar("B", bound=Body)
+
+
+class InfoEndpoints:
+    """The handlers. None of them waits for a request that the model computes."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine: EngineClient,
+        served: Served,
+        intake: Intake,
+        prompts: Prompts,
+        chats: ChatEncoder,
+        health: Health,
+        metrics: Metrics,
+        keys: ApiKeys,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._served = served
+        self._intake = intake
+        self._prompts = prompts
+        self._chats = chats
+        self._health = health
+        self._metrics = metrics
+        self._keys = keys
+        self._created = int(time.time())
+
+    async def root(self) -> Response:
+        """`GET /`: clients of several APIs look here whether there is a server."""
+        return Response(
+            "phalanx is running. It speaks the APIs of OpenAI, Anthropic and Ollama.\n", media_type="text/plain"
+        )
+
+    async def models(self, request: Request) -> JSONResponse:
+        """`GET /v1/models`"""
+        info = self.loaded()
+        cards = [self._card(name, info) for name in self._served.names]
+        return JSONResponse({"object": "list", "data": cards, **more_of_models(request.query_params)})
+
+    async def model(self, name: str) -> JSONResponse:
+        """`GET /v1/models/{name}`"""
+        return JSONResponse(self._card(resolve_model(name, self._served), self.loaded()))
+
+    async def other_outputs(self) -> JSONResponse:
+        """Vectors and scores, which no model here computes. The body is not read."""
+        name = self._served.names[0]
+        message = f"This server's model, {name}, writes text: it makes no embeddings and ranks nothing."
+        raise InvalidRequest(message, param="model", code="unsupported_value")
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`, vLLM's shape."""
+        info = self.loaded()
+        with self._intake.memory(request.state.owner) as memory:
+            parsed = await self._intake.read(
+                request, TokenizeBody, lambda body: parse_tokenize(body, self._served), memory
+            )
+            if isinstance(parsed.source, str):
+                tokens = await self._prompts.encode(
+                    parsed.source, add_special_tokens=parsed.add_special_tokens, limit=info.max_model_len
+                )
+            else:
+                tokens = (await self._prompts.encode_chat(parsed.source, limit=info.max_model_len)).tokens
+
+        def work() -> bytes:
+            answer: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens}
+            if parsed.with_texts:
+                answer["token_strs"] = [self._prompts.tokenizer.token_text(token) for token in tokens]
+            return to_json(answer)
+
+        return Response(await self._prompts.run(len(tokens), work), media_type="application/json")
+
+    def counting(
+        self, dialect: Dialect[B], body_of: Callable[[int], dict[str, Any]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of a dialect's requests for the tokens of a prompt: those that its request for an answer has.
+
+        Args:
+            body_of: the answer's body with so many tokens.
+        """
+
+        async def endpoint(request: Request) -> Response:
+            info, owner = self.loaded(), request.state.owner
+            with self._intake.memory(owner) as memory:
+                asked = await self._intake.read(
+                    request, dialect.body, lambda body: dialect.parse(body, self._served), memory, dialect.readers
+                )
+                assert isinstance(asked, ParsedBody) and isinstance(asked.request, ChatRequest)
+                encoded = await self._chats.encode(asked.request, owner, info.max_model_len)
+            return JSONResponse(body_of(sum(map(len, encoded.prompts))))
+
+        return endpoint
+
+    async def detokenize(self, request: Request) -> JSONResponse:
+        """`POST /detokenize`, vLLM's shape."""
+        info = self.loaded()
+        tokens = await self._intake.read(
+            request, DetokenizeBody, lambda body: parse_detokenize(body, self._served, info)
+        )
+        return JSONResponse({"prompt": await self._prompts.decode(tokens)})
+
+    async def tokenizer_info(self) -> JSONResponse:
+        """`GET /tokenizer_info`, as in vLLM: special tokens and the chat template."""
+        return JSONResponse(self._prompts.tokenizer.describe())
+
+    async def reset_prefix_cache(self, request: Request) -> JSONResponse:
+        """`POST /reset_prefix_cache`, as in vLLM: drop all cached prefixes. Answers once the memory is free.
+
+        The body is not read, but must be declared as JSON, so that no web page can ask for this.
+        """
+        require_json(request.headers)
+        self._engine.send(ResetPrefixCache())
+        stats = await self._engine.ping()
+        self._metrics.stats(stats)
+        sizes = {"kv": stats.kv_bytes, "prefix": stats.prefix_bytes, "active": stats.active_bytes}
+        return JSONResponse({"bytes": {**sizes, "rss": stats.rss_bytes}})
+
+    async def version(self) -> JSONResponse:
+        """`GET /version`"""
+        return JSONResponse({"version": __version__})
+
+    async def health(self, request: Request) -> JSONResponse:
+        """`GET /health`: 200 only while the engine's own loop answers. Where there are keys, details need one."""
+        status, body = self._health.report()
+        if not self._keys.may_see_details(request.headers):
+            body = {"status": "ok" if status == 200 else "unavailable"}
+        return JSONResponse(body, status)
+
+    async def metrics(self) -> Response:
+        """`GET /metrics`, Prometheus' text format."""
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    def loaded(self) -> ModelInfo:
+        """The served model. Known since the engine was ready for the first time, also during a restart.
+
+        Raises:
+            EngineUnavailable: the engine has never been ready.
+        """
+        info = self._engine.info
+        if info is None:
+            state = self._engine.state
+            raise EngineUnavailable(describe(state.phase, state.reason), retry_after=2.0)
+        return info
+
+    def _card(self, name: str, info: ModelInfo) -> dict[str, Any]:
+        shapes = self._served.shapes
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "phalanx",
+            "root": self._served.names[0],
+            "parent": None,
+            "max_model_len": info.max_model_len,
+            "tool_call_parser": None if shapes.tools is None else shapes.tools.name,
+            "reasoning_parser": None if shapes.reasoning is None else shapes.reasoning.name,
+        }

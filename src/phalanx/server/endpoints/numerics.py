@@ -1,0 +1,40 @@
+"""What decides which tokens a server computes, as one short hash.
+
+Servers with equal hashes give the same tokens for the same request, but for what a batch's other rows change (design:
+Keyed sampling). A gateway moves streams between such servers first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from phalanx import __version__
+from phalanx.server.requests.parsed import Served
+from phalanx.server.settings.server_settings import ServerConfig
+from phalanx.types import ModelInfo
+
+
+def numerics_of(config: ServerConfig, served: Served, tokenizer: str) -> Callable[[ModelInfo], str]:
+    """Makes a server's hash, once its model is known.
+
+    Args:
+        tokenizer: its fingerprint.
+    """
+    facts = (
+        __version__,
+        tokenizer,
+        served.defaults,
+        sorted(served.template_kwargs.items()),
+        served.default_max_tokens,
+        served.clamp_max_tokens,
+        served.auto_tools,
+        config.tool_call_parser,
+        config.reasoning_parser,
+    )
+
+    def numerics(info: ModelInfo) -> str:
+        of_model = (info.identity, info.model_type, info.dtype, info.quantization, info.vocab_size, info.max_model_len)
+        return hashlib.blake2b(repr((facts, of_model)).encode(), digest_size=8).hexdigest()
+
+    return numerics

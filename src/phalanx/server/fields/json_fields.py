@@ -1,0 +1,233 @@
+"""Reads a JSON object field by field, in calls that are short whatever a client sends.
+
+A call of the JSON library holds the interpreter's lock, and with it the event loop and every stream. So the first pass
+only finds where each field begins and ends, at a nanosecond or two per byte. Then each field is judged by its size and
+converted by itself; the first error ends the work. Does not know which bodies there are (`bodies.py`, `dialects/`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from itertools import takewhile
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct, defstruct
+from msgspec.structs import astuple, fields
+
+from phalanx.errors import InvalidRequest
+from phalanx.server.fields.openai_bodies import Body, TolerantBody
+from phalanx.server.fields.refusals import MAX_DEPTH, check_depth
+
+FIELD_BYTES = 1 << 16  # of a field that has no reader of its own; the worst content of this size takes 3 ms
+VARIABLES_BYTES = 1 << 18  # of chat_template_kwargs, which may hold documents, or of a call's arguments; at worst 10 ms
+TOOLS_BYTES = 1 << 20  # of all tools; a large tool server's have 100 KB
+SCHEMA_BYTES = 1 << 17  # of a JSON schema; OpenAI takes 120,000 characters of names and values
+MANY_NAMES = 1 << 18  # colons, and so at most names, up to which an object's fields are found in one call, in 25 ms
+MAX_STRANGE = 1 << 16  # colons outside known fields; looking for the fields there takes 20 ms
+
+B = TypeVar("B", bound=Body)
+Reader = Callable[[bytes, str], Any]
+"""(JSON of a field, name of the field) -> value."""
+Readers = Mapping[tuple[type, str], Reader]
+"""(Struct that declares a field, name of the field) -> its reader; other fields are small."""
+
+
+def read_object(data: bytes, kind: type[B], path: str, readers: Readers) -> B:
+    """A JSON object as `kind`. null counts as absent.
+
+    Raises:
+        InvalidRequest: it is no JSON object, or has a field that is missing, too large or of a wrong type, or that is
+            unknown or repeated where `kind` is not tolerant.
+    """
+    raw = _raw_fields(data, kind, path)
+    if not issubclass(kind, TolerantBody):
+        _refuse_strange(data, raw, path)
+    values: dict[str, Any] = {}
+    for name, type, required in _fields(kind):
+        where = f"{path}.{name}" if path else name
+        if raw.get(name, b"null") != b"null":
+            reader = next((readers[owner, name] for owner in kind.__mro__ if (owner, name) in readers), None)
+            values[name] = _small(raw[name], type, where) if reader is None else reader(raw[name], where)
+        elif required:
+            code = "missing_required_parameter"
+            raise InvalidRequest(f"Missing required parameter: '{where}'.", param=where, code=code)
+    return kind(**values)
+
+
+def _raw_fields(data: bytes, kind: type[Body], path: str) -> dict[str, bytes]:
+    """The JSON of each field that is there; of one that is there twice, the last."""
+    names = kind.__struct_fields__
+    # A repeated name costs 30 ns more with all fields at once than with one.
+    groups = [names] if _colons(data) <= MANY_NAMES else [(name,) for name in names]
+    raw: dict[str, bytes] = {}
+    for group in groups:
+        found = decode(data, _raw_struct(group), path)
+        raw |= {name: value for name in group if (value := bytes(getattr(found, name)))}
+    return raw
+
+
+def _small(data: bytes, type: Any, path: str) -> Any:
+    """A field that has no reader of its own."""
+    return at_most(FIELD_BYTES, lambda data, path: decode(data, type, path))(data, path)
+
+
+def _refuse_strange(data: bytes, raw: Mapping[str, bytes], path: str) -> None:
+    """Refuse fields that are unknown, unless null, and fields that are there twice.
+
+    Every field has a colon, so an object without such fields has no colon outside its known fields' values but one for
+    each. Counting them costs little where there may be millions.
+    """
+    strange = _colons(data) - sum(1 + _colons(value) for value in raw.values())
+    if strange == 0:
+        return
+    where = path or "The JSON body"
+    if strange > MAX_STRANGE:
+        message = f"{where} has {strange} names that are unknown or there more than once."
+        raise InvalidRequest(message, param=path or None)
+    everything: dict[str, Raw] = decode(data, dict[str, Raw], path)
+    for name, value in everything.items():
+        if name not in raw and bytes(value) != b"null":
+            field = f"{path}.{name[:80]}" if path else name[:80]
+            raise InvalidRequest(f"Unrecognized request argument supplied: {field}", param=field)
+    if _colons(data) != sum(1 + name.count(":") + _colons(bytes(value)) for name, value in everything.items()):
+        raise InvalidRequest(f"{where} has a field twice.", param=path or None)
+
+
+def _colons(data: bytes) -> int:
+    return data.count(b":")
+
+
+# -- readers ---------------------------------------------------------------------------------------------------------
+
+
+def read_text(data: bytes, path: str) -> str:
+    """A text of any length."""
+    text: str = decode(data, str, path)
+    return text
+
+
+def read_dict(data: bytes, path: str) -> dict[str, Any]:
+    """An object of any fields."""
+    found: dict[str, Any] = decode(data, dict[str, Any], path)
+    return found
+
+
+def at_most(n_bytes: int, reader: Reader) -> Reader:
+    """Reads what has no more than so many bytes."""
+
+    def read(data: bytes, path: str) -> Any:
+        if len(data) > n_bytes:
+            raise InvalidRequest(f"{path} has {len(data)} bytes; at most {n_bytes} are allowed.", param=path)
+        return reader(data, path)
+
+    return read
+
+
+read_variables: Reader = at_most(VARIABLES_BYTES, read_dict)
+"""An object of any fields, of limited size."""
+
+
+def read_arguments(data: bytes, path: str) -> str | dict[str, Any]:
+    """The arguments of a call, which most clients send as the text of a JSON object."""
+    if data[:1] != b'"':
+        variables: dict[str, Any] = read_variables(data, path)
+        return variables
+    text = read_text(data, path)
+    if len(text) > VARIABLES_BYTES:
+        raise InvalidRequest(f"{path} has {len(text)} characters; at most {VARIABLES_BYTES} are allowed.", param=path)
+    return text
+
+
+def unread(data: bytes, path: str) -> bool:
+    """A value that is refused or passed over, whatever it is."""
+    return True
+
+
+def unread_list(data: bytes, path: str) -> list[None]:
+    """A list of which only matters whether it is empty."""
+    if data[:1] != b"[":
+        decode(data, list[None], path)  # raises
+    return [] if re.fullmatch(rb"\[\s*\]", data) else [None]
+
+
+def object_of(kind: type[Body], readers: Readers) -> Reader:
+    """Reads an object of known fields, for the names of its unknown ones."""
+    return lambda data, path: read_object(data, kind, path, readers)
+
+
+def list_of(kind: type[Body], most: int, readers: Readers) -> Reader:
+    """Reads a list of at most so many objects."""
+    return lambda data, path: [
+        read_object(item, kind, f"{path}[{i}]", readers) for i, item in enumerate(read_items(data, most, path))
+    ]
+
+
+def text_or(reader: Reader) -> Reader:
+    """Reads a text, or what `reader` reads."""
+    return lambda data, path: read_text(data, path) if data[:1] == b'"' else reader(data, path)
+
+
+# -- the JSON library ----------------------------------------------------------------------------------------------
+
+
+def decode(data: bytes, type: Any, path: str, *, first: int = 0) -> Any:
+    """Convert JSON.
+
+    Args:
+        first: added to the index of a list's wrong item in the error.
+    """
+    try:
+        value = _decoder(type).decode(data)
+    except msgspec.ValidationError as error:
+        wrong, _, place = str(error).partition(" - at `$")
+        place = re.sub(r"^\[(\d+)\]", lambda match: f"[{int(match[1]) + first}]", place.rstrip("`"))
+        param = f"{path}{place}".lstrip(".")
+        if not param:
+            raise InvalidRequest("The JSON body must be an object.") from error
+        raise InvalidRequest(f"Invalid type for '{param}': {wrong}.", param=param, code="invalid_type") from error
+    except RecursionError as error:
+        raise InvalidRequest("The JSON body is nested too deeply.", param=path or None) from error
+    except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError
+        message = f"We could not parse the JSON body of your request: {error}"
+        raise InvalidRequest(message, param=path or None) from error
+    if isinstance(value, (dict, list)) and data.count(b"{") + data.count(b"[") > MAX_DEPTH:
+        check_depth(path, value)
+    return value
+
+
+def read_items(data: bytes, most: int, path: str) -> list[bytes]:
+    """The JSON of each item of a list. Stops at item `most + 1`."""
+    if data[:1] != b"[":
+        decode(data, list[Any], path)  # raises
+    try:
+        found = _decoder(_raw_list(most)).decode(data)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{path} has more than {most} items.", param=path) from error
+    return list(takewhile(bool, map(bytes, astuple(found))))
+
+
+@lru_cache(maxsize=256)
+def _decoder(type: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(type)
+
+
+@lru_cache(maxsize=64)
+def _fields(kind: type[Body]) -> list[tuple[str, Any, bool]]:
+    """Name, type and whether it is required, of each field."""
+    return [(field.name, field.type, field.required) for field in fields(kind)]
+
+
+@lru_cache(maxsize=128)
+def _raw_struct(names: tuple[str, ...]) -> type[Struct]:
+    """A struct with these fields, each as the JSON it has in the body; empty for an absent field."""
+    return defstruct("RawFields", [(name, Raw, Raw()) for name in names])
+
+
+@lru_cache(maxsize=16)
+def _raw_list(most: int) -> type[Struct]:
+    """A list of at most so many items as a struct, which unlike `list` refuses the next item before it reads on."""
+    items = [(f"item{i}", Raw, Raw()) for i in range(most)]
+    return defstruct(f"AtMost{most}", items, array_like=True, forbid_unknown_fields=True)

@@ -1,0 +1,145 @@
+"""From a chat request to what its answer needs: the prompt, a grammar, and how the text is taken apart.
+
+Remembers the answers that call tools, and gives them back in later prompts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from phalanx.server.answers.answer_parts import Written
+from phalanx.server.answers.call_memory import CallMemory, Turn
+from phalanx.server.answers.generation import Reading
+from phalanx.server.fields.refusals import unsupported
+from phalanx.server.outputs.lark import GrammarUnsupported
+from phalanx.server.outputs.output_grammars import tool_grammar, with_reasoning
+from phalanx.server.outputs.pieces import OutputParser
+from phalanx.server.outputs.shapes import OutputShapes, make_parser
+from phalanx.server.prompts.grammar_checks import Whole, answer_alone
+from phalanx.server.prompts.prompt_encoder import Prompts
+from phalanx.server.prompts.rendering import Rendered
+from phalanx.server.requests.parsed import AnswerGrammar, ChatRequest, ToolUse
+
+
+class Encoded(Struct, frozen=True, kw_only=True):
+    """A request in the engine's terms."""
+
+    prompts: list[list[int]]
+    is_recalled: bool = False  # see `Rendered`
+    answer: AnswerGrammar | None = None  # takes the place of the options' own
+    whole: Whole = answer_alone  # of the answer's grammar, that of the model's whole output
+    reading: Reading | None = None
+
+
+def either(one: str, other: str) -> str:
+    """A grammar of what matches one of two grammars; all three are serialised."""
+    entries: list[dict[str, Any]] = [{"lark_grammar": "start: @either_0 | @either_1"}]
+    for i, grammar in enumerate((one, other)):
+        first, *rest = msgspec.json.decode(grammar)["grammars"]
+        for entry in rest:  # names are global
+            own = f"{entry['name']}_{i}"
+            first = {**first, "lark_grammar": first["lark_grammar"].replace(f"@{entry['name']}", f"@{own}")}
+            entries.append({**entry, "name": own})
+        entries.append({**first, "name": f"either_{i}"})
+    return msgspec.json.encode({"grammars": entries}).decode()
+
+
+class ChatEncoder:
+    """Encodes chat requests for one model.
+
+    Args:
+        shapes: the formats of calls and reasoning that the model writes.
+        memory: of the answers that called tools.
+    """
+
+    def __init__(self, prompts: Prompts, shapes: OutputShapes, memory: CallMemory) -> None:
+        self._prompts = prompts
+        self._shapes = shapes
+        self._marks = _ids(shapes)
+        self._marks_without_tools = _ids(shapes.without_tools())
+        self._memory = None if shapes.tools is None else memory
+
+    async def encode(self, request: ChatRequest, owner: str, limit: int, begun: list[int] | None = None) -> Encoded:
+        """The request's prompt and what its answer has to be.
+
+        Args:
+            owner: whose API key it has.
+            limit: tokens of the context.
+            begun: see `Prompts.encode_chat`.
+
+        Raises:
+            InvalidRequest: as `Prompts.encode_chat`.
+        """
+        rendered = await self._prompts.encode_chat(
+            request.conversation, limit=limit, memory=self._memory, owner=owner, begun=begun
+        )
+        reasoning = self._shapes.reasoning
+        in_reasoning = reasoning is not None and reasoning.is_open(rendered.tail)
+        encoded = Encoded(
+            prompts=[rendered.tokens],
+            is_recalled=rendered.is_recalled,
+            whole=self._whole(in_reasoning),
+            reading=self._reading(request, rendered, in_reasoning, owner),
+        )
+        return await self._with_calls(encoded, request, in_reasoning)
+
+    async def _with_calls(self, encoded: Encoded, request: ChatRequest, in_reasoning: bool) -> Encoded:
+        """With a grammar where the answer has to be a call, or may be one beside what `response_format` says."""
+        tools = request.tools
+        if tools is None or not (tools.required or request.options.answer):
+            return encoded
+        try:
+            calls = await self._prompts.run(
+                tools.n_chars, lambda: tool_grammar(self._shapes, tools.tools, parallel=tools.parallel)
+            )
+        except GrammarUnsupported as error:
+            raise unsupported("tools", f"where calls have a grammar: {error}") from error
+        whole = self._whole(in_reasoning, is_calls=True)
+        if tools.required or request.options.answer is None:
+            answer = AnswerGrammar(param="tools", place="tools", grammar=calls, parts=_schemas(tools))
+            return replace(encoded, answer=answer, whole=whole)
+        answer = replace(request.options.answer, parts=_schemas(tools))
+        return replace(encoded, answer=answer, whole=lambda other: either(whole(calls), encoded.whole(other)))
+
+    def _whole(self, in_reasoning: bool, *, is_calls: bool = False) -> Whole:
+        """Puts the reasoning that the model writes first in front of a grammar."""
+        if self._shapes.reasoning is None:
+            return answer_alone
+        return partial(with_reasoning, shapes=self._shapes, in_reasoning=in_reasoning, is_calls=is_calls)
+
+    def _reading(self, request: ChatRequest, rendered: Rendered, in_reasoning: bool, owner: str) -> Reading:
+        tools = request.tools
+
+        def parser() -> OutputParser | None:
+            offered = () if tools is None else tools.tools
+            return make_parser(self._shapes, tools=offered, in_reasoning=in_reasoning, parse_tools=tools is not None)
+
+        def remember(written: Written, tokens: list[int]) -> None:
+            if self._memory is not None:
+                turn = Turn(before=rendered.digest, written=written, tokens=array("i", rendered.tokens + tokens))
+                self._memory.remember(owner, turn)
+
+        return Reading(
+            parser=parser,
+            marks=self._marks_without_tools if tools is None else self._marks,
+            one_call=tools is not None and not tools.parallel,
+            reasons=self._shapes.reasoning is not None,
+            remember=remember,
+        )
+
+
+def _schemas(tools: ToolUse) -> tuple[AnswerGrammar, ...]:
+    return tuple(
+        AnswerGrammar(param="tools", place=tool.field, grammar={"json_schema": tool.parameters}) for tool in tools.tools
+    )
+
+
+def _ids(shapes: OutputShapes) -> frozenset[int]:
+    """The marks of these formats that are tokens."""
+    return frozenset(shapes.added_tokens[mark] for mark in shapes.marks)

@@ -1,0 +1,144 @@
+"""Compiles what requests say their answers look like, on threads beside the event loop, before they are computed.
+
+A grammar is tried with limited time and memory, and then compiled for the model's tokenizer, so that the engine gets
+none that fails. Results are kept by content. An API key's grammars are compiled one after the other: many that take
+long keep no other key waiting for more than one of them. Does not know the fields (`structured.py`) or the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from phalanx.errors import GrammarRefused, InvalidRequest
+from phalanx.server.requests.parsed import AnswerGrammar
+from phalanx.text.grammar import COMPILE_STACK, GrammarCompiler
+from phalanx.text.grammar_process import TOO_COMPLEX, GrammarTrial
+from phalanx.text.tokenizer import Tokenizer
+
+THREADS = 2  # so that a key's grammar does not wait for that of one other
+MAX_PLACE = 400  # characters of a schema's place that an error repeats; names in a schema may be long
+KEPT = 64  # results; a grammar has 128 KiB at most
+
+Key = tuple[str, bool, str]
+"""Of a result: where the answer's grammar stands in the request, its notation, and the grammar of the whole output."""
+Whole = Callable[[Mapping[str, Any]], str]
+"""The grammar of an answer -> that of the model's whole output, serialised."""
+
+
+def answer_alone(grammar: Mapping[str, Any]) -> str:
+    """The serialised grammar of an output that is nothing but the answer."""
+    return msgspec.json.encode({"grammars": [grammar]}).decode()
+
+
+class GrammarChecks:
+    """The grammars of one server. Used on its event loop.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, trial: GrammarTrial | None = None) -> None:
+        special = [tokenizer.token_bytes(id).decode(errors="replace") for id in sorted(tokenizer.special_ids)]
+        self._trial = trial or GrammarTrial(special)
+        self._compiler = GrammarCompiler(tokenizer, tokenizer.eos_ids) if tokenizer.eos_ids else None
+        self._threads = _threads_with_deep_stacks()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by owner
+        self._kept: OrderedDict[Key, str | InvalidRequest] = OrderedDict()  # latest used last
+
+    async def output_grammar(self, answer: AnswerGrammar | None, owner: str, whole: Whole = answer_alone) -> str:
+        """The grammar of a model's whole output, which the engine can compile; empty if the output may be any text.
+
+        Args:
+            owner: stands for the API key of the request.
+            whole: puts what the model writes before its answer in front.
+
+        Raises:
+            InvalidRequest: it cannot be compiled; names field, place and reason.
+        """
+        if answer is None:
+            return ""
+        key = (answer.place, answer.is_gbnf, whole(answer.grammar))
+        if key not in self._kept:
+            turn = self._turns.setdefault(owner, asyncio.Lock())
+            await turn.acquire()
+            if key in self._kept:  # another request had the same
+                turn.release()
+            else:
+                work = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, answer, whole)
+                work.add_done_callback(partial(self._on_compiled, key, turn))
+                await asyncio.shield(work)
+        found = self._kept[key]
+        self._kept.move_to_end(key)
+        if isinstance(found, str):
+            return found
+        raise InvalidRequest(found.message, param=found.param)
+
+    def _on_compiled(self, key: Key, turn: asyncio.Lock, work: asyncio.Future[str | InvalidRequest]) -> None:
+        """Keep the result and end the key's turn, though the client may have left."""
+        turn.release()
+        if not work.cancelled() and work.exception() is None:
+            self._kept[key] = work.result()
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+
+    def close(self) -> None:
+        """Cancel queued work and return at once; running work continues to its end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, answer: AnswerGrammar, whole: Whole) -> str | InvalidRequest:
+        """The serialised grammar, or why there is none."""
+        if self._compiler is None:
+            return _refusal(answer, "this model names no token that ends an answer")
+        try:
+            grammar = answer.grammar
+            if answer.is_gbnf:
+                grammar = {"lark_grammar": self._trial.lark(grammar["lark_grammar"])}
+            if (schema := grammar.get("json_schema")) is not None:
+                self._trial.check_schema(schema)
+            text = whole(grammar)
+            self._trial.check(text)
+            self._compiler.check(text)
+        except GrammarRefused as error:
+            return self._refused_part(answer, error) or _refusal(answer, error.message, error.param)
+        return text
+
+    def _refused_part(self, answer: AnswerGrammar, whole: GrammarRefused) -> InvalidRequest | None:
+        """The refusal of the part because of which the whole is refused. Takes no longer than the whole took."""
+        if len(answer.parts) > 1 and whole.message.startswith(TOO_COMPLEX):
+            return None
+        for part in answer.parts:
+            try:
+                self._trial.check_schema(part.grammar["json_schema"])
+            except GrammarRefused as error:
+                return _refusal(part, error.message, error.param)
+        return None
+
+
+def _threads_with_deep_stacks() -> ThreadPoolExecutor:
+    """What was tried on a stack of the usual size must not overflow the one on which it is compiled."""
+    ready = threading.Barrier(THREADS + 1)
+    before = threading.stack_size(COMPILE_STACK)
+    try:
+        threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+        for _ in range(THREADS):
+            threads.submit(ready.wait)  # keeps its thread, so that the next one starts another
+    finally:
+        threading.stack_size(before)
+    ready.wait()
+    return threads
+
+
+def _refusal(answer: AnswerGrammar, reason: str, place: str | None = None) -> InvalidRequest:
+    where = f"{answer.place}.{place}" if place else answer.place
+    if len(where) > MAX_PLACE:
+        where = f"{where[:MAX_PLACE]}..."
+    return InvalidRequest(f"{where} cannot be compiled: {reason.rstrip('.')}.", param=answer.param)

@@ -1,0 +1,133 @@
+"""A conversation's prompt that goes on where a remembered answer ended, instead of in the template's words for it.
+
+The template still decides what the model sees: where it now leaves out something that it showed then (older reasoning,
+tools that it moves to the last question), its own rendering counts. Does not know which answers are remembered
+(`call_memory.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from phalanx.errors import InvalidRequest
+from phalanx.server.answers.call_memory import Turn
+from phalanx.server.requests.parsed import Conversation
+from phalanx.text.tokenizer import Tokenizer
+
+MARK = "zq7mark"
+"""A word that no template has."""
+TAIL = 256  # characters of a prompt's end in which reasoning may have been opened
+
+
+class Rendered(Struct, frozen=True, kw_only=True):
+    """A prompt."""
+
+    tokens: list[int]
+    tail: str = ""  # the end of its text
+    digest: bytes = b""  # stands for the conversation; see `call_memory.digests`
+    is_recalled: bool = False  # another one than the template makes of the messages alone
+
+
+def render(tokenizer: Tokenizer, conversation: Conversation) -> str:
+    """The conversation as text. System messages stand where they are, or where the template refuses that, in a turn.
+
+    Raises:
+        InvalidRequest: as `Tokenizer.render_chat`.
+    """
+    try:
+        return _render(tokenizer, conversation, conversation.messages)
+    except InvalidRequest:
+        in_turns = system_in_turns(conversation.messages)
+        if in_turns == conversation.messages:
+            raise
+        return _render(tokenizer, conversation, in_turns)
+
+
+def system_in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for templates that know a system message at the beginning only, and turns of user and assistant.
+
+    What the system says first stays its own, in one message; what it says later becomes a part of the user's turn.
+    """
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        role = message["role"]
+        if role == "system" and found and found[-1]["role"] != "system":
+            role = "user"
+        if role in ("system", "user") and found and found[-1]["role"] == role:
+            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{message['content']}"}
+        else:
+            found.append({**message, "role": role})
+    return found
+
+
+def _render(tokenizer: Tokenizer, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
+    try:
+        return tokenizer.render_chat(
+            messages,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            template_kwargs=conversation.template_kwargs,
+        )
+    except InvalidRequest as error:
+        if conversation.is_as_sent and messages is conversation.messages:
+            raise
+        raise _without_number(error, conversation.field) from error
+
+
+def _without_number(error: InvalidRequest, field: str) -> InvalidRequest:
+    """The error of a message for a client that counts messages in another way, or has another name for them."""
+    if not (error.param or "").startswith("messages"):
+        return error
+    message = re.sub(r"messages\[\d+\]", f"a message of {field}", str(error), count=1)
+    return InvalidRequest(message, param=field, code=error.code)
+
+
+def continued(tokenizer: Tokenizer, conversation: Conversation, text: str, index: int, turn: Turn) -> list[int] | None:
+    """The prompt's tokens: those of a remembered answer and of all before it, then what the template writes after it.
+
+    Args:
+        text: the conversation as the template renders it.
+        index: of the answer's message.
+
+    Returns:
+        None if the template does not only append to what it wrote then, or if the answer's end is not found.
+    """
+    found = _answer_in(tokenizer, conversation, text, index)
+    if found is None:
+        return None
+    start, end = found
+    shown = text[start:end]
+    if any(name in shown for name in tokenizer.end_texts) or turn.written.reasoning.strip() not in shown:
+        return None
+    rest = tokenizer.encode(text[end:], add_special_tokens=False)
+    if not rest or rest[0] not in tokenizer.eos_ids:
+        return None
+    return [*turn.tokens, *(rest[1:] if turn.tokens[-1] in tokenizer.eos_ids else rest)]
+
+
+def _answer_in(tokenizer: Tokenizer, conversation: Conversation, text: str, index: int) -> tuple[int, int] | None:
+    """Where the template writes the answer `messages[index]`: from the end of what is before it to its end's token.
+
+    That token is the last one before the next message's text, which is found with a word in its place.
+    """
+    messages = conversation.messages
+    if index == 0 or index + 1 >= len(messages):
+        return None
+    follower = {**messages[index + 1], "content": MARK}
+    try:
+        before = render(tokenizer, replace(conversation, messages=messages[:index], add_generation_prompt=False))
+        marked = render(
+            tokenizer, replace(conversation, messages=[*messages[: index + 1], follower, *messages[index + 2 :]])
+        )
+    except InvalidRequest:
+        return None
+    at = marked.find(MARK)
+    end = max((marked.rfind(name, len(before), max(0, at)) for name in tokenizer.end_texts), default=-1)
+    if end < 0 or not text.startswith(before) or marked[:end] != text[:end]:
+        return None
+    return len(before), end

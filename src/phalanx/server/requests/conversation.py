@@ -1,0 +1,138 @@
+"""From the messages or prompts of a body to the tokenizer's input.
+
+Does not know chat templates: the tokenizer applies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from phalanx.server.fields.call_arguments import parse_arguments
+from phalanx.server.fields.openai_bodies import ChatBody, ChatMessage, TokenizeBody, ToolCallBody
+from phalanx.server.fields.refusals import ONLY_FUNCTIONS, ONLY_TEXT, check_depth, foreign_type, invalid, unsupported
+from phalanx.server.requests.parsed import Conversation, Served
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def parse_conversation(body: ChatBody | TokenizeBody, kwargs: dict[str, Any], served: Served) -> Conversation:
+    """The messages and how to render them. The request's template variables `kwargs` win over the server's.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    if not body.messages:
+        raise invalid("messages", "messages is empty; send at least one.")
+    called: dict[str, str] = {}  # id of a call -> the function's name
+    messages = [_message(message, f"messages[{i}]", called) for i, message in enumerate(body.messages)]
+    continues = bool(body.continue_final_message)
+    generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and generates:
+        raise invalid("continue_final_message", "continue_final_message and add_generation_prompt exclude each other.")
+    if continues and messages[-1]["role"] != "assistant":
+        raise invalid("continue_final_message", "continue_final_message needs a last message with the role assistant.")
+    return Conversation(
+        messages=messages,
+        template_kwargs={**served.template_kwargs, **kwargs},
+        add_generation_prompt=generates,
+        continue_final_message=continues,
+    )
+
+
+def parse_prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | list[int], ...]:
+    """One or more texts or lists of token ids. The items of a list are of one type.
+
+    Raises:
+        InvalidRequest: there is no prompt, or an empty one.
+    """
+    prompts: tuple[str | list[int], ...]
+    if isinstance(prompt, str):
+        prompts = (prompt,)
+    elif prompt and isinstance(prompt[0], int):
+        prompts = (cast(list[int], prompt),)
+    else:
+        prompts = tuple(cast(list[str] | list[list[int]], prompt))
+    if not prompts or any(not item for item in prompts):
+        raise invalid("prompt", "The prompt is empty.")
+    return prompts
+
+
+def _message(message: ChatMessage, where: str, called: dict[str, str]) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role  # no template knows both
+    if role == "function":
+        raise unsupported(f"{where}.role", "send the role 'tool', with the tool_call_id of the call")
+    if role not in ROLES:
+        known = "system, developer, user, assistant, tool"
+        raise invalid(f"{where}.role", f"{where}.role is {role[:40]!r}; known are {known}.")
+    parsed: dict[str, Any] = {"role": role, "content": _content(message, where)}
+    if message.name is not None:
+        parsed["name"] = message.name
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    if reasoning is not None:
+        parsed["reasoning_content"] = reasoning
+    if message.tool_calls:
+        if role != "assistant":
+            raise invalid(f"{where}.tool_calls", f"{where}.tool_calls: only an assistant calls tools, not a {role}.")
+        parsed["tool_calls"] = _calls(message.tool_calls, f"{where}.tool_calls")
+        called.update({call.id: call.function.name for call in message.tool_calls})
+    if role == "tool":
+        if not message.tool_call_id:
+            raise invalid(f"{where}.tool_call_id", f"{where}.tool_call_id is missing; which call does it answer?")
+        parsed["tool_call_id"] = message.tool_call_id
+        if (name := called.get(message.tool_call_id)) is not None:
+            parsed.setdefault("name", name)  # some templates write it
+    elif message.tool_call_id is not None:
+        raise invalid(f"{where}.tool_call_id", f"{where}.tool_call_id goes with the role tool, not with {role}.")
+    return parsed
+
+
+def _calls(calls: Sequence[ToolCallBody], where: str) -> list[dict[str, Any]]:
+    """As templates expect calls: their arguments are an object, not a text."""
+    parsed = []
+    for i, call in enumerate(calls):
+        if call.type not in (None, "function"):
+            raise foreign_type(f"{where}[{i}]", call.type, ONLY_FUNCTIONS)
+        arguments = arguments_of(call.function.arguments, f"{where}[{i}].function.arguments")
+        function = {"name": call.function.name, "arguments": arguments}
+        parsed.append({"id": call.id, "type": "function", "function": function})
+    return parsed
+
+
+def arguments_of(given: str | Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    """The arguments of a call in the history, which most clients send as text.
+
+    Raises:
+        InvalidRequest: they are no JSON object, or nested too deeply; names the field `where`.
+    """
+    if not isinstance(given, str):
+        return dict(given or {})
+    try:
+        parsed = parse_arguments(given)
+    except ValueError as error:
+        raise invalid(where, f"{where} has to be a JSON object: {error}.") from error
+    check_depth(where, parsed)
+    return parsed
+
+
+def _content(message: ChatMessage, where: str) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None and message.role == "assistant":
+        return message.refusal or ""
+    if message.content is None:
+        raise invalid(f"{where}.content", f"{where}.content is missing.")
+    texts = []
+    for i, part in enumerate(message.content):
+        field = f"{where}.content[{i}]"
+        if part.type != "text":
+            raise foreign_type(field, part.type, ONLY_TEXT)
+        for name in ("image_url", "input_audio", "file"):
+            if getattr(part, name) is not None:
+                raise unsupported(f"{field}.{name}", ONLY_TEXT)
+        if part.text is None:
+            raise invalid(f"{field}.text", f"{field}.text is missing.")
+        texts.append(part.text)
+    if not texts:
+        raise invalid(f"{where}.content", f"{where}.content is an empty list.")
+    return "\n".join(texts)

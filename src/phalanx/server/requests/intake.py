@@ -1,0 +1,124 @@
+"""From an HTTP request to a parsed body: checks media type and size, reads and decodes the body, and has it parsed.
+
+Large bodies are parsed one after the other on a thread beside the event loop. The memory of those that are being read
+or tokenised is bounded in all, and shared among API keys. Does not know JSON (`bodies.py`) or what the fields mean
+(`validate.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
+
+from fastapi import Request
+
+from phalanx.errors import RequestTooLarge
+from phalanx.http.body_budget import BodyLease
+from phalanx.http.content_encoding import decoding_of
+from phalanx.http.media_types import require_json
+from phalanx.http.shares import Shares
+from phalanx.http.stream_records import RESUME_BYTES
+from phalanx.memory import trim_heap
+from phalanx.server.fields.json_fields import Readers
+from phalanx.server.fields.openai_bodies import Body
+from phalanx.server.requests.body_parsing import parse_body
+
+INLINE_BYTES = 1 << 14  # a body of this size is parsed in 7 ms at worst; a thread would cost every request 0.1 ms
+SMALL_BYTES = 1 << 16  # bodies up to this size are read however many large ones there are
+LARGEST_BODIES = 4  # bodies of the largest size that may be in memory at once
+TRIM_BYTES = 1 << 20  # of a body after which freed memory is given back to the system
+
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+
+
+class Intake:
+    """Reads the bodies of one server. Used on its event loop.
+
+    Args:
+        max_bytes: of one body.
+        context: tokens of the context, once it is known; more ids are not converted.
+    """
+
+    def __init__(self, max_bytes: int, context: Callable[[], int | None]) -> None:
+        self._max_bytes = max_bytes
+        self._context = context
+        self._bytes = Shares(LARGEST_BODIES * max_bytes)  # of bodies above SMALL_BYTES
+        self._before = Shares(LARGEST_BODIES * RESUME_BYTES)  # of what comes before them
+        self._parsing = asyncio.Lock()  # several threads would wait for the interpreter's lock before the event loop
+
+    def memory(self, owner: str) -> BodyLease:
+        """The memory of one body to be read, of which there is none yet. A context manager: leaving it frees it.
+
+        Args:
+            owner: stands for the API key of the request; see `http/shares.py`.
+        """
+        return _lease(self._bytes, owner)
+
+    async def read(
+        self,
+        request: Request,
+        kind: type[B],
+        parse: Callable[[B], T],
+        memory: BodyLease | None = None,
+        readers: Readers | None = None,
+        body_in: Callable[[bytes], bytes] = bytes,
+        n_before: int = 0,
+    ) -> T:
+        """The result of `parse` for the request's JSON body. `parse` may run on another thread.
+
+        Args:
+            memory: what the body takes, until the caller frees it; None: until this call ends.
+            readers: of the body's large fields; None: of OpenAI's.
+            body_in: cuts off what comes before the JSON body.
+            n_before: bytes that come before it, at most RESUME_BYTES, and do not count as the body's.
+
+        Raises:
+            WrongMediaType: of `require_json`, or the Content-Encoding is neither gzip nor none.
+            RequestTooLarge: the body is too large, by its Content-Length or while reading, as sent or decoded.
+            QueueFull: the large bodies that are being read take all the memory there is for them.
+            InvalidRequest: of `body_in`, `parse_body` or `parse`.
+        """
+        require_json(request.headers)
+        own = self.memory("") if memory is None else nullcontext(memory)
+        with own as taken, _lease(self._before, "") as before:
+            try:
+                before.grow(n_before)
+                body = await self._receive(request, taken, n_before)
+                max_ids = self._context() or self._max_bytes
+                if len(body) <= INLINE_BYTES:
+                    return parse(parse_body(body_in(body), kind, max_ids, readers))
+                async with self._parsing:
+                    return await asyncio.to_thread(lambda: parse(parse_body(body_in(body), kind, max_ids, readers)))
+            finally:
+                if taken.n_bytes + before.n_bytes > TRIM_BYTES:
+                    await asyncio.to_thread(trim_heap)
+
+    async def _receive(self, request: Request, memory: BodyLease, n_before: int) -> bytes:
+        most = self._max_bytes + n_before
+        declared = request.headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > most:
+            raise self._too_large()
+        decoding = decoding_of(request.headers.get("content-encoding", ""))
+        body = bytearray()
+        n_received = 0
+        async for chunk in request.stream():
+            n_received += len(chunk)
+            for piece in decoding.feed(chunk):
+                body += piece
+                if max(len(body), n_received) > most:
+                    raise self._too_large()
+                memory.grow(len(body) - n_before)
+                await asyncio.sleep(0)  # a chunk may decode to a thousand times its size
+        decoding.finish()
+        return bytes(body)
+
+    def _too_large(self) -> RequestTooLarge:
+        return RequestTooLarge(f"The request body is larger than the {self._max_bytes} bytes this server accepts.")
+
+
+def _lease(budget: Shares, owner: str) -> BodyLease:
+    refusal = f"Other large requests are being read; together they may have {budget.capacity} bytes."
+    return BodyLease(budget, owner, refusal, small=SMALL_BYTES)

@@ -1,0 +1,391 @@
+"""The journal of unfinished sequences: each one's request, its committed tokens and its output queue.
+
+The journal lives in the server and survives the engine, so that streams pause instead of breaking when a rank dies
+(design: Fail-stop, then resume). It listens to the engine, keeps the committed tokens, and submits every unfinished
+sequence again once a new engine is ready; one that may be the cause of crashes alone, and not for ever (S6). It also
+decides whether there is room for one more request (429). Does not know HTTP, text or processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from msgspec.structs import replace
+
+from phalanx.errors import EngineError, EngineUnavailable, PhalanxError, Quarantined, QueueFull, SlowClient
+from phalanx.http.shares import Shares
+from phalanx.server.sequences.output_queue import OutputQueue, StreamEnd, Timings
+from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.supervision.client import EngineClient
+from phalanx.types import Batch, Cancel, Finish, Finished, ModelInfo, PromptScored, SequenceRequest, Submit, Tokens
+
+log = logging.getLogger(__name__)
+
+UNREAD_TOKENS = 2048  # per request; about 8 KiB of text, or a minute of a fast model
+CRASHES = 2  # a sequence that was being computed during so many crashes is tried alone; after as many alone, no more
+TRIAL_TOKENS = 32  # that a sequence gets alone: more than a step computes, so it passes the place of its last crash
+RETRY_AFTER_S = (1.0, 30.0)  # least and most seconds of a Retry-After header
+
+
+class _JournalEntry:
+    """One unfinished sequence."""
+
+    def __init__(self, request: SequenceRequest, index: int, slots: RequestSlots, now: float) -> None:
+        self.request = request
+        self.index = index
+        self.slots = slots
+        self.submitted = now
+        self.timings = Timings(slots.arrived)
+        self.committed: list[int] = list(request.committed)
+        self.scored = request.prompt_logprobs is None
+        self.finish_at: int | None = None  # number of output tokens that completed a stop string
+        self.known = False  # to the running engine
+        self.progressed = False  # got tokens since it was last submitted
+        self.crashes = 0  # during which it was being computed
+        self.crashes_alone = 0  # during which it was the only one
+
+    def submission(self, now: float, most_tokens: int | None = None) -> SequenceRequest:
+        """The request that continues this sequence: with committed tokens and the remaining timeout.
+
+        Args:
+            most_tokens: that it may get for now.
+        """
+        timeout, stop = self.request.timeout_s, self.request.stop
+        if most_tokens is not None:
+            limit = min(stop.max_tokens, len(self.committed) + most_tokens)
+            stop = replace(stop, max_tokens=limit, min_tokens=min(stop.min_tokens, limit))
+        return replace(
+            self.request,
+            committed=list(self.committed),
+            stop=stop,
+            prompt_logprobs=None if self.scored else self.request.prompt_logprobs,
+            timeout_s=None if timeout is None else max(0.001, timeout - (now - self.submitted)),
+        )
+
+
+class RequestSlots:
+    """Room for the choices of one request. A context manager: leaving it cancels what is unfinished and frees the room.
+
+    The server reserves slots before it tokenises a request, so that a full server answers 429 at once.
+    """
+
+    def __init__(self, journal: Journal, n: int, arrived: float, owner: str) -> None:
+        self.arrived = arrived
+        self.owner = owner
+        self.output = OutputQueue(limit=UNREAD_TOKENS)
+        self._journal = journal
+        self.free = n  # slots without a sequence
+        self.ids: set[str] = set()
+
+    def __enter__(self) -> RequestSlots:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._journal.release(self)
+
+    def submit(self, requests: Sequence[SequenceRequest], first: int = 0) -> None:
+        """Submit choices to the engine; the events of `requests[i]` have index `first` + i in the output queue.
+
+        Raises:
+            EngineUnavailable: the engine went down meanwhile.
+        """
+        self._journal.submit(self, requests, first)
+
+    def finish(self, index: int, n_tokens: int) -> None:
+        """End choice `index` after `n_tokens` output tokens, where the server found a stop string."""
+        self._journal.finish(self, index, n_tokens)
+
+
+class Journal:
+    """See the module's docstring. Used only on the event loop's thread."""
+
+    def __init__(
+        self, engine: EngineClient, metrics: Metrics, *, max_num_seqs: int, queue: int, clock: Callable[[], float]
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._max_num_seqs = max_num_seqs
+        self._clock = clock
+        self._entries: dict[str, _JournalEntry] = {}  # by sequence id, in order of arrival
+        self._reserved = 0  # reserved slots that have no sequence yet
+        self._places = Shares(max_num_seqs + queue)
+        self._suspects: list[_JournalEntry] = []  # to be tried alone
+        self._trial: _JournalEntry | None = None  # the one that is; all others wait meanwhile
+        self._closing = ""  # why new requests are refused
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._last_end: float | None = None
+        self._end_interval = 1.0  # seconds between ends of sequences, smoothed
+        engine.subscribe(self)
+        engine.when_lost.append(self._pause)
+
+    # Called by requests ----------------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> int:
+        """Number of choices that hold a slot."""
+        return len(self._entries) + self._reserved
+
+    def reserve(self, n: int, owner: str = "") -> RequestSlots:
+        """Take slots for n choices.
+
+        A request with more choices than there are places is answered once its owner has no other: it never waits for a
+        room that cannot be.
+
+        Args:
+            owner: stands for the API key of the request; see `http/shares.py`.
+
+        Raises:
+            EngineUnavailable: the engine is loading, restarting, failed or shutting down.
+            QueueFull: no room now; `retry_after` estimates the seconds until there is.
+        """
+        self.require_ready()
+        if not self._places.has_room(owner, n):
+            raise QueueFull(
+                f"{self.unfinished} of {self._places.capacity} places ({self._max_num_seqs} running, the rest waiting) "
+                f"are taken; there is no room for {n} more.",
+                retry_after=self._retry_after(n),
+            )
+        self._reserved += n
+        self._places.take(owner, n)
+        self._idle.clear()
+        return RequestSlots(self, n, self._clock(), owner)
+
+    def require_ready(self) -> ModelInfo:
+        """The served model.
+
+        Raises:
+            EngineUnavailable: the engine is not ready, or the server is shutting down; says why.
+        """
+        if self._closing:
+            raise EngineUnavailable(self._closing, retry_after=5.0)
+        state, info = self._engine.state, self._engine.info
+        if state.phase != "ready" or info is None:
+            raise EngineUnavailable(describe(state.phase, state.reason), retry_after=2.0)
+        return info
+
+    def submit(self, slots: RequestSlots, requests: Sequence[SequenceRequest], first: int = 0) -> None:
+        """See `RequestSlots.submit`."""
+        if len(requests) > slots.free:
+            raise ValueError(f"{len(requests)} sequences for {slots.free} slots")
+        now = self._clock()
+        for index, request in enumerate(requests, first):
+            entry = _JournalEntry(request, index, slots, now)
+            if self._trial is None:
+                self._send(entry, request)
+            self._entries[request.id] = entry
+            slots.ids.add(request.id)
+            slots.free -= 1
+            self._reserved -= 1
+
+    def finish(self, slots: RequestSlots, index: int, n_tokens: int) -> None:
+        """See `RequestSlots.finish`. The journal itself ends a sequence that no engine knows."""
+        for entry in [entry for entry in self._entries.values() if entry.slots is slots and entry.index == index]:
+            entry.finish_at = n_tokens
+            try:
+                if entry.known:
+                    self._engine.send(Finish(entry.request.id, n_tokens))
+            except EngineUnavailable:
+                entry.known = False
+            if not entry.known:
+                self._end_locally(entry)
+
+    def release(self, slots: RequestSlots) -> None:
+        """Cancel the request's unfinished sequences and free its slots."""
+        for id in list(slots.ids):
+            self._forget(id)
+            with suppress(EngineUnavailable):  # an engine that is down has no sequences
+                self._engine.send(Cancel(id))
+        self._reserved -= slots.free
+        self._places.give_back(slots.owner, slots.free)
+        slots.free = 0
+        self._set_if_idle()
+
+    def close(self, reason: str) -> None:
+        """Refuse new requests from now on, with this reason."""
+        self._closing = reason
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no request holds a slot."""
+        await self._idle.wait()
+
+    def fail_all(self, error: PhalanxError) -> None:
+        """End every request with this error."""
+        for entry in list(self._entries.values()):
+            entry.slots.output.fail(error)
+        for slots in {entry.slots for entry in self._entries.values()}:
+            self._drop(slots)
+
+    # Called by the engine client -------------------------------------------------------------------------------
+
+    def on_batch(self, batch: Batch) -> None:
+        """Pass a step's events to the output queues of their requests."""
+        now = self._clock()
+        for event in batch.events:
+            entry = self._entries.get(event.id)
+            if entry is None:
+                continue  # cancelled while the step was computed
+            match event:
+                case Tokens():
+                    self._on_tokens(entry, event, now)
+                case PromptScored():
+                    entry.scored = True
+                    entry.slots.output.push(entry.index, event)
+                case Finished():
+                    self._on_finished(entry, event, now)
+
+    def on_ready(self, info: ModelInfo) -> None:
+        """Submit unfinished sequences again: suspects one at a time, then all, in their order of arrival."""
+        self._metrics.engine_up()
+        suspects = [entry for entry in self._entries.values() if entry.crashes >= CRASHES]
+        self._suspects = sorted(suspects, key=lambda entry: entry.crashes_alone)  # the likely cause comes last
+        if self._entries:
+            log.info("resuming %d unfinished sequences, %d of them alone", len(self._entries), len(suspects))
+        self._resume()
+
+    def _pause(self) -> None:
+        """Tell the readers of all unfinished requests at once that the engine is gone: a gateway may move them."""
+        for entry in self._entries.values():
+            entry.slots.output.set_paused(True)
+
+    def _resume(self) -> None:
+        """Submit the next suspect, alone; once there is none, all sequences that wait."""
+        now = self._clock()
+        self._trial = None
+        with suppress(EngineUnavailable):  # it went down just now, and `on_ready` comes again
+            while self._suspects and self._trial is None:
+                entry = self._suspects.pop(0)
+                if entry.request.id in self._entries:
+                    self._send(entry, entry.submission(now, TRIAL_TOKENS))
+                    self._trial = entry
+            waiting = [entry for entry in self._entries.values() if not entry.known]
+            for entry in waiting if self._trial is None else ():
+                self._send(entry, entry.submission(now))
+
+    def _send(self, entry: _JournalEntry, request: SequenceRequest) -> None:
+        self._engine.send(Submit(request))
+        entry.known = True
+        entry.slots.output.set_paused(False)
+
+    def on_down(self, reason: str, will_restart: bool) -> None:
+        """Count the crash for every sequence that may have caused it. Without a restart, fail all requests."""
+        self._metrics.engine_down()
+        computing, alone = self._computing(), self._trial
+        self._suspects, self._trial = [], None
+        for entry in self._entries.values():
+            entry.known = entry.progressed = False
+        if not will_restart:
+            self.fail_all(EngineError(f"The engine stopped and will not be started again: {reason}"))
+            return
+        for entry in computing:
+            if entry.request.id not in self._entries:
+                continue  # dropped together with another choice of its request
+            entry.crashes += 1
+            entry.crashes_alone += entry is alone
+            if entry.finish_at is not None:
+                self._end_locally(entry)
+            elif entry.crashes_alone >= CRASHES:
+                self._quarantine(entry, reason)
+
+    def _computing(self) -> list[_JournalEntry]:
+        """The sequences that may have had a row: each owner's are served in order of arrival."""
+        seen: Counter[str] = Counter()
+        found = []
+        for entry in self._entries.values():
+            if not entry.known:
+                continue
+            if entry.progressed or seen[entry.slots.owner] < self._max_num_seqs:
+                found.append(entry)
+            seen[entry.slots.owner] += 1
+        return found
+
+    def _on_tokens(self, entry: _JournalEntry, event: Tokens, now: float) -> None:
+        if event.start != len(entry.committed):
+            message = f"tokens of {event.id} start at {event.start}, but {len(entry.committed)} are committed"
+            log.error("engine protocol broken: %s", message)
+            self._fail(entry.slots, EngineError(f"The engine lost count: {message}."))
+            return
+        entry.committed.extend(event.tokens)
+        entry.progressed = True
+        self._metrics.tokens(entry.timings, len(entry.request.prompt), len(event.tokens), now)
+        if entry.timings.first_token is None:
+            entry.timings.first_token = now
+        entry.timings.last_token = now
+        if entry.finish_at is None and not entry.slots.output.push(entry.index, event):
+            self._fail(
+                entry.slots,
+                SlowClient(f"The stream was cancelled: its reader is more than {UNREAD_TOKENS} tokens behind."),
+            )
+
+    def _on_finished(self, entry: _JournalEntry, event: Finished, now: float) -> None:
+        if entry.finish_at is not None and event.reason != "error":
+            event = replace(event, reason="stop", n_tokens=min(event.n_tokens, entry.finish_at), stop_id=None)
+        if event.reason in ("error", "cancelled"):  # the client did not cancel it: its entry would be gone
+            self._fail(entry.slots, EngineError(event.detail or "The engine could not compute this request."))
+            return
+        if entry is self._trial and event.reason == "length" and event.n_tokens < entry.request.stop.max_tokens:
+            entry.known, entry.crashes, entry.crashes_alone = False, 0, 0  # it goes on with the others
+            self._resume()
+            return
+        self._note_end(now)
+        self._metrics.finished(entry.timings, event, len(entry.request.prompt), now)
+        entry.slots.output.push(entry.index, StreamEnd(event, entry.timings))
+        self._forget(entry.request.id)
+        self._set_if_idle()
+
+    def _end_locally(self, entry: _JournalEntry) -> None:
+        """End a sequence at its stop string without the engine, which is down."""
+        self._on_finished(entry, Finished(entry.request.id, "stop", len(entry.committed)), self._clock())
+
+    def _quarantine(self, entry: _JournalEntry, reason: str) -> None:
+        log.error("quarantined %s, alone in %d engine crashes; the last: %s", entry.request.id, CRASHES, reason)
+        error = Quarantined(
+            f"This request was computed alone in {CRASHES} engine crashes and is not tried again; the last one: "
+            f"{reason}.",
+            remedy="Do not send it again unchanged; the server's log has the crashes.",
+        )
+        self._fail(entry.slots, error)
+
+    def _fail(self, slots: RequestSlots, error: PhalanxError) -> None:
+        self._metrics.failed()
+        slots.output.fail(error)
+        self._drop(slots)
+
+    def _drop(self, slots: RequestSlots) -> None:
+        """Cancel a request's sequences here and in the engine. Its reader gets the error from the output queue."""
+        for id in list(slots.ids):
+            self._forget(id)
+            with suppress(EngineUnavailable):
+                self._engine.send(Cancel(id))
+        self._set_if_idle()
+
+    def _forget(self, id: str) -> None:
+        entry = self._entries.pop(id, None)
+        if entry is not None:
+            entry.slots.ids.discard(id)
+            self._places.give_back(entry.slots.owner, 1)
+            if entry is self._trial:
+                self._resume()
+
+    def _set_if_idle(self) -> None:
+        if self.unfinished == 0:
+            self._idle.set()
+
+    def _note_end(self, now: float) -> None:
+        if self._last_end is not None:
+            self._end_interval = 0.8 * self._end_interval + 0.2 * (now - self._last_end)
+        self._last_end = now
+
+    def _retry_after(self, n: int) -> float:
+        """Seconds until about n slots are free, estimated from the recent rate of ends."""
+        least, most = RETRY_AFTER_S
+        return min(most, max(least, n * self._end_interval))
+
+
+def describe(phase: str, reason: str) -> str:
+    """One sentence on the phase of an engine that is not ready, for an error message."""
+    return f"The engine is {phase}{f': {reason}' if reason else ''}."
