@@ -320,7 +320,12 @@ def globals_(source: Source) -> Iterator[str]:
 
 def documented_settings(source: Source) -> Iterator[str]:
     """Every setting has a docstring under it, which is also its help."""
-    homes = ("config.py", "speculation_config.py", "server/settings/server_settings.py", "gateway/settings.py")
+    homes = (
+        "config.py",
+        "speculation_config.py",
+        "server/settings/server_settings.py",
+        "gateway/settings/gateway_settings.py",
+    )
     if source.path not in (*homes, "offline/sampling_params.py"):
         return
     for cls in (node for node in source.tree.body if isinstance(node, ast.ClassDef)):

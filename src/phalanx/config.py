@@ -1,5 +1,5 @@
 """Settings of ranks, groups and clusters, parsed once and frozen; the servers' are in `server/settings/server_settings.py` and
-`gateway/settings.py`.
+`gateway/settings/gateway_settings.py`.
 
 A field declares its type, its range (`Meta`), its default and its flag (`Flag`). The docstring below it documents it,
 and is the flag's help. `cli/flags.py` makes the flags of every command from these declarations, and `phalanx.LLM`

@@ -10,7 +10,7 @@ import pytest
 from support.gateways import CHAT, LIMIT_S, errors, gateway, run, text_of
 from support.stub_replica import WORDS, Answer, Call, StubReplica, begins, event, hangs, refuses, streaming
 
-from phalanx.gateway.fleet import LARGEST
+from phalanx.gateway.dispatch.fleet import LARGEST
 
 
 def each(**texts: bytes) -> Answer:

@@ -16,8 +16,8 @@ from support.gateways import CHAT, Client, gateway, run
 from support.stub_replica import Call, StubReplica, event
 from support.token_replica import Fault, TokenReplica, undisturbed
 
-from phalanx.gateway import gap, proxy
-from phalanx.gateway.upstream import Attempt
+from phalanx.gateway.relay import gap, proxy
+from phalanx.gateway.relay.attempt import Attempt
 from phalanx.http.stream_records import MIGRATION, RESUME
 
 PATHS = [CHAT, "/v1/responses", "/v1/messages", "/api/chat"]

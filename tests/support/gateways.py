@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from phalanx.gateway.run import Gateway
-from phalanx.gateway.settings import GatewayConfig
+from phalanx.gateway.gateway_process import Gateway
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.http.connection_table import Deadlines
 from phalanx.http.listening import bind
 

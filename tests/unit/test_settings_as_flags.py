@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from phalanx.cli.flags import Flags, Setting, flag, settings_of, with_settings
 from phalanx.config import Dtype, EngineConfig, Flag
 from phalanx.errors import ConfigError
-from phalanx.gateway.settings import GatewayConfig
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.offline.sampling_params import SamplingParams
 from phalanx.server.settings.server_settings import ServerConfig
 

@@ -10,8 +10,8 @@ from phalanx.cli.flags import Flags, with_settings
 from phalanx.cli.terminal import note, set_up_logging
 from phalanx.environment import api_keys_from_environment, worker_admin_key_from_environment
 from phalanx.errors import ConfigError
-from phalanx.gateway.run import serve
-from phalanx.gateway.settings import GatewayConfig
+from phalanx.gateway.gateway_process import serve
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.http.api_keys import NOT_SENDABLE, is_sendable
 from phalanx.http.listening import is_loopback
 

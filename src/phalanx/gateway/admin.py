@@ -19,11 +19,11 @@ from urllib.parse import unquote
 import msgspec
 
 from phalanx.errors import ConfigError, InvalidRequest, ReplicaFailed, UnknownPath
-from phalanx.gateway.async_dispatcher import AsyncDispatcher
-from phalanx.gateway.fleet import Fleet, describe
-from phalanx.gateway.proxy import Proxy
-from phalanx.gateway.replica import Replica
-from phalanx.gateway.replicas_file import Keys, ReplicaFields
+from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
+from phalanx.gateway.dispatch.fleet import Fleet, describe
+from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.relay.proxy import Proxy
+from phalanx.gateway.settings.replicas_file import Keys, ReplicaFields
 from phalanx.http.foreign_json import decoder
 
 ROOT = "/admin/replicas"

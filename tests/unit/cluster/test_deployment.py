@@ -40,7 +40,7 @@ from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import RunDirectory, Stopped, SupervisorStarted
 from phalanx.config import ClusterConfig
 from phalanx.errors import ClusterError, ConfigError
-from phalanx.gateway.replicas_file import parse_replicas
+from phalanx.gateway.settings.replicas_file import parse_replicas
 
 KEYS = Keys(servers="key-of-servers", admin="key-of-streams", status="key-of-status")
 

@@ -17,8 +17,8 @@ import yaml
 from phalanx.cli import gateway
 from phalanx.cli.flags import settings_of
 from phalanx.cli.main import COMMANDS
-from phalanx.gateway.replicas_file import parse_replicas
-from phalanx.gateway.settings import GatewayConfig
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
+from phalanx.gateway.settings.replicas_file import parse_replicas
 
 KUBERNETES = "1.37"
 FOLDER = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"

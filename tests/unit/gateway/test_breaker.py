@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.examples import run_machine
 
-from phalanx.gateway.breaker import Breaker, BreakerRules
+from phalanx.gateway.dispatch.breaker import Breaker, BreakerRules
 
 RULES = BreakerRules(failures=3, successes=2, open_s=10.0, window_s=60.0)
 

@@ -7,7 +7,7 @@ import pytest
 from phalanx.cli import gateway
 from phalanx.cli.main import main
 from phalanx.errors import ExitCode
-from phalanx.gateway.settings import GatewayConfig
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
 
 COMMAND = ["gateway", "--worker-urls", "http://a"]
 

@@ -14,13 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.examples import SOAK, examples, run_machine
 
 from phalanx.errors import NoReplica, PhalanxError, QueueFull, UnknownModel
-from phalanx.gateway.breaker import BreakerRules
-from phalanx.gateway.dispatch_request import DispatchRequest
-from phalanx.gateway.dispatcher import Dispatcher, Grant
-from phalanx.gateway.health import Check, HealthRules, Load, Report
-from phalanx.gateway.policies import LeastLoad, PowerOfTwo
-from phalanx.gateway.replica import Replica
-from phalanx.gateway.replicas_file import ReplicaSpec
+from phalanx.gateway.dispatch.breaker import BreakerRules
+from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
+from phalanx.gateway.dispatch.dispatcher import Dispatcher, Grant
+from phalanx.gateway.dispatch.policies import LeastLoad, PowerOfTwo
+from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.dispatch.replica_health import Check, HealthRules, Load, Report
+from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
 MODELS = {"a": frozenset({"m", "n"}), "b": frozenset({"m"}), "c": None}
 NUMERICS = {"a": "n1", "b": "n2", "c": ""}

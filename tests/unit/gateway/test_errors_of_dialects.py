@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import PhalanxError
-from phalanx.gateway.dialects import dialect_of, error_object
+from phalanx.gateway.relay.api_kinds import dialect_of, error_object
 from phalanx.http.error_responses import STATUS, error_body, public_failure
 
 PATHS = ("/v1/messages", "/api/chat", "/api/tags", "/v1/chat/completions", "/v1/completions", "/v1/responses")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from phalanx.errors import ReplicaFailed
-from phalanx.gateway.dialects import dialect_of, error_event
-from phalanx.gateway.event_reader import LARGEST_EVENT, MOST_LINES, EventReader
-from phalanx.gateway.transcript import Transcript
+from phalanx.gateway.relay.api_kinds import dialect_of, error_event
+from phalanx.gateway.relay.event_reader import LARGEST_EVENT, MOST_LINES, EventReader
+from phalanx.gateway.relay.transcript import Transcript
 from phalanx.http.stream_records import Choice, Record, Start, framed
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.examples import run_machine
 
-from phalanx.gateway.dispatch_request import DispatchRequest
-from phalanx.gateway.fair_queue import DrainRate, FairQueue
+from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
+from phalanx.gateway.dispatch.fair_queue import DrainRate, FairQueue
 
 
 def ask(owner: str, give_up_at: float = 100.0) -> DispatchRequest:

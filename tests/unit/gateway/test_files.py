@@ -7,11 +7,11 @@ import os
 import pytest
 
 from phalanx.errors import ConfigError
-from phalanx.gateway.key_limits import KeyLimits
-from phalanx.gateway.keys_file import parse_keys
-from phalanx.gateway.models import parse_aliases
-from phalanx.gateway.replicas_file import Keys, ReplicaSpec, parse_replicas, specs_of_urls
-from phalanx.gateway.watched_file import WatchedFile
+from phalanx.gateway.dispatch.replica_models import parse_aliases
+from phalanx.gateway.settings.key_limits import KeyLimits
+from phalanx.gateway.settings.keys_file import parse_keys
+from phalanx.gateway.settings.replicas_file import Keys, ReplicaSpec, parse_replicas, specs_of_urls
+from phalanx.gateway.settings.watched_file import WatchedFile
 
 REPLICAS = """
 [[replica]]

@@ -8,7 +8,7 @@ import pytest
 from support.gateways import gateway
 from support.stub_replica import Call, StubReplica
 
-from phalanx.gateway.event_reader import EventReader
+from phalanx.gateway.relay.event_reader import EventReader
 
 
 @pytest.mark.parametrize("status", ["000", "101"])

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from phalanx.errors import InvalidRequest, RateLimited
-from phalanx.gateway.bodies import peek, tokens_of, usage_in, with_model
-from phalanx.gateway.breaker import BreakerRules
-from phalanx.gateway.health import HealthRules
-from phalanx.gateway.key_limits import KeyLimits, KeyMeter
-from phalanx.gateway.models import cards_in, merged, merged_tags, names_in, tags_in
-from phalanx.gateway.replica import Replica
-from phalanx.gateway.replicas_file import ReplicaSpec
-from phalanx.gateway.retries import MOST, PER_SECOND, Backoff, RetryBudget
+from phalanx.gateway.dispatch.breaker import BreakerRules
+from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.dispatch.replica_health import HealthRules
+from phalanx.gateway.dispatch.replica_models import cards_in, merged, merged_tags, names_in, tags_in
+from phalanx.gateway.dispatch.retries import MOST, PER_SECOND, Backoff, RetryBudget
+from phalanx.gateway.relay.body_peek import peek, tokens_of, usage_in, with_model
+from phalanx.gateway.settings.key_limits import KeyLimits, KeyMeter
+from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
 # Keys ------------------------------------------------------------------------------------------------------------
 

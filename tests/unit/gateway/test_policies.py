@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
-from phalanx.gateway.affinity import BLOCK_BYTES, affinity_of
-from phalanx.gateway.breaker import BreakerRules
-from phalanx.gateway.dispatch_request import Affinity, DispatchRequest
-from phalanx.gateway.health import Check, HealthRules, Load, Report
-from phalanx.gateway.policies import CacheAware, ConsistentHashing, LeastLoad, PowerOfTwo, RoundRobin
-from phalanx.gateway.replica import Replica
-from phalanx.gateway.replicas_file import ReplicaSpec
+from phalanx.gateway.dispatch.affinity import BLOCK_BYTES, affinity_of
+from phalanx.gateway.dispatch.breaker import BreakerRules
+from phalanx.gateway.dispatch.dispatch_request import Affinity, DispatchRequest
+from phalanx.gateway.dispatch.policies import CacheAware, ConsistentHashing, LeastLoad, PowerOfTwo, RoundRobin
+from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.dispatch.replica_health import Check, HealthRules, Load, Report
+from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
 ANY = DispatchRequest("", None, 0.0)
 

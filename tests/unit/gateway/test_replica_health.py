@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from phalanx.gateway.health import Check, Health, HealthRules, Load, Report, report_of
+from phalanx.gateway.dispatch.replica_health import Check, Health, HealthRules, Load, Report, report_of
 
 GOOD, BAD, SILENT = Check(ok=True), Check(ok=False, reason="503"), Check(ok=False, answered=False, reason="silence")
 RULES = HealthRules(failures=3, successes=2)

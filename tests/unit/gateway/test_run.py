@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ExitCode
-from phalanx.gateway.async_dispatcher import AsyncDispatcher
-from phalanx.gateway.fleet import Fleet
-from phalanx.gateway.proxy import Proxy
-from phalanx.gateway.run import Gateway
-from phalanx.gateway.settings import GatewayConfig
+from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
+from phalanx.gateway.dispatch.fleet import Fleet
+from phalanx.gateway.gateway_process import Gateway
+from phalanx.gateway.relay.proxy import Proxy
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.http.listening import bind
 
 

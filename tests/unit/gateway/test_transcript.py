@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from support.examples import examples
 
 from phalanx.errors import MalformedAnswer
-from phalanx.gateway.transcript import Transcript
+from phalanx.gateway.relay.transcript import Transcript
 from phalanx.http.stream_records import (
     MOST_ITEMS,
     RESUME_BYTES,

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from phalanx.errors import ConfigError
-from phalanx.gateway.replica import TAG, Replica
+from phalanx.gateway.dispatch.replica import TAG, Replica
 from phalanx.http.foreign_json import decoder
 
 

@@ -21,19 +21,19 @@ import aiohttp
 from msgspec import Struct
 
 from phalanx.errors import NoReplica, PhalanxError, ReplicaFailed
-from phalanx.gateway.affinity import affinity_of
-from phalanx.gateway.async_dispatcher import AsyncDispatcher
-from phalanx.gateway.bodies import Peek, peek, with_model
-from phalanx.gateway.dispatch_request import DispatchRequest
-from phalanx.gateway.dispatcher import Grant, Verdict
-from phalanx.gateway.exchange import Exchange, body_lease
-from phalanx.gateway.metrics import Metrics
-from phalanx.gateway.migration import Migration, refuses_key
-from phalanx.gateway.relay import BufferedResponse, Relay, RelayedResponse
-from phalanx.gateway.replica import Replica
-from phalanx.gateway.retries import Backoff, RetryBudget
-from phalanx.gateway.settings import GatewayConfig
-from phalanx.gateway.upstream import Attempt, request_headers
+from phalanx.gateway.dispatch.affinity import affinity_of
+from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
+from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
+from phalanx.gateway.dispatch.dispatcher import Grant, Verdict
+from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.dispatch.retries import Backoff, RetryBudget
+from phalanx.gateway.relay.attempt import Attempt, request_headers
+from phalanx.gateway.relay.body_peek import Peek, peek, with_model
+from phalanx.gateway.relay.exchange import Exchange, body_lease
+from phalanx.gateway.relay.gateway_metrics import Metrics
+from phalanx.gateway.relay.migration import Migration, refuses_key
+from phalanx.gateway.relay.relay import BufferedResponse, Relay, RelayedResponse
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.http.media_types import is_json
 from phalanx.http.shares import Shares
 

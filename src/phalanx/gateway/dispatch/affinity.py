@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from phalanx.gateway.dispatch_request import Affinity
+from phalanx.gateway.dispatch.dispatch_request import Affinity
 
 BLOCK_BYTES = 256  # some 60 tokens: less than the system prompts that conversations have in common
 MOST_BLOCKS = 1024  # 256 KiB: what comes later in a prompt decides nothing

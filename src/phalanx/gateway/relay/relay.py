@@ -14,11 +14,11 @@ from aiohttp import web
 from msgspec import Struct
 
 from phalanx.errors import MalformedAnswer, PhalanxError
-from phalanx.gateway.bodies import tokens_of, usage_in
-from phalanx.gateway.event_reader import EventReader
-from phalanx.gateway.exchange import Exchange
-from phalanx.gateway.transcript import Transcript
-from phalanx.gateway.upstream import Attempt, response_headers
+from phalanx.gateway.relay.attempt import Attempt, response_headers
+from phalanx.gateway.relay.body_peek import tokens_of, usage_in
+from phalanx.gateway.relay.event_reader import EventReader
+from phalanx.gateway.relay.exchange import Exchange
+from phalanx.gateway.relay.transcript import Transcript
 
 WHOLE_BYTES = 8 << 20  # of an answer that is no stream: up to here it is held, and asked for again where it breaks off
 FED_BYTES = 4 << 10

@@ -21,10 +21,10 @@ from typing import Literal
 from msgspec import Struct
 
 from phalanx.errors import NoReplica, PhalanxError, QueueFull, UnknownModel
-from phalanx.gateway.dispatch_request import DispatchRequest
-from phalanx.gateway.fair_queue import DrainRate, FairQueue
-from phalanx.gateway.policies import Policy
-from phalanx.gateway.replica import Replica
+from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
+from phalanx.gateway.dispatch.fair_queue import DrainRate, FairQueue
+from phalanx.gateway.dispatch.policies import Policy
+from phalanx.gateway.dispatch.replica import Replica
 
 Verdict = Literal["answered", "failed", "abandoned"]
 """Of an attempt: the replica answered; it failed; or the client left, or another cause that says nothing about it."""

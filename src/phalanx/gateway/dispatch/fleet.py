@@ -15,13 +15,13 @@ import aiohttp
 import msgspec
 
 from phalanx.errors import ConfigError
-from phalanx.gateway.async_dispatcher import AsyncDispatcher
-from phalanx.gateway.breaker import BreakerRules
-from phalanx.gateway.health import Check, HealthRules, Report, report_of
-from phalanx.gateway.models import cards_in, names_in, tags_in
-from phalanx.gateway.replica import Replica
-from phalanx.gateway.replicas_file import ReplicaSpec
-from phalanx.gateway.settings import GatewayConfig
+from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
+from phalanx.gateway.dispatch.breaker import BreakerRules
+from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.dispatch.replica_health import Check, HealthRules, Report, report_of
+from phalanx.gateway.dispatch.replica_models import cards_in, names_in, tags_in
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
+from phalanx.gateway.settings.replicas_file import ReplicaSpec
 from phalanx.http.foreign_json import decoder
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed, ReplicaTooSlow
-from phalanx.gateway.dispatcher import Grant
+from phalanx.gateway.dispatch.dispatcher import Grant
 from phalanx.http.stream_records import MIGRATION, RESUME
 
 CONNECT_S = 5.0  # for a connection and its TLS handshake: some round trips, with two lost packets

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta, Struct
 
 from phalanx.errors import ConfigError
-from phalanx.gateway.toml_tables import parse_tables
+from phalanx.gateway.settings.toml_tables import parse_tables
 from phalanx.http.api_keys import NOT_SENDABLE, is_sendable
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,63}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.gateway.breaker import Breaker, BreakerRules
-from phalanx.gateway.health import Health, HealthRules
-from phalanx.gateway.replicas_file import ReplicaSpec
+from phalanx.gateway.dispatch.breaker import Breaker, BreakerRules
+from phalanx.gateway.dispatch.replica_health import Health, HealthRules
+from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
 TAG = ":latest"
 """What Ollama's clients may add to a model's name, and leave out."""

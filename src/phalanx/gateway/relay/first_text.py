@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.gateway.dialects import OPAQUE, Dialect
+from phalanx.gateway.relay.api_kinds import OPAQUE, Dialect
 from phalanx.http.foreign_json import decoder
 
 _value = decoder(dict[str, Any])

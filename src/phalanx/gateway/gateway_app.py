@@ -23,13 +23,13 @@ from phalanx.errors import (
     UnknownPath,
 )
 from phalanx.gateway.admin import ROOT, Admin
-from phalanx.gateway.async_dispatcher import AsyncDispatcher
-from phalanx.gateway.clients import Clients
-from phalanx.gateway.exchange import Exchange, body_lease
-from phalanx.gateway.fleet import TAGS, Fleet
-from phalanx.gateway.metrics import Metrics
-from phalanx.gateway.models import merged, merged_tags
-from phalanx.gateway.proxy import Proxy, prompt_tokens
+from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
+from phalanx.gateway.dispatch.fleet import TAGS, Fleet
+from phalanx.gateway.dispatch.replica_models import merged, merged_tags
+from phalanx.gateway.relay.exchange import Exchange, body_lease
+from phalanx.gateway.relay.gateway_metrics import Metrics
+from phalanx.gateway.relay.proxy import Proxy, prompt_tokens
+from phalanx.gateway.settings.clients import Clients
 from phalanx.http.allowed_hosts import AllowedHosts, name_of
 from phalanx.http.connection import raw_header
 from phalanx.http.connection_table import HEALTH_PATHS

@@ -15,7 +15,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from phalanx.errors import InvalidRequest, PhalanxError, RequestTooLarge, WrongMediaType
-from phalanx.gateway.dialects import Dialect, dialect_of, error_event, error_object
+from phalanx.gateway.relay.api_kinds import Dialect, dialect_of, error_event, error_object
 from phalanx.http.body_budget import BodyLease
 from phalanx.http.connection import READ_ENCODINGS, GatewayConnection, raw_header
 from phalanx.http.error_responses import failure_of, headers_of

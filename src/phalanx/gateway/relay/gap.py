@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from phalanx.gateway.exchange import Exchange
-from phalanx.gateway.metrics import Metrics
+from phalanx.gateway.relay.exchange import Exchange
+from phalanx.gateway.relay.gateway_metrics import Metrics
 
 KEEP_ALIVE_S = 5.0  # between two signs of life, as a phalanx server's
 

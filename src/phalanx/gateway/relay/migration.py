@@ -16,16 +16,16 @@ from collections.abc import Callable
 from multidict import CIMultiDict
 
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed
-from phalanx.gateway.dialects import OPAQUE
-from phalanx.gateway.dispatch_request import DispatchRequest
-from phalanx.gateway.event_reader import EventReader
-from phalanx.gateway.exchange import Exchange
-from phalanx.gateway.gap import Gap
-from phalanx.gateway.metrics import Metrics
-from phalanx.gateway.relay import BufferedResponse, RelayedResponse, relayed
-from phalanx.gateway.replica import Replica
-from phalanx.gateway.settings import GatewayConfig
-from phalanx.gateway.transcript import Transcript
+from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
+from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.relay.api_kinds import OPAQUE
+from phalanx.gateway.relay.event_reader import EventReader
+from phalanx.gateway.relay.exchange import Exchange
+from phalanx.gateway.relay.gap import Gap
+from phalanx.gateway.relay.gateway_metrics import Metrics
+from phalanx.gateway.relay.relay import BufferedResponse, RelayedResponse, relayed
+from phalanx.gateway.relay.transcript import Transcript
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.http.stream_records import MIGRATION, RESUME, resume_body
 
 log = logging.getLogger(__name__)

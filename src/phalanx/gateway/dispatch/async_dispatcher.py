@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 
 from phalanx.errors import PhalanxError
-from phalanx.gateway.dispatch_request import DispatchRequest
-from phalanx.gateway.dispatcher import Dispatcher, Grant, Verdict
-from phalanx.gateway.replica import Replica
+from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
+from phalanx.gateway.dispatch.dispatcher import Dispatcher, Grant, Verdict
+from phalanx.gateway.dispatch.replica import Replica
 
 TICK_S = 0.1  # between two looks for requests that have waited too long, and for circuits whose time is over
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from phalanx.gateway.key_limits import KeyMeter
-from phalanx.gateway.keys_file import NamedKey
+from phalanx.gateway.settings.key_limits import KeyMeter
+from phalanx.gateway.settings.keys_file import NamedKey
 from phalanx.http.api_keys import ApiKeys, owner_of
 
 

@@ -15,8 +15,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from phalanx.errors import ConfigError
-from phalanx.gateway.key_limits import KeyLimits
-from phalanx.gateway.toml_tables import parse_tables
+from phalanx.gateway.settings.key_limits import KeyLimits
+from phalanx.gateway.settings.toml_tables import parse_tables
 from phalanx.http.api_keys import NOT_SENDABLE, is_sendable
 
 Limit = Annotated[int, Meta(ge=1, le=2**31)]

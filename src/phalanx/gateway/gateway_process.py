@@ -19,21 +19,21 @@ from aiohttp import web
 
 from phalanx.errors import ConfigError, ExitCode, NoReplica, ReplicaFailed
 from phalanx.gateway.admin import Admin
-from phalanx.gateway.app import App, metrics_handler
-from phalanx.gateway.async_dispatcher import AsyncDispatcher
-from phalanx.gateway.clients import Clients
-from phalanx.gateway.dispatcher import Dispatcher
-from phalanx.gateway.fleet import Fleet
-from phalanx.gateway.keys_file import parse_keys
-from phalanx.gateway.metrics import Metrics
-from phalanx.gateway.models import parse_aliases
-from phalanx.gateway.policies import CacheAware, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, RoundRobin
-from phalanx.gateway.proxy import Proxy
-from phalanx.gateway.replica import Replica
-from phalanx.gateway.replicas_file import Keys, ReplicaSpec, parse_replicas, specs_of_urls
-from phalanx.gateway.settings import GatewayConfig
-from phalanx.gateway.upstream import make_session
-from phalanx.gateway.watched_file import WatchedFile
+from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
+from phalanx.gateway.dispatch.dispatcher import Dispatcher
+from phalanx.gateway.dispatch.fleet import Fleet
+from phalanx.gateway.dispatch.policies import CacheAware, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, RoundRobin
+from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.dispatch.replica_models import parse_aliases
+from phalanx.gateway.gateway_app import App, metrics_handler
+from phalanx.gateway.relay.attempt import make_session
+from phalanx.gateway.relay.gateway_metrics import Metrics
+from phalanx.gateway.relay.proxy import Proxy
+from phalanx.gateway.settings.clients import Clients
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
+from phalanx.gateway.settings.keys_file import parse_keys
+from phalanx.gateway.settings.replicas_file import Keys, ReplicaSpec, parse_replicas, specs_of_urls
+from phalanx.gateway.settings.watched_file import WatchedFile
 from phalanx.http.acceptor import FLUSH_S, Acceptor, limits_within
 from phalanx.http.allowed_hosts import AllowedHosts
 from phalanx.http.connection import GatewayConnection

@@ -18,8 +18,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from phalanx.gateway.dispatch_request import DispatchRequest
-from phalanx.gateway.replica import Replica
+from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
+from phalanx.gateway.dispatch.replica import Replica
 
 SESSIONS = 50_000  # that cache_aware remembers; a session is a name of a few bytes
 BLOCKS = 500_000  # of prompts, that it remembers: 128 MB of text at 256 bytes each

@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Raw, Struct
 
 from phalanx.errors import MalformedAnswer
-from phalanx.gateway.dialects import MESSAGES_ENDS, OPAQUE, RESPONSES_ENDS, Dialect
-from phalanx.gateway.timing import shows_text
-from phalanx.gateway.transcript import Transcript
+from phalanx.gateway.relay.api_kinds import MESSAGES_ENDS, OPAQUE, RESPONSES_ENDS, Dialect
+from phalanx.gateway.relay.first_text import shows_text
+from phalanx.gateway.relay.transcript import Transcript
 from phalanx.http.foreign_json import decoder
 from phalanx.http.stream_records import Record, record_in
 
