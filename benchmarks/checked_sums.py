@@ -28,7 +28,7 @@ import mlx.core as mx
 from cpu_models import SHAPES, write_mlx
 
 from phalanx import memory
-from phalanx.dist.backend import environment_of, mpirun_command
+from phalanx.dist.collective_backend import environment_of, mpirun_command
 from phalanx.dist.group import join
 from phalanx.dist.reduce import Reducer
 from phalanx.kernels import install

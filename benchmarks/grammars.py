@@ -26,7 +26,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from phalanx.config import EngineConfig
-from phalanx.spec.grammars import Grammars
+from phalanx.spec.running_grammars import Grammars
 from phalanx.speculation_config import Control, SuffixSpeculation
 from phalanx.supervision.process import EngineProcess
 from phalanx.text.grammar import GrammarCompiler

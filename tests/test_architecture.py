@@ -35,7 +35,7 @@ LAYERS = {
 VOCABULARY = (
     "phalanx.errors",
     "phalanx.faults",
-    "phalanx.logs",
+    "phalanx.log_limits",
     "phalanx.config",
     "phalanx.environment",
     "phalanx.open_files",
@@ -96,7 +96,7 @@ PROCESS_CALLS = re.compile(
 PICKLES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})
 
 DYNAMIC_IMPORTS = {
-    "cli/app.py": "a command's module is imported when the command runs, so that --help is fast",
+    "cli/typer_app.py": "a command's module is imported when the command runs, so that --help is fast",
     "cli/main.py": "the same, and typer, which imports pydantic, is for people's commands only",
     "cli/terminal.py": "most starts draw no bar, for which rich is imported",
     "__init__.py": "phalanx.LLM is imported when it is used, so that `import phalanx` loads nothing",

@@ -2,7 +2,7 @@
 `gateway/settings/gateway_settings.py`.
 
 A field declares its type, its range (`Meta`), its default and its flag (`Flag`). The docstring below it documents it,
-and is the flag's help. `cli/flags.py` makes the flags of every command from these declarations, and `phalanx.LLM`
+and is the flag's help. `cli/setting_flags.py` makes the flags of every command from these declarations, and `phalanx.LLM`
 checks its keywords against them.
 """
 

@@ -27,8 +27,8 @@ from support.speculation import SAMPLINGS, Answer, Engine, Oracle, load, random_
 from phalanx.model.runner import Runner
 from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.drafters import CERTAIN, Draft, RandomDrafter
-from phalanx.spec.grammars import FREE, Grammars
 from phalanx.spec.ngram import NgramDrafter
+from phalanx.spec.running_grammars import FREE, Grammars
 from phalanx.speculation_config import NgramSpeculation
 from phalanx.text.grammar import GrammarCompiler
 from phalanx.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.model.sampling.metadata import SamplingMetadata, TokenCounts
 from phalanx.model.sampling.sampler import sample
-from phalanx.spec.grammars import constrain_sampling
+from phalanx.spec.running_grammars import constrain_sampling
 from phalanx.types import Sampling
 
 ROWS = 8

@@ -11,7 +11,7 @@ from support.conformance import Drive, drive, prepare
 from support.mutants import NoRollback
 
 from phalanx.model.cache.buffers import ArenaBuffers
-from phalanx.model.cache.ragged import RaggedKV
+from phalanx.model.cache.ragged_cache import RaggedKV
 from phalanx.model.cache.row_view import Mask, RowView
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Forward

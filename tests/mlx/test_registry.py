@@ -14,7 +14,7 @@ from test_mutants import MUTANTS, WINDOW_MUTANTS
 from phalanx.errors import ModelUnsupported
 from phalanx.model import check, registry
 from phalanx.model.cache.buffers import ArenaBuffers
-from phalanx.model.cache.layout import GroupLayout, Heads, KvLayout, StateLayout
+from phalanx.model.cache.layer_layout import GroupLayout, Heads, KvLayout, StateLayout
 from phalanx.model.cache.row_view import RowView
 from phalanx.model.check import EXACT, ROUNDED, tolerance_of
 from phalanx.model.runner import Runner

@@ -14,7 +14,7 @@ from support.models import build, make_config
 
 from phalanx.errors import EngineError
 from phalanx.model import registry
-from phalanx.model.cache.ragged import RaggedKV
+from phalanx.model.cache.ragged_cache import RaggedKV
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, Share, Store, Swap
 

@@ -24,8 +24,8 @@ from support.models import build, make_config
 
 from phalanx.kernels import install
 from phalanx.model import registry
-from phalanx.model.cpu.graph_cache import GraphCache
 from phalanx.model.cpu.repack import repackable
+from phalanx.model.graph_cache import GraphCache
 from phalanx.model.graphs import Graphs
 from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner

@@ -22,7 +22,7 @@ from support.ragged import Driver, make_prompts
 from support.stages import StagedRunner, staged_runner
 
 from phalanx.kernels import install
-from phalanx.model.cpu.graph_cache import GraphCache
+from phalanx.model.graph_cache import GraphCache
 from phalanx.sched.plan import Admit, Forward, Resize
 
 STAGES = 3

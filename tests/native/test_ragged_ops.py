@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.active_memory import active_memory
 
-from phalanx.kernels.ragged import RaggedMask
+from phalanx.kernels.ragged_mask import RaggedMask
 from phalanx.model.cache.row_view import RowView
 
 ops = phalanx_cpu.ops

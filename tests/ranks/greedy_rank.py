@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from phalanx.dist.backend import foreign_launcher
+from phalanx.dist.collective_backend import foreign_launcher
 from phalanx.dist.group import join
 from phalanx.dist.reduce import Reducer
 from phalanx.model.loading.load import load

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.examples import SOAK
 
-from phalanx.dist.backend import environment_of, find_mpi, mpirun_command
+from phalanx.dist.collective_backend import environment_of, find_mpi, mpirun_command
 
 ROUNDS = 96 if SOAK else 24
 """Every width, number of rows, spread, rank and layer comes round in twelve."""

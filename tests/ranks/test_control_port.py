@@ -19,12 +19,12 @@ import pytest
 from support.driver import Driver, ask
 from support.reference import job, reference_greedy
 
-from phalanx.dist.backend import ring_hostfile
+from phalanx.dist.collective_backend import ring_hostfile
 from phalanx.dist.ports import free_ports
 from phalanx.errors import ExitCode
 from phalanx.supervision.attach import AttachedEngine
 from phalanx.tls.certificates import make_credentials
-from phalanx.tls.credentials import Credentials, write_credentials
+from phalanx.tls.host_credentials import Credentials, write_credentials
 
 WAIT_S = 120.0
 NOISE = [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 64, b"\xff" * 5000]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.models import make_model
 
-from phalanx.dist.backend import environment_of, find_mpi, mpirun_command
+from phalanx.dist.collective_backend import environment_of, find_mpi, mpirun_command
 
 SCRIPT = Path(__file__).with_name("joined_waits.py")
 

@@ -19,7 +19,7 @@ import pytest
 from support.driver import PATIENT
 from support.reference import job, reference_greedy
 
-from phalanx.dist.backend import environment_of, find_mpi, mpirun_command, ring_hostfile
+from phalanx.dist.collective_backend import environment_of, find_mpi, mpirun_command, ring_hostfile
 from phalanx.errors import ExitCode
 
 PHALANX = [sys.executable, "-m", "phalanx"]

@@ -13,7 +13,7 @@ import pytest
 from groups import network
 
 from phalanx.dist import private_network
-from phalanx.dist.backend import is_private_network_possible
+from phalanx.dist.collective_backend import is_private_network_possible
 from phalanx.dist.private_network import REFUSED, in_private_network
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")

@@ -14,10 +14,10 @@ import pytest
 from support.driver import PATIENT, Driver, ask
 
 from phalanx.config import EngineConfig
-from phalanx.dist.backend import ring_hostfile
+from phalanx.dist.collective_backend import ring_hostfile
 from phalanx.dist.ports import free_ports
 from phalanx.environment import environment
-from phalanx.supervision import launch
+from phalanx.supervision import rank_launcher
 from phalanx.supervision.process import EngineProcess
 
 NOISE = [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 64, b"\xff" * 5000]
@@ -54,13 +54,13 @@ def strays(ports: list[int]) -> Iterator[list[int]]:
 @pytest.fixture
 def known_ports(monkeypatch):
     """The ports that the first start will use; later ones take fresh ones."""
-    real, ports = launch.free_ports, []
+    real, ports = rank_launcher.free_ports, []
 
     def first_known(count: int) -> list[int]:
         taken, ports[:] = ports[:count], []
         return taken or real(count)
 
-    monkeypatch.setattr(launch, "free_ports", first_known)
+    monkeypatch.setattr(rank_launcher, "free_ports", first_known)
 
     def choose(count: int) -> list[int]:
         ports[:] = real(count)

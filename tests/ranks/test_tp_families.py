@@ -21,7 +21,7 @@ from support.models import make_model
 from support.reference import job, reference_many
 from support.splitting import KINDS, OVERRIDES, SPLIT, UNCHECKED
 
-from phalanx.dist.backend import choose, environment_of, mpirun_command, ring_hostfile
+from phalanx.dist.collective_backend import choose, environment_of, mpirun_command, ring_hostfile
 from phalanx.dist.ports import free_ports
 
 PROMPT = [5, 9, 30, 7, 8, 100, 200, 33, 2, 11]

@@ -32,7 +32,7 @@ from phalanx.dist.frames import receive_frame
 from phalanx.dist.peers import PROTOCOL, Admitted, Hello, Message, decode, encode
 from phalanx.errors import ExitCode
 from phalanx.tls.certificates import make_credentials
-from phalanx.tls.credentials import Credentials, accepting, connecting
+from phalanx.tls.host_credentials import Credentials, accepting, connecting
 
 WAIT_S = 240.0  # for an event that must come; only a failing test waits so long
 FAST = WatchdogLimits(

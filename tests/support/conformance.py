@@ -15,7 +15,7 @@ from support.ragged import Driver, make_prompts
 from support.reference import reference_here
 
 from phalanx.model import registry
-from phalanx.model.cache.layout import CacheFacts
+from phalanx.model.cache.layer_layout import CacheFacts
 from phalanx.model.runner import Runner
 
 TIE = 1e-4

@@ -31,8 +31,8 @@ from phalanx.sched.prefill_budget import PrefillBounds
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
 from phalanx.spec.control import Control
 from phalanx.spec.drafters import Draft, Drafter
-from phalanx.spec.grammars import Grammars
 from phalanx.spec.rules import Always
+from phalanx.spec.running_grammars import Grammars
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from phalanx.config import EngineConfig
-from phalanx.dist import backend, gpus
+from phalanx.dist import collective_backend, gpus
 from phalanx.environment import runtime_dir
 from phalanx.errors import ConfigError
 
@@ -15,58 +15,62 @@ from phalanx.errors import ConfigError
 @pytest.fixture
 def bare(monkeypatch):
     """A Linux machine on which nothing is installed."""
-    monkeypatch.setattr(backend, "find_mpi", lambda: None)
-    monkeypatch.setattr(backend, "rdma_devices", list)
-    monkeypatch.setattr(backend.shutil, "which", lambda name: None)
-    monkeypatch.setattr(backend.sys, "platform", "linux")
+    monkeypatch.setattr(collective_backend, "find_mpi", lambda: None)
+    monkeypatch.setattr(collective_backend, "rdma_devices", list)
+    monkeypatch.setattr(collective_backend.shutil, "which", lambda name: None)
+    monkeypatch.setattr(collective_backend.sys, "platform", "linux")
     return monkeypatch
 
 
 def test_auto_takes_the_ring_without_other_backends_and_gives_the_reason(bare):
-    assert backend.choose("auto", machines=1) == ("ring", "no MPI library is there")
-    assert backend.choose("auto", machines=2) == ("ring", "no MPI library is there, nor an RDMA device")
+    assert collective_backend.choose("auto", machines=1) == ("ring", "no MPI library is there")
+    assert collective_backend.choose("auto", machines=2) == ("ring", "no MPI library is there, nor an RDMA device")
 
 
 def test_auto_takes_mpi_on_linux_when_it_is_installed(bare):
-    bare.setattr(backend, "find_mpi", lambda: backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
-    bare.setattr(backend, "is_private_network_possible", lambda: True)
-    choice = backend.choose("auto", machines=1)
+    bare.setattr(collective_backend, "find_mpi", lambda: collective_backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
+    bare.setattr(collective_backend, "is_private_network_possible", lambda: True)
+    choice = collective_backend.choose("auto", machines=1)
     assert choice.backend == "mpi"
     assert "/x/mpirun" in choice.reason
 
 
 def test_auto_opens_no_daemon_to_strangers(bare):
     """In a container that allows no namespaces, Open MPI's daemon would listen on all addresses, and obey."""
-    bare.setattr(backend, "find_mpi", lambda: backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
-    bare.setattr(backend, "is_private_network_possible", lambda: False)
-    assert backend.choose("auto", machines=1).backend == "ring"
-    assert "strangers" in backend.choose("auto", machines=1).reason
-    assert backend.choose("mpi", machines=1).backend == "mpi", "who asks for it gets it, and a line in the log"
+    bare.setattr(collective_backend, "find_mpi", lambda: collective_backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
+    bare.setattr(collective_backend, "is_private_network_possible", lambda: False)
+    assert collective_backend.choose("auto", machines=1).backend == "ring"
+    assert "strangers" in collective_backend.choose("auto", machines=1).reason
+    assert collective_backend.choose("mpi", machines=1).backend == "mpi", (
+        "who asks for it gets it, and a line in the log"
+    )
 
 
 def test_auto_prefers_rdma_between_machines(bare):
-    bare.setattr(backend, "rdma_devices", lambda: ["rdma_en5"])
-    assert backend.choose("auto", machines=2).backend == "jaccl"
+    bare.setattr(collective_backend, "rdma_devices", lambda: ["rdma_en5"])
+    assert collective_backend.choose("auto", machines=2).backend == "jaccl"
 
 
 def test_rdma_joins_no_ranks_of_one_machine(bare):
-    bare.setattr(backend, "rdma_devices", lambda: ["rdma_en5"])
-    assert backend.choose("auto", machines=1).backend == "ring"
+    bare.setattr(collective_backend, "rdma_devices", lambda: ["rdma_en5"])
+    assert collective_backend.choose("auto", machines=1).backend == "ring"
     with pytest.raises(ConfigError, match="--backend jaccl joins machines over RDMA; here all ranks are on one"):
-        backend.choose("jaccl", machines=1)
+        collective_backend.choose("jaccl", machines=1)
 
 
 @pytest.mark.parametrize("machines", [1, 2])
 def test_auto_takes_nccl_where_every_rank_has_a_gpu(bare, machines):
-    bare.setattr(backend, "find_mpi", lambda: backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
-    assert backend.choose("auto", machines=machines, gpu_shortage="").backend == "nccl"
-    assert backend.choose("auto", "ring", machines=machines, gpu_shortage="").backend != "nccl", "it has no such choice"
-    assert backend.choose("ring", machines=machines, gpu_shortage="").backend == "ring"
+    bare.setattr(collective_backend, "find_mpi", lambda: collective_backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
+    assert collective_backend.choose("auto", machines=machines, gpu_shortage="").backend == "nccl"
+    assert collective_backend.choose("auto", "ring", machines=machines, gpu_shortage="").backend != "nccl", (
+        "it has no such choice"
+    )
+    assert collective_backend.choose("ring", machines=machines, gpu_shortage="").backend == "ring"
 
 
 def test_nccl_without_a_gpu_for_every_rank_is_refused(bare):
     with pytest.raises(ConfigError, match=r"--backend nccl: .* shortage: 4 ranks, but 2 GPUs that MLX can use"):
-        backend.choose("nccl", machines=1, gpu_shortage=gpus.shortage(4, {"this machine": 2}))
+        collective_backend.choose("nccl", machines=1, gpu_shortage=gpus.shortage(4, {"this machine": 2}))
 
 
 @pytest.mark.parametrize(
@@ -132,38 +136,38 @@ def test_an_mlx_for_processors_uses_no_gpu(nvidia):
 
 
 def test_mpirun_shares_out_the_gpus(monkeypatch):
-    monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
-    found = backend.mpirun_command(3, "auto", ["p", "rank"], (A, B))
+    monkeypatch.setattr(collective_backend, "find_mpi", lambda: collective_backend.Mpi("mpirun", "libmpi.so"))
+    found = collective_backend.mpirun_command(3, "auto", ["p", "rank"], (A, B))
     ranks = [["-np", "1", "-x", f"{gpus.VARIABLE}={name}", "p", "rank"] for name in (A, B, A)]
     assert found[found.index("-np") :] == [*ranks[0], ":", *ranks[1], ":", *ranks[2]]
-    assert backend.mpirun_command(3, "auto", ["p"], (A,))[-3:] == ["-np", "3", "p"]
+    assert collective_backend.mpirun_command(3, "auto", ["p"], (A,))[-3:] == ["-np", "3", "p"]
 
 
 @pytest.mark.parametrize("asked", ["mpi", "jaccl", "jaccl-ring", "nccl"])
 def test_a_backend_that_was_asked_for_and_is_not_there_is_an_error(bare, asked):
     with pytest.raises(ConfigError, match=f"--backend {asked}:"):
-        backend.choose(asked, machines=2)
+        collective_backend.choose(asked, machines=2)
 
 
 def test_an_algorithm_needs_the_backend_that_has_a_choice(bare):
     with pytest.raises(ConfigError, match="--collective star needs --backend mpi"):
-        backend.choose("ring", "star", machines=1)
+        collective_backend.choose("ring", "star", machines=1)
 
 
 def test_mpirun_gets_the_algorithm(monkeypatch):
-    monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
-    command = backend.mpirun_command(4, "ring", ["python", "x.py"])
+    monkeypatch.setattr(collective_backend, "find_mpi", lambda: collective_backend.Mpi("mpirun", "libmpi.so"))
+    command = collective_backend.mpirun_command(4, "ring", ["python", "x.py"])
     assert "mpirun" in command
     assert command[-2:] == ["python", "x.py"]
     assert command[command.index("coll_tuned_allreduce_algorithm") + 1] == "4"
-    assert "coll_tuned_allreduce_algorithm" not in backend.mpirun_command(4, "auto", ["x"])
+    assert "coll_tuned_allreduce_algorithm" not in collective_backend.mpirun_command(4, "auto", ["x"])
 
 
 def test_mpirun_gives_every_host_its_own_command(monkeypatch):
-    monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
+    monkeypatch.setattr(collective_backend, "find_mpi", lambda: collective_backend.Mpi("mpirun", "libmpi.so"))
     commands = [["p0", "rank", "--rank", "0"], ["p1", "rank", "--rank", "1"]]
     agent = "python -m phalanx reach c.json"
-    found = backend.mpirun_on_hosts(["a", "b"], "star", commands, {"SECRET": "x"}, agent)
+    found = collective_backend.mpirun_on_hosts(["a", "b"], "star", commands, {"SECRET": "x"}, agent)
     assert found[found.index("plm_ssh_agent") + 1] == agent
     assert found[found.index("coll_tuned_allreduce_algorithm") + 1] == "1"
     first = found.index("-np")
@@ -175,34 +179,34 @@ def test_mpirun_gives_every_host_its_own_command(monkeypatch):
 
 
 def test_rdma_is_not_chosen_for_machines_without_known_cables(monkeypatch):
-    monkeypatch.setattr(backend, "rdma_devices", lambda: ["rdma_en5"])
-    monkeypatch.setattr(backend, "find_mpi", lambda: None)
-    assert backend.choose("auto", machines=2).backend == "jaccl"
-    assert backend.choose("auto", machines=2, cabled=False).backend == "ring"
+    monkeypatch.setattr(collective_backend, "rdma_devices", lambda: ["rdma_en5"])
+    monkeypatch.setattr(collective_backend, "find_mpi", lambda: None)
+    assert collective_backend.choose("auto", machines=2).backend == "jaccl"
+    assert collective_backend.choose("auto", machines=2, cabled=False).backend == "ring"
 
 
 def test_mpirun_is_recognised():
-    found = backend.foreign_launcher({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
+    found = collective_backend.foreign_launcher({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
     assert found == (1, 4, "mpi")
 
 
 def test_the_ring_of_mlx_launch_is_recognised(tmp_path):
     file = tmp_path / "hosts.json"
-    file.write_text(backend.ring_hostfile(["127.0.0.1:1", "127.0.0.1:2"]))
+    file.write_text(collective_backend.ring_hostfile(["127.0.0.1:1", "127.0.0.1:2"]))
     assert json.loads(file.read_text()) == [["127.0.0.1:1"], ["127.0.0.1:2"]]
-    assert backend.foreign_launcher({"MLX_RANK": "1", "MLX_HOSTFILE": str(file)}) == (1, 2, "ring")
+    assert collective_backend.foreign_launcher({"MLX_RANK": "1", "MLX_HOSTFILE": str(file)}) == (1, 2, "ring")
 
 
 def test_jaccl_of_mlx_launch_is_recognised(tmp_path):
     file = tmp_path / "devices.json"
     file.write_text('[[null, "rdma_en5"], ["rdma_en5", null]]')
     variables = {"MLX_RANK": "0", "MLX_IBV_DEVICES": str(file)}
-    assert backend.foreign_launcher(variables) == (0, 2, "jaccl")
-    assert backend.foreign_launcher({**variables, "MLX_JACCL_RING": "0"}) == (0, 2, "jaccl-ring")
+    assert collective_backend.foreign_launcher(variables) == (0, 2, "jaccl")
+    assert collective_backend.foreign_launcher({**variables, "MLX_JACCL_RING": "0"}) == (0, 2, "jaccl-ring")
 
 
 def test_no_launcher_is_none():
-    assert backend.foreign_launcher({}) is None
+    assert collective_backend.foreign_launcher({}) is None
 
 
 @pytest.mark.parametrize(
@@ -216,29 +220,29 @@ def test_no_launcher_is_none():
 )
 def test_damaged_variables_are_named(variables, named):
     with pytest.raises(ConfigError, match=named.replace("(", r"\(")):
-        backend.foreign_launcher(variables)
+        collective_backend.foreign_launcher(variables)
 
 
 def test_the_device_file_must_be_an_array(tmp_path):
     file = tmp_path / "devices.json"
     file.write_text("{}")
     with pytest.raises(ConfigError, match="does not hold a JSON array"):
-        backend.foreign_launcher({"MLX_RANK": "0", "MLX_IBV_DEVICES": str(file)})
+        collective_backend.foreign_launcher({"MLX_RANK": "0", "MLX_IBV_DEVICES": str(file)})
 
 
 def test_the_environment_of_a_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "find_mpi", lambda: backend.Mpi("mpirun", "libmpi.so"))
-    assert backend.environment_of("ring", 1, tmp_path) == {"MLX_RANK": "1", "MLX_HOSTFILE": str(tmp_path)}
-    monkeypatch.setattr(backend, "environment", dict)
-    assert backend.environment_of("mpi", None, None) == {
+    monkeypatch.setattr(collective_backend, "find_mpi", lambda: collective_backend.Mpi("mpirun", "libmpi.so"))
+    assert collective_backend.environment_of("ring", 1, tmp_path) == {"MLX_RANK": "1", "MLX_HOSTFILE": str(tmp_path)}
+    monkeypatch.setattr(collective_backend, "environment", dict)
+    assert collective_backend.environment_of("mpi", None, None) == {
         "MLX_MPI_LIBNAME": "libmpi.so",
         "HOME": str(runtime_dir()),  # for there is none
         "OMPI_MCA_btl": "^ofi",
         "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
     }
-    monkeypatch.setattr(backend, "environment", lambda: {"OMPI_MCA_btl": "self,tcp"})
-    assert backend.environment_of("mpi", None, None)["OMPI_MCA_btl"] == "self,tcp"
-    assert backend.environment_of("nccl", 0, None, size=2, meeting="10.0.0.1:5000") == {
+    monkeypatch.setattr(collective_backend, "environment", lambda: {"OMPI_MCA_btl": "self,tcp"})
+    assert collective_backend.environment_of("mpi", None, None)["OMPI_MCA_btl"] == "self,tcp"
+    assert collective_backend.environment_of("nccl", 0, None, size=2, meeting="10.0.0.1:5000") == {
         "MLX_RANK": "0",
         "MLX_WORLD_SIZE": "2",
         "NCCL_HOST_IP": "10.0.0.1",

@@ -12,7 +12,7 @@ import pytest
 from phalanx.cli import selftest
 from phalanx.config import ClusterConfig, EngineConfig, HostConfig
 from phalanx.supervision.fast_synch import FastSynch, advise, is_on, with_value
-from phalanx.supervision.hosts import KnownCluster
+from phalanx.supervision.host_ranks import KnownCluster
 from phalanx.tls.certificates import make_credentials
 from phalanx.types import EngineStats, ModelInfo, RankStats, SelfTest
 

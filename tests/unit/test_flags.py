@@ -22,7 +22,7 @@ from phalanx.server.fields.openai_bodies import ChatMessage
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.speculation_config import NgramSpeculation
 from phalanx.tls.certificates import make_credentials
-from phalanx.tls.credentials import write_credentials
+from phalanx.tls.host_credentials import write_credentials
 
 DEFAULT = ServerConfig(engine=EngineConfig(model="demo"))
 

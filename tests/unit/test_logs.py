@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from phalanx import logs
-from phalanx.logs import ALLOWED, KINDS, PERIOD_S, CountingHandler, RepeatCounter, kind_of, rotate
+from phalanx import log_limits
+from phalanx.log_limits import ALLOWED, KINDS, PERIOD_S, CountingHandler, RepeatCounter, kind_of, rotate
 
 
 def test_repeats_are_counted():
@@ -36,7 +36,7 @@ def test_lines_of_ever_new_kinds_are_counted_too():
     assert written <= KINDS + ALLOWED
 
 
-KIND_LINES = logs.KIND_CHARS * 8
+KIND_LINES = log_limits.KIND_CHARS * 8
 
 
 def test_a_log_counts_by_the_text_before_its_arguments():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
-from phalanx.cli.flags import Flags, Setting, flag, settings_of, with_settings
+from phalanx.cli.setting_flags import Flags, Setting, flag, settings_of, with_settings
 from phalanx.config import Dtype, EngineConfig, Flag
 from phalanx.errors import ConfigError
 from phalanx.gateway.settings.gateway_settings import GatewayConfig

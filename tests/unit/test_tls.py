@@ -9,7 +9,14 @@ from msgspec.structs import replace
 
 from phalanx.errors import ConfigError
 from phalanx.tls.certificates import make_certificate, make_credentials
-from phalanx.tls.credentials import Credentials, accepting, connecting, place_of, read_credentials, write_credentials
+from phalanx.tls.host_credentials import (
+    Credentials,
+    accepting,
+    connecting,
+    place_of,
+    read_credentials,
+    write_credentials,
+)
 
 HOSTS = make_credentials(["one", "two", "a name of far more than the sixty-four characters that X.509 allows for it"])
 OTHERS = make_credentials(["one", "two", "three"])

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.flags import whole
+from phalanx.cli.setting_flags import whole
 from phalanx.config import AGENT_PORT, CREDENTIALS_FILE
-from phalanx.logs import CountingHandler
+from phalanx.log_limits import CountingHandler
 from phalanx.open_files import raise_limit
-from phalanx.supervision.agent import Agent
 from phalanx.supervision.awake import stay_awake
-from phalanx.tls.credentials import read_credentials
+from phalanx.supervision.rank_agent import Agent
+from phalanx.tls.host_credentials import read_credentials
 
 
 def command(

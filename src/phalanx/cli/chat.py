@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 
 from phalanx.bench.http_client import Exchange, RequestFailed, first_model, open_client, stream_chat
-from phalanx.cli.flags import flag
 from phalanx.cli.private import PrivateServer
+from phalanx.cli.setting_flags import flag
 from phalanx.cli.terminal import note, report, show, show_dim
 from phalanx.environment import api_key_from_environment
 from phalanx.errors import ConfigError, ExitCode

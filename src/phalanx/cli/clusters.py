@@ -11,11 +11,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.cli.flags import whole
+from phalanx.cli.setting_flags import whole
 from phalanx.cluster.check_results import CheckResult
 from phalanx.cluster.host_status import GatewayStatus, HostStatus
-from phalanx.cluster.hostfile import Hostfile, from_names, parse
-from phalanx.cluster.layout import Layout
+from phalanx.cluster.hostfile_parser import Hostfile, from_names, parse
+from phalanx.cluster.replica_layout import Layout
 from phalanx.cluster.shape import shape_of
 from phalanx.errors import ClusterError, ConfigError
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from phalanx.errors import ConfigError, ExitCode
-from phalanx.supervision.hosts import read_hosts
+from phalanx.supervision.host_ranks import read_hosts
 from phalanx.tls.certificates import make_credentials
-from phalanx.tls.credentials import write_credentials
+from phalanx.tls.host_credentials import write_credentials
 
 
 def command(

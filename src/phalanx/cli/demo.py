@@ -18,8 +18,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.bench.http_client import Exchange, RequestFailed, open_client, stream_chat
-from phalanx.cli.flags import flag
 from phalanx.cli.private import PrivateServer, free_port
+from phalanx.cli.setting_flags import flag
 from phalanx.cli.terminal import note, show
 from phalanx.config import DEFAULT_PORT
 from phalanx.environment import api_key_from_environment

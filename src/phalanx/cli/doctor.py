@@ -25,8 +25,8 @@ from phalanx.cli.clusters import (
     chosen,
     shape_words,
 )
-from phalanx.cli.flags import flag, whole
-from phalanx.cluster.doctor import examine, wanted, worst
+from phalanx.cli.setting_flags import flag, whole
+from phalanx.cluster.diagnosis import examine, wanted, worst
 from phalanx.cluster.fabric import addressed
 from phalanx.cluster.plans import Plan, backend_of
 from phalanx.cluster.shape import shape_of

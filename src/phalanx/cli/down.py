@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
-from phalanx.cli.flags import number
+from phalanx.cli.setting_flags import number
 from phalanx.cluster.lifecycle import stop_all
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import KILL_HOLD_S, Stopped

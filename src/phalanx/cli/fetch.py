@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from phalanx.cli.flags import flag
+from phalanx.cli.setting_flags import flag
 from phalanx.config import EngineConfig
 from phalanx.model.loading.resolve import resolve
 

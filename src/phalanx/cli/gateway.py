@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec.structs import replace
 
-from phalanx.cli.flags import Flags, with_settings
+from phalanx.cli.setting_flags import Flags, with_settings
 from phalanx.cli.terminal import note, set_up_logging
 from phalanx.environment import api_keys_from_environment, worker_admin_key_from_environment
 from phalanx.errors import ConfigError

@@ -14,14 +14,14 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from phalanx.cli.flags import Flags, flag, with_settings
+from phalanx.cli.setting_flags import Flags, flag, with_settings
 from phalanx.cli.terminal import LoadingView, report, set_up_logging, show
 from phalanx.config import DEFAULT_MODEL, EngineConfig, LogLevel
 from phalanx.errors import ConfigError, EngineUnavailable, ExitCode
+from phalanx.offline.engine_settings import check_engine
 from phalanx.offline.local_engine import LocalEngine
 from phalanx.offline.outputs import RequestOutput
 from phalanx.offline.sampling_params import SamplingParams
-from phalanx.offline.settings import check_engine
 from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.spec.stats import report as speculation_report

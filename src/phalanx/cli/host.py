@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cluster.host import run_verb
+from phalanx.cluster.host_verbs import run_verb
 
 
 def command(verb: Annotated[str, typer.Argument(help="start, stop, status, watch, ...")]) -> int:

@@ -13,7 +13,7 @@ from phalanx.cli.clusters import PYTHON, Python, chosen
 from phalanx.cli.terminal import note
 from phalanx.cluster.discovery import discover
 from phalanx.cluster.fabric import facts_of
-from phalanx.cluster.hostfile import from_names, render
+from phalanx.cluster.hostfile_parser import from_names, render
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ConfigError, ExitCode
 

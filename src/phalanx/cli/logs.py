@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
-from phalanx.cli.flags import whole
-from phalanx.cluster.host import LogRequest
+from phalanx.cli.setting_flags import whole
+from phalanx.cluster.host_verbs import LogRequest
 from phalanx.cluster.lifecycle import read_logs, remotes_of
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ConfigError, ExitCode

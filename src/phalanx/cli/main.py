@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         if asked in OWN_PARSER and arguments[0] == asked:
             command = importlib.import_module(f"phalanx.cli.{asked}").command
             return exit_code(lambda: command(arguments[1:]))
-        app = importlib.import_module("phalanx.cli.app").build(asked, COMMANDS, HIDDEN)
+        app = importlib.import_module("phalanx.cli.typer_app").build(asked, COMMANDS, HIDDEN)
         app(_passed_on(asked, arguments), prog_name="phalanx")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0

@@ -23,9 +23,9 @@ from phalanx.cli.clusters import (
     shape_words,
     stage_cell,
 )
-from phalanx.cli.flags import flag, whole
+from phalanx.cli.setting_flags import flag, whole
 from phalanx.cluster.fabric import facts_of, measure_pairs, order, set_up, slow_links, test_group, undo
-from phalanx.cluster.hostfile import Hostfile
+from phalanx.cluster.hostfile_parser import Hostfile
 from phalanx.cluster.links import Done
 from phalanx.cluster.network import Steps, cables, parse_node, steps
 from phalanx.cluster.plans import Plan, check

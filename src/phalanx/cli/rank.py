@@ -13,13 +13,13 @@ from typing import TypeVar
 import msgspec
 
 from phalanx.config import EngineConfig, GroupConfig
-from phalanx.dist.backend import foreign_launcher
+from phalanx.dist.collective_backend import foreign_launcher
 from phalanx.dist.control_address import is_unix
 from phalanx.dist.topology import Place, Topology
 from phalanx.engine.boot import run_launched_rank, run_rank
 from phalanx.environment import environment
 from phalanx.errors import ConfigError
-from phalanx.tls.credentials import Credentials, read_credentials
+from phalanx.tls.host_credentials import Credentials, read_credentials
 
 
 def command(words: Sequence[str]) -> int:

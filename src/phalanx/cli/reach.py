@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.supervision.hosts import read_cluster, run_on_agent
+from phalanx.supervision.host_ranks import read_cluster, run_on_agent
 
 
 def command(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
-from phalanx.cli.flags import number
+from phalanx.cli.setting_flags import number
 from phalanx.cli.terminal import note
 from phalanx.cluster.lifecycle import Cluster, restart_all, wait_healthy
 from phalanx.cluster.ssh import Remote

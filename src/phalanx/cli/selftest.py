@@ -1,6 +1,6 @@
 """`phalanx selftest`: start a group of ranks, let it test itself, print the figures, end it (F4).
 
-Does not know how the tests are done (`engine/selftest.py`).
+Does not know how the tests are done (`engine/group_selftest.py`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.cli.clusters import stage_cell
-from phalanx.cli.flags import Flags, flag, with_settings
+from phalanx.cli.setting_flags import Flags, flag, with_settings
 from phalanx.cli.terminal import LoadingView, report, set_up_logging
 from phalanx.config import DEFAULT_MODEL, GIB, EngineConfig, LogLevel
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.model.loading.resolve import resolve_models
-from phalanx.offline.settings import check_engine
+from phalanx.offline.engine_settings import check_engine
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision import fast_synch
 from phalanx.supervision.fast_synch import FastSynch
-from phalanx.supervision.hosts import KnownCluster, load_cluster
+from phalanx.supervision.host_ranks import KnownCluster, load_cluster
 from phalanx.supervision.process import EngineProcess
 from phalanx.types import Batch, EngineStats, ModelInfo
 

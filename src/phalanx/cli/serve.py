@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from msgspec.structs import replace
 
-from phalanx.cli.flags import Flags, with_settings
+from phalanx.cli.setting_flags import Flags, with_settings
 from phalanx.cli.terminal import LoadingView, note, set_up_logging
 from phalanx.config import DEFAULT_MODEL
 from phalanx.environment import admin_key_from_environment, api_keys_from_environment, api_keys_in
@@ -20,14 +20,14 @@ from phalanx.errors import ConfigError
 from phalanx.http.api_keys import NOT_SENDABLE, is_sendable
 from phalanx.http.listening import is_loopback
 from phalanx.model.loading.resolve import resolve_models
-from phalanx.offline.settings import check_engine
+from phalanx.offline.engine_settings import check_engine
 from phalanx.server.outputs.shapes import reasoning_parsers, tool_parsers
 from phalanx.server.requests.generation_defaults import read_defaults
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.server.start import serve
 from phalanx.supervision.attach import AttachedEngine
 from phalanx.supervision.awake import stay_awake
-from phalanx.supervision.hosts import load_cluster
+from phalanx.supervision.host_ranks import load_cluster
 from phalanx.supervision.process import EngineProcess
 from phalanx.text.template_files import BYTE_ORDER_MARK
 from phalanx.text.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen, status_table
 from phalanx.cluster.host_status import GatewayStatus, HostReport, HostStatus
-from phalanx.cluster.layout import Layout
 from phalanx.cluster.lifecycle import layout_in, statuses
+from phalanx.cluster.replica_layout import Layout
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ClusterError, ExitCode
 

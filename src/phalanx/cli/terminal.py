@@ -11,7 +11,7 @@ from typing import Self, TextIO
 
 from phalanx.environment import environment
 from phalanx.errors import PhalanxError
-from phalanx.logs import CountingHandler
+from phalanx.log_limits import CountingHandler
 from phalanx.supervision.client import EngineClient, EngineState
 from phalanx.text.printable import LineFormatter, printable
 

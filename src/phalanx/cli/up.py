@@ -23,9 +23,10 @@ from phalanx.cli.clusters import (
     chosen,
     status_table,
 )
-from phalanx.cli.flags import flag as setting
-from phalanx.cli.flags import number, whole
+from phalanx.cli.setting_flags import flag as setting
+from phalanx.cli.setting_flags import number, whole
 from phalanx.cli.terminal import note
+from phalanx.cluster.argument_flags import split_flag
 from phalanx.cluster.deployment import (
     Deployment,
     certificate_for_clients,
@@ -34,9 +35,8 @@ from phalanx.cluster.deployment import (
     url_of,
     with_https_everywhere,
 )
-from phalanx.cluster.doctor import examine, wanted_of, worst
+from phalanx.cluster.diagnosis import examine, wanted_of, worst
 from phalanx.cluster.fabric import addressed
-from phalanx.cluster.flags import split_flag
 from phalanx.cluster.host_status import flag
 from phalanx.cluster.lifecycle import Cluster, goal_of, start_all, stop_all, wait_healthy
 from phalanx.cluster.plans import LOGS, Plan, check, split_keys

@@ -16,8 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.cluster.host_status import flag, serve_address
-from phalanx.cluster.hostfile import Host
-from phalanx.cluster.layout import REPLICAS_FILE, Layout
+from phalanx.cluster.hostfile_parser import Host
 from phalanx.cluster.plans import (
     DRAIN_S,
     HTTPS_FILE,
@@ -30,6 +29,7 @@ from phalanx.cluster.plans import (
     specs,
     with_https,
 )
+from phalanx.cluster.replica_layout import REPLICAS_FILE, Layout
 from phalanx.cluster.shape import Shape, shape_of
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import GATEWAY, Spec

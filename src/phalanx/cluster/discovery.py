@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 
 from phalanx.cluster.check_results import HostFacts
-from phalanx.cluster.hostfile import Host, Hostfile
+from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.machine import Interface
 from phalanx.errors import ConfigError
 

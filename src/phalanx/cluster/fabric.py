@@ -14,10 +14,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.cluster.check_results import Examination, HostFacts
+from phalanx.cluster.diagnosis import wanted
 from phalanx.cluster.discovery import discover
-from phalanx.cluster.doctor import wanted
-from phalanx.cluster.host import GroupTest, StopRequest, TestRequest
-from phalanx.cluster.hostfile import Host, Hostfile
+from phalanx.cluster.host_verbs import GroupTest, StopRequest, TestRequest
+from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.links import (
     Done,
     LinkSpeed,

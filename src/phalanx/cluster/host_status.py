@@ -15,8 +15,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.cluster import identity, machine
-from phalanx.cluster.layout import Layout
 from phalanx.cluster.probe import ask_health
+from phalanx.cluster.replica_layout import Layout
 from phalanx.cluster.supervisor import GATEWAY, SUPERVISOR_SAYS, RunDirectory, Spec, log_file
 from phalanx.config import DEFAULT_PORT, GATEWAY_PORT
 from phalanx.environment import api_keys_from, api_keys_in, environment

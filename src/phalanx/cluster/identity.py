@@ -18,7 +18,7 @@ import msgspec
 import psutil
 from msgspec import Meta, Struct
 
-from phalanx.cluster.layout import REPLICAS_FILE
+from phalanx.cluster.replica_layout import REPLICAS_FILE
 
 SAME_S = 0.005  # largest difference of equal start times; Linux counts in hundredths of a second
 POLL_S = 0.05  # between two looks at processes that are ending

@@ -17,10 +17,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.cluster.deployment import Deployment, new_keys, placed
-from phalanx.cluster.host import LogLines, LogRequest, Part, StartedHere, StopRequest
 from phalanx.cluster.host_status import GatewayStatus, HostReport, HostStatus
-from phalanx.cluster.layout import Layout
+from phalanx.cluster.host_verbs import LogLines, LogRequest, Part, StartedHere, StopRequest
 from phalanx.cluster.plans import new_credentials
+from phalanx.cluster.replica_layout import Layout
 from phalanx.cluster.ssh import Remote, on_all
 from phalanx.cluster.supervisor import GATEWAY, KILL_HOLD_S, Spec, Stopped, SupervisorStarted
 from phalanx.errors import ClusterError, ConfigError, StartFailed

@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.cluster.flags import split_flag
+from phalanx.cluster.argument_flags import split_flag
 from phalanx.cluster.host_status import flag
-from phalanx.cluster.hostfile import Host, Hostfile
+from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.shape import TP_FLAGS, shape_of
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import Spec
@@ -25,7 +25,7 @@ from phalanx.environment import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from phalanx.errors import ConfigError
 from phalanx.rank_variables import read_variable
 from phalanx.tls.certificates import Certificate, make_certificate, make_credentials
-from phalanx.tls.credentials import Credentials
+from phalanx.tls.host_credentials import Credentials
 
 RUN = ".phalanx/run"
 CLUSTER_FILE = "cluster.json"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from phalanx.cluster.flags import split_flag
+from phalanx.cluster.argument_flags import split_flag
 from phalanx.errors import ConfigError
 
 TP_FLAGS = ("--tp", "-tp", "--tensor-parallel-size")

@@ -25,13 +25,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.cluster import identity
-from phalanx.cluster.layout import Layout
+from phalanx.cluster.replica_layout import Layout
 from phalanx.config import CREDENTIALS_FILE, RUN_PHALANX
 from phalanx.environment import RUNTIME_VARIABLE, environment
 from phalanx.errors import ClusterError, ExitCode
-from phalanx.logs import rotate
+from phalanx.log_limits import rotate
 from phalanx.private_files import write_private
-from phalanx.tls.credentials import Credentials, write_credentials
+from phalanx.tls.host_credentials import Credentials, write_credentials
 
 SHORT_S = 60.0  # a process that ended within it counts as a start that failed; the pauses grow with those
 FIRST_PAUSE_S = 0.5  # doubled for each start that failed

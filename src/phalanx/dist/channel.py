@@ -18,7 +18,7 @@ from phalanx.dist.handshake import LeaderHandshake, Member, join_leader
 from phalanx.dist.peers import Identity, Payload, PeerFailure, WatchdogLimits, encode
 from phalanx.dist.watchdog import Peer, Watchdog, exit_on_failure
 from phalanx.errors import ExitCode, PeerLate, PeerLost
-from phalanx.tls.credentials import Credentials
+from phalanx.tls.host_credentials import Credentials
 
 __all__ = ["Identity", "LeaderChannel", "OnFailure", "PeerFailure", "WatchdogLimits", "WorkerChannel"]
 

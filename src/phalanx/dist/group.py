@@ -23,7 +23,7 @@ from msgspec import Struct
 from phalanx.config import NONCE_BITS, Backend, GroupConfig
 from phalanx.dist.ports import free_ports
 from phalanx.errors import GroupError
-from phalanx.tls.credentials import Credentials
+from phalanx.tls.host_credentials import Credentials
 
 log = logging.getLogger("phalanx.group")
 

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 
 from phalanx.config import GroupConfig
 from phalanx.dist import control_address
-from phalanx.dist.connection import Connection
+from phalanx.dist.frame_connection import Connection
 from phalanx.dist.peers import (
     PROTOCOL,
     Admitted,
@@ -39,7 +39,7 @@ from phalanx.dist.peers import (
 )
 from phalanx.errors import FrameError, GroupError, PeerMissing, PeerRefused
 from phalanx.http.connection_table import ConnectionLimits, ConnectionTable, Place
-from phalanx.tls.credentials import Credentials, accepting, connecting
+from phalanx.tls.host_credentials import Credentials, accepting, connecting
 from phalanx.tls.session import TlsSession
 
 log = logging.getLogger("phalanx.channel")

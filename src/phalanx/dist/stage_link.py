@@ -27,8 +27,8 @@ from phalanx.dist.sender_acceptor import WELCOME, SenderAcceptor, close
 from phalanx.dist.stage_frames import HEADER_BYTES, Frame, FrameSequence, Payload, encode
 from phalanx.dist.topology import Topology
 from phalanx.errors import FrameLost, GroupError, PeerMissing, PhalanxError
-from phalanx.tls.credentials import Credentials, accepting, connecting
 from phalanx.tls.failures import predicate_of
+from phalanx.tls.host_credentials import Credentials, accepting, connecting
 
 log = logging.getLogger("phalanx.channel")
 

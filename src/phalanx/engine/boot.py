@@ -2,13 +2,13 @@
 
     phalanx serve MODEL      cli/serve.py:command         the server process reads its flags
       serve                  server/start.py              it starts the ranks; beside them it loads HTTP and tokenizer
-      start_ranks            supervision/launch.py        one process per rank: `phalanx rank MODEL ...`
+      start_ranks            supervision/rank_launcher.py        one process per rank: `phalanx rank MODEL ...`
         phalanx rank         cli/rank.py:command          the rank reads its EngineConfig and GroupConfig
           run_rank           here
             rendezvous       engine/rendezvous.py         the ranks connect to rank 0, and rank 0 to all
             join_group       engine/membership.py         native kernels; the fabric, over which ranks sum
             load_model       engine/served_model.py       same software, enough memory; weights; rows equal mlx-lm's
-            self_test        engine/selftest.py           equal sums and equal tokens on all ranks
+            self_test        engine/group_selftest.py           equal sums and equal tokens on all ranks
             plan_memory      engine/memory_plan.py        how many rows, and how long, fit on the smallest rank
             build_role       engine/role.py               rank 0 reports `Ready` and leads, the others work
             Leader.run, Worker.run
@@ -29,9 +29,10 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from phalanx.config import MOST_RANKS, EngineConfig, GroupConfig
-from phalanx.dist.backend import Foreign, environment_of
+from phalanx.dist.collective_backend import Foreign, environment_of
 from phalanx.dist.group import Fabric, agree, join
 from phalanx.dist.peers import PeerFailure
+from phalanx.engine.group_selftest import self_test
 from phalanx.engine.leader import Leader
 from phalanx.engine.link import LeaderLink, SingleRank, WorkerLink
 from phalanx.engine.membership import join_group
@@ -39,7 +40,6 @@ from phalanx.engine.memory_plan import plan_memory
 from phalanx.engine.progress import reporter
 from phalanx.engine.rendezvous import rendezvous
 from phalanx.engine.role import build_role
-from phalanx.engine.selftest import self_test
 from phalanx.engine.served_model import load_model
 from phalanx.engine.server_socket import ServerSocket
 from phalanx.engine.stages import StagedRunner, wire_dtype
@@ -48,9 +48,9 @@ from phalanx.engine.worker import Worker
 from phalanx.environment import default_environment
 from phalanx.errors import ConfigError, ExitCode, PhalanxError, exit_code_of
 from phalanx.open_files import raise_limit
-from phalanx.supervision.launch import write_pid_file
+from phalanx.supervision.rank_launcher import write_pid_file
 from phalanx.text.printable import LineFormatter
-from phalanx.tls.credentials import Credentials
+from phalanx.tls.host_credentials import Credentials
 from phalanx.types import Failed
 
 log = logging.getLogger("phalanx.engine")

@@ -30,7 +30,7 @@ from phalanx.sched.commit import commit_tokens
 from phalanx.sched.drafts import after_next, useful_drafts
 from phalanx.sched.plan import Commit, Forward, Order, Reset, Step, Stop
 from phalanx.sched.scheduler import Scheduler
-from phalanx.spec.grammars import Grammars, Masks
+from phalanx.spec.running_grammars import Grammars, Masks
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import log_line

@@ -25,7 +25,7 @@ from phalanx.errors import ConfigError
 from phalanx.kernels import install, preload
 from phalanx.kernels.native_checksum import NativeChecksum
 from phalanx.model.loading import load
-from phalanx.tls.credentials import Credentials
+from phalanx.tls.host_credentials import Credentials
 
 log = logging.getLogger("phalanx.engine")
 

@@ -16,7 +16,7 @@ from phalanx.engine.link import Link
 from phalanx.engine.speculation import DraftWeights
 from phalanx.environment import memory_guard_override_gb
 from phalanx.errors import ConfigError, MemoryShortage
-from phalanx.model.cache.layout import CacheFacts, row_bytes
+from phalanx.model.cache.layer_layout import CacheFacts, row_bytes
 from phalanx.model.device_memory import read_memory
 from phalanx.model.loading import load
 from phalanx.sched.admission import GRANULE, KvLimits, largest_row

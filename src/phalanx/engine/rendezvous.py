@@ -17,7 +17,7 @@ from phalanx.dist.channel import LeaderChannel, WorkerChannel
 from phalanx.dist.peers import Identity, PeerFailure, WatchdogLimits
 from phalanx.dist.watchdog import write_stderr
 from phalanx.engine.link import LeaderLink, WorkerLink
-from phalanx.tls.credentials import Credentials
+from phalanx.tls.host_credentials import Credentials
 
 
 def rendezvous(

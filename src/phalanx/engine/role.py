@@ -12,11 +12,11 @@ import mlx.core as mx
 import msgspec
 
 from phalanx.config import GIB, EngineConfig, GroupConfig
+from phalanx.engine.group_selftest import describe as describe_self_test
 from phalanx.engine.leader import Leader
 from phalanx.engine.link import WorkerLink
 from phalanx.engine.membership import Membership
 from phalanx.engine.memory_plan import MemoryPlan
-from phalanx.engine.selftest import describe as describe_self_test
 from phalanx.engine.served_model import ServedModel
 from phalanx.engine.server_socket import ServerSocket
 from phalanx.engine.speculation import describe as describe_speculation
@@ -27,7 +27,7 @@ from phalanx.engine.trace import Trace
 from phalanx.engine.worker import Worker
 from phalanx.sched.prefill_budget import prefill_bounds
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
-from phalanx.spec.grammars import Grammars
+from phalanx.spec.running_grammars import Grammars
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.text.grammar import GrammarCompiler
 from phalanx.text.tokenizer import Tokenizer

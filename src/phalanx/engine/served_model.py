@@ -13,15 +13,15 @@ from pathlib import Path
 
 from phalanx import __version__, memory
 from phalanx.config import EngineConfig
+from phalanx.engine.group_selftest import RankFacts, compare_facts
 from phalanx.engine.link import Link
 from phalanx.engine.membership import Membership
 from phalanx.engine.memory_plan import memory_guard, predict
-from phalanx.engine.selftest import RankFacts, compare_facts
 from phalanx.engine.speculation import DraftWeights
 from phalanx.engine.stages import layer_choice
 from phalanx.kernels import install
 from phalanx.model import device_memory, registry
-from phalanx.model.cache.layout import CacheFacts
+from phalanx.model.cache.layer_layout import CacheFacts
 from phalanx.model.check import check_model
 from phalanx.model.loading import load
 from phalanx.model.loading.resolve import resolve

@@ -15,7 +15,7 @@ from phalanx.config import EngineConfig
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import ConfigError
 from phalanx.model import registry
-from phalanx.model.cache.layout import CacheFacts, row_bytes
+from phalanx.model.cache.layer_layout import CacheFacts, row_bytes
 from phalanx.model.check import check_model
 from phalanx.model.loading import load
 from phalanx.model.loading.resolve import resolve
@@ -27,8 +27,8 @@ from phalanx.spec import rules
 from phalanx.spec.comparison import Comparison
 from phalanx.spec.draft_model import DraftModel
 from phalanx.spec.drafters import Drafter, RandomDrafter
-from phalanx.spec.grammars import Grammars
 from phalanx.spec.ngram import NgramDrafter
+from phalanx.spec.running_grammars import Grammars
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter

@@ -25,7 +25,7 @@ from phalanx.errors import ConfigError
 from phalanx.kernels import preload
 from phalanx.kernels.agreement import disagreements
 from phalanx.kernels.ops import Function, Ops
-from phalanx.kernels.ragged import RaggedMask
+from phalanx.kernels.ragged_mask import RaggedMask
 from phalanx.kernels.traced import Traced
 
 Replacements = dict[str, Function]

@@ -1,6 +1,6 @@
 """An integer that records whether its value was used.
 
-While a model call is captured (`model/cpu/graph_cache.py`), the caches give their length as such an integer. If the
+While a model call is captured (`model/graph_cache.py`), the caches give their length as such an integer. If the
 model only passes it on to RoPE, the captured graph is valid for every length; if the model computes with it or compares
 it, the graph may not be.
 """

@@ -18,7 +18,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
 from phalanx.errors import CollectiveFault, EngineError, ModelUnsupported
-from phalanx.model.cache.layout import KvLayout, leaves, single_caches
+from phalanx.model.cache.layer_layout import KvLayout, leaves, single_caches
 from phalanx.model.runner import Runner
 from phalanx.model.stage import call_model, cannot_be_cut
 from phalanx.sched.plan import Admit, Forward, Resize

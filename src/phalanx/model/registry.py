@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 )
 
 from phalanx.errors import EngineError, ModelUnsupported
-from phalanx.model.cache.layout import (
+from phalanx.model.cache.layer_layout import (
     CacheFacts,
     GroupLayout,
     Heads,

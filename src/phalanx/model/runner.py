@@ -15,9 +15,9 @@ from phalanx.dist.reduce import Reducer
 from phalanx.errors import EngineError
 from phalanx.kernels import install
 from phalanx.model.cache.buffers import ArenaBuffers, Snapshot
-from phalanx.model.cache.layout import CacheFacts
+from phalanx.model.cache.layer_layout import CacheFacts
 from phalanx.model.cache.row_view import RowView
-from phalanx.model.cpu.graph_cache import GraphCache
+from phalanx.model.graph_cache import GraphCache
 from phalanx.model.graphs import Graphs
 from phalanx.model.in_flight import InFlight
 from phalanx.model.overlap import Overlap, overlap_of

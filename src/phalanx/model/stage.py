@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from phalanx.errors import EngineError, ModelUnsupported
-from phalanx.model.cache.layout import CacheFacts
+from phalanx.model.cache.layer_layout import CacheFacts
 
 
 def cannot_be_cut(name: str, reason: str) -> ModelUnsupported:

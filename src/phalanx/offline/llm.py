@@ -25,10 +25,10 @@ import msgspec
 
 from phalanx.config import DEFAULT_MODEL
 from phalanx.errors import EngineUnavailable, InvalidRequest
+from phalanx.offline.engine_settings import engine_config
 from phalanx.offline.local_engine import LocalEngine
 from phalanx.offline.outputs import RequestOutput
 from phalanx.offline.sampling_params import SamplingParams
-from phalanx.offline.settings import engine_config
 from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody
 from phalanx.supervision.process import EngineProcess
 

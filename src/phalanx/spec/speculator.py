@@ -13,7 +13,7 @@ from phalanx.sched.plan import Commit, Step
 from phalanx.sched.sequence import Sequence
 from phalanx.spec.control import Committed, Control, StepTime, Unread
 from phalanx.spec.drafters import Drafter
-from phalanx.spec.grammars import Grammars
+from phalanx.spec.running_grammars import Grammars
 from phalanx.spec.stats import SpecMeter
 
 

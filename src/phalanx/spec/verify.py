@@ -19,7 +19,7 @@ from phalanx.model.sampling.sampler import sample
 from phalanx.sched.commit import accept
 from phalanx.sched.plan import Forward
 from phalanx.sched.sequence import Sequence
-from phalanx.spec.grammars import Masks, constrain_sampling
+from phalanx.spec.running_grammars import Masks, constrain_sampling
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
 from phalanx.types import TokenLogprobs
 

@@ -24,15 +24,15 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from phalanx.config import EngineConfig
-from phalanx.dist.backend import ChosenBackend, choose
+from phalanx.dist.collective_backend import ChosenBackend, choose
 from phalanx.dist.gpus import shortage, usable_gpus
 from phalanx.environment import runtime_dir
 from phalanx.errors import ConfigError, EngineUnavailable, ExitCode, HostUnreachable, PhalanxError
-from phalanx.logs import RepeatCounter, kind_of
+from phalanx.log_limits import RepeatCounter, kind_of
 from phalanx.supervision.engine_connection import EngineConnection, Streams
-from phalanx.supervision.hosts import KnownCluster, start_on_hosts
-from phalanx.supervision.launch import Child, End, RankProcesses, pid_file, start_ranks
+from phalanx.supervision.host_ranks import KnownCluster, start_on_hosts
 from phalanx.supervision.owned_directory import OwnedDirectory
+from phalanx.supervision.rank_launcher import Child, End, RankProcesses, pid_file, start_ranks
 from phalanx.supervision.restarts import Restarts
 from phalanx.text.printable import printable
 from phalanx.types import Shutdown

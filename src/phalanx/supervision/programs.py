@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.config import RUN_PHALANX
-from phalanx.dist.backend import find_mpi
+from phalanx.dist.collective_backend import find_mpi
 from phalanx.environment import KERNELS_VARIABLE, child_environment
 from phalanx.errors import ConfigError
 from phalanx.private_files import write_private

@@ -26,8 +26,8 @@ from phalanx.supervision.agent_protocol import (
     Started,
     Welcome,
 )
-from phalanx.tls.credentials import Credentials, connecting
 from phalanx.tls.failures import explain
+from phalanx.tls.host_credentials import Credentials, connecting
 
 CONNECT_S = 2.0  # for TCP and TLS
 OTHER_START = (

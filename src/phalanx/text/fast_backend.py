@@ -23,10 +23,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from phalanx.errors import ModelUnsupported
 from phalanx.text import chat_template as templates
 from phalanx.text import qwen2_rules, template_files
-from phalanx.text.backend import Backend
 from phalanx.text.library_errors import library_errors
 from phalanx.text.model_files import MAX_TOKENIZER, read_file, read_json
 from phalanx.text.template_process import TemplateRenderer
+from phalanx.text.tokenizer_backend import Backend
 from phalanx.text.vocabulary import NEVER_IN_UTF8, is_byte_level
 
 log = logging.getLogger("phalanx.text")

@@ -15,11 +15,11 @@ from typing import Any
 
 from phalanx.errors import InvalidRequest, ModelUnsupported
 from phalanx.text import template_forms, tokenizer_files
-from phalanx.text.backend import Backend
 from phalanx.text.library_errors import library_errors
 from phalanx.text.stop_strings import StopAutomaton, StopMatch, StopStrings
 from phalanx.text.template_process import TemplateBroken, TemplateLimit
 from phalanx.text.text_stream import ByteStream, TextStream, WindowStream
+from phalanx.text.tokenizer_backend import Backend
 from phalanx.text.vocabulary import from_byte_level
 
 log = logging.getLogger("phalanx.text")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ModelUnsupported
-from phalanx.text.backend import Backend
 from phalanx.text.library_errors import library_errors
 from phalanx.text.model_files import check_settings, read_json
+from phalanx.text.tokenizer_backend import Backend
 from phalanx.text.vocabulary import SAMPLE, damage
 
 log = logging.getLogger("phalanx.text")

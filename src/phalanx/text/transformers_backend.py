@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from phalanx.errors import ModelUnsupported
 from phalanx.text import template_files
-from phalanx.text.backend import Backend
 from phalanx.text.chat_template import FAILURES
 from phalanx.text.fast_backend import decodes_bytes
 from phalanx.text.template_process import TemplateRenderer
+from phalanx.text.tokenizer_backend import Backend
 
 _GENERAL_RENDERING = PreTrainedTokenizerBase.apply_chat_template
 

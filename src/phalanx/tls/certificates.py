@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from phalanx.tls.credentials import Credentials
+from phalanx.tls.host_credentials import Credentials
 
 VALID = (datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC))
 """Always: a Raspberry Pi without a battery starts in 1970. Certificates live as long as their cluster runs."""

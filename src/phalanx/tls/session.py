@@ -1,6 +1,6 @@
 """TLS as a conversion of bytes: from what arrived to what was said, and from what is to be said to what is to be sent.
 
-Does not know sockets (`dist/connection.py` has one), nor who may be at the other end (`credentials.py`). One thread at
+Does not know sockets (`dist/frame_connection.py` has one), nor who may be at the other end (`credentials.py`). One thread at
 a time.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import ssl
 
-from phalanx.tls.credentials import Credentials, place_of
 from phalanx.tls.failures import predicate_of
+from phalanx.tls.host_credentials import Credentials, place_of
 
 _PLAIN = 1 << 14  # bytes of a TLS record at most
 

@@ -19,7 +19,7 @@ from rig import Host, Rig
 
 from phalanx.faults import recognise
 from phalanx.tls.certificates import make_credentials
-from phalanx.tls.credentials import write_credentials
+from phalanx.tls.host_credentials import write_credentials
 
 HOSTFILE = [
     {"ssh": "a", "ips": ["10.77.0.1"], "rdma": [None, "rdma_en5"]},

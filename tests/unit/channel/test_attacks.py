@@ -41,7 +41,7 @@ from phalanx.dist.peers import Payload, encode
 from phalanx.dist.watchdog import MOST_UNREAD
 from phalanx.errors import ExitCode, GroupError, PeerLost, exit_code_of
 from phalanx.tls.certificates import make_credentials
-from phalanx.tls.credentials import Credentials, connecting
+from phalanx.tls.host_credentials import Credentials, connecting
 
 OTHERS = make_credentials(["host0", "host1", "host2"])
 """Another cluster's."""

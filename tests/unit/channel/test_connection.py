@@ -12,9 +12,9 @@ import pytest
 from support.channels import WAIT_S, RawPeer, credentials, listen
 
 from phalanx.dist import control_address
-from phalanx.dist.connection import Connection
+from phalanx.dist.frame_connection import Connection
 from phalanx.dist.peers import Heartbeat, Payload, encode
-from phalanx.tls.credentials import connecting
+from phalanx.tls.host_credentials import connecting
 from phalanx.tls.session import TlsSession
 
 Pair = tuple[Connection, RawPeer]

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx.cluster.check_results import CheckResult, HostFacts, ModelFacts, worst
+from phalanx.cluster.diagnosis import compare
 from phalanx.cluster.discovery import discover
-from phalanx.cluster.doctor import compare
-from phalanx.cluster.hostfile import Host, Hostfile
+from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.machine import Interface, Port, Rdma
 from phalanx.cluster.shape import shape_of
 from phalanx.dist.topology import Part, Parts

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.supervision.hosts import load_cluster
-from phalanx.tls.credentials import read_credentials
+from phalanx.supervision.host_ranks import load_cluster
+from phalanx.tls.host_credentials import read_credentials
 
 HOSTS = [{"name": name, "address": name, "ips": []} for name in "abc"]
 

@@ -29,13 +29,13 @@ from phalanx.cluster.deployment import (
     url_of,
     with_https_everywhere,
 )
-from phalanx.cluster.doctor import wanted_of
-from phalanx.cluster.host import StopRequest
+from phalanx.cluster.diagnosis import wanted_of
 from phalanx.cluster.host_status import GatewayStatus, HostReport, HostStatus, ServerHealth, api_key, flag
-from phalanx.cluster.hostfile import Host, Hostfile
-from phalanx.cluster.layout import Layout
+from phalanx.cluster.host_verbs import StopRequest
+from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.lifecycle import Cluster, Goal, goal_of, goal_of_restart, layout_in, start_all, wait_healthy
 from phalanx.cluster.plans import Plan, new_credentials, specs
+from phalanx.cluster.replica_layout import Layout
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import RunDirectory, Stopped, SupervisorStarted
 from phalanx.config import ClusterConfig

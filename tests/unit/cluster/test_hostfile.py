@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from phalanx.cluster.hostfile import Host, Hostfile, check_matrix, from_names, parse, render
+from phalanx.cluster.hostfile_parser import Host, Hostfile, check_matrix, from_names, parse, render
 from phalanx.config import HostConfig
 from phalanx.errors import ConfigError
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from phalanx.cli import gateway
-from phalanx.cli.flags import settings_of
 from phalanx.cli.main import COMMANDS
+from phalanx.cli.setting_flags import settings_of
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.gateway.settings.replicas_file import parse_replicas
 

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from phalanx.cluster.argument_flags import split_flag
 from phalanx.cluster.deployment import Deployment
-from phalanx.cluster.flags import split_flag
 from phalanx.cluster.host_status import HostStatus, ServerHealth, api_key, final_error, flag, serve_address
-from phalanx.cluster.hostfile import Host, Hostfile
+from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.lifecycle import Cluster, Goal, final_cause, start_all, wait_healthy
 from phalanx.cluster.plans import (
     Plan,

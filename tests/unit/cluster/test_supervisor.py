@@ -21,7 +21,7 @@ from phalanx.cluster import identity, supervisor
 from phalanx.cluster.supervisor import RunDirectory, Spec, start, stop, supervise
 from phalanx.errors import ClusterError
 from phalanx.tls.certificates import make_credentials
-from phalanx.tls.credentials import read_credentials
+from phalanx.tls.host_credentials import read_credentials
 
 COUNTING = """
 import pathlib, sys

@@ -13,8 +13,8 @@ from phalanx.spec.acceptance import AcceptanceTracker
 from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.control import Committed, StepTime
 from phalanx.spec.drafters import CERTAIN, Draft, RandomDrafter
-from phalanx.spec.grammars import Grammars
 from phalanx.spec.rules import Always
+from phalanx.spec.running_grammars import Grammars
 from phalanx.spec.speculator import Speculator
 from phalanx.spec.stats import SpecMeter
 from phalanx.types import Sampling, SequenceRequest, StopRule

@@ -31,7 +31,7 @@ from phalanx.errors import (
     StageLinkError,
 )
 from phalanx.tls.certificates import make_certificate
-from phalanx.tls.credentials import Credentials, accepting, connecting
+from phalanx.tls.host_credentials import Credentials, accepting, connecting
 
 NEVER = 1e9  # seconds: no test waits for it
 

@@ -15,6 +15,6 @@ def patient() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ANSWER_S", "CONNECT_S", "SILENT_S"):
             patch.setattr(f"phalanx.supervision.remote.{name}", LONG_S)
-        patch.setattr("phalanx.supervision.agent.SILENT_S", LONG_S)
+        patch.setattr("phalanx.supervision.rank_agent.SILENT_S", LONG_S)
         patch.setattr("phalanx.supervision.tls_listener.HANDSHAKE_S", LONG_S)
         yield

@@ -20,7 +20,6 @@ from phalanx.dist import ports
 from phalanx.dist.ports import free_ports
 from phalanx.errors import ConfigError, ExitCode, FrameError, HostUnreachable
 from phalanx.supervision import remote
-from phalanx.supervision.agent import READ_BYTES, Agent
 from phalanx.supervision.agent_protocol import (
     MOST_UNSENT,
     AgentConnection,
@@ -33,11 +32,12 @@ from phalanx.supervision.agent_protocol import (
     RunRank,
     Welcome,
 )
-from phalanx.supervision.hosts import KnownCluster, load_cluster, run_on_agent
+from phalanx.supervision.host_ranks import KnownCluster, load_cluster, run_on_agent
 from phalanx.supervision.programs import Program, rank
+from phalanx.supervision.rank_agent import READ_BYTES, Agent
 from phalanx.supervision.remote import ReachedAgent, RemoteProcess, reach
 from phalanx.tls.certificates import make_credentials
-from phalanx.tls.credentials import Credentials, write_credentials
+from phalanx.tls.host_credentials import Credentials, write_credentials
 
 FIRST, SECOND = make_credentials(["a", "b"])
 STRANGER, _ = make_credentials(["a", "b"])
@@ -82,7 +82,7 @@ def any_command(monkeypatch):
     def anything(run: RunRank, directory: Path) -> Program:
         return Program(run.arguments, rank(RunRank([], run.variables, run.files), directory).variables)
 
-    monkeypatch.setattr("phalanx.supervision.agent.rank", anything)
+    monkeypatch.setattr("phalanx.supervision.rank_agent.rank", anything)
 
 
 def with_agent(tmp_path: Path, test: Callable[[Served], Awaitable[None]]) -> None:
@@ -153,7 +153,7 @@ def test_it_ends_when_the_server_falls_silent(tmp_path, monkeypatch):
     async def test(served: Served) -> None:
         there = await served.reach()
         process = await there.run(RunRank(["sleep", "60"]))
-        monkeypatch.setattr("phalanx.supervision.agent.SILENT_S", 0.3)
+        monkeypatch.setattr("phalanx.supervision.rank_agent.SILENT_S", 0.3)
         process._tasks[1].cancel()  # its heartbeat
         process._connection.send(KeepAlive())  # from this one on
         child = psutil.Process(process.pid)
@@ -313,7 +313,7 @@ def test_mpirun_reaches_hosts_by_name(tmp_path, capfd, monkeypatch):
     def echo(run: RunDaemon) -> Program:
         return Program(["sh", "-c", 'echo "$@"; exit 4', "prted", *run.arguments], {})
 
-    monkeypatch.setattr("phalanx.supervision.agent.daemon", echo)
+    monkeypatch.setattr("phalanx.supervision.rank_agent.daemon", echo)
 
     async def test(served: Served) -> None:
         first = HostConfig(name="a", address="127.0.0.2", ips=())

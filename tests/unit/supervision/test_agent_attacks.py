@@ -30,7 +30,7 @@ from phalanx.supervision.agent_protocol import AgentConnection, FromAgent, RunRa
 from phalanx.supervision.remote import ReachedAgent, reach
 from phalanx.supervision.tls_listener import MOST_CANDIDATES
 from phalanx.tls.certificates import make_credentials
-from phalanx.tls.credentials import Credentials, connecting, write_credentials
+from phalanx.tls.host_credentials import Credentials, connecting, write_credentials
 
 FIRST, SECOND, THIRD = make_credentials(["a", "b", "c"])
 OTHER_FIRST, _, OTHER_THIRD = make_credentials(["a", "b", "c"])

@@ -13,12 +13,12 @@ import pytest
 from support.channels import meeting
 
 from phalanx.config import ClusterConfig, EngineConfig, GroupConfig, HostConfig
-from phalanx.dist.backend import ChosenBackend
+from phalanx.dist.collective_backend import ChosenBackend
 from phalanx.engine.link import SingleRank
 from phalanx.engine.rendezvous import identity
-from phalanx.supervision import hosts
+from phalanx.supervision import host_ranks
 from phalanx.supervision.agent_protocol import RunRank, Welcome
-from phalanx.supervision.hosts import KnownCluster, start_on_hosts
+from phalanx.supervision.host_ranks import KnownCluster, start_on_hosts
 from phalanx.supervision.remote import ReachedAgent
 from phalanx.tls.certificates import make_credentials
 
@@ -56,8 +56,8 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[GroupConfig]
     async def spawn(command: Sequence[str], variables: dict[str, str]) -> None:
         commands.append(command)
 
-    monkeypatch.setattr(hosts, "reach", reach)
-    monkeypatch.setattr(hosts, "spawn", spawn)
+    monkeypatch.setattr(host_ranks, "reach", reach)
+    monkeypatch.setattr(host_ranks, "spawn", spawn)
     known = KnownCluster(CLUSTER, tmp_path / "cluster.json", make_credentials(["a", "b"])[0], tmp_path / "credentials")
     config = EngineConfig(model="demo", tensor_parallel_size=2)
     asyncio.run(start_on_hosts(config, ChosenBackend("ring", ""), tmp_path / "engine.sock", known))

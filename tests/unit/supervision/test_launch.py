@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.config import EngineConfig
-from phalanx.dist.backend import ChosenBackend
+from phalanx.dist.collective_backend import ChosenBackend
 from phalanx.errors import ConfigError
-from phalanx.supervision import launch
-from phalanx.supervision.launch import pid_file, spawn, start_ranks, write_pid_file
+from phalanx.supervision import rank_launcher
+from phalanx.supervision.rank_launcher import pid_file, spawn, start_ranks, write_pid_file
 
 
 def test_a_child_gets_no_keys_and_no_settings_of_others(monkeypatch: pytest.MonkeyPatch):
@@ -42,8 +42,8 @@ def test_each_rank_of_a_machine_sees_one_of_its_gpus(monkeypatch: pytest.MonkeyP
     async def note(command: Sequence[str], variables: dict[str, str]) -> None:
         started.append(variables)
 
-    monkeypatch.setattr(launch, "spawn", note)
-    monkeypatch.setattr(launch, "usable_gpus", lambda: ("GPU-a", "GPU-b"))
+    monkeypatch.setattr(rank_launcher, "spawn", note)
+    monkeypatch.setattr(rank_launcher, "usable_gpus", lambda: ("GPU-a", "GPU-b"))
     config = EngineConfig(model="demo", tensor_parallel_size=2, backend="nccl")
     asyncio.run(start_ranks(config, ChosenBackend("nccl", ""), tmp_path / "engine.sock"))
     assert [one["CUDA_VISIBLE_DEVICES"] for one in started] == ["GPU-a", "GPU-b"]

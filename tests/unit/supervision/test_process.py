@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from phalanx.config import EngineConfig
-from phalanx.dist.backend import ChosenBackend
+from phalanx.dist.collective_backend import ChosenBackend
 from phalanx.errors import ConfigError, ExitCode, HostUnreachable
 from phalanx.supervision.client import EngineState
-from phalanx.supervision.launch import End, RankProcesses
 from phalanx.supervision.process import LINE_CHARS, RDMA_COOL_DOWN_S, EngineProcess
+from phalanx.supervision.rank_launcher import End, RankProcesses
 from phalanx.supervision.restarts import FIRST_STARTS
 from phalanx.types import Failed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phalanx.dist.backend import Mpi
+from phalanx.dist.collective_backend import Mpi
 from phalanx.environment import child_environment
 from phalanx.errors import ConfigError
 from phalanx.rank_variables import check_variable, read_variable

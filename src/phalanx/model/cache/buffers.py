@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from phalanx.errors import EngineError
-from phalanx.model.cache.layout import KvLayout, Layout
-from phalanx.model.cache.ragged import Leaf, StateRows, build
+from phalanx.model.cache.layer_layout import KvLayout, Layout
+from phalanx.model.cache.ragged_cache import Leaf, StateRows, build
 from phalanx.model.cache.row_view import RowView
 
 BATCH = 64 << 20

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from phalanx.kernels import install
-from phalanx.kernels.ragged import RaggedMask
+from phalanx.kernels.ragged_mask import RaggedMask
 from phalanx.kernels.traced import Traced
 
 Mask = mx.array | str | None

@@ -30,17 +30,17 @@ from phalanx.config import (
     EngineConfig,
     GroupConfig,
 )
-from phalanx.dist.backend import ChosenBackend, environment_of, mpi_directories, mpirun_on_hosts
+from phalanx.dist.collective_backend import ChosenBackend, environment_of, mpi_directories, mpirun_on_hosts
 from phalanx.dist.ports import free_ports
 from phalanx.dist.topology import Topology
 from phalanx.environment import KERNELS_VARIABLE
 from phalanx.errors import ConfigError, HostUnreachable, PhalanxError
 from phalanx.rank_variables import read_variable
 from phalanx.supervision.agent_protocol import FileVariable, RunDaemon, RunRank
-from phalanx.supervision.launch import Child, RankProcesses, pid_file, spawn
 from phalanx.supervision.programs import daemon_arguments
+from phalanx.supervision.rank_launcher import Child, RankProcesses, pid_file, spawn
 from phalanx.supervision.remote import ReachedAgent, reach
-from phalanx.tls.credentials import Credentials, read_credentials
+from phalanx.tls.host_credentials import Credentials, read_credentials
 
 
 class KnownCluster(NamedTuple):

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from phalanx.errors import EngineError
-from phalanx.model.cache.layout import GroupLayout, Heads, KvLayout, Layout, StateLayout
+from phalanx.model.cache.layer_layout import GroupLayout, Heads, KvLayout, Layout, StateLayout
 from phalanx.model.cache.row_view import Mask, RowView
 
 

@@ -39,7 +39,7 @@ from phalanx.supervision.agent_protocol import (
 )
 from phalanx.supervision.programs import DAEMON, daemon, rank
 from phalanx.supervision.tls_listener import TlsListener
-from phalanx.tls.credentials import Credentials, accepting
+from phalanx.tls.host_credentials import Credentials, accepting
 
 log = logging.getLogger("phalanx.agent")
 

@@ -21,7 +21,13 @@ import msgspec
 import psutil
 
 from phalanx.config import NONCE_BITS, RUN_PHALANX, EngineConfig, GroupConfig
-from phalanx.dist.backend import ChosenBackend, environment_of, mpi_directories, mpirun_command, ring_hostfile
+from phalanx.dist.collective_backend import (
+    ChosenBackend,
+    environment_of,
+    mpi_directories,
+    mpirun_command,
+    ring_hostfile,
+)
 from phalanx.dist.gpus import usable_gpus, variables_of
 from phalanx.dist.ports import LOOPBACK, free_ports
 from phalanx.dist.topology import Topology

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts, bad, worst
 from phalanx.cluster.deployment import Deployment
 from phalanx.cluster.host_status import flag, serve_address
-from phalanx.cluster.hostfile import Host, Hostfile
+from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.plans import backend_of, model_of
 from phalanx.cluster.shape import Shape, shape_of
 from phalanx.cluster.ssh import Remote

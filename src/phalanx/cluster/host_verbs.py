@@ -25,8 +25,8 @@ from phalanx.cluster.check_results import Examination, ExamineRequest
 from phalanx.cluster.checks import examine, gather
 from phalanx.cluster.file_transfer import Manifest, ModelFile, ReceivedFile, finish, inventory, take
 from phalanx.cluster.host_status import flag, report
-from phalanx.cluster.layout import Layout
 from phalanx.cluster.links import MeasureRequest, ReachRequest, SetupRequest, is_there, measure, set_up, undo
+from phalanx.cluster.replica_layout import Layout
 from phalanx.cluster.ssh import ANSWER
 from phalanx.cluster.supervisor import (
     GATEWAY,
@@ -43,7 +43,7 @@ from phalanx.config import CREDENTIALS_FILE, RUN_PHALANX
 from phalanx.environment import environment
 from phalanx.errors import ClusterError, ConfigError
 from phalanx.faults import first_fault
-from phalanx.tls.credentials import write_credentials
+from phalanx.tls.host_credentials import write_credentials
 
 WATCH_S = 1.0  # between two statuses, and between two looks at a log
 SETTLE_S = 5.0  # longest wait for the system to free the memory of processes that ended

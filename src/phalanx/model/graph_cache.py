@@ -8,7 +8,7 @@ The cache does not assume that a call has the same graph at every position. It b
 highest position, with placeholders for tokens and with a traced position, which records whether the model computes with
 it. If the graphs differ beyond what a replay can adjust (recurrent state, attention without the fused kernel), the
 cache refuses and the runner builds that call in every step. Rows of different lengths pass their lengths as arrays,
-which are inputs like tokens (`model/cache/row_view.py`, `kernels/ragged.py`). Full and partial sliding windows are
+which are inputs like tokens (`model/cache/row_view.py`, `kernels/ragged_mask.py`). Full and partial sliding windows are
 captured separately.
 """
 
@@ -26,7 +26,7 @@ from mlx.nn.layers.base import Module
 from phalanx.dist.reduce import Reducer, Reduction
 from phalanx.errors import EngineError
 from phalanx.model.cache.buffers import ArenaBuffers
-from phalanx.model.cache.ragged import RaggedKV
+from phalanx.model.cache.ragged_cache import RaggedKV
 from phalanx.model.cache.row_view import RowView
 from phalanx.model.graphs import Graphs, Replayed
 from phalanx.model.stage import Stage, call_model
