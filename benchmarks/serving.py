@@ -39,7 +39,7 @@ from rich.table import Table
 from servers import MODEL_NAME, endless_demo, mlx_lm, phalanx
 
 from phalanx.bench.http_client import open_client, stream_chat
-from phalanx.bench.load_generator import Load, closed_loop, ttft
+from phalanx.bench.load_generator import OfferedLoad, closed_loop, ttft
 
 RAMP_S = 0.03  # mlx_lm.server listens with a backlog of 5: of 16 connections made at once it resets a few
 ROUNDS = 3
@@ -217,7 +217,7 @@ def request(text: str, tokens: int) -> dict[str, Any]:
     }
 
 
-def check(name: str, load: Load, point: Point) -> None:
+def check(name: str, load: OfferedLoad, point: Point) -> None:
     """Check that no request failed and that every answer has the requested length."""
     if load.failures:
         raise RuntimeError(f"{name} failed {len(load.failures)} requests, the first: {load.failures[0]}")

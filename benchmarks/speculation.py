@@ -50,7 +50,7 @@ from serving import progress
 from speculation_figures import FREE, OFF, Figures, Point, Results, body, said, show
 
 from phalanx.bench.http_client import open_client, stream_chat
-from phalanx.bench.load_generator import Load, closed_loop
+from phalanx.bench.load_generator import OfferedLoad, closed_loop
 
 ROUNDS = 3
 MORE = 4
@@ -243,13 +243,13 @@ async def measure_steps(client: httpx.AsyncClient, point: Point, answers: Mappin
     figures.undrafted.append(gained["compared_tokens no"] / gained["compared_seconds no"])
 
 
-def speed(load: Load) -> float:
+def speed(load: OfferedLoad) -> float:
     """Tokens/s of all streams together, each measured from its first token to its last."""
     streams = [(e.completion_tokens or 0, e.arrivals[-1] - e.arrivals[0]) for e in load.exchanges]
     return len(streams) * sum(n - 1 for n, _ in streams) / sum(seconds for _, seconds in streams)
 
 
-def check(load: Load, bodies: Sequence[Mapping[str, Any]], answers: Mapping[str, str]) -> None:
+def check(load: OfferedLoad, bodies: Sequence[Mapping[str, Any]], answers: Mapping[str, str]) -> None:
     """Check that speculation has not changed the text."""
     if load.failures:
         raise RuntimeError(f"{len(load.failures)} requests failed, the first: {load.failures[0]}")

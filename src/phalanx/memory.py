@@ -69,7 +69,7 @@ class Prediction(Struct, frozen=True):
         return self.weights + max(self.working, self.kv)
 
 
-class Budget(Struct, frozen=True):
+class MemoryBudget(Struct, frozen=True):
     """The memory budgets of serving, in bytes."""
 
     kv: int
@@ -265,7 +265,7 @@ _MEMORY_OF: dict[Kind, str] = {"host": "host's", "metal": "GPU's part", "cuda": 
 
 def serving_budget(
     machine: MachineMemory, guard: int, kv_gb: float | None, prefix_gb: float | None, *, minimum_kv: int
-) -> Budget:
+) -> MemoryBudget:
     """Split the memory that is left after loading between running rows and cached prefixes.
 
     Args:
@@ -292,7 +292,7 @@ def serving_budget(
             f"The KV budget of {kv / GB:.3f} GB is smaller than one short row needs ({minimum_kv / GB:.3f} GB).",
             remedy="Raise --kv-cache-gb, or lower --prefix-cache-gb.",
         )
-    return Budget(kv=kv, prefix=prefix, logits=min(int(free * LOGITS_SHARE), MOST_LOGITS))
+    return MemoryBudget(kv=kv, prefix=prefix, logits=min(int(free * LOGITS_SHARE), MOST_LOGITS))
 
 
 def _bytes(flag: str, gb: float) -> int:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from support.serving import CONFIG, fake_engine, make_tokenizer
 
 from phalanx.http.listening import bind
-from phalanx.server.server_process import Server
+from phalanx.server.server_process import ServerProcess
 from phalanx.supervision.fake_engine import replying
 
 CONTEXT = 1 << 18
@@ -56,7 +56,7 @@ async def main() -> None:
     engine = fake_engine(tokenizer, replying([5]), step_s=0.005, info={"max_model_len": CONTEXT})
     engine.received = Forgetful()
     with bind("127.0.0.1", 0) as listener:
-        server = Server(replace(CONFIG, max_n=16), engine, tokenizer, [listener])
+        server = ServerProcess(replace(CONFIG, max_n=16), engine, tokenizer, [listener])
         probe = Probe()
         server.config.app.add_api_route("/probe", probe.answer)
         running = asyncio.create_task(probe.run())

@@ -13,13 +13,22 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from phalanx.http.stream_records import MIGRATION, RESUME, Choice, Record, Resume, Start, record_in, resume_body
+from phalanx.http.stream_records import (
+    MIGRATION,
+    RESUME,
+    RecordedChoice,
+    Resume,
+    Start,
+    StreamRecord,
+    record_in,
+    resume_body,
+)
 from phalanx.server.sequences.output_queue import Event, OutputQueue
 from phalanx.supervision.fake_engine import FAKE_INFO, FakeEngine
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Finished, SequenceRequest, Tokens
 
-Piece = tuple[bytes, Record]
+Piece = tuple[bytes, StreamRecord]
 """What the client gets, and the record after it."""
 KEY = "the gateway's"
 
@@ -155,12 +164,12 @@ def shown(pieces: Sequence[Piece]) -> bytes:
 def resume_after(pieces: Sequence[Piece], *, moves: int = 1, timeout_s: float = 1e6) -> Resume:
     """What a gateway knows of a stream after these pieces."""
     start: Start | None = None
-    choices: dict[int, Choice] = {}
+    choices: dict[int, RecordedChoice] = {}
     for _, record in pieces:
         start = record.start or start
         for new in record.choices:
-            old = choices.get(new.index, Choice(index=new.index))
-            choices[new.index] = Choice(
+            old = choices.get(new.index, RecordedChoice(index=new.index))
+            choices[new.index] = RecordedChoice(
                 index=new.index,
                 tokens=old.tokens + new.tokens,
                 logprobs=old.logprobs + new.logprobs,

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Fast
 from phalanx.config import EngineConfig
 from phalanx.http.listening import base_url, bind
 from phalanx.server.server_app import create_app
-from phalanx.server.server_process import Server
+from phalanx.server.server_process import ServerProcess
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
 from phalanx.supervision.fake_engine import FAKE_INFO, FakeEngine, Script
@@ -91,7 +91,7 @@ async def serving(
 class Running:
     """A server in a thread: its address, event loop and engine."""
 
-    def __init__(self, server: Server, engine: EngineClient) -> None:
+    def __init__(self, server: ServerProcess, engine: EngineClient) -> None:
         self.server = server
         self.engine = engine
         self.origin = base_url("127.0.0.1", server.port, tls=server.config.is_ssl).removesuffix("/v1")
@@ -118,7 +118,7 @@ def running_server(
     """A real uvicorn on a free port, drained at the end."""
     n_ports = 1 if config.ollama_port is None else 2
     listeners = [bind("127.0.0.1", 0) for _ in range(n_ports)]
-    server = Server(config, engine, tokenizer, listeners, **options)
+    server = ServerProcess(config, engine, tokenizer, listeners, **options)
     thread = threading.Thread(target=lambda: asyncio.run(server.run_until_ended()), daemon=True)
     with ExitStack() as sockets:
         for listener in listeners:

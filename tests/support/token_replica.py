@@ -16,7 +16,17 @@ from typing import Any
 from msgspec import Struct
 from support.stub_replica import Call, StubReplica
 
-from phalanx.http.stream_records import MIGRATION, RESUME, Choice, Ended, Record, Resume, Start, framed, split_body
+from phalanx.http.stream_records import (
+    MIGRATION,
+    RESUME,
+    ChoiceEnded,
+    RecordedChoice,
+    Resume,
+    Start,
+    StreamRecord,
+    framed,
+    split_body,
+)
 
 CREATED = 1_700_000_000
 MEDIA = {"/api/chat": "application/x-ndjson"}
@@ -27,7 +37,7 @@ class Piece(Struct):
     """What a server yields at once, and what it is made of."""
 
     data: bytes
-    choices: list[Choice] = []
+    choices: list[RecordedChoice] = []
 
 
 class Fault(Struct):
@@ -67,9 +77,11 @@ class Writer:
             first = done[index]
             last = min(self.n_tokens, first + (2 if first % 3 == 1 else 1))
             done[index] = last
-            ended = Ended(reason="length", n_tokens=last) if last == self.n_tokens else None
+            ended = ChoiceEnded(reason="length", n_tokens=last) if last == self.n_tokens else None
             text = "".join(f"{self.start.seed % 997}.{index}.{i} " for i in range(first, last))
-            yield Piece(self._word(index, text), [Choice(index=index, tokens=[*range(first, last)], ended=ended)])
+            yield Piece(
+                self._word(index, text), [RecordedChoice(index=index, tokens=[*range(first, last)], ended=ended)]
+            )
             if ended is not None:
                 del done[index]
         yield Piece(self._closing())
@@ -162,12 +174,12 @@ class TokenReplica(StubReplica):
         await call.begin(MEDIA.get(call.path, "text/event-stream"))
         fault = self.faults.pop(0) if self.faults else None
         for number, piece in enumerate(writer.pieces()):
-            told = Record(start=start if number == 0 and known is None else None, choices=piece.choices)
+            told = StreamRecord(start=start if number == 0 and known is None else None, choices=piece.choices)
             record = framed(told, lines=call.path in MEDIA) if given is not None else b""
             if fault is not None and number == fault.at and fault.how == "a pause":
-                await call.piece(framed(Record(paused=True), lines=call.path in MEDIA))
+                await call.piece(framed(StreamRecord(paused=True), lines=call.path in MEDIA))
                 await self.back.wait()
-                await call.piece(framed(Record(), lines=call.path in MEDIA))
+                await call.piece(framed(StreamRecord(), lines=call.path in MEDIA))
             elif fault is not None and number == fault.at:
                 await self._fail(call, fault.how, piece.data, record)
                 return
@@ -184,7 +196,7 @@ class TokenReplica(StubReplica):
             "without its record": data,
             "half a record": data + record[: len(record) // 2],
             "a malformed record": data + (b'{"phalanx":[]}\n' if lines else b": phalanx []\n\n"),
-            "a failure": data + framed(Record(failed="The engine is gone."), lines=lines),
+            "a failure": data + framed(StreamRecord(failed="The engine is gone."), lines=lines),
             "a malformed event": (b"{x\n" if lines else b"data: {x\n\n") + record,
             "an early end": data,
             "silence": data,

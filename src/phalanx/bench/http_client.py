@@ -39,7 +39,7 @@ class RequestFailed(PhalanxError):
         self.status = status
 
 
-class Exchange(Struct, frozen=True, kw_only=True):
+class TimedExchange(Struct, frozen=True, kw_only=True):
     """A finished stream. Times are seconds on this process's monotonic clock."""
 
     text: str
@@ -127,7 +127,7 @@ async def stream_chat(
     on_reasoning: Callable[[str], None] | None = None,
     on_call: Callable[[str, str], None] | None = None,
     path: str = "/chat/completions",
-) -> Exchange:
+) -> TimedExchange:
     """Post `body` as a streaming request and read the answer to its end.
 
     Args:
@@ -193,9 +193,9 @@ class _Record:
         self._usage = event.get("usage") or self._usage
         self._timing = event.get("timing") or self._timing
 
-    def exchange(self) -> Exchange:
+    def exchange(self) -> TimedExchange:
         """The finished exchange; to be called after the stream ended."""
-        return Exchange(
+        return TimedExchange(
             text="".join(self._pieces),
             finish_reason=self._finish_reason,
             prompt_tokens=self._usage.get("prompt_tokens"),

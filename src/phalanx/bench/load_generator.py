@@ -17,15 +17,15 @@ from typing import Any
 import httpx
 from msgspec import Struct
 
-from phalanx.bench.http_client import Exchange, RequestFailed, stream_chat
+from phalanx.bench.http_client import RequestFailed, TimedExchange, stream_chat
 
 PERCENTILES = (50, 95, 99)
 
 
-class Load(Struct, frozen=True):
+class OfferedLoad(Struct, frozen=True):
     """The result of one run of the loop, in the order of the requests."""
 
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[TimedExchange, ...]
     failures: tuple[str, ...]
     wall_s: float  # from sending the first request to the end of the last answer
 
@@ -79,13 +79,13 @@ async def closed_loop(
     *,
     path: str = "/chat/completions",
     ramp_s: float = 0.0,
-) -> Load:
+) -> OfferedLoad:
     """Send every body once, `concurrency` at a time. A failed request is counted, not raised.
 
     Args:
         ramp_s: seconds between the starts of two clients.
     """
-    exchanges: dict[int, Exchange] = {}
+    exchanges: dict[int, TimedExchange] = {}
     failures: list[str] = []
     remaining = iter(list(enumerate(bodies)))
 
@@ -102,15 +102,15 @@ async def closed_loop(
         for i in range(min(concurrency, len(bodies))):
             group.create_task(client_loop(i * ramp_s))
     ordered = tuple(exchanges[index] for index in sorted(exchanges))
-    return Load(ordered, tuple(failures), time.monotonic() - start)
+    return OfferedLoad(ordered, tuple(failures), time.monotonic() - start)
 
 
-def ttft(load: Load) -> Distribution:
+def ttft(load: OfferedLoad) -> Distribution:
     """From sending a request to its first text."""
     return distribution([e.ttft_s for e in load.exchanges if e.ttft_s is not None])
 
 
-def tpot(load: Load) -> Distribution:
+def tpot(load: OfferedLoad) -> Distribution:
     """Mean time per token after the first, one value per answer."""
     return distribution([e.tpot_s for e in load.exchanges if e.tpot_s is not None])
 

@@ -16,7 +16,7 @@ import httpx
 import typer
 from rich.console import Console
 
-from phalanx.bench.http_client import Exchange, RequestFailed, first_model, open_client, stream_chat
+from phalanx.bench.http_client import RequestFailed, TimedExchange, first_model, open_client, stream_chat
 from phalanx.cli.private import PrivateServer
 from phalanx.cli.setting_flags import flag
 from phalanx.cli.terminal import note, report, show, show_dim
@@ -57,7 +57,7 @@ def command(
         if serve_flags:
             raise ConfigError(f"Flags for `serve` ({' '.join(serve_flags)}) need a MODEL, not a URL.")
         key = api_key or api_key_from_environment()
-        return talk(Server(api_base(target), key, ssl_certfile), model, ChatSession(system, options))
+        return talk(ServerAddress(api_base(target), key, ssl_certfile), model, ChatSession(system, options))
     if BARE_ADDRESS.fullmatch(target) and not Path(target).exists():
         raise ConfigError(f"{target} is an address without a scheme.", remedy=f"Give http://{target} or https://.")
     if model is not None or api_key is not None or ssl_certfile is not None:
@@ -68,13 +68,13 @@ def command(
     try:
         server.wait_ready(note)
         options["timing"] = True  # phalanx's own timing holds even where the answer arrives in one burst
-        ours = Server(server.url, api_key_from_environment(), server.certificate)
+        ours = ServerAddress(server.url, api_key_from_environment(), server.certificate)
         return talk(ours, server.model, ChatSession(system, options))
     finally:
         server.stop()
 
 
-class Server(NamedTuple):
+class ServerAddress(NamedTuple):
     """A server to talk to."""
 
     url: str  # ends in /v1
@@ -122,7 +122,7 @@ class ChatSession:
         return {"model": model, "messages": [*system, *self._turns], **self._options}
 
 
-def talk(server: Server, model: str | None, session: ChatSession) -> int:
+def talk(server: ServerAddress, model: str | None, session: ChatSession) -> int:
     """Read a line, show the answer, until the user ends it: Ctrl-C ends an answer, Ctrl-D the conversation."""
     model = model or asyncio.run(_first_model(server))
     console = Console(highlight=False, soft_wrap=True)
@@ -220,7 +220,7 @@ class View:
         show_dim(text)
 
 
-def _after(exchange: Exchange) -> None:
+def _after(exchange: TimedExchange) -> None:
     """Print how many tokens an answer had, its speed, and whether the length limit cut it."""
     facts = [f"{exchange.completion_tokens} tokens"] if exchange.completion_tokens else []
     if exchange.ttft_s is not None:
@@ -232,12 +232,12 @@ def _after(exchange: Exchange) -> None:
     note(", ".join(facts))
 
 
-async def _answer(server: Server, body: dict[str, Any], view: View) -> Exchange:
+async def _answer(server: ServerAddress, body: dict[str, Any], view: View) -> TimedExchange:
     async with server.open() as client:
         # Ctrl-C closes the connection: the server cancels.
         return await stream_chat(client, body, on_text=view.text, on_reasoning=view.reasoning, on_call=view.call)
 
 
-async def _first_model(server: Server) -> str:
+async def _first_model(server: ServerAddress) -> str:
     async with server.open() as client:
         return await first_model(client)

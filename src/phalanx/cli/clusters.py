@@ -15,7 +15,7 @@ from phalanx.cli.setting_flags import whole
 from phalanx.cluster.check_results import CheckResult
 from phalanx.cluster.host_status import GatewayStatus, HostStatus
 from phalanx.cluster.hostfile_parser import Hostfile, from_names, parse
-from phalanx.cluster.replica_layout import Layout
+from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.shape import shape_of
 from phalanx.errors import ClusterError, ConfigError
 
@@ -85,7 +85,7 @@ def chosen(argument: Path | None, option: Path | None, names: str | None, count:
 
 def status_table(
     found: Mapping[str, HostStatus | ClusterError | str | None],
-    layout: Layout | None = None,
+    layout: ReplicaLayout | None = None,
     gateway: GatewayStatus | None = None,
 ) -> Table:
     """One row per host: rank, phase, process, memory, and a remark; where a server serves in stages, also its stage.

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.bench.http_client import Exchange, RequestFailed, open_client, stream_chat
+from phalanx.bench.http_client import RequestFailed, TimedExchange, open_client, stream_chat
 from phalanx.cli.private import PrivateServer, free_port
 from phalanx.cli.setting_flags import flag
 from phalanx.cli.terminal import note, show
@@ -74,7 +74,7 @@ def command(
     return ExitCode.OK
 
 
-async def _ask(console: Console, url: str, body: dict[str, Any]) -> Exchange:
+async def _ask(console: Console, url: str, body: dict[str, Any]) -> TimedExchange:
     async with open_client(url, api_key_from_environment()) as client:
         await stream_chat(client, {**body, "messages": [{"role": "user", "content": WARM_UP}], "max_tokens": 4})
         console.print(f"[bold cyan]you  [/] {escape(body['messages'][0]['content'])}")
@@ -86,7 +86,7 @@ async def _ask(console: Console, url: str, body: dict[str, Any]) -> Exchange:
     return exchange
 
 
-def _show_speed(console: Console, exchange: Exchange) -> None:
+def _show_speed(console: Console, exchange: TimedExchange) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     assert exchange.ttft_s is not None
     table.add_row("time to first token", f"{exchange.ttft_s * 1000:.0f} ms")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from phalanx.supervision.client import Progress
+from phalanx.supervision.client import LoadProgress
 
 
 class LoadingBar:
@@ -32,7 +32,7 @@ class LoadingBar:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bars.stop()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: LoadProgress) -> None:
         """Draw how far a phase is; a new phase gets a bar of its own."""
         total = max(1, progress.total)
         if progress.phase not in self._tasks:

@@ -15,7 +15,7 @@ import msgspec
 from phalanx.config import EngineConfig, GroupConfig
 from phalanx.dist.collective_backend import foreign_launcher
 from phalanx.dist.control_address import is_unix
-from phalanx.dist.topology import Place, Topology
+from phalanx.dist.topology import PipelinePosition, Topology
 from phalanx.engine.boot import run_launched_rank, run_rank
 from phalanx.environment import environment
 from phalanx.errors import ConfigError
@@ -84,7 +84,7 @@ def _rank_in(group: GroupConfig, stage: int, tp_rank: int) -> int:
     widths = group.widths or (group.size,)
     if stage >= len(widths) or tp_rank >= widths[stage]:
         raise ConfigError(f"--stage {stage}: there is no rank {tp_rank} in stages of {widths} ranks.")
-    return Topology(widths).rank(Place(stage, tp_rank))
+    return Topology(widths).rank(PipelinePosition(stage, tp_rank))
 
 
 def _credentials(file: Path | None, group: GroupConfig, rank: int) -> Credentials | None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen, status_table
 from phalanx.cluster.host_status import GatewayStatus, HostReport, HostStatus
 from phalanx.cluster.lifecycle import layout_in, statuses
-from phalanx.cluster.replica_layout import Layout
+from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ClusterError, ExitCode
 
@@ -55,7 +55,7 @@ def _plain(row: HostStatus | ClusterError) -> object:
     return row if isinstance(row, HostStatus) else {"error": row.message, "remedy": row.remedy}
 
 
-def _by_replica(plain: Mapping[str, object], layout: Layout, gateway: GatewayStatus | None) -> object:
+def _by_replica(plain: Mapping[str, object], layout: ReplicaLayout, gateway: GatewayStatus | None) -> object:
     """The hosts of each replica, and what the gateway says of the replicas."""
     replicas = {name: {host: plain[host] for host in hosts if host in plain} for name, hosts in layout.replicas.items()}
     return {"replicas": replicas, "gateway": {"host": layout.gateway, "status": gateway}}

@@ -29,7 +29,7 @@ from phalanx.cluster.plans import (
     specs,
     with_https,
 )
-from phalanx.cluster.replica_layout import REPLICAS_FILE, Layout
+from phalanx.cluster.replica_layout import REPLICAS_FILE, ReplicaLayout
 from phalanx.cluster.shape import Shape, shape_of
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import GATEWAY, Spec
@@ -62,14 +62,14 @@ class Deployment(Struct, frozen=True, kw_only=True):
     gateway: GatewayPlan | None = None
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> ReplicaLayout | None:
         """What hosts keep of several replicas; None without a gateway."""
         if self.gateway is None:
             return None
         replicas = {
             str(number): tuple(host.ssh for host in plan.hostfile.hosts) for number, plan in enumerate(self.groups)
         }
-        return Layout(replicas=replicas, gateway=self.gateway.host.ssh)
+        return ReplicaLayout(replicas=replicas, gateway=self.gateway.host.ssh)
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -84,7 +84,7 @@ class Deployment(Struct, frozen=True, kw_only=True):
         return [Remote(host.ssh, python=self.groups[0].python) for host in self.hosts]
 
 
-class Keys(Struct, frozen=True, kw_only=True):
+class DeploymentKeys(Struct, frozen=True, kw_only=True):
     """Secrets of one cluster of replicas, made anew by each `up`."""
 
     servers: str  # API key of the servers, where the user gives them none
@@ -92,9 +92,9 @@ class Keys(Struct, frozen=True, kw_only=True):
     status: str  # API key with which `status` asks the gateway, where clients' keys are in a file
 
 
-def new_keys() -> Keys:
+def new_keys() -> DeploymentKeys:
     """Keys that no earlier cluster knew."""
-    return Keys(servers=secrets.token_hex(32), admin=secrets.token_hex(32), status=secrets.token_hex(32))
+    return DeploymentKeys(servers=secrets.token_hex(32), admin=secrets.token_hex(32), status=secrets.token_hex(32))
 
 
 def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -230,7 +230,7 @@ def _url(host: Host, words: Sequence[str], default: int, *, secure: bool) -> str
     return f"{scheme}://{f'[{where}]' if ':' in where else where}:{port}"
 
 
-def placed(deployment: Deployment, keys: Keys) -> list[tuple[str, Spec]]:
+def placed(deployment: Deployment, keys: DeploymentKeys) -> list[tuple[str, Spec]]:
     """Every host with the specification of a supervisor there, group by group in rank order; last the gateway's."""
     layout = deployment.layout
     found: list[tuple[str, Spec]] = []
@@ -244,12 +244,12 @@ def placed(deployment: Deployment, keys: Keys) -> list[tuple[str, Spec]]:
     return found
 
 
-def _keyed(plan: Plan, keys: Keys) -> Plan:
+def _keyed(plan: Plan, keys: DeploymentKeys) -> Plan:
     """The plan with keys of its server, which the gateway needs."""
     return replace(plan, api_keys=plan.api_keys or (keys.servers,), admin_key=plan.admin_key or keys.admin)
 
 
-def _gateway_spec(deployment: Deployment, gateway: GatewayPlan, keys: Keys) -> Spec:
+def _gateway_spec(deployment: Deployment, gateway: GatewayPlan, keys: DeploymentKeys) -> Spec:
     words = list(gateway.flags)
     for name, value in GATEWAY_DEFAULTS.items():
         if flag(words, name) is None:
@@ -273,7 +273,7 @@ def _gateway_spec(deployment: Deployment, gateway: GatewayPlan, keys: Keys) -> S
     )
 
 
-def replicas_text(deployment: Deployment, keys: Keys) -> str:
+def replicas_text(deployment: Deployment, keys: DeploymentKeys) -> str:
     """The gateway's file of replicas, TOML."""
     tables = []
     for number, plan in enumerate(deployment.groups):

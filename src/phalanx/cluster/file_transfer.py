@@ -67,7 +67,7 @@ class ReceivedFile(Struct, frozen=True, kw_only=True):
     bytes: int  # received this time
 
 
-class ByteStream(Protocol):
+class ByteSource(Protocol):
     """A stream of bytes, such as stdin."""
 
     def read(self, count: int, /) -> bytes: ...
@@ -190,7 +190,7 @@ def _is_own(found: os.stat_result) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
 
 
-def take(place: str, entry: ModelFile, have: int, stream: ByteStream) -> ReceivedFile:
+def take(place: str, entry: ModelFile, have: int, stream: ByteSource) -> ReceivedFile:
     """Receive the rest of a file.
 
     Args:
@@ -221,7 +221,7 @@ def take(place: str, entry: ModelFile, have: int, stream: ByteStream) -> Receive
     return ReceivedFile(path=entry.path, bytes=entry.bytes - have)
 
 
-def _receive(out: BinaryIO, entry: ModelFile, have: int, stream: ByteStream, part: str, folder: int) -> None:
+def _receive(out: BinaryIO, entry: ModelFile, have: int, stream: ByteSource, part: str, folder: int) -> None:
     """Write the rest of a stream, `entry.bytes` at most in all."""
     left = entry.bytes - have
     while left:

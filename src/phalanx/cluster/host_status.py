@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from phalanx.cluster import identity, machine
 from phalanx.cluster.probe import ask_health
-from phalanx.cluster.replica_layout import Layout
+from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.supervisor import GATEWAY, SUPERVISOR_SAYS, RunDirectory, Spec, log_file
 from phalanx.config import DEFAULT_PORT, GATEWAY_PORT
 from phalanx.environment import api_keys_from, api_keys_in, environment
@@ -73,7 +73,7 @@ class HostReport(Struct, frozen=True, kw_only=True):
 
     status: HostStatus
     gateway: GatewayStatus | None = None  # None: no gateway was started here
-    layout: Layout | None = None  # of several replicas
+    layout: ReplicaLayout | None = None  # of several replicas
 
 
 def report(run_dir: RunDirectory) -> HostReport:

@@ -26,7 +26,7 @@ from phalanx.cluster.checks import examine, gather
 from phalanx.cluster.file_transfer import Manifest, ModelFile, ReceivedFile, finish, inventory, take
 from phalanx.cluster.host_status import flag, report
 from phalanx.cluster.links import MeasureRequest, ReachRequest, SetupRequest, is_there, measure, set_up, undo
-from phalanx.cluster.replica_layout import Layout
+from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.ssh import ANSWER
 from phalanx.cluster.supervisor import (
     GATEWAY,
@@ -67,7 +67,7 @@ class StartedHere(Struct, frozen=True, kw_only=True):
     specs: list[Spec]
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> ReplicaLayout | None:
         """The cluster's, if it has several replicas."""
         return next((spec.layout for spec in self.specs if spec.layout is not None), None)
 

@@ -27,7 +27,7 @@ VERBS = ("rank", "agent", "serve", "host", "gateway")
 FRAMEWORK = re.compile(r".*/Python3?\.framework/Versions/[^/]+(?=/)")
 
 
-class Record(Struct, frozen=True):
+class ProcessRecord(Struct, frozen=True):
     """A process, as a PID file records it."""
 
     pid: Annotated[int, Meta(ge=1)]
@@ -36,7 +36,7 @@ class Record(Struct, frozen=True):
     arguments: list[str]  # the command without its first word, which is what the process calls itself
 
 
-def record(pid: int) -> Record:
+def record(pid: int) -> ProcessRecord:
     """The record of a running process.
 
     Raises:
@@ -45,8 +45,8 @@ def record(pid: int) -> Record:
     return _record(psutil.Process(pid))
 
 
-def _record(process: psutil.Process) -> Record:
-    return Record(process.pid, _created(process), program_of(process.exe()), process.cmdline()[1:])
+def _record(process: psutil.Process) -> ProcessRecord:
+    return ProcessRecord(process.pid, _created(process), program_of(process.exe()), process.cmdline()[1:])
 
 
 def program_of(executable: str) -> str:
@@ -67,7 +67,7 @@ def _created(process: psutil.Process) -> float:
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")  # `starttime`, number 22 in proc(5)
 
 
-def find(known: Record | None) -> psutil.Process | None:
+def find(known: ProcessRecord | None) -> psutil.Process | None:
     """The process of a record; None if it ended, or if its id belongs to another process now."""
     if known is None:
         return None
@@ -82,15 +82,15 @@ def find(known: Record | None) -> psutil.Process | None:
     return process if same and found.arguments == known.arguments else None
 
 
-def read(file: Path) -> Record | None:
+def read(file: Path) -> ProcessRecord | None:
     """The record in a PID file; None if the file does not exist or cannot be decoded."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Record)
+        return msgspec.json.decode(file.read_bytes(), type=ProcessRecord)
     except (OSError, msgspec.DecodeError, RecursionError):
         return None
 
 
-def write(file: Path, known: Record) -> None:
+def write(file: Path, known: ProcessRecord) -> None:
     """Write a PID file atomically."""
     fresh = file.with_suffix(".new")
     fresh.write_bytes(msgspec.json.encode(known))

@@ -20,7 +20,7 @@ from phalanx.cluster.deployment import Deployment, new_keys, placed
 from phalanx.cluster.host_status import GatewayStatus, HostReport, HostStatus
 from phalanx.cluster.host_verbs import LogLines, LogRequest, Part, StartedHere, StopRequest
 from phalanx.cluster.plans import new_credentials
-from phalanx.cluster.replica_layout import Layout
+from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.ssh import Remote, on_all
 from phalanx.cluster.supervisor import GATEWAY, KILL_HOLD_S, Spec, Stopped, SupervisorStarted
 from phalanx.errors import ClusterError, ConfigError, StartFailed
@@ -218,7 +218,7 @@ async def statuses(remotes: Sequence[Remote]) -> Mapping[str, HostReport | Clust
     return await on_all(remotes, "status", {}, HostReport)
 
 
-def layout_in(reports: Iterable[HostReport | ClusterError]) -> Layout | None:
+def layout_in(reports: Iterable[HostReport | ClusterError]) -> ReplicaLayout | None:
     """The replicas of a cluster, as its hosts know them; None if there is no gateway, or nothing was started.
 
     A host whose processes run counts before one that has only kept its files, perhaps of an earlier cluster.
@@ -261,7 +261,7 @@ async def restart_all(remotes: Sequence[Remote], *, part: str | None, timeout_s:
     return goal
 
 
-def _layout_of(answers: Mapping[str, StartedHere | ClusterError]) -> Layout | None:
+def _layout_of(answers: Mapping[str, StartedHere | ClusterError]) -> ReplicaLayout | None:
     return next((one.layout for one in answers.values() if isinstance(one, StartedHere) and one.layout), None)
 
 
@@ -269,7 +269,7 @@ def _part_of(spec: Spec) -> Part:
     return "gateway" if spec.role == GATEWAY else "group"
 
 
-def goal_of_restart(layout: Layout | None, part: str | None, names: Sequence[str]) -> Goal:
+def goal_of_restart(layout: ReplicaLayout | None, part: str | None, names: Sequence[str]) -> Goal:
     """What is to be stopped and started, and what has to be healthy in the end.
 
     Args:
@@ -298,7 +298,7 @@ def goal_of_restart(layout: Layout | None, part: str | None, names: Sequence[str
     return Goal(hosts=hosts, servers=servers, gateway=gateway, replicas=replicas)
 
 
-def _renewed(found: Sequence[tuple[Remote, Spec]], layout: Layout | None) -> list[tuple[Remote, Spec]]:
+def _renewed(found: Sequence[tuple[Remote, Spec]], layout: ReplicaLayout | None) -> list[tuple[Remote, Spec]]:
     """The specifications with new credentials, which each group of hosts shares."""
     groups = [[remote.name for remote, _ in found]] if layout is None else list(layout.replicas.values())
     known = {name: credentials for names in groups for name, credentials in zip_longest(names, new_credentials(names))}

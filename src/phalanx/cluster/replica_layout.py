@@ -10,7 +10,7 @@ REPLICAS_FILE = ".phalanx/gateway/replicas.toml"
 """The file of replicas of a gateway that `up` started, relative to the home directory."""
 
 
-class Layout(Struct, frozen=True, kw_only=True):
+class ReplicaLayout(Struct, frozen=True, kw_only=True):
     """A cluster of several replicas. Hosts are named as for ssh."""
 
     replicas: dict[str, tuple[str, ...]]  # name -> its hosts, in rank order

@@ -25,7 +25,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.cluster import identity
-from phalanx.cluster.replica_layout import Layout
+from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.config import CREDENTIALS_FILE, RUN_PHALANX
 from phalanx.environment import RUNTIME_VARIABLE, environment
 from phalanx.errors import ClusterError, ExitCode
@@ -55,7 +55,7 @@ class Spec(Struct, frozen=True, kw_only=True):
     log: str  # file, relative to the home directory unless absolute
     files: dict[str, str] = {}  # name in the run directory -> text
     credentials: Credentials | None = None  # written to `CREDENTIALS_FILE`, and to no other file
-    layout: Layout | None = None  # of a cluster of several replicas
+    layout: ReplicaLayout | None = None  # of a cluster of several replicas
 
 
 class ProcessOutcome(Struct, frozen=True, kw_only=True):
@@ -304,7 +304,7 @@ class _Supervisor:
         _log(f"{self._spec.role} (pid {self._child.pid}) ended with status {status}")
         return status
 
-    def _started(self) -> identity.Record | None:
+    def _started(self) -> identity.ProcessRecord | None:
         """The child's record, after exec: between fork and exec it has its parent's arguments. None if it ended."""
         assert self._child is not None
         mine = psutil.Process().cmdline()[1:]

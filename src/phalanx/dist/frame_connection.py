@@ -23,7 +23,7 @@ _PIECES = 16  # per read at most, so that one peer does not keep the others wait
 _NOTHING = memoryview(b"")
 
 
-class Connection:
+class FrameConnection:
     """Owns a connected socket.
 
     Args:

@@ -25,20 +25,20 @@ from typing import NamedTuple, TypeVar
 
 from phalanx.config import GroupConfig
 from phalanx.dist import control_address
-from phalanx.dist.frame_connection import Connection
+from phalanx.dist.frame_connection import FrameConnection
 from phalanx.dist.peers import (
     PROTOCOL,
     Admitted,
+    GroupWelcome,
     Hello,
     Identity,
     Message,
     Refused,
     WatchdogLimits,
-    Welcome,
     encode,
 )
 from phalanx.errors import FrameError, GroupError, PeerMissing, PeerRefused
-from phalanx.http.connection_table import ConnectionLimits, ConnectionTable, Place
+from phalanx.http.connection_table import ConnectionLimits, ConnectionPlace, ConnectionTable
 from phalanx.tls.host_credentials import Credentials, accepting, connecting
 from phalanx.tls.session import TlsSession
 
@@ -55,7 +55,7 @@ OUTCOME_WAIT_S = 5.0  # a worker waits so much longer than the leader for the gr
 MUST_MATCH = ("version", "mlx", "mlx_lm", "fingerprint")
 """Fields of `Identity` that must be equal on all ranks. An empty one is not known yet and is not compared."""
 
-_Expected = TypeVar("_Expected", Admitted, Welcome)
+_Expected = TypeVar("_Expected", Admitted, GroupWelcome)
 
 _ERRORS = {error.__name__: error for error in (GroupError, PeerMissing, PeerRefused)}
 
@@ -64,7 +64,7 @@ class Member(NamedTuple):
     """An admitted rank."""
 
     identity: Identity
-    connection: Connection
+    connection: FrameConnection
     early: tuple[Message, ...] = ()  # messages that arrived together with the last one of the handshake
 
 
@@ -103,7 +103,7 @@ class _Candidate:
         self.source, port = address
         self.address = f"{self.source} port {port}" if port else self.source
         self.tls = tls
-        self.connection = Connection(accepted, tls, stranger_bytes=CANDIDATE_BYTES)
+        self.connection = FrameConnection(accepted, tls, stranger_bytes=CANDIDATE_BYTES)
         self.deadline = time.monotonic() + admit_s
 
 
@@ -131,7 +131,7 @@ class LeaderHandshake:
         self._me = me
         self._limits = limits
         self._table = ConnectionTable(ConnectionLimits(MAX_CANDIDATES, MAX_CANDIDATES))
-        self._candidates: dict[_Candidate, Place] = {}
+        self._candidates: dict[_Candidate, ConnectionPlace] = {}
         self._members: dict[int, Member] = {}
         self._selector = selectors.DefaultSelector()
         self._drops = 0
@@ -146,7 +146,7 @@ class LeaderHandshake:
         try:
             self._gather()
             for member in self._members.values():
-                member.connection.offer(encode(Welcome(self._me)))
+                member.connection.offer(encode(GroupWelcome(self._me)))
         except GroupError as error:
             refused = encode(Refused(type(error).__name__, error.message, error.remedy))
             for member in self._members.values():
@@ -324,7 +324,7 @@ def _attempt(
     admit_by = time.monotonic() + admit_s
     connected = control_address.connect(group.control, admit_s)
     tls = None if context is None else TlsSession(context, server_side=False)
-    connection = Connection(connected, tls, stranger_bytes=CANDIDATE_BYTES)
+    connection = FrameConnection(connected, tls, stranger_bytes=CANDIDATE_BYTES)
     with contextlib.ExitStack() as on_error:
         on_error.callback(connection.close)
         reader = _MessageReader(connection)
@@ -333,7 +333,7 @@ def _attempt(
         connection.send(encode(Hello(me, PROTOCOL, group.size, group.nonce)), admit_s)
         reader.expect(Admitted, admit_by)
         try:
-            leader = reader.expect(Welcome, deadline + OUTCOME_WAIT_S).leader
+            leader = reader.expect(GroupWelcome, deadline + OUTCOME_WAIT_S).leader
         except (OSError, FrameError, _Retry) as error:  # the leader knew this rank: another attempt is useless
             raise PeerMissing(f"{me} had joined, but the group did not form: {error}.") from error
         on_error.pop_all()
@@ -343,7 +343,7 @@ def _attempt(
 class _MessageReader:
     """Reads messages one at a time. Messages that arrive together with the expected one stay in `unread`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: FrameConnection) -> None:
         self._connection = connection
         self.unread: list[Message] = []
 

@@ -83,7 +83,7 @@ class Admitted(Struct, frozen=True, tag="Admitted"):
     """Leader to worker: the worker is in the group, which is not complete yet."""
 
 
-class Welcome(Struct, frozen=True, tag="Welcome"):
+class GroupWelcome(Struct, frozen=True, tag="Welcome"):
     """Leader to workers: the group is complete."""
 
     leader: Identity
@@ -121,7 +121,7 @@ class Goodbye(Struct, frozen=True, tag="Goodbye"):
     failure: PeerFailure | None = None
 
 
-Message = Hello | Admitted | Welcome | Refused | Payload | Heartbeat | Goodbye
+Message = Hello | Admitted | GroupWelcome | Refused | Payload | Heartbeat | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

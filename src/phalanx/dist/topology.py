@@ -17,7 +17,7 @@ from phalanx.errors import ConfigError, MemoryShortage
 from phalanx.memory import GB
 
 
-class Place(NamedTuple):
+class PipelinePosition(NamedTuple):
     """Where a rank is in the pipeline."""
 
     stage: int  # 0 has the embedding, the last one the head
@@ -55,16 +55,16 @@ class Topology(Struct, frozen=True):
         first = sum(self.widths[stage + 1 :])
         return range(first, first + self.widths[stage])
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: PipelinePosition) -> int:
         """The global rank at a place."""
         return self.ranks(place.stage)[place.tp_rank]
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> PipelinePosition:
         """The place of a global rank."""
         for stage in reversed(range(self.n_stages)):
             ranks = self.ranks(stage)
             if rank in ranks:
-                return Place(stage, ranks.index(rank))
+                return PipelinePosition(stage, ranks.index(rank))
         raise ValueError(f"rank {rank} is not one of {self.size}")
 
     def sender(self, rank: int) -> int | None:
@@ -90,7 +90,7 @@ class Topology(Struct, frozen=True):
 # Which layers a stage has ---------------------------------------------------------------------------------------
 
 
-class Part(Struct, frozen=True):
+class LayerCost(Struct, frozen=True):
     """What a layer, the embedding or the head needs."""
 
     split: int
@@ -109,13 +109,13 @@ class Parts(Struct, frozen=True):
     """What a model consists of. With tied embeddings the embedding and the head are the same weights, and both count:
     they are in different stages."""
 
-    embedding: Part
-    layers: tuple[Part, ...]
-    head: Part
-    everywhere: Part = Part(split=0)
+    embedding: LayerCost
+    layers: tuple[LayerCost, ...]
+    head: LayerCost
+    everywhere: LayerCost = LayerCost(split=0)
     """What every stage has."""
 
-    def between(self, start: int, stop: int) -> list[Part]:
+    def between(self, start: int, stop: int) -> list[LayerCost]:
         """The parts of a stage that has the layers `[start, stop)`."""
         first = [self.embedding] if start == 0 else []
         last = [self.head] if stop == len(self.layers) else []
@@ -213,14 +213,14 @@ def _joined(a: _Load, b: _Load) -> _Load:
     return _Load(a.missing + b.missing, max(a.slowest, b.slowest))
 
 
-def _load(parts: Sequence[Part], rooms: Sequence[Room]) -> _Load:
+def _load(parts: Sequence[LayerCost], rooms: Sequence[Room]) -> _Load:
     """What these parts ask of a stage's machines."""
     needed = _bytes_of(parts, rooms)
     missing = sum(max(0, needed - room.bytes) for room in rooms)
     return _Load(missing, sum(part.cost for part in parts) / len(rooms) / min(room.speed for room in rooms))
 
 
-def _bytes_of(parts: Sequence[Part], rooms: Sequence[Room]) -> int:
+def _bytes_of(parts: Sequence[LayerCost], rooms: Sequence[Room]) -> int:
     """Bytes on each rank of a stage."""
     return sum(part.bytes_of(len(rooms)) for part in parts)
 

@@ -15,7 +15,7 @@ import msgspec
 
 from phalanx.dist.channel import LeaderChannel, WorkerChannel
 from phalanx.errors import EngineError, EngineUnavailable, ExitCode
-from phalanx.sched.plan import Order, Report
+from phalanx.sched.plan import Order, RankReport
 from phalanx.types import RankStats
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class LeaderLink:
 
     def report(self, own: RankStats) -> list[RankStats]:
         """The figures of every rank, which workers send between two steps."""
-        self.send(Order(Report()))
+        self.send(Order(RankReport()))
         return [own, *(self._stats.decode(payload) for payload in self._channel.collect(None))]
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class WorkerLink:
         self._channel.leave(step)
 
     def answer(self, stats: RankStats) -> None:
-        """Answer a `Report`."""
+        """Answer a `RankReport`."""
         self._channel.send(_encode(stats))
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class MemoryPlan(NamedTuple):
     """What the group may use while it serves: the limits of its smallest rank."""
 
     limits: KvLimits
-    budget: memory.Budget
+    budget: memory.MemoryBudget
     draft_kv: int
     """Bytes for the rows of a draft model, on the leader."""
 
@@ -87,7 +87,7 @@ def plan_memory(
     link.share(True)  # all ranks have loaded, so that what is free now stays free
     own = _in_whole_model(_own_budget(config, facts, draft_bytes, guard, sharing), facts, whole)
     budgets, hosts = link.share(own), link.share(link.host)
-    budget = memory.Budget(
+    budget = memory.MemoryBudget(
         kv=min(b.kv for b in budgets), prefix=min(b.prefix for b in budgets), logits=min(b.logits for b in budgets)
     )
     fits = largest_row(budget.kv, whole.bytes_per_token, whole.bytes_per_row)
@@ -135,7 +135,9 @@ def _check_context(config: EngineConfig, wanted: int, fits: int, kv_budget: int,
         log.warning("context limited to %d tokens by the KV budget%s; the model's own is %d", fits, whose, wanted)
 
 
-def _own_budget(config: EngineConfig, facts: CacheFacts, draft_bytes: int, guard: int, sharing: int) -> memory.Budget:
+def _own_budget(
+    config: EngineConfig, facts: CacheFacts, draft_bytes: int, guard: int, sharing: int
+) -> memory.MemoryBudget:
     """What this rank can give: its share of the free memory.
 
     Args:
@@ -150,7 +152,7 @@ def _own_budget(config: EngineConfig, facts: CacheFacts, draft_bytes: int, guard
     return budget
 
 
-def _in_whole_model(budget: memory.Budget, own: CacheFacts, whole: CacheFacts) -> memory.Budget:
+def _in_whole_model(budget: memory.MemoryBudget, own: CacheFacts, whole: CacheFacts) -> memory.MemoryBudget:
     """This rank's budget in bytes of the whole model's rows, so that the budgets of all stages count the same rows."""
     shares = ((own.bytes_per_token, whole.bytes_per_token), (own.bytes_per_row, whole.bytes_per_row))
     ratio = min((all_ / mine for mine, all_ in shares if mine), default=1.0)

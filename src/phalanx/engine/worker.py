@@ -12,7 +12,7 @@ from phalanx.engine.link import Link, WorkerLink
 from phalanx.engine.mirror import Mirror
 from phalanx.engine.stages import StagedRunner
 from phalanx.memory import process_rss, trim_heap
-from phalanx.sched.plan import Report, Reset, Step, Stop
+from phalanx.sched.plan import RankReport, Reset, Step, Stop
 from phalanx.types import RankStats
 
 
@@ -37,7 +37,7 @@ class Worker:
             match order.plan:
                 case Step():
                     self._step(order.plan, order.limit_s)
-                case Report():
+                case RankReport():
                     self._link.answer(rank_stats(self._link, self.mirror, self._staged))
                 case Reset():
                     self.runner.reset()

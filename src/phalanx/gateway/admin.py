@@ -23,7 +23,7 @@ from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.fleet import Fleet, describe
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.relay.proxy import Proxy
-from phalanx.gateway.settings.replicas_file import Keys, ReplicaFields
+from phalanx.gateway.settings.replicas_file import DefaultKeys, ReplicaFields
 from phalanx.http.foreign_json import decoder
 
 ROOT = "/admin/replicas"
@@ -42,7 +42,7 @@ class Admin:
     """
 
     def __init__(
-        self, dispatcher: AsyncDispatcher, fleet: Fleet, proxy: Proxy, *, keys: Keys, from_file: str | None
+        self, dispatcher: AsyncDispatcher, fleet: Fleet, proxy: Proxy, *, keys: DefaultKeys, from_file: str | None
     ) -> None:
         self._dispatcher = dispatcher
         self._fleet = fleet

@@ -26,8 +26,8 @@ from phalanx.gateway.admin import ROOT, Admin
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.fleet import TAGS, Fleet
 from phalanx.gateway.dispatch.replica_models import merged, merged_tags
-from phalanx.gateway.relay.exchange import Exchange, body_lease
-from phalanx.gateway.relay.gateway_metrics import Metrics
+from phalanx.gateway.relay.exchange import ClientExchange, body_lease
+from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy, prompt_tokens
 from phalanx.gateway.settings.clients import Clients
 from phalanx.http.allowed_hosts import AllowedHosts, name_of
@@ -64,7 +64,7 @@ class App:
         dispatcher: AsyncDispatcher,
         proxy: Proxy,
         clients: Clients,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         admin: Admin,
         fleet: Fleet,
         *,
@@ -94,7 +94,7 @@ class App:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """aiohttp's handler."""
-        exchange = Exchange(request, self._dispatcher.clock())
+        exchange = ClientExchange(request, self._dispatcher.clock())
         connection = exchange.connection
         connection.request_begins()
         try:
@@ -121,7 +121,7 @@ class App:
             task.cancel()
         return not self.unfinished
 
-    async def _answer(self, exchange: Exchange) -> web.StreamResponse:
+    async def _answer(self, exchange: ClientExchange) -> web.StreamResponse:
         path, method = exchange.path, exchange.request.method
         if path in HEALTH_PATHS:
             return self._health(exchange)
@@ -146,7 +146,7 @@ class App:
             return exchange.json(200, {"models": merged_tags(await self._fleet.tags(), self._aliases)})
         return await self._forward(exchange)
 
-    async def _forward(self, exchange: Exchange) -> web.StreamResponse:
+    async def _forward(self, exchange: ClientExchange) -> web.StreamResponse:
         if self.closing:
             raise NoReplica(self.closing, retry_after=5.0)
         self._clients.begin(exchange.owner)
@@ -170,7 +170,7 @@ class App:
         )  # fmt: skip
         return relayed.response
 
-    def _check_is_no_page(self, exchange: Exchange) -> None:
+    def _check_is_no_page(self, exchange: ClientExchange) -> None:
         """Refuse what a web page in a user's browser could send: a POST that needs no pre-flight, and without keys a
         name that is not this machine's.
 
@@ -188,7 +188,7 @@ class App:
 
     # What the gateway answers itself ---------------------------------------------------------------------------
 
-    def _health(self, exchange: Exchange) -> web.Response:
+    def _health(self, exchange: ClientExchange) -> web.Response:
         """200 while a replica can take requests. The figures are as a phalanx server's: gateways may be stacked."""
         now = self._dispatcher.clock()
         dispatcher = self._dispatcher.core
@@ -203,7 +203,7 @@ class App:
             body["replicas"] = {name: replica.reason(now) or "ok" for name, replica in dispatcher.replicas.items()}
         return exchange.json(200 if body["status"] == "ok" else 503, body)
 
-    def _models(self, exchange: Exchange) -> web.Response:
+    def _models(self, exchange: ClientExchange) -> web.Response:
         cards = merged(self._dispatcher.core.replicas.values(), self._aliases)
         if exchange.path == "/v1/models":
             return exchange.json(200, {"object": "list", "data": cards, **more_of_models(exchange.request.query)})
@@ -213,7 +213,7 @@ class App:
                 return exchange.json(200, card)
         raise UnknownModel(f"The model {name!r} is not served here.", param="model", code="model_not_found")
 
-    async def _answer_admin(self, exchange: Exchange) -> web.Response:
+    async def _answer_admin(self, exchange: ClientExchange) -> web.Response:
         assert self._admin_key is not None
         given = _key_headers(exchange)
         bearer = given["authorization"].partition(" ")[2].strip() or given["x-api-key"]
@@ -233,12 +233,12 @@ class App:
         )
 
 
-def _key_headers(exchange: Exchange) -> dict[str, str]:
+def _key_headers(exchange: ClientExchange) -> dict[str, str]:
     return {name: raw_header(exchange.request, name.encode()) for name in ("authorization", "x-api-key")}
 
 
 def metrics_handler(
-    metrics: Metrics, clock: Callable[[], float]
+    metrics: GatewayMetrics, clock: Callable[[], float]
 ) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
     """The handler of a port that has /metrics alone."""
 

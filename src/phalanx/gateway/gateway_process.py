@@ -27,17 +27,17 @@ from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.dispatch.replica_models import parse_aliases
 from phalanx.gateway.gateway_app import App, metrics_handler
 from phalanx.gateway.relay.attempt import make_session
-from phalanx.gateway.relay.gateway_metrics import Metrics
+from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy
 from phalanx.gateway.settings.clients import Clients
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.gateway.settings.keys_file import parse_keys
-from phalanx.gateway.settings.replicas_file import Keys, ReplicaSpec, parse_replicas, specs_of_urls
+from phalanx.gateway.settings.replicas_file import DefaultKeys, ReplicaSpec, parse_replicas, specs_of_urls
 from phalanx.gateway.settings.watched_file import WatchedFile
 from phalanx.http.acceptor import FLUSH_S, Acceptor, limits_within
 from phalanx.http.allowed_hosts import AllowedHosts
-from phalanx.http.connection import GatewayConnection
-from phalanx.http.connection_table import ConnectionTable, Deadlines, Place, limits_for
+from phalanx.http.connection import HttpConnection
+from phalanx.http.connection_table import ConnectionPlace, ConnectionTable, Deadlines, limits_for
 from phalanx.http.listening import base_url, bind, server_context
 from phalanx.open_files import raise_limit
 
@@ -109,12 +109,12 @@ class Gateway:
         self._dispatcher = AsyncDispatcher(
             Dispatcher(make_policy(config), queue_size=config.queue_size), time.monotonic
         )
-        self._metrics = Metrics(self._dispatcher.core)
+        self._metrics = GatewayMetrics(self._dispatcher.core)
         self._stopping = asyncio.Event()
         self._stopping_at_once = asyncio.Event()
         self._files: list[WatchedFile[Any]] = []
         self._leaving: set[asyncio.Task[None]] = set()
-        self._worker_keys = Keys(config.worker_key, config.worker_admin_key)
+        self._worker_keys = DefaultKeys(config.worker_key, config.worker_admin_key)
         self.port = int(listener.getsockname()[1])
         self.ready = asyncio.Event()
         """The gateway accepts connections."""
@@ -212,8 +212,8 @@ class Gateway:
         server = web.Server(app.handle, handler_cancellation=True)
         tls = server_context(self._config.ssl_certfile, self._config.ssl_keyfile)
 
-        def connect(place: Place) -> GatewayConnection:
-            return GatewayConnection(place, self._table, self._deadlines, server)
+        def connect(place: ConnectionPlace) -> HttpConnection:
+            return HttpConnection(place, self._table, self._deadlines, server)
 
         acceptor = Acceptor(self._listener, self._table, connect, deadlines=self._deadlines, tls=tls)
         acceptor.start()

@@ -1,7 +1,7 @@
 """Accepts connections within limits, and closes those whose client keeps the process waiting.
 
 `Acceptor` accepts, asks the table for a place (`table.py`) and hands the socket to a protocol of the HTTP library that
-knows its place and its deadlines (`Served`). Once a second the acceptor looks at every connection, and writes at most
+knows its place and its deadlines (`WatchedConnection`). Once a second the acceptor looks at every connection, and writes at most
 one line in ten seconds on what it closed. Does not know HTTP.
 """
 
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar, cast
 
-from phalanx.http.connection_table import RESERVE, ConnectionLimits, ConnectionTable, Deadlines, Place, sum_up
+from phalanx.http.connection_table import RESERVE, ConnectionLimits, ConnectionPlace, ConnectionTable, Deadlines, sum_up
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ OTHER_FILES = 128
 """Open files besides connections: libraries, the engine's socket, pipes of ranks, logs, the event loop's own."""
 
 
-class Served(Protocol):
+class WatchedConnection(Protocol):
     """A connection that has a place; besides, an `asyncio.Protocol`."""
 
     @property
@@ -44,7 +44,7 @@ class Served(Protocol):
         """Close at once, unsent bytes and all: a client that does not read would keep a mere `close` waiting."""
 
 
-S = TypeVar("S", bound=Served)
+S = TypeVar("S", bound=WatchedConnection)
 
 
 def unsent(transport: asyncio.Transport) -> int:
@@ -84,7 +84,7 @@ class Acceptor(Generic[S]):
         self,
         listener: socket.socket,
         table: ConnectionTable,
-        connect: Callable[[Place], S],
+        connect: Callable[[ConnectionPlace], S],
         *,
         deadlines: Deadlines,
         tls: ssl.SSLContext | None = None,
@@ -134,7 +134,7 @@ class Acceptor(Generic[S]):
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
-    async def _serve(self, connection: socket.socket, place: Place) -> None:
+    async def _serve(self, connection: socket.socket, place: ConnectionPlace) -> None:
         """Hand the socket to its protocol; with TLS, after the handshake."""
         served: S | None = None
 

@@ -10,7 +10,7 @@ from aiohttp import StreamReader, web
 from aiohttp.web_protocol import RequestHandler
 
 from phalanx.http.acceptor import unsent
-from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionTable, Deadlines, Place, Progress
+from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionPlace, ConnectionTable, Deadlines, TransferProgress
 from phalanx.http.error_responses import Failure, openai_error
 
 log = logging.getLogger(__name__)
@@ -21,10 +21,12 @@ PIECE_BYTES = 1 << 14  # parsed in one call: 2,700 chunks of one byte, in some 5
 FRAMING_BYTES = 1 << 14  # of a body, beside an eighth of it: more than 1,024 small chunks
 
 
-class GatewayConnection(RequestHandler):
+class HttpConnection(RequestHandler):
     """See the module's docstring. Its handler calls `body_begins`, `body_ends` and `mark_busy`."""
 
-    def __init__(self, place: Place, table: ConnectionTable, deadlines: Deadlines, server: web.Server) -> None:
+    def __init__(
+        self, place: ConnectionPlace, table: ConnectionTable, deadlines: Deadlines, server: web.Server
+    ) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -39,8 +41,8 @@ class GatewayConnection(RequestHandler):
         self._written = 0
         self._header_since: float | None = time.monotonic()  # None: no header is awaited or under way
         self._reads_body = False
-        self._body = Progress(deadlines.body_s, deadlines.progress_bytes)
-        self._answer = Progress(deadlines.read_s, deadlines.progress_bytes)
+        self._body = TransferProgress(deadlines.body_s, deadlines.progress_bytes)
+        self._answer = TransferProgress(deadlines.read_s, deadlines.progress_bytes)
         self._open: asyncio.Transport | None = None
         self._coming: StreamReader | None = None  # the body under way, or the last one
         self._framing = 0  # bytes that came for it and are not of it

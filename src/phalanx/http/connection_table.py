@@ -43,7 +43,7 @@ def limits_for(total: int | None, per_address: int | None, requests: int) -> Con
     return ConnectionLimits(total, min(total, per_address or -(-total // 2)))
 
 
-class Place:
+class ConnectionPlace:
     """One connection's place in the table.
 
     Args:
@@ -77,16 +77,16 @@ class ConnectionTable:
         self.displaced = 0  # connections closed for newer ones, so far
         self.refused = 0  # connections for which there was no place, so far
         self._held: Counter[str] = Counter()  # address -> places, the reserve not counted
-        self._idle: dict[str, dict[Place, None]] = {}  # address -> idle places, the longest first
-        self._reserved: dict[Place, None] = {}  # places of the reserve
-        self._reserve_idle: dict[Place, None] = {}
+        self._idle: dict[str, dict[ConnectionPlace, None]] = {}  # address -> idle places, the longest first
+        self._reserved: dict[ConnectionPlace, None] = {}  # places of the reserve
+        self._reserve_idle: dict[ConnectionPlace, None] = {}
 
     @property
     def held(self) -> int:
         """Number of connections, the reserve not counted."""
         return self._held.total()
 
-    def admit(self, address: str, close: Callable[[], None]) -> Place | None:
+    def admit(self, address: str, close: Callable[[], None]) -> ConnectionPlace | None:
         """A place for a new connection, which is idle; None where even the reserve is taken. Changes state.
 
         May close an idle connection.
@@ -100,9 +100,9 @@ class ConnectionTable:
             has_room = True
         if has_room:
             self._held[address] += 1
-            place = Place(address, reserved=False, close=close)
+            place = ConnectionPlace(address, reserved=False, close=close)
         elif len(self._reserved) < RESERVE or self._close_first(self._reserve_idle):
-            place = Place(address, reserved=True, close=close)
+            place = ConnectionPlace(address, reserved=True, close=close)
             self._reserved[place] = None
         else:
             self.refused += 1
@@ -110,15 +110,15 @@ class ConnectionTable:
         self.mark_idle(place)
         return place
 
-    def mark_idle(self, place: Place) -> None:
+    def mark_idle(self, place: ConnectionPlace) -> None:
         """The connection waits for a request from now on. Changes nothing if it did already."""
         self._idle_like(place).setdefault(place)
 
-    def mark_busy(self, place: Place) -> None:
+    def mark_busy(self, place: ConnectionPlace) -> None:
         """A request has arrived, and its key is accepted."""
         self._unmark_idle(place)
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: ConnectionPlace) -> None:
         """The connection is closed. Calling it twice does nothing."""
         self._unmark_idle(place)
         if place.reserved:
@@ -133,7 +133,7 @@ class ConnectionTable:
         """Close the connection of this address that has been idle longest; False if none is idle."""
         return self._close_first(self._idle.get(address, {}))
 
-    def _close_first(self, places: dict[Place, None]) -> bool:
+    def _close_first(self, places: dict[ConnectionPlace, None]) -> bool:
         first = next(iter(places), None)
         if first is None:
             return False
@@ -143,10 +143,10 @@ class ConnectionTable:
         close()
         return True
 
-    def _idle_like(self, place: Place) -> dict[Place, None]:
+    def _idle_like(self, place: ConnectionPlace) -> dict[ConnectionPlace, None]:
         return self._reserve_idle if place.reserved else self._idle.setdefault(place.address, {})
 
-    def _unmark_idle(self, place: Place) -> None:
+    def _unmark_idle(self, place: ConnectionPlace) -> None:
         self._idle_like(place).pop(place, None)
         if not place.reserved and not self._idle[place.address]:
             del self._idle[place.address]
@@ -170,7 +170,7 @@ class Deadlines(Struct, frozen=True):
     """64 KiB in 15 s is a line of 35 kbit/s, less than any mobile network's slowest."""
 
 
-class Progress:
+class TransferProgress:
     """Whether a transfer advances: by at least `least` bytes in every span of `span_s` seconds."""
 
     def __init__(self, span_s: float, least: int) -> None:

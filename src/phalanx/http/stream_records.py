@@ -46,7 +46,7 @@ class Start(Struct, frozen=True, kw_only=True, omit_defaults=True):
     exact: bool = True  # no server with other numerics or prompts has continued it
 
 
-class Ended(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChoiceEnded(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The ending of a choice that the client has, as the engine said it; see `types.Finished`."""
 
     reason: Literal["stop", "length", "timeout"]
@@ -57,21 +57,21 @@ class Ended(Struct, frozen=True, kw_only=True, omit_defaults=True):
     accepted_tokens: int = 0
 
 
-class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RecordedChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One choice: in a record what is new of it, in a `Resume` all of it."""
 
     index: int
     tokens: list[int] = []  # that its text pipeline has taken in; their text may be held back
     logprobs: list[TokenLogprobs] = []  # one per token, if the request wants them
     echoed: bool = False  # the client has the prompt that it asked to be repeated
-    ended: Ended | None = None
+    ended: ChoiceEnded | None = None
 
 
-class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StreamRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a server tells after a piece of a stream."""
 
     start: Start | None = None  # in the first one; see there
-    choices: list[Choice] = []  # those with news
+    choices: list[RecordedChoice] = []  # those with news
     failed: str = ""  # the piece is an error that another server may not have; why
     paused: bool = False  # the server's engine is gone: nothing more comes before it is back, in seconds or minutes
 
@@ -80,18 +80,18 @@ class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a server needs to continue a stream."""
 
     start: Start  # the last one
-    choices: list[Choice]  # those of which anything is known
+    choices: list[RecordedChoice]  # those of which anything is known
     next_number: int  # of the next event, in dialects that number them
     timeout_s: float  # what is left of the request's time
     moves: int  # how often it has been carried on, this time included
 
 
 _encode = msgspec.json.Encoder().encode
-_decode_record = msgspec.json.Decoder(Record).decode
+_decode_record = msgspec.json.Decoder(StreamRecord).decode
 _decode_resume = msgspec.json.Decoder(Resume).decode
 
 
-def framed(record: Record, *, lines: bool) -> bytes:
+def framed(record: StreamRecord, *, lines: bool) -> bytes:
     """A record as a part of the stream.
 
     Args:
@@ -101,7 +101,7 @@ def framed(record: Record, *, lines: bool) -> bytes:
     return LINE_MARK + data + b"}\n" if lines else EVENT_MARK + data + b"\n\n"
 
 
-def record_in(event: bytes, *, lines: bool) -> Record | None:
+def record_in(event: bytes, *, lines: bool) -> StreamRecord | None:
     """The record that a whole event (or line) without its end is; None if it is the client's.
 
     A line may begin with blanks, which are the client's: they keep it waiting.

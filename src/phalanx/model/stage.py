@@ -25,7 +25,7 @@ def cannot_be_cut(name: str, reason: str) -> ModelUnsupported:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ActivationArgument:
     """Where a layer's call has the array that layers hand on."""
 
     argument: int | str
@@ -151,7 +151,7 @@ class Absent:
 ABSENT = Absent()
 
 
-def hollow(layer: Module, stage: Stage, number: int, place: Place) -> None:
+def hollow(layer: Module, stage: Stage, number: int, place: ActivationArgument) -> None:
     """Turn a layer into one of another stage, in place: it keeps its plain attributes and no arrays.
 
     Models read such attributes to choose a mask or a cache ("is this layer's attention local?"), also of its children.

@@ -21,7 +21,7 @@ from phalanx.config import EngineConfig
 from phalanx.errors import EngineUnavailable
 from phalanx.model.loading.resolve import resolve_models
 from phalanx.offline.outputs import CompletionOutput, Logprob, RequestOutput
-from phalanx.server.answers.deltas import Ending, timing_json
+from phalanx.server.answers.deltas import ChoiceEnding, timing_json
 from phalanx.server.answers.generation import Generation
 from phalanx.server.dialects.openai.openai_objects import usage_json
 from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody
@@ -29,11 +29,11 @@ from phalanx.server.fields.refusals import in_range
 from phalanx.server.prompts.grammar_checks import GrammarChecks
 from phalanx.server.prompts.prompt_encoder import Prompts
 from phalanx.server.requests.generation_defaults import read_defaults
-from phalanx.server.requests.parsed import ChatRequest, CompletionRequest, Served
+from phalanx.server.requests.parsed import ApiModel, ChatRequest, CompletionRequest
 from phalanx.server.requests.sampling_fields import MAX_TOP_LOGPROBS
 from phalanx.server.requests.validate import parse_chat, parse_completion, plan_sequences
 from phalanx.server.sequences.journal import Journal, RequestSlots
-from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, ModelInfo, PromptScored, SequenceRequest, TokenLogprobs, Tokens
@@ -66,14 +66,14 @@ class LocalEngine:
         self._engine = engine
         self._path = resolve_models(config)
         self._journal = Journal(
-            engine, Metrics(config.model), max_num_seqs=config.max_num_seqs, queue=WAITING, clock=time.monotonic
+            engine, ServerMetrics(config.model), max_num_seqs=config.max_num_seqs, queue=WAITING, clock=time.monotonic
         )
         self._records: dict[str, _Record] = {}  # by the sequence's id
         self._numbers = itertools.count()
         self._loaded: asyncio.Future[bool] | None = None
         self._prompts: Prompts | None = None
         self._grammars: GrammarChecks | None = None
-        self._served: Served | None = None
+        self._served: ApiModel | None = None
 
     async def start(self) -> None:
         """Start the engine, load the tokenizer beside it, and wait until both are there.
@@ -90,7 +90,7 @@ class LocalEngine:
             tokenizer = await loop.run_in_executor(pool, self._load_tokenizer)
         self._prompts = Prompts(tokenizer)
         self._grammars = GrammarChecks(tokenizer)
-        self._served = Served(
+        self._served = ApiModel(
             names=(self._config.model,),
             max_n=MAX_N,
             max_prompts=1,
@@ -161,7 +161,7 @@ class LocalEngine:
     ) -> RequestOutput:
         """Run a planned request to its end."""
         texts = [""] * len(requests)
-        endings: dict[int, Ending] = {}
+        endings: dict[int, ChoiceEnding] = {}
         with self._recording(requests) as records:
             await generation.begin(slots)
             async for deltas in generation.deltas(None):
@@ -181,7 +181,7 @@ class LocalEngine:
             timing=timing_json(generation.first_ending, None),
         )
 
-    def _output(self, index: int, text: str, ending: Ending, record: _Record) -> CompletionOutput:
+    def _output(self, index: int, text: str, ending: ChoiceEnding, record: _Record) -> CompletionOutput:
         logprobs = self._scored(record.logprobs[: ending.n_tokens] if record.logprobs else None)
         return CompletionOutput(
             index=index,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from phalanx.sched.arena import Arena, Layout
+from phalanx.sched.arena import Arena, ArenaLayout
 from phalanx.sched.sequence import Sequence
 
 GRANULE = 256  # tokens; capacities are multiples of it
@@ -55,7 +55,7 @@ def largest_row(kv_budget: int, bytes_per_token: int, bytes_per_row: int) -> int
 class Admission:
     """Spends the budget on a layout's arenas by resizing them."""
 
-    def __init__(self, limits: KvLimits, layout: Layout) -> None:
+    def __init__(self, limits: KvLimits, layout: ArenaLayout) -> None:
         self.limits = limits
         self.layout = layout
 

@@ -27,7 +27,7 @@ class Arena:
         self.n_decoding = 0
 
 
-class Layout:
+class ArenaLayout:
     """All arenas of a group of ranks, with the operations of the step being planned in `ops`.
 
     Arenas `[0, row_groups)` hold the short rows of each row group; where there are more, the others hold the long ones.

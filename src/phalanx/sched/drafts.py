@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from phalanx.sched.admission import Admission
-from phalanx.sched.arena import Arena, Layout
+from phalanx.sched.arena import Arena, ArenaLayout
 from phalanx.sched.sequence import Sequence
 
 Drafts = Mapping[int, Seq[int]]
@@ -30,7 +30,9 @@ def useful_drafts(seq: Sequence) -> int:
     return after_next(seq) if most is None else min(after_next(seq), most)
 
 
-def fit_drafts(layout: Layout, admission: Admission, drafts: Drafts, most_tokens: int) -> dict[int, tuple[int, ...]]:
+def fit_drafts(
+    layout: ArenaLayout, admission: Admission, drafts: Drafts, most_tokens: int
+) -> dict[int, tuple[int, ...]]:
     """The drafts of decoding rows, cut to what this step can feed; grows arenas where memory is free.
 
     Args:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from phalanx.sched.arena import Arena, Layout
+from phalanx.sched.arena import Arena, ArenaLayout
 from phalanx.sched.plan import Forward
 from phalanx.sched.sequence import Sequence
 
 
-def prefill_forwards(layout: Layout, rows: list[Sequence], chunks: Mapping[int, int], *, pad: bool) -> list[Forward]:
+def prefill_forwards(
+    layout: ArenaLayout, rows: list[Sequence], chunks: Mapping[int, int], *, pad: bool
+) -> list[Forward]:
     """Prefill forwards for these rows.
 
     Args:
@@ -69,7 +71,7 @@ def _is_packed(rows: int, tokens: int, widest: int, pack_above: int | None) -> b
     return pack_above is not None and tokens < rows * widest > pack_above
 
 
-def _joins(layout: Layout, group: list[Sequence], row: Sequence, chunks: Mapping[int, int]) -> bool:
+def _joins(layout: ArenaLayout, group: list[Sequence], row: Sequence, chunks: Mapping[int, int]) -> bool:
     """Whether a row's chunk may share the group's rectangle: neighbours, little padding, room for the padding."""
     last = group[-1]
     if row.arena != last.arena or row.slot != last.slot + 1 or row.wants_scores or last.wants_scores:

@@ -153,11 +153,11 @@ class Stop(Struct, frozen=True, tag="stop"):
     """End the process normally."""
 
 
-class Report(Struct, frozen=True, tag="report"):
+class RankReport(Struct, frozen=True, tag="report"):
     """Every rank answers with its `RankStats`: proof that its engine loop runs and that its rows agreed (A5)."""
 
 
-Plan = Step | Reset | Report | Stop
+Plan = Step | Reset | RankReport | Stop
 
 
 class Order(Struct, frozen=True, array_like=True):

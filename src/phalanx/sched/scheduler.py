@@ -16,14 +16,14 @@ from types import MappingProxyType
 from msgspec import Struct
 
 from phalanx.sched.admission import Admission, KvLimits
-from phalanx.sched.arena import Layout
+from phalanx.sched.arena import ArenaLayout
 from phalanx.sched.commit import commit_chunk
 from phalanx.sched.drafts import Drafts, fit_drafts, useful_drafts
 from phalanx.sched.forwards import decode_forwards, prefill_forwards
 from phalanx.sched.plan import Commit, Evict, Forward, Restore, Share, Step, Store
 from phalanx.sched.prefill_budget import PrefillBounds, PrefillBudget, share_out
 from phalanx.sched.prefix import BLOCK, PrefixIndex, live_prefix
-from phalanx.sched.sequence import Ending, Sequence, extend_crc, limit_length, state_digest
+from phalanx.sched.sequence import Sequence, SequenceEnding, extend_crc, limit_length, state_digest
 from phalanx.sched.waiting import WaitingQueue, victim
 from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs, Tokens
 
@@ -58,7 +58,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.layout = Layout(config.limits.n_arenas, config.limits.row_groups)
+        self.layout = ArenaLayout(config.limits.n_arenas, config.limits.row_groups)
         self.admission = Admission(config.limits, self.layout)
         self.prefix = PrefixIndex(
             config.prefix_budget,
@@ -92,21 +92,23 @@ class Scheduler:
         if seq.prompt_len == 0 or room < 1:
             limit = self.config.limits.max_model_len
             detail = f"A prompt of {seq.prompt_len} tokens does not fit in the context of {limit} with an answer."
-            self._end(seq, Ending("error", detail), now)
+            self._end(seq, SequenceEnding("error", detail), now)
         elif seq.n_output >= seq.request.stop.max_tokens:
-            self._end(seq, Ending("length"), now)
+            self._end(seq, SequenceEnding("length"), now)
 
     def cancel(self, seq_id: str, now: float) -> None:
         """End a sequence, waiting or running; its computed prefix may be kept."""
-        self._end_or_mark(self.by_id.get(seq_id), Ending("cancelled"), now)
+        self._end_or_mark(self.by_id.get(seq_id), SequenceEnding("cancelled"), now)
 
     def finish(self, seq_id: str, n_tokens: int, now: float) -> None:
         """The server found a stop string: the sequence ends with its first `n_tokens` output tokens."""
-        self._end_or_mark(self.by_id.get(seq_id), Ending("stop", n_tokens=n_tokens), now)
+        self._end_or_mark(self.by_id.get(seq_id), SequenceEnding("stop", n_tokens=n_tokens), now)
 
     def give_up(self, number: int, reason: FinishReason, detail: str, now: float) -> None:
         """End a sequence that cannot go on, unless it has ended; its computed prefix may be kept."""
-        self._end_or_mark(self.by_number.get(number), Ending(reason, detail, keep=not self.config.recurrent), now)
+        self._end_or_mark(
+            self.by_number.get(number), SequenceEnding(reason, detail, keep=not self.config.recurrent), now
+        )
 
     def reset_prefix_cache(self) -> None:
         """Drop every kept prefix."""
@@ -201,7 +203,7 @@ class Scheduler:
                 exact = commit.kv_len == commit.computed or not self.config.recurrent
                 self._end(seq, seq.ending._replace(keep=seq.ending.keep and exact), now)
             elif commit.finish is not None:
-                self._end(seq, Ending(commit.finish, stop_id=commit.stop_id), now)
+                self._end(seq, SequenceEnding(commit.finish, stop_id=commit.stop_id), now)
 
     def digest(self) -> int:
         """The leader's row state, to be compared with every rank's mirror. Positions in flight count: ranks have
@@ -224,7 +226,7 @@ class Scheduler:
         self.counters.generated_tokens += len(commit.tokens)
         self._events.append(Tokens(id=seq.id, start=start, tokens=list(commit.tokens), logprobs=kept))
 
-    def _end_or_mark(self, seq: Sequence | None, ending: Ending, now: float) -> None:
+    def _end_or_mark(self, seq: Sequence | None, ending: SequenceEnding, now: float) -> None:
         """End the sequence now, or when the plan returns in which it is in flight. Its first ending counts."""
         if seq is None:
             return
@@ -233,7 +235,7 @@ class Scheduler:
         else:
             self._end(seq, ending, now)
 
-    def _end(self, seq: Sequence, ending: Ending, now: float) -> None:
+    def _end(self, seq: Sequence, ending: SequenceEnding, now: float) -> None:
         """End the sequence: keep its prefix, free its row, tell the client."""
         del self.by_id[seq.id]
         del self.by_number[seq.number]
@@ -263,7 +265,7 @@ class Scheduler:
         late = [s for s in self.by_id.values() if s.deadline is not None and now >= s.deadline]
         for seq in late:
             detail = f"The request's timeout of {seq.request.timeout_s:g} s passed."
-            self._end_or_mark(seq, Ending("timeout", detail), now)
+            self._end_or_mark(seq, SequenceEnding("timeout", detail), now)
 
     def _grow(self) -> set[int]:
         """Every row gets room for its known tokens; rows are preempted when memory is short.

@@ -34,7 +34,7 @@ def limit_length(request: SequenceRequest, room: int) -> SequenceRequest:
     return msgspec.structs.replace(request, stop=stop)
 
 
-class Ending(NamedTuple):
+class SequenceEnding(NamedTuple):
     """Why a sequence ends, and with what."""
 
     reason: FinishReason
@@ -55,7 +55,7 @@ class Sequence:
         self.tokens: list[int] = [*request.prompt, *request.committed]  # known
         self.kv_len = 0  # computed
         self.in_flight = 0  # positions behind kv_len that a plan in flight computes, whose outcome is not known yet
-        self.ending: Ending | None = None  # it ends when that plan returns
+        self.ending: SequenceEnding | None = None  # it ends when that plan returns
         self.crc = 0  # over the tokens committed since the row was admitted, as the mirrors see them
         self.arena = -1
         self.slot = -1  # -1: waiting
@@ -96,7 +96,7 @@ class Sequence:
         self.kv_len = 0
         self.crc = 0
 
-    def finished(self, ending: Ending, now: float) -> Finished:
+    def finished(self, ending: SequenceEnding, now: float) -> Finished:
         """The last event of the sequence."""
         return Finished(
             id=self.id,

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.errors import EngineUnavailable
 from phalanx.http.acceptor import unsent
-from phalanx.http.connection_table import HEALTH_PATHS, ConnectionTable, Deadlines, Place, Progress
+from phalanx.http.connection_table import HEALTH_PATHS, ConnectionPlace, ConnectionTable, Deadlines, TransferProgress
 from phalanx.http.error_responses import failure_of, openai_error
 from phalanx.server.bounded_h11 import BoundedConnection
 from phalanx.server.envelope import Envelope
@@ -22,7 +22,7 @@ from phalanx.server.envelope import Envelope
 class Connection(H11Protocol):
     """uvicorn's HTTP connection with a place and deadlines."""
 
-    def __init__(self, place: Place, table: ConnectionTable, deadlines: Deadlines, **given: Any) -> None:
+    def __init__(self, place: ConnectionPlace, table: ConnectionTable, deadlines: Deadlines, **given: Any) -> None:
         super().__init__(**given)
         self.conn = self._bounded = BoundedConnection()
         self._place = place
@@ -30,8 +30,8 @@ class Connection(H11Protocol):
         self._deadlines = deadlines
         self._received = 0
         self._header_since: float | None = time.monotonic()  # None: no header is awaited or under way
-        self._body = Progress(deadlines.body_s, deadlines.progress_bytes)
-        self._answer = Progress(deadlines.read_s, deadlines.progress_bytes)
+        self._body = TransferProgress(deadlines.body_s, deadlines.progress_bytes)
+        self._answer = TransferProgress(deadlines.read_s, deadlines.progress_bytes)
         self.app = self._noticing(only_health(self.app) if place.reserved else self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own

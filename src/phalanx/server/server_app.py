@@ -37,7 +37,7 @@ from phalanx.server.dialects.ollama.ollama_models import REFUSED
 from phalanx.server.dialects.openai.chat_completions import CHAT
 from phalanx.server.dialects.openai.completions import COMPLETIONS
 from phalanx.server.dialects.responses.responses_dialect import RESPONSES, input_tokens_body
-from phalanx.server.endpoints.engine_health import Health
+from phalanx.server.endpoints.engine_health import EngineHealth
 from phalanx.server.endpoints.generating import CompletionEndpoints
 from phalanx.server.endpoints.info import InfoEndpoints
 from phalanx.server.endpoints.numerics import numerics_of
@@ -49,9 +49,9 @@ from phalanx.server.prompts.chat_encoding import ChatEncoder
 from phalanx.server.prompts.grammar_checks import GrammarChecks
 from phalanx.server.prompts.prompt_encoder import Prompts
 from phalanx.server.requests.intake import Intake
-from phalanx.server.requests.parsed import GenerationDefaults, Served, served_names
+from phalanx.server.requests.parsed import ApiModel, GenerationDefaults, served_names
 from phalanx.server.sequences.journal import Journal
-from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ def create_app(
         on_failure: called when the engine cannot be started at all, or when a bug ended a background task.
         clock: monotonic seconds.
     """
-    served = Served(
+    served = ApiModel(
         names=served_names(config),
         hidden_name=None if config.served_model_name else config.engine.model,
         max_n=config.max_n,
@@ -119,9 +119,11 @@ def create_app(
         auto_tools=config.enable_auto_tool_choice,
     )
     numerics = numerics_of(config, served, tokenizer.fingerprint())
-    metrics = Metrics(served.names[0])
+    metrics = ServerMetrics(served.names[0])
     journal = Journal(engine, metrics, max_num_seqs=config.engine.max_num_seqs, queue=config.queue, clock=clock)
-    health = Health(engine, metrics, stall_s=config.stall_seconds, limit=config.engine.max_num_seqs, numerics=numerics)
+    health = EngineHealth(
+        engine, metrics, stall_s=config.stall_seconds, limit=config.engine.max_num_seqs, numerics=numerics
+    )
     intake = Intake(config.max_body_bytes, lambda: engine.info.max_model_len if engine.info else None)
     prompts = Prompts(tokenizer)
     tokenize_prompts = Prompts(tokenizer, threads=1)  # a thread of its own: /tokenize must not delay completions
@@ -188,7 +190,7 @@ def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None
         on_failure(error)
 
 
-def _add_middleware(app: FastAPI, config: ServerConfig, metrics: Metrics) -> None:
+def _add_middleware(app: FastAPI, config: ServerConfig, metrics: ServerMetrics) -> None:
     """Browsers' rules, before any route: the last one added comes first."""
     if config.allowed_origins:
         app.add_middleware(

@@ -17,7 +17,7 @@ import uvicorn
 
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.http.acceptor import FLUSH_S, Acceptor, limits_within
-from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionTable, Deadlines, Place
+from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionPlace, ConnectionTable, Deadlines
 from phalanx.http.listening import base_url
 from phalanx.server.connections import Connection
 from phalanx.server.outputs.shapes import OutputShapes
@@ -33,7 +33,7 @@ from phalanx.types import Batch, ModelInfo
 log = logging.getLogger(__name__)
 
 
-class Server(uvicorn.Server):
+class ServerProcess(uvicorn.Server):
     """uvicorn with a drain before its own shutdown. During the drain the server answers new requests with 503.
 
     Args:
@@ -122,7 +122,7 @@ class Server(uvicorn.Server):
             await acceptor.stop()
         await super().shutdown(sockets=list(self._listeners))
 
-    def _connect(self, place: Place) -> Connection:
+    def _connect(self, place: ConnectionPlace) -> Connection:
         return Connection(
             place,
             self._table,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from phalanx.sched.forwards import computed
 from phalanx.spec.acceptance import AcceptanceTracker, Chances
-from phalanx.spec.budget import GAINS_AT_RISK, PROBE_SHARE, Budget
+from phalanx.spec.budget import GAINS_AT_RISK, PROBE_SHARE, ExplorationBudget
 from phalanx.spec.control import Committed, StepTime, Unread, share_out
 from phalanx.spec.cost import CostCurve, tokens_per_row
 from phalanx.spec.drafters import Draft
@@ -26,7 +26,7 @@ MIN_READ = 8  # tokens per read, at least: hardly slower than one, and fewer do 
 BACKOFF = 64  # most skipped steps; also steps until prompts that were not worth reading are considered again
 
 
-class Choice(NamedTuple):
+class DraftChoice(NamedTuple):
     """How many drafts to verify, and the expected speedup and cost, in non-speculative steps."""
 
     takes: dict[int, int]  # sequence -> drafts, >= 1
@@ -45,7 +45,7 @@ class AdaptiveControl:
         self._most = most  # drafted tokens per sequence and step
         self._cheap = cheap  # drafting costs almost nothing (a lookup), so all sequences are drafted for
         self._pack_above = pack_above  # as in `SchedulerConfig`
-        self._budget = Budget(share)
+        self._budget = ExplorationBudget(share)
         self._costs = CostCurve()
         self._tracker = AcceptanceTracker()
         self._begun: set[int] = set()
@@ -131,12 +131,12 @@ class AdaptiveControl:
         """Chances of drafts of these lengths, by a drafter whose buckets are the positions."""
         return self._tracker.chances({key: range(min(length, self._most)) for key, length in lengths.items()})
 
-    def _fastest(self, chances: Mapping[int, Chances]) -> Choice:
+    def _fastest(self, chances: Mapping[int, Chances]) -> DraftChoice:
         """The choice with the most tokens per second. No drafts if the non-speculative step is fastest or not measured
         yet, or if the budget cannot pay for what the choice may lose: its cost, less the tokens that it gains for
         certain. With a rich budget, unmeasured widths are assumed to be cheap: the cost of kernels that work on blocks
         of tokens is a staircase."""
-        best, most, rows = Choice({}), self._budget.spendable + OVERDRAFT, self._rows
+        best, most, rows = DraftChoice({}), self._budget.spendable + OVERDRAFT, self._rows
         if not chances or self._costs.base(rows) is None:
             return best
         sure = {key: row.count(1.0) for key, row in chances.items()}
@@ -150,7 +150,7 @@ class AdaptiveControl:
             speed = (1.0 + gained / rows) / cost
             at_risk = price - 1.0 - sum(min(k, sure[key]) for key, k in takes.items()) / rows
             if speed > max(best.speed, MARGIN) and at_risk <= max(0.0, most) and width <= self._costs.reach(rows):
-                best = Choice(takes, speed, cost)
+                best = DraftChoice(takes, speed, cost)
         return best
 
     def _candidates(self, chances: Mapping[int, Chances]) -> Iterator[tuple[dict[int, int], float]]:

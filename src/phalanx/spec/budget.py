@@ -19,7 +19,7 @@ CAPACITY = 128.0
 """Most steps that the budget holds, and so the most that reading one long prompt with a draft model may cost."""
 
 
-class Budget:
+class ExplorationBudget:
     """The exploration budget; `share` of the time refills it."""
 
     def __init__(self, share: float = PROBE_SHARE) -> None:

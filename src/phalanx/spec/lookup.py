@@ -23,7 +23,7 @@ SLACK = 2  # largest difference between two distances that counts as equal
 
 
 @dataclass(eq=False)
-class Text:
+class IndexedText:
     """One sequence's tokens, and its group. Places up to `indexed` are in the group's indexes."""
 
     tokens: list[int]
@@ -32,7 +32,7 @@ class Text:
     indexed: int = 0
 
 
-Place = tuple[Text, int]  # (text, at): the context ends before `tokens[at]`, the continuation starts there
+Place = tuple[IndexedText, int]  # (text, at): the context ends before `tokens[at]`, the continuation starts there
 
 
 class RunIndex:
@@ -43,7 +43,7 @@ class RunIndex:
         self.size = size
         self._places: dict[tuple[int, ...], int | list[int]] = {}
 
-    def add(self, text: Text, start: int, stop: int) -> None:
+    def add(self, text: IndexedText, start: int, stop: int) -> None:
         """The places `[start, stop)` of a text, in order. Changes state."""
         places, base = self._places, text.number << 32
         for run, at in self._runs(text.tokens, start, stop):
@@ -55,7 +55,7 @@ class RunIndex:
             else:
                 places[run] = base | at if known is None else [known, base | at]
 
-    def remove(self, text: Text, start: int, stop: int) -> None:
+    def remove(self, text: IndexedText, start: int, stop: int) -> None:
         """Forget the places `[start, stop)` of a text. Changes state."""
         places, base = self._places, text.number << 32
         for run, at in self._runs(text.tokens, start, stop):
@@ -82,16 +82,16 @@ class TextGroup:
     def __init__(self, name: str, sizes: Iterable[int]) -> None:
         self.name = name
         self.indexes = {size: RunIndex(size) for size in sizes}
-        self.texts: dict[int, Text] = {}
+        self.texts: dict[int, IndexedText] = {}
 
-    def index(self, text: Text, most: int) -> int:
+    def index(self, text: IndexedText, most: int) -> int:
         """Index up to `most` further tokens of a text; returns how many. Changes state."""
         start, text.indexed = text.indexed, min(len(text.tokens), text.indexed + most)
         for index in self.indexes.values():
             index.add(text, start, text.indexed)
         return text.indexed - start
 
-    def remove(self, text: Text, most: int) -> int:
+    def remove(self, text: IndexedText, most: int) -> int:
         """Remove up to `most` tokens of a text from the indexes, the last first; with the last token, also the text.
         Returns how many. Changes state."""
         stop, text.indexed = text.indexed, max(0, text.indexed - most)
@@ -101,7 +101,7 @@ class TextGroup:
             del self.texts[text.number]
         return stop - text.indexed
 
-    def after(self, text: Text, size: int) -> list[Place]:
+    def after(self, text: IndexedText, size: int) -> list[Place]:
         """The latest places where a text's last `size` tokens occurred before, the latest first."""
         places = self.indexes[size].latest(tuple(text.tokens[-size:]))
         return [(self.texts[place >> 32], place & 0xFFFFFFFF) for place in places]
@@ -116,9 +116,9 @@ class LookupDrafter(Drafter, ABC):
         self._indexed_per_step = indexed_per_step
         self._numbers = count()
         self._groups: dict[str, TextGroup] = {}
-        self._running: dict[int, Text] = {}
-        self._ended: deque[Text] = deque()  # the oldest first
-        self._removable: deque[Text] = deque()
+        self._running: dict[int, IndexedText] = {}
+        self._ended: deque[IndexedText] = deque()  # the oldest first
+        self._removable: deque[IndexedText] = deque()
 
     def begin(self, key: int, tokens: Sequence[int], salt: str = "") -> None:
         if key in self._running:
@@ -126,7 +126,7 @@ class LookupDrafter(Drafter, ABC):
         number = next(self._numbers)
         name = salt if self._requests else f"{number}"
         group = self._groups.setdefault(name, TextGroup(name, self._sizes))
-        self._running[key] = group.texts[number] = Text(list(tokens), number, group)
+        self._running[key] = group.texts[number] = IndexedText(list(tokens), number, group)
 
     def extend(self, key: int, tokens: Sequence[int]) -> None:
         self._running[key].tokens.extend(tokens)
@@ -143,7 +143,7 @@ class LookupDrafter(Drafter, ABC):
         return {key: draft for key, draft in found.items() if draft is not None}
 
     @abstractmethod
-    def _continue(self, group: TextGroup, text: Text, n: int) -> Draft | None:
+    def _continue(self, group: TextGroup, text: IndexedText, n: int) -> Draft | None:
         """Up to n tokens that may follow the text; None if no context was found."""
 
     def _catch_up(self, wanted: Mapping[int, int]) -> None:
@@ -174,7 +174,7 @@ def nearby_matches(tokens: list[int], other: list[int], at: int, length: int) ->
     return sum(token in theirs and abs(theirs[token] - distance) <= SLACK for token, distance in ours.items())
 
 
-def continuation(text: Text, source: Text, at: int, n: int) -> list[int]:
+def continuation(text: IndexedText, source: IndexedText, at: int, n: int) -> list[int]:
     """Up to n tokens that follow a place. If the place is in the text itself, its end is repeated periodically."""
     read = source.tokens[at : at + n]
     period = len(source.tokens) - at

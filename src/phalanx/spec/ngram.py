@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from phalanx.spec import lookup
 from phalanx.spec.drafters import Draft, bucket
-from phalanx.spec.lookup import LookupDrafter, Place, Text, TextGroup
+from phalanx.spec.lookup import IndexedText, LookupDrafter, Place, TextGroup
 from phalanx.speculation_config import NgramSpeculation
 
 COMPARED = 24  # tokens of context that are compared at most
@@ -23,7 +23,7 @@ class NgramDrafter(LookupDrafter):
         sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         super().__init__(sizes, config.prompt_lookup_requests, indexed_per_step=indexed_per_step)
 
-    def _continue(self, group: TextGroup, text: Text, n: int) -> Draft | None:
+    def _continue(self, group: TextGroup, text: IndexedText, n: int) -> Draft | None:
         elsewhere: list[Place] = []
         for size in self._sizes:
             places = group.after(text, size)
@@ -35,7 +35,7 @@ class NgramDrafter(LookupDrafter):
         return _draft(text, elsewhere[0], elsewhere, n) if elsewhere else None
 
 
-def _draft(text: Text, chosen: Place, places: list[Place], n: int) -> Draft:
+def _draft(text: IndexedText, chosen: Place, places: list[Place], n: int) -> Draft:
     """What follows the chosen one of these places."""
     (source, start), tokens = chosen, lookup.continuation(text, *chosen, n)
     agreed = sum(other.tokens[at] == tokens[0] for other, at in places) / len(places)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from phalanx.spec import lookup
 from phalanx.spec.drafters import Draft, bucket
-from phalanx.spec.lookup import LookupDrafter, Place, Text, TextGroup
+from phalanx.spec.lookup import IndexedText, LookupDrafter, Place, TextGroup
 from phalanx.speculation_config import SuffixSpeculation
 
 RUNS = (6, 2, 1)
@@ -35,7 +35,7 @@ class SuffixDrafter(LookupDrafter):
         self._factor = config.suffix_decoding_max_spec_factor
         self._least = config.suffix_decoding_min_token_prob
 
-    def _continue(self, group: TextGroup, text: Text, n: int) -> Draft | None:
+    def _continue(self, group: TextGroup, text: IndexedText, n: int) -> Draft | None:
         places: list[Place] = next((found for size in RUNS if (found := group.after(text, size))), [])
         lengths = [self._match_length(text, *place) for place in places]
         most = min(n, int(self._factor * max(lengths, default=0)))
@@ -44,7 +44,7 @@ class SuffixDrafter(LookupDrafter):
         ]
         return self._vote(matches, most)
 
-    def _match_length(self, text: Text, source: Text, at: int) -> float:
+    def _match_length(self, text: IndexedText, source: IndexedText, at: int) -> float:
         length = lookup.common_suffix(text.tokens, source.tokens, at, self._depth)
         nearby = 0 if length >= RUNS[0] else lookup.nearby_matches(text.tokens, source.tokens, at, length)
         return length + NEARBY_WEIGHT * nearby

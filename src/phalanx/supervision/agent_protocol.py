@@ -34,7 +34,7 @@ FileVariable = Literal["MLX_HOSTFILE", "MLX_IBV_DEVICES"]
 """Environment variables that name a file for MLX's backend."""
 
 
-class Welcome(Struct, frozen=True, tag="Welcome"):
+class AgentWelcome(Struct, frozen=True, tag="Welcome"):
     """The agent's first message. Paths on its host: its interpreter, a directory for sockets, its credentials' file."""
 
     python: AgentPath
@@ -83,7 +83,7 @@ class Output(Struct, frozen=True, tag="Output"):
     data: bytes
 
 
-class Ended(Struct, frozen=True, tag="Ended"):
+class ProcessEnded(Struct, frozen=True, tag="Ended"):
     """The process has ended. `status` is negative for a signal; `problem` says why a process could not start."""
 
     status: Annotated[int, Meta(ge=-64, le=255)]
@@ -101,7 +101,7 @@ class KeepAlive(Struct, frozen=True, tag="KeepAlive"):
 
 
 ToAgent = AskPorts | RunRank | RunDaemon | Signal | KeepAlive
-FromAgent = Welcome | Ports | Started | Output | Ended | KeepAlive
+FromAgent = AgentWelcome | Ports | Started | Output | ProcessEnded | KeepAlive
 
 Expected = TypeVar("Expected")
 

@@ -19,7 +19,7 @@ from phalanx.types import Batch, EngineStats, ModelInfo, ToEngine
 Phase = Literal["starting", "loading", "ready", "restarting", "failed", "stopped"]
 
 
-class Progress(Struct, frozen=True):
+class LoadProgress(Struct, frozen=True):
     """Progress of loading: `done` of `total` bytes of the named phase."""
 
     phase: str
@@ -34,7 +34,7 @@ class EngineState(Struct, frozen=True, kw_only=True):
     reason: str = ""  # why it is not ready; empty when it is
     down_since: float | None = None  # seconds since the epoch, while it is not ready
     restarts: int = 0
-    progress: Progress | None = None  # while starting, loading or restarting
+    progress: LoadProgress | None = None  # while starting, loading or restarting
     last_pong_age_s: float | None = None  # since the engine's own loop last answered; None before the first answer
     exit_code: ExitCode | None = None  # with "failed": what the server process should exit with
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from phalanx.dist.frames import read_frame
 from phalanx.errors import EngineUnavailable, ExitCode
-from phalanx.supervision.client import EngineClient, EngineState, Progress
+from phalanx.supervision.client import EngineClient, EngineState, LoadProgress
 from phalanx.supervision.wire import server_codec
 from phalanx.types import Batch, EngineStats, Failed, FromEngine, Loading, ModelInfo, Ping, Pong, Ready, ToEngine
 
@@ -97,7 +97,7 @@ class EngineConnection(EngineClient):
                     future.set_result(message.stats)
             case Loading():
                 phase = "loading" if self._info is None else "restarting"
-                progress = Progress(message.phase, message.done, message.total)
+                progress = LoadProgress(message.phase, message.done, message.total)
                 reason = self._state.reason if phase == "restarting" else "loading the model"
                 self._state = replace(self._state, phase=phase, reason=reason, progress=progress)
             case Ready():

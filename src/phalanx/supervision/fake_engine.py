@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from phalanx.errors import EngineUnavailable, ExitCode
-from phalanx.supervision.client import EngineClient, EngineState, Progress
+from phalanx.supervision.client import EngineClient, EngineState, LoadProgress
 from phalanx.types import (
     Batch,
     Cancel,
@@ -188,7 +188,9 @@ class FakeEngine(EngineClient):
 
     def loading(self, done: int, total: int) -> None:
         """Report loading progress in bytes."""
-        self._state = replace(self._state, phase="loading", reason="loading", progress=Progress("weights", done, total))
+        self._state = replace(
+            self._state, phase="loading", reason="loading", progress=LoadProgress("weights", done, total)
+        )
 
     def crash(self, reason: str = "killed by signal 9", *, will_restart: bool = True) -> None:
         """Go down and forget all sequences."""

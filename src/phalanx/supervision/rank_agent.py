@@ -25,17 +25,17 @@ from phalanx.errors import ConfigError, ExitCode, FrameError
 from phalanx.supervision.agent_protocol import (
     SILENT_S,
     AgentConnection,
+    AgentWelcome,
     AskPorts,
-    Ended,
     KeepAlive,
     Output,
     Ports,
+    ProcessEnded,
     RunDaemon,
     RunRank,
     Signal,
     Started,
     ToAgent,
-    Welcome,
 )
 from phalanx.supervision.programs import DAEMON, daemon, rank
 from phalanx.supervision.tls_listener import TlsListener
@@ -96,7 +96,7 @@ class Agent:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
         connection = AgentConnection(reader, writer, ToAgent)
-        connection.send(Welcome(sys.executable, str(self._directory), str(self._credentials_file)))
+        connection.send(AgentWelcome(sys.executable, str(self._directory), str(self._credentials_file)))
         try:
             await self._handle_messages(connection)
         except (FrameError, OSError) as error:  # TimeoutError is an OSError
@@ -148,7 +148,7 @@ class Agent:
                 )
             except (OSError, ConfigError) as error:
                 name = "phalanx rank" if isinstance(run, RunRank) else DAEMON
-                connection.send(Ended(ExitCode.CONFIG, f"{name} cannot be run: {error}"))
+                connection.send(ProcessEnded(ExitCode.CONFIG, f"{name} cannot be run: {error}"))
                 return None
             connection.send(Started(process.pid))
             self._process = _AgentProcess(process, connection)
@@ -174,7 +174,7 @@ class _AgentProcess:
             self._connection.offer(Output(piece))
         status = await self._process.wait()
         log.info("process %d ended with status %d", self._process.pid, status)
-        self._connection.send(Ended(status))
+        self._connection.send(ProcessEnded(status))
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and its descendants of the same process group."""

@@ -14,17 +14,17 @@ from phalanx.supervision.agent_protocol import (
     KEEP_ALIVE_S,
     SILENT_S,
     AgentConnection,
+    AgentWelcome,
     AskPorts,
-    Ended,
     FromAgent,
     KeepAlive,
     Output,
     Ports,
+    ProcessEnded,
     RunDaemon,
     RunRank,
     Signal,
     Started,
-    Welcome,
 )
 from phalanx.tls.failures import explain
 from phalanx.tls.host_credentials import Credentials, connecting
@@ -39,7 +39,7 @@ OTHER_START = (
 class ReachedAgent:
     """An authenticated connection to an agent, before it runs a process."""
 
-    def __init__(self, host: HostConfig, connection: AgentConnection, welcome: Welcome) -> None:
+    def __init__(self, host: HostConfig, connection: AgentConnection, welcome: AgentWelcome) -> None:
         self.host = host
         self.python = welcome.python
         self.directory = welcome.directory
@@ -74,7 +74,7 @@ class ReachedAgent:
                 answer = await self._connection.receive()
                 while isinstance(answer, KeepAlive):
                     answer = await self._connection.receive()
-        if isinstance(answer, Ended):
+        if isinstance(answer, ProcessEnded):
             raise HostUnreachable(f"{self.host.name}: {answer.problem}.")
         if not isinstance(answer, Started):
             raise HostUnreachable(f"{self.host.name}: its agent closed the connection.")
@@ -105,7 +105,7 @@ async def reach(host: HostConfig, port: int, credentials: Credentials, *, place:
         with _errors_name_host(host, port):
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    welcome = await connection.expect(Welcome)
+                    welcome = await connection.expect(AgentWelcome)
             except FrameError as error:
                 said = "it refuses this server, whose certificate is not that of its first host"
                 raise _unreachable(host, port, said, OTHER_START) from error
@@ -192,7 +192,7 @@ class RemoteProcess:
                     if not self._unread.full:
                         self.stderr.feed_data(message.data)
                     await asyncio.sleep(0)  # for its reader, however much has arrived here
-                elif isinstance(message, Ended):
+                elif isinstance(message, ProcessEnded):
                     status, why = message.status, ""
                     break
                 elif message is None:

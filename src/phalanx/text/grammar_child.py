@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from phalanx.errors import GrammarRefused
 from phalanx.text.grammar import LIMITS, try_first_masks
 from phalanx.text.grammar import reason as reason_of
-from phalanx.text.grammar_process import Answer, Job, LimitedJob
+from phalanx.text.grammar_process import GrammarJob, GrammarReply, LimitedJob
 from phalanx.text.library_errors import library_errors
 from phalanx.text.limited_process import answer_jobs, limit_job
 from phalanx.text.schema_places import place_of
@@ -63,22 +63,22 @@ def _refused_schema(schema: dict[str, Any], special: tuple[str, ...]) -> str:
     return _refused(msgspec.json.encode({"grammars": [{"json_schema": schema}]}).decode(), special)
 
 
-def _lark(gbnf: str) -> Answer:
+def _lark(gbnf: str) -> GrammarReply:
     try:
         with library_errors(GrammarRefused):
-            return Answer(lark=gbnf_to_lark(gbnf))
+            return GrammarReply(lark=gbnf_to_lark(gbnf))
     except (GrammarRefused, GbnfToLarkError) as error:
-        return Answer(refused=str(error)[:REASON_CHARS])
+        return GrammarReply(refused=str(error)[:REASON_CHARS])
     except (IndexError, RecursionError):  # of the translator: an escape at the end; many parentheses
-        return Answer(refused="it is cut short, or nested too deeply")
+        return GrammarReply(refused="it is cut short, or nested too deeply")
 
 
 def _answer(line: bytes) -> bytes:
-    """An `Answer` as JSON."""
+    """An `GrammarReply` as JSON."""
     limited = msgspec.json.decode(line, type=LimitedJob)
     limit_job(limited.limits.seconds, limited.limits.memory)
     started = time.process_time()
-    job = msgspec.json.decode(limited.job, type=Job)
+    job = msgspec.json.decode(limited.job, type=GrammarJob)
     special = tuple(job.special)
 
     def refused_part(part: dict[str, Any]) -> str:
@@ -89,12 +89,12 @@ def _answer(line: bytes) -> bytes:
     if job.gbnf:
         answer = _lark(job.gbnf)
     elif job.schema is None:
-        answer = Answer(refused=_refused(job.grammar, special))
+        answer = GrammarReply(refused=_refused(job.grammar, special))
     elif reason := _refused_schema(job.schema, special):
         place = place_of(job.schema, reason, refused_part)
-        answer = Answer(refused=reason, place=".".join(place))
+        answer = GrammarReply(refused=reason, place=".".join(place))
     else:
-        answer = Answer()
+        answer = GrammarReply()
     return msgspec.json.encode(answer)
 
 

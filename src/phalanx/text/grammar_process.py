@@ -23,14 +23,14 @@ MEMORY = 1 << 30  # bytes
 TOO_COMPLEX = "it is too complex"
 
 
-class Limits(Struct, frozen=True):
+class GrammarLimits(Struct, frozen=True):
     """What one job may take: seconds of processor time, and bytes."""
 
     seconds: float = SECONDS
     memory: int = MEMORY
 
 
-class Job(Struct, frozen=True):
+class GrammarJob(Struct, frozen=True):
     """One of: a grammar to try, a JSON schema to try, a GBNF grammar to translate."""
 
     special: Sequence[str]  # texts of the model's special tokens, which grammars may name
@@ -42,11 +42,11 @@ class Job(Struct, frozen=True):
 class LimitedJob(Struct, frozen=True):
     """A job and its limits, which hold before the job is read."""
 
-    limits: Limits
+    limits: GrammarLimits
     job: msgspec.Raw
 
 
-class Answer(Struct, frozen=True, omit_defaults=True):
+class GrammarReply(Struct, frozen=True, omit_defaults=True):
     """Why something is refused, empty if it is not, and where; or a translated grammar."""
 
     refused: str = ""
@@ -61,9 +61,9 @@ class GrammarTrial:
         special: texts of the model's special tokens.
     """
 
-    def __init__(self, special: Sequence[str], limits: Limits | None = None) -> None:
+    def __init__(self, special: Sequence[str], limits: GrammarLimits | None = None) -> None:
         self._special = special
-        self._limits = limits or Limits()
+        self._limits = limits or GrammarLimits()
         self._processes = LimitedProcesses(CHILD)
 
     def check(self, grammar: str) -> None:
@@ -72,11 +72,11 @@ class GrammarTrial:
         Raises:
             GrammarRefused: it cannot be compiled, allows no beginning, or takes too much time or memory; says why.
         """
-        self._ask(Job(self._special, grammar=grammar))
+        self._ask(GrammarJob(self._special, grammar=grammar))
 
     def check_schema(self, schema: Mapping[str, Any]) -> None:
         """As `check`, for a JSON schema. The error's `param` are the keys that lead to the part that is refused."""
-        self._ask(Job(self._special, schema=dict(schema)))
+        self._ask(GrammarJob(self._special, schema=dict(schema)))
 
     def lark(self, gbnf: str) -> str:
         """The Lark grammar of one in GBNF.
@@ -84,16 +84,16 @@ class GrammarTrial:
         Raises:
             GrammarRefused: it is no GBNF; says why.
         """
-        return self._ask(Job(self._special, gbnf=gbnf)).lark
+        return self._ask(GrammarJob(self._special, gbnf=gbnf)).lark
 
-    def _ask(self, job: Job) -> Answer:
+    def _ask(self, job: GrammarJob) -> GrammarReply:
         line = msgspec.json.encode(LimitedJob(self._limits, msgspec.Raw(msgspec.json.encode(job))))
         try:
             answered = self._processes.ask(line, seconds=self._limits.seconds, memory=self._limits.memory)
         except ProcessLimit as error:
             self._processes.start()  # in place of the one that ended
             raise GrammarRefused(f"{TOO_COMPLEX}: {error}") from None
-        answer = msgspec.json.decode(answered, type=Answer)
+        answer = msgspec.json.decode(answered, type=GrammarReply)
         if answer.refused:
             raise GrammarRefused(answer.refused, param=answer.place or None)
         return answer

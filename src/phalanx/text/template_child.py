@@ -10,29 +10,29 @@ from jinja2 import TemplateSyntaxError
 
 from phalanx.text.chat_template import FAILURES, render
 from phalanx.text.limited_process import answer_jobs, limit_job
-from phalanx.text.template_process import Answer, Job, Limited
+from phalanx.text.template_process import Limited, RenderJob, RenderReply
 
 REASON_CHARS = 1000  # of a refusal: templates and their libraries quote whole texts
 
 
 def _answer(line: bytes) -> bytes:
-    """An `Answer` as JSON."""
+    """An `RenderReply` as JSON."""
     limits = msgspec.json.decode(line, type=Limited).limits
     memory, output = limits.memory_for(len(line)), limits.output_for(len(line))
     limit_job(limits.seconds, memory)
     try:
-        text = _render(msgspec.json.decode(line, type=Job))
+        text = _render(msgspec.json.decode(line, type=RenderJob))
         if len(text) > output:
-            return msgspec.json.encode(Answer(limit=f"its text has {len(text)} characters, more than {output}"))
-        return msgspec.json.encode(Answer(text=text))
+            return msgspec.json.encode(RenderReply(limit=f"its text has {len(text)} characters, more than {output}"))
+        return msgspec.json.encode(RenderReply(text=text))
     except FAILURES as error:
         words = "something is nested too deeply" if isinstance(error, RecursionError) else str(error)
         words = words[:REASON_CHARS].encode(errors="backslashreplace").decode()
         line_number = error.lineno if isinstance(error, TemplateSyntaxError) else None
-        return msgspec.json.encode(Answer(refused=words or type(error).__name__, broken_line=line_number))
+        return msgspec.json.encode(RenderReply(refused=words or type(error).__name__, broken_line=line_number))
 
 
-def _render(job: Job) -> str:
+def _render(job: RenderJob) -> str:
     return render(
         job.template,
         job.messages,

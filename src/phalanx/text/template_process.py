@@ -20,7 +20,7 @@ from phalanx.text.limited_process import LimitedProcesses, ProcessLimit
 CHILD = "phalanx.text.template_child"
 
 
-class Limits(Struct, frozen=True):
+class RenderLimits(Struct, frozen=True):
     """What one rendering may take. Bytes grow with those of the messages, so that no honest template meets a limit."""
 
     seconds: float = 5.0
@@ -41,7 +41,7 @@ class Limits(Struct, frozen=True):
 
 
 class TemplateLimit(Exception):
-    """A template took more than `Limits` allow; says what."""
+    """A template took more than `RenderLimits` allow; says what."""
 
 
 class TemplateRefused(ValueError):
@@ -59,10 +59,10 @@ class TemplateBroken(TemplateRefused):
 class Limited(Struct, frozen=True):
     """What of a job is read before its limits hold."""
 
-    limits: Limits
+    limits: RenderLimits
 
 
-class Job(Limited, frozen=True):
+class RenderJob(Limited, frozen=True):
     """The arguments of `chat_template.render`, and the limits."""
 
     template: str
@@ -73,7 +73,7 @@ class Job(Limited, frozen=True):
     now: datetime
 
 
-class Answer(Struct, frozen=True, omit_defaults=True):
+class RenderReply(Struct, frozen=True, omit_defaults=True):
     """A rendered text, or why there is none."""
 
     text: str = ""
@@ -85,8 +85,8 @@ class Answer(Struct, frozen=True, omit_defaults=True):
 class TemplateRenderer:
     """Renders on as many processes as threads render at once. Threads may call all methods concurrently."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, limits: RenderLimits | None = None) -> None:
+        self._limits = limits or RenderLimits()
         self._processes = LimitedProcesses(CHILD)
 
     def start(self) -> None:
@@ -109,7 +109,7 @@ class TemplateRenderer:
             TemplateLimit: the template took too much time or memory, or its text is too long.
         """
         job = msgspec.json.encode(
-            Job(
+            RenderJob(
                 self._limits,
                 template,
                 messages,
@@ -125,7 +125,7 @@ class TemplateRenderer:
             answered = self._processes.ask(job, seconds=self._limits.seconds, memory=memory)
         except ProcessLimit as error:
             raise TemplateLimit(str(error)) from None
-        answer = msgspec.json.decode(answered, type=Answer)
+        answer = msgspec.json.decode(answered, type=RenderReply)
         if answer.limit is not None:
             raise TemplateLimit(answer.limit)
         if answer.refused is not None:

@@ -1,6 +1,6 @@
 """Incremental detokenisation: decodes token by token, never half a character; the pieces add up to the whole text.
 
-Where every token is a fixed byte string, `ByteStream` decodes the bytes as they arrive. For other tokenizers,
+Where every token is a fixed byte string, `ByteTextStream` decodes the bytes as they arrive. For other tokenizers,
 `WindowStream` decodes the last few tokens again with each new one. Knows decoding functions, no tokenizer class.
 """
 
@@ -28,7 +28,7 @@ class TextStream(ABC):
         """End the text. Returns what an incomplete character decodes to, and resets the stream."""
 
 
-class ByteStream(TextStream):
+class ByteTextStream(TextStream):
     """For byte-level vocabularies: a token's bytes do not depend on its neighbours. O(1) per token.
 
     Args:

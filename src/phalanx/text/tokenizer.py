@@ -18,7 +18,7 @@ from phalanx.text import template_forms, tokenizer_files
 from phalanx.text.library_errors import library_errors
 from phalanx.text.stop_strings import StopAutomaton, StopMatch, StopStrings
 from phalanx.text.template_process import TemplateBroken, TemplateLimit
-from phalanx.text.text_stream import ByteStream, TextStream, WindowStream
+from phalanx.text.text_stream import ByteTextStream, TextStream, WindowStream
 from phalanx.text.tokenizer_backend import Backend
 from phalanx.text.vocabulary import from_byte_level
 
@@ -280,7 +280,7 @@ class Tokenizer:
         """A new incremental decoder; its pieces add up to `decode`. Special tokens that are `shown` have their text."""
         hidden = self._special - shown if skip_special_tokens else frozenset[int]()
         if self._backend.byte_level:
-            return ByteStream(lambda token: b"" if token in hidden else self.token_bytes(token))
+            return ByteTextStream(lambda token: b"" if token in hidden else self.token_bytes(token))
         return WindowStream(self._decode, hidden)
 
     def token_text(self, token: int) -> str:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from support.web import chunk, events, usage, web_server
 
-from phalanx.bench.http_client import Exchange, RequestFailed, first_model, open_client, stream_chat
+from phalanx.bench.http_client import RequestFailed, TimedExchange, first_model, open_client, stream_chat
 from phalanx.errors import ConfigError
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def ask(status: int, answer: str, said: list[str] | None = None) -> Exchange:
-    async def run(url: str) -> Exchange:
+def ask(status: int, answer: str, said: list[str] | None = None) -> TimedExchange:
+    async def run(url: str) -> TimedExchange:
         async with open_client(url) as client:
             return await stream_chat(client, BODY, on_text=None if said is None else said.append)
 
@@ -59,7 +59,7 @@ def test_an_answer_without_text_has_no_times() -> None:
 
 
 def test_tokens_are_counted_by_usage_and_not_by_chunks() -> None:
-    exchange = Exchange(
+    exchange = TimedExchange(
         text="ab", finish_reason="stop", prompt_tokens=1, completion_tokens=5, sent=0.0, arrivals=(1.0, 3.0)
     )
     assert exchange.tpot_s == 0.5
@@ -67,7 +67,7 @@ def test_tokens_are_counted_by_usage_and_not_by_chunks() -> None:
 
 
 def test_the_speed_is_the_servers_own_if_it_sent_timing() -> None:
-    exchange = Exchange(
+    exchange = TimedExchange(
         text="ab", finish_reason="stop", prompt_tokens=1, completion_tokens=9, sent=0.0, arrivals=(1.0, 1.1),
         timing={"tpot": 0.25},
     )  # fmt: skip

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.web import chunk, events, usage, web_server
 
-from phalanx.bench.http_client import Exchange, open_client
-from phalanx.bench.load_generator import Load, closed_loop, distribution, percentile, ttft
+from phalanx.bench.http_client import TimedExchange, open_client
+from phalanx.bench.load_generator import OfferedLoad, closed_loop, distribution, percentile, ttft
 
 SAMPLES = st.lists(st.floats(0, 1e6), min_size=2, max_size=60).map(sorted)
 
@@ -44,8 +44,8 @@ def test_distribution_is_in_milliseconds() -> None:
     assert set(result.json("ttft")) == {"mean_ttft_ms", "std_ttft_ms", "p50_ttft_ms", "p95_ttft_ms", "p99_ttft_ms"}
 
 
-def exchange(sent: float, *arrivals: float) -> Exchange:
-    return Exchange(
+def exchange(sent: float, *arrivals: float) -> TimedExchange:
+    return TimedExchange(
         text="x" * len(arrivals),
         finish_reason="length",
         prompt_tokens=1,
@@ -56,7 +56,7 @@ def exchange(sent: float, *arrivals: float) -> Exchange:
 
 
 def test_figures_of_a_load() -> None:
-    load = Load((exchange(0.0, 1.0, 2.0, 3.0), exchange(0.5, 2.0, 4.0)), (), 5.0)
+    load = OfferedLoad((exchange(0.0, 1.0, 2.0, 3.0), exchange(0.5, 2.0, 4.0)), (), 5.0)
     assert load.output_tokens == 5
     assert load.tokens_per_s == 1.0
     assert load.decode_tokens_per_s == pytest.approx(1 / 1.0)  # both decode in (2.0, 3.0]: one token of the first
@@ -64,7 +64,7 @@ def test_figures_of_a_load() -> None:
 
 
 def test_an_empty_load_divides_by_nothing() -> None:
-    load = Load((), (), 0.0)
+    load = OfferedLoad((), (), 0.0)
     assert (load.tokens_per_s, load.decode_tokens_per_s, load.output_tokens) == (0.0, 0.0, 0)
 
 
@@ -83,7 +83,7 @@ def test_the_loop_keeps_so_many_in_flight_and_no_more() -> None:
             now -= 1
         return 200, events(chunk("a"), chunk("b", "stop"), usage(1, 2))
 
-    async def run(url: str) -> Load:
+    async def run(url: str) -> OfferedLoad:
         async with open_client(url) as client:
             return await closed_loop(client, [{"prompt": str(i)} for i in range(9)], 3, path="/completions")
 
@@ -99,7 +99,7 @@ def test_failures_are_counted_and_the_rest_goes_on() -> None:
             return 429, '{"error": {"message": "full"}}'
         return 200, events(chunk("a", "stop"), usage(1, 1))
 
-    async def run(url: str) -> Load:
+    async def run(url: str) -> OfferedLoad:
         async with open_client(url) as client:
             return await closed_loop(client, [{"prompt": str(i)} for i in range(4)], 2)
 

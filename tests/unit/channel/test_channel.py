@@ -29,7 +29,7 @@ from support.channels import (
 
 from phalanx.dist import watchdog
 from phalanx.dist.channel import LeaderChannel, WatchdogLimits, WorkerChannel
-from phalanx.dist.peers import Admitted, Goodbye, Heartbeat, PeerFailure, Welcome
+from phalanx.dist.peers import Admitted, Goodbye, GroupWelcome, Heartbeat, PeerFailure
 from phalanx.errors import ConfigError, ExitCode, PeerLate, PeerLost, exit_code_of
 
 # Payloads --------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def raw_workers(size: int, limits: WatchdogLimits = FAST) -> tuple[Gatherer, lis
     for rank, raw in enumerate(workers, 1):
         raw.join(rank, size)
     for raw in workers:
-        assert isinstance(raw.receive(), Welcome)
+        assert isinstance(raw.receive(), GroupWelcome)
     leader.gathered.result(WAIT_S)
     return leader, workers
 
@@ -274,7 +274,7 @@ def worker_of_raw_leader(limits: WatchdogLimits) -> tuple[WorkerChannel, RawPeer
         joining = pool.submit(connect, address, limits=limits, recorder=recorder)
         raw = RawPeer.of(listener)
         raw.lead()
-        raw.send(Welcome(identity(0)))
+        raw.send(GroupWelcome(identity(0)))
         worker = joining.result(WAIT_S)
     return worker, raw, recorder
 

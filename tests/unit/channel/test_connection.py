@@ -12,12 +12,12 @@ import pytest
 from support.channels import WAIT_S, RawPeer, credentials, listen
 
 from phalanx.dist import control_address
-from phalanx.dist.frame_connection import Connection
+from phalanx.dist.frame_connection import FrameConnection
 from phalanx.dist.peers import Heartbeat, Payload, encode
 from phalanx.tls.host_credentials import connecting
 from phalanx.tls.session import TlsSession
 
-Pair = tuple[Connection, RawPeer]
+Pair = tuple[FrameConnection, RawPeer]
 BUFFER = 65_536  # bytes, of either end; less than a tenth of the frames that fill them
 
 
@@ -28,10 +28,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     connected = control_address.connect(control, WAIT_S)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
     if request.param == "plain":
-        connection, other = Connection(connected), RawPeer(listener.accept()[0])
+        connection, other = FrameConnection(connected), RawPeer(listener.accept()[0])
         listener.close()
     else:
-        connection = Connection(connected, TlsSession(connecting(credentials()[1], peer=0), server_side=False))
+        connection = FrameConnection(connected, TlsSession(connecting(credentials()[1], peer=0), server_side=False))
         with ThreadPoolExecutor(1) as pool:
             accepting = pool.submit(RawPeer.of, listener)
             while not connection.established:
@@ -50,7 +50,7 @@ def closed(pair: Pair) -> str:
     return "lost its connection: the stream was cut off" if cut_off else "closed its connection"
 
 
-def fill(connection: Connection) -> None:
+def fill(connection: FrameConnection) -> None:
     """Send until the kernel takes no more; the last frame stands cut."""
     for _ in range(10):
         assert connection.offer(encode(Payload(bytes(1_000_000))))

@@ -16,7 +16,7 @@ from support.channels import FAST, WAIT_S, Gatherer, RawPeer, connect, credentia
 
 from phalanx.dist.channel import WorkerChannel
 from phalanx.dist.handshake import MAX_CANDIDATES, _MessageReader, mismatch
-from phalanx.dist.peers import PROTOCOL, Admitted, Heartbeat, Hello, Payload, Welcome, encode
+from phalanx.dist.peers import PROTOCOL, Admitted, GroupWelcome, Heartbeat, Hello, Payload, encode
 from phalanx.dist.ports import free_ports
 from phalanx.errors import ExitCode, PeerMissing, PeerRefused, exit_code_of
 
@@ -159,7 +159,7 @@ def test_payloads_right_after_the_welcome_are_not_lost(pool: ThreadPoolExecutor)
     worker = pool.submit(connect, address)
     leader = RawPeer.of(listener)
     leader.lead()
-    leader.socket.sendall(b"".join(map(encode, (Welcome(identity(0)), Heartbeat(3), Payload(bytes(9000))))))
+    leader.socket.sendall(b"".join(map(encode, (GroupWelcome(identity(0)), Heartbeat(3), Payload(bytes(9000))))))
     channel = worker.result(WAIT_S)
     assert channel.receive() == bytes(9000)
     leader.close()

@@ -13,7 +13,7 @@ from phalanx.cluster.discovery import discover
 from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.machine import Interface, Port, Rdma
 from phalanx.cluster.shape import shape_of
-from phalanx.dist.topology import Part, Parts
+from phalanx.dist.topology import LayerCost, Parts
 from phalanx.errors import ConfigError
 from phalanx.memory import GB
 
@@ -56,7 +56,7 @@ def test_other_versions_are_named_with_their_hosts(package):
     assert found.check == f"version of {package}" and "0.0.1 on b" in found.seen
 
 
-PARTS = Parts(Part(2 * GB), (Part(GB, cost=GB),) * 8, Part(2 * GB, cost=2 * GB))
+PARTS = Parts(LayerCost(2 * GB), (LayerCost(GB, cost=GB),) * 8, LayerCost(2 * GB, cost=2 * GB))
 TRIO = Hostfile(hosts=(Host(ssh="a"), Host(ssh="b"), Host(ssh="c")))
 
 

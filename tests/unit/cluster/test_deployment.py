@@ -20,7 +20,7 @@ from phalanx.cluster import checks
 from phalanx.cluster.check_results import ExamineRequest, HostFacts
 from phalanx.cluster.deployment import (
     Deployment,
-    Keys,
+    DeploymentKeys,
     certificate_for_clients,
     deploy,
     new_keys,
@@ -35,14 +35,14 @@ from phalanx.cluster.host_verbs import StopRequest
 from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.lifecycle import Cluster, Goal, goal_of, goal_of_restart, layout_in, start_all, wait_healthy
 from phalanx.cluster.plans import Plan, new_credentials, specs
-from phalanx.cluster.replica_layout import Layout
+from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import RunDirectory, Stopped, SupervisorStarted
 from phalanx.config import ClusterConfig
 from phalanx.errors import ClusterError, ConfigError
 from phalanx.gateway.settings.replicas_file import parse_replicas
 
-KEYS = Keys(servers="key-of-servers", admin="key-of-streams", status="key-of-status")
+KEYS = DeploymentKeys(servers="key-of-servers", admin="key-of-streams", status="key-of-status")
 
 
 def hosts(count: int) -> Hostfile:
@@ -249,7 +249,7 @@ def test_a_taken_port_of_the_gateway_is_found(tmp_path):
 
 # Start, status, restart -------------------------------------------------------------------------------------------
 
-LAYOUT = Layout(replicas={"0": ("a", "b"), "1": ("c", "d")}, gateway="a")
+LAYOUT = ReplicaLayout(replicas={"0": ("a", "b"), "1": ("c", "d")}, gateway="a")
 UP = HostStatus(host="h", role="server", supervisor=4, child=5, health=ServerHealth(ok=True, phase="ok"))
 AGENT = replace(UP, role="agent", children=1, health=None)
 GATEWAY = GatewayStatus(process=replace(UP, role="gateway"), replicas={"0": "ok", "1": "ok"})
@@ -347,7 +347,9 @@ def test_what_cannot_be_restarted(layout, part, names, said):
 
 
 def test_hosts_whose_processes_run_know_the_replicas_best():
-    old = HostReport(status=HostStatus(host="x", role="agent"), layout=Layout(replicas={"9": ("x",)}, gateway="x"))
+    old = HostReport(
+        status=HostStatus(host="x", role="agent"), layout=ReplicaLayout(replicas={"9": ("x",)}, gateway="x")
+    )
     new = HostReport(status=UP, layout=LAYOUT)
     assert layout_in([old, ClusterError("off"), new]) == LAYOUT
     assert layout_in([HostReport(status=UP)]) is None

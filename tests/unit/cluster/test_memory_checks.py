@@ -14,7 +14,7 @@ from phalanx.cluster import machine, memory_checks
 from phalanx.cluster.check_results import CheckResult, ExamineRequest, HostFacts, ModelFacts
 from phalanx.cluster.supervisor import RunDirectory
 from phalanx.config import HostConfig
-from phalanx.dist.topology import Part, Parts
+from phalanx.dist.topology import LayerCost, Parts
 from phalanx.errors import ClusterError
 from phalanx.memory import GB, MachineMemory, read_machine
 
@@ -76,7 +76,7 @@ def test_a_shard_is_compared_with_what_the_gpu_may_use(checked: Any) -> None:
 def test_what_a_host_has_for_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is enough is seen from all hosts together; the first one knows what the model's layers need."""
     asked, run_dir = msgspec.structs.replace(ASKED, staged=True, guard_gb=3.0), RunDirectory(tmp_path)
-    about, parts = facts("Linux", shard_gb=900), Parts(Part(1), (Part(2),), Part(3))
+    about, parts = facts("Linux", shard_gb=900), Parts(LayerCost(1), (LayerCost(2),), LayerCost(3))
     monkeypatch.setattr(machine, "rank_memory", lambda: GPU)
     monkeypatch.setattr(machine, "stage_parts", lambda path: parts)
     known = memory_checks.with_room(asked, about, run_dir)

@@ -11,7 +11,7 @@ from phalanx.config import EngineConfig
 from phalanx.engine import memory_plan
 from phalanx.engine.memory_plan import _in_whole_model, plan_memory
 from phalanx.errors import MemoryShortage
-from phalanx.memory import Budget
+from phalanx.memory import MemoryBudget
 
 
 def facts(per_token: int, per_row: int) -> Any:
@@ -30,7 +30,9 @@ def facts(per_token: int, per_row: int) -> Any:
     ],
 )
 def test_budgets_count_rows_of_the_whole_model(own: Any, whole: Any, kv: int) -> None:
-    assert _in_whole_model(Budget(kv=1000, prefix=500, logits=7), own, whole) == Budget(kv=kv, prefix=kv // 2, logits=7)
+    assert _in_whole_model(MemoryBudget(kv=1000, prefix=500, logits=7), own, whole) == MemoryBudget(
+        kv=kv, prefix=kv // 2, logits=7
+    )
 
 
 class TwoStages:
@@ -39,13 +41,13 @@ class TwoStages:
     rank, size, host = 0, 2, "left"
 
     def share(self, value: Any) -> list[Any]:
-        if isinstance(value, Budget):
-            return [value, Budget(kv=value.kv // 2, prefix=value.prefix, logits=value.logits)]
+        if isinstance(value, MemoryBudget):
+            return [value, MemoryBudget(kv=value.kv // 2, prefix=value.prefix, logits=value.logits)]
         return [value, "right" if value == "left" else value]
 
 
 def test_a_context_that_does_not_fit_names_the_rank_with_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "_own_budget", lambda *_: Budget(kv=100 * 512, prefix=0, logits=1))
+    monkeypatch.setattr(memory_plan, "_own_budget", lambda *_: MemoryBudget(kv=100 * 512, prefix=0, logits=1))
     own = cast(Any, SimpleNamespace(bytes_per_token=50, bytes_per_row=0, max_len=None))
     config = EngineConfig(model="m", max_model_len=1024)
     with pytest.raises(MemoryShortage, match=r"--max-model-len 1024 .*rank 1 on right has the least.*\(512 tokens\)"):

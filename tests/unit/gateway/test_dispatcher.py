@@ -19,7 +19,7 @@ from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatch.dispatcher import Dispatcher, Grant
 from phalanx.gateway.dispatch.policies import LeastLoad, PowerOfTwo
 from phalanx.gateway.dispatch.replica import Replica
-from phalanx.gateway.dispatch.replica_health import Check, HealthRules, Load, Report
+from phalanx.gateway.dispatch.replica_health import Check, HealthReport, HealthRules, ReplicaLoad
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
 MODELS = {"a": frozenset({"m", "n"}), "b": frozenset({"m"}), "c": None}
@@ -30,7 +30,7 @@ def replica(name: str, limit: int = 2, models: frozenset[str] | None = None, num
     """Without numerics its streams cannot go on elsewhere, nor others' on it."""
     spec = ReplicaSpec(name=name, url=f"http://{name}", admin_key="k")
     found = Replica(spec, HealthRules(2, 1), BreakerRules(failures=2, successes=1, open_s=5.0))
-    found.health.note(Check(ok=True, report=Report(Load(0, 0, limit), numerics)), 0.0, 0.0)
+    found.health.note(Check(ok=True, report=HealthReport(ReplicaLoad(0, 0, limit), numerics)), 0.0, 0.0)
     found.models = models
     return found
 
@@ -355,7 +355,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"), ok=st.booleans())
     def check(self, name: str, ok: bool) -> None:
         if name in self.found.replicas:
-            report = Report(Load(0, 0, 2), NUMERICS[name])
+            report = HealthReport(ReplicaLoad(0, 0, 2), NUMERICS[name])
             self.found.replicas[name].health.note(Check(ok=ok, report=report), self.now, self.now)
             self.found.replicas[name].is_suspect &= not ok
         self.settle()

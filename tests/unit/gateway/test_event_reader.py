@@ -14,7 +14,7 @@ from phalanx.errors import ReplicaFailed
 from phalanx.gateway.relay.api_kinds import dialect_of, error_event
 from phalanx.gateway.relay.event_reader import LARGEST_EVENT, MOST_LINES, EventReader
 from phalanx.gateway.relay.transcript import Transcript
-from phalanx.http.stream_records import Choice, Record, Start, framed
+from phalanx.http.stream_records import RecordedChoice, Start, StreamRecord, framed
 
 
 def named(*kinds: str) -> bytes:
@@ -234,7 +234,7 @@ def pieces_of(dialect: str, n: int = 4) -> list[bytes]:
 
 def record_of(number: int, *, lines: bool, **more: Any) -> bytes:
     start = START if number == 0 else None
-    return framed(Record(start=start, choices=[Choice(index=0, tokens=[number])], **more), lines=lines)
+    return framed(StreamRecord(start=start, choices=[RecordedChoice(index=0, tokens=[number])], **more), lines=lines)
 
 
 def with_records(dialect: str, begin: int = 0) -> bytes:
@@ -299,9 +299,9 @@ def test_a_pause_is_what_the_last_record_says(dialect):
     found, lines = recorded(dialect), dialect == "ollama"
     pieces = pieces_of(dialect)
     first = pieces[0] + record_of(0, lines=lines)
-    assert found.feed(first + framed(Record(paused=True), lines=lines)) == pieces[0] and found.is_paused
+    assert found.feed(first + framed(StreamRecord(paused=True), lines=lines)) == pieces[0] and found.is_paused
     assert found.feed(pieces[1] + record_of(1, lines=lines)) == pieces[1] and not found.is_paused
-    found.feed(framed(Record(paused=True), lines=lines))
+    found.feed(framed(StreamRecord(paused=True), lines=lines))
     found.begin_again()
     assert not found.is_paused and n_kept(found) == 2
 
@@ -377,5 +377,5 @@ def test_a_stream_without_a_transcript_cannot_go_on_elsewhere():
 
 def test_of_a_long_reason_the_client_is_told_the_beginning():
     found = EventReader("chat", transcript=Transcript(100))
-    found.feed(CHAT[:-14] + framed(Record(start=START, failed="x" * 10_000), lines=False))
+    found.feed(CHAT[:-14] + framed(StreamRecord(start=START, failed="x" * 10_000), lines=False))
     assert set(found.fault) == {"x"} and len(found.fault) < 1000

@@ -10,7 +10,7 @@ from phalanx.errors import ConfigError
 from phalanx.gateway.dispatch.replica_models import parse_aliases
 from phalanx.gateway.settings.key_limits import KeyLimits
 from phalanx.gateway.settings.keys_file import parse_keys
-from phalanx.gateway.settings.replicas_file import Keys, ReplicaSpec, parse_replicas, specs_of_urls
+from phalanx.gateway.settings.replicas_file import DefaultKeys, ReplicaSpec, parse_replicas, specs_of_urls
 from phalanx.gateway.settings.watched_file import WatchedFile
 
 REPLICAS = """
@@ -35,7 +35,7 @@ requests_per_minute = 60
 
 
 def test_replicas_of_a_file():
-    assert parse_replicas(REPLICAS, "r.toml", keys=Keys("shared", "admin")) == (
+    assert parse_replicas(REPLICAS, "r.toml", keys=DefaultKeys("shared", "admin")) == (
         ReplicaSpec(name="studio", url="http://10.0.0.5:8000", weight=2.0, key="shared", admin_key="admin"),
         ReplicaSpec(name="mini", url="https://mini.local", max_in_flight=4, key="secret", admin_key="of its own"),
     )
@@ -95,7 +95,7 @@ def test_a_faulty_file_of_keys_is_refused(text, said):
 
 
 def test_urls_name_replicas_by_host_and_port():
-    specs = specs_of_urls(["http://a:8000/v1,http://b:1/", "https://c"], keys=Keys("k"))
+    specs = specs_of_urls(["http://a:8000/v1,http://b:1/", "https://c"], keys=DefaultKeys("k"))
     assert [(spec.name, spec.url) for spec in specs] == [
         ("a:8000", "http://a:8000"), ("b:1", "http://b:1"), ("c", "https://c")
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from phalanx.gateway.dispatch.breaker import BreakerRules
 from phalanx.gateway.dispatch.dispatch_request import Affinity, DispatchRequest
 from phalanx.gateway.dispatch.policies import CacheAware, ConsistentHashing, LeastLoad, PowerOfTwo, RoundRobin
 from phalanx.gateway.dispatch.replica import Replica
-from phalanx.gateway.dispatch.replica_health import Check, HealthRules, Load, Report
+from phalanx.gateway.dispatch.replica_health import Check, HealthReport, HealthRules, ReplicaLoad
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
 ANY = DispatchRequest("", None, 0.0)
@@ -19,7 +19,7 @@ ANY = DispatchRequest("", None, 0.0)
 
 def replica(name: str, *, limit: int = 16, weight: float = 1.0, in_flight: int = 0) -> Replica:
     found = Replica(ReplicaSpec(name=name, url=f"http://{name}", weight=weight), HealthRules(), BreakerRules())
-    found.health.note(Check(ok=True, report=Report(Load(0, 0, limit))), 0.0, 0.0)
+    found.health.note(Check(ok=True, report=HealthReport(ReplicaLoad(0, 0, limit))), 0.0, 0.0)
     found.in_flight = in_flight
     return found
 
@@ -43,7 +43,7 @@ def test_least_load_counts_against_the_limit_and_takes_turns():
 
 def test_least_load_sees_the_requests_of_others():
     busy, idle = replica("busy"), replica("idle", in_flight=2)
-    busy.health.note(Check(ok=True, report=Report(Load(5, 1, 16))), 1.0, 1.0)
+    busy.health.note(Check(ok=True, report=HealthReport(ReplicaLoad(5, 1, 16))), 1.0, 1.0)
     busy.note_load(own=0)
     assert LeastLoad().choose(ANY, [busy, idle]) is idle
     busy.note_load(own=6)  # they were this gateway's own

@@ -7,14 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from phalanx.gateway.dispatch.replica_health import Check, Health, HealthRules, Load, Report, report_of
+from phalanx.gateway.dispatch.replica_health import (
+    Check,
+    HealthReport,
+    HealthRules,
+    ReplicaHealth,
+    ReplicaLoad,
+    report_of,
+)
 
 GOOD, BAD, SILENT = Check(ok=True), Check(ok=False, reason="503"), Check(ok=False, answered=False, reason="silence")
 RULES = HealthRules(failures=3, successes=2)
 
 
-def after(*checks: Check) -> Health:
-    health = Health(RULES)
+def after(*checks: Check) -> ReplicaHealth:
+    health = ReplicaHealth(RULES)
     for at, check in enumerate(checks):
         health.note(check, float(at), at + 0.5)
     return health
@@ -77,7 +84,7 @@ def test_since_when_it_says_that_it_cannot_serve():
 @given(st.lists(st.booleans(), max_size=30))
 def test_any_order_of_checks(oks):
     """Against the definition: the state follows from the checks alone."""
-    health, state = Health(RULES), "unknown"
+    health, state = ReplicaHealth(RULES), "unknown"
     for i, ok in enumerate(oks):
         run = 1
         while run <= i and oks[i - run] == ok:
@@ -92,7 +99,7 @@ def test_any_order_of_checks(oks):
 @pytest.mark.parametrize(
     ("body", "load"),
     [
-        (b'{"status": "ok", "requests": {"running": 3, "waiting": 1, "limit": 16}}', Load(3, 1, 16)),
+        (b'{"status": "ok", "requests": {"running": 3, "waiting": 1, "limit": 16}}', ReplicaLoad(3, 1, 16)),
         (b'{"status": "ok"}', None),
         (b"", None),
         (b"OK", None),
@@ -103,13 +110,13 @@ def test_any_order_of_checks(oks):
     ],
 )
 def test_the_load_in_a_health(body, load):
-    assert report_of(body) == Report(load)
+    assert report_of(body) == HealthReport(load)
 
 
 def test_numerics_are_those_of_the_last_good_check():
     """A server whose engine starts again does not say them, and has the same ones afterwards."""
     said = report_of(b'{"status": "ok", "numerics": "3f", "requests": {"running": 0, "waiting": 0, "limit": 0}}')
-    assert said == Report(numerics="3f")
+    assert said == HealthReport(numerics="3f")
     health = after(Check(ok=True, report=said), BAD, BAD, BAD)
     assert (health.state, health.numerics) == ("down", "3f")
     health.note(GOOD, 9.0, 9.0)

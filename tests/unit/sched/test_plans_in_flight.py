@@ -8,7 +8,7 @@ from simulation import make_config, make_request
 
 from phalanx.sched import admission
 from phalanx.sched.admission import Admission, KvLimits
-from phalanx.sched.arena import Layout
+from phalanx.sched.arena import ArenaLayout
 from phalanx.sched.commit import commit_tokens
 from phalanx.sched.plan import Free, Step, Store
 from phalanx.sched.scheduler import Scheduler
@@ -157,7 +157,7 @@ def test_what_gives_way_is_waited_for(monkeypatch: pytest.MonkeyPatch):
 def test_a_buffer_keeps_positions_in_flight():
     """Making room for another arena cuts this one to what its rows have, drafts in flight included."""
     limits = KvLimits(max_num_seqs=4, max_model_len=1024, kv_budget=16 * 1024, bytes_per_token=16, row_groups=2)
-    layout = Layout(limits.n_arenas, limits.row_groups)
+    layout = ArenaLayout(limits.n_arenas, limits.row_groups)
     room = Admission(limits, layout)
     seq = Sequence(0, make_request("a", PROMPT[:255], 99), 0.0)
     assert room.admit(seq) and room.reserve(layout.arenas[0], 1, 300) and layout.arenas[0].capacity == 512

@@ -12,7 +12,7 @@ from support.examples import examples
 
 from phalanx.errors import Desync
 from phalanx.sched.admission import Admission, KvLimits
-from phalanx.sched.arena import Layout
+from phalanx.sched.arena import ArenaLayout
 from phalanx.sched.plan import Evict, Forward, Resize, Restore, Share
 from phalanx.sched.sequence import Sequence
 
@@ -144,7 +144,7 @@ def test_memory_pressure_preempts_the_newest_and_loses_nothing():
 def test_making_room_never_takes_memory():
     """Rows of the other arena may have more tokens than its buffer since the last plan."""
     limits = KvLimits(max_num_seqs=4, max_model_len=4096, kv_budget=16 * 2560, bytes_per_token=16)
-    layout = Layout(limits.n_arenas, limits.row_groups)
+    layout = ArenaLayout(limits.n_arenas, limits.row_groups)
     room = Admission(limits, layout)
     long, short = (Sequence(n, make_request(str(n), [1] * length, 99), 0.0) for n, length in ((0, 1279), (1, 1023)))
     assert room.admit(long) and room.admit(short) and (long.arena, short.arena) == (1, 0)

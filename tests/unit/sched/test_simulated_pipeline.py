@@ -18,7 +18,7 @@ from support.examples import SOAK
 from phalanx.dist.stage_frames import FrameSequence, decode
 from phalanx.engine.mirror import Mirror
 from phalanx.sched import admission
-from phalanx.sched.arena import Layout
+from phalanx.sched.arena import ArenaLayout
 from phalanx.sched.commit import commit_chunk
 from phalanx.sched.plan import Forward
 from phalanx.sched.scheduler import Scheduler
@@ -116,8 +116,8 @@ def a_row_that_ends_in_flight(_original: Any, self: Scheduler, seq: Sequence | N
         self._end(seq, ending, now)
 
 
-@wrapped(Layout, "next_group")
-def a_row_that_is_fed_again_in_flight(_original: Any, self: Layout, *_: Any) -> int | None:
+@wrapped(ArenaLayout, "next_group")
+def a_row_that_is_fed_again_in_flight(_original: Any, self: ArenaLayout, *_: Any) -> int | None:
     return next((group for group in range(self.row_groups) if self.decoding(group)), None)
 
 

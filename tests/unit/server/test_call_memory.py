@@ -16,8 +16,8 @@ from phalanx.server.outputs.pieces import (
     CallBroken,
     CallEnd,
     Piece,
-    Reasoning,
-    Text,
+    ReasoningPiece,
+    TextPiece,
 )
 
 ASK = {"role": "user", "content": "How is it?"}
@@ -114,7 +114,7 @@ def parts_of(*pieces, one_call=False):
 
 def test_parts_of_calls_are_numbered_and_joined():
     parts, seen = parts_of(
-        [Text("x"), CallBegin("f"), CallArguments('{"a"')],
+        [TextPiece("x"), CallBegin("f"), CallArguments('{"a"')],
         [CallArguments(":1}"), CallEnd("..."), CallBegin("g"), CallArguments("{}"), CallEnd("...")],
     )
     assert seen[0].text == "x"
@@ -130,23 +130,26 @@ def test_parts_of_calls_are_numbered_and_joined():
 
 def test_an_answer_with_a_broken_call_is_not_remembered():
     whole = [CallBegin("f"), CallArguments("{}"), CallEnd("...")]
-    parts, seen = parts_of(whole, [CallBegin("g"), CallArguments("{"), CallBroken(), Text("{")])
+    parts, seen = parts_of(whole, [CallBegin("g"), CallArguments("{"), CallBroken(), TextPiece("{")])
     assert parts.called and parts.written() is None
     assert join_calls(seen[1].calls) == (CallDelta(index=1, id="b", name="g", arguments="{", broken=True),)
 
 
 def test_only_one_call():
     call = [CallBegin("f"), CallArguments("{}"), CallEnd("...")]
-    parts, seen = parts_of([*call, Text("more"), *call], one_call=True)
+    parts, seen = parts_of([*call, TextPiece("more"), *call], one_call=True)
     assert parts.ended and not seen[0].text and len(join_calls(seen[0].calls)) == 1
 
 
 @pytest.mark.parametrize(
     ("pieces", "n"),
     [
-        ([[Text("a")], [Text("b")]], 0),
-        ([[], [Reasoning("a")], [Reasoning("b")], [], [Text("c")]], 6),  # an opening mark; a closing one is the text's
-        ([[Reasoning("a")], [Reasoning("b"), Text("c")], [Text("d")], [Reasoning("e")]], 6),
+        ([[TextPiece("a")], [TextPiece("b")]], 0),
+        (
+            [[], [ReasoningPiece("a")], [ReasoningPiece("b")], [], [TextPiece("c")]],
+            6,
+        ),  # an opening mark; a closing one is the text's
+        ([[ReasoningPiece("a")], [ReasoningPiece("b"), TextPiece("c")], [TextPiece("d")], [ReasoningPiece("e")]], 6),
     ],
 )
 def test_tokens_of_reasoning_are_counted(pieces, n):

@@ -18,10 +18,10 @@ from support.serving import CHAT, CONFIG, Running, fake_engine, running_server
 from phalanx.http.connection_table import (
     RESERVE,
     ConnectionLimits,
+    ConnectionPlace,
     ConnectionTable,
     Deadlines,
-    Place,
-    Progress,
+    TransferProgress,
     group_of,
 )
 from phalanx.supervision.fake_engine import replying
@@ -40,7 +40,7 @@ class Book:
         self.table = ConnectionTable(ConnectionLimits(total, per_address))
         self.closed: list[str] = []
 
-    def admit(self, name: str, address: str = "10.0.0.1", *, busy: bool = False) -> Place | None:
+    def admit(self, name: str, address: str = "10.0.0.1", *, busy: bool = False) -> ConnectionPlace | None:
         place = self.table.admit(address, lambda: self.closed.append(name))
         if place is not None and busy:
             self.table.mark_busy(place)
@@ -112,7 +112,7 @@ def test_what_counts_as_one_address(address, group):
 
 
 def test_progress_is_judged_by_bytes_and_not_by_single_ones():
-    progress = Progress(10.0, 100)
+    progress = TransferProgress(10.0, 100)
     assert not progress.is_stalled(0, 0.0)
     assert not progress.is_stalled(99, 10.0)
     assert progress.is_stalled(99, 10.1)

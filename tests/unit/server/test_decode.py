@@ -11,7 +11,7 @@ from phalanx.server.answers.deltas import Usage
 from phalanx.server.answers.generation import join
 from phalanx.server.dialects.openai.openai_objects import usage_json
 from phalanx.server.fields.openai_bodies import CompletionBody
-from phalanx.server.requests.parsed import GenerationDefaults, Served
+from phalanx.server.requests.parsed import ApiModel, GenerationDefaults
 from phalanx.server.requests.validate import parse_completion, plan_sequences
 from phalanx.server.sequences.output_queue import StreamEnd, Timings
 from phalanx.supervision.fake_engine import FAKE_INFO
@@ -19,7 +19,7 @@ from phalanx.text.tokenizer import StopAutomaton
 from phalanx.types import Finished, FinishReason, PromptScored, Timing, TokenLogprobs, Tokens
 
 EOS_ID = 0
-SERVED = Served(
+SERVED = ApiModel(
     names=("tiny",),
     max_n=4,
     max_prompts=4,

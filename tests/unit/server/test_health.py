@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from phalanx.server.endpoints import engine_health
-from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.supervision.fake_engine import FakeEngine
 from phalanx.types import Batch, EngineStats, Finished, Tokens
 
@@ -32,7 +32,9 @@ def test_the_end_of_an_answer_is_counted_at_once(monkeypatch):
     async def scenario():
         engine = Counted()
         await engine.start()
-        found = engine_health.Health(engine, Metrics("tiny"), stall_s=60.0, limit=16, numerics=lambda info: info.dtype)
+        found = engine_health.EngineHealth(
+            engine, ServerMetrics("tiny"), stall_s=60.0, limit=16, numerics=lambda info: info.dtype
+        )
         watch = asyncio.create_task(found.watch())
         engine.become_ready()
         await engine.asked.wait()
@@ -62,7 +64,9 @@ def test_health_says_how_many_sequences_run_wait_and_are_taken():
     async def scenario():
         engine = Busy(manual=True)
         await engine.start()
-        found = engine_health.Health(engine, Metrics("tiny"), stall_s=60.0, limit=16, numerics=lambda info: info.dtype)
+        found = engine_health.EngineHealth(
+            engine, ServerMetrics("tiny"), stall_s=60.0, limit=16, numerics=lambda info: info.dtype
+        )
         assert found.report()[1]["requests"] == {"running": 0, "waiting": 0, "limit": 16}  # its first ping is to come
         watch = asyncio.create_task(found.watch())
         engine.become_ready()

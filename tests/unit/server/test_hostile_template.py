@@ -8,7 +8,7 @@ import httpx
 import psutil
 from support.serving import CHAT, fake_engine, running_server
 
-from phalanx.text.template_process import Limits, TemplateRenderer
+from phalanx.text.template_process import RenderLimits, TemplateRenderer
 from phalanx.text.tokenizer import Tokenizer
 
 TEMPLATE = """
@@ -18,7 +18,7 @@ TEMPLATE = """
 
 
 def test_it_is_a_400_that_names_the_template_and_other_requests_are_served_meanwhile(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer._backend, "renderer", TemplateRenderer(Limits(seconds=1.0)))
+    monkeypatch.setattr(tokenizer._backend, "renderer", TemplateRenderer(RenderLimits(seconds=1.0)))
     hostile = Tokenizer(tokenizer._backend, tokenizer.eos_ids, TEMPLATE)
 
     def ask(content: str) -> httpx.Response:

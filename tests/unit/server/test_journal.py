@@ -9,7 +9,7 @@ import pytest
 from phalanx.errors import EngineError, EngineUnavailable, Quarantined, QueueFull, SlowClient
 from phalanx.server.sequences.journal import TRIAL_TOKENS, UNREAD_TOKENS, Journal
 from phalanx.server.sequences.output_queue import OutputQueue, StreamEnd
-from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.supervision.fake_engine import FakeEngine, hashed
 from phalanx.types import (
     Batch,
@@ -38,7 +38,7 @@ class Bench:
     def __init__(self, max_num_seqs: int = 2, queue: int = 2, **engine) -> None:
         self.now = 100.0
         self.engine = FakeEngine(manual=True, max_num_seqs=max_num_seqs, clock=lambda: self.now, **engine)
-        self.metrics = Metrics("tiny")
+        self.metrics = ServerMetrics("tiny")
         self.journal = Journal(
             self.engine, self.metrics, max_num_seqs=max_num_seqs, queue=queue, clock=lambda: self.now
         )

@@ -14,9 +14,9 @@ from phalanx.server.fields.json_fields import SCHEMA_BYTES, TOOLS_BYTES, VARIABL
 from phalanx.server.fields.openai_bodies import MAX_MESSAGES, MAX_PARTS
 from phalanx.server.outputs.shapes import OutputShapes, by_name
 from phalanx.server.requests.body_parsing import parse_body
-from phalanx.server.requests.parsed import ChatRequest, GenerationDefaults, Served
+from phalanx.server.requests.parsed import ApiModel, ChatRequest, GenerationDefaults
 
-SERVED = Served(
+SERVED = ApiModel(
     names=("tiny", "claude-tiny"),
     max_n=4,
     max_prompts=4,
@@ -38,7 +38,7 @@ def text(said: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": said, **more}
 
 
-def parse(served: Served = SERVED, counted: bool = False, **fields: Any) -> ChatRequest:
+def parse(served: ApiModel = SERVED, counted: bool = False, **fields: Any) -> ChatRequest:
     body = {"model": "tiny", "max_tokens": 10, "messages": [USER], **fields}
     read = parse_body(json.dumps(body).encode(), MESSAGES.body, 100, MESSAGES.readers)
     request = (parse_counted if counted else parse_messages)(read, served).request

@@ -10,7 +10,7 @@ import pytest
 from support.messages_events import read_message
 
 from phalanx.http.error_responses import Failure, messages_error
-from phalanx.server.answers.deltas import CallDelta, Delta, Ending, ResponseHead, Usage
+from phalanx.server.answers.deltas import CallDelta, ChoiceEnding, Delta, ResponseHead, Usage
 from phalanx.server.answers.generation import join
 from phalanx.server.dialects.messages.messages_format import MessagesFormat
 from phalanx.types import Timing
@@ -23,8 +23,8 @@ FAILURE = Failure(status=503, type="service_unavailable_error", message="The eng
 OVERLOADED = {"type": "overloaded_error", "message": FAILURE.message}
 
 
-def ending(reason="stop", **more) -> Ending:
-    return Ending(reason=reason, n_tokens=7, cached_tokens=4, timing=Timing(), ttft_s=None, tpot_s=None, **more)
+def ending(reason="stop", **more) -> ChoiceEnding:
+    return ChoiceEnding(reason=reason, n_tokens=7, cached_tokens=4, timing=Timing(), ttft_s=None, tpot_s=None, **more)
 
 
 def parts(rng: random.Random) -> list[Delta]:

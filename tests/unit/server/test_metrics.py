@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.types import EngineStats, SpecStats
 
 
-def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+def value(metrics: ServerMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(f"phalanx:{name}_total", {"model_name": "tiny", **labels})
 
 
@@ -22,7 +22,7 @@ def stats(drafts: int, accepted_at: list[int]) -> EngineStats:
 
 
 def test_counters_grow_with_the_engines_figures_and_survive_its_restart():
-    metrics = Metrics("tiny")
+    metrics = ServerMetrics("tiny")
     metrics.engine_up()
     metrics.stats(stats(4, [3, 1]))
     metrics.stats(stats(6, [5, 2, 1]))
@@ -37,7 +37,7 @@ def test_counters_grow_with_the_engines_figures_and_survive_its_restart():
 
 
 def test_comparisons_are_counted_by_kind_and_survive_a_restart():
-    metrics = Metrics("tiny")
+    metrics = ServerMetrics("tiny")
     metrics.engine_up()
     for drafted, plain in (((10, 1.0), (8, 2.0)), ((25, 3.5), (9, 2.25))):
         metrics.stats(EngineStats(spec=SpecStats(method="ngram", compared_with=drafted, compared_without=plain)))
@@ -51,7 +51,7 @@ def test_comparisons_are_counted_by_kind_and_survive_a_restart():
 
 
 def test_without_speculation_they_stay_at_zero():
-    metrics = Metrics("tiny")
+    metrics = ServerMetrics("tiny")
     metrics.stats(EngineStats())
     assert value(metrics, "spec_decode_num_drafts") == 0
     assert b"per_pos_total{" not in metrics.text()

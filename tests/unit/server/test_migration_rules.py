@@ -12,7 +12,16 @@ from support.connection import Connection
 from support.migrating import KEY, PacedEngine, paced, pieces_of, request_of, resume_after, shown, stream
 from support.serving import CHAT, CONFIG, EOS, MODEL, fake_engine, serving, sse
 
-from phalanx.http.stream_records import MIGRATION, RESUME, RESUME_BYTES, Choice, Ended, Record, record_in, resume_body
+from phalanx.http.stream_records import (
+    MIGRATION,
+    RESUME,
+    RESUME_BYTES,
+    ChoiceEnded,
+    RecordedChoice,
+    StreamRecord,
+    record_in,
+    resume_body,
+)
 from phalanx.server.answers.answer_parts import call_id
 from phalanx.server.server_app import create_app
 from phalanx.supervision.fake_engine import replying
@@ -128,8 +137,8 @@ def test_records_say_at_once_that_the_engine_is_gone_or_back(tokenizer, path, ke
         assert b"phalanx" not in said and b"paused" not in said
         return
     pieces = pieces_of(said, lines=path == "/api/chat")
-    assert [i for i, piece in enumerate(pieces) if piece == (b"", Record(paused=True))] == [2]
-    assert pieces[3] == (b"", Record()) and not any(record.paused for _, record in pieces[3:])
+    assert [i for i, piece in enumerate(pieces) if piece == (b"", StreamRecord(paused=True))] == [2]
+    assert pieces[3] == (b"", StreamRecord()) and not any(record.paused for _, record in pieces[3:])
 
 
 # What a stream may go on from ---------------------------------------------------------------------------------------
@@ -166,7 +175,7 @@ SCORE = TokenLogprobs(5, -1.0, 0, [(5, -1.0)])
         (lambda it: choice(it, tokens=[-1, 5]), "the token id -1"),
         (lambda it: choice(it, tokens=[5, 0, 5]), "tokens after the one that ended it"),
         (lambda it: choice(it, logprobs=[SCORE]), "and 1 log-probabilities"),
-        (lambda it: choice(it, ended=Ended(reason="stop", n_tokens=7)), "ended after 7"),
+        (lambda it: choice(it, ended=ChoiceEnded(reason="stop", n_tokens=7)), "ended after 7"),
         (lambda it: choice(it, echoed=True), "choice 0 has the prompt"),
     ],
 )
@@ -281,7 +290,7 @@ def test_a_choice_that_needs_no_further_token_is_not_computed(tokenizer, fields)
         rest = await stream(second, URL, {**CHAT, **fields}, replace(resume, choices=[replace(known, ended=None)]))
         assert not submitted(engine)
         assert sse(shown(rest).decode())[0]["choices"][0]["finish_reason"] == known.ended.reason
-        assert rest[0][1] == Record(choices=[Choice(index=0, ended=known.ended)])
+        assert rest[0][1] == StreamRecord(choices=[RecordedChoice(index=0, ended=known.ended)])
 
     run(tokenizer, scenario)
 
@@ -418,5 +427,5 @@ def test_other_prompts_are_told(tokenizer):
 
 
 def test_records_of_lines_may_follow_blanks():
-    assert record_in(b'  {"phalanx":{"failed":"x"}}', lines=True) == Record(failed="x")
+    assert record_in(b'  {"phalanx":{"failed":"x"}}', lines=True) == StreamRecord(failed="x")
     assert record_in(b'{"model":"x"}', lines=True) is None

@@ -10,11 +10,11 @@ from support.serving import CONFIG, TEMPLATE, make_tokenizer
 
 from phalanx.server.endpoints.numerics import numerics_of
 from phalanx.server.outputs.shapes import OutputShapes
-from phalanx.server.requests.parsed import GenerationDefaults, Served
+from phalanx.server.requests.parsed import ApiModel, GenerationDefaults
 from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.text.tokenizer import Tokenizer
 
-SERVED = Served(
+SERVED = ApiModel(
     names=("a",),
     max_n=2,
     max_prompts=2,

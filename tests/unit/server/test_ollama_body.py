@@ -17,9 +17,9 @@ from phalanx.server.fields.json_fields import SCHEMA_BYTES, TOOLS_BYTES, VARIABL
 from phalanx.server.fields.openai_bodies import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from phalanx.server.outputs.shapes import OutputShapes, by_name
 from phalanx.server.requests.body_parsing import parse_body
-from phalanx.server.requests.parsed import ChatRequest, CompletionRequest, GenerationDefaults, Served
+from phalanx.server.requests.parsed import ApiModel, ChatRequest, CompletionRequest, GenerationDefaults
 
-SERVED = Served(
+SERVED = ApiModel(
     names=("tiny", "second"),
     hidden_name="/models/tiny",
     max_n=4,
@@ -36,13 +36,13 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "Ask.
 CALL = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 
 
-def asked(served: Served = SERVED, **fields: Any) -> ParsedBody | StaticAnswer:
+def asked(served: ApiModel = SERVED, **fields: Any) -> ParsedBody | StaticAnswer:
     dialect = CHAT if "messages" in fields else GENERATE
     body = parse_body(json.dumps({"model": "tiny", **fields}).encode(), dialect.body, 100, dialect.readers)
     return dialect.parse(body, served)
 
 
-def parse(served: Served = SERVED, **fields: Any) -> ChatRequest:
+def parse(served: ApiModel = SERVED, **fields: Any) -> ChatRequest:
     found = asked(served, **({"messages": [USER]} | fields))
     assert isinstance(found, ParsedBody) and isinstance(found.request, ChatRequest)
     return found.request

@@ -10,12 +10,12 @@ import pytest
 from support.ollama_lines import read_lines
 
 from phalanx.http.error_responses import Failure
-from phalanx.server.answers.deltas import CallDelta, Delta, Ending, ResponseHead, ScoredToken, TokenText, Usage
+from phalanx.server.answers.deltas import CallDelta, ChoiceEnding, Delta, ResponseHead, ScoredToken, TokenText, Usage
 from phalanx.server.answers.generation import join, merge
 from phalanx.server.dialects.ollama.ollama_format import CHAT_ANSWER, GENERATE_ANSWER, OllamaFormat
 from phalanx.types import Timing
 
-ENDING = Ending(
+ENDING = ChoiceEnding(
     reason="stop",
     n_tokens=7,
     cached_tokens=2,
@@ -104,7 +104,7 @@ def test_counts_and_durations():
 
 @pytest.mark.parametrize(("reason", "done"), [("stop", "stop"), ("tool_calls", "stop"), ("length", "length")])
 def test_why_an_answer_ended(reason, done):
-    ending = Ending(reason=reason, n_tokens=1, cached_tokens=0, timing=Timing(), ttft_s=None, tpot_s=None)
+    ending = ChoiceEnding(reason=reason, n_tokens=1, cached_tokens=0, timing=Timing(), ttft_s=None, tpot_s=None)
     whole = OllamaFormat(head(), CHAT_ANSWER).whole([Delta(index=0, text="a", ending=ending)], USAGE, None)
     assert whole["done_reason"] == done
     assert whole["eval_duration"] == 1, "clients divide by it"

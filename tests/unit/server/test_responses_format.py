@@ -12,8 +12,8 @@ from support.responses_events import StreamGrammar, check_stream, parse_stream, 
 from phalanx.http.error_responses import Failure
 from phalanx.server.answers.deltas import (
     CallDelta,
+    ChoiceEnding,
     Delta,
-    Ending,
     ResponseHead,
     ScoredToken,
     TokenText,
@@ -21,14 +21,14 @@ from phalanx.server.answers.deltas import (
 )
 from phalanx.server.answers.generation import join
 from phalanx.server.dialects.responses.responses_format import ResponseOptions, ResponsesFormat
-from phalanx.server.dialects.responses.responses_items import Tool, seal, unseal
+from phalanx.server.dialects.responses.responses_items import ToolItem, seal, unseal
 from phalanx.server.fields.json_pieces import to_json
 from phalanx.types import Timing
 
 HEAD = ResponseHead(id="resp_0", created=7, model="tiny", logprobs=False)
-OPTIONS = ResponseOptions(echoed={"store": False}, tools={"note": Tool(name="note", custom=True)})
+OPTIONS = ResponseOptions(echoed={"store": False}, tools={"note": ToolItem(name="note", custom=True)})
 USAGE = Usage(prompt=5, completion=9, cached=3, reasoning=2)
-STOP = Ending(reason="stop", n_tokens=9, cached_tokens=3, timing=Timing(), ttft_s=None, tpot_s=None)
+STOP = ChoiceEnding(reason="stop", n_tokens=9, cached_tokens=3, timing=Timing(), ttft_s=None, tpot_s=None)
 LENGTH = replace(STOP, reason="length")
 
 
@@ -193,7 +193,7 @@ def test_a_custom_call_has_its_input_in_one_piece(arguments, given):
 
 
 def test_a_call_of_a_namespace_is_named_as_the_client_does():
-    wish = replace(OPTIONS, tools={"agents__close": Tool(name="close", namespace="agents")})
+    wish = replace(OPTIONS, tools={"agents__close": ToolItem(name="close", namespace="agents")})
     (item,) = check_stream(streamed([call(0, "{}", "agents__close"), end()], options=wish)).finish()["output"]
     assert (item["name"], item["namespace"]) == ("close", "agents")
 

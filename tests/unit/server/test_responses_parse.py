@@ -15,10 +15,10 @@ from phalanx.server.dialects.responses.responses_items import seal
 from phalanx.server.fields.json_fields import TOOLS_BYTES
 from phalanx.server.outputs.shapes import OutputShapes, by_name
 from phalanx.server.requests.body_parsing import parse_body
-from phalanx.server.requests.parsed import GenerationDefaults, Served
+from phalanx.server.requests.parsed import ApiModel, GenerationDefaults
 from phalanx.supervision.fake_engine import FAKE_INFO
 
-SERVED = Served(
+SERVED = ApiModel(
     names=("tiny", "alias"),
     max_n=16,
     max_prompts=4,

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from phalanx.errors import InvalidRequest, UnknownModel
 from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody, TokenizeBody
 from phalanx.server.requests.body_parsing import parse_body
-from phalanx.server.requests.parsed import GenerationDefaults, Served
+from phalanx.server.requests.parsed import ApiModel, GenerationDefaults
 from phalanx.server.requests.sampling_fields import NEUTRAL
 from phalanx.server.requests.validate import parse_chat, parse_completion, parse_tokenize, plan_sequences
 from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.types import Sampling, StopRule
 
-SERVED = Served(
+SERVED = ApiModel(
     names=("tiny", "alias"),
     max_n=16,
     max_prompts=4,

@@ -14,7 +14,7 @@ from support.drafts import drafted
 
 from phalanx.spec import lookup
 from phalanx.spec.drafters import Drafter, RandomDrafter
-from phalanx.spec.lookup import Text, TextGroup, common_suffix, continuation, nearby_matches, reliability
+from phalanx.spec.lookup import IndexedText, TextGroup, common_suffix, continuation, nearby_matches, reliability
 from phalanx.spec.ngram import NgramDrafter
 from phalanx.spec.suffix import SuffixDrafter
 from phalanx.speculation_config import NgramSpeculation, SuffixSpeculation
@@ -253,8 +253,8 @@ def test_ended_texts_are_indexed_to_their_end():
     assert [bool(drafted(drafter, {1: 2})) for _ in range(4)] == [False, False, True, True]
 
 
-def put(group: TextGroup, tokens: list[int], number: int) -> Text:
-    text = group.texts[number] = Text(list(tokens), number, group)
+def put(group: TextGroup, tokens: list[int], number: int) -> IndexedText:
+    text = group.texts[number] = IndexedText(list(tokens), number, group)
     return text
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from phalanx.dist.topology import Part, Parts, Place, Room, Topology, split_layers
+from phalanx.dist.topology import LayerCost, Parts, PipelinePosition, Room, Topology, split_layers
 from phalanx.errors import ConfigError, MemoryShortage
 from phalanx.memory import GB
 
@@ -20,7 +20,7 @@ widths = st.lists(st.integers(1, 5), min_size=1, max_size=5).map(tuple)
 @given(widths)
 def test_every_rank_has_one_place(widths: tuple[int, ...]):
     topology = Topology(widths)
-    places = [Place(stage, tp_rank) for stage, width in enumerate(widths) for tp_rank in range(width)]
+    places = [PipelinePosition(stage, tp_rank) for stage, width in enumerate(widths) for tp_rank in range(width)]
     assert sorted(map(topology.rank, places)) == list(range(topology.size))
     assert [topology.place(topology.rank(place)) for place in places] == places
     assert [topology.ranks(stage)[place] for stage, place in places] == list(map(topology.rank, places))
@@ -30,12 +30,12 @@ def test_every_rank_has_one_place(widths: tuple[int, ...]):
 
 @given(widths)
 def test_the_leader_has_the_logits_and_is_on_the_first_host(widths: tuple[int, ...]):
-    assert Topology(widths).place(0) == Place(len(widths) - 1, 0)
+    assert Topology(widths).place(0) == PipelinePosition(len(widths) - 1, 0)
 
 
 def test_one_stage_is_a_group_as_ever():
     topology = Topology((4,))
-    assert [topology.place(rank) for rank in range(4)] == [Place(0, rank) for rank in range(4)]
+    assert [topology.place(rank) for rank in range(4)] == [PipelinePosition(0, rank) for rank in range(4)]
     assert all(topology.sender(rank) is None and topology.receivers(rank) == () for rank in range(4))
 
 
@@ -78,7 +78,7 @@ def test_a_stage_without_ranks_is_refused(widths: tuple[int, ...]):
 def problems(draw: st.DrawFn) -> tuple[Topology, Parts, list[Room]]:
     """Small models on unlike machines; about half of them fit."""
     topology = Topology(tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))))
-    part = st.builds(Part, st.integers(0, 12), st.integers(0, 3), st.integers(0, 9).map(float))
+    part = st.builds(LayerCost, st.integers(0, 12), st.integers(0, 3), st.integers(0, 9).map(float))
     n = draw(st.integers(topology.n_stages, 8))
     parts = Parts(draw(part), tuple(draw(st.lists(part, min_size=n, max_size=n))), draw(part))
     room = st.builds(Room, st.just("h"), st.integers(0, 40), st.sampled_from((0.5, 1.0, 3.0)))
@@ -94,7 +94,7 @@ def judge(topology: Topology, parts: Parts, rooms: list[Room], split: tuple[rang
         has += [parts.embedding] * (stage == 0) + [parts.head] * (stage == topology.n_stages - 1)
         width = topology.widths[stage]
         for tp_rank in range(width):
-            room = rooms[topology.rank(Place(stage, tp_rank))]
+            room = rooms[topology.rank(PipelinePosition(stage, tp_rank))]
             fits &= sum(-(-part.split // width) + part.whole for part in has) <= room.bytes
             times.append(sum(part.cost for part in has) / width / room.speed)
     return fits, max(times)
@@ -125,7 +125,7 @@ def test_no_split_is_better(problem: tuple[Topology, Parts, list[Room]]):
 
 def model(n_layers: int, layer: int = GB, *, embedding: int = 0, head: int = 0) -> Parts:
     """A model whose cost is its bytes; the embedding is looked up and costs nothing."""
-    return Parts(Part(embedding), (Part(layer, cost=layer),) * n_layers, Part(head, cost=head))
+    return Parts(LayerCost(embedding), (LayerCost(layer, cost=layer),) * n_layers, LayerCost(head, cost=head))
 
 
 def rooms(**gigabytes: int) -> list[Room]:

@@ -23,14 +23,14 @@ from phalanx.supervision import remote
 from phalanx.supervision.agent_protocol import (
     MOST_UNSENT,
     AgentConnection,
-    Ended,
+    AgentWelcome,
     FromAgent,
     KeepAlive,
     Output,
     Ports,
+    ProcessEnded,
     RunDaemon,
     RunRank,
-    Welcome,
 )
 from phalanx.supervision.host_ranks import KnownCluster, load_cluster, run_on_agent
 from phalanx.supervision.programs import Program, rank
@@ -249,7 +249,7 @@ def test_ports_that_were_not_asked_for_are_refused(numbers):
         connection.send(Ports(numbers))
 
     async def test(connection: AgentConnection) -> None:
-        there = ReachedAgent(HOST, connection, Welcome("/python", "/directory", "/credentials"))
+        there = ReachedAgent(HOST, connection, AgentWelcome("/python", "/directory", "/credentials"))
         with pytest.raises(HostUnreachable, match="b"):
             await there.free_ports("x", 2)
 
@@ -259,7 +259,7 @@ def test_ports_that_were_not_asked_for_are_refused(numbers):
 @pytest.mark.parametrize("status", [-65, 256, 1 << 40])
 def test_a_status_that_no_process_has_is_a_lost_host(status):
     async def lie(connection: AgentConnection) -> None:
-        connection.send(Ended(status))
+        connection.send(ProcessEnded(status))
 
     async def test(connection: AgentConnection) -> None:
         assert await RemoteProcess(HOST, connection, 1).wait() == ExitCode.PEER_LOST
@@ -270,11 +270,11 @@ def test_a_status_that_no_process_has_is_a_lost_host(status):
 @pytest.mark.parametrize("path", ["", ":", "--prefix", "python", "/a\nb", "/a\n", "/a\0b"], ids=repr)
 def test_a_path_that_could_be_an_option_of_mpirun_is_refused(path):
     async def lie(connection: AgentConnection) -> None:
-        connection.send(Welcome("/python", "/directory", path))
+        connection.send(AgentWelcome("/python", "/directory", path))
 
     async def test(connection: AgentConnection) -> None:
         with pytest.raises(FrameError, match="credentials"):
-            await connection.expect(Welcome)
+            await connection.expect(AgentWelcome)
 
     from_agent(lie, test)
 
@@ -285,7 +285,7 @@ def test_output_that_nobody_reads_takes_no_memory():
     async def flood(connection: AgentConnection) -> None:
         for _ in range(pieces):
             connection.send(Output(bytes(READ_BYTES)))
-        connection.send(Ended(3))
+        connection.send(ProcessEnded(3))
 
     async def test(connection: AgentConnection) -> None:
         process = RemoteProcess(HOST, connection, 1)
@@ -301,7 +301,7 @@ def test_output_that_the_network_does_not_take_takes_no_memory():
         for _ in range(200):
             connection.offer(Output(bytes(READ_BYTES)))  # the loop does not run meanwhile, so that little is sent
         assert connection._writer.transport.get_write_buffer_size() < MOST_UNSENT + 2 * READ_BYTES
-        connection.send(Ended(3))
+        connection.send(ProcessEnded(3))
 
     async def test(connection: AgentConnection) -> None:
         assert await RemoteProcess(HOST, connection, 1).wait() == 3

@@ -17,7 +17,7 @@ from phalanx.dist.collective_backend import ChosenBackend
 from phalanx.engine.link import SingleRank
 from phalanx.engine.rendezvous import identity
 from phalanx.supervision import host_ranks
-from phalanx.supervision.agent_protocol import RunRank, Welcome
+from phalanx.supervision.agent_protocol import AgentWelcome, RunRank
 from phalanx.supervision.host_ranks import KnownCluster, start_on_hosts
 from phalanx.supervision.remote import ReachedAgent
 from phalanx.tls.certificates import make_credentials
@@ -35,7 +35,7 @@ class Agent(ReachedAgent):
     """An agent that runs nothing and keeps what it is asked to run."""
 
     def __init__(self, host: HostConfig, commands: list[Sequence[str]]) -> None:
-        super().__init__(host, None, Welcome("python", "/run/agent", "/run/credentials"))  # type: ignore[arg-type]
+        super().__init__(host, None, AgentWelcome("python", "/run/agent", "/run/credentials"))  # type: ignore[arg-type]
         self._commands = commands
 
     async def free_ports(self, address: str, count: int) -> list[int]:

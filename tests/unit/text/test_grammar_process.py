@@ -7,7 +7,7 @@ import json
 import pytest
 
 from phalanx.errors import GrammarRefused
-from phalanx.text.grammar_process import GrammarTrial, Limits
+from phalanx.text.grammar_process import GrammarLimits, GrammarTrial
 
 OPTIONAL = {f"p{i}": {"type": "string"} for i in range(4000)}
 CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(4000)}
@@ -26,7 +26,7 @@ PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "require
 
 @pytest.fixture(scope="module")
 def trial() -> GrammarTrial:
-    return GrammarTrial(["<think>"], Limits(seconds=0.3))
+    return GrammarTrial(["<think>"], GrammarLimits(seconds=0.3))
 
 
 def lark(text: str) -> str:

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from phalanx.text.limited_process import LARGE
-from phalanx.text.template_process import Limits, TemplateLimit, TemplateRefused, TemplateRenderer
+from phalanx.text.template_process import RenderLimits, TemplateLimit, TemplateRefused, TemplateRenderer
 
 GROWS = {
     "repeated": "{{ 'x' * 10**10 }}",
@@ -44,7 +44,7 @@ FAILS = {
 
 @pytest.fixture(scope="module")
 def renderer() -> TemplateRenderer:
-    return TemplateRenderer(Limits(seconds=0.5))
+    return TemplateRenderer(RenderLimits(seconds=0.5))
 
 
 def render(renderer: TemplateRenderer, template: str, content: str = "hello") -> str:
@@ -83,9 +83,9 @@ def test_a_template_that_fails_says_how_and_its_process_serves_the_next_one(rend
 
 
 def test_a_process_too_large_is_ended_where_the_system_sets_no_limit(monkeypatch):
-    monkeypatch.setattr(Limits, "memory_for", lambda self, size: 1 << 20)
+    monkeypatch.setattr(RenderLimits, "memory_for", lambda self, size: 1 << 20)
     with pytest.raises(TemplateLimit, match="more than 1 MiB of memory"):
-        render(TemplateRenderer(Limits(seconds=60.0)), LOOPS["loops"])
+        render(TemplateRenderer(RenderLimits(seconds=60.0)), LOOPS["loops"])
 
 
 def test_a_process_that_got_no_more_memory_is_not_used_again(renderer):

@@ -18,7 +18,7 @@ from phalanx.errors import ConfigError
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.breaker import BreakerRules
 from phalanx.gateway.dispatch.replica import Replica
-from phalanx.gateway.dispatch.replica_health import Check, HealthRules, Report, report_of
+from phalanx.gateway.dispatch.replica_health import Check, HealthReport, HealthRules, report_of
 from phalanx.gateway.dispatch.replica_models import cards_in, names_in, tags_in
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
@@ -206,7 +206,7 @@ class Fleet:
             return Check(ok=False, reason=f"answers {status} to {path} and {models_status} to {MODELS}")
         elif models_status in NO_SUCH_PATH:
             replica.cards, replica.models = [], None
-        return Check(ok=True, report=report_of(body) if has_health else Report())
+        return Check(ok=True, report=report_of(body) if has_health else HealthReport())
 
     async def _tags(self, replica: Replica) -> list[dict[str, Any]]:
         try:

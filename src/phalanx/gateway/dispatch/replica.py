@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.gateway.dispatch.breaker import Breaker, BreakerRules
-from phalanx.gateway.dispatch.replica_health import Health, HealthRules
+from phalanx.gateway.dispatch.replica_health import HealthRules, ReplicaHealth
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
 TAG = ":latest"
@@ -18,7 +18,7 @@ class Replica:
     def __init__(self, spec: ReplicaSpec, health: HealthRules, breaker: BreakerRules) -> None:
         self.spec = spec
         self.name = spec.name
-        self.health = Health(health)
+        self.health = ReplicaHealth(health)
         self.breaker = Breaker(breaker)
         self.models: frozenset[str] | None = None  # that it serves; None: it does not say, so that all are tried
         self.cards: list[dict[str, object]] = []  # entries of its /v1/models

@@ -20,7 +20,7 @@ class HealthRules(Struct, frozen=True):
     successes: int = 2
 
 
-class Load(Struct, frozen=True):
+class ReplicaLoad(Struct, frozen=True):
     """The part `requests` of a phalanx server's /health: requests it runs, that wait, and that it runs at most."""
 
     running: int
@@ -28,14 +28,14 @@ class Load(Struct, frozen=True):
     limit: int
 
 
-class Report(Struct, frozen=True):
+class HealthReport(Struct, frozen=True):
     """What the gateway reads of a phalanx server's /health."""
 
-    requests: Load | None = None
+    requests: ReplicaLoad | None = None
     numerics: str = ""  # equal ones compute equal tokens; empty: its streams cannot go on elsewhere
 
 
-_read = decoder(Report)
+_read = decoder(HealthReport)
 
 
 class Check(Struct, frozen=True, kw_only=True):
@@ -48,31 +48,31 @@ class Check(Struct, frozen=True, kw_only=True):
     ok: bool
     answered: bool = True
     reason: str = ""
-    report: Report = Report()
+    report: HealthReport = HealthReport()
 
 
-def report_of(body: bytes) -> Report:
+def report_of(body: bytes) -> HealthReport:
     """The report in the body of a /health; an empty one where there is none, as with other vendors' servers."""
     try:
         report = _read(body)
     except msgspec.DecodeError:
-        return Report()
+        return HealthReport()
     load = report.requests
     if load is None or (0 < load.limit <= MOST_RUNNING and load.running >= 0 and load.waiting >= 0):
         return report
-    return Report(numerics=report.numerics)
+    return HealthReport(numerics=report.numerics)
 
 
-class Health:
+class ReplicaHealth:
     """The state of one replica: `unknown` before its first check, which decides alone; then `up` or `down`."""
 
     def __init__(self, rules: HealthRules) -> None:
         self._rules = rules
         self.state: Literal["unknown", "up", "down"] = "unknown"
         self.reason = "has not been checked yet"
-        self.load: Load | None = None
+        self.load: ReplicaLoad | None = None
         self.numerics = ""
-        """Of its last good check; see `Report`."""
+        """Of its last good check; see `HealthReport`."""
         self.checked_at = 0.0
         """Begin of the last check that has ended."""
         self.refused_since: float | None = None

@@ -19,7 +19,7 @@ from phalanx.gateway.relay.api_kinds import MESSAGES_ENDS, OPAQUE, RESPONSES_END
 from phalanx.gateway.relay.first_text import shows_text
 from phalanx.gateway.relay.transcript import Transcript
 from phalanx.http.foreign_json import decoder
-from phalanx.http.stream_records import Record, record_in
+from phalanx.http.stream_records import StreamRecord, record_in
 
 LARGEST_EVENT = 16 << 20  # bytes; the largest known have all log-probabilities of a long echoed prompt
 MOST_LINES = 1 << 14  # of one event, read in 10 ms; known servers write two
@@ -164,7 +164,7 @@ class EventReader:
         self._unrecorded += event[: len(event) - len(text)]
         return self._release()
 
-    def _record(self, event: bytes) -> Record | None:
+    def _record(self, event: bytes) -> StreamRecord | None:
         try:
             return record_in(event, lines=self.lines)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

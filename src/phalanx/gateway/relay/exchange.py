@@ -17,7 +17,7 @@ from multidict import CIMultiDict
 from phalanx.errors import InvalidRequest, PhalanxError, RequestTooLarge, WrongMediaType
 from phalanx.gateway.relay.api_kinds import Dialect, dialect_of, error_event, error_object
 from phalanx.http.body_budget import BodyLease
-from phalanx.http.connection import READ_ENCODINGS, GatewayConnection, raw_header
+from phalanx.http.connection import READ_ENCODINGS, HttpConnection, raw_header
 from phalanx.http.error_responses import failure_of, headers_of
 from phalanx.http.request_ids import REQUEST_ID, request_id
 from phalanx.http.shares import Shares
@@ -35,7 +35,7 @@ def body_lease(budget: Shares) -> BodyLease:
     return BodyLease(budget, "", "The gateway holds as many bytes of requests as it may.")
 
 
-class Exchange:
+class ClientExchange:
     """See the module's docstring.
 
     Args:
@@ -44,7 +44,7 @@ class Exchange:
 
     def __init__(self, request: web.BaseRequest, arrived: float) -> None:
         connection = request.protocol
-        assert isinstance(connection, GatewayConnection)
+        assert isinstance(connection, HttpConnection)
         self.request = request
         self.connection = connection
         self.arrived = arrived

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from phalanx.gateway.relay.exchange import Exchange
-from phalanx.gateway.relay.gateway_metrics import Metrics
+from phalanx.gateway.relay.exchange import ClientExchange
+from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 
 KEEP_ALIVE_S = 5.0  # between two signs of life, as a phalanx server's
 
@@ -14,7 +14,7 @@ KEEP_ALIVE_S = 5.0  # between two signs of life, as a phalanx server's
 class Gap:
     """See the module's docstring. One per request: it may open again and again."""
 
-    def __init__(self, exchange: Exchange, metrics: Metrics) -> None:
+    def __init__(self, exchange: ClientExchange, metrics: GatewayMetrics) -> None:
         self._exchange = exchange
         self._metrics = metrics
         self._replica = ""  # that broke off last; empty: there is no gap

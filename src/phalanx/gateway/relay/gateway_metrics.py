@@ -17,7 +17,7 @@ GAUGES = {
 }
 
 
-class Metrics:
+class GatewayMetrics:
     """The gateway's metrics, in a registry of their own. Each method records one kind of event."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:

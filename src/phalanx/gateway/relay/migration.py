@@ -20,9 +20,9 @@ from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.relay.api_kinds import OPAQUE
 from phalanx.gateway.relay.event_reader import EventReader
-from phalanx.gateway.relay.exchange import Exchange
+from phalanx.gateway.relay.exchange import ClientExchange
 from phalanx.gateway.relay.gap import Gap
-from phalanx.gateway.relay.gateway_metrics import Metrics
+from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.relay import BufferedResponse, RelayedResponse, relayed
 from phalanx.gateway.relay.transcript import Transcript
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
@@ -45,10 +45,10 @@ class Migration:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: ClientExchange,
         request: DispatchRequest,
         config: GatewayConfig,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._exchange = exchange

@@ -29,8 +29,8 @@ from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.dispatch.retries import Backoff, RetryBudget
 from phalanx.gateway.relay.attempt import Attempt, request_headers
 from phalanx.gateway.relay.body_peek import Peek, peek, with_model
-from phalanx.gateway.relay.exchange import Exchange, body_lease
-from phalanx.gateway.relay.gateway_metrics import Metrics
+from phalanx.gateway.relay.exchange import ClientExchange, body_lease
+from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.migration import Migration, refuses_key
 from phalanx.gateway.relay.relay import BufferedResponse, Relay, RelayedResponse
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
@@ -76,7 +76,7 @@ class Proxy:
         config: GatewayConfig,
         dispatcher: AsyncDispatcher,
         session: aiohttp.ClientSession,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         check_now: Callable[[Replica], None],
     ) -> None:
         self._config = config
@@ -95,7 +95,9 @@ class Proxy:
         self._under_way: dict[Attempt, tuple[UpstreamRequest, Relay]] = {}
         self._is_closing = False
 
-    async def forward(self, exchange: Exchange, aliases: Mapping[str, str], *, pass_keys: bool) -> RelayedResponse:
+    async def forward(
+        self, exchange: ClientExchange, aliases: Mapping[str, str], *, pass_keys: bool
+    ) -> RelayedResponse:
         """Answer a request through a replica.
 
         Args:
@@ -188,7 +190,7 @@ class Proxy:
     # A request -------------------------------------------------------------------------------------------------
 
     def _upstream_request(
-        self, exchange: Exchange, body: bytes, aliases: Mapping[str, str], pass_keys: bool
+        self, exchange: ClientExchange, body: bytes, aliases: Mapping[str, str], pass_keys: bool
     ) -> UpstreamRequest:
         config, headers, url = self._config, exchange.request.headers, exchange.request.rel_url
         seen = peek(body) if body and is_json(headers) else Peek()
@@ -215,7 +217,7 @@ class Proxy:
             migration=Migration(exchange, request, config, self._metrics, self._dispatcher.clock),
         )
 
-    async def _attempts(self, exchange: Exchange, out: UpstreamRequest) -> RelayedResponse:
+    async def _attempts(self, exchange: ClientExchange, out: UpstreamRequest) -> RelayedResponse:
         """Try until an answer is sent to its end, or there is no further attempt."""
         last: BufferedResponse | PhalanxError | None = None
         while True:
@@ -261,7 +263,7 @@ class Proxy:
             last = result
 
     async def _attempt(
-        self, exchange: Exchange, out: UpstreamRequest, grant: Grant
+        self, exchange: ClientExchange, out: UpstreamRequest, grant: Grant
     ) -> RelayedResponse | BufferedResponse | PhalanxError:
         """One attempt. Returns the answer, or the error of a replica that failed."""
         verdict: Verdict = "abandoned"  # the client left
@@ -332,14 +334,14 @@ class Proxy:
         out.request.tried.clear()
         return True
 
-    def _returned(self, exchange: Exchange, answer: BufferedResponse) -> RelayedResponse:
+    def _returned(self, exchange: ClientExchange, answer: BufferedResponse) -> RelayedResponse:
         self._note_first_text(exchange)
         tokens = answer.tokens
         return RelayedResponse(
             exchange.whole(answer.status, answer.body, answer.headers), tokens or 0, tokens is not None
         )
 
-    def _note_first_text(self, exchange: Exchange) -> None:
+    def _note_first_text(self, exchange: ClientExchange) -> None:
         exchange.first_text_s = self._dispatcher.clock() - exchange.arrived
         self._metrics.first_byte(exchange.first_text_s)
 

@@ -17,7 +17,7 @@ from phalanx.errors import MalformedAnswer, PhalanxError
 from phalanx.gateway.relay.attempt import Attempt, response_headers
 from phalanx.gateway.relay.body_peek import tokens_of, usage_in
 from phalanx.gateway.relay.event_reader import EventReader
-from phalanx.gateway.relay.exchange import Exchange
+from phalanx.gateway.relay.exchange import ClientExchange
 from phalanx.gateway.relay.transcript import Transcript
 
 WHOLE_BYTES = 8 << 20  # of an answer that is no stream: up to here it is held, and asked for again where it breaks off
@@ -50,7 +50,7 @@ class RelayedResponse(Struct, frozen=True):
     error: PhalanxError | None = None  # the replica's fault, if the answer broke off
 
 
-def relayed(exchange: Exchange, reader: EventReader | None, error: PhalanxError | None) -> RelayedResponse:
+def relayed(exchange: ClientExchange, reader: EventReader | None, error: PhalanxError | None) -> RelayedResponse:
     """An answer whose last byte is written.
 
     Args:
@@ -74,7 +74,7 @@ class Relay:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: ClientExchange,
         attempt: Attempt,
         begun: EventReader | None,
         transcript: Transcript | None,

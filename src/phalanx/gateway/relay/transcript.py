@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from phalanx.errors import MalformedAnswer
-from phalanx.http.stream_records import Choice, Ended, Record, Resume, Start
+from phalanx.http.stream_records import ChoiceEnded, RecordedChoice, Resume, Start, StreamRecord
 from phalanx.types import TokenLogprobs
 
 
@@ -37,7 +37,7 @@ class _Kept(Struct):
     tokens: array[int] = field(default_factory=_no_tokens)
     logprobs: list[TokenLogprobs] = []
     echoed: bool = False
-    ended: Ended | None = None
+    ended: ChoiceEnded | None = None
 
 
 class Transcript:
@@ -66,7 +66,7 @@ class Transcript:
         """The `numerics` of the server that began the answer; empty before it has begun."""
         return self.start.numerics if self.start is not None else ""
 
-    def note(self, record: Record) -> None:
+    def note(self, record: StreamRecord) -> None:
         """Take in what a record says; all of it or, where it raises, nothing.
 
         Raises:
@@ -94,7 +94,7 @@ class Transcript:
         """What the next replica gets; `is_kept` must hold. The arguments are those of `Resume`."""
         assert self.start is not None and self.is_kept
         choices = [
-            Choice(
+            RecordedChoice(
                 index=index, tokens=kept.tokens.tolist(), logprobs=kept.logprobs, echoed=kept.echoed, ended=kept.ended
             )
             for index, kept in sorted(self._choices.items())
@@ -102,7 +102,7 @@ class Transcript:
         start = replace(self.start, prompt=self._prompt.tolist())
         return Resume(start=start, choices=choices, next_number=next_number, timeout_s=timeout_s, moves=moves)
 
-    def _tokens(self, choice: Choice) -> array[int]:
+    def _tokens(self, choice: RecordedChoice) -> array[int]:
         """The tokens that a record has of a choice.
 
         Raises:
@@ -113,7 +113,7 @@ class Transcript:
             raise MalformedAnswer(f"a record goes on with choice {choice.index}, which is over or none")
         return _ids(choice.tokens)
 
-    def _add(self, choice: Choice, tokens: array[int]) -> None:
+    def _add(self, choice: RecordedChoice, tokens: array[int]) -> None:
         kept = self._choices.get(choice.index)
         if kept is None:
             kept = self._choices[choice.index] = _Kept()

@@ -46,24 +46,24 @@ class ReplicaFields(Struct, kw_only=True, forbid_unknown_fields=True):
     key: str | None = None
     admin_key: str | None = None
 
-    def spec(self, keys: Keys) -> ReplicaSpec:
+    def spec(self, keys: DefaultKeys) -> ReplicaSpec:
         """The replica, checked; `keys` are for one that names none.
 
         Raises:
             ConfigError: says what is wrong with its name, URL or keys.
         """
-        own = Keys(self.key or keys.key, self.admin_key or keys.admin_key)
+        own = DefaultKeys(self.key or keys.key, self.admin_key or keys.admin_key)
         return make_spec(self.name, self.url, weight=self.weight, max_in_flight=self.max_in_flight, keys=own)
 
 
-class Keys(Struct, frozen=True):
+class DefaultKeys(Struct, frozen=True):
     """The keys of replicas that have none of their own; see `ReplicaSpec`."""
 
     key: str | None = None
     admin_key: str | None = None
 
 
-def parse_replicas(text: str, file: str, *, keys: Keys = Keys()) -> tuple[ReplicaSpec, ...]:
+def parse_replicas(text: str, file: str, *, keys: DefaultKeys = DefaultKeys()) -> tuple[ReplicaSpec, ...]:
     """The replicas of a file.
 
     Args:
@@ -88,7 +88,7 @@ def parse_replicas(text: str, file: str, *, keys: Keys = Keys()) -> tuple[Replic
     return tuple(specs.values())
 
 
-def specs_of_urls(given: Sequence[str], *, keys: Keys = Keys()) -> tuple[ReplicaSpec, ...]:
+def specs_of_urls(given: Sequence[str], *, keys: DefaultKeys = DefaultKeys()) -> tuple[ReplicaSpec, ...]:
     """The replicas of `--worker-urls`; each is called by its host and port.
 
     Raises:
@@ -105,7 +105,7 @@ def specs_of_urls(given: Sequence[str], *, keys: Keys = Keys()) -> tuple[Replica
 
 
 def make_spec(
-    name: str, url: str, *, weight: float = 1.0, max_in_flight: int | None = None, keys: Keys = Keys()
+    name: str, url: str, *, weight: float = 1.0, max_in_flight: int | None = None, keys: DefaultKeys = DefaultKeys()
 ) -> ReplicaSpec:
     """A replica, checked.
 

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from phalanx.model.check import FOREIGN
-from phalanx.model.stage import Place, cannot_be_cut
+from phalanx.model.stage import ActivationArgument, cannot_be_cut
 
 BEFORE, BETWEEN, BEHIND = "before", "between", "behind"
 """Where a parameter outside the layers is read, as seen from the layers."""
@@ -30,7 +30,7 @@ BEFORE, BETWEEN, BEHIND = "before", "between", "behind"
 class LayerTrace:
     """How a model calls its layers."""
 
-    places: tuple[Place, ...]
+    places: tuple[ActivationArgument, ...]
     """By layer: where its call has the array that layers hand on."""
     caches: tuple[frozenset[int], ...]
     """By layer: the caches that it is called with, as positions in the model's cache list."""
@@ -82,7 +82,7 @@ def trace(model: Module, name: str) -> LayerTrace:
     )
 
 
-def _places(name: str, layers: tuple[Module, ...], calls: list[_Call]) -> tuple[Place, ...]:
+def _places(name: str, layers: tuple[Module, ...], calls: list[_Call]) -> tuple[ActivationArgument, ...]:
     """Where each layer's call has the array from the layer before and for the next, recognised by its identity."""
     order = [call.layer for call in calls]
     if not order:
@@ -113,7 +113,7 @@ def _places(name: str, layers: tuple[Module, ...], calls: list[_Call]) -> tuple[
     results.append(results[-1])
     outputs = [call.output if isinstance(call.output, tuple | list) else () for call in calls]
     something = [tuple(value is not None for value in output) for output in outputs]
-    return tuple(Place(*place) for place in zip(arguments, results, something, strict=True))
+    return tuple(ActivationArgument(*place) for place in zip(arguments, results, something, strict=True))
 
 
 def _results(output: Any) -> Iterator[tuple[int | None, Any]]:

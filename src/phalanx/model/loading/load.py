@@ -32,7 +32,7 @@ from phalanx.model.device_memory import read_memory
 from phalanx.model.loading.huge_pages import HugePages
 from phalanx.model.loading.lazy_model import LazyModel, build, check_config
 from phalanx.model.loading.parallel import sum_through_reducer
-from phalanx.model.loading.parameters import Parameter, main_dtype, plan_parameters
+from phalanx.model.loading.parameters import ModelParameter, main_dtype, plan_parameters
 from phalanx.model.loading.reading import CopyJob, WeightReader
 from phalanx.model.loading.resolve import resolve
 from phalanx.model.loading.shard import Split, StubGroup, split
@@ -161,7 +161,7 @@ class Prepared:
 
     path: Path
     built: LazyModel
-    plan: list[Parameter]
+    plan: list[ModelParameter]
     sums: int
     unchecked: tuple[str, ...]
     dtype: mx.Dtype
@@ -276,7 +276,7 @@ class Prepared:
         mx.eval(self.model.parameters())  # the rest are views of arrays that are filled already
         return reader.copied
 
-    def _arrays(self, reader: WeightReader) -> Iterator[tuple[Parameter, mx.array]]:
+    def _arrays(self, reader: WeightReader) -> Iterator[tuple[ModelParameter, mx.array]]:
         """Yield every tensor as stored. The next ones are read while the caller casts one."""
         lazy = dict(tree_flatten(self.model.parameters()))
         pages = HugePages(
@@ -302,13 +302,13 @@ class Prepared:
 class _PendingTensor:
     """A tensor that is being read from its file into MLX's memory, or that mlx-lm will compute."""
 
-    entry: Parameter
+    entry: ModelParameter
     array: mx.array
     copy: CopyJob | None
     staging: npt.NDArray[np.uint8] | None  # the buffer to read into, if not that of `array`
 
     @staticmethod
-    def begin(reader: WeightReader, entry: Parameter, lazy: mx.array, pages: HugePages) -> _PendingTensor:
+    def begin(reader: WeightReader, entry: ModelParameter, lazy: mx.array, pages: HugePages) -> _PendingTensor:
         """Start to read the kept part of a tensor."""
         if entry.source is None or not entry.source.nbytes:
             return _PendingTensor(entry, lazy, None, None)
@@ -319,7 +319,7 @@ class _PendingTensor:
         out = np.array(buffer, copy=False).reshape(-1).view(np.uint8) if staging is None else staging
         return _PendingTensor(entry, buffer.view(lazy.dtype), reader.begin(entry.source, entry.cut, out), staging)
 
-    def wait(self) -> tuple[Parameter, mx.array]:
+    def wait(self) -> tuple[ModelParameter, mx.array]:
         """Wait until it is read. Returns the parameter and its array as stored."""
         if self.copy is not None:
             self.copy.wait()

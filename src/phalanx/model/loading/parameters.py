@@ -21,7 +21,7 @@ from phalanx.model.loading.weights import Cut, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class ModelParameter:
     """One parameter: its source in the files, and the form in which it is kept."""
 
     name: str
@@ -47,7 +47,7 @@ def plan_parameters(
     kept_16bit: set[str],
     ranks: int,
     absent: Collection[str] = (),
-) -> list[Parameter]:
+) -> list[ModelParameter]:
     """Source and dtype of every parameter, in the order of the files; computed ones come last.
 
     Args:
@@ -68,11 +68,11 @@ def plan_parameters(
         split_up = name in parts.computed or name in parts.cuts
         stored = array.nbytes * (ranks if source is None and split_up else 1)
         nbytes = array.size * kept.size
-        entries.append(Parameter(name, array.size, kept, stored, nbytes, source, cut, repacked=name in repacking))
+        entries.append(ModelParameter(name, array.size, kept, stored, nbytes, source, cut, repacked=name in repacking))
     return sorted(entries, key=_file_position)
 
 
-def _file_position(entry: Parameter) -> tuple[bool, str, int]:
+def _file_position(entry: ModelParameter) -> tuple[bool, str, int]:
     source = entry.source
     return (True, "", 0) if source is None else (False, str(source.file), source.start)
 
@@ -85,7 +85,7 @@ def _cast_predicate(model: Module, target: mx.Dtype | None) -> Callable[[str], b
     return lambda name: bool(own(name)) and not name.endswith(".global_scale")
 
 
-def main_dtype(plan: list[Parameter]) -> mx.Dtype:
+def main_dtype(plan: list[ModelParameter]) -> mx.Dtype:
     """The floating dtype of most elements; float32 of a model without any."""
     sizes: Counter[mx.Dtype] = Counter()
     for entry in plan:

@@ -28,7 +28,7 @@ class Fused(NamedTuple):
     sizes: Names = ()  # attributes in the ratio of the parts' sizes; empty: two equal parts
 
 
-class Block(NamedTuple):
+class SplitRule(NamedTuple):
     """How modules of one class are split."""
 
     cls: str
@@ -60,17 +60,17 @@ def attention(
     gate: Names = (),
     per_head: Names = (),
     unless: str = "",
-) -> Block:
+) -> SplitRule:
     """Separate projections of queries, keys and values."""
-    return Block(
+    return SplitRule(
         cls, column=("q_proj", *gate), row=(out,), heads=(heads,), kv=Kv(kv, ratio=ratio), per_head=per_head,
         unless=unless,
     )  # fmt: skip
 
 
-def normed_attention(cls: str, heads: str, kv: str) -> Block:
+def normed_attention(cls: str, heads: str, kv: str) -> SplitRule:
     """Queries and keys normalised over all their heads (OLMo 2)."""
-    return Block(
+    return SplitRule(
         cls, column=("q_proj",), row=("o_proj",), heads=(heads,), norms=("q_norm", "k_norm"), per_head=("q_norm",),
         kv=Kv(kv, ("k_proj", "v_proj", "k_norm")),
     )  # fmt: skip
@@ -78,37 +78,37 @@ def normed_attention(cls: str, heads: str, kv: str) -> Block:
 
 def packed_attention(
     cls: str, packed: str, out: str, heads: str, kv: str, *, sizes: Names = (), gate: Names = ()
-) -> Block:
+) -> SplitRule:
     """Queries, keys and values in one matrix, one after the other."""
     counts = (heads, kv) if kv != heads else (heads,)
-    return Block(
+    return SplitRule(
         cls, column=gate, row=(out,), fused=(Fused(packed, sizes or (heads, kv, kv)),),
         heads=tuple(dict.fromkeys((*counts, *sizes))),
     )  # fmt: skip
 
 
-def latent_attention(cls: str, *, out: str = "o_proj", gate: Names = ()) -> Block:
+def latent_attention(cls: str, *, out: str = "o_proj", gate: Names = ()) -> SplitRule:
     """Multi-head latent attention (MLA): the projections after the compression are per head."""
-    return Block(
+    return SplitRule(
         cls, column=("q_proj", "q_b_proj", "kv_b_proj", *gate), row=(out,), heads=("num_heads",),
         per_head=("embed_q", "unembed_out"),
     )  # fmt: skip
 
 
-def mlp(cls: str = "MLP", column: Names = ("gate_proj", "up_proj"), row: str = "down_proj") -> Block:
+def mlp(cls: str = "MLP", column: Names = ("gate_proj", "up_proj"), row: str = "down_proj") -> SplitRule:
     """A feed-forward block."""
-    return Block(cls, column=column, row=(row,))
+    return SplitRule(cls, column=column, row=(row,))
 
 
-def packed_mlp(cls: str = "MLP", packed: str = "gate_up_proj", row: str = "down_proj") -> Block:
+def packed_mlp(cls: str = "MLP", packed: str = "gate_up_proj", row: str = "down_proj") -> SplitRule:
     """Gate and up in one matrix."""
-    return Block(cls, row=(row,), fused=(Fused(packed),))
+    return SplitRule(cls, row=(row,), fused=(Fused(packed),))
 
 
-def experts(cls: str, switch: str = "switch_mlp", shared: str = "shared_experts") -> Block:
+def experts(cls: str, switch: str = "switch_mlp", shared: str = "shared_experts") -> SplitRule:
     """A mixture of experts: every expert is split, the router is whole on every rank."""
     both = (switch, shared)
-    return Block(
+    return SplitRule(
         cls, column=tuple(f"{part}.{name}" for part in both for name in ("gate_proj", "up_proj", "fc1")),
         row=tuple(f"{part}.{name}" for part in both for name in ("down_proj", "fc2")), summed=True,
     )  # fmt: skip
@@ -122,7 +122,7 @@ PLAMO = packed_attention(
     "Attention", "qkv_proj", "o_proj", "q_num_heads", "k_num_heads", sizes=("q_proj_dim", "k_proj_dim", "v_proj_dim")
 )._replace(heads=("q_num_heads", "k_num_heads", "v_num_heads", "q_proj_dim", "k_proj_dim", "v_proj_dim"))
 
-RECIPES: dict[str, tuple[Block, ...]] = {
+RECIPES: dict[str, tuple[SplitRule, ...]] = {
     "Klear": (attention("KlearAttention", *NUM_HEADS), mlp("KlearMLP"), experts("KlearSparseMoeBlock", "experts")),
     "afmoe": (attention(gate=("gate_proj",)), mlp(), experts("AfmoeMoE", "experts")),
     "apertus": (attention("ApertusAttention", *NUM_HEADS), mlp("ApertusMLP", ("up_proj",))),
@@ -147,7 +147,7 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     "cohere2": PLAIN,
     "dbrx": (
         packed_attention("Attention", "Wqkv", "out_proj", *LATENT)._replace(heads=(*LATENT, "d_model")),
-        Block("SparseMoeBlock", column=("experts.*.v1", "experts.*.w1"), row=("experts.*.w2",), summed=True),
+        SplitRule("SparseMoeBlock", column=("experts.*.v1", "experts.*.w1"), row=("experts.*.w2",), summed=True),
     ),
     "deepseek": (
         attention("DeepseekAttention", "num_attention_heads", "num_kv_heads"),
@@ -170,11 +170,11 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     "glm4": (attention("Glm4Attention"), packed_mlp("Glm4MLP")),
     "gpt2": (packed_attention("Attention", "c_attn", "c_proj", "n_head", "n_head"), mlp("MLP", ("c_fc",), "c_proj")),
     "gpt_neox": (
-        Block("Attention", column=("query_key_value",), row=("dense",), heads=("num_attention_heads",)),
+        SplitRule("Attention", column=("query_key_value",), row=("dense",), heads=("num_attention_heads",)),
         mlp("MLP", ("dense_h_to_4h",), "dense_4h_to_h"),
     ),
     "gptj": (
-        Block("GPTJAttention", ("q_proj", "k_proj", "v_proj"), ("out_proj",), heads=("num_attention_heads",)),
+        SplitRule("GPTJAttention", ("q_proj", "k_proj", "v_proj"), ("out_proj",), heads=("num_attention_heads",)),
         mlp("GPTJMLP", ("fc_in",), "fc_out"),
     ),
     "granite": PLAIN,
@@ -189,7 +189,7 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     "hunyuan": (attention(), mlp(), experts("MoeBlock", shared="shared_mlp")),
     "hunyuan_v1_dense": PLAIN,
     "internlm2": (
-        Block("Attention", column=("wqkv",), row=("wo",), heads=("n_heads", "n_kv_heads")),
+        SplitRule("Attention", column=("wqkv",), row=("wo",), heads=("n_heads", "n_kv_heads")),
         mlp("MLP", ("w1", "w3"), "w2"),
     ),
     "internlm3": (attention(ratio="n_kv_groups"), mlp()),
@@ -214,7 +214,7 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     "muse_glimmer": (attention(gate=("gate_proj",)), mlp()),
     "nanbeige": PLAIN,
     "nanochat": (
-        Block(
+        SplitRule(
             "Attention",
             column=("c_q",),
             row=("c_proj",),
@@ -228,7 +228,7 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     "nemotron_h": (
         attention("NemotronHAttention", *LATENT),
         mlp("NemotronHMLP", ("up_proj",)),
-        Block(
+        SplitRule(
             "NemotronHMoE",
             column=("switch_mlp.fc1", "shared_experts.up_proj"),
             row=("switch_mlp.fc2", "shared_experts.down_proj"),
@@ -286,7 +286,7 @@ RECIPES: dict[str, tuple[Block, ...]] = {
     "stablelm": (attention("Attention", *LATENT, unless="qk_layernorm"), mlp()),
     "starcoder2": (attention(), mlp("MLP", ("c_fc",), "c_proj")),
     "talkie": (
-        Block(
+        SplitRule(
             "Attention",
             column=("attn_query", "attn_key", "attn_value"),
             row=("attn_resid",),

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from phalanx.config import MOST_RANKS
 from phalanx.errors import ModelUnsupported
 from phalanx.model.check import FOREIGN
-from phalanx.model.loading.recipes import FEWER_KV, RATIOS, RECIPES, REFUSED, Block, Kv
+from phalanx.model.loading.recipes import FEWER_KV, RATIOS, RECIPES, REFUSED, Kv, SplitRule
 from phalanx.model.loading.weights import Cut
 from phalanx.model.modules import class_key, copy_structure, descend, model_files
 
@@ -133,7 +133,7 @@ def _split_blocks(model: Module, group: Group) -> None:
                 owned |= {id(below) for below in module.modules()}
 
 
-def _split_block(module: Module, block: Block, group: Group) -> None:
+def _split_block(module: Module, block: SplitRule, group: Group) -> None:
     if block.unless and getattr(module, block.unless, None) not in (None, False):
         raise ValueError(f"{block.cls} with {block.unless}")
     parts = {fused.child: _segments(module, fused.child, fused.sizes) for fused in block.fused}

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from phalanx.errors import ConfigError
 from phalanx.model.loading.layer_trace import BEFORE, BEHIND, BETWEEN, LayerTrace, trace
-from phalanx.model.loading.parameters import Parameter
+from phalanx.model.loading.parameters import ModelParameter
 from phalanx.model.modules import copy_structure
 from phalanx.model.registry import inspect
 from phalanx.model.stage import Stage, cannot_be_cut, hollow
@@ -124,7 +124,7 @@ def _check_caches(found: LayerTrace, first: int, last: int, name: str) -> None:
                 )
 
 
-def fill_absent(model: Module, plan: Iterable[Parameter], names: Collection[str]) -> list[Parameter]:
+def fill_absent(model: Module, plan: Iterable[ModelParameter], names: Collection[str]) -> list[ModelParameter]:
     """Replace parameters by NaN in the dtype in which they would be kept. Returns the rest of the plan."""
     rest = []
     shapes = {name: array.shape for name, array in tree_flatten(model.parameters())}

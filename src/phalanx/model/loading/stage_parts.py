@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.dist.topology import Part, Parts
+from phalanx.dist.topology import LayerCost, Parts
 from phalanx.errors import PhalanxError
 from phalanx.model.loading.load import prepare
 from phalanx.model.loading.stage_cut import LayerCosts
@@ -20,10 +20,10 @@ from phalanx.model.loading.stage_cut import LayerCosts
 def parts_of(costs: LayerCosts) -> Parts:
     """The parts of a model. A step's time goes with the bytes that it reads, of which an embedding's are few."""
     return Parts(
-        embedding=Part(split=costs.before),
-        layers=tuple(Part(split=weights, cost=weights) for weights in costs.weights),
-        head=Part(split=costs.behind, cost=costs.behind),
-        everywhere=Part(split=0, whole=costs.everywhere),
+        embedding=LayerCost(split=costs.before),
+        layers=tuple(LayerCost(split=weights, cost=weights) for weights in costs.weights),
+        head=LayerCost(split=costs.behind, cost=costs.behind),
+        everywhere=LayerCost(split=0, whole=costs.everywhere),
     )
 
 

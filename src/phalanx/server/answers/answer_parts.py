@@ -21,15 +21,15 @@ from phalanx.server.outputs.pieces import (
     CallEnd,
     OutputParser,
     Piece,
-    Reasoning,
-    Text,
+    ReasoningPiece,
+    TextPiece,
 )
 
 ALPHANUMERIC = string.ascii_letters + string.digits
 ID_CHARS = 9  # Mistral's templates refuse every other id; 10**16 of them
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class AnswerPart(Struct, frozen=True, kw_only=True):
     """What a further text adds to a choice."""
 
     text: str = ""
@@ -86,12 +86,12 @@ class AnswerParts:
         self._text: list[str] = []
         self._reasoning: list[str] = []
 
-    def add(self, text: str, n_tokens: int) -> Part:
+    def add(self, text: str, n_tokens: int) -> AnswerPart:
         """What is certain with this text, which so many further tokens brought."""
         self._uncounted += n_tokens
         return self._take(self._parser.add(text) if text else [])
 
-    def finish(self) -> Part:
+    def finish(self) -> AnswerPart:
         """The rest. To be called once, unless `ended`."""
         return self._take(self._parser.finish())
 
@@ -116,16 +116,16 @@ class AnswerParts:
             reasoning="".join(self._reasoning),
         )
 
-    def _take(self, pieces: Sequence[Piece]) -> Part:
+    def _take(self, pieces: Sequence[Piece]) -> AnswerPart:
         self._count(pieces)
         text: list[str] = []
         reasoning: list[str] = []
         calls: list[CallDelta] = []
         for piece in pieces:
             match piece:
-                case Text():
+                case TextPiece():
                     text.append(piece.text)
-                case Reasoning():
+                case ReasoningPiece():
                     reasoning.append(piece.text)
                 case CallBegin():
                     calls.append(self._begin(piece.name))
@@ -140,7 +140,7 @@ class AnswerParts:
                 break
         self._text += text
         self._reasoning += reasoning
-        return Part(text="".join(text), reasoning="".join(reasoning), calls=tuple(calls))
+        return AnswerPart(text="".join(text), reasoning="".join(reasoning), calls=tuple(calls))
 
     def _begin(self, name: str) -> CallDelta:
         self._call = CallDelta(index=self._n_begun, id=self._id_of(self._n_begun), name=name)
@@ -155,6 +155,6 @@ class AnswerParts:
     def _count(self, pieces: Sequence[Piece]) -> None:
         """Tokens belong to the piece that they complete: an opening mark to what follows it."""
         if pieces:
-            if isinstance(pieces[0], Reasoning):
+            if isinstance(pieces[0], ReasoningPiece):
                 self.reasoning_tokens += self._uncounted
             self._uncounted = 0

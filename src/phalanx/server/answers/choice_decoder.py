@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from phalanx.server.answers.answer_parts import AnswerParts, Part, Written
-from phalanx.server.answers.deltas import Delta, Ending, ScoredToken, TokenText, join_calls
+from phalanx.server.answers.answer_parts import AnswerPart, AnswerParts, Written
+from phalanx.server.answers.deltas import ChoiceEnding, Delta, ScoredToken, TokenText, join_calls
 from phalanx.server.requests.parsed import Options
 from phalanx.server.sequences.output_queue import StreamEnd
 from phalanx.text.tokenizer import StopAutomaton, StopStrings, Tokenizer
@@ -108,7 +108,7 @@ class ChoiceDecoder:
         written = None if self._parts is None or cut else self._parts.written()
         return None if written is None else (written, self._tokens)
 
-    def ending(self, event: StreamEnd) -> Ending:
+    def ending(self, event: StreamEnd) -> ChoiceEnding:
         """The choice's ending, with counts clipped to the stop string."""
         finished, timings = event.finished, event.timings
         n = finished.n_tokens if self.stopped_at is None else min(self.stopped_at, finished.n_tokens)
@@ -119,7 +119,7 @@ class ChoiceDecoder:
             # Each of the two can only be too short.
             decode_s = max(timings.last_token - timings.first_token, finished.timing.decode_s)
             tpot = decode_s / (finished.n_tokens - 1)
-        return Ending(
+        return ChoiceEnding(
             reason=self._reason(finished.reason),
             detail=detail,
             stop_string=self._stop_string(),
@@ -152,19 +152,21 @@ class ChoiceDecoder:
             return "length"
         return "tool_calls" if self._parts is not None and self._parts.called else "stop"
 
-    def _part(self, text: str, *tokens: int) -> Part:
+    def _part(self, text: str, *tokens: int) -> AnswerPart:
         """What the text is, which these tokens brought."""
         if self._parts is None:
-            return Part(text=text)
+            return AnswerPart(text=text)
         self._tokens += tokens
         if self._parts.ended:
-            return Part()
+            return AnswerPart()
         part = self._parts.add(text, len(tokens))
         if self._parts.ended and self.stopped_at is None:
             self.stopped_at = self._n_tokens
         return part
 
-    def _delta(self, parts: Sequence[Part], scored: tuple[ScoredToken, ...], ending: Ending | None = None) -> Delta:
+    def _delta(
+        self, parts: Sequence[AnswerPart], scored: tuple[ScoredToken, ...], ending: ChoiceEnding | None = None
+    ) -> Delta:
         return Delta(
             index=self._index,
             text="".join(part.text for part in parts),

@@ -30,7 +30,7 @@ class ScoredToken(Struct, frozen=True):
     offset: int  # characters of the choice's text before this token
 
 
-class Ending(Struct, frozen=True, kw_only=True):
+class ChoiceEnding(Struct, frozen=True, kw_only=True):
     """Why a choice ended, and its token counts and times (seconds)."""
 
     reason: Literal["stop", "length", "tool_calls"]
@@ -64,7 +64,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()  # at most one per call
     scored: tuple[ScoredToken, ...] = ()
-    ending: Ending | None = None
+    ending: ChoiceEnding | None = None
 
     @property
     def n_chars(self) -> int:
@@ -117,7 +117,7 @@ def moves_json(head: ResponseHead) -> dict[str, Any]:
     return {"phalanx": {"moves": head.moves, "exact": False}} if head.moves else {}
 
 
-def timing_json(ending: Ending, first_byte_s: float | None) -> dict[str, float]:
+def timing_json(ending: ChoiceEnding, first_byte_s: float | None) -> dict[str, float]:
     """The `timing` extension, in seconds, without unknown values. Only streams have a `first_byte` (G3)."""
     values = {
         "queue": ending.timing.queue_s,

@@ -12,10 +12,10 @@ from operator import attrgetter
 
 from msgspec import Struct
 
-from phalanx.http.stream_records import Choice
+from phalanx.http.stream_records import RecordedChoice
 from phalanx.server.answers.answer_parts import AnswerParts, Written, call_id
 from phalanx.server.answers.choice_decoder import ChoiceDecoder
-from phalanx.server.answers.deltas import Delta, Ending, ScoredToken, Usage, join_calls
+from phalanx.server.answers.deltas import ChoiceEnding, Delta, ScoredToken, Usage, join_calls
 from phalanx.server.outputs.pieces import OutputParser
 from phalanx.server.requests.parsed import Options
 from phalanx.server.sequences.journal import RequestSlots
@@ -72,10 +72,10 @@ class Generation:
             for index, request in enumerate(requests)
         ]
         self._echoed: set[int] = set()  # choices whose prompt the client has
-        self._endings: dict[int, Ending] = {}
+        self._endings: dict[int, ChoiceEnding] = {}
         self._slots: RequestSlots | None = None
 
-    def replay(self, known: Sequence[Choice]) -> list[Delta]:
+    def replay(self, known: Sequence[RecordedChoice]) -> list[Delta]:
         """Take in what another server has decoded, before `begin`. Returns the deltas that the client has."""
         deltas: list[Delta] = []
         for choice in known:
@@ -185,7 +185,7 @@ class Generation:
         )
 
     @property
-    def first_ending(self) -> Ending:
+    def first_ending(self) -> ChoiceEnding:
         """The ending of choice 0. Valid once `deltas` is exhausted."""
         return self._endings[0]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.errors import EngineUnavailable
 from phalanx.http.error_responses import without_paths
-from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.supervision.client import EngineClient
 from phalanx.types import Batch, EngineStats, Finished, ModelInfo
 
@@ -23,7 +23,7 @@ LEAST_GAP_S = 0.1  # least time between two pings, however many answers end
 SILENT_S = 15.0  # longer than any step should take; less than the default limit for killing the engine
 
 
-class Health:
+class EngineHealth:
     """Listens to the engine's events, pings the engine, and reports its state.
 
     Args:
@@ -34,7 +34,7 @@ class Health:
     def __init__(
         self,
         engine: EngineClient,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         *,
         stall_s: float,
         limit: int,

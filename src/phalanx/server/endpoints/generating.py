@@ -36,11 +36,11 @@ from phalanx.server.prompts.chat_encoding import ChatEncoder, Encoded
 from phalanx.server.prompts.grammar_checks import GrammarChecks
 from phalanx.server.prompts.prompt_encoder import SHORT, Prompts
 from phalanx.server.requests.intake import Intake
-from phalanx.server.requests.parsed import ChatRequest, CompletionRequest, Options, Served
+from phalanx.server.requests.parsed import ApiModel, ChatRequest, CompletionRequest, Options
 from phalanx.server.requests.validate import check_echoed, plan_sequences
 from phalanx.server.sequences.journal import Journal
-from phalanx.server.sequences.resumption import Migration, migration_of, recorded
-from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.server.sequences.resumption import Resumption, migration_of, recorded
+from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.types import ModelInfo
 
@@ -51,7 +51,7 @@ LINES = "application/x-ndjson"  # the media type of streams that are no server-s
 B = TypeVar("B", bound=Body)
 
 
-class Job(Struct, frozen=True, kw_only=True):
+class GenerationJob(Struct, frozen=True, kw_only=True):
     """A parsed request that is not tokenised yet."""
 
     options: Options
@@ -68,7 +68,7 @@ class Job(Struct, frozen=True, kw_only=True):
     echo: bool = False
     owner: str = ""  # whose API key it has; see `ApiKeys.owner`
     memory: BodyLease  # of the body, until the prompts are tokenised
-    migration: Migration | None = None  # None: no records of streams are sent
+    migration: Resumption | None = None  # None: no records of streams are sent
 
     @property
     def resume(self) -> Resume | None:
@@ -91,13 +91,13 @@ class CompletionEndpoints:
     def __init__(
         self,
         config: ServerConfig,
-        served: Served,
+        served: ApiModel,
         intake: Intake,
         prompts: Prompts,
         chats: ChatEncoder,
         grammars: GrammarChecks,
         journal: Journal,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         numerics: Callable[[ModelInfo], str],
         clock: Callable[[], float],
     ) -> None:
@@ -138,12 +138,12 @@ class CompletionEndpoints:
 
         return endpoint
 
-    def _job(self, asked: ParsedBody, dialect: Dialect[B], owner: str, memory: BodyLease) -> Job:
+    def _job(self, asked: ParsedBody, dialect: Dialect[B], owner: str, memory: BodyLease) -> GenerationJob:
         id = f"{dialect.id_prefix}{uuid.uuid4().hex}"
         silence_s = min(self._config.keepalive_seconds, dialect.longest_silence_s)
         parsed = asked.request
         job = partial(
-            Job,
+            GenerationJob,
             options=parsed.options,
             field=dialect.field,
             group=id,
@@ -168,12 +168,12 @@ class CompletionEndpoints:
             raise InvalidRequest(f"{RESUME}: start.prompt is a chat's; this request has its own prompt.")
         return Encoded(prompts=[await self._prompts.encode(prompt, limit=limit) for prompt in parsed.prompts])
 
-    async def _answer(self, request: Request, job: Job) -> Response:
+    async def _answer(self, request: Request, job: GenerationJob) -> Response:
         if job.options.stream:
             return await self._stream(job)
         return await unless_disconnected(request, self._whole(job))
 
-    async def _whole(self, job: Job) -> Response:
+    async def _whole(self, job: GenerationJob) -> Response:
         with self._journal.reserve(job.n_choices, job.owner) as slots:
             generation = await self._prepare(job)
             choices = await generation.choices(slots)
@@ -182,7 +182,7 @@ class CompletionEndpoints:
         body = await self._prompts.run(_size(job, choices), lambda: to_json(form.whole(choices, usage, timing)))
         return Response(body, media_type="application/json")
 
-    async def _stream(self, job: Job) -> Response:
+    async def _stream(self, job: GenerationJob) -> Response:
         with ExitStack() as stack:
             slots = stack.enter_context(self._journal.reserve(job.n_choices, job.owner))
             generation = await self._prepare(job)
@@ -195,7 +195,7 @@ class CompletionEndpoints:
                 events = recorded(events, job.migration.ledger, lines=form.media_type == LINES)
             return EventStream(events, stack.pop_all().close, form.media_type)
 
-    async def _prepare(self, job: Job) -> Generation:
+    async def _prepare(self, job: GenerationJob) -> Generation:
         info = self._journal.require_ready()
         begun = None
         if (migration := job.migration) is not None and migration.resume is not None:
@@ -237,7 +237,9 @@ class CompletionEndpoints:
             self._prompts.tokenizer, job.options, requests, echoes, id=job.id, reading=encoded.reading, ledger=ledger
         )
 
-    async def _replay(self, job: Job, migration: Migration, generation: Generation, form: AnswerFormat) -> None:
+    async def _replay(
+        self, job: GenerationJob, migration: Resumption, generation: Generation, form: AnswerFormat
+    ) -> None:
         """Bring decoders and format to the state of the server that sent what the client has."""
         if (resume := migration.resume) is None:
             return
@@ -250,7 +252,7 @@ class CompletionEndpoints:
         await self._prompts.run(migration.n_known, work)
 
     async def _events(
-        self, job: Job, form: AnswerFormat, generation: Generation, arrived: float
+        self, job: GenerationJob, form: AnswerFormat, generation: Generation, arrived: float
     ) -> AsyncGenerator[bytes]:
         """The stream's bytes. An error becomes an event, because the status was sent before."""
         so_far = generation.usage_so_far() if job.options.continuous_usage else None
@@ -288,14 +290,14 @@ class CompletionEndpoints:
         else:
             yield await self._prompts.run(n_scored, lambda: form.closing(usage, timing))
 
-    async def _write(self, job: Job, form: AnswerFormat, deltas: list[Delta], so_far: Usage | None) -> bytes:
+    async def _write(self, job: GenerationJob, form: AnswerFormat, deltas: list[Delta], so_far: Usage | None) -> bytes:
         """The events of some deltas. Those of a step are short; an echoed prompt is long, and may be scored."""
         size = _size(job, deltas)
         if size <= FEW_SCORED:
             return form.events(deltas, so_far)
         return await self._prompts.run(size, lambda: form.events(deltas, so_far))
 
-    def _head(self, job: Job) -> ResponseHead:
+    def _head(self, job: GenerationJob) -> ResponseHead:
         options = job.options
         return ResponseHead(
             id=job.id,
@@ -312,7 +314,7 @@ def _is_streamed(asked: ParsedBody | StaticAnswer) -> bool:
     return isinstance(asked, ParsedBody) and asked.request.options.stream
 
 
-def _moving(job: Job, migration: Migration | None) -> Job:
+def _moving(job: GenerationJob, migration: Resumption | None) -> GenerationJob:
     """The job of a stream that may move; with the answer that it is, if it has."""
     if migration is None or not job.options.stream:
         return job
@@ -322,20 +324,20 @@ def _moving(job: Job, migration: Migration | None) -> Job:
     return replace(job, migration=migration, id=start.id, created=start.created)
 
 
-def _seed(job: Job) -> int:
+def _seed(job: GenerationJob) -> int:
     """The seed of the sampling: the answer's if it has begun, else the client's, else a random one."""
     if job.resume is not None:
         return job.resume.start.seed
     return job.options.sampling.seed if job.options.seeded else secrets.randbits(64)
 
 
-def _size(job: Job, deltas: list[Delta]) -> int:
+def _size(job: GenerationJob, deltas: list[Delta]) -> int:
     """How long these deltas take to write, in log-probabilities."""
     n_scored = sum(len(delta.scored) for delta in deltas) * _scores_of_one(job)
     return n_scored + sum(delta.n_chars for delta in deltas) // CHARS
 
 
-def _scores_of_one(job: Job) -> int:
+def _scores_of_one(job: GenerationJob) -> int:
     """Log-probabilities of one token in the answer."""
     top = job.options.sampling.logprobs
     return 0 if top is None else 1 + top

@@ -19,17 +19,17 @@ from phalanx.http.api_keys import ApiKeys
 from phalanx.http.media_types import require_json
 from phalanx.http.model_lists import more_of_models
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody
-from phalanx.server.endpoints.engine_health import Health
+from phalanx.server.endpoints.engine_health import EngineHealth
 from phalanx.server.fields.json_pieces import to_json
 from phalanx.server.fields.openai_bodies import Body, DetokenizeBody, TokenizeBody
 from phalanx.server.prompts.chat_encoding import ChatEncoder
 from phalanx.server.prompts.prompt_encoder import Prompts
 from phalanx.server.requests.intake import Intake
-from phalanx.server.requests.parsed import ChatRequest, Served
+from phalanx.server.requests.parsed import ApiModel, ChatRequest
 from phalanx.server.requests.sampling_fields import resolve_model
 from phalanx.server.requests.validate import parse_detokenize, parse_tokenize
 from phalanx.server.sequences.journal import describe
-from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
 from phalanx.types import ModelInfo, ResetPrefixCache
@@ -44,12 +44,12 @@ class InfoEndpoints:
         self,
         config: ServerConfig,
         engine: EngineClient,
-        served: Served,
+        served: ApiModel,
         intake: Intake,
         prompts: Prompts,
         chats: ChatEncoder,
-        health: Health,
-        metrics: Metrics,
+        health: EngineHealth,
+        metrics: ServerMetrics,
         keys: ApiKeys,
     ) -> None:
         self._config = config

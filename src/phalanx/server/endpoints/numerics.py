@@ -10,12 +10,12 @@ import hashlib
 from collections.abc import Callable
 
 from phalanx import __version__
-from phalanx.server.requests.parsed import Served
+from phalanx.server.requests.parsed import ApiModel
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.types import ModelInfo
 
 
-def numerics_of(config: ServerConfig, served: Served, tokenizer: str) -> Callable[[ModelInfo], str]:
+def numerics_of(config: ServerConfig, served: ApiModel, tokenizer: str) -> Callable[[ModelInfo], str]:
     """Makes a server's hash, once its model is known.
 
     Args:

@@ -14,7 +14,7 @@ from phalanx.server.dialects.ollama.ollama_body import OllamaModelBody
 from phalanx.server.dialects.ollama.ollama_dialect import resolve_name
 from phalanx.server.dialects.ollama.ollama_models import REFUSED, OllamaModel
 from phalanx.server.requests.intake import Intake
-from phalanx.server.requests.parsed import Served
+from phalanx.server.requests.parsed import ApiModel
 from phalanx.types import ModelInfo
 
 
@@ -26,7 +26,7 @@ class OllamaEndpoints:
         info: of the loaded model; raises EngineUnavailable before there is one.
     """
 
-    def __init__(self, served: Served, intake: Intake, template: str, info: Callable[[], ModelInfo]) -> None:
+    def __init__(self, served: ApiModel, intake: Intake, template: str, info: Callable[[], ModelInfo]) -> None:
         self._served = served
         self._intake = intake
         self._template = template

@@ -147,7 +147,7 @@ class JsonSchemaFormat(Body, kw_only=True):
     strict: Annotated[bool | None, about("Accepted for compatibility; the answer always matches the schema.")] = None
 
 
-class AnswerFormat(Body, kw_only=True):
+class ResponseFormatBody(Body, kw_only=True):
     """`response_format`"""
 
     type: Annotated[str, about("text, json_object or json_schema.")]
@@ -204,7 +204,7 @@ class SamplingBody(Body, kw_only=True):
         bool | None,
         about("Adds `completion_tokens_details` to `usage`: predicted tokens, accepted and rejected. Ours."),
     ] = None
-    response_format: Annotated[AnswerFormat | None, about("What the answer looks like.")] = None
+    response_format: Annotated[ResponseFormatBody | None, about("What the answer looks like.")] = None
     structured_outputs: Annotated[StructuredOutputs | None, about("What the answer looks like, as in vLLM.")] = None
     guided_json: Annotated[dict[str, Any] | str | None, about("structured_outputs.json, by its older name.")] = None
     guided_regex: Annotated[str | None, about("structured_outputs.regex, by its older name.")] = None

@@ -12,8 +12,8 @@ from phalanx.server.outputs.pieces import (
     CallBroken,
     CallEnd,
     Piece,
-    Reasoning,
-    Text,
+    ReasoningPiece,
+    TextPiece,
     ToolDefinition,
 )
 from phalanx.server.outputs.reader import Marks, Reader, Steps
@@ -56,7 +56,7 @@ class Calls:
             self._spaces = []
             self._after_mark = False
         if text:
-            self.pieces.append(Text(text))
+            self.pieces.append(TextPiece(text))
 
     def mark(self, *, keeps_space: bool = True) -> None:
         """Content is interrupted by a mark."""
@@ -73,7 +73,7 @@ class Calls:
             body = ("\n" if self._reasoned else "") + body.lstrip()
             self._in_block = self._reasoned = True
         if body:
-            self.pieces.append(Reasoning("".join(self._spaces) + body))
+            self.pieces.append(ReasoningPiece("".join(self._spaces) + body))
             self._spaces = []
         self._spaces.append(text[len(text.rstrip()) :])
 
@@ -85,7 +85,7 @@ class Calls:
     def finish(self) -> None:
         """The text ended. White space is an answer where there is nothing else."""
         if not self._has_marks and (text := "".join(self._spaces)):
-            self.pieces.append(Text(text))
+            self.pieces.append(TextPiece(text))
 
     @property
     def sending(self) -> bool:

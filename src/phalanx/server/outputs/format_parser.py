@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from phalanx.server.outputs.calls import Broken, Calls
 from phalanx.server.outputs.formats import ReasoningShape, ToolFormat
 from phalanx.server.outputs.harmony import HarmonyCalls, read_harmony
-from phalanx.server.outputs.pieces import CallArguments, Piece, Reasoning, Text, ToolDefinition
+from phalanx.server.outputs.pieces import CallArguments, Piece, ReasoningPiece, TextPiece, ToolDefinition
 from phalanx.server.outputs.reader import Marks, Reader, Steps
 
 
@@ -57,7 +57,7 @@ class FormatParser:
         joined: list[Piece] = []
         run: list[str] = []
         for i, piece in enumerate(pieces):
-            if not isinstance(piece, (Text, Reasoning, CallArguments)):
+            if not isinstance(piece, (TextPiece, ReasoningPiece, CallArguments)):
                 joined.append(piece)
                 continue
             run.append(piece.text)

@@ -20,7 +20,7 @@ from phalanx.server.outputs.pieces import ToolDefinition
 _COMBINED = ("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "dependentRequired", "dependentSchemas")
 
 
-class Parameter:
+class CallParameter:
     """A parameter of a tool: its schema, and whether a call must have it."""
 
     def __init__(self, tool: ToolDefinition, name: str, schema: Any, *, required: bool) -> None:
@@ -38,7 +38,7 @@ class Parameter:
         return {**{key: self.root[key] for key in ("$defs", "definitions") if key in self.root}, **schema}
 
 
-def parameters_of(tool: ToolDefinition) -> list[Parameter]:
+def parameters_of(tool: ToolDefinition) -> list[CallParameter]:
     """The parameters of a tool, in the order of its schema.
 
     Raises:
@@ -56,7 +56,8 @@ def parameters_of(tool: ToolDefinition) -> list[Parameter]:
     required = required if isinstance(required, list) else []
     extra: dict[str, Any] = {name: {} for name in required if isinstance(name, str) and name not in properties}
     return [
-        Parameter(tool, name, part, required=name in required) for name, part in [*properties.items(), *extra.items()]
+        CallParameter(tool, name, part, required=name in required)
+        for name, part in [*properties.items(), *extra.items()]
     ]
 
 
@@ -116,7 +117,7 @@ def _listed(lark: Lark, members: Sequence[tuple[str, bool]], separator: str) -> 
     return begins
 
 
-def _value(lark: Lark, form: MarkupCalls, parameter: Parameter) -> str:
+def _value(lark: Lark, form: MarkupCalls, parameter: CallParameter) -> str:
     """An expression for a parameter's value and its closing mark."""
     close = lark.text(form.pad + form.parameter[1])
     schema = parameter.schema
@@ -135,17 +136,17 @@ def _value(lark: Lark, form: MarkupCalls, parameter: Parameter) -> str:
     return f"{lark.text(form.pad)} ({' | '.join(alternatives)})".strip()
 
 
-def _has_choices(parameter: Parameter) -> bool:
+def _has_choices(parameter: CallParameter) -> bool:
     return "enum" in parameter.schema or "const" in parameter.schema
 
 
-def _choices(parameter: Parameter) -> list[str]:
+def _choices(parameter: CallParameter) -> list[str]:
     """The texts of a parameter that has only these values."""
     allowed = parameter.schema.get("enum", [parameter.schema.get("const")])
     return [value if isinstance(value, str) else json.dumps(value) for value in allowed]
 
 
-def _survives(form: MarkupCalls, text: str, parameter: Parameter) -> bool:
+def _survives(form: MarkupCalls, text: str, parameter: CallParameter) -> bool:
     """Whether the reader of the format makes one of the allowed values of this text."""
     if form.is_string(parameter.schema, parameter.root):
         string = values.StreamedString(form.trim, may_be_null=form.rule in ("qwen", "minimax"))
@@ -156,7 +157,7 @@ def _survives(form: MarkupCalls, text: str, parameter: Parameter) -> bool:
     return json.loads(read) in allowed
 
 
-def _other_types(parameter: Parameter) -> Iterator[dict[str, Any]]:
+def _other_types(parameter: CallParameter) -> Iterator[dict[str, Any]]:
     """Schemas for the values of a parameter that may be a string, but are none."""
     if isinstance(declared := parameter.schema.get("type"), list):
         yield from ({**parameter.schema, "type": name} for name in declared if name != "string")
@@ -168,7 +169,7 @@ def _other_types(parameter: Parameter) -> Iterator[dict[str, Any]]:
 
 def _free_text(
     lark: Lark,
-    parameter: Parameter,
+    parameter: CallParameter,
     close: str,
     texts: Sequence[str] | None,
     pad: str = "",
@@ -196,7 +197,7 @@ def _free_text(
     return lark.terminal(f"{body} {json.dumps(pad + close)}")
 
 
-def _conditions(parameter: Parameter) -> Iterator[str]:
+def _conditions(parameter: CallParameter) -> Iterator[str]:
     """What the schema asks of a string, as regular expressions."""
     schema = parameter.schema
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")

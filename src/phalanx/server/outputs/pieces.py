@@ -7,13 +7,13 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 
-class Text(Struct, frozen=True):
+class TextPiece(Struct, frozen=True):
     """A further part of the answer's content."""
 
     text: str
 
 
-class Reasoning(Struct, frozen=True):
+class ReasoningPiece(Struct, frozen=True):
     """A further part of the reasoning before, or between parts of, the answer."""
 
     text: str
@@ -42,13 +42,13 @@ class CallEnd(Struct, frozen=True):
 
 
 class CallBroken(Struct, frozen=True):
-    """The begun call is void: its arguments are no JSON, or the text ended inside. Its text follows as `Text`.
+    """The begun call is void: its arguments are no JSON, or the text ended inside. Its text follows as `TextPiece`.
 
     An answer that is sent whole leaves the call out; a stream has sent the fragments so far and adds none.
     """
 
 
-Piece = Text | Reasoning | CallBegin | CallArguments | CallEnd | CallBroken
+Piece = TextPiece | ReasoningPiece | CallBegin | CallArguments | CallEnd | CallBroken
 
 
 class OutputParser(Protocol):

@@ -36,7 +36,6 @@ from phalanx.server.fields.openai_bodies import (
     MAX_PARTS,
     MAX_PROMPTS,
     MAX_TOOLS,
-    AnswerFormat,
     Body,
     CalledFunctionBody,
     ChatBody,
@@ -46,6 +45,7 @@ from phalanx.server.fields.openai_bodies import (
     DetokenizeBody,
     FunctionBody,
     JsonSchemaFormat,
+    ResponseFormatBody,
     SamplingBody,
     StreamOptions,
     StructuredOutputs,
@@ -199,8 +199,10 @@ LARGE: Readers = {
     (FunctionBody, "parameters"): read_variables,
     (ChatBody, "functions"): unread_list,
     (SamplingBody, "stream_options"): _object_of(StreamOptions),
-    (SamplingBody, "response_format"): _of_type(AnswerFormat, ("text", "json_object", "json_schema"), ANSWER_FORMATS),
-    (AnswerFormat, "json_schema"): _object_of(JsonSchemaFormat),
+    (SamplingBody, "response_format"): _of_type(
+        ResponseFormatBody, ("text", "json_object", "json_schema"), ANSWER_FORMATS
+    ),
+    (ResponseFormatBody, "json_schema"): _object_of(JsonSchemaFormat),
     (JsonSchemaFormat, "schema"): at_most(SCHEMA_BYTES, read_dict),
     (SamplingBody, "structured_outputs"): _object_of(StructuredOutputs),
     (StructuredOutputs, "json"): at_most(SCHEMA_BYTES, _schema_or_text),

@@ -11,12 +11,12 @@ from typing import Any, cast
 from phalanx.server.fields.call_arguments import parse_arguments
 from phalanx.server.fields.openai_bodies import ChatBody, ChatMessage, TokenizeBody, ToolCallBody
 from phalanx.server.fields.refusals import ONLY_FUNCTIONS, ONLY_TEXT, check_depth, foreign_type, invalid, unsupported
-from phalanx.server.requests.parsed import Conversation, Served
+from phalanx.server.requests.parsed import ApiModel, Conversation
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def parse_conversation(body: ChatBody | TokenizeBody, kwargs: dict[str, Any], served: Served) -> Conversation:
+def parse_conversation(body: ChatBody | TokenizeBody, kwargs: dict[str, Any], served: ApiModel) -> Conversation:
     """The messages and how to render them. The request's template variables `kwargs` win over the server's.
 
     Raises:

@@ -14,13 +14,13 @@ from msgspec import Struct
 from phalanx.server.fields.openai_bodies import ChatBody, ToolBody
 from phalanx.server.fields.refusals import ONLY_FUNCTIONS, foreign_type, invalid, unsupported
 from phalanx.server.outputs.pieces import ToolDefinition
-from phalanx.server.requests.parsed import Served, ToolUse
+from phalanx.server.requests.parsed import ApiModel, ToolUse
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # OpenAI: 64, without dots; tools of tool servers are named SERVER.TOOL
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
-class Choice(Struct, frozen=True, kw_only=True):
+class AllowedTools(Struct, frozen=True, kw_only=True):
     """What a request says of calling its tools."""
 
     may: bool = True
@@ -29,7 +29,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     parallel: bool = True  # several may be called in one answer
 
 
-def parse_tools(body: ChatBody, served: Served) -> ToolUse | None:
+def parse_tools(body: ChatBody, served: ApiModel) -> ToolUse | None:
     """The tools that the model may call; None if it may call none.
 
     Raises:
@@ -41,7 +41,7 @@ def parse_tools(body: ChatBody, served: Served) -> ToolUse | None:
     if chosen not in (None, "none", "auto", "required") and not named:
         known = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
         raise invalid("tool_choice", f"tool_choice is {str(chosen)[:40]!r}; it must be {known}.")
-    choice = Choice(
+    choice = AllowedTools(
         may=named or chosen != "none",
         must=named or chosen == "required",
         name=chosen if named else None,
@@ -50,7 +50,7 @@ def parse_tools(body: ChatBody, served: Served) -> ToolUse | None:
     return choose_tools(definitions(body.tools or []), choice, served)
 
 
-def choose_tools(defined: Sequence[ToolDefinition], choice: Choice, served: Served) -> ToolUse | None:
+def choose_tools(defined: Sequence[ToolDefinition], choice: AllowedTools, served: ApiModel) -> ToolUse | None:
     """The tools that the model may call, of those that a request of any dialect defines; None if it may call none.
 
     Raises:

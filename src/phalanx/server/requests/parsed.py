@@ -37,7 +37,7 @@ def shown_name(model: str) -> str:
     return path.name if path.name not in ("", "..") else path.resolve().name
 
 
-class Served(Struct, frozen=True, kw_only=True):
+class ApiModel(Struct, frozen=True, kw_only=True):
     """The served model as the API shows it, and the API's limits."""
 
     names: tuple[str, ...]  # the first one is the default

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from phalanx.errors import UnknownModel
 from phalanx.server.fields.openai_bodies import SamplingBody, StreamOptions
 from phalanx.server.fields.refusals import count, in_range, invalid, show, unsupported
-from phalanx.server.requests.parsed import GenerationDefaults, Options, Served
+from phalanx.server.requests.parsed import ApiModel, GenerationDefaults, Options
 from phalanx.server.requests.structured import parse_answer
 from phalanx.types import Sampling
 
@@ -40,7 +40,7 @@ NEUTRAL = {
 the one that asks for nothing."""
 
 
-def parse_options(body: SamplingBody, served: Served, max_tokens: int | None, logprobs: int | None) -> Options:
+def parse_options(body: SamplingBody, served: ApiModel, max_tokens: int | None, logprobs: int | None) -> Options:
     """Parse everything but the prompt.
 
     Args:
@@ -84,7 +84,7 @@ def parse_options(body: SamplingBody, served: Served, max_tokens: int | None, lo
     )
 
 
-def resolve_model(name: str | None, served: Served) -> str:
+def resolve_model(name: str | None, served: ApiModel) -> str:
     """The requested name, or the default one.
 
     Raises:

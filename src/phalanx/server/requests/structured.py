@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from phalanx.server.fields.json_schemas import bounded, check_size
-from phalanx.server.fields.openai_bodies import AnswerFormat, SamplingBody, StructuredOutputs
+from phalanx.server.fields.openai_bodies import ResponseFormatBody, SamplingBody, StructuredOutputs
 from phalanx.server.fields.refusals import ANSWER_FORMATS, foreign_type, invalid, unsupported
 from phalanx.server.outputs.lark import literal, pattern
 from phalanx.server.requests.parsed import AnswerGrammar
@@ -52,7 +52,7 @@ def _all(body: SamplingBody) -> Iterator[AnswerGrammar]:
         yield _grammar("guided_grammar", "guided_grammar", body.guided_grammar)
 
 
-def _response_format(form: AnswerFormat) -> Iterator[AnswerGrammar]:
+def _response_format(form: ResponseFormatBody) -> Iterator[AnswerGrammar]:
     param = "response_format"
     if form.type not in ("text", "json_object", "json_schema"):
         raise foreign_type(param, form.type, ANSWER_FORMATS)

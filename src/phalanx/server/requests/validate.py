@@ -18,11 +18,11 @@ from phalanx.server.fields.refusals import check_ids, count, in_range, invalid, 
 from phalanx.server.requests.conversation import parse_conversation, parse_prompts
 from phalanx.server.requests.offered_tools import definitions, parse_tools, shown_tools
 from phalanx.server.requests.parsed import (
+    ApiModel,
     ChatRequest,
     CompletionRequest,
     Conversation,
     Options,
-    Served,
     TokenizeRequest,
 )
 from phalanx.server.requests.sampling_fields import MAX_TOP_LOGPROBS, parse_options, resolve_model
@@ -33,7 +33,7 @@ MAX_SCORED = 1 << 18  # of all prompts of a request; as objects they take 100 MB
 MAX_ECHOED = 1 << 23  # characters of all echoed prompts of a request
 
 
-def parse_chat(body: ChatBody, served: Served) -> ChatRequest:
+def parse_chat(body: ChatBody, served: ApiModel) -> ChatRequest:
     """Parse a chat request.
 
     Raises:
@@ -62,7 +62,7 @@ def template_variables(
     return variables
 
 
-def parse_completion(body: CompletionBody, served: Served) -> CompletionRequest:
+def parse_completion(body: CompletionBody, served: ApiModel) -> CompletionRequest:
     """Parse a text completion request.
 
     Raises:
@@ -86,7 +86,7 @@ def parse_completion(body: CompletionBody, served: Served) -> CompletionRequest:
     return CompletionRequest(options=options, prompts=prompts, echo=echo)
 
 
-def parse_tokenize(body: TokenizeBody, served: Served) -> TokenizeRequest:
+def parse_tokenize(body: TokenizeBody, served: ApiModel) -> TokenizeRequest:
     """Parse a tokenize request.
 
     Raises:
@@ -109,7 +109,7 @@ def parse_tokenize(body: TokenizeBody, served: Served) -> TokenizeRequest:
     return TokenizeRequest(source=source, add_special_tokens=special, with_texts=bool(body.return_token_strs))
 
 
-def parse_detokenize(body: DetokenizeBody, served: Served, info: ModelInfo) -> list[int]:
+def parse_detokenize(body: DetokenizeBody, served: ApiModel, info: ModelInfo) -> list[int]:
     """Parse a detokenize request: token ids, all inside the vocabulary.
 
     Raises:

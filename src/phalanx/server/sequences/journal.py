@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from phalanx.errors import EngineError, EngineUnavailable, PhalanxError, Quarantined, QueueFull, SlowClient
 from phalanx.http.shares import Shares
 from phalanx.server.sequences.output_queue import OutputQueue, StreamEnd, Timings
-from phalanx.server.sequences.server_metrics import Metrics
+from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.supervision.client import EngineClient
 from phalanx.types import Batch, Cancel, Finish, Finished, ModelInfo, PromptScored, SequenceRequest, Submit, Tokens
 
@@ -104,7 +104,7 @@ class Journal:
     """See the module's docstring. Used only on the event loop's thread."""
 
     def __init__(
-        self, engine: EngineClient, metrics: Metrics, *, max_num_seqs: int, queue: int, clock: Callable[[], float]
+        self, engine: EngineClient, metrics: ServerMetrics, *, max_num_seqs: int, queue: int, clock: Callable[[], float]
     ) -> None:
         self._engine = engine
         self._metrics = metrics

@@ -21,11 +21,11 @@ from phalanx.errors import AdminKeyRefused, EngineError, InvalidRequest, Phalanx
 from phalanx.http.stream_records import (
     MIGRATION,
     RESUME,
-    Choice,
-    Ended,
-    Record,
+    ChoiceEnded,
+    RecordedChoice,
     Resume,
     Start,
+    StreamRecord,
     framed,
     resume_size,
     split_body,
@@ -40,7 +40,7 @@ ID = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of an answer
 LATEST = 1 << 37  # seconds since 1970: the year 6325; dates end with 9999
 
 
-def migration_of(headers: Mapping[str, str], admin_key: str | None) -> Migration | None:
+def migration_of(headers: Mapping[str, str], admin_key: str | None) -> Resumption | None:
     """What the two headers ask for; None without them.
 
     Args:
@@ -58,10 +58,10 @@ def migration_of(headers: Mapping[str, str], admin_key: str | None) -> Migration
     # Headers are decoded as latin-1: these are the bytes that were sent. Equal lengths keep the time constant.
     if given is None or not hmac.compare_digest(_digest(given.encode("latin-1")), _digest(admin_key.encode())):
         raise AdminKeyRefused(f"{MIGRATION} must have this server's --admin-key.")
-    return Migration(headers.get(RESUME))
+    return Resumption(headers.get(RESUME))
 
 
-class Migration:
+class Resumption:
     """One request whose stream may move.
 
     Args:
@@ -153,7 +153,7 @@ class Ledger:
         self.failed = ""
         self._is_paused = False
         self._was_paused = False  # as of the last record
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, RecordedChoice] = {}
 
     def tokens(self, index: int, event: Tokens, n: int) -> None:
         """A choice's text pipeline has taken in the first `n` of these tokens."""
@@ -177,7 +177,7 @@ class Ledger:
         """
         reason = finished.reason
         assert reason == "stop" or reason == "length" or reason == "timeout", "others are errors"
-        ended = Ended(
+        ended = ChoiceEnded(
             reason=reason,
             n_tokens=n_tokens,
             detail=finished.detail,
@@ -202,9 +202,9 @@ class Ledger:
         """The next record is told at once, also if there is no piece for it."""
         return self._is_paused != self._was_paused
 
-    def take(self) -> Record:
+    def take(self) -> StreamRecord:
         """Everything that was not told yet."""
-        record = Record(
+        record = StreamRecord(
             start=self.start, choices=list(self._choices.values()), failed=self.failed, paused=self._is_paused
         )
         self._was_paused = self._is_paused
@@ -212,8 +212,8 @@ class Ledger:
         self._choices = {}
         return record
 
-    def _choice(self, index: int) -> Choice:
-        return self._choices.get(index) or Choice(index=index)
+    def _choice(self, index: int) -> RecordedChoice:
+        return self._choices.get(index) or RecordedChoice(index=index)
 
 
 async def recorded(pieces: AsyncGenerator[bytes], ledger: Ledger, *, lines: bool) -> AsyncGenerator[bytes]:
@@ -274,7 +274,7 @@ def _continued(
         raise _invalid(f"choices have the indices {indices[:20]}; the request has {len(requests)} choices.")
     continued = []
     for index, request in enumerate(requests):
-        choice = choices.get(index) or Choice(index=index)
+        choice = choices.get(index) or RecordedChoice(index=index)
         _check(choice, request, vocab_size)
         if choice.echoed > echo or (choice.tokens and echo and not choice.echoed):
             raise _invalid(f"choice {index} {'has' if choice.echoed else 'lacks'} the prompt, against the request.")
@@ -289,7 +289,7 @@ def _continued(
     return continued
 
 
-def _check(choice: Choice, request: SequenceRequest, vocab_size: int) -> None:
+def _check(choice: RecordedChoice, request: SequenceRequest, vocab_size: int) -> None:
     """Refuse what no server can have said of this choice."""
     where, n = f"{RESUME}: choices[{choice.index}]", len(choice.tokens)
     if n > request.stop.max_tokens:

@@ -60,7 +60,7 @@ PREFIX = "phalanx:"
 LABELS = ("model_name",)
 
 
-class Metrics:
+class ServerMetrics:
     """The server's metrics, in a registry of their own. Each method records one kind of event."""
 
     def __init__(self, model_name: str) -> None:

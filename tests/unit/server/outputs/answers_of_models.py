@@ -11,8 +11,8 @@ from phalanx.server.outputs.pieces import (
     CallBroken,
     CallEnd,
     Piece,
-    Reasoning,
-    Text,
+    ReasoningPiece,
+    TextPiece,
     ToolDefinition,
 )
 from phalanx.server.outputs.shapes import OutputShapes, by_name, make_parser
@@ -224,8 +224,8 @@ def read(
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
-        if isinstance(piece, (Text, Reasoning, CallArguments)) and type(last) is type(piece):
-            assert isinstance(last, (Text, Reasoning, CallArguments))
+        if isinstance(piece, (TextPiece, ReasoningPiece, CallArguments)) and type(last) is type(piece):
+            assert isinstance(last, (TextPiece, ReasoningPiece, CallArguments))
             joined[-1] = type(piece)(last.text + piece.text)
         else:
             joined.append(piece)
@@ -263,8 +263,8 @@ def calls_of(pieces: list[Piece]) -> list[tuple[str, Any]]:
 
 
 def text_of(pieces: list[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    return "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
 
 
 def reasoning_of(pieces: list[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    return "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))

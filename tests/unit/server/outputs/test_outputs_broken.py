@@ -6,7 +6,7 @@ import pytest
 from answers_of_models import CASES, IDS, TOOLS, calls_of, read, shapes_of, text_of
 
 from phalanx.server.outputs.formats import TOOLS as FORMATS
-from phalanx.server.outputs.pieces import CallArguments, CallBegin, CallBroken, CallEnd, Text
+from phalanx.server.outputs.pieces import CallArguments, CallBegin, CallBroken, CallEnd, TextPiece
 
 
 @pytest.mark.parametrize(("name", "answer"), CASES, ids=IDS)
@@ -27,11 +27,11 @@ def test_a_call_that_breaks_after_fragments_were_sent() -> None:
     answer = 'Look: <tool_call>\n{"name": "get_weather", "arguments": {"city": "Os", oops}}\n</tool_call> sorry'
     pieces, detail = read(shapes_of("hermes"), answer)
     assert pieces == [
-        Text("Look: "),
+        TextPiece("Look: "),
         CallBegin("get_weather"),
         CallArguments('{"city": "Os", '),
         CallBroken(),
-        Text('\n{"name": "get_weather", "arguments": {"city": "Os", oops}}\n sorry'),
+        TextPiece('\n{"name": "get_weather", "arguments": {"city": "Os", oops}}\n sorry'),
     ]
     assert detail == "The call of 'get_weather' is not whole: its arguments are not JSON."
 
@@ -60,7 +60,7 @@ NOT_OFFERED = {
 @pytest.mark.parametrize("name", sorted(NOT_OFFERED))
 def test_a_tool_that_was_not_offered(name: str) -> None:
     pieces, detail = read(shapes_of(name), *NOT_OFFERED[name])
-    assert [type(piece) for piece in pieces] == [Text]
+    assert [type(piece) for piece in pieces] == [TextPiece]
     assert "rm" in text_of(pieces)
     assert detail == "The model called 'rm', a tool that the request does not offer."
 
@@ -99,7 +99,7 @@ def test_what_is_no_call(name: str, answer: str) -> None:
     assert calls_of(pieces) == []
     assert detail
     assert not any(mark in text_of(pieces) for mark in FORMATS[name].marks)
-    assert any(isinstance(piece, Text) for piece in pieces) or answer.endswith("</tool_call>x")
+    assert any(isinstance(piece, TextPiece) for piece in pieces) or answer.endswith("</tool_call>x")
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_what_is_no_call(name: str, answer: str) -> None:
     ],
 )
 def test_answers_that_only_look_like_calls(name: str, answer: str) -> None:
-    assert read(shapes_of(name), *answer) == ([Text(answer)], "")
+    assert read(shapes_of(name), *answer) == ([TextPiece(answer)], "")
 
 
 def test_marks_that_close_nothing_are_no_content() -> None:
-    assert read(shapes_of("hermes"), "a</tool_call>b")[0] == [Text("ab")]
+    assert read(shapes_of("hermes"), "a</tool_call>b")[0] == [TextPiece("ab")]
 
 
 def test_an_answer_may_end_without_the_closing_mark() -> None:
@@ -169,7 +169,7 @@ def test_what_ends_before_its_name_is_said_to_be_a_call() -> None:
 
 def test_stray_marks_of_harmony_are_no_content() -> None:
     shapes = shapes_of("openai")
-    assert read(shapes, *"<|message|>x<|end|>") == ([Text("x")], "")
+    assert read(shapes, *"<|message|>x<|end|>") == ([TextPiece("x")], "")
     pieces, _ = read(shapes, "<|channel|>final<|message|>a<|message|>b<|constrain|>c<|return|>")
     assert text_of(pieces) == "abc"
 
@@ -177,4 +177,4 @@ def test_stray_marks_of_harmony_are_no_content() -> None:
 def test_without_tools_calls_are_text() -> None:
     answer = 'x <tool_call>{"name": "get-time", "arguments": {}}</tool_call>'
     shapes = shapes_of("hermes", "qwen3")
-    assert read(shapes, answer, tools=TOOLS, parse_tools=False) == ([Text(answer)], "")
+    assert read(shapes, answer, tools=TOOLS, parse_tools=False) == ([TextPiece(answer)], "")

@@ -6,7 +6,7 @@ import pytest
 from answers_of_models import calls_of, read, reasoning_of, shapes_of, text_of
 
 from phalanx.server.outputs.formats import REASONING
-from phalanx.server.outputs.pieces import CallArguments, CallBegin, CallEnd, Reasoning, Text
+from phalanx.server.outputs.pieces import CallArguments, CallBegin, CallEnd, ReasoningPiece, TextPiece
 from phalanx.server.outputs.shapes import OutputShapes, make_parser
 
 CALL = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
@@ -17,7 +17,7 @@ MARKED = sorted(set(REASONING) - {"openai"})
 def test_every_shape(name: str) -> None:
     shape = REASONING[name]
     answer = f"{shape.open}\nFirst.\n\nSecond.\n{shape.close}\n\nHello.\n"
-    expected = [Reasoning("First.\n\nSecond."), Text("Hello.\n")], ""
+    expected = [ReasoningPiece("First.\n\nSecond."), TextPiece("Hello.\n")], ""
     shapes = OutputShapes(reasoning=shape)
     assert read(shapes, answer) == expected
     assert read(shapes, *answer) == expected
@@ -30,24 +30,24 @@ def test_every_shape(name: str) -> None:
 @pytest.mark.parametrize("name", MARKED)
 def test_nothing_closes_it(name: str) -> None:
     shape = REASONING[name]
-    assert read(OutputShapes(reasoning=shape), "I think <b", in_reasoning=True)[0] == [Reasoning("I think <b")]
+    assert read(OutputShapes(reasoning=shape), "I think <b", in_reasoning=True)[0] == [ReasoningPiece("I think <b")]
     assert read(OutputShapes(reasoning=shape), f"{shape.open}I think{shape.close[:-1]}")[0] == [
-        Reasoning(f"I think{shape.close[:-1]}")
+        ReasoningPiece(f"I think{shape.close[:-1]}")
     ]
 
 
 def test_an_answer_without_reasoning() -> None:
     shapes = shapes_of(reasoning="qwen3")
-    assert read(shapes, "  Hello </b>\n")[0] == [Text("  Hello </b>\n")]
+    assert read(shapes, "  Hello </b>\n")[0] == [TextPiece("  Hello </b>\n")]
     assert read(shapes, "")[0] == []
-    assert read(shapes, " \n")[0] == [Text(" \n")]
-    assert read(shapes, "<think>\n\n</think>\n\nHello")[0] == [Text("Hello")]
-    assert read(shapes, "\n\n</think>\n\nHello", in_reasoning=True)[0] == [Text("Hello")]
+    assert read(shapes, " \n")[0] == [TextPiece(" \n")]
+    assert read(shapes, "<think>\n\n</think>\n\nHello")[0] == [TextPiece("Hello")]
+    assert read(shapes, "\n\n</think>\n\nHello", in_reasoning=True)[0] == [TextPiece("Hello")]
 
 
 def test_reasoning_between_content() -> None:
     pieces, _ = read(shapes_of(reasoning="deepseek_r1"), "<think>a</think>b<think>c</think> d")
-    assert pieces == [Reasoning("a"), Text("b"), Reasoning("\nc"), Text("d")]
+    assert pieces == [ReasoningPiece("a"), TextPiece("b"), ReasoningPiece("\nc"), TextPiece("d")]
 
 
 def test_a_call_after_reasoning_and_inside_of_it() -> None:
@@ -55,7 +55,7 @@ def test_a_call_after_reasoning_and_inside_of_it() -> None:
     shapes = shapes_of("hermes", "qwen3")
     for answer in (f"<think>\nHm.\n</think>\n\n{CALL}", f"<think>\nHm.\n{CALL}"):
         pieces, detail = read(shapes, *answer)
-        assert pieces == [Reasoning("Hm."), CallBegin("get-time"), CallArguments("{}"), CallEnd(CALL)]
+        assert pieces == [ReasoningPiece("Hm."), CallBegin("get-time"), CallArguments("{}"), CallEnd(CALL)]
         assert detail == ""
 
 
@@ -77,7 +77,7 @@ def test_white_space_between_marks_is_no_content() -> None:
 def test_harmony_without_tools() -> None:
     answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
     for shapes in (shapes_of("openai"), shapes_of(reasoning="openai")):
-        assert read(shapes, *answer, parse_tools=False)[0] == [Reasoning("Hm."), Text("Yes.")]
+        assert read(shapes, *answer, parse_tools=False)[0] == [ReasoningPiece("Hm."), TextPiece("Yes.")]
 
 
 def test_a_model_without_shapes_needs_no_parser() -> None:

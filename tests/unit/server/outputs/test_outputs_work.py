@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from answers_of_models import ANSWERS, TOOLS, calls_of, shapes_of
 
-from phalanx.server.outputs.pieces import CallArguments, Piece, Text, ToolDefinition
+from phalanx.server.outputs.pieces import CallArguments, Piece, TextPiece, ToolDefinition
 from phalanx.server.outputs.reader import Reader
 from phalanx.server.outputs.shapes import make_parser
 from phalanx.server.outputs.values import convert_guessed, to_json, types_of
@@ -135,7 +135,7 @@ def test_deep_nesting(depth: int) -> None:
         assert parser is not None
         pieces = parser.add(opening + deep + closing) + parser.finish()
         calls = calls_of(pieces)
-        assert calls or any(isinstance(piece, Text) for piece in pieces)
+        assert calls or any(isinstance(piece, TextPiece) for piece in pieces)
         assert depth > 100 or name == "lfm2" or calls
 
 

@@ -22,7 +22,7 @@ from support.examples import SOAK
 from phalanx.server.outputs.formats import TOOLS
 from phalanx.server.outputs.lark import GrammarUnsupported
 from phalanx.server.outputs.output_grammars import tool_grammar, with_reasoning
-from phalanx.server.outputs.pieces import CallBegin, Text, ToolDefinition
+from phalanx.server.outputs.pieces import CallBegin, TextPiece, ToolDefinition
 from phalanx.server.outputs.shapes import OutputShapes
 
 POINT = {
@@ -201,7 +201,7 @@ def test_an_answer_of_its_own_grammar_after_reasoning(name: str, answer: dict[st
             if (text := play(tokenizer, grammar, seed)) is None:
                 continue
             pieces, _ = read(shapes, text, in_reasoning=in_reasoning, parse_tools=False)
-            content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+            content = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
             if "json_schema" in answer:
                 assert not list(jsonschema_rs.validator_for(POINT).iter_errors(json.loads(content, parse_float=finite)))
             else:

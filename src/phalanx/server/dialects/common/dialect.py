@@ -15,7 +15,7 @@ from phalanx.server.answers.deltas import ResponseHead
 from phalanx.server.dialects.common.answer_format import AnswerFormat
 from phalanx.server.fields.json_fields import Readers
 from phalanx.server.fields.openai_bodies import Body
-from phalanx.server.requests.parsed import ChatRequest, CompletionRequest, Served
+from phalanx.server.requests.parsed import ApiModel, ChatRequest, CompletionRequest
 
 B = TypeVar("B", bound=Body)
 
@@ -38,7 +38,7 @@ class Dialect(Struct, Generic[B], frozen=True, kw_only=True):
 
     body: type[B]
     readers: Readers | None = None  # of the body's large fields; None: those of OpenAI's bodies
-    parse: Callable[[B, Served], ParsedBody | StaticAnswer]  # raises InvalidRequest, which names the field
+    parse: Callable[[B, ApiModel], ParsedBody | StaticAnswer]  # raises InvalidRequest, which names the field
     field: str  # that holds the prompt, for errors
     id_prefix: str  # of answers' ids
     longest_silence_s: float = math.inf  # of a stream whose client is there; --keepalive-seconds may say less

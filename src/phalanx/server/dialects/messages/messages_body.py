@@ -33,7 +33,7 @@ class TextPart(TolerantBody, kw_only=True):
     text: str | None = None
 
 
-class Block(TolerantBody, kw_only=True):
+class ContentBlock(TolerantBody, kw_only=True):
     """A block of a message."""
 
     type: Annotated[str, about("text, tool_use, tool_result, thinking or redacted_thinking, which is left out.")]
@@ -47,14 +47,14 @@ class Block(TolerantBody, kw_only=True):
     is_error: Annotated[bool | None, about("The model reads `Error: ` before the result.")] = None
 
 
-class Message(TolerantBody, kw_only=True):
+class MessageBody(TolerantBody, kw_only=True):
     """A message of the conversation."""
 
     role: Annotated[str, about("user, assistant or system.")]
-    content: str | Annotated[list[Block], Meta(max_length=MAX_PARTS)]
+    content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_PARTS)]
 
 
-class Tool(TolerantBody, kw_only=True):
+class MessagesTool(TolerantBody, kw_only=True):
     """An entry of `tools`."""
 
     type: Annotated[str | None, about('"custom", or absent. Others are left out: Anthropic runs them.')] = None
@@ -96,7 +96,7 @@ class OutputConfig(TolerantBody, kw_only=True):
 class MessagesBody(TolerantBody, kw_only=True):
     """`POST /v1/messages`; without `max_tokens`, `POST /v1/messages/count_tokens`"""
 
-    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[MessageBody], Meta(max_length=MAX_MESSAGES)]
     model: Annotated[str | None, about("A served model's name; the first one when left out.")] = None
     max_tokens: Annotated[int | None, about("Most output tokens; lowered to what there is room for.")] = None
     system: Annotated[str | list[TextPart] | None, about("A system message before the others.")] = None
@@ -105,7 +105,7 @@ class MessagesBody(TolerantBody, kw_only=True):
     top_p: float | None = None
     top_k: Annotated[int | None, about("0 or -1 is off.")] = None
     stop_sequences: Annotated[list[str] | None, about("Up to 16; the answer ends before the first.")] = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None
@@ -121,18 +121,18 @@ READERS: dict[tuple[type, str], Reader] = {}
 READERS.update(
     {
         (TextPart, "text"): read_text,
-        (Block, "text"): read_text,
-        (Block, "thinking"): read_text,
-        (Block, "input"): read_variables,
-        (Block, "content"): text_or(list_of(TextPart, MAX_PARTS, READERS)),
-        (Message, "content"): text_or(list_of(Block, MAX_PARTS, READERS)),
-        (Tool, "description"): read_text,
-        (Tool, "input_schema"): read_variables,
+        (ContentBlock, "text"): read_text,
+        (ContentBlock, "thinking"): read_text,
+        (ContentBlock, "input"): read_variables,
+        (ContentBlock, "content"): text_or(list_of(TextPart, MAX_PARTS, READERS)),
+        (MessageBody, "content"): text_or(list_of(ContentBlock, MAX_PARTS, READERS)),
+        (MessagesTool, "description"): read_text,
+        (MessagesTool, "input_schema"): read_variables,
         (OutputFormat, "schema"): at_most(SCHEMA_BYTES, read_dict),
         (OutputConfig, "format"): object_of(OutputFormat, READERS),
-        (MessagesBody, "messages"): list_of(Message, MAX_MESSAGES, READERS),
+        (MessagesBody, "messages"): list_of(MessageBody, MAX_MESSAGES, READERS),
         (MessagesBody, "system"): text_or(list_of(TextPart, MAX_PARTS, READERS)),
-        (MessagesBody, "tools"): at_most(TOOLS_BYTES, list_of(Tool, MAX_TOOLS, READERS)),
+        (MessagesBody, "tools"): at_most(TOOLS_BYTES, list_of(MessagesTool, MAX_TOOLS, READERS)),
         (MessagesBody, "output_config"): object_of(OutputConfig, READERS),
         (MessagesBody, "output_format"): object_of(OutputFormat, READERS),
         (MessagesBody, "mcp_servers"): unread_list,

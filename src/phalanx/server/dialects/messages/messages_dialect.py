@@ -15,20 +15,20 @@ from phalanx.errors import InvalidRequest
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody
 from phalanx.server.dialects.messages.messages_body import (
     READERS,
-    Block,
-    Message,
+    ContentBlock,
+    MessageBody,
     MessagesBody,
+    MessagesTool,
     TextPart,
     ThinkingBody,
-    Tool,
     ToolChoice,
 )
 from phalanx.server.dialects.messages.messages_format import MessagesFormat, Thinking
 from phalanx.server.fields.openai_bodies import SamplingBody
 from phalanx.server.fields.refusals import count, invalid, unsupported
 from phalanx.server.outputs.pieces import ToolDefinition
-from phalanx.server.requests.offered_tools import Choice, choose_tools, define, shown_tools
-from phalanx.server.requests.parsed import AnswerGrammar, ChatRequest, Conversation, Options, Served
+from phalanx.server.requests.offered_tools import AllowedTools, choose_tools, define, shown_tools
+from phalanx.server.requests.parsed import AnswerGrammar, ApiModel, ChatRequest, Conversation, Options
 from phalanx.server.requests.sampling_fields import parse_options, parse_stop_strings
 from phalanx.server.requests.structured import answer_of_schema
 
@@ -40,7 +40,7 @@ ERROR = "Error: "
 """What stands before the result of a call that failed."""
 
 
-def parse_messages(body: MessagesBody, served: Served) -> ParsedBody:
+def parse_messages(body: MessagesBody, served: ApiModel) -> ParsedBody:
     """Parse a request for an answer.
 
     Raises:
@@ -52,7 +52,7 @@ def parse_messages(body: MessagesBody, served: Served) -> ParsedBody:
     return parse_counted(body, served)
 
 
-def parse_counted(body: MessagesBody, served: Served) -> ParsedBody:
+def parse_counted(body: MessagesBody, served: ApiModel) -> ParsedBody:
     """As `parse_messages`, for a request of which only the prompt matters.
 
     Raises:
@@ -100,7 +100,7 @@ def count_body(n_tokens: int) -> dict[str, Any]:
 # -- options ---------------------------------------------------------------------------------------------------------
 
 
-def _options(body: MessagesBody, served: Served) -> Options:
+def _options(body: MessagesBody, served: ApiModel) -> Options:
     """A `max_tokens` beyond the context is lowered, as Anthropic does; clients send the same one with every prompt."""
     sampling = SamplingBody(
         model=body.model,
@@ -141,7 +141,7 @@ def _thinking(thinking: ThinkingBody | None) -> Thinking:
     return "omitted" if thinking.display == "omitted" else "shown"
 
 
-def _variables(body: MessagesBody, served: Served, thinking: Thinking) -> dict[str, Any]:
+def _variables(body: MessagesBody, served: ApiModel, thinking: Thinking) -> dict[str, Any]:
     """The template's variables. Without `thinking` the model does not think, unless the server's settings say so."""
     variables: dict[str, Any] = {"enable_thinking": False} if thinking == "hidden" else {}
     variables.update(served.template_kwargs)
@@ -158,7 +158,7 @@ def _variables(body: MessagesBody, served: Served, thinking: Thinking) -> dict[s
 # -- tools -----------------------------------------------------------------------------------------------------------
 
 
-def _definitions(tools: Sequence[Tool]) -> list[ToolDefinition]:
+def _definitions(tools: Sequence[MessagesTool]) -> list[ToolDefinition]:
     """The tools that the client itself runs. Others are left out, unless there is nothing else to call."""
     foreign = [i for i, tool in enumerate(tools) if tool.type not in (None, "custom")]
     if tools and len(foreign) == len(tools):
@@ -167,21 +167,21 @@ def _definitions(tools: Sequence[Tool]) -> list[ToolDefinition]:
     return [_definition(tool, f"tools[{i}]") for i, tool in enumerate(tools) if i not in foreign]
 
 
-def _definition(tool: Tool, where: str) -> ToolDefinition:
+def _definition(tool: MessagesTool, where: str) -> ToolDefinition:
     if tool.name is None:
         raise invalid(f"{where}.name", f"{where}.name is missing.")
     return define(tool.name, tool.description, tool.input_schema, (f"{where}.name", f"{where}.input_schema"))
 
 
-def _choice(choice: ToolChoice | None) -> Choice:
+def _choice(choice: ToolChoice | None) -> AllowedTools:
     if choice is None:
-        return Choice()
+        return AllowedTools()
     if choice.type not in ("auto", "any", "tool", "none"):
         message = f"tool_choice.type is {choice.type[:40]!r}; it must be auto, any, tool or none."
         raise invalid("tool_choice.type", message)
     if (choice.type == "tool") != (choice.name is not None):
         raise invalid("tool_choice.name", "tool_choice.name goes with the type tool, and only with that.")
-    return Choice(
+    return AllowedTools(
         may=choice.type != "none",
         must=choice.type in ("any", "tool"),
         name=choice.name,
@@ -218,7 +218,7 @@ def _system(system: str | list[TextPart] | None) -> str:
     return _joined([part for part in system if not (part.text or "").startswith(BILLING)], "system")
 
 
-def _user(message: Message, where: str, called: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _user(message: MessageBody, where: str, called: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """What a user says, and the results of calls, in their order."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
@@ -239,7 +239,7 @@ def _user(message: Message, where: str, called: Mapping[str, str]) -> Iterator[d
         yield {"role": message.role, "content": "\n".join(texts)}
 
 
-def _result(block: Block, where: str, called: Mapping[str, str]) -> dict[str, Any]:
+def _result(block: ContentBlock, where: str, called: Mapping[str, str]) -> dict[str, Any]:
     if not block.tool_use_id:
         raise invalid(f"{where}.tool_use_id", f"{where}.tool_use_id is missing; which call does it answer?")
     content = block.content or ""
@@ -252,7 +252,7 @@ def _result(block: Block, where: str, called: Mapping[str, str]) -> dict[str, An
     return {**result, "name": called[block.tool_use_id]} if block.tool_use_id in called else result
 
 
-def _assistant(message: Message, where: str, called: dict[str, str]) -> dict[str, Any]:
+def _assistant(message: MessageBody, where: str, called: dict[str, str]) -> dict[str, Any]:
     """Blocks of an answer follow each other without a gap, as this server cut them. Signatures are not checked."""
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
@@ -277,7 +277,7 @@ def _assistant(message: Message, where: str, called: dict[str, str]) -> dict[str
     return {**said, "tool_calls": calls} if calls else said
 
 
-def _call(block: Block, where: str) -> dict[str, Any]:
+def _call(block: ContentBlock, where: str) -> dict[str, Any]:
     for name in ("id", "name"):
         if not getattr(block, name):
             raise invalid(f"{where}.{name}", f"{where}.{name} is missing.")
@@ -288,7 +288,7 @@ def _joined(parts: Sequence[TextPart], where: str) -> str:
     return "\n".join(_text(part, f"{where}[{i}]") for i, part in enumerate(parts))
 
 
-def _text(block: Block | TextPart, where: str) -> str:
+def _text(block: ContentBlock | TextPart, where: str) -> str:
     if block.type != "text":
         raise unsupported(f"{where}.type", f"{block.type[:40]!r}; this model reads text only")
     if block.text is None:

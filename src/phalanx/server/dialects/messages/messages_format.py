@@ -13,7 +13,7 @@ from typing import Any, Literal
 from msgspec import Raw
 
 from phalanx.http.error_responses import Failure, messages_error
-from phalanx.server.answers.deltas import CallDelta, Delta, Ending, ResponseHead, Usage, moves_json
+from phalanx.server.answers.deltas import CallDelta, ChoiceEnding, Delta, ResponseHead, Usage, moves_json
 from phalanx.server.answers.event_framing import named_event
 
 Thinking = Literal["shown", "omitted", "hidden"]
@@ -41,7 +41,7 @@ class MessagesFormat:
         self._call: list[CallDelta] = []  # the parts of the last call, which has no block yet
         self._blanks = {"thinking": "", "text": ""}  # not sent, since no block of that kind is open
         self._signature = _Signature()
-        self._ending: Ending | None = None
+        self._ending: ChoiceEnding | None = None
 
     def opening(self, n_choices: int, so_far: Usage | None) -> bytes:
         """`message_start`, which says how long the prompt is."""
@@ -66,7 +66,9 @@ class MessagesFormat:
         (choice,) = choices
         return self._message(list(self._blocks(choice)), choice.ending, _usage(usage))
 
-    def _message(self, content: list[dict[str, Any]], ending: Ending | None, usage: dict[str, int]) -> dict[str, Any]:
+    def _message(
+        self, content: list[dict[str, Any]], ending: ChoiceEnding | None, usage: dict[str, int]
+    ) -> dict[str, Any]:
         return {
             "id": self._head.id,
             "type": "message",
@@ -165,7 +167,7 @@ def _event(kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"type": kind, **fields})
 
 
-def _stop(ending: Ending | None) -> dict[str, str | None]:
+def _stop(ending: ChoiceEnding | None) -> dict[str, str | None]:
     if ending is None:
         return {"stop_reason": None, "stop_sequence": None}
     if ending.reason == "tool_calls":

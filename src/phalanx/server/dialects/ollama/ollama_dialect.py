@@ -22,13 +22,20 @@ from phalanx.server.dialects.ollama.ollama_body import (
     OllamaOptions,
     OllamaTool,
 )
-from phalanx.server.dialects.ollama.ollama_format import CHAT_ANSWER, GENERATE_ANSWER, Answer, OllamaFormat
+from phalanx.server.dialects.ollama.ollama_format import CHAT_ANSWER, GENERATE_ANSWER, OllamaAnswer, OllamaFormat
 from phalanx.server.dialects.ollama.ollama_messages import conversation_of
 from phalanx.server.fields.openai_bodies import SamplingBody
 from phalanx.server.fields.refusals import ONLY_FUNCTIONS, count, foreign_type, in_range, invalid, unsupported
 from phalanx.server.outputs.pieces import ToolDefinition
-from phalanx.server.requests.offered_tools import Choice, choose_tools, define, shown_tools
-from phalanx.server.requests.parsed import AnswerGrammar, ChatRequest, CompletionRequest, Conversation, Options, Served
+from phalanx.server.requests.offered_tools import AllowedTools, choose_tools, define, shown_tools
+from phalanx.server.requests.parsed import (
+    AnswerGrammar,
+    ApiModel,
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    Options,
+)
 from phalanx.server.requests.sampling_fields import MAX_TOP_LOGPROBS, parse_options, parse_stop_strings, resolve_model
 from phalanx.server.requests.structured import answer_of_schema
 
@@ -49,7 +56,7 @@ SAMPLING = {
 """A sampling parameter -> the option's name for it."""
 
 
-def parse_chat(body: OllamaChatBody, served: Served) -> ParsedBody | StaticAnswer:
+def parse_chat(body: OllamaChatBody, served: ApiModel) -> ParsedBody | StaticAnswer:
     """Parse a chat; without messages it only asks whether the model is loaded.
 
     Raises:
@@ -59,7 +66,7 @@ def parse_chat(body: OllamaChatBody, served: Served) -> ParsedBody | StaticAnswe
     if not body.messages:
         return _loaded(options, CHAT_ANSWER)
     defined = [_definition(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
-    tools = choose_tools(defined, Choice(), served)
+    tools = choose_tools(defined, AllowedTools(), served)
     variables = _thinking(body, served)
     if defined:
         variables["tools"] = shown_tools(defined)
@@ -68,7 +75,7 @@ def parse_chat(body: OllamaChatBody, served: Served) -> ParsedBody | StaticAnswe
     return ParsedBody(request, partial(OllamaFormat, answer=CHAT_ANSWER))
 
 
-def parse_generate(body: OllamaGenerateBody, served: Served) -> ParsedBody | StaticAnswer:
+def parse_generate(body: OllamaGenerateBody, served: ApiModel) -> ParsedBody | StaticAnswer:
     """Parse a prompt, which is a user's message unless it is `raw`; without one it only asks whether the model is
     loaded.
 
@@ -98,7 +105,7 @@ def parse_generate(body: OllamaGenerateBody, served: Served) -> ParsedBody | Sta
     return ParsedBody(ChatRequest(options=options, conversation=asked), form)
 
 
-def resolve_name(name: str, served: Served) -> str:
+def resolve_name(name: str, served: ApiModel) -> str:
     """The served model of this name, with or without Ollama's tag.
 
     Raises:
@@ -108,11 +115,11 @@ def resolve_name(name: str, served: Served) -> str:
     return resolve_model(bare if bare in (*served.names, served.hidden_name) else name, served)
 
 
-def _loaded(options: Options, answer: Answer) -> StaticAnswer:
+def _loaded(options: Options, answer: OllamaAnswer) -> StaticAnswer:
     return StaticAnswer(lambda created: answer.loaded(options.model, created))
 
 
-def _conversation(messages: list[dict[str, Any]], variables: dict[str, Any], served: Served) -> Conversation:
+def _conversation(messages: list[dict[str, Any]], variables: dict[str, Any], served: ApiModel) -> Conversation:
     """An answer that has begun is continued."""
     begun = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     return Conversation(
@@ -123,7 +130,7 @@ def _conversation(messages: list[dict[str, Any]], variables: dict[str, Any], ser
     )
 
 
-def _thinking(body: OllamaBody, served: Served) -> dict[str, Any]:
+def _thinking(body: OllamaBody, served: ApiModel) -> dict[str, Any]:
     """Variables of the template."""
     think = body.think
     if think is None:
@@ -136,7 +143,7 @@ def _thinking(body: OllamaBody, served: Served) -> dict[str, Any]:
     return {"enable_thinking": think is not False, **level}
 
 
-def _options(body: OllamaBody, served: Served) -> Options:
+def _options(body: OllamaBody, served: ApiModel) -> Options:
     given = body.options or OllamaOptions()
     for name, neutral in NEUTRAL.items():
         if getattr(given, name) not in (None, neutral):

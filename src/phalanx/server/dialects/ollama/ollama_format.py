@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from phalanx.http.error_responses import Failure, ollama_error
-from phalanx.server.answers.deltas import CallDelta, Delta, Ending, ResponseHead, Usage, join_calls, moves_json
+from phalanx.server.answers.deltas import CallDelta, ChoiceEnding, Delta, ResponseHead, Usage, join_calls, moves_json
 from phalanx.server.answers.event_framing import one_line
 from phalanx.server.dialects.common.log_probabilities import scored_json
 from phalanx.server.fields.call_arguments import parse_arguments
@@ -20,7 +20,7 @@ from phalanx.server.fields.timestamps import iso_time
 NANOSECONDS = 1e9  # in a second
 
 
-class Answer(Struct, frozen=True):
+class OllamaAnswer(Struct, frozen=True):
     """Where an endpoint's answer has its text."""
 
     place: Callable[[Mapping[str, Any], str], dict[str, Any]]  # (thinking and calls, text) -> fields of the object
@@ -38,8 +38,8 @@ def _beside(others: Mapping[str, Any], text: str) -> dict[str, Any]:
     return {"response": text, **others}
 
 
-CHAT_ANSWER = Answer(_in_message)
-GENERATE_ANSWER = Answer(_beside)
+CHAT_ANSWER = OllamaAnswer(_in_message)
+GENERATE_ANSWER = OllamaAnswer(_beside)
 
 
 class OllamaFormat:
@@ -49,13 +49,13 @@ class OllamaFormat:
     next_number = 0
     keep_alive = b" "  # before the next object; an empty line would not be JSON
 
-    def __init__(self, head: ResponseHead, answer: Answer) -> None:
+    def __init__(self, head: ResponseHead, answer: OllamaAnswer) -> None:
         self._answer = answer
         self._base = _head(head.model, head.created)
         self._logprobs = head.logprobs
         self._moves = moves_json(head)
         self._calls: list[CallDelta] = []  # parts of calls that may go on
-        self._ending: Ending | None = None
+        self._ending: ChoiceEnding | None = None
 
     def opening(self, n_choices: int, so_far: Usage | None) -> bytes:
         """Nothing."""
@@ -117,7 +117,7 @@ def _call(call: CallDelta) -> dict[str, Any]:
     return {"id": call.id, "index": call.index, "function": function}  # litellm joins calls without this index
 
 
-def _totals(ending: Ending, usage: Usage) -> dict[str, Any]:
+def _totals(ending: ChoiceEnding, usage: Usage) -> dict[str, Any]:
     """The model is loaded already: what Ollama's clients call loading is the wait for a place in the batch."""
     timing = ending.timing
     return {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.server.answers.deltas import CallDelta, Delta, Ending, ResponseHead, ScoredToken, Usage
+from phalanx.server.answers.deltas import CallDelta, ChoiceEnding, Delta, ResponseHead, ScoredToken, Usage
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody
 from phalanx.server.dialects.common.log_probabilities import scored_json
 from phalanx.server.dialects.openai.openai_objects import OpenAIStream, base, finish, totals
 from phalanx.server.fields.openai_bodies import ChatBody
-from phalanx.server.requests.parsed import Served
+from phalanx.server.requests.parsed import ApiModel
 from phalanx.server.requests.validate import parse_chat
 
 
@@ -61,7 +61,7 @@ class ChatFormat(OpenAIStream):
         return streamed.index(call.index)
 
     def _choice(
-        self, index: int, content: dict[str, Any], scored: Sequence[ScoredToken], ending: Ending | None
+        self, index: int, content: dict[str, Any], scored: Sequence[ScoredToken], ending: ChoiceEnding | None
     ) -> dict[str, Any]:
         logprobs = self._logprobs(scored) if scored else None
         return {"index": index, "delta": content, "logprobs": logprobs, **finish(ending)}
@@ -96,7 +96,7 @@ def _call(call: CallDelta, number: int) -> dict[str, Any]:
     return {"index": number, "id": call.id, "type": "function", "function": function}
 
 
-def _asked(body: ChatBody, served: Served) -> ParsedBody:
+def _asked(body: ChatBody, served: ApiModel) -> ParsedBody:
     return ParsedBody(parse_chat(body, served), ChatFormat)
 
 

@@ -10,7 +10,7 @@ from phalanx.server.dialects.common.dialect import Dialect, ParsedBody
 from phalanx.server.dialects.openai.openai_objects import OpenAIStream, base, finish, totals
 from phalanx.server.fields.json_pieces import finite
 from phalanx.server.fields.openai_bodies import CompletionBody
-from phalanx.server.requests.parsed import Served
+from phalanx.server.requests.parsed import ApiModel
 from phalanx.server.requests.validate import parse_completion
 
 
@@ -72,7 +72,7 @@ def _plain(piece: TokenText) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece.data)
 
 
-def _asked(body: CompletionBody, served: Served) -> ParsedBody:
+def _asked(body: CompletionBody, served: ApiModel) -> ParsedBody:
     return ParsedBody(parse_completion(body, served), CompletionFormat)
 
 

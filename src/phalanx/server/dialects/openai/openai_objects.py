@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.http.error_responses import Failure, openai_error
-from phalanx.server.answers.deltas import Ending, ResponseHead, Usage, moves_json
+from phalanx.server.answers.deltas import ChoiceEnding, ResponseHead, Usage, moves_json
 from phalanx.server.answers.event_framing import DONE, KEEP_ALIVE, event
 
 
@@ -47,7 +47,7 @@ def totals(usage: Usage, timing: Mapping[str, float] | None) -> dict[str, Any]:
     return {"usage": usage_json(usage), **({} if timing is None else {"timing": timing})}
 
 
-def finish(ending: Ending | None) -> dict[str, Any]:
+def finish(ending: ChoiceEnding | None) -> dict[str, Any]:
     """`finish_reason` and, where there is more to say, our `finish_detail`."""
     if ending is None:
         return {"finish_reason": None}

@@ -25,12 +25,12 @@ from phalanx.server.dialects.responses.responses_body import (
 )
 from phalanx.server.dialects.responses.responses_format import ID_PREFIX, ResponseOptions, ResponsesFormat
 from phalanx.server.dialects.responses.responses_input import parse_input, shown_name
-from phalanx.server.dialects.responses.responses_items import CUSTOM_INPUT, Tool
+from phalanx.server.dialects.responses.responses_items import CUSTOM_INPUT, ToolItem
 from phalanx.server.fields.openai_bodies import MAX_TOOLS, Body, SamplingBody, StreamOptions
 from phalanx.server.fields.refusals import ANSWER_FORMATS, count, foreign_type, in_range, invalid, unsupported
 from phalanx.server.outputs.pieces import ToolDefinition
-from phalanx.server.requests.offered_tools import Choice, choose_tools, define, shown_tools
-from phalanx.server.requests.parsed import AnswerGrammar, ChatRequest, Conversation, Options, Served, ToolUse
+from phalanx.server.requests.offered_tools import AllowedTools, choose_tools, define, shown_tools
+from phalanx.server.requests.parsed import AnswerGrammar, ApiModel, ChatRequest, Conversation, Options, ToolUse
 from phalanx.server.requests.sampling_fields import MAX_TOP_LOGPROBS, parse_options
 from phalanx.server.requests.structured import answer_of_schema
 from phalanx.server.requests.validate import template_variables
@@ -62,7 +62,7 @@ SEALED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
 
-def parse_responses(body: ResponsesBody, served: Served) -> ParsedBody:
+def parse_responses(body: ResponsesBody, served: ApiModel) -> ParsedBody:
     """Parse a request for a response.
 
     Raises:
@@ -121,7 +121,7 @@ def input_tokens_body(n_tokens: int) -> dict[str, Any]:
 # -- options ---------------------------------------------------------------------------------------------------------
 
 
-def _options(body: ResponsesBody, served: Served) -> Options:
+def _options(body: ResponsesBody, served: ApiModel) -> Options:
     padding = None if body.stream_options is None else body.stream_options.include_obfuscation
     sampling = SamplingBody(
         **{name: getattr(body, name) for name in SHARED},
@@ -189,7 +189,7 @@ def _echo(value: Any) -> Any:
 
 def _named(
     tools: Sequence[OfferedFunction], where: str, namespace: str | None = None
-) -> Iterator[tuple[ToolDefinition, Tool]]:
+) -> Iterator[tuple[ToolDefinition, ToolItem]]:
     """The tools that the client runs, as the model is shown them and as the client names them."""
     for i, tool in enumerate(tools):
         field = f"{where}[{i}]"
@@ -206,7 +206,7 @@ def _named(
         parameters = _text_parameters(tool) if custom else tool.parameters
         name = shown_name(tool.name, namespace)
         definition = define(name, tool.description, parameters, (f"{field}.name", f"{field}.parameters"))
-        yield definition, Tool(name=tool.name, namespace=namespace, custom=custom)
+        yield definition, ToolItem(name=tool.name, namespace=namespace, custom=custom)
 
 
 def _text_parameters(tool: OfferedFunction) -> dict[str, Any]:
@@ -218,17 +218,19 @@ def _text_parameters(tool: OfferedFunction) -> dict[str, Any]:
 
 
 def _choose(
-    body: ResponsesBody, definitions: Sequence[ToolDefinition], offered: Mapping[str, Tool], served: Served
+    body: ResponsesBody, definitions: Sequence[ToolDefinition], offered: Mapping[str, ToolItem], served: ApiModel
 ) -> ToolUse | None:
     parallel = body.parallel_tool_calls is not False
     match body.tool_choice:
         case None | "auto" | "none" | "required":
-            choice = Choice(may=body.tool_choice != "none", must=body.tool_choice == "required", parallel=parallel)
+            choice = AllowedTools(
+                may=body.tool_choice != "none", must=body.tool_choice == "required", parallel=parallel
+            )
         case {"type": "function" | "custom", "name": str()} as named:
-            choice = Choice(must=True, name=_shown(named), parallel=False)
+            choice = AllowedTools(must=True, name=_shown(named), parallel=False)
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
             names = _allowed(allowed, offered)
-            choice = Choice(may=bool(names), must=mode == "required", parallel=parallel)
+            choice = AllowedTools(may=bool(names), must=mode == "required", parallel=parallel)
             tools = choose_tools(definitions, choice, served)
             return tools and replace(tools, tools=tuple(tool for tool in tools.tools if tool.name in names))
         case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
@@ -239,7 +241,7 @@ def _choose(
     return choose_tools(definitions, choice, served)
 
 
-def _allowed(tools: Sequence[object], offered: Mapping[str, Tool]) -> list[str]:
+def _allowed(tools: Sequence[object], offered: Mapping[str, ToolItem]) -> list[str]:
     """The names, as the model is shown them, of a list of allowed tools; those that run elsewhere left out."""
     names = [_shown(one) for one in tools if isinstance(one, dict) and one.get("type") in ("function", "custom")]
     if (strange := next((name for name in names if name not in offered), None)) is not None:

@@ -12,16 +12,16 @@ from typing import Any
 from msgspec import Struct
 
 from phalanx.http.error_responses import Failure
-from phalanx.server.answers.deltas import CallDelta, Delta, Ending, ResponseHead, ScoredToken, Usage, moves_json
+from phalanx.server.answers.deltas import CallDelta, ChoiceEnding, Delta, ResponseHead, ScoredToken, Usage, moves_json
 from phalanx.server.answers.event_framing import named_event
 from phalanx.server.dialects.responses.responses_items import (
     CustomCall,
     Event,
     FunctionCall,
     Item,
-    Message,
-    Reasoning,
-    Tool,
+    MessageItem,
+    ReasoningItem,
+    ToolItem,
 )
 
 ID_PREFIX = "resp_"
@@ -31,8 +31,8 @@ class ResponseOptions(Struct, frozen=True, kw_only=True):
     """What a request says about the form of its answer."""
 
     echoed: Mapping[str, Any]  # fields that the response object repeats
-    tools: Mapping[str, Tool]  # by the names that the model is shown
-    summary: bool = False  # see `Reasoning`
+    tools: Mapping[str, ToolItem]  # by the names that the model is shown
+    summary: bool = False  # see `ReasoningItem`
     sealed: bool = False
 
 
@@ -49,7 +49,7 @@ class ResponsesFormat:
         self._item: Item | None = None  # that is being written
         self._output: list[dict[str, Any]] = []  # items that are done; without broken calls, which no client may run
         self._answers = False  # there is a message or a call
-        self._ending: Ending | None = None
+        self._ending: ChoiceEnding | None = None
         self._scored: list[ScoredToken] = []  # that no text was sent with yet
 
     @property
@@ -106,17 +106,17 @@ class ResponsesFormat:
 
     def _reason(self, text: str) -> list[Event]:
         events: list[Event] = []
-        if not isinstance(self._item, Reasoning):
-            item = Reasoning(self._next_id(), summary=self._options.summary, sealed=self._options.sealed)
+        if not isinstance(self._item, ReasoningItem):
+            item = ReasoningItem(self._next_id(), summary=self._options.summary, sealed=self._options.sealed)
             events = self._begin(item)
         return events + self._add(text)
 
     def _say(self, text: str) -> list[Event]:
-        events = [] if isinstance(self._item, Message) else self._begin(Message(self._next_id()))
+        events = [] if isinstance(self._item, MessageItem) else self._begin(MessageItem(self._next_id()))
         return events + self._add(text)
 
     def _call(self, call: CallDelta) -> list[Event]:
-        tool = self._options.tools.get(call.name) or Tool(name=call.name)
+        tool = self._options.tools.get(call.name) or ToolItem(name=call.name)
         kind = CustomCall if tool.custom else FunctionCall
         return self._begin(kind(self._next_id(), tool, call.id)) + self._add(call.arguments)
 
@@ -128,14 +128,14 @@ class ResponsesFormat:
         events = self._close("completed")
         self._item = item
         self._n_items += 1
-        self._answers = self._answers or not isinstance(item, Reasoning)
+        self._answers = self._answers or not isinstance(item, ReasoningItem)
         added: Event = ("response.output_item.added", {**self._place(), "item": item.json("in_progress")})
         return [*events, added, *self._placed(item.begin())]
 
     def _add(self, text: str) -> list[Event]:
         assert self._item is not None
         scored: list[ScoredToken] = []
-        if isinstance(self._item, Message):
+        if isinstance(self._item, MessageItem):
             scored, self._scored = self._scored, []
         return self._placed(self._item.add(text, scored))
 
@@ -155,7 +155,7 @@ class ResponsesFormat:
         """Every choice has ended. An answer without any text is an empty message: clients look for one."""
         events: list[Event] = []
         if not self._answers and self._status == "completed":
-            events = self._begin(Message(self._next_id()))
+            events = self._begin(MessageItem(self._next_id()))
         is_call = isinstance(self._item, FunctionCall)  # and whole, however the answer ended
         return events + self._close("completed" if is_call else self._status)
 

@@ -27,7 +27,7 @@ CUSTOM_INPUT = "input"
 """A custom tool takes a text. The model is shown a function of it, with this one argument."""
 
 
-class Tool(Struct, frozen=True, kw_only=True):
+class ToolItem(Struct, frozen=True, kw_only=True):
     """How a request names a tool. The model may be shown another name."""
 
     name: str
@@ -110,7 +110,7 @@ class _TextItem(Item):
         """The part with this text."""
 
 
-class Message(_TextItem):
+class MessageItem(_TextItem):
     """The answer's text."""
 
     prefix = "msg"
@@ -138,7 +138,7 @@ class Message(_TextItem):
         return {"type": "output_text", "annotations": [], "logprobs": list(self._logprobs), "text": text}
 
 
-class Reasoning(_TextItem):
+class ReasoningItem(_TextItem):
     """The reasoning before, or between parts of, the answer.
 
     Args:
@@ -174,7 +174,7 @@ class FunctionCall(Item):
 
     prefix = "fc"
 
-    def __init__(self, id: str, tool: Tool, call_id: str) -> None:
+    def __init__(self, id: str, tool: ToolItem, call_id: str) -> None:
         super().__init__(id)
         self._tool = tool
         self._call_id = call_id
