@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = {
-    **dict.fromkeys(("", "errors", "faults", "types", "logs", "environment", "private_files", "demo"), 0),
-    **dict.fromkeys(("open_files", "speculation_config", "mlx_lm_adapter", "edge"), 0),
+    **dict.fromkeys(("", "errors", "faults", "types", "log_limits", "environment", "private_files", "demo"), 0),
+    **dict.fromkeys(("open_files", "speculation_config", "mlx_lm_adapter", "http"), 0),
     **dict.fromkeys(("config", "memory", "rank_variables", "tls", "sched", "text"), 1),
     **dict.fromkeys(("dist", "kernels", "bench"), 2),
     **dict.fromkeys(("cluster", "supervision"), 3),
@@ -31,6 +31,18 @@ LAYERS = {
     "__main__": 9,
 }
 """A file imports its own package or a lower layer; the name is the first part below `phalanx` ("" is the package)."""
+
+ROOMS = {
+    "server": (
+        *"settings fields outputs requests sequences answers prompts".split(),
+        *(f"dialects/{name}" for name in "common openai messages responses ollama".split()),
+        "endpoints",
+        "",
+    ),
+    "gateway": ("settings", "dispatch", "relay", ""),
+    "model": ("cache", "sampling", "", "cpu", "loading"),
+}
+"""Folders of a package, ground first: a file imports its own room or one before it ("" is the package's own files)."""
 
 VOCABULARY = (
     "phalanx.errors",
@@ -45,9 +57,9 @@ VOCABULARY = (
     "phalanx.memory",
 )
 NARROW = {
-    "server": ("phalanx.edge", "phalanx.supervision", "phalanx.text"),
-    "gateway": ("phalanx.edge",),
-    "edge": (),
+    "server": ("phalanx.http", "phalanx.supervision", "phalanx.text"),
+    "gateway": ("phalanx.http",),
+    "http": (),
     # demo: where the bundled model lies; dist.gpus: how many MLX can use; dist.topology: which host has which layers;
     # text: which files are a model's
     "cluster": (
@@ -63,19 +75,23 @@ NARROW = {
 """Packages that may import the vocabulary, themselves, and only this besides."""
 
 PURE = (
-    "edge/", "gateway/", "sched/", "server/dialects/", "server/outputs/", "spec/",
+    "http/", "gateway/", "sched/", "spec/",
+    *(f"server/{name}/" for name in "settings fields requests sequences answers dialects outputs".split()),
     "errors.py", "rank_variables.py", "types.py", "cli/launchers.py", "engine/mirror.py", "engine/step_deadline.py",
-    *(f"cluster/{name}.py" for name in "discovery flags hostfile layout network shape".split()),
-    *(f"dist/{name}.py" for name in "stage_frames stall topology".split()),
-    *(f"server/{name}.py" for name in "answers content_encoding json_schemas messages migration numerics".split()),
-    *(f"server/{name}.py" for name in "refusals sampling structured tools validate".split()),
+    *(f"cluster/{name}.py" for name in "discovery argument_flags hostfile_parser replica_layout network shape".split()),
+    *(f"dist/{name}.py" for name in "stage_frames stall topology".split()), "server/endpoints/numerics.py",
     "supervision/fast_synch.py", "supervision/restarts.py", "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip
 IMPURE = (
-    *(f"edge/{name}.py" for name in "acceptor hosts listening refused_keys".split()),
-    *(f"gateway/{name}.py" for name in "app async_dispatcher connection exchange fleet gap migration".split()),
-    *(f"gateway/{name}.py" for name in "proxy relay run upstream watched_file".split()),
-    *(f"spec/{name}.py" for name in "draft_model grammars speculator verify".split()),
+    *(f"http/{name}.py" for name in "acceptor allowed_hosts connection listening refused_keys".split()),
+    *(f"gateway/{name}.py" for name in "gateway_app gateway_process settings/watched_file".split()),
+    *(f"gateway/dispatch/{name}.py" for name in "async_dispatcher fleet".split()),
+    *(f"gateway/relay/{name}.py" for name in "attempt exchange gap migration proxy relay".split()),
+    *(f"server/fields/{name}.py" for name in "call_arguments timestamps".split()),
+    *(f"server/requests/{name}.py" for name in "generation_defaults intake parsed".split()),
+    *(f"server/sequences/{name}.py" for name in "journal output_queue".split()),
+    *(f"server/answers/{name}.py" for name in "call_memory event_framing generation".split()),
+    *(f"spec/{name}.py" for name in "draft_model running_grammars speculator verify".split()),
 )
 """Files of those folders that act."""
 IMPURE_MODULES = frozenset(
@@ -84,7 +100,7 @@ IMPURE_MODULES = frozenset(
 )
 """Pure files decide; they do not look at clocks, files, arrays or chance."""
 
-NO_MLX = ("edge/", "server/", "gateway/", "cluster/", "bench/", "supervision/", "text/")
+NO_MLX = ("http/", "server/", "gateway/", "cluster/", "bench/", "supervision/", "text/")
 """What the server process and machines without MLX run: not even indirectly do these import MLX."""
 
 PROCESS_MODULES = frozenset({"subprocess", "multiprocessing", "pty"})
@@ -208,6 +224,29 @@ def layers(source: Source) -> Iterator[str]:
         theirs = LAYERS[other]
         if theirs > mine or (theirs == mine and mine > 0):
             yield source.at(node, f"layer {mine} ({source.package}) imports {name} of layer {theirs}")
+
+
+def room(module: str, package: str) -> str:
+    """The folder of a package's module: "dialects/openai" for phalanx.server.dialects.openai.completions."""
+    inside = module.removeprefix(f"phalanx.{package}").strip(".").replace(".", "/")
+    return max((name for name in ROOMS[package] if f"{inside}/".startswith(f"{name}/")), key=len, default="")
+
+
+def rooms(source: Source) -> Iterator[str]:
+    """Inside a package, imports go to rooms before."""
+    if source.package not in ROOMS:
+        return
+    order = ROOMS[source.package]
+    mine = room(source.module, source.package)
+    if mine == "" and source.path.count("/") > 1 and not source.path.endswith("__init__.py"):
+        yield source.at(source.tree, "is in a folder without a place in ROOMS")
+    for node, name in source.imports():
+        if name.startswith(f"phalanx.{source.package}."):
+            theirs = room(name, source.package)
+            if order.index(theirs) > order.index(mine):
+                yield source.at(
+                    node, f"room {mine or source.package} imports {name} of room {theirs or source.package}"
+                )
 
 
 def narrow_imports(source: Source) -> Iterator[str]:
@@ -345,6 +384,7 @@ def names(source: Source) -> Iterator[str]:
 
 RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     layers,
+    rooms,
     narrow_imports,
     purity,
     commits,
@@ -420,6 +460,22 @@ def mlx_behind(sources: tuple[Source, ...]) -> list[str]:
     return chains
 
 
+def meanings(sources: tuple[Source, ...]) -> dict[str, list[str]]:
+    """Names of files and of public classes -> the files that have them, where those are several."""
+    found: dict[str, list[str]] = {}
+    for source in sources:
+        file = source.path.rpartition("/")[2]
+        classes = [node.name for node in source.tree.body if isinstance(node, ast.ClassDef)]
+        for name in (file, *classes):
+            if name != "__init__.py" and not name.startswith("_"):
+                found.setdefault(name, []).append(source.path)
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def test_no_file_or_class_shares_its_name_with_another() -> None:
+    assert meanings(package_sources()) == {}
+
+
 def test_no_import_cycles() -> None:
     assert cycle(graph(package_sources())) == []
 
@@ -461,6 +517,10 @@ def test_nothing_outside_the_package_is_pickled() -> None:
 
 BAD = [
     (layers, "sched/x.py", "import phalanx.engine.boot"),
+    (rooms, "server/fields/x.py", "from phalanx.server.requests.parsed import ChatRequest"),
+    (rooms, "server/dialects/openai/x.py", "from phalanx.server.dialects import ollama"),
+    (rooms, "gateway/settings/x.py", "from phalanx.gateway.gateway_app import GatewayApp"),
+    (rooms, "server/novelty/x.py", ""),
     (layers, "types.py", "from phalanx.sched import plan"),
     (layers, "server/x.py", "from phalanx.gateway import proxy"),
     (layers, "novelty/x.py", ""),
@@ -517,6 +577,11 @@ def test_rule_accepts_ordinary_code(rule: Callable[[Source], Iterator[str]]) -> 
 
 def test_every_rule_is_tested_on_bad_code() -> None:
     assert {rule for rule, _, _ in BAD} == set(RULES)
+
+
+def test_shared_names_are_found() -> None:
+    sources = (parse("sched/x.py", "class A: ...\nclass B: ..."), parse("spec/x.py", "class A: ...\nclass _B: ..."))
+    assert meanings(sources) == {"x.py": ["sched/x.py", "spec/x.py"], "A": ["sched/x.py", "spec/x.py"]}
 
 
 def test_cycles_are_found() -> None:

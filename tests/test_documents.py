@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from posixpath import normpath
 
 import pytest
-from test_architecture import LAYERS
+from test_architecture import LAYERS, ROOMS
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = ("src", "tests", "tools", "benchmarks", "docs", "deploy", "native", "examples", ".ci")
@@ -289,6 +289,13 @@ def test_the_architecture_is_one_page() -> None:
 def test_the_table_of_layers_is_the_rule() -> None:
     layers = {package: number for package, number in LAYERS.items() if package}  # "" is the package itself
     assert table_of_layers(repository().files[ARCHITECTURE]) == layers
+
+
+def test_the_lists_of_rooms_are_the_rule() -> None:
+    listed = re.findall(
+        r"^- `(\w+)/`: (.*?) *$", re.sub(r",\n +", ", ", section(repository().files[ARCHITECTURE], "Layers")), re.M
+    )
+    assert {package: tuple(re.sub("`|root", "", rooms).split(", ")) for package, rooms in listed} == ROOMS
 
 
 def test_each_step_of_a_request_names_a_function() -> None:

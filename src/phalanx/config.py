@@ -1,9 +1,9 @@
-"""Settings of ranks, groups and clusters, parsed once and frozen; the servers' are in `server/settings/server_settings.py` and
-`gateway/settings/gateway_settings.py`.
+"""Settings of ranks, groups and clusters, parsed once and frozen; the servers' are in
+`server/settings/server_settings.py` and `gateway/settings/gateway_settings.py`.
 
 A field declares its type, its range (`Meta`), its default and its flag (`Flag`). The docstring below it documents it,
-and is the flag's help. `cli/setting_flags.py` makes the flags of every command from these declarations, and `phalanx.LLM`
-checks its keywords against them.
+and is the flag's help. `cli/setting_flags.py` makes the flags of every command from these declarations, and
+`phalanx.LLM` checks its keywords against them.
 """
 
 from __future__ import annotations

@@ -54,6 +54,12 @@ def parts(target: str) -> dict[str, Counter[str]]:
     return found
 
 
+def test_no_two_files_share_a_name() -> None:
+    """pytest imports a file under its name, and stops where `make soak` takes two of one name."""
+    names = Counter(Path(file).name for file in FILES)
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def once(files: set[str]) -> Counter[str]:
     return Counter(dict.fromkeys(files, 1))
 

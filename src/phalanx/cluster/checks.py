@@ -1,6 +1,6 @@
 """The checks of one host, run on that host (L2, F5): each yields what it found, what it expects, and a remedy.
 
-Checks read and change nothing. They connect to agents' ports only. Does not know other hosts' facts (`doctor.py`
+Checks read and change nothing. They connect to agents' ports only. Does not know other hosts' facts (`diagnosis.py`
 compares hosts).
 """
 

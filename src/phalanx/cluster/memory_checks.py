@@ -1,5 +1,5 @@
 """The doctor's checks of memory on one host: what has leaked, what the GPU may use, whether a shard fits (L2). Whether
-stages fit is seen from all hosts together (`doctor.py`).
+stages fit is seen from all hosts together (`diagnosis.py`).
 
 Does not know MLX: it asks a process of its own what a rank could use (`machine.rank_memory`).
 """

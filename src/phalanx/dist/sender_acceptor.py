@@ -1,8 +1,8 @@
 """Accepts the one connection of a stage's sender, among strangers: each is examined, dropped and named in the log.
 
 A connection is a candidate until it has shown the sender's certificate, where there is TLS, and said which rank of
-which start it is. When there are `MOST_CANDIDATES`, one more ends an older one (`http/connection_table.py`). A sender that is
-dropped all the same connects again. Does not know frames.
+which start it is. When there are `MOST_CANDIDATES`, one more ends an older one (`http/connection_table.py`). A sender
+that is dropped all the same connects again. Does not know frames.
 """
 
 from __future__ import annotations

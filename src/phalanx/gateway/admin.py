@@ -6,7 +6,7 @@
     POST   /admin/replicas/NAME/resume
     DELETE /admin/replicas/NAME             as drain; what has not ended in time goes on elsewhere or ends with an error
 
-`app.py` has checked the admin key.
+`gateway_app.py` has checked the admin key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The gateway's routes: what it answers itself, what only an admin may ask, and what goes to replicas.
 
-Does not know sockets and signals (`run.py`).
+Does not know sockets and signals (`gateway_process.py`).
 """
 
 from __future__ import annotations

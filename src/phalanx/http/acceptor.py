@@ -1,8 +1,8 @@
 """Accepts connections within limits, and closes those whose client keeps the process waiting.
 
-`Acceptor` accepts, asks the table for a place (`table.py`) and hands the socket to a protocol of the HTTP library that
-knows its place and its deadlines (`WatchedConnection`). Once a second the acceptor looks at every connection, and writes at most
-one line in ten seconds on what it closed. Does not know HTTP.
+`Acceptor` accepts, asks the table for a place (`connection_table.py`) and hands the socket to a protocol of the HTTP
+library that knows its place and its deadlines (`WatchedConnection`). Once a second the acceptor looks at every
+connection, and writes at most one line in ten seconds on what it closed. Does not know HTTP.
 """
 
 from __future__ import annotations

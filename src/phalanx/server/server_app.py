@@ -1,6 +1,6 @@
 """The FastAPI application: builds the server's parts, adds the routes, and answers errors.
 
-Does not know how the engine runs, nor sockets and signals (`run.py`).
+Does not know how the engine runs, nor sockets and signals (`server_process.py`).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def create_app(
         redirect_slashes=False,  # the envelope drops them
     )
     app.state.shapes = served.shapes
-    app.state.journal = journal  # run.py waits for its requests when the server stops
+    app.state.journal = journal  # server_process.py waits for its requests when the server stops
     _add_routes(app, keys, completions, information)
     _add_ollama_routes(app, keys, ollama_info)
     _add_middleware(app, config, metrics)

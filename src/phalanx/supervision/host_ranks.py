@@ -1,7 +1,7 @@
 """Starts the processes of a group on several hosts: rank 0 on this host, rank i through the agent of host i.
 
 With MPI one `mpirun` on this host starts all ranks of a stage and uses the agents in place of ssh. Every start gets new
-ports and a new nonce, as on one machine (`launch.py`).
+ports and a new nonce, as on one machine (`rank_launcher.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """TLS as a conversion of bytes: from what arrived to what was said, and from what is to be said to what is to be sent.
 
-Does not know sockets (`dist/frame_connection.py` has one), nor who may be at the other end (`credentials.py`). One thread at
-a time.
+Does not know sockets (`dist/frame_connection.py` has one), nor who may be at the other end (`host_credentials.py`). One
+thread at a time.
 """
 
 from __future__ import annotations

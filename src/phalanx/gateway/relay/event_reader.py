@@ -3,8 +3,8 @@
 A part of an event is held back until its rest has come. So nothing that a client has was cut off in the middle, and an
 error event can follow at any time.
 
-From a replica that tells records (`http/stream_records.py`), events are held back until theirs has come: then the client has
-what the transcript says, not one event less or more, and another replica can go on from there.
+From a replica that tells records (`http/stream_records.py`), events are held back until theirs has come: then the
+client has what the transcript says, not one event less or more, and another replica can go on from there.
 """
 
 from __future__ import annotations

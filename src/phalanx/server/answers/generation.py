@@ -1,6 +1,6 @@
 """The generation of one request's answer: reads its output queue, decodes every choice, counts its tokens.
 
-Yields deltas (text, scored tokens, endings) that `routes.py` streams or collects.
+Yields deltas (text, scored tokens, endings) that `endpoints/generating.py` streams or collects.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The endpoints that generate, of all dialects.
 
 Each request is read, parsed, given slots, tokenised, generated and answered, in this order. Other modules decide: a
-dialect what a field means and how an answer is written, the journal whether there is room, `app.py` which status an
-error has.
+dialect what a field means and how an answer is written, the journal whether there is room, `server_app.py` which status
+an error has.
 """
 
 from __future__ import annotations

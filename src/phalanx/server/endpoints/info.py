@@ -1,6 +1,6 @@
 """The endpoints that do not run the model: models, tokenize, version, health, metrics.
 
-Does not know requests in progress; `routes.py` has the completion endpoints.
+Does not know requests in progress; `generating.py` has the completion endpoints.
 """
 
 from __future__ import annotations

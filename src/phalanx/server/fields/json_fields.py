@@ -2,7 +2,8 @@
 
 A call of the JSON library holds the interpreter's lock, and with it the event loop and every stream. So the first pass
 only finds where each field begins and ends, at a nanosecond or two per byte. Then each field is judged by its size and
-converted by itself; the first error ends the work. Does not know which bodies there are (`bodies.py`, `dialects/`).
+converted by itself; the first error ends the work. Does not know which bodies there are (`requests/body_parsing.py`,
+`dialects/`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The JSON bodies that clients send: names, types and sizes of fields. `bodies.py` reads them.
+"""The JSON bodies that clients send: names, types and sizes of fields. `requests/body_parsing.py` reads them.
 
 They also describe the API in OpenAPI. Does not know what values mean, nor which of them the server supports
 (`validate.py`).

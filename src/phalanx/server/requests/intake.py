@@ -1,8 +1,8 @@
 """From an HTTP request to a parsed body: checks media type and size, reads and decodes the body, and has it parsed.
 
 Large bodies are parsed one after the other on a thread beside the event loop. The memory of those that are being read
-or tokenised is bounded in all, and shared among API keys. Does not know JSON (`bodies.py`) or what the fields mean
-(`validate.py`).
+or tokenised is bounded in all, and shared among API keys. Does not know JSON (`body_parsing.py`) or what the fields
+mean (`validate.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parses the tools of a request and the choice among them.
 
-Does not know the history's calls (`messages.py`), nor the formats in which models write calls (`outputs/`).
+Does not know the history's calls (`conversation.py`), nor the formats in which models write calls (`outputs/`).
 """
 
 from __future__ import annotations

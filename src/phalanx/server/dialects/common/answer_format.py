@@ -1,4 +1,5 @@
-"""How a dialect writes an answer, so that `routes.py` streams and collects the answers of every dialect alike."""
+"""How a dialect writes an answer, so that `endpoints/generating.py` streams and collects the answers of every dialect
+alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes up an endpoint that generates, so that `routes.py` serves every dialect alike.
+"""What makes up an endpoint that generates, so that `endpoints/generating.py` serves every dialect alike.
 
 Does not know the fields of any dialect.
 """

@@ -1,7 +1,7 @@
 """The bodies of `/v1/messages` and `/v1/messages/count_tokens` (Anthropic): names, types and sizes of fields.
 
 Unknown fields are passed over: the clients of this API send new ones every month. Does not know what fields mean
-(`messages.py`).
+(`messages_dialect.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How `/v1/messages` (Anthropic) writes answers: blocks of thinking, text and calls, streamed or whole.
 
-Does not know requests (`messages.py`).
+Does not know requests (`messages_dialect.py`).
 """
 
 from __future__ import annotations

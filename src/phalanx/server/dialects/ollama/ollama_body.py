@@ -1,7 +1,7 @@
 """The bodies of `/api/chat` and `/api/generate` (Ollama), and how their large fields are read.
 
 Unknown fields and options are passed over, as Ollama does: its clients send those of other versions, and settings of
-the machine that a server has in its own command line. Does not know what fields mean (`ollama.py`).
+the machine that a server has in its own command line. Does not know what fields mean (`ollama_dialect.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The JSON body of `/v1/responses`: names, types and sizes of its fields.
 
 Unknown fields of the body are refused by name. Those of items and tools are passed over: they come from other servers
-and other tools, and clients send them back as they got them. Does not know what the fields mean (`responses.py`).
+and other tools, and clients send them back as they got them. Does not know what the fields mean
+(`responses_dialect.py`).
 """
 
 from __future__ import annotations

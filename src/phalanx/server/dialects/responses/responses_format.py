@@ -1,7 +1,7 @@
 """`/v1/responses`: the response object and the events of its stream (OpenAI).
 
 Decides in which order items begin and end, and how the response does. Does not know what an item consists of
-(`responses_items.py`), nor the bodies of requests (`responses.py`).
+(`responses_items.py`), nor the bodies of requests (`responses_dialect.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From the items of a response's input to the messages that chat templates take.
 
 Reasoning, texts and calls that follow each other were one answer of the model, and become one message again, so that
-its prompt begins as the one before did. Does not know the other fields of the body (`responses.py`).
+its prompt begins as the one before did. Does not know the other fields of the body (`responses_dialect.py`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Which replica gets which request, and when: health, circuits, policies, a fair queue."""

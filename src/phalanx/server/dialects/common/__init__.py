@@ -1,0 +1,1 @@
+"""What every dialect has: the seam, its answer format, log-probabilities."""

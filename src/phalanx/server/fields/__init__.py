@@ -1,0 +1,1 @@
+"""Bodies of requests as JSON: structs, limits of size and depth, refusals."""

@@ -1,0 +1,1 @@
+"""From messages to tokens: chat template, tokenizer, memory of calls, grammars that must compile."""
