@@ -85,13 +85,14 @@ async def _serve(
             await engine.close()
     if preparing.cancelled():
         return ExitCode.OK
-    run, tokenizer = preparing.result()
-    code: int = await run.Server(config, engine, tokenizer, listeners, defaults).run_until_ended()
+    server_process, tokenizer = preparing.result()
+    server = server_process.ServerProcess(config, engine, tokenizer, listeners, defaults)
+    code: int = await server.run_until_ended()
     return code
 
 
 async def _prepare(engine: EngineClient, load_tokenizer: Callable[[], Tokenizer]) -> tuple[Any, Tokenizer]:
-    """Launch the engine, then load the module `run` and the tokenizer while the engine loads."""
+    """Launch the engine, then load `server_process.py` and the tokenizer while the engine loads."""
     await engine.launch()
-    run = await asyncio.to_thread(importlib.import_module, "phalanx.server.server_process")
-    return run, await asyncio.to_thread(load_tokenizer)
+    server_process = await asyncio.to_thread(importlib.import_module, "phalanx.server.server_process")
+    return server_process, await asyncio.to_thread(load_tokenizer)

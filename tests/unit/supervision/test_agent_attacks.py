@@ -41,8 +41,8 @@ STRANGER = "127.0.0.2"
 FLOOD = 1000
 PATIENT = """
 from phalanx.cli.main import run
-from phalanx.supervision import agent, tls_listener
-agent.SILENT_S = tls_listener.HANDSHAKE_S = 120.0
+from phalanx.supervision import rank_agent, tls_listener
+rank_agent.SILENT_S = tls_listener.HANDSHAKE_S = 120.0
 run()
 """  # `phalanx`, but for limits that a busy machine may miss
 
