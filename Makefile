@@ -82,7 +82,7 @@ lint: $(READY)
 LANES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 IN_LANES := xargs -n 1 -P $(LANES)
 PYTEST := $(BIN)/pytest -q -p no:cacheprovider
-IN_TEST := $(PYTEST) -m 'not full and not soak'
+IN_TEST := FETCH=0 $(PYTEST) -m 'not full and not soak'
 IN_REST := $(PYTEST) -m 'full and not soak'
 SPENT := $(CURDIR)/$(VENV)/seconds
 

@@ -36,9 +36,16 @@ CHATS = [
 
 
 def real_model() -> Path:
-    """The model's directory, fetched at the first call. Skips the test where there is no network, except in CI."""
+    """The model's directory, fetched at the first call. Skips the test where there is no network, except in CI.
+
+    `FETCH=0` fetches nothing, since `make test` leaves nothing outside the repository.
+    """
+    tool = _tool()
+    directory: Path = tool.default_directory()
+    if os.environ.get("FETCH") == "0" and not directory.exists():
+        pytest.skip("the real model is not at hand; make test-rest fetches it")
     try:
-        directory: Path = _tool().fetch(_tool().default_directory())
+        tool.fetch(directory)
     except RuntimeError as error:
         if os.environ.get("CI"):
             raise
