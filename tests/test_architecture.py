@@ -519,7 +519,7 @@ BAD = [
     (layers, "sched/x.py", "import phalanx.engine.boot"),
     (rooms, "server/fields/x.py", "from phalanx.server.requests.parsed import ChatRequest"),
     (rooms, "server/dialects/openai/x.py", "from phalanx.server.dialects import ollama"),
-    (rooms, "gateway/settings/x.py", "from phalanx.gateway.gateway_app import GatewayApp"),
+    (rooms, "gateway/settings/x.py", "from phalanx.gateway.gateway_app import App"),
     (rooms, "server/novelty/x.py", ""),
     (layers, "types.py", "from phalanx.sched import plan"),
     (layers, "server/x.py", "from phalanx.gateway import proxy"),

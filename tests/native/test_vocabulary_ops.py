@@ -29,7 +29,7 @@ def test_gumbel_argmax_draws_what_the_sampler_draws(rows, width):
             drawn = ops.gumbel_argmax(z, keys, mx.full((rows, 1), floor))
             best = mx.max(scores, axis=-1)
             reached = mx.take_along_axis(scores, drawn[:, None], axis=-1)[:, 0]
-            # logarithms of noise.py differ in their last units from ours: the drawn score is the best but for that
+            # logarithms of gumbel.py differ in their last units from ours: the drawn score is the best but for that
             assert mx.all(reached >= best - 1e-5)
             assert (drawn == mx.argmax(scores, axis=-1)).all()
 

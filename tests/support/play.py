@@ -1,7 +1,7 @@
 """Random requests to an engine: arrivals, cancellations and stops by the server.
 
-One generator of moves drives the simulation of leader and workers (`unit/sched/test_lockstep.py`) and groups of real
-ranks (`ranks/test_lockstep.py`). Randomness comes from outside, so that hypothesis can shrink it.
+One generator of moves drives the simulation of leader and workers (`unit/sched/test_simulated_lockstep.py`) and groups
+of real ranks (`ranks/test_lockstep.py`). Randomness comes from outside, so that hypothesis can shrink it.
 """
 
 from __future__ import annotations

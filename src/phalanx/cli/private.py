@@ -40,7 +40,6 @@ class PrivateServer:
         self.certificate = _certificate_in(flags)
         handle, name = tempfile.mkstemp(prefix="phalanx-serve-", suffix=".log", dir=runtime_dir())
         self.log = Path(name)
-        self._keep = keep
         self._shown = 0  # characters of the log that went to `show`
         with os.fdopen(handle, "wb") as output:
             self._process = subprocess.Popen(

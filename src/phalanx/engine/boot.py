@@ -2,13 +2,13 @@
 
     phalanx serve MODEL      cli/serve.py:command         the server process reads its flags
       serve                  server/start.py              it starts the ranks; beside them it loads HTTP and tokenizer
-      start_ranks            supervision/rank_launcher.py        one process per rank: `phalanx rank MODEL ...`
+      start_ranks            supervision/rank_launcher.py one process per rank: `phalanx rank MODEL ...`
         phalanx rank         cli/rank.py:command          the rank reads its EngineConfig and GroupConfig
           run_rank           here
             rendezvous       engine/rendezvous.py         the ranks connect to rank 0, and rank 0 to all
             join_group       engine/membership.py         native kernels; the fabric, over which ranks sum
             load_model       engine/served_model.py       same software, enough memory; weights; rows equal mlx-lm's
-            self_test        engine/group_selftest.py           equal sums and equal tokens on all ranks
+            self_test        engine/group_selftest.py     equal sums and equal tokens on all ranks
             plan_memory      engine/memory_plan.py        how many rows, and how long, fit on the smallest rank
             build_role       engine/role.py               rank 0 reports `Ready` and leads, the others work
             Leader.run, Worker.run

@@ -1,6 +1,6 @@
 """The interface between the runner and captured graphs, and its base class, which captures none.
 
-With the native kernels a runner asks `cpu/graph_cache.py`; with MLX's own kernels it asks the base class below, so that
+With the native kernels a runner asks `graph_cache.py`; with MLX's own kernels it asks the base class below, so that
 nothing of the graph cache runs there.
 """
 

@@ -17,7 +17,7 @@ class Overlap(Enum):
     NONE = "none"
     """Nothing: every forward waits for its plan."""
     REPLAY = "replay"
-    """It dispatches the next forward if a graph of it is captured (`cpu/graph_cache.py`)."""
+    """It dispatches the next forward if a graph of it is captured (`graph_cache.py`)."""
     BUILD = "build"
     """It builds the next forward from tokens that are being drawn, and dispatches it when they have arrived. With other
     ranks, sums are judged after the wait for the tokens, and before the tokens are used."""

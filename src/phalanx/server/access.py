@@ -1,4 +1,4 @@
-"""Under which names requests are let in, and the response to those that fail."""
+"""Host allow list, and the response to a request that failed."""
 
 from __future__ import annotations
 

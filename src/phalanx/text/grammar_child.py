@@ -74,7 +74,7 @@ def _lark(gbnf: str) -> GrammarReply:
 
 
 def _answer(line: bytes) -> bytes:
-    """An `GrammarReply` as JSON."""
+    """A `GrammarReply` as JSON."""
     limited = msgspec.json.decode(line, type=LimitedJob)
     limit_job(limited.limits.seconds, limited.limits.memory)
     started = time.process_time()

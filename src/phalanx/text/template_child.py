@@ -16,7 +16,7 @@ REASON_CHARS = 1000  # of a refusal: templates and their libraries quote whole t
 
 
 def _answer(line: bytes) -> bytes:
-    """An `RenderReply` as JSON."""
+    """A `RenderReply` as JSON."""
     limits = msgspec.json.decode(line, type=Limited).limits
     memory, output = limits.memory_for(len(line)), limits.output_for(len(line))
     limit_job(limits.seconds, memory)

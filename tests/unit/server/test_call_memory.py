@@ -145,10 +145,8 @@ def test_only_one_call():
     ("pieces", "n"),
     [
         ([[TextPiece("a")], [TextPiece("b")]], 0),
-        (
-            [[], [ReasoningPiece("a")], [ReasoningPiece("b")], [], [TextPiece("c")]],
-            6,
-        ),  # an opening mark; a closing one is the text's
+        # an opening mark; a closing one is the text's
+        ([[], [ReasoningPiece("a")], [ReasoningPiece("b")], [], [TextPiece("c")]], 6),
         ([[ReasoningPiece("a")], [ReasoningPiece("b"), TextPiece("c")], [TextPiece("d")], [ReasoningPiece("e")]], 6),
     ],
 )

@@ -1,4 +1,4 @@
-"""The endpoints of Ollama's API that do not run the model. What they say is in `dialects/ollama_models.py`."""
+"""The endpoints of Ollama's API that do not run the model. What they say is in `dialects/ollama/ollama_models.py`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From messages to tokens: chat template, tokenizer, memory of calls, grammars that must compile."""
+"""From messages to tokens: chat template, earlier answers in their own tokens, tokenizer, grammars to be compiled."""
