@@ -99,8 +99,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     cpu_kernels: Annotated[bool, Flag("Engine")] = True
     """Native kernels where MLX computes on the CPU and phalanx-cpu is installed."""
     cpu_precision: Annotated[CpuPrecision, Flag("Engine")] = "auto"
-    """Of native products with quantised weights: `exact` sums in float32, `fast` rounds activations to 8 bits; `auto`
-    is exact."""
+    """Native products with quantised weights: `exact` sums in float32, `fast` rounds activations to 8 bits; `auto` is
+    exact."""
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=256)] | None,
         Flag("Engine", default="the machine's processors, shared among its ranks"),

@@ -80,7 +80,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     balance_abs_threshold: Annotated[int, Meta(ge=0), Flag("Replicas")] = 4
     """cache_aware: a replica with so many requests more than the least busy one is too busy."""
     balance_rel_threshold: Annotated[float, Meta(ge=1.0), Flag("Replicas")] = 1.5
-    """cache_aware: if it also has so many times that one's requests."""
+    """cache_aware: a replica that is too busy also has so many times the requests of the least busy one."""
 
     health_check_endpoint: Annotated[str, Flag("Health checks")] = "/health"
     """Path that answers 200 if a replica can serve; where it is a 404, /v1/models is asked instead."""
