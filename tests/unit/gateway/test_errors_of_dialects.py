@@ -1,11 +1,13 @@
-"""A gateway's errors are those that a server would give in its place."""
+"""The error that ends a stream at a gateway says what a server's error at that path says, in the stream's own form."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
 from phalanx.errors import PhalanxError
-from phalanx.gateway.relay.api_kinds import dialect_of, error_object
+from phalanx.gateway.relay.api_kinds import dialect_of, error_event
 from phalanx.http.error_responses import STATUS, error_body, public_failure
 
 PATHS = ("/v1/messages", "/api/chat", "/api/tags", "/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -20,6 +22,18 @@ def error_of(kind: type[PhalanxError]) -> PhalanxError:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", STATUS, ids=lambda kind: kind.__name__)
-def test_errors_are_named_as_the_server_names_them(path, kind):
-    error = error_of(kind)
-    assert error_object(dialect_of(path), error) == error_body(public_failure(error), path)
+def test_a_stream_ends_with_the_error_that_the_server_names(path, kind):
+    body = error_body(public_failure(error_of(kind)), path)
+    said = error_event(dialect_of(path), body, number=3)
+    if path.startswith("/api/"):
+        assert json.loads(said) == body and said.endswith(b"}\n")
+        return
+    event, _, rest = said.partition(b"\n\n")
+    name, _, data = event.rpartition(b"data: ")
+    assert name == (b"" if "completions" in path else b"event: error\n")
+    assert rest == (b"data: [DONE]\n\n" if "completions" in path else b"")
+    if path == "/v1/responses":
+        flat = {"type": "error", "code": body["error"]["code"], "message": "no", "param": None, "sequence_number": 3}
+        assert json.loads(data) == flat
+    else:
+        assert json.loads(data) == body

@@ -14,6 +14,7 @@ from phalanx.errors import ReplicaFailed
 from phalanx.gateway.relay.api_kinds import dialect_of, error_event
 from phalanx.gateway.relay.event_reader import LARGEST_EVENT, MOST_LINES, EventReader
 from phalanx.gateway.relay.transcript import Transcript
+from phalanx.http.error_responses import error_body, failure_of
 from phalanx.http.stream_records import RecordedChoice, Start, StreamRecord, framed
 
 
@@ -36,6 +37,12 @@ STREAMS = {
     "ollama": b'{"message":{"content":"a"},"done":false}\n{"done":true,"eval_count":2}\n',
 }
 DIALECTS = sorted(STREAMS)
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+    "ollama": "/api/chat",
+}
 
 
 def written(dialect: str, event: dict[str, Any]) -> bytes:
@@ -138,7 +145,8 @@ def test_an_error_ends_a_stream_of_every_dialect(dialect):
     found = reader(dialect)
     found.feed(begun)
     assert not found.ended
-    text = error_event(dialect, ReplicaFailed("The replica b broke off."), number=found.next_number)
+    body = error_body(failure_of(ReplicaFailed("The replica b broke off.")), PATHS[dialect])
+    text = error_event(dialect, body, number=found.next_number)
     assert found.feed(text) == text and found.ended and found.finish() == ""
     assert b"The replica b broke off." in text
 

@@ -1,4 +1,4 @@
-"""What the gateway has to know of each API that passes through: how a stream ends, how an error is written.
+"""What the gateway has to know of each API that passes through: how a stream ends, also with an error.
 
     chat         OpenAI's chat and text completions: events, then `data: [DONE]`
     responses    OpenAI's responses: events with names and numbers, the last one response.completed or its like
@@ -15,9 +15,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-
-from phalanx.errors import PhalanxError
-from phalanx.http.error_responses import failure_of, messages_error, ollama_error, openai_error
 
 Dialect = Literal["chat", "responses", "messages", "ollama", "ollama_more", "other"]
 
@@ -39,21 +36,13 @@ def dialect_of(path: str) -> Dialect:
     return "responses" if path == "/v1/responses" else "other"
 
 
-def error_object(dialect: Dialect, error: PhalanxError) -> dict[str, Any]:
-    """An error as the body of an answer."""
-    failure = failure_of(error)
-    if dialect in ("ollama", "ollama_more"):
-        return ollama_error(failure)
-    return messages_error(failure) if dialect == "messages" else openai_error(failure)
-
-
-def error_event(dialect: Dialect, error: PhalanxError, *, number: int) -> bytes:
+def error_event(dialect: Dialect, body: dict[str, Any], *, number: int) -> bytes:
     """An error as the end of a stream that has begun.
 
     Args:
+        body: the error as the body of an answer.
         number: of the next event, in dialects that number them.
     """
-    body = error_object(dialect, error)
     if dialect in ("ollama", "ollama_more"):
         return msgspec.json.encode(body) + b"\n"
     if dialect == "responses":

@@ -15,10 +15,10 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from phalanx.errors import InvalidRequest, PhalanxError, RequestTooLarge, WrongMediaType
-from phalanx.gateway.relay.api_kinds import Dialect, dialect_of, error_event, error_object
+from phalanx.gateway.relay.api_kinds import Dialect, dialect_of, error_event
 from phalanx.http.body_budget import BodyLease
 from phalanx.http.connection import READ_ENCODINGS, HttpConnection, raw_header
-from phalanx.http.error_responses import failure_of, headers_of
+from phalanx.http.error_responses import error_body, failure_of, headers_of
 from phalanx.http.request_ids import REQUEST_ID, request_id
 from phalanx.http.shares import Shares
 
@@ -124,7 +124,7 @@ class ClientExchange:
     async def end_with(self, error: PhalanxError, *, is_stream: bool, number: int = 0) -> None:
         """End an answer that has begun. One that cannot say so is cut off, so that its client sees it."""
         if is_stream:
-            await self.write(error_event(self.dialect, error, number=number))
+            await self.write(error_event(self.dialect, error_body(failure_of(error), self.path), number=number))
             await self.end()
         else:
             self.connection.abort()
@@ -139,7 +139,8 @@ class ClientExchange:
 
     def error(self, error: PhalanxError) -> web.Response:
         """The answer to a request that failed before its first byte."""
-        return self.json(failure_of(error).status, error_object(self.dialect, error), headers_of(error))
+        failure = failure_of(error)
+        return self.json(failure.status, error_body(failure, self.path), headers_of(error))
 
     def _headers(self, given: Mapping[str, str]) -> CIMultiDict[str]:
         headers = CIMultiDict(given)
