@@ -1,4 +1,4 @@
-"""aiohttp's connection of a client with a place and deadlines, which `http/acceptor.py` accepts and watches."""
+"""aiohttp's connection of a gateway's client with a place and deadlines; `acceptor.py` accepts and watches it."""
 
 from __future__ import annotations
 
