@@ -47,9 +47,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: Annotated[Size | None, Flag("Sampling", default="the model's")] = None
     """Divides the logits; 0 is greedy."""
     top_p: Annotated[Share | None, Flag("Sampling", default="the model's")] = None
-    """Probability that the likeliest tokens to draw from have together; 1 is all."""
+    """Draws from the likeliest tokens that have this probability together; 1 is all."""
     top_k: Annotated[Annotated[int, Meta(ge=-1)] | None, Flag("Sampling", default="the model's")] = None
-    """Likeliest tokens to draw from; 0 or -1 is all."""
+    """Draws from so many of the likeliest tokens; 0 or -1 is all."""
     min_p: Annotated[Share | None, Flag("Sampling", default="the model's")] = None
     """Least probability, as a share of the likeliest token's; 0 is off."""
     seed: Annotated[int | None, Flag("Sampling", default="drawn for each prompt")] = None
