@@ -9,7 +9,7 @@ RETRY_AFTER_S = 1.0  # a body of 8 MiB is parsed in a tenth of a second
 
 
 class BodyLease:
-    """The memory of one body, of which there is none yet. A context manager: leaving it frees the memory.
+    """The memory of one body; it has none yet. A context manager: leaving it frees the memory.
 
     Args:
         budget: bytes of all bodies, shared among owners.

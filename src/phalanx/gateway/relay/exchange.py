@@ -31,7 +31,7 @@ KEEP_ALIVE = {False: b": keep-alive\n\n", True: b" "}
 
 
 def body_lease(budget: Shares) -> BodyLease:
-    """The memory of one request's body, of which all keys have one share."""
+    """The memory of one request's body; keys have no shares of their own in it."""
     return BodyLease(budget, "", "The gateway holds as many bytes of requests as it may.")
 
 

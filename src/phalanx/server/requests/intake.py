@@ -50,7 +50,7 @@ class Intake:
         self._parsing = asyncio.Lock()  # several threads would wait for the interpreter's lock before the event loop
 
     def memory(self, owner: str) -> BodyLease:
-        """The memory of one body to be read, of which there is none yet. A context manager: leaving it frees it.
+        """The memory of one body to be read; it has none yet. A context manager: leaving it frees the memory.
 
         Args:
             owner: stands for the API key of the request; see `http/shares.py`.
