@@ -85,17 +85,18 @@ PYTEST := $(BIN)/pytest -q -p no:cacheprovider
 IN_TEST := FETCH=0 $(PYTEST) -m 'not full and not soak'
 IN_REST := $(PYTEST) -m 'full and not soak'
 SPENT := $(CURDIR)/$(VENV)/seconds
+FAILED = $(BIN)/python tests/support/seconds.py failed $(SPENT).$@
 
 test: $(READY)
 	@rm -f $(SPENT).test
-	@TEST_SECONDS=$(SPENT).test $(MAKE) --no-print-directory -j3 units-waiting test-gateway test-in-lanes
+	@TEST_SECONDS=$(SPENT).test $(MAKE) --no-print-directory -j3 units-waiting test-gateway test-in-lanes || $(FAILED)
 	@$(BIN)/python tests/support/seconds.py report $(SPENT).test
 	@echo 'Left out: instruction sets of kernels but the best, most groups of ranks, clusters of hosts, most of the real'
 	@echo 'model. These run them: make test-rest; both: make test-full.'
 
 test-rest: $(READY)
 	@rm -f $(SPENT).test-rest
-	@TEST_SECONDS=$(SPENT).test-rest $(MAKE) --no-print-directory -j2 test-hosts rest-in-lanes
+	@TEST_SECONDS=$(SPENT).test-rest $(MAKE) --no-print-directory -j2 test-hosts rest-in-lanes || $(FAILED)
 	@$(BIN)/python tests/support/seconds.py report $(SPENT).test-rest
 	@sh tools/rig_packages.sh report $(HOSTS_XML)
 

@@ -10,8 +10,9 @@ from collections import Counter
 
 import pytest
 from support.gateways import CHAT, Client, gateway, run, text_of
-from support.stub_replica import WORDS, Call, StubReplica, event, hangs, streaming
+from support.stub_replica import WORDS, Call, StubReplica, event, hangs, refuses, streaming
 
+from phalanx.gateway.relay import proxy
 from phalanx.http.connection_table import Deadlines
 
 
@@ -140,6 +141,42 @@ def test_bodies_have_a_limit_and_are_json():
             )
             assert reply.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") and a.calls.pop()
             assert (await client.ask())[0] == 200
+
+    run(scenario())
+
+
+def test_memory_of_bodies_is_given_back_however_their_requests_end(monkeypatch):
+    """There is room for four bodies at once, and six of each kind come to a bad end."""
+    monkeypatch.setattr(proxy, "BODIES", 4)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    body = json.dumps({"model": "m", "prompt": "x" * 9_000}).encode()
+    chunk = b"%x\r\n%b\r\n" % (len(body), body)
+    chunked = head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + chunk
+    cut = head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(body) + 1, body)
+    ends = {b"no chunk\r\n": b"400", chunk + b"0\r\n\r\n": b"413", b"1\r\n}\r\n0\r\n\r\n": b"400"}
+    settings = {"max_body_mb": 0.01, "retry_max_retries": 1, "cb_failure_threshold": 1000}
+
+    async def scenario() -> None:
+        async with StubReplica(refuses) as a, gateway(a.url, **settings) as client:
+            for _ in range(6):
+                for end, status in ends.items():
+                    answer = await raw(client, chunked + end)
+                    assert answer.split()[1:2] == [status], answer
+                _, out = await asyncio.open_connection("127.0.0.1", client.gateway.port)
+                out.write(cut)
+                await out.drain()
+                out.close()
+                assert (await client.ask(prompt="x" * 9_000))[0] == 503
+            a.answer = hangs
+            for _ in range(6):
+                leaves = asyncio.create_task(client.ask(prompt="x" * 9_000))
+                while not a.running:
+                    await asyncio.sleep(0.01)
+                leaves.cancel()
+                while a.running:
+                    await asyncio.sleep(0.01)
+            a.answer = streaming(1)
+            assert (await client.ask(prompt="x" * 9_000))[0] == 200
 
     run(scenario())
 

@@ -67,6 +67,14 @@ def test_an_answer_that_its_owner_changes_stays_as_it_was(tmp_path, model):
     assert store.answers("code", jobs, Asked()) == [{"tokens": [1, 2]}]
 
 
+def test_where_nothing_can_be_kept_all_is_computed(tmp_path, model):
+    (tmp_path / "taken").touch()
+    asked, store = Asked(), Golden([], tmp_path / "taken" / "answers")
+    with pytest.warns(UserWarning, match="taken/answers keeps no answers, so each run computes them"):
+        (answer,) = store.answers("code", [{"model": str(model), "prompt": [5]}], asked)
+    assert answer["tokens"] == [5, 1, 0] and len(asked.jobs) == 1
+
+
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], Any]] = {
     "weights": lambda patch, model: (model / "model.safetensors").write_bytes(bytes(99) + b"\1"),
     "config": lambda patch, model: (model / "config.json").write_text("{} "),

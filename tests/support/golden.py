@@ -63,13 +63,17 @@ class Golden:
             code: the source of what computes.
         """
         models = {name: fingerprint(Path(name)) for name in {job["model"] for job in jobs}}
-        keys = [digest([machine(), code, {**job, "model": models[job["model"]]}]) for job in jobs]
+        here = machine()
+        keys = [digest([here, code, {**job, "model": models[job["model"]]}]) for job in jobs]
         missing = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._entries}
         if missing:
             found = compute([*missing.values()])
             new = {key: json.dumps(a, separators=(",", ":")) for key, a in zip(missing, found, strict=True)}
             self._entries |= new
-            append(self._write, new)
+            try:
+                append(self._write, new)
+            except OSError as error:  # of an environment that another user has made, perhaps
+                warnings.warn(f"{self._write} keeps no answers, so each run computes them: {error}", stacklevel=2)
         append(self._asked, {key: self._entries[key] for key in keys})
         return [json.loads(self._entries[key]) for key in keys]
 

@@ -1,9 +1,11 @@
 """Processor seconds of each test file, beside those of the table `tests/seconds.txt`. No test fails for its time.
 
 As a pytest plugin it appends what each file took to the file that TEST_SECONDS names, which all processes of a run
-share: the seconds of pytest and of its children, which count for the test that waits for their end.
+share: the seconds of pytest and of its children, which count for the test that waits for their end. What failed is
+there too.
 
     python tests/support/seconds.py report RUN ...   the slowest files of these runs, and those unlike the table
+    python tests/support/seconds.py failed RUN ...   what failed in these runs, whose parts write side by side
     python tests/support/seconds.py write RUN ...    put these runs into the table
 """
 
@@ -23,7 +25,9 @@ SLOWEST = 10
 UNLIKE, LEAST_S = 1.5, 3.0  # times the table, after the machine's pace has been allowed for; less is not worth a line
 ROW = "{:8.1f}  {:9}  {}"
 Row = tuple[str, str]  # the command that runs these tests of the file, and the file
+FAILED = "# failed: "
 spent: Counter[str] = Counter()
+failed: list[str] = []
 
 
 @pytest.hookimpl(wrapper=True)
@@ -35,11 +39,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         spent[item.nodeid.partition("::")[0]] += sum(os.times()[:4]) - before
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    failed.extend([report.nodeid] * report.failed)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    failed.extend([report.nodeid] * report.failed)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if run := os.environ.get("TEST_SECONDS"):
         command = "test" if "not full" in session.config.option.markexpr else "test-rest"
         with Path(run).open("a") as rows:
             rows.writelines(ROW.format(seconds, command, file) + "\n" for file, seconds in spent.items())
+            rows.writelines(f"{FAILED}{name}\n" for name in failed)
 
 
 def read(path: Path) -> Counter[Row]:
@@ -62,6 +75,13 @@ def report(run: Counter[Row], table: Counter[Row]) -> str:
     return "\n".join(lines)
 
 
+def failures(runs: list[Path]) -> str:
+    """What failed in these runs, once each."""
+    lines = [line for path in runs if path.exists() for line in path.read_text().splitlines()]
+    names = dict.fromkeys(line.removeprefix(FAILED) for line in lines if line.startswith(FAILED))
+    return "\n".join(["Failed:", *names]) if names else "No test failed; the lines with *** above name what did."
+
+
 def write(run: Counter[Row]) -> None:
     """Put a run into the table, in place of what its commands have there."""
     commands = {command for command, _ in run}
@@ -72,5 +92,8 @@ def write(run: Counter[Row]) -> None:
 
 
 if __name__ == "__main__":
-    run = sum((read(Path(path)) for path in sys.argv[2:]), Counter[Row]())
+    runs = [Path(path) for path in sys.argv[2:]]
+    if sys.argv[1] == "failed":
+        sys.exit(failures(runs))
+    run = sum(map(read, runs), Counter[Row]())
     write(run) if sys.argv[1] == "write" else print(report(run, read(TABLE)))

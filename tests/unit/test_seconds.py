@@ -36,6 +36,18 @@ def test_a_file_takes_what_its_tests_and_their_children_take(tmp_path: Path) -> 
     assert found["test-rest", "test_busy.py"] >= 0.8
 
 
+def test_what_failed_is_told_at_the_end_whichever_part_it_was_in(tmp_path: Path) -> None:
+    (tmp_path / "test_broken.py").write_text("import nothing_of_this_name\n")
+    (tmp_path / "test_wrong.py").write_text("def test_right(): pass\ndef test_wrong(): assert 0\n")
+    words = [sys.executable, "-m", "pytest", "-p", "support.seconds", "--continue-on-collection-errors", "."]
+    run = tmp_path / "run"
+    environment = {**os.environ, "TEST_SECONDS": str(run), "PYTHONPATH": str(Path(__file__).parents[1])}
+    assert subprocess.run(words, cwd=tmp_path, env=environment, check=False, capture_output=True).returncode == 1
+    assert seconds.read(run).keys() == {("test-rest", "test_wrong.py")}
+    assert seconds.failures([run, run]).split() == ["Failed:", "test_broken.py", "test_wrong.py::test_wrong"]
+    assert "No test failed" in seconds.failures([tmp_path / "none"])
+
+
 def test_the_slowest_are_named_and_those_unlike_the_table_whatever_the_machines_pace() -> None:
     table = Counter({A: 10.0, B: 20.0, C: 30.0})
     assert "60 s" in seconds.report(table, table) and "unlike" not in seconds.report(table, table)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import math
+import py_compile
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import pytest
@@ -102,6 +105,16 @@ def test_the_help_is_the_docstring_and_names_the_variable_and_the_words_for_a_de
     assert settings_of(Outer)["off"].info().help == ""
     assert settings_of(Inner)["share"].info().show_default == "all of it"
     assert flag(Inner, "level", help="Other.", rich_help_panel=None).help == "Other."
+
+
+def test_a_package_without_its_source_has_flags_without_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = tmp_path / "compiled_alone.py"
+    written.write_text('from msgspec import Struct\nclass Bare(Struct):\n    level: int = 3\n    """How much."""\n')
+    py_compile.compile(str(written), str(tmp_path / "compiled_alone.pyc"))
+    written.unlink()
+    monkeypatch.syspath_prepend(tmp_path)
+    level = settings_of(importlib.import_module("compiled_alone").Bare)["level"]
+    assert (level.spelled, level.default, level.info().help) == ("--level", 3, "")
 
 
 def test_json_that_is_none_is_refused() -> None:

@@ -6,15 +6,34 @@ import asyncio
 import socket
 import struct
 import threading
+from typing import Any, get_args
 
 import pytest
 
 from phalanx.dist.frames import MAX_FRAME, VERSION, read_frame, receive_frame
+from phalanx.dist.peers import Message
 from phalanx.errors import EngineError
+from phalanx.supervision.agent_protocol import FromAgent, ToAgent
 from phalanx.supervision.wire import engine_codec, server_codec
-from phalanx.types import Batch, Cancel, Ping, Tokens
+from phalanx.types import Batch, Cancel, Finished, FromEngine, Ping, PromptScored, ToEngine, Tokens
 
 HEADER = struct.Struct("<BI")  # version, length
+
+NAMES = {
+    ToEngine: "Submit Cancel Finish Ping ResetPrefixCache Shutdown",
+    FromEngine: "Loading Ready Batch Pong Failed",
+    Tokens | PromptScored | Finished: "Tokens PromptScored Finished",
+    Message: "Hello Admitted Welcome Refused Payload Heartbeat Goodbye",
+    ToAgent: "AskPorts RunRank RunDaemon Signal KeepAlive",
+    FromAgent: "Welcome Ports Started Output Ended KeepAlive",
+}
+"""What messages between processes are called on the wire."""
+
+
+@pytest.mark.parametrize(("messages", "names"), NAMES.items(), ids=NAMES.values())
+def test_messages_keep_their_names_on_the_wire_whatever_their_classes_are_called(messages: Any, names: str):
+    """A new name needs a new version of its protocol: hosts would call each other strangers, and not say why."""
+    assert [kind.__struct_config__.tag for kind in get_args(messages)] == names.split()
 
 
 def test_messages_survive_the_wire_both_ways():

@@ -16,6 +16,7 @@ import functools
 import inspect
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -177,8 +178,11 @@ def settings_of(owner: type[Struct]) -> dict[str, Setting]:
 def _docstrings(owner: type) -> dict[str, str]:
     """Field -> the docstring below it, on one line. Python keeps those of fields in the source only."""
     texts = {}
-    (written,) = ast.parse(inspect.getsource(owner)).body
-    assert isinstance(written, ast.ClassDef)
+    try:
+        file = ast.parse(inspect.getsource(sys.modules[owner.__module__]))
+    except OSError:  # the package was installed without its source: flags have no help
+        return {}
+    written = next(node for node in file.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__)
     for pair in pairwise(written.body):
         match pair:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):

@@ -18,7 +18,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar, cast
 
-from phalanx.http.connection_table import RESERVE, ConnectionLimits, ConnectionPlace, ConnectionTable, Deadlines, sum_up
+from phalanx.http.connection_table import (
+    RESERVE,
+    ConnectionLimits,
+    ConnectionPlace,
+    ConnectionTable,
+    Deadlines,
+    group_of,
+    sum_up,
+)
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +133,7 @@ class Acceptor(Generic[S]):
             await asyncio.sleep(0)  # a flood must not keep the loop from its streams
 
     def _admit(self, connection: socket.socket, address: str) -> None:
-        place = self._table.admit(address, connection.close)
+        place = self._table.admit(group_of(address), connection.close)
         if place is None:
             connection.close()
             return

@@ -90,8 +90,10 @@ class ConnectionTable:
         """A place for a new connection, which is idle; None where even the reserve is taken. Changes state.
 
         May close an idle connection.
+
+        Args:
+            address: what the limit counts: a client has that of `group_of`; a host its own, for hosts share a network.
         """
-        address = group_of(address)
         if self._held[address] >= self.limits.per_address:
             has_room = self._displace(address)
         elif self.held >= self.limits.total:

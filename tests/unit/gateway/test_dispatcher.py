@@ -392,6 +392,26 @@ class AnyOrder(RuleBasedStateMachine):
             assert one.give_up_at > self.now and (one.is_begun or not self.ready(one))
 
 
+def test_every_kind_of_waiting_request_looks_at_the_replicas_with_room_only(monkeypatch):
+    """64 busy replicas serve any model, and each of 200 waiting requests wants another one."""
+    found = dispatcher(*(replica(f"r{i}", 1) for i in range(64)), queue=200)
+    grants = [found.arrive(ask(), 0.0) for _ in range(64)]
+    waiting = [ask(model=f"m{i}") for i in range(200)]
+    assert all(grants) and [found.arrive(one, 0.0) for one in waiting] == [None] * 200
+    looks = 0
+
+    def looked(self: Replica) -> bool:
+        nonlocal looks
+        looks += 1
+        return self.in_flight < self.limit
+
+    monkeypatch.setattr(Replica, "has_room", property(looked))
+    found.end(grants[7], "answered", 1.0)
+    ((request, grant),) = found.decided(1.0)
+    assert request is waiting[0] and grant.replica.name == "r7"
+    assert looks <= 2 * 64  # for the place that is free, and for none after it
+
+
 @pytest.mark.grows
 def test_any_order_of_events():
     run_machine(AnyOrder, usual=60, soak=3000)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from support.clock import LIMIT_S, Clock, moved_clock, wait_until
 from support.serving import CHAT, CONFIG, Running, fake_engine, running_server
 
+from phalanx.http.acceptor import Acceptor
 from phalanx.http.connection_table import (
     RESERVE,
     ConnectionLimits,
@@ -87,6 +89,15 @@ def test_one_address_takes_from_itself_before_it_takes_from_others():
     assert book.closed == ["flood 0", "flood 1"]
 
 
+def test_a_host_is_not_counted_with_a_stranger_of_its_network():
+    """Ranks and agents meet in one network, whose hosts may all have addresses of one /64 network."""
+    book = Book(4, 4)
+    book.admit("host", "fd00::1")
+    for i in range(8):
+        book.admit(f"stranger {i}", "fd00::2")
+    assert book.closed == [f"stranger {i}" for i in range(5)]
+
+
 def test_a_place_is_given_back_once():
     book = Book(2, 2)
     place, other = book.admit("a"), book.admit("b")
@@ -109,6 +120,34 @@ def test_a_place_is_given_back_once():
 )
 def test_what_counts_as_one_address(address, group):
     assert group_of(address) == group
+
+
+def has_ipv6() -> bool:
+    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_a_clients_whole_network_counts_as_one_address():
+    counted: list[str] = []
+
+    class Full(ConnectionTable):
+        def admit(self, address: str, close: Callable[[], None]) -> None:
+            counted.append(address)
+
+    async def connect() -> None:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
+            listener.setblocking(False)
+            acceptor = Acceptor(listener, Full(ConnectionLimits(1, 1)), lambda place: None, deadlines=Deadlines())
+            acceptor.start()
+            reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+            assert await reader.read() == b""  # it was closed, so it was counted
+            writer.close()
+            await acceptor.stop()
+
+    asyncio.run(connect())
+    assert counted == ["::/64"]
 
 
 def test_progress_is_judged_by_bytes_and_not_by_single_ones():

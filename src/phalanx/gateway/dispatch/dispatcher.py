@@ -95,7 +95,7 @@ class Dispatcher:
             NoReplica: none of those that serve it can take requests; names each with its reason.
             QueueFull: all are busy, and there is no room to wait.
         """
-        if ready := self._ready(request, now):
+        if ready := _ready(request, self._free(now)):
             return self._grant(request, ready)
         if not self._may_wait(request, now):
             raise self._none_error(request, now)
@@ -162,30 +162,13 @@ class Dispatcher:
 
     def has_untried(self, request: DispatchRequest, now: float) -> bool:
         """Whether a replica that has not failed this request could take it, now or later."""
-        return any(self._untried(request, now))
+        return any(one.is_available(now) and _may_get(request, one) for one in self.replicas.values())
 
     # -----------------------------------------------------------------------------------------------------------
 
-    def _ready(self, request: DispatchRequest, now: float) -> list[Replica]:
-        """The replicas that can take a request now."""
-        if not request.is_begun:
-            return [replica for replica in self._untried(request, now) if replica.has_room]
-        able = [replica for replica in self._continuing(request, now) if replica.has_room]
-        exact = [replica for replica in able if replica.health.numerics == request.numerics]
-        return exact or able
-
-    def _untried(self, request: DispatchRequest, now: float) -> Iterator[Replica]:
-        """Replicas that may get a request and have not failed it, room or not."""
-        for replica in self.replicas.values():
-            if replica.serves(request.model) and replica.is_available(now) and replica.name not in request.tried:
-                yield replica
-
-    def _continuing(self, request: DispatchRequest, now: float) -> Iterator[Replica]:
-        """Replicas that can continue a begun stream, room or not. One that has failed it needs a good check first."""
-        for replica in self.replicas.values():
-            if replica.serves(request.model) and replica.is_available(now) and _may_continue(request, replica):
-                if not (replica.is_suspect and replica.name in request.tried):
-                    yield replica
+    def _free(self, now: float) -> list[Replica]:
+        """The replicas that have room now: few while requests wait, whatever these want."""
+        return [replica for replica in self.replicas.values() if replica.has_room and replica.is_available(now)]
 
     def _may_wait(self, request: DispatchRequest, now: float) -> bool:
         """Whether there is a replica for whose place a request can wait."""
@@ -196,11 +179,12 @@ class Dispatcher:
     def _take(self, now: float) -> tuple[DispatchRequest, list[Replica]] | None:
         """The waiting request whose turn it is, of those that can go, and where to. It waits no more."""
         ready: dict[_Kind, list[Replica]] = {}
+        free = self._free(now)
 
         def can_go(request: DispatchRequest) -> bool:
             kind = _kind_of(request)
             if kind not in ready:
-                ready[kind] = self._ready(request, now)
+                ready[kind] = _ready(request, free)
             return bool(ready[kind])
 
         request = self.begun.take(can_go) or self.queue.take(can_go)
@@ -237,7 +221,7 @@ class Dispatcher:
         )
 
     def _late_error(self, request: DispatchRequest, now: float) -> PhalanxError:
-        if request.is_begun and not any(self._continuing(request, now)):
+        if request.is_begun and not self.has_untried(request, now):
             return self._none_error(request, now)
         return QueueFull(
             "No replica became free in the time that a request may wait.",
@@ -247,6 +231,22 @@ class Dispatcher:
 
 def _kind_of(request: DispatchRequest) -> _Kind:
     return request.model, request.numerics, frozenset(request.tried), frozenset(request.refused)
+
+
+def _ready(request: DispatchRequest, free: list[Replica]) -> list[Replica]:
+    """Those of the replicas with room that can take a request."""
+    able = [replica for replica in free if _may_get(request, replica)]
+    exact = [replica for replica in able if request.is_begun and replica.health.numerics == request.numerics]
+    return exact or able
+
+
+def _may_get(request: DispatchRequest, replica: Replica) -> bool:
+    """Whether a replica serves a request and has not failed it; a begun stream's, since the last good check."""
+    if not replica.serves(request.model):
+        return False
+    if not request.is_begun:
+        return replica.name not in request.tried
+    return _may_continue(request, replica) and not (replica.is_suspect and replica.name in request.tried)
 
 
 def _may_continue(request: DispatchRequest, replica: Replica) -> bool:
