@@ -55,9 +55,10 @@ $(BASE): $(BIN)/python
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
+HAS_KERNELS = [ $(MLX) = cpu ] && command -v $${CXX:-c++} >/dev/null
 # The native kernels are for processors under Linux; without a C++ compiler phalanx runs on MLX's own, much slower.
 $(READY): $(BASE)
-	@if [ $(MLX) = cpu ] && command -v $${CXX:-c++} >/dev/null; then \
+	@if $(HAS_KERNELS); then \
 		echo 'Building the native CPU kernels ...'; PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-deps --no-build-isolation ./native; \
 	elif [ $(MLX) = cpu ]; then \
 		echo 'No C++ compiler: models will compute with the slow CPU kernels of MLX. On Debian and Ubuntu: apt install g++'; \
@@ -122,9 +123,9 @@ units-computing: $(READY)
 test-mlx: $(READY)
 	$(IN_TEST) tests/mlx
 
-# There are no native kernels where MLX computes on a GPU.
+# There are no native kernels where MLX computes on a GPU, or where there was no compiler.
 test-native: $(READY)
-	[ $(MLX) != cpu ] || $(IN_TEST) tests/native
+	! { $(HAS_KERNELS); } || $(IN_TEST) tests/native
 
 # Most of their replicas are stubs.
 GATEWAY := $(wildcard tests/e2e/test_gateway*.py)
@@ -141,7 +142,7 @@ test-ranks: $(READY)
 # for all but the best one, which is the first.
 each_isa = $(call isas,,$(1))
 lesser_isas = $(call isas,shift;,$(1))
-isas = [ $(MLX) = cpu ] || exit 0; isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
+isas = { $(HAS_KERNELS); } || exit 0; isas=$$($(BIN)/python -c 'from phalanx_cpu import ops; print(ops.isas())') || exit 1; \
 	set -- $$isas; $(1) for isa; do echo "kernels: $$isa"; KERN_ISA=$$isa $(2) || exit 1; done
 
 rest-native: $(READY)
