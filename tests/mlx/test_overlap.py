@@ -9,12 +9,14 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from msgspec.structs import replace
 from support.models import make_model
 from support.speculation import Engine, Oracle, load, make_jobs, random_prompts
 from test_runner import BIG, admitted, extra_bytes, make_runner
 
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import CollectiveFault, NonFiniteLogits
+from phalanx.model.in_flight import InFlight
 from phalanx.model.overlap import Overlap, overlap_of
 from phalanx.model.runner import Runner
 from phalanx.model.sampling.sampler import SamplingMetadata, TokenCounts, sample
@@ -29,6 +31,15 @@ def test_the_rule():
     assert overlap_of(native=True, on_gpu=False) is Overlap.REPLAY
     assert overlap_of(native=False, on_gpu=True) is Overlap.BUILD
     assert overlap_of(native=False, on_gpu=False) is Overlap.NONE
+
+
+def test_a_forward_built_ahead_serves_only_the_plan_that_asks_for_it_token_for_token():
+    ahead = InFlight(0, 2, [3, 5], mx.array([7, 9]), mx.zeros([2, 1, 4]), [])
+    plan = Forward(0, 2, (0, 1), ((7,), (9,)), (1, 1), sample=True)
+    assert ahead.computes(plan, [3, 5])
+    changes = ({"tokens": ((7,), (8,))}, {"tokens": ((7, 1), (9, 1))}, {"arena": 1}, {"start": 1}, {"score": True})
+    others = [(replace(plan, **change), [3, 5]) for change in (*changes, {"sample": False})]
+    assert not any(ahead.computes(*other) for other in [*others, (plan, [3, 6])])
 
 
 class Counting(Runner):

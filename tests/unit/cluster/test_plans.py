@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import ssl
 import sys
 
@@ -29,7 +30,7 @@ from phalanx.cluster.plans import (
 from phalanx.cluster.ssh import ANSWER, Remote, failure, run
 from phalanx.cluster.supervisor import Stopped, SupervisorStarted
 from phalanx.config import ClusterConfig
-from phalanx.errors import ClusterError, ConfigError
+from phalanx.errors import ClusterError, ConfigError, StartFailed
 from phalanx.tls.certificates import make_credentials
 
 PAIR = Hostfile(
@@ -266,6 +267,17 @@ def test_a_late_up_names_the_reason(health, problems, said):
     with pytest.raises(ClusterError) as late:
         asyncio.run(wait_healthy(Goal(hosts=("a", "b"), servers=("a",)), cluster, lambda _: None, timeout_s=0.1))
     assert f"Not healthy after {said}" in late.value.message
+
+
+def test_a_crash_during_the_start_ends_it():
+    """The supervisor starts a crashed process again, so that its health alone would never say so."""
+    cluster, looks = Cluster(PLAN.remotes()), itertools.count(1)
+
+    def show(cluster: Cluster) -> None:
+        cluster.statuses["a"] = replace(STATUS, child=next(looks))
+
+    with pytest.raises(StartFailed, match=r"a: .*crashed while it started"):
+        asyncio.run(wait_healthy(Goal(hosts=("a", "b"), servers=("a",)), cluster, show, timeout_s=60))
 
 
 # ssh --------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from phalanx.config import EngineConfig
 from phalanx.engine import memory_plan
 from phalanx.engine.memory_plan import _in_whole_model, plan_memory
+from phalanx.engine.stages import _rooms, _Spot
 from phalanx.errors import MemoryShortage
 from phalanx.memory import MemoryBudget
 
@@ -33,6 +34,12 @@ def test_budgets_count_rows_of_the_whole_model(own: Any, whole: Any, kv: int) ->
     assert _in_whole_model(MemoryBudget(kv=1000, prefix=500, logits=7), own, whole) == MemoryBudget(
         kv=kv, prefix=kv // 2, logits=7
     )
+
+
+def test_ranks_of_one_device_share_what_it_has_free() -> None:
+    places = [("left", "cpu", 90), ("right", "cpu", 70), ("left", "cpu", 60), ("left", "gpu", 50)]
+    spots = [_Spot(host=host, device=device, free=free) for host, device, free in places]
+    assert [room.bytes for room in _rooms(spots)] == [30, 70, 30, 50]
 
 
 class TwoStages:

@@ -9,11 +9,20 @@ from simulation import make_request
 
 from phalanx.engine.mirror import Mirror
 from phalanx.errors import Desync
-from phalanx.sched.commit import commit_chunk, commit_tokens
+from phalanx.sched.commit import accept, commit_chunk, commit_tokens
 from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, Share, Step, Store, Swap
 from phalanx.sched.sequence import Sequence
 from phalanx.sched.stop import clip
 from phalanx.types import StopRule
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampled", "verified"),
+    [([], [4], [4]), ([1, 2], [1, 9, 7], [1, 9]), ([1, 2], [8, 2, 7], [8]), ([1, 2], [1, 2, 7], [1, 2, 7])],
+)
+def test_drafts_count_up_to_the_first_wrong_one_and_the_token_in_its_place(drafts, sampled, verified):
+    assert accept(drafts, sampled) == verified
+
 
 tokens = st.lists(st.integers(0, 5), min_size=1, max_size=9)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import stat
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from phalanx.config import EngineConfig
 from phalanx.dist.collective_backend import ChosenBackend
 from phalanx.errors import ConfigError
 from phalanx.supervision import rank_launcher
-from phalanx.supervision.rank_launcher import pid_file, spawn, start_ranks, write_pid_file
+from phalanx.supervision.rank_launcher import RankProcesses, pid_file, spawn, start_ranks, write_pid_file
 
 
 def test_a_child_gets_no_keys_and_no_settings_of_others(monkeypatch: pytest.MonkeyPatch):
@@ -61,3 +63,17 @@ def test_a_rank_follows_no_link_to_leave_its_process_id(tmp_path: Path):
     assert stat.S_IMODE(pid_file(path, 0).lstat().st_mode) == 0o600
     with pytest.raises(ConfigError, match=r"rank0\.pid cannot be written"):
         write_pid_file(tmp_path / "missing" / "engine.sock", 0)
+
+
+def test_another_program_with_the_id_of_a_dead_rank_is_no_rank(tmp_path: Path):
+    """The system gives ids again: what runs under a dead rank's must not be signalled."""
+    path = tmp_path / "engine.sock"
+    with subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            pid_file(path, 0).write_text(str(other.pid))
+            ranks = RankProcesses({}, [pid_file(path, 0)])
+            assert ranks.rank_pids() == {}
+            ranks.signal_all(signal.SIGKILL)
+            assert other.poll() is None
+        finally:
+            other.kill()
