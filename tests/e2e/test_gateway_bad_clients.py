@@ -6,8 +6,11 @@ import asyncio
 import gzip
 import json
 import socket
+import sys
 from collections import Counter
+from contextlib import AsyncExitStack
 
+import aiohttp
 import pytest
 from support.gateways import CHAT, Client, gateway, run, text_of
 from support.stub_replica import WORDS, Call, StubReplica, event, hangs, streaming
@@ -140,6 +143,35 @@ def test_bodies_have_a_limit_and_are_json():
             )
             assert reply.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") and a.calls.pop()
             assert (await client.ask())[0] == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("keys", [("greedy", "modest"), ()], ids=["keys", "addresses"])
+def test_an_owner_that_fills_the_memory_for_bodies_keeps_no_other_out(keys):
+    """64 uploads that never end; without keys, an owner is an address."""
+    if not keys and sys.platform != "linux":
+        pytest.skip("only Linux has the whole of 127.0.0.0/8 as addresses of its own")
+    large = {"model": "m", "prompt": "x" * 900}
+
+    async def scenario() -> None:
+        settings = {"api_key": keys, "key": keys[0] if keys else None, "max_body_mb": 0.001}
+        async with StubReplica(streaming(1)) as a, gateway(a.url, **settings) as client, AsyncExitStack() as stack:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head += "Content-Length: 1048\r\n" + (f"x-api-key: {keys[0]}\r\n" if keys else "")
+            for _ in range(64):
+                _, out = await asyncio.open_connection("127.0.0.1", client.gateway.port)
+                stack.callback(out.close)
+                out.write(head.encode() + b"\r\n" + b" " * 1036)
+            while (await client.ask(**large))[0] != 429:
+                await asyncio.sleep(0.01)
+            connector = aiohttp.TCPConnector(local_addr=None if keys else ("127.0.0.2", 0))
+            other = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+            url, headers = f"http://127.0.0.1:{client.gateway.port}{CHAT}", {"x-api-key": keys[-1]} if keys else {}
+            for _ in range(3):
+                async with other.post(url, json=large, headers=headers) as response:
+                    assert response.status == 200, await response.text()
+            assert (await client.ask(**large))[0] == 429
 
     run(scenario())
 

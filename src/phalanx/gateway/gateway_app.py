@@ -225,7 +225,7 @@ class App:
         if not exchange.path.startswith(ROOT):
             raise UnknownPath(f"The admin API is at {ROOT}.")
         exchange.connection.mark_busy()
-        with body_lease(self._admin_memory) as memory:
+        with body_lease(self._admin_memory, "") as memory:
             body = await exchange.read_body(ADMIN_BODY, memory)
         request = exchange.request
         return exchange.json(

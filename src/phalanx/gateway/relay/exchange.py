@@ -30,9 +30,13 @@ KEEP_ALIVE = {False: b": keep-alive\n\n", True: b" "}
 """What keeps a stream's client waiting, and means nothing; whether it is of lines of JSON."""
 
 
-def body_lease(budget: Shares) -> BodyLease:
-    """The memory of one request's body, of which all keys have one share."""
-    return BodyLease(budget, "", "The gateway holds as many bytes of requests as it may.")
+def body_lease(budget: Shares, owner: str) -> BodyLease:
+    """The memory of one request's body.
+
+    Args:
+        owner: whose share it is of.
+    """
+    return BodyLease(budget, owner, "The gateway holds as many bytes of requests as it may.")
 
 
 class ClientExchange:

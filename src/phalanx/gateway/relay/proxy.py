@@ -107,7 +107,7 @@ class Proxy:
         Raises:
             PhalanxError: there is no answer, and its first byte is not sent.
         """
-        with body_lease(self._memory) as memory:
+        with body_lease(self._memory, exchange.owner or exchange.connection.place.address) as memory:
             body = await exchange.read_body(self._config.max_body_bytes, memory)
             self._budget.note_request()
             out = self._upstream_request(exchange, body, aliases, pass_keys)
