@@ -28,7 +28,7 @@ from phalanx.gateway.dispatch.fleet import TAGS, Fleet
 from phalanx.gateway.dispatch.replica_models import merged, merged_tags
 from phalanx.gateway.relay.exchange import ClientExchange, body_lease
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
-from phalanx.gateway.relay.proxy import Proxy, prompt_tokens
+from phalanx.gateway.relay.proxy import Proxy
 from phalanx.gateway.settings.clients import Clients
 from phalanx.http.allowed_hosts import AllowedHosts, name_of
 from phalanx.http.connection import raw_header
@@ -149,22 +149,28 @@ class App:
     async def _forward(self, exchange: ClientExchange) -> web.StreamResponse:
         if self.closing:
             raise NoReplica(self.closing, retry_after=5.0)
-        self._clients.begin(exchange.owner)
-        n_tokens = 0
+        use = self._clients.begin(exchange.owner)
         self.unfinished += 1
         self._idle.clear()
         try:
-            relayed = await self._proxy.forward(exchange, self._aliases, pass_keys=not self._clients.need_key)
-            n_tokens = relayed.tokens + (0 if relayed.counts_prompt else prompt_tokens(exchange.n_read))
+            relayed = await self._proxy.forward(
+                exchange,
+                self._aliases,
+                pass_keys=not self._clients.need_key,
+                reserve=lambda n_tokens: self._clients.reserve(use, n_tokens),
+            )
+        except PhalanxError:
+            exchange.n_tokens = 0  # an error takes nothing
+            raise
         finally:
             self.unfinished -= 1
             if not self.unfinished:
                 self._idle.set()
-            self._clients.end(exchange.owner, n_tokens)
+            self._clients.end(use, exchange.n_tokens)
         first = exchange.first_text_s
         log.debug(
             "%s %s (%s) of %s: %d, %d tokens in %.3f s, %s", exchange.request.method, exchange.path, exchange.id,
-            self._clients.name(exchange.owner), relayed.response.status, n_tokens,
+            self._clients.name(exchange.owner), relayed.response.status, exchange.n_tokens,
             self._dispatcher.clock() - exchange.arrived,
             f"the first text after {first:.3f} s" if first is not None else "no text",
         )  # fmt: skip

@@ -63,6 +63,8 @@ class ClientExchange:
         """From its arrival until the first text, reasoning or call of the answer was passed on (G3)."""
         self.n_read = 0
         """Bytes of its body."""
+        self.n_tokens = 0
+        """Of prompt and answer, that its key is charged if it ends now: as its client leaves, or with its answer."""
         self.last_written = 0.0
         """When the last piece of the answer was written; the loop's time."""
 
