@@ -30,7 +30,7 @@ def command(
     worker_key_file: Annotated[
         Path | None,
         typer.Option(
-            exists=True, dir_okay=False, readable=True, help="File with it instead.", rich_help_panel="Replicas"
+            exists=True, dir_okay=False, readable=True, help="File with the --worker-key.", rich_help_panel="Replicas"
         ),
     ] = None,
 ) -> int:
