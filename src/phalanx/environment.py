@@ -18,6 +18,7 @@ KERNELS_VARIABLE = "PHALANX_CPU_KERNELS"
 API_KEY_VARIABLE = "PHALANX_API_KEY"
 ADMIN_KEY_VARIABLE = "PHALANX_ADMIN_KEY"
 LAUNCHD_VARIABLE = "PHALANX_LAUNCHD"
+WORKER_KEY_VARIABLE = "PHALANX_WORKER_KEY"
 WORKER_ADMIN_KEY_VARIABLE = "PHALANX_WORKER_ADMIN_KEY"
 GUARD_VARIABLES = ("PHALANX_MEMORY_GUARD_GB", "MLX_MEMORY_GUARD_GB")
 
@@ -87,13 +88,25 @@ def api_keys_from(variables: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def api_keys_from_environment() -> tuple[str, ...]:
-    """The keys in this process's environment."""
+    """The keys in this process's environment, for a server.
+
+    Raises:
+        ConfigError: of `key_from_environment`.
+    """
+    key_from_environment(API_KEY_VARIABLE)
     return api_keys_from(os.environ)
 
 
-def admin_key_from_environment() -> str | None:
-    """`PHALANX_ADMIN_KEY`; None if it is not set, or empty."""
-    return os.environ.get(ADMIN_KEY_VARIABLE) or None
+def key_from_environment(name: str) -> str | None:
+    """A variable that holds a key; None if it is not set.
+
+    Raises:
+        ConfigError: it is set, but blank. What fills it in has failed, and no key would be asked for.
+    """
+    key = os.environ.get(name)
+    if key is not None and not key.strip():
+        raise ConfigError(f"{name} is set, but there is no key in it.", remedy="Put a key into it, or unset it.")
+    return key
 
 
 def api_keys_in(text: str) -> list[str]:
@@ -104,12 +117,7 @@ def api_keys_in(text: str) -> list[str]:
 
 def api_key_from_environment() -> str | None:
     """The first of these keys, for a client; None without any."""
-    return next(iter(api_keys_from_environment()), None)
-
-
-def worker_admin_key_from_environment() -> str | None:
-    """The admin key of a gateway's replicas; None without one."""
-    return os.environ.get(WORKER_ADMIN_KEY_VARIABLE) or None
+    return next(iter(api_keys_from(os.environ)), None)
 
 
 SOCKET_PATH = 103

@@ -44,7 +44,7 @@ def test_a_task_with_a_tool(agent, note_reader, client_folder, tmp_path):
     )
     assert ended.returncode == 0, ended.stderr
     assert FINAL in ended.stdout, ended.stderr
-    answers = ANSWERS.findall(httpx.get(f"{note_reader.origin}/metrics", timeout=60).text)
+    answers = ANSWERS.findall(httpx.get(f"{note_reader.origin}/metrics", headers={"x-api-key": KEY}, timeout=60).text)
     generated = {status: int(count) for path, status, count in answers if path == endpoint}
     assert list(generated) == ["200"] and generated["200"] >= 2
     assert {status for path, status, _ in answers if path != "unknown"} == {"200"}

@@ -16,6 +16,7 @@ import pytest
 from support.gateways import CHAT, LIMIT_S, Client, gateway, run, text_of
 from support.stub_replica import WORDS, Call, StubReplica, event, hangs, refuses, streaming
 
+from phalanx.http.listening import bind
 from phalanx.tls.certificates import make_certificate
 
 
@@ -185,6 +186,29 @@ def test_metrics_tell_what_happened():
             assert f'phalanx:gateway_replica_up{{replica="{b.name}"}} 1.0' in text
             assert "phalanx:gateway_time_to_first_byte_seconds_count 4.0" in text
 
+    run(scenario())
+
+
+@pytest.mark.parametrize("metrics_open", [False, True])
+@pytest.mark.parametrize("apart", [False, True], ids=["same port", "own port"])
+def test_metrics_need_a_key_where_the_rest_does_unless_they_are_open(apart, metrics_open, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[key]]\nname = "prometheus"\nkey = "key-of-prometheus"\n')
+
+    async def scenario() -> None:
+        with bind("127.0.0.1", 0) as listener:
+            at = listener if apart else None
+            async with gateway("http://127.0.0.1:1", up=0, metrics=at, **settings) as client:
+                port = listener.getsockname()[1] if apart else client.gateway.port
+                for key, allowed in (("", metrics_open), ("wrong", metrics_open), ("key-of-prometheus", True)):
+                    headers = {"Authorization": f"Bearer {key}"} if key else {}
+                    async with client.session.get(f"http://127.0.0.1:{port}/metrics", headers=headers) as response:
+                        text = await response.text()
+                        assert response.status == (200 if allowed else 401), text
+                        assert ("phalanx:gateway_requests" in text) == allowed
+                        assert response.headers.get("WWW-Authenticate") == (None if allowed else "Bearer")
+
+    settings = {"keys": str(keys), "metrics_open": metrics_open}
     run(scenario())
 
 

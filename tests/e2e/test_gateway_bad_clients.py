@@ -6,8 +6,11 @@ import asyncio
 import gzip
 import json
 import socket
+import sys
 from collections import Counter
+from contextlib import AsyncExitStack
 
+import aiohttp
 import pytest
 from support.gateways import CHAT, Client, gateway, run, text_of
 from support.stub_replica import WORDS, Call, StubReplica, event, hangs, refuses, streaming
@@ -177,6 +180,113 @@ def test_memory_of_bodies_is_given_back_however_their_requests_end(monkeypatch):
                     await asyncio.sleep(0.01)
             a.answer = streaming(1)
             assert (await client.ask(prompt="x" * 9_000))[0] == 200
+
+    run(scenario())
+
+
+async def refuses_it(call: Call) -> None:
+    await call.whole(400, {"error": {"message": "too long"}})
+
+
+async def breaks_off(call: Call) -> None:
+    await call.begin()
+    await call.piece(event("a"))
+    call.break_off()
+
+
+@pytest.mark.parametrize(
+    ("answer", "fields", "leaves", "status"),
+    [
+        (streaming(2, 3600), {"stream": True}, True, 429),
+        (hangs, {"stream": True}, True, 429),
+        (hangs, {}, True, 429),
+        (breaks_off, {"stream": True}, False, 429),
+        (streaming(5), {"stream": True}, False, 429),  # without a `usage`: by the prompt's bytes
+        (streaming(5), {}, False, 200),  # 8 tokens
+        (refuses_it, {}, False, 200),
+    ],
+    ids=["left", "left before its first byte", "left whole answer", "broken off", "stream", "answered", "refused"],
+)
+def test_a_key_is_charged_for_what_was_sent_to_a_replica_however_it_ends(answer, fields, leaves, status, tmp_path):
+    """100,000 tokens of a prompt, by its bytes, are reserved; those that were taken come back in an hour."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[key]]\nname = "ci"\nkey = "key-of-ci"\ntokens_per_minute = 1000\n')
+    large = {"model": "m", "prompt": "x" * 400_000, **fields}
+
+    async def scenario() -> None:
+        async with StubReplica(answer) as a, gateway(a.url, key="key-of-ci", keys=str(keys)) as client:
+
+            async def ask() -> None:
+                async with client.request("POST", CHAT, large) as response:
+                    await response.read()
+
+            asked = asyncio.create_task(ask())
+            if leaves:
+                while not a.running:
+                    await asyncio.sleep(0.01)
+                assert (await client.ask())[0] == 429  # what is reserved, another request sees
+                asked.cancel()
+                await a.left.wait()
+            await asyncio.wait([asked])
+            while (await client.get("/health"))[1]["requests"]["running"]:
+                await asyncio.sleep(0.01)
+            a.answer = streaming(5)
+            found, body = await client.ask()
+            assert found == status and ("tokens a minute" in str(body)) == (status == 429), body
+
+    run(scenario())
+
+
+def test_a_key_is_charged_nothing_for_a_request_that_left_the_queue(tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[key]]\nname = "ci"\nkey = "key-of-ci"\ntokens_per_minute = 1000\n')
+    settings = {"key": "key-of-ci", "keys": str(keys), "api_key": ("another",)}
+
+    async def scenario() -> None:
+        async with StubReplica(hangs, limit=1) as a, gateway(a.url, **settings) as client:
+            other = client.request("POST", CHAT, {"model": "m"}, Authorization="Bearer another")
+            first = asyncio.create_task(other.__aenter__())
+            while not a.running:
+                await asyncio.sleep(0.01)
+            second = asyncio.create_task(client.ask(prompt="x" * 400_000))
+            while not (await client.get("/health"))[1]["requests"]["waiting"]:
+                await asyncio.sleep(0.01)
+            assert (await client.ask())[0] == 429
+            for task, figure in ((second, "waiting"), (first, "running")):
+                task.cancel()
+                while (await client.get("/health"))[1]["requests"][figure]:
+                    await asyncio.sleep(0.01)
+            a.answer = streaming(5)
+            assert (await client.ask())[0] == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("keys", [("greedy", "modest"), ()], ids=["keys", "addresses"])
+def test_an_owner_that_fills_the_memory_for_bodies_keeps_no_other_out(keys):
+    """64 uploads that never end; without keys, an owner is an address."""
+    if not keys and sys.platform != "linux":
+        pytest.skip("only Linux has the whole of 127.0.0.0/8 as addresses of its own")
+    large = {"model": "m", "prompt": "x" * 900}
+
+    async def scenario() -> None:
+        settings = {"api_key": keys, "key": keys[0] if keys else None, "max_body_mb": 0.001}
+        async with StubReplica(streaming(1)) as a, gateway(a.url, **settings) as client, AsyncExitStack() as stack:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head += "Content-Length: 1048\r\n" + (f"x-api-key: {keys[0]}\r\n" if keys else "")
+            for _ in range(64):
+                _, out = await asyncio.open_connection("127.0.0.1", client.gateway.port)
+                stack.callback(out.close)
+                out.write(head.encode() + b"\r\n" + b" " * 1036)
+            while (await client.ask(**large))[0] != 429:
+                await asyncio.sleep(0.01)
+            connector = aiohttp.TCPConnector(local_addr=None if keys else ("127.0.0.2", 0))
+            other = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+            url, headers = f"http://127.0.0.1:{client.gateway.port}{CHAT}", {"x-api-key": keys[-1]} if keys else {}
+            for _ in range(3):
+                async with other.post(url, json=large, headers=headers) as response:
+                    assert response.status == 200, await response.text()
+            assert (await client.ask(**large))[0] == 429
 
     run(scenario())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -100,6 +101,7 @@ async def gateway(
     up: int | None = None,
     deadlines: Deadlines = Deadlines(),
     tls: str | None = None,
+    metrics: socket.socket | None = None,
     **settings: Any,
 ) -> AsyncIterator[Client]:
     """A gateway before these replicas, once `up` of them are up (all, unless given); drained at the end.
@@ -107,10 +109,11 @@ async def gateway(
     Args:
         key: that the client sends.
         tls: certificate of the gateway, which the client trusts.
+        metrics: listens for those who ask for /metrics; None: they ask at the gateway's own port.
     """
     config = GatewayConfig(port=0, worker_urls=urls, **{**QUICK, **settings})
     with bind("127.0.0.1", 0) as listener:
-        running = Gateway(config, listener, deadlines=deadlines)
+        running = Gateway(config, listener, metrics, deadlines)
         task = asyncio.create_task(running.run())
         starting = asyncio.create_task(running.ready.wait())
         await asyncio.wait((task, starting), return_when=asyncio.FIRST_COMPLETED)

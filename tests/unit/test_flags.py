@@ -132,6 +132,7 @@ SERVER_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--served-model-name", "a", "--served-model-name", "b"], "served_model_name", ("a", "b")),
     (["--api-key", "k1", "--api-key", "k2"], "api_key", ("k1", "k2")),
     (["--admin-key", "k3"], "admin_key", "k3"),
+    (["--metrics-open"], "metrics_open", True),
     (["--allowed-hosts", "a", "--allowed-hosts", "*.b.c"], "allowed_hosts", ("a", "*.b.c")),
     (["--allowed-hosts", "*"], "allowed_hosts", ("*",)),
     (["--allowed-origins", "https://a", "--allowed-origins", "*"], "allowed_origins", ("https://a", "*")),
@@ -275,6 +276,23 @@ def test_a_key_that_no_client_can_send_is_refused(parsed: list[ServerConfig], mo
     monkeypatch.setenv("PHALANX_API_KEY", "\u00fc")
     assert main(["serve"]) == ExitCode.CONFIG
     assert not parsed
+
+
+@pytest.mark.parametrize("blank", ["", " \t"])
+@pytest.mark.parametrize("name", ["PHALANX_API_KEY", "PHALANX_ADMIN_KEY"])
+@pytest.mark.parametrize("command", [["serve"], ["up", "--hosts", "a,b"]], ids=["serve", "up"])
+def test_a_variable_without_a_key_is_refused(
+    parsed: list[ServerConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    name: str,
+    blank: str,
+) -> None:
+    """As `--api-key ""` is: what fills it in has failed, and a server without a key would stand open."""
+    monkeypatch.setenv(name, blank)
+    assert main(command) == ExitCode.CONFIG
+    assert f"{name} is set, but there is no key in it" in capsys.readouterr().err and not parsed
 
 
 def test_the_admin_key_of_the_environment(parsed: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:

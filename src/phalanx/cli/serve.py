@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 from msgspec.structs import replace
 
-from phalanx.cli.setting_flags import Flags, with_settings
+from phalanx.cli.setting_flags import Flags, text_of, with_settings
 from phalanx.cli.terminal import LoadingView, note, set_up_logging
 from phalanx.config import DEFAULT_MODEL
-from phalanx.environment import admin_key_from_environment, api_keys_from_environment, api_keys_in
+from phalanx.environment import ADMIN_KEY_VARIABLE, api_keys_from_environment, api_keys_in, key_from_environment
 from phalanx.errors import ConfigError
 from phalanx.http.api_keys import NOT_SENDABLE, is_sendable
 from phalanx.http.listening import is_loopback
@@ -85,7 +85,7 @@ def command(
         engine=check_engine(replace(config.engine, prefix_cache_gb=prefix_cache_gb)),
         served_model_name=_names(config.served_model_name),
         api_key=_keys(config.api_key, api_key_file),
-        admin_key=admin_key_from_environment() if config.admin_key is None else config.admin_key,
+        admin_key=key_from_environment(ADMIN_KEY_VARIABLE) if config.admin_key is None else config.admin_key,
     )
     _check_admin_key(config)
     set_up_logging(config.log_level)
@@ -101,7 +101,7 @@ def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None =
     path = resolve_models(config.engine)
     template = None
     if config.chat_template is not None:
-        template = _text_of(Path(config.chat_template), "--chat-template").removeprefix(BYTE_ORDER_MARK)
+        template = text_of(Path(config.chat_template), "--chat-template").removeprefix(BYTE_ORDER_MARK)
 
     def load_tokenizer() -> Tokenizer:
         tokenizer = Tokenizer.load(path, chat_template=template, trust_remote_code=config.engine.trust_remote_code)
@@ -173,7 +173,7 @@ def _keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
     """Keys of the flags and the file; the variable counts only where there are none."""
     keys = list(given)
     if file is not None:
-        from_file = api_keys_in(_text_of(file, "--api-key-file"))
+        from_file = api_keys_in(text_of(file, "--api-key-file"))
         if not from_file:
             raise ConfigError(f"--api-key-file {file} has no key.", remedy="Write one key per line.")
         keys += from_file
@@ -202,20 +202,6 @@ def _check_admin_key(config: ServerConfig) -> None:
         wrong = "is also an --api-key, so that every client could use it"
     if wrong:
         raise ConfigError(f"--admin-key {wrong}.", remedy="`openssl rand -hex 32` prints a good one.")
-
-
-def _text_of(file: Path, flag: str) -> str:
-    """The text in a file that a flag names.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not UTF-8.
-    """
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag} {file} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{flag} {file} is not UTF-8: {error}.", remedy="Write it as UTF-8.") from error
 
 
 def _stop_on_eof() -> None:

@@ -199,6 +199,20 @@ def flag(owner: type[Struct], name: str, **details: Any) -> Info:
     return settings_of(owner)[name].info(**details)
 
 
+def text_of(file: Path, flag: str) -> str:
+    """The text in a file that a flag names.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} {file} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} {file} is not UTF-8: {error}.", remedy="Write it as UTF-8.") from error
+
+
 def with_settings(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command one flag per field for each of its parameters that is annotated with a class and `Flags`."""
     signature = inspect.signature(command, eval_str=True)

@@ -42,7 +42,7 @@ from phalanx.cluster.lifecycle import Cluster, goal_of, start_all, stop_all, wai
 from phalanx.cluster.plans import LOGS, Plan, check, split_keys
 from phalanx.cluster.shape import shape_of
 from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig, EngineConfig
-from phalanx.environment import admin_key_from_environment, api_keys_from_environment
+from phalanx.environment import ADMIN_KEY_VARIABLE, api_keys_from_environment, key_from_environment
 from phalanx.errors import ClusterError, ConfigError, ExitCode, StartFailed
 
 DOWN_S = 15.0  # between SIGTERM and SIGKILL, as `phalanx down`
@@ -102,7 +102,7 @@ def command(
         hostfile=chosen(hostfile, hostfile_option, hosts, num_ranks),
         serve=serve,
         api_keys=keys,
-        admin_key=admin_keys[-1] if admin_keys else admin_key_from_environment(),
+        admin_key=admin_keys[-1] if admin_keys else key_from_environment(ADMIN_KEY_VARIABLE),
         backend=backend,
         envs=tuple(env or ()),
         timeout_s=timeout,

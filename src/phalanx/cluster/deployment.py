@@ -40,7 +40,7 @@ from phalanx.tls.certificates import Certificate
 
 GATEWAY_RUN = f".phalanx/{GATEWAY}"
 WORKERS_FILE = "workers.pem"
-OURS = ("--replicas", "--worker-urls", "--worker-key", "--worker-admin-key")
+OURS = ("--replicas", "--worker-urls", "--worker-key", "--worker-key-file", "--worker-admin-key")
 """Flags of `gateway` that `up` sets itself."""
 GATEWAY_DEFAULTS = {"--health-check-interval-secs": "1", "--shutdown-grace-period-secs": DRAIN_S}
 """Unless the user gives others. A check costs a server of ours next to nothing, and a second is soon enough."""

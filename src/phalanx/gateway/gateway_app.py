@@ -28,7 +28,7 @@ from phalanx.gateway.dispatch.fleet import TAGS, Fleet
 from phalanx.gateway.dispatch.replica_models import merged, merged_tags
 from phalanx.gateway.relay.exchange import ClientExchange, body_lease
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
-from phalanx.gateway.relay.proxy import Proxy, prompt_tokens
+from phalanx.gateway.relay.proxy import Proxy
 from phalanx.gateway.settings.clients import Clients
 from phalanx.http.allowed_hosts import AllowedHosts, name_of
 from phalanx.http.connection import raw_header
@@ -57,6 +57,7 @@ class App:
         aliases: of models.
         hosts: under which it may be addressed where no key is needed.
         serves_metrics: /metrics is answered here, and not at a port of its own.
+        metrics_open: without a key.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class App:
         aliases: Mapping[str, str],
         hosts: AllowedHosts,
         serves_metrics: bool,
+        metrics_open: bool,
     ) -> None:
         self._dispatcher = dispatcher
         self._proxy = proxy
@@ -83,6 +85,7 @@ class App:
         self._aliases = aliases
         self._hosts = hosts
         self._serves_metrics = serves_metrics
+        self._metrics_open = metrics_open
         self._admin_memory = Shares(ADMIN_BODY)
         self._refused_admins = RefusedKeys("A wrong admin key")
         self.closing = ""
@@ -128,6 +131,8 @@ class App:
         if exchange.connection.place.reserved:
             raise NoReplica("The gateway has as many connections as it may have.")
         if path == "/metrics" and self._serves_metrics:
+            if not self._metrics_open:
+                self._clients.owner(_key_headers(exchange.request))
             text = self._metrics.text(self._dispatcher.clock())
             return exchange.whole(200, text, {"Content-Type": CONTENT_TYPE_LATEST})
         if path == "/version":
@@ -137,7 +142,7 @@ class App:
         is_proxied = path in PROXIED_ALONE or (path.startswith(PROXIED) and not DOTS.intersection(path.split("/")))
         if not is_proxied or method not in METHODS:
             raise UnknownPath(f"The gateway has no {method} {path}.")
-        exchange.owner = self._clients.owner(_key_headers(exchange))
+        exchange.owner = self._clients.owner(_key_headers(exchange.request))
         exchange.connection.mark_busy()
         self._check_is_no_page(exchange)
         if method in ("GET", "HEAD") and (path == "/v1/models" or path.startswith("/v1/models/")):
@@ -149,22 +154,28 @@ class App:
     async def _forward(self, exchange: ClientExchange) -> web.StreamResponse:
         if self.closing:
             raise NoReplica(self.closing, retry_after=5.0)
-        self._clients.begin(exchange.owner)
-        n_tokens = 0
+        use = self._clients.begin(exchange.owner)
         self.unfinished += 1
         self._idle.clear()
         try:
-            relayed = await self._proxy.forward(exchange, self._aliases, pass_keys=not self._clients.need_key)
-            n_tokens = relayed.tokens + (0 if relayed.counts_prompt else prompt_tokens(exchange.n_read))
+            relayed = await self._proxy.forward(
+                exchange,
+                self._aliases,
+                pass_keys=not self._clients.need_key,
+                reserve=lambda n_tokens: self._clients.reserve(use, n_tokens),
+            )
+        except PhalanxError:
+            exchange.n_tokens = 0  # an error takes nothing
+            raise
         finally:
             self.unfinished -= 1
             if not self.unfinished:
                 self._idle.set()
-            self._clients.end(exchange.owner, n_tokens)
+            self._clients.end(use, exchange.n_tokens)
         first = exchange.first_text_s
         log.debug(
             "%s %s (%s) of %s: %d, %d tokens in %.3f s, %s", exchange.request.method, exchange.path, exchange.id,
-            self._clients.name(exchange.owner), relayed.response.status, n_tokens,
+            self._clients.name(exchange.owner), relayed.response.status, exchange.n_tokens,
             self._dispatcher.clock() - exchange.arrived,
             f"the first text after {first:.3f} s" if first is not None else "no text",
         )  # fmt: skip
@@ -196,7 +207,7 @@ class App:
         body: dict[str, object] = {"status": "ok" if available else "unavailable"}
         if self.closing:
             body = {"status": "closing"}
-        if self._clients.may_see_details(_key_headers(exchange)):
+        if self._clients.may_see_details(_key_headers(exchange.request)):
             limit = sum(replica.limit for replica in available)
             running = dispatcher.in_flight
             body["requests"] = {"running": running, "waiting": dispatcher.n_waiting, "limit": limit}
@@ -215,7 +226,7 @@ class App:
 
     async def _answer_admin(self, exchange: ClientExchange) -> web.Response:
         assert self._admin_key is not None
-        given = _key_headers(exchange)
+        given = _key_headers(exchange.request)
         bearer = given["authorization"].partition(" ")[2].strip() or given["x-api-key"]
         if not hmac.compare_digest(bearer.encode("latin-1"), self._admin_key.encode()):
             self._refused_admins.note(exchange.request.remote or "an unknown address", self._dispatcher.clock())
@@ -225,7 +236,7 @@ class App:
         if not exchange.path.startswith(ROOT):
             raise UnknownPath(f"The admin API is at {ROOT}.")
         exchange.connection.mark_busy()
-        with body_lease(self._admin_memory) as memory:
+        with body_lease(self._admin_memory, "") as memory:
             body = await exchange.read_body(ADMIN_BODY, memory)
         request = exchange.request
         return exchange.json(
@@ -233,18 +244,25 @@ class App:
         )
 
 
-def _key_headers(exchange: ClientExchange) -> dict[str, str]:
-    return {name: raw_header(exchange.request, name.encode()) for name in ("authorization", "x-api-key")}
+def _key_headers(request: web.BaseRequest) -> dict[str, str]:
+    return {name: raw_header(request, name.encode()) for name in ("authorization", "x-api-key")}
 
 
 def metrics_handler(
-    metrics: GatewayMetrics, clock: Callable[[], float]
+    metrics: GatewayMetrics, clients: Clients | None, clock: Callable[[], float]
 ) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
-    """The handler of a port that has /metrics alone."""
+    """The handler of a port that has /metrics alone.
+
+    Args:
+        clients: whose keys open it; None: it needs no key.
+    """
 
     async def handle(request: web.BaseRequest) -> web.Response:
         if request.path != "/metrics":
             return web.Response(status=404, text="Only /metrics is here.\n")
+        if clients is not None and not clients.may_see_details(_key_headers(request)):
+            headers = {"WWW-Authenticate": "Bearer"}
+            return web.Response(status=401, text="Send an API key, or start with --metrics-open.\n", headers=headers)
         return web.Response(body=metrics.text(clock()), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return handle

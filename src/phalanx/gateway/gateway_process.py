@@ -135,7 +135,7 @@ class Gateway:
             app = App(
                 self._dispatcher, proxy, self._clients, self._metrics, admin, fleet,
                 admin_key=config.admin_key, aliases=aliases, hosts=AllowedHosts(config.host, config.allowed_hosts),
-                serves_metrics=self._metrics_listener is None,
+                serves_metrics=self._metrics_listener is None, metrics_open=config.metrics_open,
             )  # fmt: skip
             tasks: list[asyncio.Task[None]] = []
             try:
@@ -219,7 +219,8 @@ class Gateway:
         acceptor.start()
         apart: asyncio.Server | None = None
         if self._metrics_listener is not None:
-            handler = metrics_handler(self._metrics, time.monotonic)
+            clients = None if self._config.metrics_open else self._clients
+            handler = metrics_handler(self._metrics, clients, time.monotonic)
             apart = await asyncio.get_running_loop().create_server(
                 web.Server(handler, access_log=None), sock=self._metrics_listener
             )

@@ -165,7 +165,7 @@ def create_app(
     )
     app.state.shapes = served.shapes
     app.state.journal = journal  # server_process.py waits for its requests when the server stops
-    _add_routes(app, keys, completions, information)
+    _add_routes(app, keys, completions, information, metrics_open=config.metrics_open)
     _add_ollama_routes(app, keys, ollama_info)
     _add_middleware(app, config, metrics)
     _add_error_handlers(app)
@@ -214,7 +214,9 @@ def _authenticated(keys: ApiKeys) -> list[Any]:
     return [Depends(require_key)]
 
 
-def _add_routes(app: FastAPI, keys: ApiKeys, completions: CompletionEndpoints, information: InfoEndpoints) -> None:
+def _add_routes(
+    app: FastAPI, keys: ApiKeys, completions: CompletionEndpoints, information: InfoEndpoints, *, metrics_open: bool
+) -> None:
     authenticated = _authenticated(keys)
     add = app.add_api_route
     tokenize, detokenize = json_body(TokenizeBody), json_body(DetokenizeBody)
@@ -236,7 +238,7 @@ def _add_routes(app: FastAPI, keys: ApiKeys, completions: CompletionEndpoints, i
     add("/version", information.version, methods=["GET"])
     for path in HEALTH_PATHS:
         add(path, information.health, methods=["GET"])
-    add("/metrics", information.metrics, methods=["GET"])
+    add("/metrics", information.metrics, methods=["GET"], dependencies=[] if metrics_open else authenticated)
 
 
 def _add_ollama_routes(app: FastAPI, keys: ApiKeys, information: OllamaEndpoints) -> None:

@@ -96,7 +96,7 @@ def test_the_groups_have_only_fields_of_leader_worker_set():
 
 def test_the_command_and_its_flags_exist(container):
     assert container["command"] == ["phalanx", "gateway"] and "gateway" in COMMANDS
-    given = dict(word.removeprefix("--").split("=", 1) for word in container["args"])
+    given = dict(word.removeprefix("--").partition("=")[::2] for word in container["args"])
     known = {name.replace("_", "-") for name in settings_of(GatewayConfig)}
     assert set(given) <= known
     assert given["policy"] in str(settings_of(GatewayConfig)["policy"].type)
@@ -105,6 +105,14 @@ def test_the_command_and_its_flags_exist(container):
     assert ports == {"http": int(given["port"]), "metrics": int(given["prometheus-port"])}
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {str(Path(given[flag]).parent) for flag in ("replicas", "keys")} == mounted
+
+
+def test_metrics_are_open_at_a_port_that_no_service_has_and_keys_stand_on_no_command_line(objects, container):
+    assert "--metrics-open" in container["args"] and not any("worker-key" in word for word in container["args"])
+    assert "metrics" not in {port["targetPort"] for port in objects["Service"]["spec"]["ports"]}
+    (variable,) = container["env"]
+    assert variable["name"] == settings_of(GatewayConfig)["worker_key"].flag.variable
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": "phalanx-gateway", "key": "worker-key"}
 
 
 def test_pods_are_found_probed_and_given_time(objects, container):

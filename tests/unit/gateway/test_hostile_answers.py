@@ -5,10 +5,51 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.gateways import gateway
+from support.gateways import CHAT, gateway
 from support.stub_replica import Call, StubReplica
 
 from phalanx.gateway.relay.event_reader import EventReader
+
+FORBIDDEN = (
+    "Access-Control-Allow-Origin: *", "Access-Control-Allow-Credentials: true", "Set-Cookie: a=b",
+    "Refresh: 0; url=http://evil.example", 'Alt-Svc: h3="evil.example:443"',
+    "Strict-Transport-Security: max-age=99999999", "Location: http://evil.example", 'Clear-Site-Data: "*"',
+    "Content-Security-Policy: default-src *", "Link: <http://evil.example>; rel=preload", "X-Accel-Redirect: /etc/",
+    "X-Of-Tomorrow: 1", "X-Request-Id: theirs", "X-Phalanx-Replica: another",
+)  # fmt: skip
+"""Headers of a replica that no client gets: they would act on the gateway's address, or pass for the gateway's own."""
+PASSED = (
+    "Cache-Control: no-cache", "Retry-After: 7", "retry-after-ms: 7000", "x-should-retry: true", "request-id: req_1",
+    "anthropic-organization-id: o", "openai-processing-ms: 3", "x-ratelimit-remaining-tokens: 5",
+    "X-Phalanx-Of-Tomorrow: 1", "X-Accel-Buffering: no", "Content-Language: de",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+def test_headers_of_a_replica_pass_only_if_clients_read_them(kind):
+    lines = [*FORBIDDEN, *PASSED]
+
+    async def answer(call: Call) -> None:
+        body = b"{}" if kind == "application/json" else b"data: [DONE]\n\n"
+        head = ["HTTP/1.1 200 OK", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *lines]
+        await call.send("\r\n".join([*head, "", ""]).encode() + body)
+
+    async def scenario() -> None:
+        async with StubReplica(answer) as stub, gateway(stub.url) as client:
+            async with client.request("POST", CHAT, {"model": "m"}, X_Request_Id="mine") as response:
+                assert response.status == 200 and response.content_type == kind
+                found = {(name.lower(), value) for name, value in response.headers.items()}
+            ours = {("x-request-id", "mine"), ("x-phalanx-replica", stub.name), ("server", "phalanx")}
+            of_http = {"content-type", "content-length", "transfer-encoding", "date"}
+            assert {pair for pair in found if pair[0] not in of_http} == ours | {split(line) for line in PASSED}
+
+    asyncio.run(scenario())
+
+
+def split(line: str) -> tuple[str, str]:
+    """A header's name, in small letters, and its value."""
+    name, _, value = line.partition(": ")
+    return name.lower(), value
 
 
 @pytest.mark.parametrize("status", ["000", "101"])

@@ -16,7 +16,7 @@ from phalanx.gateway.dispatch.replica_health import HealthRules
 from phalanx.gateway.dispatch.replica_models import cards_in, merged, merged_tags, names_in, tags_in
 from phalanx.gateway.dispatch.retries import MOST, PER_SECOND, Backoff, RetryBudget
 from phalanx.gateway.relay.body_peek import peek, tokens_of, usage_in, with_model
-from phalanx.gateway.settings.key_limits import KeyLimits, KeyMeter
+from phalanx.gateway.settings.key_limits import KeyLimits, KeyMeter, KeyUse
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
 # Keys ------------------------------------------------------------------------------------------------------------
@@ -24,41 +24,76 @@ from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
 def test_requests_at_once():
     meter = KeyMeter({"a": KeyLimits(max_in_flight=2)})
-    meter.begin("a", 0.0)
-    meter.begin("a", 0.0)
+    first, _ = meter.begin("a", 0.0), meter.begin("a", 0.0)
     with pytest.raises(RateLimited, match="2 requests at once"):
         meter.begin("a", 0.0)
     meter.begin("b", 0.0)  # has no limits
-    meter.end("a", 0, 0.0)
+    meter.end(first, 0, 0.0)
     meter.begin("a", 0.0)
 
 
 def test_requests_a_minute():
     meter = KeyMeter({"a": KeyLimits(requests_per_minute=60)})
     for _ in range(60):
-        meter.begin("a", 0.0)
-        meter.end("a", 0, 0.0)
+        meter.end(meter.begin("a", 0.0), 0, 0.0)
     with pytest.raises(RateLimited, match="60 requests a minute") as refused:
         meter.begin("a", 0.5)
     assert refused.value.retry_after == pytest.approx(0.5)
     meter.begin("a", 1.0)
 
 
-def test_tokens_a_minute_are_known_at_the_end_and_so_may_be_overdrawn():
+def test_tokens_are_reserved_so_that_requests_at_the_same_time_see_each_others():
     meter = KeyMeter({"a": KeyLimits(tokens_per_minute=600)})
-    meter.begin("a", 0.0)
-    meter.end("a", 900, 0.0)
+    first, second, third = (meter.begin("a", 0.0) for _ in range(3))
+    meter.reserve(first, 400, 0.0)
+    with pytest.raises(RateLimited, match="600 tokens a minute; there is no room now for some 300") as refused:
+        meter.reserve(second, 300, 0.0)
+    assert refused.value.retry_after == pytest.approx(10)  # 100 tokens at ten a second
+    meter.end(second, 0, 0.0)
+    meter.reserve(third, 200, 0.0)
+    with pytest.raises(RateLimited) as refused:
+        meter.begin("a", 0.0)
+    assert refused.value.retry_after == pytest.approx(0.1)
+    meter.end(first, 50, 0.0)
+    meter.end(third, 200, 0.0)  # 350 are left
+    meter.reserve(meter.begin("a", 0.0), 350, 0.0)
+
+
+def test_what_an_answer_took_beyond_what_was_reserved_has_to_come_back_first():
+    meter = KeyMeter({"a": KeyLimits(tokens_per_minute=600)})
+    use = meter.begin("a", 0.0)
+    meter.reserve(use, 256, 0.0)
+    meter.end(use, 900, 0.0)
     with pytest.raises(RateLimited) as refused:
         meter.begin("a", 0.0)
     assert refused.value.retry_after == pytest.approx(30.1)  # 301 tokens at ten a second
     meter.begin("a", 30.2)
 
 
+def test_a_request_of_more_than_a_minutes_tokens_gets_a_whole_minutes():
+    meter = KeyMeter({"a": KeyLimits(tokens_per_minute=600)})
+    small, large = meter.begin("a", 0.0), meter.begin("a", 0.0)
+    meter.reserve(small, 1, 0.0)
+    with pytest.raises(RateLimited) as refused:
+        meter.reserve(large, 1000, 0.0)
+    assert refused.value.retry_after == pytest.approx(0.1)
+    meter.reserve(large, 1000, 0.2)
+    meter.end(large, 1000, 0.2)
+    with pytest.raises(RateLimited):
+        meter.begin("a", 40.0)
+    meter.begin("a", 41.0)
+
+
 def test_other_limits_hold_from_then_on():
-    meter = KeyMeter({"a": KeyLimits(max_in_flight=1)})
-    meter.begin("a", 0.0)
-    meter.set_limits({"a": KeyLimits(max_in_flight=2)})
-    meter.begin("a", 0.0)
+    meter = KeyMeter({"a": KeyLimits(max_in_flight=1, tokens_per_minute=600)})
+    use = meter.begin("a", 0.0)
+    meter.reserve(use, 600, 0.0)
+    meter.set_limits({"a": KeyLimits(max_in_flight=2, tokens_per_minute=60)})
+    other = meter.begin("a", 0.0)
+    meter.reserve(other, 60, 0.0)
+    meter.end(use, 0, 0.0)  # what it gives back is not of the new allowance
+    with pytest.raises(RateLimited, match="60 tokens a minute"):
+        meter.begin("a", 0.0)
     meter.set_limits({})
     meter.begin("a", 0.0)
 
@@ -68,8 +103,7 @@ def test_nothing_is_kept_of_keys_that_are_gone():
     limits = KeyLimits(requests_per_minute=1, tokens_per_minute=1)
     meter = KeyMeter({"a": limits, "b": limits})
     for owner in ("a", "b"):
-        meter.begin(owner, 0.0)
-        meter.end(owner, 1, 0.0)
+        meter.end(meter.begin(owner, 0.0), 1, 0.0)
     meter.set_limits({"b": limits})
     assert set(meter._requests) == set(meter._tokens) == {"b"}
     with pytest.raises(RateLimited):
@@ -77,19 +111,29 @@ def test_nothing_is_kept_of_keys_that_are_gone():
 
 
 @examples(50, soak=2000)
-@given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 400)), max_size=60))
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 400), st.integers(0, 400), st.booleans()), max_size=60))
 def test_no_key_gets_more_than_its_rate(steps):
-    """Whatever it asks for: in any time at most a minute's worth, plus what the time brings, plus the last answer."""
-    meter, now, used, last = KeyMeter({"a": KeyLimits(tokens_per_minute=600)}), 0.0, 0, 0
-    for seconds, tokens in steps:
+    """Whatever it asks for, and however many at once: in any time at most a minute's worth, plus what the time brings,
+    plus what answers took beyond what was reserved for them."""
+    meter, now, used, beyond = KeyMeter({"a": KeyLimits(tokens_per_minute=600)}), 0.0, 0, 0
+    running: list[tuple[KeyUse, int]] = []
+    for seconds, reserved, tokens, ends in steps:
         now += seconds
         try:
-            meter.begin("a", now)
+            use = meter.begin("a", now)
         except RateLimited:
             continue
-        meter.end("a", tokens, now)
-        used, last = used + tokens, tokens
-        assert used - last <= 600 + now * 10 + 1e-6
+        try:
+            meter.reserve(use, reserved, now)
+        except RateLimited:
+            meter.end(use, 0, now)
+            continue
+        used, beyond = used + tokens, beyond + max(0, tokens - reserved)
+        running.append((use, tokens))
+        if ends:
+            while running:
+                meter.end(*running.pop(), now)
+        assert used - beyond <= 600 + now * 10 + 1e-6
 
 
 # Retries ---------------------------------------------------------------------------------------------------------
@@ -143,6 +187,24 @@ def test_what_is_read_of_a_body():
 )
 def test_rows_are_choices_of_each_prompt(body, rows):
     assert peek(body).rows == rows
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        (b"{}", 256),
+        (b'{"max_tokens": 10}', 10),
+        (b'{"max_tokens": 10, "n": 3}', 30),
+        (b'{"max_completion_tokens": 7, "max_tokens": 99}', 7),
+        (b'{"max_output_tokens": 9}', 9),
+        (b'{"max_tokens": 99999, "n": 2, "prompt": ["a", "b"]}', 1024),
+        (b'{"max_tokens": -1}', 256),
+        (b'{"max_tokens": null, "max_output_tokens": 1e9}', 256),
+        (b'{"max_tokens": 1' + b"0" * 5000 + b"}", 256),
+    ],
+)
+def test_tokens_that_answers_are_expected_to_have(body, tokens):
+    assert peek(body).answer_tokens == tokens
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'"x"', b"{", b'{"model": 3}', b'{"messages": [}', b"\xff{}", *HOSTILE])

@@ -70,7 +70,7 @@ def test_every_answer_has_a_request_id_and_every_error_a_code_that_is_a_string_o
                 assert isinstance(response.json()["error"]["code"], str | None), name
         assert seen == STATUSES
         assert len(ids) == len(STATUSES)
-        text = (await client.get("/metrics")).text
+        text = (await client.get("/metrics", headers={"x-api-key": "secret"})).text
         for endpoint, status, n in (
             (URL, 200, 2),
             (URL, 400, 2),

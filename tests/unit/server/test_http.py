@@ -355,7 +355,8 @@ def test_keys(tokenizer):
             headers = {} if header is None else {"Authorization": header.encode()}
             return (await client.get(url, headers=headers)).status_code
 
-        assert [await get(url) for url in ("/health", "/metrics", "/version")] == [200] * 3
+        assert [await get(url) for url in ("/health", "/version", "/metrics")] == [200, 200, 401]
+        assert await get("/metrics", "Bearer one") == 200
         assert [await get("/v1/models", f"Bearer {key}") for key in ("one", "zwei-ö")] == [200] * 2
         for wrong in (None, "one", "Basic one", "Bearer", "Bearer one2", "Bearer \xff", "Bearer one two"):
             assert await get("/v1/models", wrong) == 401
@@ -369,6 +370,14 @@ def test_keys(tokenizer):
         assert len(set(salts)) == 2 and "" not in salts and not any("one" in salt for salt in salts)
 
     run(tokenizer, scenario, config=replace(CONFIG, api_key=("one", "zwei-ö")))
+
+
+def test_metrics_can_be_open_where_the_rest_needs_a_key(tokenizer):
+    async def scenario(client, engine):
+        found = [(await client.get(url)).status_code for url in ("/metrics", "/v1/models")]
+        assert found == [200, 401]
+
+    run(tokenizer, scenario, config=replace(CONFIG, api_key=("one",), metrics_open=True))
 
 
 def test_a_full_queue_is_429_with_both_retry_headers(tokenizer):

@@ -29,7 +29,14 @@ HOP_BY_HOP = frozenset(
 NOT_SENT = HOP_BY_HOP | {
     "host", "content-length", "content-encoding", "accept-encoding", "expect", "x-request-id", MIGRATION, RESUME
 }  # fmt: skip
-NOT_RETURNED = HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", "x-phalanx-replica"}
+RETURNED = frozenset(
+    "allow cache-control content-disposition content-encoding content-language content-range content-type request-id "
+    "retry-after retry-after-ms www-authenticate x-accel-buffering x-should-retry".split()
+)
+RETURNED_PREFIXES = ("anthropic-", "openai-", "ratelimit-", "x-phalanx-", "x-ratelimit-")
+"""What clients read of an answer's headers. Any other acts on the gateway's whole address, where a replica has no say:
+its cookies, HTTPS, which pages may ask; or on a proxy before it (X-Accel-Redirect). The gateway adds those of its own.
+"""
 CLIENTS_KEYS = frozenset(("authorization", "x-api-key"))
 
 
@@ -67,7 +74,11 @@ def request_headers(
 
 def response_headers(given: Mapping[str, str]) -> CIMultiDict[str]:
     """What a client gets of a replica's headers."""
-    return CIMultiDict((name, value) for name, value in given.items() if name.lower() not in NOT_RETURNED)
+    return CIMultiDict(
+        (name, value)
+        for name, value in given.items()
+        if name.lower() in RETURNED or name.lower().startswith(RETURNED_PREFIXES)
+    )
 
 
 class Attempt:

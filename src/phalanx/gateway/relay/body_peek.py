@@ -20,6 +20,9 @@ MOST_ROWS = 128
 """Of one request; the largest `n` of OpenAI's own."""
 LISTED_BYTES = 1 << 16
 """Of a list of prompts that is counted, in 3 ms if they are empty."""
+BYTES_PER_TOKEN = 4  # of a prompt, where the answer does not say
+RESERVED = 256
+"""Tokens of a choice for which its key must have room before it begins; most answers are shorter."""
 MOST_TOKENS = 1 << 31
 """Of one answer; a count from here on is a replica's mistake, and not used."""
 
@@ -36,6 +39,9 @@ class Peek(Struct, frozen=True):
     input: Raw = Raw()
     prompt: Raw = Raw()
     n: Raw = Raw()
+    max_completion_tokens: Raw = Raw()
+    max_tokens: Raw = Raw()
+    max_output_tokens: Raw = Raw()
 
     @property
     def rows(self) -> int:
@@ -44,6 +50,13 @@ class Peek(Struct, frozen=True):
         prompts = _read_list(prompt) if prompt.startswith(b"[") and len(prompt) <= LISTED_BYTES else []
         n_prompts = len(prompts) if prompts and bytes(prompts[0])[:1] in b'"[' else 1  # one may be a list of tokens
         return min(MOST_ROWS, n_prompts * int(n) or 1) if n.isdigit() and len(n) <= 3 else n_prompts
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens that its answers are expected to have, at most."""
+        limits = (bytes(raw) for raw in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens))
+        given = (int(limit) for limit in limits if limit.isdigit() and len(limit) < 10)
+        return self.rows * min(next(given, RESERVED), RESERVED)
 
     @property
     def prompt_parts(self) -> tuple[bytes, ...]:
@@ -93,6 +106,11 @@ def with_model(body: bytes, seen: Peek, model: str) -> bytes:
     fields = _read_fields(body)
     fields["model"] = Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)
+
+
+def prompt_tokens(n_bytes: int) -> int:
+    """The tokens of a request of so many bytes, roughly."""
+    return n_bytes // BYTES_PER_TOKEN
 
 
 def tokens_of(usage: bytes) -> int | None:

@@ -30,9 +30,13 @@ KEEP_ALIVE = {False: b": keep-alive\n\n", True: b" "}
 """What keeps a stream's client waiting, and means nothing; whether it is of lines of JSON."""
 
 
-def body_lease(budget: Shares) -> BodyLease:
-    """The memory of one request's body; keys have no shares of their own in it."""
-    return BodyLease(budget, "", "The gateway holds as many bytes of requests as it may.")
+def body_lease(budget: Shares, owner: str) -> BodyLease:
+    """The memory of one request's body.
+
+    Args:
+        owner: whose share it is of.
+    """
+    return BodyLease(budget, owner, "The gateway holds as many bytes of requests as it may.")
 
 
 class ClientExchange:
@@ -59,6 +63,8 @@ class ClientExchange:
         """From its arrival until the first text, reasoning or call of the answer was passed on (G3)."""
         self.n_read = 0
         """Bytes of its body."""
+        self.n_tokens = 0
+        """Of prompt and answer, that its key is charged if it ends now: as its client leaves, or with its answer."""
         self.last_written = 0.0
         """When the last piece of the answer was written; the loop's time."""
 

@@ -158,11 +158,11 @@ class Migration:
         stream, exchange = self.stream, self._exchange
         if stream is not None and stream.ended:
             await exchange.end()
-            return relayed(exchange, stream, None)
+            return relayed(exchange, None)
         error = self._error(why)
         number = stream.next_number if stream is not None else 0
         await exchange.end_with(error, is_stream=stream is not None, number=number)
-        return relayed(exchange, stream, error)
+        return relayed(exchange, error)
 
     def close(self, outcome: str = "abandoned") -> None:
         """The request is over, or its client left."""

@@ -27,8 +27,9 @@ from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatch.dispatcher import Grant, Verdict
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.dispatch.retries import Backoff, RetryBudget
+from phalanx.gateway.relay.api_kinds import OPAQUE
 from phalanx.gateway.relay.attempt import Attempt, request_headers
-from phalanx.gateway.relay.body_peek import Peek, peek, with_model
+from phalanx.gateway.relay.body_peek import Peek, peek, prompt_tokens, with_model
 from phalanx.gateway.relay.exchange import ClientExchange, body_lease
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.migration import Migration, refuses_key
@@ -43,7 +44,6 @@ RETRIED = frozenset((408, 429, 500, 502, 503, 504))
 """Statuses of a replica that another one may not give."""
 NOT_FOUND = 404
 FAILED = 500  # from here on an answer is the replica's fault
-BYTES_PER_TOKEN = 4  # of a prompt, where the answer does not say
 BODIES = 64  # of the largest size that are held together
 TICK_S = 0.25  # between two looks at attempts that wait for their replica
 QUIET_S = 0.5  # of a stream, after which its replica is checked: most steps are shorter
@@ -56,6 +56,7 @@ class UpstreamRequest(Struct):
     method: str
     path: str  # with its query
     body: bytes | None
+    n_tokens: int  # that it is expected to take, of prompt and answer
     deadline: float  # the loop's time
     pass_keys: bool  # the client's own key is for the replica
     migration: Migration
@@ -96,21 +97,28 @@ class Proxy:
         self._is_closing = False
 
     async def forward(
-        self, exchange: ClientExchange, aliases: Mapping[str, str], *, pass_keys: bool
+        self,
+        exchange: ClientExchange,
+        aliases: Mapping[str, str],
+        *,
+        pass_keys: bool,
+        reserve: Callable[[int], None],
     ) -> RelayedResponse:
         """Answer a request through a replica.
 
         Args:
             aliases: of models.
+            reserve: is told how many tokens the request is expected to take; may refuse it.
             pass_keys: the client's own key is for the replica.
 
         Raises:
             PhalanxError: there is no answer, and its first byte is not sent.
         """
-        with body_lease(self._memory) as memory:
+        with body_lease(self._memory, exchange.owner or exchange.connection.place.address) as memory:
             body = await exchange.read_body(self._config.max_body_bytes, memory)
             self._budget.note_request()
             out = self._upstream_request(exchange, body, aliases, pass_keys)
+            reserve(out.n_tokens)
             try:
                 with closing(out.migration):
                     relayed = await self._attempts(exchange, out)
@@ -212,6 +220,7 @@ class Proxy:
             method=exchange.request.method,
             path=exchange.raw_path + query,
             body=body or None,
+            n_tokens=prompt_tokens(exchange.n_read) + (0 if exchange.dialect in OPAQUE else seen.answer_tokens),
             deadline=asyncio.get_running_loop().time() + config.request_timeout_secs - (now - exchange.arrived),
             pass_keys=pass_keys,
             migration=Migration(exchange, request, config, self._metrics, self._dispatcher.clock),
@@ -234,6 +243,8 @@ class Proxy:
                     return self._returned(exchange, last)
                 raise
             out.queued_s += self._dispatcher.clock() - asked_at
+            if not exchange.has_begun:
+                exchange.n_tokens = out.n_tokens
             result = await self._attempt(exchange, out, grant)
             if isinstance(result, RelayedResponse):
                 return result
@@ -336,10 +347,8 @@ class Proxy:
 
     def _returned(self, exchange: ClientExchange, answer: BufferedResponse) -> RelayedResponse:
         self._note_first_text(exchange)
-        tokens = answer.tokens
-        return RelayedResponse(
-            exchange.whole(answer.status, answer.body, answer.headers), tokens or 0, tokens is not None
-        )
+        exchange.n_tokens = answer.tokens(exchange.n_read)
+        return RelayedResponse(exchange.whole(answer.status, answer.body, answer.headers))
 
     def _note_first_text(self, exchange: ClientExchange) -> None:
         exchange.first_text_s = self._dispatcher.clock() - exchange.arrived
@@ -355,8 +364,3 @@ def _needs_check(attempt: Attempt, relay: Relay, now: float) -> bool:
 
 def _said(result: BufferedResponse | PhalanxError) -> str:
     return str(result) if isinstance(result, PhalanxError) else f"it answered {result.status}"
-
-
-def prompt_tokens(n_bytes: int) -> int:
-    """The tokens of a prompt whose answer does not count them, roughly."""
-    return n_bytes // BYTES_PER_TOKEN

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from phalanx.errors import MalformedAnswer, PhalanxError
 from phalanx.gateway.relay.attempt import Attempt, response_headers
-from phalanx.gateway.relay.body_peek import tokens_of, usage_in
+from phalanx.gateway.relay.body_peek import prompt_tokens, tokens_of, usage_in
 from phalanx.gateway.relay.event_reader import EventReader
 from phalanx.gateway.relay.exchange import ClientExchange
 from phalanx.gateway.relay.transcript import Transcript
@@ -23,6 +23,7 @@ from phalanx.gateway.relay.transcript import Transcript
 WHOLE_BYTES = 8 << 20  # of an answer that is no stream: up to here it is held, and asked for again where it breaks off
 FED_BYTES = 4 << 10
 """Of a stream, read at a time: 4,096 bytes can be 2,048 events, which take 10 ms; others are served in between."""
+FIRST_ERROR = 400  # of statuses
 LINGER_S = 1.0  # for the end of a stream whose last event has come
 STREAMS = {"text/event-stream": False, "application/x-ndjson": True}
 """Media types of streams; whether they are lines of JSON."""
@@ -35,31 +36,35 @@ class BufferedResponse(Struct, frozen=True):
     headers: Mapping[str, str]
     body: bytes
 
-    @property
-    def tokens(self) -> int | None:
-        """What its `usage` says."""
-        return tokens_of(usage_in(self.body))
+    def tokens(self, n_asked: int) -> int:
+        """What it took, prompt included: as its `usage` says, else roughly; an error takes nothing.
+
+        Args:
+            n_asked: bytes of the request.
+        """
+        if self.status >= FIRST_ERROR:
+            return 0
+        known = tokens_of(usage_in(self.body))
+        return prompt_tokens(n_asked) if known is None else known
 
 
 class RelayedResponse(Struct, frozen=True):
     """An answer that is sent, to its end or with an error as its end."""
 
     response: web.StreamResponse
-    tokens: int  # of the answer, and of the prompt if `counts_prompt`
-    counts_prompt: bool
     error: PhalanxError | None = None  # the replica's fault, if the answer broke off
 
 
-def relayed(exchange: ClientExchange, reader: EventReader | None, error: PhalanxError | None) -> RelayedResponse:
-    """An answer whose last byte is written.
-
-    Args:
-        reader: of a stream.
-    """
+def relayed(exchange: ClientExchange, error: PhalanxError | None) -> RelayedResponse:
+    """An answer whose last byte is written."""
     assert exchange.response is not None
-    tokens = tokens_of(reader.usage) if reader is not None else None
-    rough = reader.n_events if reader is not None else 0
-    return RelayedResponse(exchange.response, rough if tokens is None else tokens, tokens is not None, error)
+    return RelayedResponse(exchange.response, error)
+
+
+def tokens_so_far(exchange: ClientExchange, reader: EventReader) -> int:
+    """What a stream has taken, prompt included: as its `usage` says, else roughly."""
+    known = tokens_of(reader.usage)
+    return prompt_tokens(exchange.n_read) + reader.n_events if known is None else known
 
 
 class Relay:
@@ -118,8 +123,10 @@ class Relay:
         except PhalanxError:
             if not self.reader.ended:  # what follows the last event decides nothing
                 raise
+        finally:
+            self._exchange.n_tokens = tokens_so_far(self._exchange, self.reader)
         await self._exchange.end()
-        return relayed(self._exchange, self.reader, None)
+        return relayed(self._exchange, None)
 
     async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> None:
         """Pass on whole events until the stream's end.
@@ -182,7 +189,7 @@ class Relay:
         async for piece in pieces:
             await self._send(response, piece)
         await self._exchange.end()
-        return relayed(self._exchange, None, None)
+        return relayed(self._exchange, None)
 
     def _headers(self, response: aiohttp.ClientResponse) -> Mapping[str, str]:
         headers = response_headers(response.headers)

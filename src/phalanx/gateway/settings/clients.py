@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from phalanx.gateway.settings.key_limits import KeyMeter
+from phalanx.gateway.settings.key_limits import KeyMeter, KeyUse
 from phalanx.gateway.settings.keys_file import NamedKey
 from phalanx.http.api_keys import ApiKeys, owner_of
 
@@ -47,14 +47,22 @@ class Clients:
         """What the file calls an owner, for the log."""
         return self._names.get(owner, owner[:8] or "-")
 
-    def begin(self, owner: str) -> None:
+    def begin(self, owner: str) -> KeyUse:
         """A request begins; `end` must follow.
 
         Raises:
             RateLimited: the key has had its share.
         """
-        self._meter.begin(owner, self._clock())
+        return self._meter.begin(owner, self._clock())
 
-    def end(self, owner: str, n_tokens: int) -> None:
-        """A request is over."""
-        self._meter.end(owner, n_tokens, self._clock())
+    def reserve(self, use: KeyUse, n_tokens: int) -> None:
+        """A request is expected to take so many tokens, of prompt and answer.
+
+        Raises:
+            RateLimited: its key has no room for them.
+        """
+        self._meter.reserve(use, n_tokens, self._clock())
+
+    def end(self, use: KeyUse, n_tokens: int) -> None:
+        """A request is over, and took so many tokens."""
+        self._meter.end(use, n_tokens, self._clock())

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from phalanx.config import GATEWAY_PORT, MIB, Count, Flag, LogLevel, Size
-from phalanx.environment import API_KEY_VARIABLE, WORKER_ADMIN_KEY_VARIABLE
+from phalanx.environment import API_KEY_VARIABLE, WORKER_ADMIN_KEY_VARIABLE, WORKER_KEY_VARIABLE
 from phalanx.http.stream_records import MOST_ITEMS
 
 PolicyName = Literal["least_load", "cache_aware", "power_of_two", "round_robin", "consistent_hashing"]
@@ -42,6 +42,8 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     """Its private key, unless it is in the same file."""
     prometheus_port: Annotated[int | None, Meta(ge=0, le=65535), Flag("HTTP", default="the same port")] = None
     """Serve /metrics at this port of the same address only."""
+    metrics_open: Annotated[bool, Flag("HTTP")] = False
+    """/metrics needs no key, where the rest does; at either port."""
     max_body_mb: Annotated[float, Meta(ge=0.001, le=1024), Flag("Limits")] = 8.0
     """Largest request, MiB."""
     max_connections: Annotated[Count | None, Flag("Limits", default="1,024")] = None
@@ -63,7 +65,10 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     """Base URL of a replica, with or without /v1; may be repeated, or several with commas."""
     replicas: Annotated[str | None, Flag("Replicas", is_file=True)] = None
     """TOML file of replicas instead; read again when it changes."""
-    worker_key: Annotated[str | None, Flag("Replicas", default="clients' own, if the gateway asks for none")] = None
+    worker_key: Annotated[
+        str | None,
+        Flag("Replicas", default="clients' own, if the gateway asks for none", variable=WORKER_KEY_VARIABLE),
+    ] = None
     """Key that replicas get, unless their file says another."""
     worker_admin_key: Annotated[
         str | None, Flag("Replicas", default="streams end with their replica", variable=WORKER_ADMIN_KEY_VARIABLE)

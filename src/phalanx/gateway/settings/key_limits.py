@@ -18,7 +18,7 @@ class KeyLimits(Struct, frozen=True, kw_only=True):
 
 
 class _Bucket:
-    """An allowance of so many a minute. It may be overdrawn: what an answer costs is known at its end."""
+    """An allowance of so many a minute. It may be overdrawn: all that an answer costs is known at its end."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -36,6 +36,14 @@ class _Bucket:
 
     def seconds_until(self, wanted: float, now: float) -> float:
         return max(0.0, (wanted - self.left(now)) * 60 / self.per_minute)
+
+
+class KeyUse(Struct):
+    """One request's part of what its key may have, from `KeyMeter.begin` to `KeyMeter.end`."""
+
+    owner: str
+    tokens: _Bucket | None  # None: there is no limit
+    n_reserved: int = 0
 
 
 class KeyMeter:
@@ -58,16 +66,13 @@ class KeyMeter:
             for owner in buckets.keys() - limits.keys():
                 del buckets[owner]
 
-    def begin(self, owner: str, now: float) -> None:
+    def begin(self, owner: str, now: float) -> KeyUse:
         """A request of this owner begins; `end` must follow.
 
         Raises:
             RateLimited: names the limit; `retry_after` is when it will be met, as far as is known.
         """
-        limits = self._limits.get(owner)
-        if limits is None:
-            self._in_flight[owner] += 1
-            return
+        limits = self._limits.get(owner) or KeyLimits()
         if limits.max_in_flight is not None and self._in_flight[owner] >= limits.max_in_flight:
             raise RateLimited(f"This key may have {limits.max_in_flight} requests at once.", retry_after=1.0)
         requests = _bucket(self._requests, owner, limits.requests_per_minute, now)
@@ -79,19 +84,36 @@ class KeyMeter:
         if requests is not None:
             requests.take(1, now)
         self._in_flight[owner] += 1
+        return KeyUse(owner, tokens)
 
-    def end(self, owner: str, n_tokens: int, now: float) -> None:
-        """A request that `begin` let in is over.
+    def reserve(self, use: KeyUse, n_tokens: int, now: float) -> None:
+        """Take the tokens that a request is expected to need, so that others of its key find what is left.
+
+        Raises:
+            RateLimited: there is no room for them. A request that needs more than a minute brings gets all of it.
+        """
+        if use.tokens is None:
+            return
+        per_minute = use.tokens.per_minute
+        if (wait := use.tokens.seconds_until(min(n_tokens, per_minute), now)) > 0:
+            raise RateLimited(
+                f"This key may use {per_minute} tokens a minute; there is no room now for some {n_tokens}.",
+                retry_after=wait,
+            )
+        use.tokens.take(n_tokens, now)
+        use.n_reserved = n_tokens
+
+    def end(self, use: KeyUse, n_tokens: int, now: float) -> None:
+        """A request that `begin` let in is over, however it ended.
 
         Args:
-            n_tokens: of prompt and answer.
+            n_tokens: that it took, of prompt and answer; they replace the reserved ones.
         """
-        self._in_flight[owner] -= 1
-        if not self._in_flight[owner]:
-            del self._in_flight[owner]
-        limits = self._limits.get(owner)
-        if limits is not None and (bucket := _bucket(self._tokens, owner, limits.tokens_per_minute, now)) is not None:
-            bucket.take(n_tokens, now)
+        self._in_flight[use.owner] -= 1
+        if not self._in_flight[use.owner]:
+            del self._in_flight[use.owner]
+        if use.tokens is not None:
+            use.tokens.take(n_tokens - use.n_reserved, now)
 
 
 def _bucket(buckets: dict[str, _Bucket], owner: str, per_minute: int | None, now: float) -> _Bucket | None:

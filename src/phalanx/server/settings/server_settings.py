@@ -24,6 +24,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     share places and rows by turns."""
     admin_key: Annotated[str | None, Flag("HTTP", variable=ADMIN_KEY_VARIABLE)] = None
     """Key of a gateway that may read streams' tokens and move streams between servers."""
+    metrics_open: Annotated[bool, Flag("HTTP")] = False
+    """/metrics needs no key, where the rest does."""
     allowed_hosts: Annotated[tuple[str, ...], Flag("HTTP")] = ()
     """Name in clients' Host header, besides addresses, localhost and the machine's own; may be repeated.
     `*.example.com`, or `*` for all. Others are refused: a web page could ask under a name of its own."""
