@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 
 import aiohttp
-from msgspec import Struct
+from msgspec import Struct, field
 
 from phalanx.errors import NoReplica, PhalanxError, ReplicaFailed
 from phalanx.gateway.dispatch.affinity import affinity_of
@@ -26,7 +26,7 @@ from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatch.dispatcher import Grant, Verdict
 from phalanx.gateway.dispatch.replica import Replica
-from phalanx.gateway.dispatch.retries import Backoff, RetryBudget
+from phalanx.gateway.dispatch.retries import Backoff, RetryBudget, RetryBudgets
 from phalanx.gateway.relay.attempt import Attempt, request_headers
 from phalanx.gateway.relay.body_peek import Peek, peek, with_model
 from phalanx.gateway.relay.exchange import ClientExchange, body_lease
@@ -34,6 +34,7 @@ from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.migration import Migration, refuses_key
 from phalanx.gateway.relay.relay import BufferedResponse, Relay, RelayedResponse
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
+from phalanx.http.connection_table import group_of
 from phalanx.http.media_types import is_json
 from phalanx.http.shares import Shares
 
@@ -41,8 +42,9 @@ log = logging.getLogger(__name__)
 
 RETRIED = frozenset((408, 429, 500, 502, 503, 504))
 """Statuses of a replica that another one may not give."""
+SUCCEEDED = range(200, 300)
 NOT_FOUND = 404
-FAILED = 500  # from here on an answer is the replica's fault
+FAILED = 500  # from here on an answer may be the replica's fault
 BYTES_PER_TOKEN = 4  # of a prompt, where the answer does not say
 BODIES = 64  # of the largest size that are held together
 TICK_S = 0.25  # between two looks at attempts that wait for their replica
@@ -59,8 +61,11 @@ class UpstreamRequest(Struct):
     deadline: float  # the loop's time
     pass_keys: bool  # the client's own key is for the replica
     migration: Migration
+    budget: RetryBudget
     queued_s: float = 0.0
     attempts: int = 0  # that replicas have failed
+    not_found: int = 0  # replicas that answered 404
+    unexplained: list[Grant] = field(default_factory=list)  # of attempts that failed, perhaps because of the request
     successor: Grant | None = None  # the place to which the request moves as soon as its attempt has ended
 
 
@@ -84,7 +89,7 @@ class Proxy:
         self._check_now = check_now
         self._session = session
         self._metrics = metrics
-        self._budget = RetryBudget(config.retry_budget)
+        self._budgets = RetryBudgets(config.retry_budget)
         self._backoff = Backoff(
             initial_s=config.retry_initial_backoff_ms / 1000,
             longest_s=config.retry_max_backoff_ms / 1000,
@@ -109,7 +114,6 @@ class Proxy:
         """
         with body_lease(self._memory) as memory:
             body = await exchange.read_body(self._config.max_body_bytes, memory)
-            self._budget.note_request()
             out = self._upstream_request(exchange, body, aliases, pass_keys)
             try:
                 with closing(out.migration):
@@ -200,6 +204,8 @@ class Proxy:
             body = with_model(body, seen, model)
         query = f"?{url.raw_query_string}" if url.raw_query_string else ""
         now = self._dispatcher.clock()
+        budget = self._budgets.of(exchange.owner or group_of(exchange.request.remote or ""))
+        budget.note_request()
         request = DispatchRequest(
             exchange.owner,
             model,
@@ -215,6 +221,7 @@ class Proxy:
             deadline=asyncio.get_running_loop().time() + config.request_timeout_secs - (now - exchange.arrived),
             pass_keys=pass_keys,
             migration=Migration(exchange, request, config, self._metrics, self._dispatcher.clock),
+            budget=budget,
         )
 
     async def _attempts(self, exchange: ClientExchange, out: UpstreamRequest) -> RelayedResponse:
@@ -278,7 +285,7 @@ class Proxy:
             attempt,
             migration.stream,
             transcript,
-            on_first_byte=lambda: migration.first_byte(replica),
+            on_first_byte=lambda: self._note_first_byte(out, replica),
             on_first_text=lambda: self._note_first_text(exchange),
         )
         self._under_way[attempt] = out, relay
@@ -287,16 +294,33 @@ class Proxy:
                 response = await attempt.send(self._session, out.method, out.path, headers, body)
                 result = await relay.answer(response)
             verdict = "failed" if isinstance(result, BufferedResponse) and result.status >= FAILED else "answered"
+            if isinstance(result, BufferedResponse) and result.status in SUCCEEDED:
+                self._blame(out)
             return result
         except PhalanxError as error:
             verdict = "failed"
-            if attempt.is_sent or out.successor is not None:
+            if (attempt.is_sent and not attempt.is_stale) or out.successor is not None:
                 migration.lost(replica, error, relay.reader)
             return error
         finally:
             del self._under_way[attempt]
             self._metrics.attempted(replica.name, verdict)
             self._dispatcher.end(grant, verdict)
+            if attempt.is_unreachable:
+                self._dispatcher.blame(grant)
+            elif verdict == "failed" and not (attempt.is_stale or attempt.was_held):
+                out.unexplained.append(grant)
+
+    def _note_first_byte(self, out: UpstreamRequest, replica: Replica) -> None:
+        """The first byte of an attempt was handed to the network."""
+        out.migration.first_byte(replica)
+        self._blame(out)
+
+    def _blame(self, out: UpstreamRequest) -> None:
+        """A replica answers the request: so those that failed it did not because of what it is."""
+        for grant in out.unexplained:
+            self._dispatcher.blame(grant)
+        out.unexplained.clear()
 
     async def _may_move(self, out: UpstreamRequest, replica: Replica, result: BufferedResponse | PhalanxError) -> bool:
         """Whether a begun stream gets another replica; waits where one that could take it is too busy."""
@@ -311,8 +335,9 @@ class Proxy:
     def _is_worth_retrying(self, out: UpstreamRequest, answer: BufferedResponse) -> bool:
         """Whether another attempt may be answered better."""
         if answer.status == NOT_FOUND and out.request.model is not None:  # it serves another model than it did
-            return self._dispatcher.core.has_untried(out.request, self._dispatcher.clock())
-        return answer.status in RETRIED
+            out.not_found += 1  # the second one may be the path's
+            return out.not_found == 1 and self._dispatcher.core.has_untried(out.request, self._dispatcher.clock())
+        return answer.status in RETRIED and not answer.is_final
 
     async def _may_retry(self, out: UpstreamRequest) -> bool:
         """Whether there is another attempt; waits before a replica is asked again that has failed this request."""
@@ -321,7 +346,7 @@ class Proxy:
             self._is_closing
             or out.attempts > self._config.retry_max_retries
             or out.migration.is_spent
-            or not self._budget.take(now)
+            or not out.budget.take(now)
         ):
             return False
         is_elsewhere = self._dispatcher.core.has_untried(out.request, now)
