@@ -299,7 +299,7 @@ class Proxy:
             return result
         except PhalanxError as error:
             verdict = "failed"
-            if (attempt.is_sent and not attempt.is_stale) or out.successor is not None:
+            if attempt.is_sent or out.successor is not None:
                 migration.lost(replica, error, relay.reader)
             return error
         finally:
