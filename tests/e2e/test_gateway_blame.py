@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from support.serving import fake_engine, make_tokenizer, running_server
 from support.stub_replica import Call, StubReplica, event, streaming
 
 from phalanx.http.connection_table import Deadlines
+from phalanx.http.lingering import LINGER_BYTES
 
 KEYS = ("greedy", "modest")
 BODY = b'{"model": "m", "x": "' + b"x" * 8_000_000 + b'"}'
@@ -33,7 +34,8 @@ async def posts(client: Client, head: bytes, body: bytes = BODY) -> bytes:
     """The answer to a request whose sender writes all of it before it reads."""
     source, out = await asyncio.open_connection("127.0.0.1", client.gateway.port)
     out.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
-    out.write(b"Authorization: Bearer greedy\r\nConnection: close\r\nContent-Length: %d\r\n" % len(body) + head + b"\r\n" + body)
+    out.write(b"Authorization: Bearer greedy\r\nConnection: close\r\n")
+    out.write(b"Content-Length: %d\r\n" % len(body) + head + b"\r\n" + body)
     await out.drain()
     try:
         return await source.read()
@@ -84,9 +86,8 @@ def test_a_servers_own_refusal_arrives(tmp_path: Path, head: bytes):
                 assert answer.startswith(b"HTTP/1.1 400 ") and b'"The request is not HTTP: its head has' in answer
                 out.close()
             source, out = await asyncio.open_connection("127.0.0.1", server.server.port)
-            out.write(
-                b"POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
-            )
+            out.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n")
+            out.write(b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
             await out.drain()
             assert (await source.read()).startswith(b"HTTP/1.1 404 ")
             out.close()
@@ -227,3 +228,22 @@ def test_a_replica_that_gives_no_connection_is_blamed_at_once():
             assert status == 503 and "failed 2 requests in a row" in body["error"]["message"]
 
     run(scenario())
+
+
+def test_a_body_that_goes_on_after_its_answer_has_an_end(tmp_path: Path):
+    tokenizer = make_tokenizer(tmp_path)
+    with running_server(tokenizer, fake_engine(tokenizer)) as server:
+
+        async def scenario() -> None:
+            n_sent = 0
+            source, out = await asyncio.open_connection("127.0.0.1", server.server.port)
+            out.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (1 << 40))
+            assert (await source.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 404 ")
+            with suppress(ConnectionError):
+                while not source.at_eof():
+                    out.write(BODY)
+                    await out.drain()
+                    n_sent += len(BODY)
+                    assert n_sent < 8 * LINGER_BYTES
+
+        run(scenario())

@@ -16,7 +16,7 @@ from phalanx.errors import EngineUnavailable
 from phalanx.http.acceptor import unsent
 from phalanx.http.connection_table import HEALTH_PATHS, ConnectionPlace, ConnectionTable, Deadlines, TransferProgress
 from phalanx.http.error_responses import failure_of, not_http, openai_error
-from phalanx.http.lingering import LingeringTransport
+from phalanx.http.lingering import LINGER_BYTES, LingeringTransport
 from phalanx.server.bounded_h11 import BoundedConnection
 from phalanx.server.envelope import Envelope
 
@@ -31,6 +31,7 @@ class Connection(H11Protocol):
         self._table = table
         self._deadlines = deadlines
         self._received = 0
+        self._dropped = 0  # bytes of a body that came after its answer
         self._header_since: float | None = time.monotonic()  # None: no header is awaited or under way
         self._body = TransferProgress(deadlines.body_s, deadlines.progress_bytes)
         self._answer = TransferProgress(deadlines.read_s, deadlines.progress_bytes)
@@ -53,6 +54,10 @@ class Connection(H11Protocol):
         if self._header_since is None and self.conn.their_state is h11.IDLE:
             self._header_since = time.monotonic()
         super().data_received(data)
+        is_dropped = self.cycle is not None and self.cycle.response_complete and not self._awaits_request
+        self._dropped = self._dropped + len(data) if is_dropped else 0
+        if self._dropped > LINGER_BYTES:
+            self.abort()  # it has had its answer for long
         self._note_phase()
 
     def on_response_complete(self) -> None:
