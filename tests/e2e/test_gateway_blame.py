@@ -135,6 +135,19 @@ def test_what_every_replica_fails_counts_against_none(kind):
     run(scenario())
 
 
+def test_an_answer_that_comes_while_the_body_is_sent_is_the_clients():
+    async def scenario() -> None:
+        async with StubReplica(fails_some) as a, StubReplica(fails_some) as b:
+            for one in (a, b):
+                one.resets, one.early = b"X-Early", b"HTTP/1.1 400 X\r\nContent-Length: 2\r\n\r\n{}"
+            async with gateway(a.url, b.url, key="greedy", api_key=KEYS, cb_failure_threshold=1) as client:
+                for _ in range(3):
+                    assert (await posts(client, b"X-Early: 1\r\n")).startswith(b"HTTP/1.1 400 ")
+                assert await asks(client) == 200 and replicas(client) == [(False, True, [])] * 2
+
+    run(scenario())
+
+
 def test_the_retries_of_one_key_are_not_anothers():
     n_first = 0
 

@@ -115,6 +115,7 @@ class StubReplica:
         self.health = 200  # 0: silence
         self.tags = 404  # status of its /api/tags
         self.resets = b""  # a head with these bytes is answered by a reset while its body comes; empty: none is
+        self.early = b""  # instead of the reset: an answer, after which nothing is read
         self.numerics = ""  # that its /health tells; empty: none, as other vendors' servers
         self.calls: list[Call] = []  # but those for health and models
         self.running = 0
@@ -169,6 +170,9 @@ class StubReplica:
         except asyncio.IncompleteReadError:
             return None
         if self.resets and self.resets in head:
+            if self.early:
+                out.write(self.early)
+                await asyncio.sleep(3600)
             return None
         first, *lines = head.decode("latin-1").split("\r\n")[:-2]
         method, path, _ = first.split(" ")
