@@ -15,7 +15,7 @@ import h11
 from phalanx.http.request_head import MAX_BYTES, fault_of
 
 PIECE = 8 << 10  # bytes handed on at once
-HEAD_END = re.compile(rb"\r?\n\r?\n")  # h11's own, and what is before it
+HEAD_END = re.compile(rb"\n\r?\n")  # as h11's own
 MAX_CHUNK_LINE = 64  # bytes of a chunk's own line; with an extension, which no client is known to send
 SMALL_CHUNK = 128  # bytes
 MAX_SMALL_CHUNKS = 1024  # more than are made up for by larger ones; they take 10 to 20 ms
@@ -76,7 +76,7 @@ class BoundedConnection(h11.Connection):
         """Refuse a whole head by the common rule, and one that goes on as long as it is too large."""
         end = HEAD_END.search(data)
         if end is not None or len(data) > MAX_BYTES:
-            self.fault = fault_of(data[: end.start()] if end else data)
+            self.fault = fault_of(data[: end.end()].removesuffix(b"\r\n\r\n") if end else data)
         if self.fault:
             raise h11.RemoteProtocolError(self.fault)
 

@@ -100,7 +100,7 @@ def takes(head: bytes, step: int = 1 << 20) -> bool:
                 return isinstance(event, h11.Request)
     except h11.RemoteProtocolError:
         return False
-    raise AssertionError("a whole head is no event")
+    return False  # it does not end where it seems to
 
 
 @cache
@@ -130,26 +130,46 @@ def sent_on(head: bytes) -> bytes | None:
 
 ODD = st.sampled_from([b" ", b"\t", b"\r", b"\n", b"\0", b"\x0b", b"\x7f", b"\xff", b":", b",", b" " * 150, b"#", b"%"])
 VALUE = st.lists(st.one_of(ODD, st.binary(max_size=5), st.just(b"value")), max_size=4).map(b"".join)
-NAMES = [b"host", b"Content-Length", b"transfer-encoding", b"connection", b"expect", b"upgrade", b"cookie", b"a b", b""]
-LENGTHS = st.sampled_from([b"0", b"12", b"chunked", b"gzip, chunked", b"1, 1", b"close", b"upgrade", b"h2c"])
-HEADER = st.tuples(st.sampled_from(NAMES), st.sampled_from([b": ", b":", b" : ", b""]), st.one_of(VALUE, LENGTHS))
-MANY = st.sampled_from([b"", b"".join(b"\r\nx: y" for _ in range(300)), b"\r\nlong: " + b"x" * 20_000])
-TARGET = st.one_of(st.sampled_from([b"/", b"/v1/models?a=b", b"//a", b"*", b"http://a/", b"/a b", b"/\xc3\xa9"]), VALUE)
+NAMES = [b"host", b"Content-Length", b"transfer-encoding", b"connection", b"expect", b"upgrade", b"a b", b""]
+WORDS = [b"0", b"12", b"chunked", b"gzip, chunked", b"1, 1", b"close", b"upgrade", b"h2c", b"100-continue"]
+FRAMING = [
+    (b"Content-Length", b"12"),
+    (b"transfer-encoding", b"chunked"),
+    (b"connection", b"close"),
+    (b"upgrade", b"h2c"),
+]
+PLAIN = st.one_of(
+    st.sampled_from(FRAMING), st.tuples(st.sampled_from([b"x", b"X-Y", b"cookie"]), st.text("a =\t\xe9~"))
+)
+MANY = [b"\r\nx: y" * 200, b"\r\nx: y" * 300, b"\r\nlong: " + b"x" * 12_000, b"\r\nlong: " + b"x" * 20_000]
 
 
 @st.composite
 def heads(draw: st.DrawFn) -> bytes:
-    first = b" ".join((draw(st.sampled_from([b"GET", b"POST", b"get", b"P T"])), draw(TARGET)))
-    version = draw(st.sampled_from([b"HTTP/1.1"] * 6 + [b"HTTP/1.0", b"HTTP/1.2", b"HTTP/2.0", b"http/1.1"]))
-    host = draw(st.sampled_from([b"\r\nHost: a"] * 4 + [b""]))
-    end = draw(st.sampled_from([b"\r\n"] * 6 + [b"\n", b"\r"]))
-    more = b"".join(end + name + colon + value for name, colon, value in draw(st.lists(HEADER, max_size=4)))
-    return first + b" " + version + host + more + draw(MANY)
+    """Heads that are right in most of their parts."""
+
+    def part(right: st.SearchStrategy[bytes], odd: st.SearchStrategy[bytes]) -> bytes:
+        return draw(odd if draw(st.integers(0, 19)) == 7 else right)
+
+    method = part(st.sampled_from([b"GET", b"POST"]), st.sampled_from([b"get", b"P T", b"", b"CONNECT", b"M-SEARCH"]))
+    target = part(
+        st.sampled_from([b"/", b"/v1/models?a=b", b"//a", b"/a/../b?%zz"]),
+        st.one_of(VALUE, st.sampled_from([b"*", b"http://a/", b"/a b", b"/\xc3\xa9", b"/#a", b"a:80"])),
+    )
+    version = part(st.sampled_from([b"HTTP/1.1"] * 3 + [b"HTTP/1.0"]), st.sampled_from([b"HTTP/1.2", b"HTTP/2.0", b""]))
+    head = b" ".join((method, target, version)) + part(st.just(b"\r\nHost: a"), st.sampled_from([b"", b"\r\nhost:"]))
+    for _ in range(draw(st.integers(0, 4))):
+        name, value = draw(PLAIN)
+        value = value if isinstance(value, bytes) else value.encode("latin-1")
+        head += part(st.just(b"\r\n"), st.sampled_from([b"\n", b"\r", b"\r\n "]))
+        head += part(st.just(name), st.sampled_from(NAMES)) + part(st.just(b": "), st.sampled_from([b":", b" : ", b""]))
+        head += part(st.just(value), st.one_of(VALUE, st.sampled_from(WORDS)))
+    return head + part(st.just(b""), st.sampled_from(MANY))
 
 
 @given(heads(), st.integers(1, 9000))
 def test_what_the_rule_lets_pass_both_parsers_take_and_what_it_refuses_the_server_refuses(head, step):
-    if b"\n\r\n" in head or b"\n\n" in head or head.startswith((b"\r", b"\n")):
+    if b"\r\n\r\n" in head + b"\r\n":
         return  # the head ends before
     assert takes(head, step) == (not fault_of(head))
     if (sent := sent_on(head)) is not None:

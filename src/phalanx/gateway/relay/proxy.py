@@ -333,7 +333,7 @@ class Proxy:
     # Retries ---------------------------------------------------------------------------------------------------
 
     def _is_worth_retrying(self, out: UpstreamRequest, answer: BufferedResponse) -> bool:
-        """Whether another attempt may be answered better."""
+        """Whether another attempt may be answered better. Called once for each answer: it counts 404s."""
         if answer.status == NOT_FOUND and out.request.model is not None:  # it serves another model than it did
             out.not_found += 1  # the second one may be the path's
             return out.not_found == 1 and self._dispatcher.core.has_untried(out.request, self._dispatcher.clock())
