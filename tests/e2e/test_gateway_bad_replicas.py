@@ -118,8 +118,8 @@ def test_a_stream_that_breaks_off_ends_with_an_error_that_names_the_replica(path
     run(scenario())
 
 
-def test_a_storm_of_5xx_opens_the_circuit_and_a_4xx_does_not(caplog):
-    """Which is the client's own failure, and in no log that of an attempt."""
+def test_a_storm_of_5xx_opens_the_circuit_if_another_replica_answers_and_a_4xx_does_not(caplog):
+    """Which is the client's own failure, and in no log that of an attempt. What every replica fails may be, too."""
     caplog.set_level("INFO")
     status = 400
 
@@ -133,12 +133,17 @@ def test_a_storm_of_5xx_opens_the_circuit_and_a_4xx_does_not(caplog):
                 assert (await client.ask())[0] == 400
             assert "failed on" not in caplog.text
             status = 500
-            for _ in range(4):
+            for _ in range(10):
                 assert (await client.ask())[0] == 500
-            assert caplog.text.count(f"an attempt on {a.name} failed: it answered 500") == 4
-            n = len(a.calls)
-            code, body = await client.ask()
-            assert code == 503 and "failed 4 requests in a row" in body["error"]["message"] and len(a.calls) == n
+            assert caplog.text.count(f"an attempt on {a.name} failed: it answered 500") == 10 and len(a.calls) == 20
+        async with StubReplica(answer) as a, StubReplica(streaming(1)) as b:
+            async with gateway(a.url, b.url, cb_failure_threshold=4) as client:
+                while "failed 4 requests in a row" not in (await client.get("/health"))[1]["replicas"][a.name]:
+                    assert (await client.ask())[0] == 200
+                n = len(a.calls)
+                for _ in range(10):
+                    assert (await client.ask())[0] == 200
+                assert len(a.calls) == n
 
     run(scenario())
 

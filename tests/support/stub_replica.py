@@ -114,6 +114,8 @@ class StubReplica:
         self.limit = limit
         self.health = 200  # 0: silence
         self.tags = 404  # status of its /api/tags
+        self.resets = b""  # a head with these bytes is answered by a reset while its body comes; empty: none is
+        self.early = b""  # instead of the reset: an answer, after which nothing is read
         self.numerics = ""  # that its /health tells; empty: none, as other vendors' servers
         self.calls: list[Call] = []  # but those for health and models
         self.running = 0
@@ -154,13 +156,29 @@ class StubReplica:
         assert task is not None
         self._tasks.add(task)
         try:
-            while (call := await _read(source, out)) is not None:
+            while (call := await self._read(source, out)) is not None:
                 await self._answer(call, source)
         except (ConnectionError, asyncio.IncompleteReadError):
             self.left.set()
         finally:
             self._tasks.discard(task)
             out.transport.abort()
+
+    async def _read(self, source: asyncio.StreamReader, out: asyncio.StreamWriter) -> Call | None:
+        try:
+            head = await source.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            return None
+        if self.resets and self.resets in head:
+            if self.early:
+                out.write(self.early)
+                await asyncio.sleep(3600)
+            return None
+        first, *lines = head.decode("latin-1").split("\r\n")[:-2]
+        method, path, _ = first.split(" ")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        body = await source.readexactly(int(headers.get("content-length", "0")))
+        return Call(method, path, headers, body, out)
 
     async def _answer(self, call: Call, source: asyncio.StreamReader) -> None:
         if call.path == "/health":
@@ -193,18 +211,6 @@ class StubReplica:
         self.left.set()
         if answering is not None:
             answering.cancel()
-
-
-async def _read(source: asyncio.StreamReader, out: asyncio.StreamWriter) -> Call | None:
-    try:
-        head = await source.readuntil(b"\r\n\r\n")
-    except asyncio.IncompleteReadError:
-        return None
-    first, *lines = head.decode("latin-1").split("\r\n")[:-2]
-    method, path, _ = first.split(" ")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    body = await source.readexactly(int(headers.get("content-length", "0")))
-    return Call(method, path, headers, body, out)
 
 
 async def _main(n: int, pause_s: float, *, waits: bool) -> None:

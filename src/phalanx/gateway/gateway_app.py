@@ -31,9 +31,9 @@ from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy
 from phalanx.gateway.settings.clients import Clients
 from phalanx.http.allowed_hosts import AllowedHosts, name_of
-from phalanx.http.connection import raw_header
+from phalanx.http.connection import head_fault, raw_header, refusal
 from phalanx.http.connection_table import HEALTH_PATHS
-from phalanx.http.error_responses import CLIENT_GONE
+from phalanx.http.error_responses import CLIENT_GONE, not_http
 from phalanx.http.media_types import require_json
 from phalanx.http.model_lists import more_of_models
 from phalanx.http.refused_keys import RefusedKeys
@@ -101,7 +101,8 @@ class App:
         connection = exchange.connection
         connection.request_begins()
         try:
-            response = await self._answer(exchange)
+            fault = head_fault(request)
+            response = await self._answer(exchange) if not fault else refusal(not_http(fault))
         except PhalanxError as error:
             response = exchange.error(error)
             log.debug("%s %s (%s): %s", request.method, exchange.path, exchange.id, error)

@@ -6,12 +6,15 @@ import asyncio
 import logging
 import time
 
+import msgspec
 from aiohttp import StreamReader, web
 from aiohttp.web_protocol import RequestHandler
 
 from phalanx.http.acceptor import unsent
 from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionPlace, ConnectionTable, Deadlines, TransferProgress
-from phalanx.http.error_responses import Failure, openai_error
+from phalanx.http.error_responses import Failure, not_http, openai_error
+from phalanx.http.lingering import LingeringTransport
+from phalanx.http.request_head import MAX_BYTES, MAX_LINES, fault_of, head_of
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,10 @@ class HttpConnection(RequestHandler):
             loop=asyncio.get_running_loop(),
             keepalive_timeout=KEEP_ALIVE_S,
             access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for no log
-            lingering_time=0,  # a body that the handler does not read is not waited for
+            lingering_time=0,  # the transport lingers, after any refusal
+            max_line_size=MAX_BYTES,
+            max_field_size=MAX_BYTES,
+            max_headers=MAX_LINES,
         )
         self.place = place
         self._table = table
@@ -43,7 +49,9 @@ class HttpConnection(RequestHandler):
         self._reads_body = False
         self._body = TransferProgress(deadlines.body_s, deadlines.progress_bytes)
         self._answer = TransferProgress(deadlines.read_s, deadlines.progress_bytes)
-        self._open: asyncio.Transport | None = None
+        self._open: LingeringTransport | None = None
+        self._is_malformed = False
+        self._head_bytes = 0  # bytes that came since the last head or body was whole
         self._coming: StreamReader | None = None  # the body under way, or the last one
         self._framing = 0  # bytes that came for it and are not of it
 
@@ -52,9 +60,9 @@ class HttpConnection(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The acceptor has a place for this connection."""
         assert isinstance(transport, asyncio.Transport)
-        self._open = transport
+        self._open = LingeringTransport(transport, self._is_sending)
         self.place.close = transport.abort
-        super().connection_made(transport)
+        super().connection_made(self._open)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The client left, or was closed."""
@@ -63,8 +71,11 @@ class HttpConnection(RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""
-        if self._open is None or self._open.is_closing():
-            return  # TLS hands on what it has decrypted already
+        if self._open is None:
+            return
+        if self._open.is_closing():  # TLS hands on what it has decrypted already
+            self._open.drop(len(data))
+            return
         self._received += len(data)
         if self._header_since is None and self._current_request is None and data:
             self._header_since = time.monotonic()
@@ -77,14 +88,34 @@ class HttpConnection(RequestHandler):
         """Hand on a piece. A body in chunks of a few bytes costs the loop far more than its size, and extensions of
         chunks are no body at all: they could go on for ever."""
         before = self._coming.total_bytes if self._coming is not None else 0
+        n_requests = self._request_count
         super().data_received(piece)
-        if self._messages and self._messages[-1][1] is not self._coming:
-            self._coming, self._framing = self._messages[-1][1], 0  # the piece had its header
+        if self._request_count != n_requests:
+            self._coming, self._framing, self._head_bytes = self._messages[-1][1], 0, 0  # the piece had its header
         elif self._coming is not None and not self._coming.is_eof():
             self._framing += len(piece) - (self._coming.total_bytes - before)
             if self._framing > FRAMING_BYTES + self._coming.total_bytes // 8 and not self._reading_paused:
                 log.debug("closing a connection whose body is mostly the framing of its chunks")
                 self.abort()
+        elif not self._buffer_paused:  # else it waits in the parser
+            self._head_bytes += len(piece)
+            if self._head_bytes > MAX_BYTES + PIECE_BYTES:
+                self._refuse_head()
+
+    def _refuse_head(self) -> None:
+        """Answer 400 to a head that goes on and on: the parser's own limits are of single lines."""
+        assert self._open is not None
+        self._is_malformed = True
+        body = msgspec.json.encode(openai_error(not_http(f"its head has more than {MAX_BYTES:,} bytes")))
+        if self._current_request is None and not self._messages:
+            head = f"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            self._open.write(head.encode() + b"Server: phalanx\r\nConnection: close\r\n\r\n" + body)
+        self.force_close()
+
+    def _is_sending(self) -> bool:
+        """Whether more of a request comes, or has come, than was read."""
+        coming = self._coming is not None and not self._coming.is_eof()
+        return coming or self._is_malformed or bool(self._messages)
 
     # The handler ---------------------------------------------------------------------------------------------
 
@@ -127,19 +158,18 @@ class HttpConnection(RequestHandler):
         """The answer to what is not HTTP, or to what a bug of the gateway left unanswered."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer that has begun cannot become an error")
-        kind = "invalid_request_error"
+        self._is_malformed = status < 500
+        failure = not_http(str(message)[:200].rstrip("."))
         if status < 500 and "content-encoding" in str(message):  # aiohttp's words for what it lacks a package for
-            status, said = 415, f"This Content-Encoding is not supported; {READ_ENCODINGS}"
+            said = f"This Content-Encoding is not supported; {READ_ENCODINGS}"
+            failure = Failure(status=415, type="invalid_request_error", message=said)
         elif status < 500:
             log.debug("malformed request of %s: %s", request.remote, message)
-            said = f"The request is not HTTP: {str(message)[:200]}"
         else:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
-            kind, said = "server_error", "Internal error; the gateway's log has its details."
-        body = openai_error(Failure(status=status, type=kind, message=said))
-        response = web.json_response(body, status=status, headers={"Server": "phalanx"})
-        response.force_close()
-        return response
+            said = "Internal error; the gateway's log has its details."
+            failure = Failure(status=status, type="server_error", message=said)
+        return refusal(failure)
 
     # The acceptor --------------------------------------------------------------------------------------------
 
@@ -176,3 +206,18 @@ def raw_header(request: web.BaseRequest, name: bytes) -> str:
     """A request's header as the client sent it, one character per byte; "" without one."""
     found = (value for header, value in request.raw_headers if header.lower() == name)
     return next(found, b"").decode("latin-1")
+
+
+def refusal(failure: Failure) -> web.Response:
+    """The answer to a request that was not read as one, after which the connection is closed."""
+    response = web.json_response(openai_error(failure), status=failure.status, headers={"Server": "phalanx"})
+    response.force_close()
+    return response
+
+
+def head_fault(request: web.BaseRequest) -> str:
+    """What is wrong with a request's head, in words, if a gateway is to send it on; empty if nothing is."""
+    version = request.version
+    if version.major != 1:
+        return "its version is not HTTP/1.1"
+    return fault_of(head_of(request.method, request.raw_path, version.minor, request.raw_headers), added=True)

@@ -19,6 +19,7 @@ from phalanx.errors import (
     InvalidRequest,
     NoReplica,
     PhalanxError,
+    Quarantined,
     QueueFull,
     ReplicaError,
     ReplicaTooSlow,
@@ -31,6 +32,8 @@ from phalanx.errors import (
 
 PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.@+~%-]+)+/([\w.@+~%-]+)")
 CLIENT_GONE = 499  # nginx's status for its log; the client, which has left, never sees it
+SHOULD_RETRY = "x-should-retry"
+"""Is "false" where the request itself is the cause. The gateway heeds it, as OpenAI's and Anthropic's clients do."""
 TOO_LONG = "prompt is too long: "
 """Claude Code shortens its conversation when an error says so."""
 
@@ -56,6 +59,7 @@ STATUS: Mapping[type[PhalanxError], Status] = {
     QueueFull: Status(429, "rate_limit_error", "rate_limit_exceeded"),
     ReplicaError: Status(502, "server_error", "replica_failed"),
     EngineUnavailable: Status(503, "service_unavailable_error"),
+    Quarantined: Status(500, "server_error", "quarantined"),
     NoReplica: Status(503, "service_unavailable_error"),
     ReplicaTooSlow: Status(504, "server_error", "replica_too_slow"),
     PhalanxError: Status(500, "server_error"),
@@ -99,6 +103,11 @@ def failure_of(error: PhalanxError, message: str | None = None) -> Failure:
     )
 
 
+def not_http(why: str) -> Failure:
+    """A request that is refused before its path is known: so in OpenAI's words, whatever its dialect."""
+    return Failure(status=400, type="invalid_request_error", message=f"The request is not HTTP: {why}.")
+
+
 def without_paths(text: str) -> str:
     """The text with the last part only of every absolute path: strangers need not know this machine's directories."""
     return PATH.sub(r"\1", text)
@@ -111,6 +120,8 @@ def public_failure(error: PhalanxError) -> Failure:
 
 def headers_of(error: PhalanxError) -> dict[str, str]:
     """Further headers of the answer to a request that failed."""
+    if isinstance(error, Quarantined):
+        return {SHOULD_RETRY: "false"}
     if isinstance(error, (QueueFull, EngineUnavailable, NoReplica)):
         milliseconds = max(1, round(error.retry_after * 1000))
         return {"Retry-After": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}

@@ -2,7 +2,7 @@
 
 h11 parses on the event loop. A header of 250 KB is parsed whole if it arrives at once; a run of spaces costs its square
 in h11's regular expressions, seconds for 15 KB; and each chunk of a body costs 10 us, also one of a single byte. So
-data is handed on in pieces, and each head or chunk is looked at before h11 sees it.
+data is handed on in pieces, and each chunk is looked at before h11 sees it, as each head is (`http/request_head.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any
 
 import h11
 
-PIECE = 8 << 10  # bytes handed on at once; h11 refuses a head of more than 16 KiB once it sees it incomplete
+from phalanx.http.request_head import MAX_BYTES, fault_of
+
+PIECE = 8 << 10  # bytes handed on at once
 HEAD_END = re.compile(rb"\n\r?\n")  # as h11's own
-MAX_LINES = 256  # of a head; browsers behind proxies send 40
-STRANGE = re.compile(rb"[ \t]{128}|\n[ \t]")
-"""A long run of spaces, and a folded line, which has been invalid since RFC 7230 and can make such a run."""
 MAX_CHUNK_LINE = 64  # bytes of a chunk's own line; with an extension, which no client is known to send
 SMALL_CHUNK = 128  # bytes
 MAX_SMALL_CHUNKS = 1024  # more than are made up for by larger ones; they take 10 to 20 ms
@@ -26,14 +25,15 @@ class BoundedConnection(h11.Connection):
     """A server's connection, which also counts the bytes of the answers.
 
     Raises:
-        h11.RemoteProtocolError: of `next_event`: besides h11's own causes, a head with too many lines or long runs of
-            spaces, a body with trailers or very many small chunks, and one whose length is given in two ways, which a
-            proxy may understand differently.
+        h11.RemoteProtocolError: of `next_event`: besides h11's own causes, a head that the common rule refuses, and a
+            body with trailers or very many small chunks.
     """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER)
         self.sent = 0
+        self.fault = ""
+        """What is wrong with the request's head, in words."""
         self._waiting = bytearray()  # received, but not handed on
         self._chunk_ended: bool | None = None  # None: no chunk's line comes next; True: behind the end of one before
         self._small_chunks = 0
@@ -59,7 +59,7 @@ class BoundedConnection(h11.Connection):
 
     def _next_event(self) -> Any:
         if self.their_state is h11.IDLE:
-            _check_head(self.trailing_data[0])
+            self._check_head(self.trailing_data[0])
         elif self._chunk_ended is not None:
             if not self._chunk_may_come(self.trailing_data[0]):
                 return h11.NEED_DATA
@@ -71,6 +71,14 @@ class BoundedConnection(h11.Connection):
             self._chunk_ended = event.chunk_end or None
             self._count_chunk(len(event.data))
         return event
+
+    def _check_head(self, data: bytes) -> None:
+        """Refuse a whole head by the common rule, and one that goes on as long as it is too large."""
+        end = HEAD_END.search(data)
+        if end is not None or len(data) > MAX_BYTES:
+            self.fault = fault_of(data[: end.end()].removesuffix(b"\r\n\r\n") if end else data)
+        if self.fault:
+            raise h11.RemoteProtocolError(self.fault)
 
     def _chunk_may_come(self, data: bytes) -> bool:
         """Whether the line of the next chunk is whole and right; with the last one, that nothing follows it."""
@@ -93,19 +101,5 @@ class BoundedConnection(h11.Connection):
             raise h11.RemoteProtocolError(f"more than {MAX_SMALL_CHUNKS} small chunks")
 
 
-def _check_head(data: bytes) -> None:
-    end = HEAD_END.search(data)
-    head = data[: end.start()] if end else data
-    if head.count(b"\n") > MAX_LINES:
-        raise h11.RemoteProtocolError(f"a head of more than {MAX_LINES} lines", error_status_hint=431)
-    if STRANGE.search(head):
-        raise h11.RemoteProtocolError("a head with a long run of spaces or with a folded line")
-
-
 def _is_chunked(request: h11.Request) -> bool:
-    names = {name for name, _ in request.headers}
-    if b"transfer-encoding" not in names:
-        return False
-    if b"content-length" in names or request.http_version < b"1.1":
-        raise h11.RemoteProtocolError("the length of a body is given in two ways, or chunked before HTTP/1.1")
-    return True
+    return any(name == b"transfer-encoding" for name, _ in request.headers)

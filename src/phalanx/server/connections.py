@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import h11
+import msgspec
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -14,7 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from phalanx.errors import EngineUnavailable
 from phalanx.http.acceptor import unsent
 from phalanx.http.connection_table import HEALTH_PATHS, ConnectionPlace, ConnectionTable, Deadlines, TransferProgress
-from phalanx.http.error_responses import failure_of, openai_error
+from phalanx.http.error_responses import failure_of, not_http, openai_error
+from phalanx.http.lingering import LINGER_BYTES, LingeringTransport
 from phalanx.server.bounded_h11 import BoundedConnection
 from phalanx.server.envelope import Envelope
 
@@ -29,13 +31,15 @@ class Connection(H11Protocol):
         self._table = table
         self._deadlines = deadlines
         self._received = 0
+        self._dropped = 0  # bytes of a body that came after its answer
         self._header_since: float | None = time.monotonic()  # None: no header is awaited or under way
         self._body = TransferProgress(deadlines.body_s, deadlines.progress_bytes)
         self._answer = TransferProgress(deadlines.read_s, deadlines.progress_bytes)
         self.app = self._noticing(only_health(self.app) if place.reserved else self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        super().connection_made(transport)
+        self._lingering = LingeringTransport(transport, self._is_sending)
+        super().connection_made(self._lingering)
         self._place.close = transport.abort
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -43,12 +47,17 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return  # TLS hands on what it has decrypted already
+        if self.transport.is_closing():  # TLS hands on what it has decrypted already
+            self._lingering.drop(len(data))
+            return
         self._received += len(data)
         if self._header_since is None and self.conn.their_state is h11.IDLE:
             self._header_since = time.monotonic()
         super().data_received(data)
+        is_dropped = self.cycle is not None and self.cycle.response_complete and not self._awaits_request
+        self._dropped = self._dropped + len(data) if is_dropped else 0
+        if self._dropped > LINGER_BYTES:
+            self.abort()  # it has had its answer for long
         self._note_phase()
 
     def on_response_complete(self) -> None:
@@ -63,11 +72,18 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse a malformed request; one whose answer has begun can only be cut off."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+            body = msgspec.json.encode(openai_error(not_http(self._bounded.fault or "h11 cannot read it")))
+            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            answer = (h11.Response(status_code=400, headers=list(headers.items()), reason="Bad Request"),)
+            for event in (*answer, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
             if self.cycle is not None:
                 self.cycle.disconnected = True  # the application may be about to answer
-        else:
-            self.transport.close()
+        self.transport.close()
+
+    def _is_sending(self) -> bool:
+        """Whether more of a request comes, or has come, than was read."""
+        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR) or self._bounded.has_more
 
     def _should_upgrade(self) -> bool:
         """No request changes the protocol. uvicorn would log a warning for each one that offers to: Java's HTTP client

@@ -53,6 +53,12 @@ def begun(numerics: str = "n1", owner: str = "", tried: str = "", refused: str =
     return found
 
 
+def fail(found: Dispatcher, grant: Grant, now: float) -> None:
+    """An attempt fails, and its request is not the cause."""
+    found.end(grant, "failed", now)
+    found.blame(grant, now)
+
+
 def test_a_request_waits_for_a_place_and_gets_the_first_that_is_free():
     found = dispatcher(replica("a", 1))
     first = found.arrive(ask(), 0.0)
@@ -121,7 +127,7 @@ def test_what_waits_is_told_when_the_last_replica_goes():
 def test_a_half_open_circuit_lets_one_request_pass():
     found = dispatcher(replica("a", 4))
     for _ in range(2):
-        found.end(found.arrive(ask(), 0.0), "failed", 0.0)
+        fail(found, found.arrive(ask(), 0.0), 0.0)
     with pytest.raises(NoReplica, match="failed 2 requests in a row and gets none for another 4 s"):
         found.arrive(ask(), 1.0)
     trial = found.arrive(ask(), 5.0)
@@ -150,13 +156,33 @@ def test_a_crash_under_many_requests_is_one_failure_and_the_replica_is_avoided_u
     grants = [found.arrive(ask(), 0.0) for _ in range(6)]
     for grant in grants:
         if grant.replica.name == "a":
-            found.end(grant, "failed", 1.0)
+            fail(found, grant, 1.0)
     a = found.replicas["a"]
     assert a.breaker.is_closed and a.is_available(1.0) and a.in_doubt
     assert found.arrive(ask(), 1.0).replica.name == "b"  # though a has nothing to do
     assert found.arrive(ask(), 1.0).replica.name == "a"  # b is full
     a.is_suspect = False
     assert found.arrive(ask(), 1.0).replica.name == "a"
+
+
+def test_what_a_request_may_have_caused_counts_once_it_was_not_the_cause():
+    found = dispatcher(replica("a", 4))
+    a, grants = found.replicas["a"], []
+    for _ in range(9):
+        grants.append(found.arrive(ask(), 0.0))
+        found.end(grants[-1], "failed", 0.0)
+    assert a.breaker.is_closed and not a.in_doubt
+    found.blame(grants[-1], 1.0)
+    assert a.breaker.is_closed and a.in_doubt
+    late = found.arrive(ask(), 1.0)
+    found.end(late, "failed", 1.0)
+    found.blame(late, 1.0)
+    assert not a.breaker.is_closed
+    trial = found.arrive(ask(), 6.0)
+    found.end(trial, "failed", 6.0)  # which leaves the next one its trial
+    assert found.arrive(ask(), 6.0).trial
+    found.blame(trial, 6.0)
+    assert not a.breaker.allows(10.9)
 
 
 def test_a_begun_stream_goes_where_it_can_go_on_and_rather_where_tokens_are_the_same():
@@ -188,7 +214,7 @@ def test_a_begun_stream_waits_for_a_replica_that_has_failed_it_until_its_next_go
     found.end(found.arrive(ask(), 0.0), "failed", 0.0)
     waiting = begun(tried="a")
     assert found.arrive(waiting, 0.0) is None and list(found.decided(1.0)) == []
-    found.replicas["a"].is_suspect = False
+    found.replicas["a"].needs_check = False
     ((who, grant),) = found.decided(2.0)
     assert who is waiting and isinstance(grant, Grant)
 
@@ -264,6 +290,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.found = dispatcher(*(replica(name, 2, MODELS[name], NUMERICS[name]) for name in "abc"), queue=3)
         self.waiting: list[DispatchRequest] = []  # in order: an example that is run again draws the same ones
         self.granted: list[Grant] = []
+        self.unexplained: list[Grant] = []  # of attempts that failed, and nobody is blamed yet
         self.gone: list[Replica] = []
 
     def settle(self) -> None:
@@ -294,7 +321,7 @@ class AnyOrder(RuleBasedStateMachine):
     def take(self, grant: Grant) -> None:
         one = grant.request
         assert grant.replica.serves(one.model) and grant.replica.name not in one.refused
-        assert grant.replica.name not in one.tried or (one.is_begun and not grant.replica.is_suspect)
+        assert grant.replica.name not in one.tried or (one.is_begun and not grant.replica.needs_check)
         assert grant.replica.name != "c" or not one.is_begun  # which has no numerics
         assert not grant.replica.is_draining and grant.replica.health.state == "up"
         self.granted.append(grant)
@@ -331,7 +358,16 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data(), verdict=st.sampled_from(["answered", "failed", "abandoned"]))
     def end(self, data: st.DataObject, verdict: str) -> None:
         grant = self.granted.pop(data.draw(st.integers(0, len(self.granted) - 1)))
+        before = grant.replica.is_suspect, grant.replica.breaker.is_closed
         self.found.end(grant, verdict, self.now)
+        assert verdict == "answered" or before == (grant.replica.is_suspect, grant.replica.breaker.is_closed)
+        self.unexplained += [grant] if verdict == "failed" else []
+        self.settle()
+
+    @precondition(lambda self: self.unexplained)
+    @rule(data=st.data())
+    def blame(self, data: st.DataObject) -> None:
+        self.found.blame(self.unexplained.pop(data.draw(st.integers(0, len(self.unexplained) - 1))), self.now)
         self.settle()
 
     @precondition(lambda self: self.granted)
@@ -358,6 +394,7 @@ class AnyOrder(RuleBasedStateMachine):
             report = HealthReport(ReplicaLoad(0, 0, 2), NUMERICS[name])
             self.found.replicas[name].health.note(Check(ok=ok, report=report), self.now, self.now)
             self.found.replicas[name].is_suspect &= not ok
+            self.found.replicas[name].needs_check &= not ok
         self.settle()
 
     @rule(name=st.sampled_from("abc"), draining=st.booleans())

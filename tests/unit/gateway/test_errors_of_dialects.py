@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import EngineError, PhalanxError, Quarantined
 from phalanx.gateway.relay.api_kinds import dialect_of, error_event
 from phalanx.http.error_responses import STATUS, error_body, public_failure
+from phalanx.server.access import error_response
 
 PATHS = ("/v1/messages", "/api/chat", "/api/tags", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 
@@ -37,3 +38,10 @@ def test_a_stream_ends_with_the_error_that_the_server_names(path, kind):
         assert json.loads(data) == flat
     else:
         assert json.loads(data) == body
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_request_that_crashes_engines_is_not_to_be_repeated_in_any_dialect(path):
+    for error, said in ((Quarantined("no"), "false"), (EngineError("no"), None)):
+        answer = error_response(error, path)
+        assert (answer.status_code, answer.headers.get("x-should-retry")) == (500, said)

@@ -14,7 +14,7 @@ from phalanx.gateway.dispatch.breaker import BreakerRules
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.dispatch.replica_health import HealthRules
 from phalanx.gateway.dispatch.replica_models import cards_in, merged, merged_tags, names_in, tags_in
-from phalanx.gateway.dispatch.retries import MOST, PER_SECOND, Backoff, RetryBudget
+from phalanx.gateway.dispatch.retries import CLIENTS, MOST, PER_SECOND, Backoff, RetryBudget, RetryBudgets
 from phalanx.gateway.relay.body_peek import peek, tokens_of, usage_in, with_model
 from phalanx.gateway.settings.key_limits import KeyLimits, KeyMeter, KeyUse
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
@@ -146,6 +146,16 @@ def test_the_budget_is_a_share_of_requests_and_some_a_second():
         budget.note_request()
     assert sum(budget.take(0.0) for _ in range(1000)) == pytest.approx(10, abs=1)  # floats: 50 times 0.2
     assert sum(budget.take(2.0) for _ in range(1000)) == pytest.approx(2 * PER_SECOND, abs=1)
+
+
+def test_one_client_cannot_spend_the_retries_of_another_and_few_are_remembered():
+    budgets = RetryBudgets(0.2)
+    while budgets.of("greedy").take(0.0):
+        pass
+    assert budgets.of("modest").take(0.0) and not budgets.of("greedy").take(0.0)
+    for n in range(CLIENTS):
+        budgets.of(f"client {n}")
+    assert len(budgets._of) == CLIENTS
 
 
 def test_pauses_grow_up_to_the_longest():

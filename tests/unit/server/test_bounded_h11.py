@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.server.bounded_h11 import MAX_LINES, MAX_SMALL_CHUNKS, SMALL_CHUNK, BoundedConnection
+from phalanx.http.request_head import MAX_LINES
+from phalanx.server.bounded_h11 import MAX_SMALL_CHUNKS, SMALL_CHUNK, BoundedConnection
 
 POST = b"POST / HTTP/1.1\r\nHost: a\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"

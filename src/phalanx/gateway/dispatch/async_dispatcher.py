@@ -70,6 +70,10 @@ class AsyncDispatcher:
         self._ended.set()
         self.settle()
 
+    def blame(self, grant: Grant) -> None:
+        """See `Dispatcher.blame`."""
+        self.core.blame(grant, self.clock())
+
     def fail_all(self, error: PhalanxError) -> None:
         """Let no request wait any longer."""
         for request, future in self._waiting.items():

@@ -3,7 +3,8 @@
     closed --(failures in a row)--> open --(time)--> half-open --(successes)--> closed
                                      ^---(one failure)--'
 
-The caller decides what a failure is: an answer below 500 is none, and a client that left says nothing.
+The caller decides what a failure is: what a request may have caused itself is none, and a client that left says
+nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Breaker:
                 self._successes = 0
 
     def fail(self, trial: bool, now: float) -> None:
-        """A request was failed by the replica. What began before the circuit opened says nothing new."""
+        """A request was failed by the replica; its cause may become known only after it was reported as abandoned. What
+        began before the circuit opened says nothing new.
+        """
         if self._open_until is None:
             self._failed_at = [at for at in self._failed_at if now - at <= self._rules.window_s] + [now]
             if len(self._failed_at) >= self._rules.failures:

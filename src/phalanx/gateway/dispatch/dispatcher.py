@@ -4,6 +4,7 @@
                     -> None     it waits; `decided` will name it
                     raises      no room in the queue, or no replica can take it at all
     end(grant, verdict)         the attempt is over
+    blame(grant)                it failed, and its request is not the cause
     elsewhere(request, replica) -> Grant or None      a place on another replica, for a request that has one on this one
     decided() -> [(request, Grant or error)]          to be called after whatever may have changed something
 
@@ -27,7 +28,7 @@ from phalanx.gateway.dispatch.policies import Policy
 from phalanx.gateway.dispatch.replica import Replica
 
 Verdict = Literal["answered", "failed", "abandoned"]
-"""Of an attempt: the replica answered; it failed; or the client left, or another cause that says nothing about it."""
+"""Of an attempt: the replica answered; it failed, perhaps because of the request; or the client left."""
 NAMED = 20  # replicas in an error message
 
 
@@ -134,14 +135,18 @@ class Dispatcher:
         self._rate.note(now)
         breaker = grant.replica.breaker
         if verdict == "answered":
-            grant.replica.is_suspect = False
+            grant.replica.is_suspect = grant.replica.needs_check = False
             breaker.succeed(grant.trial)
-        elif verdict == "failed" and (grant.trial or grant.number > grant.replica.failed_at):
+        else:
+            grant.replica.needs_check |= verdict == "failed"
+            breaker.abandon(grant.trial)
+
+    def blame(self, grant: Grant, now: float) -> None:
+        """An attempt that has ended counts against its replica: what a client sent cannot be why it failed."""
+        if grant.trial or grant.number > grant.replica.failed_at:
             grant.replica.is_suspect = True
             grant.replica.failed_at = self._grants  # what it has now falls with it, and counts once
-            breaker.fail(grant.trial, now)
-        else:
-            breaker.abandon(grant.trial)
+            grant.replica.breaker.fail(grant.trial, now)
 
     def decided(self, now: float) -> Iterator[Decision]:
         """Every waiting request that can go now, or has to give up."""
@@ -246,7 +251,7 @@ def _may_get(request: DispatchRequest, replica: Replica) -> bool:
         return False
     if not request.is_begun:
         return replica.name not in request.tried
-    return _may_continue(request, replica) and not (replica.is_suspect and replica.name in request.tried)
+    return _may_continue(request, replica) and not (replica.needs_check and replica.name in request.tried)
 
 
 def _may_continue(request: DispatchRequest, replica: Replica) -> bool:

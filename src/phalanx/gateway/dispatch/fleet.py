@@ -157,7 +157,7 @@ class Fleet:
             changed = replica.health.note(check, begun, loop.time())
             replica.note_load(own)
             if check.ok:
-                replica.is_suspect = False
+                replica.is_suspect = replica.needs_check = False
             if changed:
                 self._note_change(replica)
             self._dispatcher.settle()

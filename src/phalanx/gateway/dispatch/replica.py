@@ -24,7 +24,8 @@ class Replica:
         self.cards: list[dict[str, object]] = []  # entries of its /v1/models
         self.in_flight = 0  # requests of this gateway; one with several choices counts as so many, as in a /health
         self.others = 0  # requests of others, as of the last check
-        self.is_suspect = False  # it failed the last request that ended; a good check clears it
+        self.is_suspect = False  # a failure counted against it; the next answer or good check clears it
+        self.needs_check = False  # it failed a request, for whatever cause; cleared alike
         self.failed_at = 0  # grants of all replicas when its last failure was counted
         self.refused_key: str | None = None  # an admin key that it does not take
         self.is_draining = False  # no new requests

@@ -1,15 +1,18 @@
-"""How often requests may be tried again: a budget over all requests, and pauses before a replica is asked again.
+"""How often requests may be tried again: a budget of each client, and pauses before a replica is asked again.
 
-Without a budget, retries multiply the load just when replicas fail for too much of it.
+Without a budget, retries multiply the load just when replicas fail for too much of it. With one for all, a client whose
+requests make replicas fail would take it from the others.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from msgspec import Struct
 
 PER_SECOND = 10.0  # retries that few requests may use as well
+CLIENTS = 4096  # whose budgets are remembered: more than there are keys
 MOST = 100.0  # retries that may be saved up: the requests in flight of a few replicas that die together
 
 
@@ -52,3 +55,19 @@ class RetryBudget:
             return False
         self._left -= 1.0
         return True
+
+
+class RetryBudgets:
+    """A budget for each client; those that asked last are remembered."""
+
+    def __init__(self, per_request: float) -> None:
+        self._per_request = per_request
+        self._of: OrderedDict[str, RetryBudget] = OrderedDict()
+
+    def of(self, client: str) -> RetryBudget:
+        """The budget of one client."""
+        budget = self._of.setdefault(client, RetryBudget(self._per_request))
+        self._of.move_to_end(client)
+        if len(self._of) > CLIENTS:
+            self._of.popitem(last=False)
+        return budget

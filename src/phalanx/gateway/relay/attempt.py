@@ -6,9 +6,11 @@ Errors of the HTTP library end here: the proxy sees phalanx's own, with the repl
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import ssl
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Any
 
 import aiohttp
 from multidict import CIMultiDict
@@ -37,12 +39,22 @@ RETURNED_PREFIXES = ("anthropic-", "openai-", "ratelimit-", "x-phalanx-", "x-rat
 """What clients read of an answer's headers. Any other acts on the gateway's whole address, where a replica has no say:
 its cookies, HTTPS, which pages may ask; or on a proxy before it (X-Accel-Redirect). The gateway adds those of its own.
 """
+OWN_FAULTS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""Why this machine has no connection to give: many clients can bring that about."""
 CLIENTS_KEYS = frozenset(("authorization", "x-api-key"))
+
+
+async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: object) -> None:
+    if isinstance(attempt := context.trace_request_ctx, Attempt):  # else a health check
+        attempt.is_reused = True
 
 
 def make_session(trusted: ssl.SSLContext | None) -> aiohttp.ClientSession:
     """The client for all replicas: dispatch limits connections, and each attempt has deadlines of its own."""
+    reuse = aiohttp.TraceConfig()
+    reuse.on_connection_reuseconn.append(_note_reuse)
     return aiohttp.ClientSession(
+        trace_configs=[reuse],
         connector=aiohttp.TCPConnector(limit=0, ssl=trusted if trusted is not None else True, keepalive_timeout=15.0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         auto_decompress=False,
@@ -92,11 +104,19 @@ class Attempt:
         self.grant = grant
         self.has_begun = False  # a byte of the answer has come
         self.is_sent = False  # the replica may be computing
+        self.is_unreachable = False  # it gave no connection, which is no client's doing
         self.last_byte = asyncio.get_running_loop().time()
+        self.is_reused = False  # the connection has served a request before
+        self.was_held = False  # by a client that reads slowly: its replica may have given up for that
         self.is_relaying = False  # the client is written to: the replica is not waited for
         self._cut: PhalanxError | None = None
         self._scope = asyncio.timeout_at(deadline)
         self._response: aiohttp.ClientResponse | None = None
+
+    @property
+    def is_stale(self) -> bool:
+        """It failed, perhaps because the replica had just closed a connection that was idle."""
+        return self.is_reused and not self.has_begun
 
     @property
     def name(self) -> str:
@@ -138,8 +158,11 @@ class Attempt:
         data = io.BytesIO(body) if body is not None and len(body) > PIECE_BYTES else body  # the loop serves others too
         url = URL(self.grant.replica.spec.url + path, encoded=True)
         try:
-            self._response = await session.request(method, url, headers=headers, data=data, allow_redirects=False)
+            self._response = await session.request(
+                method, url, headers=headers, data=data, allow_redirects=False, trace_request_ctx=self
+            )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            self.is_unreachable = getattr(error, "errno", None) not in OWN_FAULTS
             raise ReplicaFailed(f"The replica {self.name} cannot be reached: {_cause(error)}.") from error
         except aiohttp.ClientResponseError as error:
             self.is_sent = True

@@ -69,6 +69,11 @@ class ClientExchange:
         """When the last piece of the answer was written; the loop's time."""
 
     @property
+    def share(self) -> str:
+        """Whose part of what all clients share it takes: its key's, without keys its address's."""
+        return self.owner or self.connection.place.address
+
+    @property
     def has_begun(self) -> bool:
         """A part of the answer is on its way, so that its status stands."""
         return self.response is not None

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 
 import aiohttp
-from msgspec import Struct
+from msgspec import Struct, field
 
 from phalanx.errors import NoReplica, PhalanxError, ReplicaFailed
 from phalanx.gateway.dispatch.affinity import affinity_of
@@ -26,7 +26,7 @@ from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatch.dispatcher import Grant, Verdict
 from phalanx.gateway.dispatch.replica import Replica
-from phalanx.gateway.dispatch.retries import Backoff, RetryBudget
+from phalanx.gateway.dispatch.retries import Backoff, RetryBudget, RetryBudgets
 from phalanx.gateway.relay.api_kinds import OPAQUE
 from phalanx.gateway.relay.attempt import Attempt, request_headers
 from phalanx.gateway.relay.body_peek import Peek, peek, prompt_tokens, with_model
@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 
 RETRIED = frozenset((408, 429, 500, 502, 503, 504))
 """Statuses of a replica that another one may not give."""
+SUCCEEDED = range(200, 300)
 NOT_FOUND = 404
-FAILED = 500  # from here on an answer is the replica's fault
+FAILED = 500  # from here on an answer may be the replica's fault
 BODIES = 64  # of the largest size that are held together
 TICK_S = 0.25  # between two looks at attempts that wait for their replica
 QUIET_S = 0.5  # of a stream, after which its replica is checked: most steps are shorter
@@ -60,8 +61,11 @@ class UpstreamRequest(Struct):
     deadline: float  # the loop's time
     pass_keys: bool  # the client's own key is for the replica
     migration: Migration
+    budget: RetryBudget
     queued_s: float = 0.0
     attempts: int = 0  # that replicas have failed
+    not_found: int = 0  # replicas that answered 404
+    unexplained: list[Grant] = field(default_factory=list)  # of attempts that failed, perhaps because of the request
     successor: Grant | None = None  # the place to which the request moves as soon as its attempt has ended
 
 
@@ -85,7 +89,7 @@ class Proxy:
         self._check_now = check_now
         self._session = session
         self._metrics = metrics
-        self._budget = RetryBudget(config.retry_budget)
+        self._budgets = RetryBudgets(config.retry_budget)
         self._backoff = Backoff(
             initial_s=config.retry_initial_backoff_ms / 1000,
             longest_s=config.retry_max_backoff_ms / 1000,
@@ -114,9 +118,8 @@ class Proxy:
         Raises:
             PhalanxError: there is no answer, and its first byte is not sent.
         """
-        with body_lease(self._memory, exchange.owner or exchange.connection.place.address) as memory:
+        with body_lease(self._memory, exchange.share) as memory:
             body = await exchange.read_body(self._config.max_body_bytes, memory)
-            self._budget.note_request()
             out = self._upstream_request(exchange, body, aliases, pass_keys)
             reserve(out.n_tokens)
             try:
@@ -208,6 +211,8 @@ class Proxy:
             body = with_model(body, seen, model)
         query = f"?{url.raw_query_string}" if url.raw_query_string else ""
         now = self._dispatcher.clock()
+        budget = self._budgets.of(exchange.share)
+        budget.note_request()
         request = DispatchRequest(
             exchange.owner,
             model,
@@ -224,6 +229,7 @@ class Proxy:
             deadline=asyncio.get_running_loop().time() + config.request_timeout_secs - (now - exchange.arrived),
             pass_keys=pass_keys,
             migration=Migration(exchange, request, config, self._metrics, self._dispatcher.clock),
+            budget=budget,
         )
 
     async def _attempts(self, exchange: ClientExchange, out: UpstreamRequest) -> RelayedResponse:
@@ -289,7 +295,7 @@ class Proxy:
             attempt,
             migration.stream,
             transcript,
-            on_first_byte=lambda: migration.first_byte(replica),
+            on_first_byte=lambda: self._note_first_byte(out, replica),
             on_first_text=lambda: self._note_first_text(exchange),
         )
         self._under_way[attempt] = out, relay
@@ -298,6 +304,8 @@ class Proxy:
                 response = await attempt.send(self._session, out.method, out.path, headers, body)
                 result = await relay.answer(response)
             verdict = "failed" if isinstance(result, BufferedResponse) and result.status >= FAILED else "answered"
+            if isinstance(result, BufferedResponse) and result.status in SUCCEEDED:
+                self._blame(out)
             return result
         except PhalanxError as error:
             verdict = "failed"
@@ -308,6 +316,21 @@ class Proxy:
             del self._under_way[attempt]
             self._metrics.attempted(replica.name, verdict)
             self._dispatcher.end(grant, verdict)
+            if attempt.is_unreachable:
+                self._dispatcher.blame(grant)
+            elif verdict == "failed" and not (attempt.is_stale or attempt.was_held):
+                out.unexplained.append(grant)
+
+    def _note_first_byte(self, out: UpstreamRequest, replica: Replica) -> None:
+        """The first byte of an attempt was handed to the network."""
+        out.migration.first_byte(replica)
+        self._blame(out)
+
+    def _blame(self, out: UpstreamRequest) -> None:
+        """A replica answers the request: so those that failed it did not because of what it is."""
+        for grant in out.unexplained:
+            self._dispatcher.blame(grant)
+        out.unexplained.clear()
 
     async def _may_move(self, out: UpstreamRequest, replica: Replica, result: BufferedResponse | PhalanxError) -> bool:
         """Whether a begun stream gets another replica; waits where one that could take it is too busy."""
@@ -320,10 +343,11 @@ class Proxy:
     # Retries ---------------------------------------------------------------------------------------------------
 
     def _is_worth_retrying(self, out: UpstreamRequest, answer: BufferedResponse) -> bool:
-        """Whether another attempt may be answered better."""
+        """Whether another attempt may be answered better. Called once for each answer: it counts 404s."""
         if answer.status == NOT_FOUND and out.request.model is not None:  # it serves another model than it did
-            return self._dispatcher.core.has_untried(out.request, self._dispatcher.clock())
-        return answer.status in RETRIED
+            out.not_found += 1  # the second one may be the path's
+            return out.not_found == 1 and self._dispatcher.core.has_untried(out.request, self._dispatcher.clock())
+        return answer.status in RETRIED and not answer.is_final
 
     async def _may_retry(self, out: UpstreamRequest) -> bool:
         """Whether there is another attempt; waits before a replica is asked again that has failed this request."""
@@ -332,7 +356,7 @@ class Proxy:
             self._is_closing
             or out.attempts > self._config.retry_max_retries
             or out.migration.is_spent
-            or not self._budget.take(now)
+            or not out.budget.take(now)
         ):
             return False
         is_elsewhere = self._dispatcher.core.has_untried(out.request, now)

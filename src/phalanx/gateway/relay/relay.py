@@ -19,11 +19,13 @@ from phalanx.gateway.relay.body_peek import prompt_tokens, tokens_of, usage_in
 from phalanx.gateway.relay.event_reader import EventReader
 from phalanx.gateway.relay.exchange import ClientExchange
 from phalanx.gateway.relay.transcript import Transcript
+from phalanx.http.error_responses import SHOULD_RETRY
 
 WHOLE_BYTES = 8 << 20  # of an answer that is no stream: up to here it is held, and asked for again where it breaks off
 FED_BYTES = 4 << 10
 """Of a stream, read at a time: 4,096 bytes can be 2,048 events, which take 10 ms; others are served in between."""
 FIRST_ERROR = 400  # of statuses
+HELD_S = 1.0  # that a piece waits for its client; a replica's connection stands still meanwhile
 LINGER_S = 1.0  # for the end of a stream whose last event has come
 STREAMS = {"text/event-stream": False, "application/x-ndjson": True}
 """Media types of streams; whether they are lines of JSON."""
@@ -35,6 +37,7 @@ class BufferedResponse(Struct, frozen=True):
     status: int
     headers: Mapping[str, str]
     body: bytes
+    is_final: bool = False  # the replica says that no other one would answer better
 
     def tokens(self, n_asked: int) -> int:
         """What it took, prompt included: as its `usage` says, else roughly; an error takes nothing.
@@ -179,7 +182,8 @@ class Relay:
                     if self._continues:
                         raise MalformedAnswer(f"The replica {self._attempt.name} continues a stream with no stream.")
                     return await self._pass_rest(response, bytes(held), pieces)
-        return BufferedResponse(response.status, headers, bytes(held))
+        is_final = response.headers.get(SHOULD_RETRY) == "false"
+        return BufferedResponse(response.status, headers, bytes(held), is_final)
 
     async def _pass_rest(
         self, response: aiohttp.ClientResponse, held: bytes, pieces: AsyncIterator[bytes]
@@ -200,7 +204,9 @@ class Relay:
         self._attempt.is_relaying = True
         if not self._exchange.has_begun:
             await self._exchange.begin(response.status, self._headers(response))
+        began = asyncio.get_running_loop().time()
         await self._exchange.write(data)
+        self._attempt.was_held |= asyncio.get_running_loop().time() - began > HELD_S
         if not self._has_sent:
             self._has_sent = True
             self._on_first_byte()

@@ -98,7 +98,8 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     health_success_threshold: Annotated[Count, Flag("Health checks")] = 2
     """Good checks in a row after which it is up again; its very first check decides alone."""
     cb_failure_threshold: Annotated[Count, Flag("Health checks")] = 10
-    """Failed requests in a row that open a replica's circuit breaker: it gets none. A 4xx is no failure."""
+    """Failed requests in a row that open a replica's circuit breaker: it gets none. Those count that another replica
+    answers, and those that get no connection."""
     cb_success_threshold: Annotated[Count, Flag("Health checks")] = 3
     """Trial requests that must succeed, one by one, before the circuit is closed again."""
     cb_timeout_duration_secs: Annotated[Seconds, Flag("Health checks")] = 60.0
@@ -109,7 +110,8 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     retry_max_retries: Annotated[int, Meta(ge=0, le=100), Flag("Retries")] = 5
     """Retries of one request, before its first byte."""
     retry_budget: Annotated[float, Meta(ge=0.0, le=10.0), Flag("Retries")] = 0.2
-    """Retries per request, on average over all; ten a second are allowed in any case."""
+    """Retries per request, on average over all of one key (without keys, of one address); ten a second are allowed in
+    any case."""
     retry_initial_backoff_ms: Annotated[float, Meta(ge=1.0), Flag("Retries")] = 50.0
     """Pause before a replica that failed a request gets it again, ms; another one gets it at once."""
     retry_max_backoff_ms: Annotated[float, Meta(ge=1.0), Flag("Retries")] = 30000.0

@@ -1,0 +1,77 @@
+"""A transport that lingers: while a client still sends, for so many bytes and for so long."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from phalanx.http import lingering
+from phalanx.http.lingering import LINGER_BYTES, LingeringTransport
+
+
+class Inner(asyncio.Transport):
+    """Notes what is done to it."""
+
+    def __init__(self, *, tls: bool = False) -> None:
+        super().__init__({"sslcontext": "one"} if tls else {})
+        self.done: list[str] = []
+
+    def is_closing(self) -> bool:
+        return "close" in self.done
+
+    def close(self) -> None:
+        self.done.append("close")
+
+    def write(self, data: Any) -> None:
+        self.done.append(f"write {data!r}")
+
+    def write_eof(self) -> None:
+        self.done.append("write_eof")
+
+    def resume_reading(self) -> None:
+        self.done.append("resume_reading")
+
+    def pause_reading(self) -> None:
+        self.done.append("pause_reading")
+
+
+def test_a_client_that_has_sent_all_is_closed_at_once():
+    inner = Inner()
+    transport = LingeringTransport(inner, lambda: False)
+    transport.write(b"a")
+    transport.close()
+    assert inner.done == ["write b'a'", "close"] and transport.is_closing()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_the_rest_is_taken_in_up_to_a_number_of_bytes(tls):
+    async def scenario() -> None:
+        inner = Inner(tls=tls)
+        transport = LingeringTransport(inner, lambda: True)
+        transport.drop(LINGER_BYTES)  # what came before does not count
+        transport.close()
+        before = ["resume_reading"] if tls else ["write_eof", "resume_reading"]
+        assert transport.is_closing() and inner.done == before
+        transport.write(b"late")
+        transport.pause_reading()
+        transport.close()
+        transport.drop(LINGER_BYTES)
+        assert inner.done == before
+        transport.drop(1)
+        assert inner.done == [*before, "close"]
+
+    asyncio.run(scenario())
+
+
+def test_the_rest_is_taken_in_for_a_time(monkeypatch):
+    monkeypatch.setattr(lingering, "LINGER_S", 0.01)
+
+    async def scenario() -> None:
+        inner = Inner()
+        LingeringTransport(inner, lambda: True).close()
+        while not inner.is_closing():
+            await asyncio.sleep(0.001)
+
+    asyncio.run(scenario())
