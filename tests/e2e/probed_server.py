@@ -2,12 +2,14 @@
 
 `python probed_server.py DIRECTORY` prints its port. `GET /probe` answers, in milliseconds, the longest time since the
 last call that the loop's thread could not run: by the clock, and of that by processor time of this process, which does
-not grow while the machine is busy with something else.
+not grow while the machine is busy with something else. `?trim=true` first gives back what the allocator keeps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import sys
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from phalanx.supervision.fake_engine import replying
 
 CONTEXT = 1 << 18
 TICK_S = 0.002
+C_LIBRARY = ctypes.CDLL(None)
 
 
 class Forgetful(list):
@@ -45,7 +48,11 @@ class Probe:
             self.clock_s = max(self.clock_s, late)
             self.processor_s = max(self.processor_s, min(late, time.process_time() - processor))
 
-    async def answer(self) -> dict[str, float]:
+    async def answer(self, trim: bool = False) -> dict[str, float]:
+        if trim:
+            gc.collect()
+            if hasattr(C_LIBRARY, "malloc_trim"):  # glibc's
+                C_LIBRARY.malloc_trim(0)
         found = {"clock_ms": 1e3 * self.clock_s, "processor_ms": 1e3 * self.processor_s}
         self.clock_s = self.processor_s = 0.0
         return {**found, "rss": psutil.Process().memory_info().rss}

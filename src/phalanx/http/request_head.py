@@ -1,7 +1,7 @@
 """What a valid head of a request is: one rule, for the server before its parser sees it and for the gateway before it
 dispatches. A head that passes here is taken by both, so that no replica has to refuse what a gateway sends on.
 
-Does not know routes, keys and bodies. Pure.
+Does not know routes, keys and bodies.
 """
 
 from __future__ import annotations
