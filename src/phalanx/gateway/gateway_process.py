@@ -46,6 +46,13 @@ log = logging.getLogger(__name__)
 OPEN_FILES = 4096  # besides one for each client's connection: one for each request on a replica
 FILE_CHECK_S = 1.0  # between two looks at the files of replicas and keys
 CLOSING = "The gateway is shutting down."
+WITHOUT_ADMIN_KEY = (
+    "no admin key for %s: streams end with a replica that fails%s. If they are phalanx servers, start them with "
+    "--admin-key, and the gateway with --worker-admin-key, PHALANX_WORKER_ADMIN_KEY or admin_key in --replicas FILE"
+)
+ONE_OWNER = (
+    ", and there all API keys are one client: one key finds another's prompts in cached_tokens, and can delay it"
+)
 
 
 def serve(config: GatewayConfig) -> int:
@@ -140,6 +147,7 @@ class Gateway:
             tasks: list[asyncio.Task[None]] = []
             try:
                 self._load_files(fleet, proxy)
+                self._tell_what_is_lost(fleet)
                 tasks += [
                     asyncio.create_task(work) for work in (self._dispatcher.tick(), proxy.watch(), self._watch_files())
                 ]
@@ -189,6 +197,13 @@ class Gateway:
             fleet.apply(specs_of_urls(config.worker_urls, keys=self._worker_keys))
         for file in self._files:
             file.load()
+
+    def _tell_what_is_lost(self, fleet: Fleet) -> None:
+        """Say in one line what replicas without an admin key cannot do."""
+        names = [name for name, replica in fleet.replicas.items() if replica.spec.admin_key is None]
+        if names:
+            level, more = (logging.WARNING, ONE_OWNER) if self._clients.need_key else (logging.INFO, "")
+            log.log(level, WITHOUT_ADMIN_KEY, ", ".join(names), more)
 
     async def _hand_over(self, proxy: Proxy, replica: Replica) -> None:
         """A replica that left the file ends what it has; streams that take long go on elsewhere, where they can."""

@@ -25,6 +25,7 @@ from phalanx.http.api_keys import ApiKeys
 from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.error_responses import CLIENT_GONE, Failure, error_body, public_failure
 from phalanx.http.openapi import describe_bodies, json_body
+from phalanx.http.owners import OWNER, owner_on_server
 from phalanx.http.refused_keys import RefusedKeys
 from phalanx.http.request_ids import REQUEST_ID
 from phalanx.server.access import HostCheck, error_response
@@ -165,8 +166,9 @@ def create_app(
     )
     app.state.shapes = served.shapes
     app.state.journal = journal  # server_process.py waits for its requests when the server stops
-    _add_routes(app, keys, completions, information, metrics_open=config.metrics_open)
-    _add_ollama_routes(app, keys, ollama_info)
+    authenticated = _authenticated(keys, config.admin_key)
+    _add_routes(app, authenticated, completions, information, metrics_open=config.metrics_open)
+    _add_ollama_routes(app, authenticated, ollama_info)
     _add_middleware(app, config, metrics)
     _add_error_handlers(app)
     generating = {dialect.body for dialect in GENERATING.values()}
@@ -205,19 +207,24 @@ def _add_middleware(app: FastAPI, config: ServerConfig, metrics: ServerMetrics) 
     app.add_middleware(Envelope, answered=metrics.answered)
 
 
-def _authenticated(keys: ApiKeys) -> list[Any]:
+def _authenticated(keys: ApiKeys, admin_key: str | None) -> list[Any]:
     """Dependencies of routes to all that computes or changes state, and to what describes the model."""
 
     async def require_key(request: Request) -> None:
-        request.state.owner = keys.owner(request.headers)
+        own = keys.owner(request.headers)
+        request.state.owner = owner_on_server(own, request.headers.get(OWNER), admin_key)
 
     return [Depends(require_key)]
 
 
 def _add_routes(
-    app: FastAPI, keys: ApiKeys, completions: CompletionEndpoints, information: InfoEndpoints, *, metrics_open: bool
+    app: FastAPI,
+    authenticated: list[Any],
+    completions: CompletionEndpoints,
+    information: InfoEndpoints,
+    *,
+    metrics_open: bool,
 ) -> None:
-    authenticated = _authenticated(keys)
     add = app.add_api_route
     tokenize, detokenize = json_body(TokenizeBody), json_body(DetokenizeBody)
     for path, dialect in GENERATING.items():
@@ -241,9 +248,8 @@ def _add_routes(
     add("/metrics", information.metrics, methods=["GET"], dependencies=[] if metrics_open else authenticated)
 
 
-def _add_ollama_routes(app: FastAPI, keys: ApiKeys, information: OllamaEndpoints) -> None:
+def _add_ollama_routes(app: FastAPI, authenticated: list[Any], information: OllamaEndpoints) -> None:
     """Those of Ollama's API that do not run the model."""
-    authenticated = _authenticated(keys)
     add = app.add_api_route
     shown = json_body(OllamaModelBody)
     add("/api/version", information.version, methods=["GET"])

@@ -122,7 +122,8 @@ def sent_on(head: bytes) -> bytes | None:
     message = messages[0][0]
     if fault_of(head_of(message.method, message.path, message.version.minor, message.raw_headers), added=True):
         return None
-    headers = request_headers(message.headers.items(), request_id="i" * 128, key="k" * 300, pass_keys=False)
+    own = {"request_id": "i" * 128, "owner": "o" * 16, "key": "k" * 300, "admin_key": "a" * 300, "pass_keys": False}
+    headers = request_headers(message.headers.items(), **own)
     headers.update({MIGRATION: "a" * 300, RESUME: "1" * 12, "Content-Length": "9", "Host": "h" * 255})
     pairs = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
     return head_of(message.method, message.url.raw_path_qs, 1, pairs)

@@ -18,6 +18,7 @@ from yarl import URL
 
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed, ReplicaTooSlow
 from phalanx.gateway.dispatch.dispatcher import Grant
+from phalanx.http.owners import OWNER, owner_header
 from phalanx.http.stream_records import MIGRATION, RESUME
 
 CONNECT_S = 5.0  # for a connection and its TLS handshake: some round trips, with two lost packets
@@ -29,7 +30,8 @@ HOP_BY_HOP = frozenset(
     "upgrade".split()
 )
 NOT_SENT = HOP_BY_HOP | {
-    "host", "content-length", "content-encoding", "accept-encoding", "expect", "x-request-id", MIGRATION, RESUME
+    "host", "content-length", "content-encoding", "accept-encoding", "expect", "x-request-id",
+    MIGRATION, OWNER, RESUME,
 }  # fmt: skip
 RETURNED = frozenset(
     "allow cache-control content-disposition content-encoding content-language content-range content-type request-id "
@@ -65,12 +67,20 @@ def make_session(trusted: ssl.SSLContext | None) -> aiohttp.ClientSession:
 
 
 def request_headers(
-    given: Iterable[tuple[str, str]], *, request_id: str, key: str | None, pass_keys: bool
+    given: Iterable[tuple[str, str]],
+    *,
+    request_id: str,
+    owner: str,
+    key: str | None,
+    admin_key: str | None,
+    pass_keys: bool,
 ) -> CIMultiDict[str]:
     """What a replica gets of a client's headers.
 
     Args:
+        owner: of the client's key; "": the gateway asks for none, so that all clients are one.
         key: the replica's own; None if it has none.
+        admin_key: the replica's; None if it is told no owner.
         pass_keys: without `key`, the client's own key is for the replica.
     """
     pairs = list(given)
@@ -81,6 +91,8 @@ def request_headers(
     headers["X-Request-Id"] = request_id
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
+    if owner and admin_key is not None:
+        headers[OWNER] = owner_header(owner, admin_key)
     return headers
 
 

@@ -63,6 +63,7 @@ class UpstreamRequest(Struct):
     migration: Migration
     budget: RetryBudget
     queued_s: float = 0.0
+    admin_key: str | None = None  # with which the last attempt was made; None: without one
     attempts: int = 0  # that replicas have failed
     not_found: int = 0  # replicas that answered 404
     unexplained: list[Grant] = field(default_factory=list)  # of attempts that failed, perhaps because of the request
@@ -217,7 +218,7 @@ class Proxy:
             exchange.owner,
             model,
             now + config.queue_timeout_secs,
-            affinity_of(headers, seen.prompt_cache_key, model, seen.prompt_parts),
+            affinity_of(exchange.owner, headers, seen.prompt_cache_key, model, seen.prompt_parts),
             seen.rows,
         )
         return UpstreamRequest(
@@ -255,7 +256,8 @@ class Proxy:
             if isinstance(result, RelayedResponse):
                 return result
             replica = grant.replica
-            if isinstance(result, BufferedResponse) and refuses_key(replica, result) and not exchange.has_begun:
+            refused = isinstance(result, BufferedResponse) and refuses_key(replica, out.admin_key, result)
+            if refused and not exchange.has_begun:
                 continue
             if not replica.is_leaving:  # else an operator took it away, and its name may be a new replica's already
                 out.request.tried.add(replica.name)
@@ -286,8 +288,14 @@ class Proxy:
         verdict: Verdict = "abandoned"  # the client left
         replica, migration = grant.replica, out.migration
         attempt = Attempt(grant, out.deadline)
+        out.admin_key = replica.admin_key
         headers = request_headers(
-            exchange.request.headers.items(), request_id=exchange.id, key=replica.spec.key, pass_keys=out.pass_keys
+            exchange.request.headers.items(),
+            request_id=exchange.id,
+            owner=exchange.owner,
+            key=replica.spec.key,
+            admin_key=out.admin_key,
+            pass_keys=out.pass_keys,
         )
         body, transcript = migration.request(replica, headers, out.body, out.deadline)
         relay = Relay(

@@ -71,9 +71,15 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     ] = None
     """Key that replicas get, unless their file says another."""
     worker_admin_key: Annotated[
-        str | None, Flag("Replicas", default="streams end with their replica", variable=WORKER_ADMIN_KEY_VARIABLE)
+        str | None,
+        Flag(
+            "Replicas",
+            default="streams end with their replica, to which all clients are one",
+            variable=WORKER_ADMIN_KEY_VARIABLE,
+        ),
     ] = None
-    """--admin-key of replicas, unless their file says another: with it their streams can go on elsewhere."""
+    """--admin-key of replicas, unless their file says another: with it their streams can go on elsewhere, and they
+    keep clients with different keys apart."""
     worker_ca: Annotated[str | None, Flag("Replicas", is_file=True, default="the system's")] = None
     """Certificates (PEM) of authorities, or of https replicas themselves."""
     policy: Annotated[PolicyName, Flag("Replicas")] = "least_load"

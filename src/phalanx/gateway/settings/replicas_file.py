@@ -6,7 +6,7 @@ url = "http://10.0.0.5:8000"
 weight = 2.0                     # of its share; 1 unless given
 max_in_flight = 16               # unless given: what its /health says, else 1
 key = "..."                      # API key that it asks for
-admin_key = "..."                # with which its streams can go on elsewhere
+admin_key = "..."                # with which its streams can go on elsewhere, and it keeps clients' keys apart
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReplicaSpec(Struct, frozen=True, kw_only=True):
     weight: float = 1.0  # of its share, relative to others
     max_in_flight: int | None = None  # None: what its /health says, else `ALONE`
     key: str | None = None  # API key that it asks for
-    admin_key: str | None = None  # with which it tells what another replica needs to continue its streams
+    admin_key: str | None = None  # for records of its streams, with which another goes on, and for owners
 
 
 class ReplicaFields(Struct, kw_only=True, forbid_unknown_fields=True):
