@@ -90,7 +90,7 @@ def all_servers(tokenizer: Tokenizer) -> Iterator[Served]:
         yield [(stack.enter_context(running_server(tokenizer, one, config)), one) for one in engines]
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.full)])
 def servers(all_servers: Served, request: pytest.FixtureRequest) -> Iterator[Served]:
     served = all_servers[: request.param]
     for _, engine in served:

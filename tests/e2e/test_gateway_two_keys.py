@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +14,6 @@ from processes import gateway, wait_until
 from support.serving import CONFIG, Running, running_server
 
 from phalanx.config import EngineConfig
-from phalanx.demo import MODEL_DIR
 from phalanx.http.owners import OWNER, owner_header
 from phalanx.supervision.process import EngineProcess
 from phalanx.text.tokenizer import Tokenizer
@@ -55,11 +55,11 @@ PROMPTS: dict[str, Callable[[str], tuple[Ask, Ask]]] = {
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[Running]]:
+def servers(tiny_model: Path) -> Iterator[list[Running]]:
     with ExitStack() as stack:
-        engine = EngineConfig(model=str(MODEL_DIR), kv_cache_gb=0.1, prefix_cache_gb=0.05)
+        engine = EngineConfig(model=str(tiny_model), kv_cache_gb=0.1, prefix_cache_gb=0.05)
         config = replace(CONFIG, engine=engine, admin_key="adm", api_key=("inner",))
-        tokenizer = Tokenizer.load(MODEL_DIR)
+        tokenizer = Tokenizer.load(tiny_model)
         yield [stack.enter_context(running_server(tokenizer, EngineProcess(engine), config)) for _ in range(3)]
 
 
