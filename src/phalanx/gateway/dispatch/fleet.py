@@ -46,6 +46,7 @@ class Fleet:
     """See the module's docstring.
 
     Args:
+        session_of: the client for a replica.
         note_end: is called with each task that checks a replica, when it has ended.
     """
 
@@ -53,12 +54,12 @@ class Fleet:
         self,
         config: GatewayConfig,
         dispatcher: AsyncDispatcher,
-        session: aiohttp.ClientSession,
+        session_of: Callable[[ReplicaSpec], aiohttp.ClientSession],
         note_end: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
-        self._session = session
+        self._session_of = session_of
         self._note_end = note_end
         self._health = HealthRules(config.health_failure_threshold, config.health_success_threshold)
         self._breaker = BreakerRules(
@@ -226,7 +227,8 @@ class Fleet:
         headers = {"Accept-Encoding": "identity"}
         if replica.spec.key is not None:
             headers["Authorization"] = f"Bearer {replica.spec.key}"
-        async with self._session.get(replica.spec.url + path, headers=headers, allow_redirects=False) as response:
+        session = self._session_of(replica.spec)
+        async with session.get(replica.spec.url + path, headers=headers, allow_redirects=False) as response:
             body = bytearray()
             async for piece in response.content.iter_any():
                 body += piece
@@ -247,6 +249,7 @@ def describe(replica: Replica, now: float) -> dict[str, Any]:
         "others": replica.others,
         "limit": replica.limit,
         "weight": replica.spec.weight,
+        "has_key": replica.spec.key is not None,
         "can_migrate": replica.can_migrate,
     }
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import socket
 import ssl
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,7 @@ from yarl import URL
 
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed, ReplicaTooSlow
 from phalanx.gateway.dispatch.dispatcher import Grant
+from phalanx.gateway.settings.replica_addresses import address_fault
 from phalanx.http.stream_records import MIGRATION, RESUME
 
 CONNECT_S = 5.0  # for a connection and its TLS handshake: some round trips, with two lost packets
@@ -49,13 +51,28 @@ async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: obje
         attempt.is_reused = True
 
 
-def make_session(trusted: ssl.SSLContext | None) -> aiohttp.ClientSession:
-    """The client for all replicas: dispatch limits connections, and each attempt has deadlines of its own."""
+def checked_socket(info: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket for an address, its name resolved, that a replica of the admin API may have.
+
+    Raises:
+        PermissionError: no such replica may.
+    """
+    family, kind, protocol, _, address = info
+    if fault := address_fault(str(address[0])):
+        raise PermissionError(errno.EACCES, fault)
+    return socket.socket(family, kind, protocol)
+
+
+def make_session(
+    trusted: ssl.SSLContext | None, *, open_socket: Callable[[aiohttp.AddrInfoType], socket.socket] | None = None
+) -> aiohttp.ClientSession:
+    """The client for replicas: dispatch limits connections, and each attempt has deadlines of its own."""
     reuse = aiohttp.TraceConfig()
     reuse.on_connection_reuseconn.append(_note_reuse)
+    certificates = trusted if trusted is not None else True
     return aiohttp.ClientSession(
         trace_configs=[reuse],
-        connector=aiohttp.TCPConnector(limit=0, ssl=trusted if trusted is not None else True, keepalive_timeout=15.0),
+        connector=aiohttp.TCPConnector(limit=0, ssl=certificates, keepalive_timeout=15.0, socket_factory=open_socket),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),

@@ -35,6 +35,7 @@ from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.migration import Migration, refuses_key
 from phalanx.gateway.relay.relay import BufferedResponse, Relay, RelayedResponse
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
+from phalanx.gateway.settings.replicas_file import ReplicaSpec
 from phalanx.http.media_types import is_json
 from phalanx.http.shares import Shares
 
@@ -73,6 +74,7 @@ class Proxy:
     """See the module's docstring.
 
     Args:
+        session_of: the client for a replica.
         check_now: has the health of a replica checked at once.
     """
 
@@ -80,14 +82,14 @@ class Proxy:
         self,
         config: GatewayConfig,
         dispatcher: AsyncDispatcher,
-        session: aiohttp.ClientSession,
+        session_of: Callable[[ReplicaSpec], aiohttp.ClientSession],
         metrics: GatewayMetrics,
         check_now: Callable[[Replica], None],
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._check_now = check_now
-        self._session = session
+        self._session_of = session_of
         self._metrics = metrics
         self._budgets = RetryBudgets(config.retry_budget)
         self._backoff = Backoff(
@@ -286,9 +288,9 @@ class Proxy:
         verdict: Verdict = "abandoned"  # the client left
         replica, migration = grant.replica, out.migration
         attempt = Attempt(grant, out.deadline)
-        headers = request_headers(
-            exchange.request.headers.items(), request_id=exchange.id, key=replica.spec.key, pass_keys=out.pass_keys
-        )
+        own, pass_keys = replica.spec.key, out.pass_keys and not replica.spec.by_api
+        given = exchange.request.headers.items()
+        headers = request_headers(given, request_id=exchange.id, key=own, pass_keys=pass_keys)
         body, transcript = migration.request(replica, headers, out.body, out.deadline)
         relay = Relay(
             exchange,
@@ -301,7 +303,7 @@ class Proxy:
         self._under_way[attempt] = out, relay
         try:
             async with attempt:
-                response = await attempt.send(self._session, out.method, out.path, headers, body)
+                response = await attempt.send(self._session_of(replica.spec), out.method, out.path, headers, body)
                 result = await relay.answer(response)
             verdict = "failed" if isinstance(result, BufferedResponse) and result.status >= FAILED else "answered"
             if isinstance(result, BufferedResponse) and result.status in SUCCEEDED:
