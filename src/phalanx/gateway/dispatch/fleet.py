@@ -202,7 +202,9 @@ class Fleet:
         if models_status == 200 and (cards := cards_in(models)) is not None:
             replica.cards, replica.models = cards, names_in(cards)
         elif models_status in (401, 403):
-            return Check(ok=False, reason=f"answers {models_status} to {MODELS}: it asks for another key")
+            return Check(
+                ok=False, reason=f"answers {models_status} to {MODELS}: it asks for another key (--worker-key)"
+            )
         elif not has_health:
             return Check(ok=False, reason=f"answers {status} to {path} and {models_status} to {MODELS}")
         elif models_status in NO_SUCH_PATH:

@@ -26,6 +26,7 @@ CONNECT_S = 5.0  # for a connection and its TLS handshake: some round trips, wit
 PIECE_BYTES = 1 << 16  # of a body, handed to the transport at a time
 STATUSES = range(200, 600)
 """Of answers. To 101 the client's connection would no longer be HTTP's, and 0 is no status to send on."""
+UNAUTHORIZED = 401
 HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     "upgrade".split()
@@ -35,7 +36,7 @@ NOT_SENT = HOP_BY_HOP | {
 }  # fmt: skip
 RETURNED = frozenset(
     "allow cache-control content-disposition content-encoding content-language content-range content-type request-id "
-    "retry-after retry-after-ms www-authenticate x-accel-buffering x-should-retry".split()
+    "retry-after retry-after-ms x-accel-buffering x-should-retry".split()
 )
 RETURNED_PREFIXES = ("anthropic-", "openai-", "ratelimit-", "x-phalanx-", "x-ratelimit-")
 """What clients read of an answer's headers. Any other acts on the gateway's whole address, where a replica has no say:
@@ -101,13 +102,16 @@ def request_headers(
     return headers
 
 
-def response_headers(given: Mapping[str, str]) -> CIMultiDict[str]:
-    """What a client gets of a replica's headers."""
-    return CIMultiDict(
+def response_headers(given: Mapping[str, str], status: int) -> CIMultiDict[str]:
+    """What a client gets of a replica's headers. The gateway says itself how a key is sent."""
+    headers = CIMultiDict(
         (name, value)
         for name, value in given.items()
         if name.lower() in RETURNED or name.lower().startswith(RETURNED_PREFIXES)
     )
+    if status == UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers
 
 
 class Attempt:
@@ -126,6 +130,7 @@ class Attempt:
         self.is_reused = False  # the connection has served a request before
         self.was_held = False  # by a client that reads slowly: its replica may have given up for that
         self.is_relaying = False  # the client is written to: the replica is not waited for
+        self.is_clients_key = False  # the replica gets the client's key: what it says of that is the client's matter
         self._cut: PhalanxError | None = None
         self._scope = asyncio.timeout_at(deadline)
         self._response: aiohttp.ClientResponse | None = None

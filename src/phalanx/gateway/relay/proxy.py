@@ -33,7 +33,7 @@ from phalanx.gateway.relay.body_peek import Peek, peek, prompt_tokens, with_mode
 from phalanx.gateway.relay.exchange import ClientExchange, body_lease
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.migration import Migration, refuses_key
-from phalanx.gateway.relay.relay import BufferedResponse, Relay, RelayedResponse
+from phalanx.gateway.relay.relay import FIRST_ERROR, BufferedResponse, Relay, RelayedResponse
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
 from phalanx.http.media_types import is_json
@@ -288,9 +288,9 @@ class Proxy:
         verdict: Verdict = "abandoned"  # the client left
         replica, migration = grant.replica, out.migration
         attempt = Attempt(grant, out.deadline)
-        own, pass_keys = replica.spec.key, out.pass_keys and not replica.spec.by_api
-        given = exchange.request.headers.items()
-        headers = request_headers(given, request_id=exchange.id, key=own, pass_keys=pass_keys)
+        attempt.is_clients_key = out.pass_keys and replica.spec.key is None and not replica.spec.by_api
+        given, key = exchange.request.headers.items(), replica.spec.key
+        headers = request_headers(given, request_id=exchange.id, key=key, pass_keys=attempt.is_clients_key)
         body, transcript = migration.request(replica, headers, out.body, out.deadline)
         relay = Relay(
             exchange,
@@ -372,7 +372,10 @@ class Proxy:
         return True
 
     def _returned(self, exchange: ClientExchange, answer: BufferedResponse) -> RelayedResponse:
-        self._note_first_text(exchange)
+        if answer.fault:
+            raise ReplicaFailed(answer.fault)
+        if answer.status < FIRST_ERROR:
+            self._note_first_text(exchange)
         exchange.n_tokens = answer.tokens(exchange.n_read)
         return RelayedResponse(exchange.whole(answer.status, answer.body, answer.headers))
 
