@@ -293,9 +293,8 @@ def _unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def key_file(flag: str, **details: Any) -> Info:
     """The flag that names a file of a key, beside the flag of the key itself."""
-    found = typer.Option(
-        f"{flag}-file", exists=True, dir_okay=False, readable=True, help=f"File with {flag}, alone on its line.", **details
-    )
+    text = f"File with {flag}, alone on its line."
+    found = typer.Option(f"{flag}-file", exists=True, dir_okay=False, readable=True, help=text, **details)
     assert isinstance(found, Info)
     return found
 
