@@ -64,6 +64,8 @@ class Flag(Struct, frozen=True):
     """Environment variable that counts where the flag is not given."""
     is_file: bool = False
     """The value is the name of a file, which has to exist."""
+    is_key: bool = False
+    """The value is a secret that a header carries; a second flag, with `-file` behind its name, names a file of it."""
     positional: bool = False
     """The value is an argument of the command; there is no flag."""
 

@@ -151,6 +151,8 @@ def test_keys_that_cannot_be_handed_on(key):
 def test_keys_come_from_one_place():
     with pytest.raises(ConfigError, match="exclude each other"):
         check(replace(PLAN, serve=("demo", "--api-key-file", "x"), api_keys=("k",)))
+    with pytest.raises(ConfigError, match="--admin-key and --admin-key-file exclude each other"):
+        check(replace(PLAN, serve=("demo", "--admin-key-file", "x"), admin_key="k"))
 
 
 def test_rdma_needs_devices():

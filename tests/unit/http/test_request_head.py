@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.gateway.relay.attempt import request_headers
-from phalanx.http.request_head import ADDED_BYTES, ADDED_LINES, MAX_BYTES, MAX_LINES, fault_of, head_of
+from phalanx.http.request_head import ADDED_BYTES, ADDED_LINES, MAX_BYTES, MAX_LINES, NAME, fault_of, head_of
 from phalanx.http.stream_records import MIGRATION, RESUME
 from phalanx.server.bounded_h11 import BoundedConnection
 
@@ -40,6 +40,7 @@ def filled(n_bytes: int) -> bytes:
         filled(MAX_BYTES),
         lines(*[b"a: b"] * (MAX_LINES - 1)),
         lines(b"a: b" + b" " * 127 + b"c"),
+        lines(b"a:" + b" " * 200 + b"b", b"b: c" + b"\t" * 200, b"c:" + b" " * 200),
     ],
 )
 def test_what_is_right(head):
@@ -70,6 +71,7 @@ def test_what_is_right(head):
         (lines(b"content-length: +1"), "number of bytes"),
         (lines(b"content-length: 1, 1"), "number of bytes"),
         (lines(b"transfer-encoding: gzip, chunked"), "not chunked"),
+        (lines(b"transfer-encoding: chunked\t "), "not chunked"),
         (lines(b"transfer-encoding: chunked", b"transfer-encoding: chunked"), "twice"),
         (lines(b"transfer-encoding: chunked", b"content-length: 1"), "two ways"),
         (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked", "two ways"),
@@ -175,3 +177,26 @@ def test_what_the_rule_lets_pass_both_parsers_take_and_what_it_refuses_the_serve
     assert takes(head, step) == (not fault_of(head))
     if (sent := sent_on(head)) is not None:
         assert fault_of(sent) == "" and takes(sent, step)
+
+
+PADS = st.sampled_from([b"", b" ", b"\t", b" \t ", b" " * 150, b"\t " * 300])
+
+
+@given(heads(), st.lists(st.tuples(PADS, PADS), min_size=1, max_size=5), st.integers(1, 9000))
+def test_blanks_around_values_change_nothing_for_either_parser(head, pads, step):
+    """aiohttp's parser drops them before the rule sees the head, and h11's gets them."""
+    if b"\r\n\r\n" in head + b"\r\n":
+        return  # the head ends before
+    first, *rest = head.split(b"\r\n")
+    padded = [first]
+    for i, line in enumerate(rest):
+        name, colon, value = line.partition(b":")
+        before, behind = pads[i % len(pads)] if colon and NAME.fullmatch(name) else (b"", b"")
+        behind = behind.replace(b"\t", b" ") if name.lower() == b"transfer-encoding" else behind
+        padded.append(name + colon + before + value + behind)
+    found = b"\r\n".join(padded)
+    if len(found) > MAX_BYTES - ADDED_BYTES:
+        return  # so many bytes in all are too many, whatever they are
+    assert bool(fault_of(found)) == bool(fault_of(head))
+    assert takes(found, step) == takes(head, step)
+    assert sent_on(found) == sent_on(head)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import socket
 import ssl
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,7 @@ from yarl import URL
 
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed, ReplicaTooSlow
 from phalanx.gateway.dispatch.dispatcher import Grant
+from phalanx.gateway.settings.replica_addresses import address_fault
 from phalanx.http.owners import OWNER, owner_header
 from phalanx.http.stream_records import MIGRATION, RESUME
 
@@ -25,6 +27,7 @@ CONNECT_S = 5.0  # for a connection and its TLS handshake: some round trips, wit
 PIECE_BYTES = 1 << 16  # of a body, handed to the transport at a time
 STATUSES = range(200, 600)
 """Of answers. To 101 the client's connection would no longer be HTTP's, and 0 is no status to send on."""
+UNAUTHORIZED = 401
 HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     "upgrade".split()
@@ -35,7 +38,7 @@ NOT_SENT = HOP_BY_HOP | {
 }  # fmt: skip
 RETURNED = frozenset(
     "allow cache-control content-disposition content-encoding content-language content-range content-type request-id "
-    "retry-after retry-after-ms www-authenticate x-accel-buffering x-should-retry".split()
+    "retry-after retry-after-ms x-accel-buffering x-should-retry".split()
 )
 RETURNED_PREFIXES = ("anthropic-", "openai-", "ratelimit-", "x-phalanx-", "x-ratelimit-")
 """What clients read of an answer's headers. Any other acts on the gateway's whole address, where a replica has no say:
@@ -51,13 +54,28 @@ async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: obje
         attempt.is_reused = True
 
 
-def make_session(trusted: ssl.SSLContext | None) -> aiohttp.ClientSession:
-    """The client for all replicas: dispatch limits connections, and each attempt has deadlines of its own."""
+def checked_socket(info: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket for an address, its name resolved, that a replica of the admin API may have.
+
+    Raises:
+        PermissionError: no such replica may.
+    """
+    family, kind, protocol, _, address = info
+    if fault := address_fault(str(address[0])):
+        raise PermissionError(errno.EACCES, fault)
+    return socket.socket(family, kind, protocol)
+
+
+def make_session(
+    trusted: ssl.SSLContext | None, *, open_socket: Callable[[aiohttp.AddrInfoType], socket.socket] | None = None
+) -> aiohttp.ClientSession:
+    """The client for replicas: dispatch limits connections, and each attempt has deadlines of its own."""
     reuse = aiohttp.TraceConfig()
     reuse.on_connection_reuseconn.append(_note_reuse)
+    certificates = trusted if trusted is not None else True
     return aiohttp.ClientSession(
         trace_configs=[reuse],
-        connector=aiohttp.TCPConnector(limit=0, ssl=trusted if trusted is not None else True, keepalive_timeout=15.0),
+        connector=aiohttp.TCPConnector(limit=0, ssl=certificates, keepalive_timeout=15.0, socket_factory=open_socket),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -96,13 +114,16 @@ def request_headers(
     return headers
 
 
-def response_headers(given: Mapping[str, str]) -> CIMultiDict[str]:
-    """What a client gets of a replica's headers."""
-    return CIMultiDict(
+def response_headers(given: Mapping[str, str], status: int) -> CIMultiDict[str]:
+    """What a client gets of a replica's headers. The gateway says itself how a key is sent."""
+    headers = CIMultiDict(
         (name, value)
         for name, value in given.items()
         if name.lower() in RETURNED or name.lower().startswith(RETURNED_PREFIXES)
     )
+    if status == UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers
 
 
 class Attempt:
@@ -121,6 +142,7 @@ class Attempt:
         self.is_reused = False  # the connection has served a request before
         self.was_held = False  # by a client that reads slowly: its replica may have given up for that
         self.is_relaying = False  # the client is written to: the replica is not waited for
+        self.is_clients_key = False  # the replica gets the client's key: what it says of that is the client's matter
         self._cut: PhalanxError | None = None
         self._scope = asyncio.timeout_at(deadline)
         self._response: aiohttp.ClientResponse | None = None

@@ -33,8 +33,9 @@ from phalanx.gateway.relay.body_peek import Peek, peek, prompt_tokens, with_mode
 from phalanx.gateway.relay.exchange import ClientExchange, body_lease
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.migration import Migration, refuses_key
-from phalanx.gateway.relay.relay import BufferedResponse, Relay, RelayedResponse
+from phalanx.gateway.relay.relay import FIRST_ERROR, BufferedResponse, Relay, RelayedResponse
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
+from phalanx.gateway.settings.replicas_file import ReplicaSpec
 from phalanx.http.media_types import is_json
 from phalanx.http.shares import Shares
 
@@ -74,6 +75,7 @@ class Proxy:
     """See the module's docstring.
 
     Args:
+        session_of: the client for a replica.
         check_now: has the health of a replica checked at once.
     """
 
@@ -81,14 +83,14 @@ class Proxy:
         self,
         config: GatewayConfig,
         dispatcher: AsyncDispatcher,
-        session: aiohttp.ClientSession,
+        session_of: Callable[[ReplicaSpec], aiohttp.ClientSession],
         metrics: GatewayMetrics,
         check_now: Callable[[Replica], None],
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._check_now = check_now
-        self._session = session
+        self._session_of = session_of
         self._metrics = metrics
         self._budgets = RetryBudgets(config.retry_budget)
         self._backoff = Backoff(
@@ -289,13 +291,14 @@ class Proxy:
         replica, migration = grant.replica, out.migration
         attempt = Attempt(grant, out.deadline)
         out.admin_key = replica.admin_key
+        attempt.is_clients_key = out.pass_keys and replica.spec.key is None and not replica.spec.by_api
         headers = request_headers(
             exchange.request.headers.items(),
             request_id=exchange.id,
             owner=exchange.owner,
             key=replica.spec.key,
             admin_key=out.admin_key,
-            pass_keys=out.pass_keys,
+            pass_keys=attempt.is_clients_key,
         )
         body, transcript = migration.request(replica, headers, out.body, out.deadline)
         relay = Relay(
@@ -309,7 +312,7 @@ class Proxy:
         self._under_way[attempt] = out, relay
         try:
             async with attempt:
-                response = await attempt.send(self._session, out.method, out.path, headers, body)
+                response = await attempt.send(self._session_of(replica.spec), out.method, out.path, headers, body)
                 result = await relay.answer(response)
             verdict = "failed" if isinstance(result, BufferedResponse) and result.status >= FAILED else "answered"
             if isinstance(result, BufferedResponse) and result.status in SUCCEEDED:
@@ -378,7 +381,10 @@ class Proxy:
         return True
 
     def _returned(self, exchange: ClientExchange, answer: BufferedResponse) -> RelayedResponse:
-        self._note_first_text(exchange)
+        if answer.fault:
+            raise ReplicaFailed(answer.fault)
+        if answer.status < FIRST_ERROR:
+            self._note_first_text(exchange)
         exchange.n_tokens = answer.tokens(exchange.n_read)
         return RelayedResponse(exchange.whole(answer.status, answer.body, answer.headers))
 
