@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 
 import aiohttp
-from msgspec import Struct, field
 
 from phalanx.errors import NoReplica, PhalanxError, ReplicaFailed
 from phalanx.gateway.dispatch.affinity import affinity_of
@@ -26,7 +25,7 @@ from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatch.dispatcher import Grant, Verdict
 from phalanx.gateway.dispatch.replica import Replica
-from phalanx.gateway.dispatch.retries import Backoff, RetryBudget, RetryBudgets
+from phalanx.gateway.dispatch.retries import Backoff, RetryBudgets
 from phalanx.gateway.relay.api_kinds import OPAQUE
 from phalanx.gateway.relay.attempt import Attempt, request_headers
 from phalanx.gateway.relay.body_peek import Peek, peek, prompt_tokens, with_model
@@ -34,6 +33,7 @@ from phalanx.gateway.relay.exchange import ClientExchange, body_lease
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.migration import Migration, refuses_key
 from phalanx.gateway.relay.relay import FIRST_ERROR, BufferedResponse, Relay, RelayedResponse
+from phalanx.gateway.relay.upstream_request import UpstreamRequest
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
 from phalanx.http.media_types import is_json
@@ -49,26 +49,6 @@ FAILED = 500  # from here on an answer may be the replica's fault
 BODIES = 64  # of the largest size that are held together
 TICK_S = 0.25  # between two looks at attempts that wait for their replica
 QUIET_S = 0.5  # of a stream, after which its replica is checked: most steps are shorter
-
-
-class UpstreamRequest(Struct):
-    """A request as replicas get it."""
-
-    request: DispatchRequest
-    method: str
-    path: str  # with its query
-    body: bytes | None
-    n_tokens: int  # that it is expected to take, of prompt and answer
-    deadline: float  # the loop's time
-    pass_keys: bool  # the client's own key is for the replica
-    migration: Migration
-    budget: RetryBudget
-    queued_s: float = 0.0
-    admin_key: str | None = None  # with which the last attempt was made; None: without one
-    attempts: int = 0  # that replicas have failed
-    not_found: int = 0  # replicas that answered 404
-    unexplained: list[Grant] = field(default_factory=list)  # of attempts that failed, perhaps because of the request
-    successor: Grant | None = None  # the place to which the request moves as soon as its attempt has ended
 
 
 class Proxy:
@@ -321,7 +301,7 @@ class Proxy:
         except PhalanxError as error:
             verdict = "failed"
             if attempt.is_sent or out.successor is not None:
-                migration.lost(replica, error, relay.reader)
+                migration.lost(replica, error, relay.reader, is_stale=attempt.is_stale)
             return error
         finally:
             del self._under_way[attempt]
