@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
 from phalanx.errors import ConfigError, ExitCode, NoReplica, ReplicaFailed
@@ -27,9 +26,9 @@ from phalanx.gateway.dispatch.policies import CacheAware, ConsistentHashing, Lea
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.dispatch.replica_models import parse_aliases
 from phalanx.gateway.gateway_app import App, metrics_handler
-from phalanx.gateway.relay.attempt import checked_socket, make_session
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy
+from phalanx.gateway.relay.replica_sessions import ReplicaSessions
 from phalanx.gateway.settings.clients import Clients
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.gateway.settings.keys_file import parse_keys
@@ -137,13 +136,9 @@ class Gateway:
         config = self._config
         aliases = parse_aliases(config.model_aliases)
         trusted = _trusted(config.worker_ca)
-        async with make_session(trusted) as session, make_session(trusted, open_socket=checked_socket) as checked:
-
-            def session_of(spec: ReplicaSpec) -> aiohttp.ClientSession:
-                return checked if spec.by_api else session
-
-            fleet = Fleet(config, self._dispatcher, session_of, self._note_failure)
-            proxy = Proxy(config, self._dispatcher, session_of, self._metrics, fleet.check_now)
+        async with ReplicaSessions(trusted) as sessions:
+            fleet = Fleet(config, self._dispatcher, sessions.of, self._note_failure)
+            proxy = Proxy(config, self._dispatcher, sessions, self._metrics, fleet.check_now)
             admin = Admin(self._dispatcher, fleet, proxy, from_file=config.replicas)
             app = App(
                 self._dispatcher, proxy, self._clients, self._metrics, admin, fleet,

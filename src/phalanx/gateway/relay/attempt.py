@@ -8,10 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
-import socket
-import ssl
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Iterable, Mapping
 
 import aiohttp
 from multidict import CIMultiDict
@@ -19,7 +16,6 @@ from yarl import URL
 
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed, ReplicaTooSlow
 from phalanx.gateway.dispatch.dispatcher import Grant
-from phalanx.gateway.settings.replica_addresses import address_fault
 from phalanx.http.owners import OWNER, owner_header
 from phalanx.http.stream_records import MIGRATION, RESUME
 
@@ -47,41 +43,6 @@ its cookies, HTTPS, which pages may ask; or on a proxy before it (X-Accel-Redire
 OWN_FAULTS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """Why this machine has no connection to give: many clients can bring that about."""
 CLIENTS_KEYS = frozenset(("authorization", "x-api-key"))
-
-
-async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: object) -> None:
-    if isinstance(attempt := context.trace_request_ctx, Attempt):  # else a health check
-        attempt.is_reused = True
-
-
-def checked_socket(info: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket for an address, its name resolved, that a replica of the admin API may have.
-
-    Raises:
-        PermissionError: no such replica may.
-    """
-    family, kind, protocol, _, address = info
-    if fault := address_fault(str(address[0])):
-        raise PermissionError(errno.EACCES, fault)
-    return socket.socket(family, kind, protocol)
-
-
-def make_session(
-    trusted: ssl.SSLContext | None, *, open_socket: Callable[[aiohttp.AddrInfoType], socket.socket] | None = None
-) -> aiohttp.ClientSession:
-    """The client for replicas: dispatch limits connections, and each attempt has deadlines of its own."""
-    reuse = aiohttp.TraceConfig()
-    reuse.on_connection_reuseconn.append(_note_reuse)
-    certificates = trusted if trusted is not None else True
-    return aiohttp.ClientSession(
-        trace_configs=[reuse],
-        connector=aiohttp.TCPConnector(limit=0, ssl=certificates, keepalive_timeout=15.0, socket_factory=open_socket),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("User-Agent", "Content-Type", "Accept", "Accept-Encoding"),
-        trust_env=False,
-    )
 
 
 def request_headers(

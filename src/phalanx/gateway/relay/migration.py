@@ -113,15 +113,14 @@ class Migration:
             self._note_begun(replica, stream.transcript)
         return True
 
-    def lost(self, replica: Replica, error: PhalanxError, stream: EventReader | None, *, is_stale: bool) -> None:
+    def lost(self, replica: Replica, error: PhalanxError, stream: EventReader | None) -> None:
         """A replica broke off after the request was sent. One that was taken away did not because of the request.
 
         Args:
             stream: that it wrote, if it did.
-            is_stale: perhaps it had closed the connection before, when that was idle. There may be several of those.
         """
         exchange, request = self._exchange, self._request
-        self._breaks += not (replica.is_leaving or is_stale)
+        self._breaks += not replica.is_leaving
         if not exchange.has_begun:
             return
         self.stream = stream

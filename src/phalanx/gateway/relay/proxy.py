@@ -17,8 +17,6 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import closing
 
-import aiohttp
-
 from phalanx.errors import NoReplica, PhalanxError, ReplicaFailed
 from phalanx.gateway.dispatch.affinity import affinity_of
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
@@ -33,9 +31,9 @@ from phalanx.gateway.relay.exchange import ClientExchange, body_lease
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.migration import Migration, refuses_key
 from phalanx.gateway.relay.relay import FIRST_ERROR, BufferedResponse, Relay, RelayedResponse
+from phalanx.gateway.relay.replica_sessions import ReplicaSessions
 from phalanx.gateway.relay.upstream_request import UpstreamRequest
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
-from phalanx.gateway.settings.replicas_file import ReplicaSpec
 from phalanx.http.media_types import is_json
 from phalanx.http.shares import Shares
 
@@ -55,7 +53,7 @@ class Proxy:
     """See the module's docstring.
 
     Args:
-        session_of: the client for a replica.
+        sessions: the clients for replicas.
         check_now: has the health of a replica checked at once.
     """
 
@@ -63,14 +61,14 @@ class Proxy:
         self,
         config: GatewayConfig,
         dispatcher: AsyncDispatcher,
-        session_of: Callable[[ReplicaSpec], aiohttp.ClientSession],
+        sessions: ReplicaSessions,
         metrics: GatewayMetrics,
         check_now: Callable[[Replica], None],
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._check_now = check_now
-        self._session_of = session_of
+        self._sessions = sessions
         self._metrics = metrics
         self._budgets = RetryBudgets(config.retry_budget)
         self._backoff = Backoff(
@@ -292,7 +290,8 @@ class Proxy:
         self._under_way[attempt] = out, relay
         try:
             async with attempt:
-                response = await attempt.send(self._session_of(replica.spec), out.method, out.path, headers, body)
+                session = self._sessions.of(replica.spec, is_new=out.met_stale)
+                response = await attempt.send(session, out.method, out.path, headers, body)
                 result = await relay.answer(response)
             verdict = "failed" if isinstance(result, BufferedResponse) and result.status >= FAILED else "answered"
             if isinstance(result, BufferedResponse) and result.status in SUCCEEDED:
@@ -300,8 +299,9 @@ class Proxy:
             return result
         except PhalanxError as error:
             verdict = "failed"
+            out.met_stale |= attempt.is_stale
             if attempt.is_sent or out.successor is not None:
-                migration.lost(replica, error, relay.reader, is_stale=attempt.is_stale)
+                migration.lost(replica, error, relay.reader)
             return error
         finally:
             del self._under_way[attempt]

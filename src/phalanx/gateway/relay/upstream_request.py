@@ -25,6 +25,7 @@ class UpstreamRequest(Struct):
     queued_s: float = 0.0
     admin_key: str | None = None  # with which the last attempt was made; None: without one
     attempts: int = 0  # that replicas have failed
+    met_stale: bool = False  # a connection failed it that had been idle: further attempts make their own
     not_found: int = 0  # replicas that answered 404
     unexplained: list[Grant] = field(default_factory=list)  # of attempts that failed, perhaps because of the request
     successor: Grant | None = None  # the place to which the request moves as soon as its attempt has ended
