@@ -9,8 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 from support.stub_hub import COMMIT, StubHub, files_of_a_model, stub_hub
 
@@ -218,33 +221,82 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_fetched(phalanx:
     assert hub.ranges() == []
 
 
-def test_a_pulled_model_is_served_listed_and_stopped(
-    phalanx: Run, variables: dict[str, str], hub: StubHub, tmp_path: Path
-) -> None:
-    hub.repositories[NAME] = {file.name: file.read_bytes() for file in MODEL_DIR.iterdir() if file.is_file()}
+@contextmanager
+def serving(model: str, variables: dict[str, str], log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server on a free port, and its URL."""
     small = ["--memory-guard-gb", "0.2", "--kv-cache-gb", "0.1", "--port", "0"]
-    log = tmp_path / "log"
+    command = [sys.executable, "-m", "phalanx", "serve", model, "--served-model-name", "served", *small]
     with log.open("w") as out:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "phalanx", "serve", NAME, *small], env=variables, stdout=out, stderr=out
-        )
+        server = subprocess.Popen(command, env=variables, stdout=out, stderr=out)
         try:
             deadline = time.monotonic() + LIMIT_S
             while "phalanx is ready" not in log.read_text() and time.monotonic() < deadline and server.poll() is None:
                 time.sleep(0.1)
-            url = log.read_text().partition("phalanx is ready: ")[2].split()[0]
-            rows = {row["pid"]: row for row in json.loads(phalanx("ps", "--json").stdout)}
-            row = rows[server.pid]
-            assert (row["models"], row["ranks"], row["supervised"]) == ([NAME], 1, False)
-            assert row["addresses"] == [url.removeprefix("http://").removesuffix("/v1")] and row["bytes"] > 1 << 20
-            assert f"{server.pid}  " in phalanx("ps").stdout
-            refused(phalanx("rm", NAME), f"{NAME} is served by process {server.pid}")
-            refused(phalanx("stop", "no-such"), "There is no server", "'no-such'")
-            stopped = phalanx("stop", str(server.pid))
-            assert (stopped.returncode, stopped.stdout) == (0, f"stopped {server.pid}\n"), stopped.stderr
-            assert server.wait(LIMIT_S) == 0, "it ended in order"
-            assert server.pid not in {row["pid"] for row in json.loads(phalanx("ps", "--json").stdout)}
+            yield server, log.read_text().partition("phalanx is ready: ")[2].split()[0].removesuffix("/v1")
         finally:
             server.kill()
             server.wait()
+
+
+def test_a_pulled_model_is_served_listed_and_stopped(
+    phalanx: Run, variables: dict[str, str], hub: StubHub, tmp_path: Path
+) -> None:
+    hub.repositories[NAME] = {file.name: file.read_bytes() for file in MODEL_DIR.iterdir() if file.is_file()}
+    with serving(NAME, variables, tmp_path / "log") as (server, url):
+        rows = {row["pid"]: row for row in json.loads(phalanx("ps", "--json").stdout)}
+        row = rows[server.pid]
+        assert (row["models"], row["ranks"], row["supervised"]) == ([NAME], 1, False)
+        assert row["addresses"] == [url.removeprefix("http://")] and row["bytes"] > 1 << 20
+        assert f"{server.pid}  " in phalanx("ps").stdout
+        refused(phalanx("rm", NAME), f"{NAME} is served by process {server.pid}")
+        answer = httpx.request("DELETE", f"{url}/api/delete", json={"model": NAME}, timeout=LIMIT_S)
+        assert (answer.status_code, "is served" in answer.json()["error"]) == (400, True), answer.text
+        refused(phalanx("stop", "no-such"), "There is no server", "'no-such'")
+        stopped = phalanx("stop", str(server.pid))
+        assert (stopped.returncode, stopped.stdout) == (0, f"stopped {server.pid}\n"), stopped.stderr
+        assert server.wait(LIMIT_S) == 0, "it ended in order"
+        assert server.pid not in {row["pid"] for row in json.loads(phalanx("ps", "--json").stdout)}
     assert phalanx("rm", NAME).returncode == 0
+
+
+def pulls_of(pid: int) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if "pull" in child.cmdline():
+                found.append(child)
+    return found
+
+
+def test_ollamas_api_pulls_beside_a_served_model_and_a_client_that_leaves_ends_the_pull(
+    variables: dict[str, str], hub: StubHub, tmp_path: Path
+) -> None:
+    hub.repositories[NAME]["model.safetensors"] = WEIGHTS
+    hub.stops_at = 21 << 20
+    with serving("demo", variables, tmp_path / "log") as (server, url), httpx.Client(timeout=LIMIT_S) as client:
+
+        def lines_until(done: Callable[[dict[str, object]], bool]) -> list[dict[str, object]]:
+            found = []
+            with client.stream("POST", f"{url}/api/pull", json={"model": NAME}) as answer:
+                for line in answer.iter_lines():
+                    found.append(json.loads(line))
+                    if done(found[-1]):
+                        break
+            return found
+
+        lines_until(lambda line: line.get("total") == len(WEIGHTS) and line.get("completed", 0) > 15_000_000)
+        _, alive = psutil.wait_procs(pulls_of(server.pid), timeout=LIMIT_S)
+        assert alive == [], "the client has left"
+        assert not snapshot(variables).exists()
+        (part,) = (repository(variables) / "blobs").glob("*.part")
+        have = part.stat().st_size
+        hub.stops_at = None
+        hub.go_on.set()
+        assert lines_until(lambda line: False)[-1] == {"status": "success"}
+        assert hub.ranges()[-1] == f"bytes={have}-" and have > 10_000_000
+        tags = client.get(f"{url}/api/tags").json()["models"]
+        assert [tag["name"] for tag in tags] == ["served", NAME]
+        failed = client.post(f"{url}/api/pull", json={"model": "owner/none", "stream": False})
+        assert failed.status_code == 400 and "no such repository" in failed.json()["error"]
+        assert client.request("DELETE", f"{url}/api/delete", json={"model": NAME}).status_code == 200
+        assert not repository(variables).exists()

@@ -9,8 +9,6 @@ DEMO = "demo"
 """The bundled model."""
 PACKAGED = "smollm2"
 """The model that comes from a package index, also where there is no hub (`packaged.py`)."""
-LATEST = ":latest"
-"""Ollama's tag of a name that is given without one."""
 
 
 class HubModel(NamedTuple):

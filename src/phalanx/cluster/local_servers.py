@@ -6,6 +6,7 @@ A server's ranks have their settings on their command lines, and its sockets tel
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -57,9 +58,9 @@ def is_server(command: Sequence[str]) -> bool:
 
 
 def _servers() -> Iterator[LocalServer]:
-    for process in identity.strays():
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if is_server(process.cmdline()):
+            if process.uids().real == os.getuid() and is_server(process.cmdline()):
                 yield _describe(process)
 
 
