@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from support.gateways import running_gateway
 from support.stub_hub import COMMIT, StubHub, files_of_a_model, stub_hub
 
 from phalanx.demo import MODEL_DIR
@@ -296,6 +297,12 @@ def test_ollamas_api_pulls_beside_a_served_model_and_a_client_that_leaves_ends_t
         assert hub.ranges()[-1] == f"bytes={have}-" and have > 10_000_000
         tags = client.get(f"{url}/api/tags").json()["models"]
         assert [tag["name"] for tag in tags] == ["served", NAME]
+        with running_gateway(url) as before:
+            assert [tag["name"] for tag in client.get(f"{before}/api/tags").json()["models"]] == ["served"]
+            for body in ({"model": "served", "name": NAME}, {"name": NAME}):
+                for method, path in (("POST", "/api/pull"), ("DELETE", "/api/delete")):
+                    refusal = client.request(method, f"{before}{path}", json=body)
+                    assert (refusal.status_code, "admin-key" in refusal.json()["error"]) == (403, True), refusal.text
         failed = client.post(f"{url}/api/pull", json={"model": "owner/none", "stream": False})
         assert failed.status_code == 400 and "no such repository" in failed.json()["error"]
         assert client.request("DELETE", f"{url}/api/delete", json={"model": NAME}).status_code == 200

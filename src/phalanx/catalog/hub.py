@@ -74,7 +74,8 @@ def _fetch(model: str, revision: str | None, found: Any, patterns: Sequence[str]
         raise ModelError(
             f"{model} has no weights as safetensors.", remedy="Choose another repository, such as of mlx-community."
         )
-    _check_disk(model, folder, todo, report)
+    if todo:
+        _check_disk(model, folder, todo, report)
     for file in todo:
         if file.lfs is not None and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
             _fetch_large(model, found.sha, file, folder, report)
@@ -99,13 +100,12 @@ def _check_disk(model: str, folder: Path, todo: Sequence[Any], report: Report) -
         have = [blobs / file.lfs.sha256, blobs / f"{file.lfs.sha256}{PART}"] if file.lfs is not None else []
         needed += max(0, (file.size or 0) - sum(one.stat().st_size for one in have if one.exists()))
     free = shutil.disk_usage(blobs).free
-    if needed + SPARE > free and needed:
+    if needed + SPARE > free:
         raise ModelError(
             f"{model} needs {needed / GB:.2f} GB of disk, but {folder.parent} has {free / GB:.2f} GB free.",
             remedy="Remove models (`phalanx list`, `phalanx rm NAME`), or set HF_HUB_CACHE to a directory with room.",
         )
-    if needed:
-        report(PullProgress(f"needs {needed / GB:.2f} GB of disk, {free / GB:.2f} GB are free"))
+    report(PullProgress(f"needs {needed / GB:.2f} GB of disk, {free / GB:.2f} GB are free"))
 
 
 def _fetch_large(model: str, commit: str, file: Any, folder: Path, report: Report) -> None:

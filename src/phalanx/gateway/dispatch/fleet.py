@@ -17,7 +17,7 @@ import msgspec
 from phalanx.errors import ConfigError
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.breaker import BreakerRules
-from phalanx.gateway.dispatch.replica import TAG, Replica
+from phalanx.gateway.dispatch.replica import VIA, Replica
 from phalanx.gateway.dispatch.replica_health import Check, HealthReport, HealthRules, report_of
 from phalanx.gateway.dispatch.replica_models import cards_in, names_in, tags_in
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
@@ -138,7 +138,7 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def tags(self) -> list[list[dict[str, Any]]]:
-        """The models that each replica serves, in Ollama's form; none of one that is down or speaks another."""
+        """The models that each replica lists in Ollama's form; none of one that is down or speaks another."""
         up = [replica for replica in self.replicas.values() if replica.health.state == "up"]
         return list(await asyncio.gather(*map(self._tags, up)))
 
@@ -215,9 +215,7 @@ class Fleet:
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             log.info("replica %s does not list its models: %s", replica.name, _said(error))
             return []
-        known = replica.models
-        entries = tags_in(body) if status == 200 else []
-        return [entry for entry in entries if known is None or str(entry["name"]).removesuffix(TAG) in known]
+        return tags_in(body) if status == 200 else []
 
     async def _get(self, replica: Replica, path: str) -> tuple[int, bytes]:
         """Status and body.
@@ -225,7 +223,7 @@ class Fleet:
         Raises:
             ValueError: the body is too large.
         """
-        headers = {"Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": "identity", "Via": VIA}
         if replica.spec.key is not None:
             headers["Authorization"] = f"Bearer {replica.spec.key}"
         async with self._session.get(replica.spec.url + path, headers=headers, allow_redirects=False) as response:
