@@ -123,6 +123,8 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(phalanx: Run, hub: StubHub) 
         ("owner/none", {}, "the hub has no such repository"),
         ("no such name", {}, "not a hub id"),
         ("./nothing", {}, "No such directory"),
+        ("~no-such-user/x", {}, "is no path"),
+        (300 * "a", {}, "is no path: File name too long"),
         (NAME, {"HF_ENDPOINT": "ht!tp://"}, "HF_ENDPOINT is 'ht!tp://', which is not a URL"),
         (NAME, {"HF_ENDPOINT": "hub.example"}, "is not a URL"),
         (NAME, {"HF_ENDPOINT": "http://[::1"}, "is not a URL"),

@@ -7,6 +7,7 @@ are described by their path, but neither listed nor removed.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -27,6 +28,7 @@ NEEDED = (
     "tokenizer.model", "tiktoken.model", "*.tiktoken",
 )  # fmt: skip
 """The files in a model's directory that serving reads: those that mlx-lm downloads from a repository."""
+HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 INDEX = "model.safetensors.index.json"
 MAX_INDEX = 64 << 20
 PART = ".part"
@@ -84,26 +86,46 @@ def cached_snapshot(repository: str, revision: str | None = None) -> Path | None
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
+def path_of(name: str) -> Path:
+    """A name as a path, whose `~` is the home directory.
+
+    Raises:
+        ModelNotFound: no file can have this path.
+    """
+    try:
+        path = Path(name).expanduser()
+        (path / "config.json").is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelNotFound(
+            f"{name[:80]!r} is no path: {getattr(error, 'strerror', None) or error}.",
+            remedy="Give a directory, a hub id (owner/name), or a short name such as `smollm2`.",
+        ) from error
+    return path
+
+
 def directory_of(name: str, revision: str | None = None) -> Path | None:
     """The directory of a model by its name: the bundled one, a short name, a directory or a hub id; None if it is not
     on this machine.
+
+    Raises:
+        ModelNotFound: of `path_of`.
     """
     if name == DEMO:
         return MODEL_DIR
     if name == PACKAGED:
         return packaged_directory() if (packaged_directory() / "config.json").is_file() else None
     repository, revision = repository_of(name, revision)
-    given = Path(name).expanduser()
+    given = path_of(name)
     if name not in SHORT_NAMES and (given / "config.json").is_file():
         return given.absolute()
-    return cached_snapshot(repository, revision) if repository.count("/") <= 1 else None
+    return cached_snapshot(repository, revision) if HUB_ID.fullmatch(repository) else None
 
 
 def find(name: str) -> LocalModel:
     """The model of this name.
 
     Raises:
-        ModelNotFound: it is not on this machine.
+        ModelNotFound: it is not on this machine, or cannot be a name.
     """
     path = directory_of(name)
     if path is not None:
@@ -111,7 +133,7 @@ def find(name: str) -> LocalModel:
         repository = repository_of(name)[0] if in_cache else ""
         return _describe(shortest(repository) if in_cache else name, path, repository)
     repository = repository_of(name)[0]
-    if repository.count("/") <= 1 and (begun := _begun(repository)) is not None:
+    if HUB_ID.fullmatch(repository) and (begun := _begun(repository)) is not None:
         return begun
     raise ModelNotFound(f"{name} is not on this machine.", remedy=f"Run `phalanx pull {name}`.")
 

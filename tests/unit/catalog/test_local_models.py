@@ -74,6 +74,14 @@ def test_names_are_found_in_the_order_of_the_manual(home: Path):
     assert directory_of("qwen3:4b") == directory_of(QWEN) == snapshot
     assert directory_of("./qwen3:4b") == own
     assert directory_of(PACKAGED) is None and directory_of("../x") is None and directory_of("a/b/c") is None
+    assert directory_of(f"{150 * 'a'}/{150 * 'b'}") is None, "the hub has no such long names, nor have disks"
+
+
+@pytest.mark.parametrize("name", ["~no-such-user", 300 * "a", f"{300 * 'a'}/b"])
+def test_what_cannot_be_a_name_is_one_line(name: str):
+    for look in (directory_of, find, remove):
+        with pytest.raises(ModelNotFound, match="is no path: "):
+            look(name)
 
 
 def test_a_model_is_described_by_its_small_files(monkeypatch: pytest.MonkeyPatch):

@@ -39,12 +39,10 @@ CALLS = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A disk without models, whose hub's cache this is."""
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    """A hub's cache."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "hub"
 
 

