@@ -81,6 +81,8 @@ def test_pull_list_show_rm(phalanx: Run, variables: dict[str, str], hub: StubHub
     again = phalanx("pull", NAME)
     assert (again.returncode, again.stdout, again.stderr) == (0, pulled.stdout, "")
     assert len(hub.ranges()) == 2, "nothing was fetched again"
+    assert [path for _, path, _ in hub.asked].count(f"/api/models/{NAME}") == 2, "the second pull asked once"
+    assert [path for _, path, _ in hub.asked].count(f"/api/models/{NAME}/revision/main") == 1
 
     (row,) = [line.split() for line in phalanx("list").stdout.splitlines() if line.startswith(NAME)]
     assert row[1:6] == ["0", "MB", "llama", "4", "4096"] and row[-1] in ("yes", "no")

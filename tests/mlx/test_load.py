@@ -426,7 +426,7 @@ def test_a_file_is_not_a_model(llama: Path) -> None:
 def test_a_hub_id_comes_from_the_cache_and_without_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None, list[str]]] = []
 
-    def download(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(repo: str, *, revision: str | None, allow_patterns: list[str], tqdm_class: object) -> str:
         asked.append((repo, revision, allow_patterns))
         return str(tmp_path)
 

@@ -18,7 +18,8 @@ from typing import Any
 from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
 from huggingface_hub import errors as hub
 from huggingface_hub.file_download import http_get
-from huggingface_hub.utils import WeakFileLock, build_hf_headers, disable_progress_bars, filter_repo_objects
+from huggingface_hub.utils import WeakFileLock, build_hf_headers, filter_repo_objects
+from huggingface_hub.utils import tqdm as hub_bar
 from huggingface_hub.utils.sha import git_hash
 
 from phalanx.catalog.local_models import NEEDED, PART, cached_snapshot, lacking, repository_folder
@@ -67,20 +68,22 @@ def _from_cache(model: str, revision: str | None, error: Exception) -> Path:
 def _fetch(model: str, revision: str | None, found: Any, patterns: Sequence[str], report: Report) -> Path:
     """Fetch the files that the cache lacks; those with a SHA-256 first, which are the large ones."""
     folder = repository_folder(model)
-    snapshot = folder / "snapshots" / found.sha
+    snapshot: Path = folder / "snapshots" / found.sha
     names = list(filter_repo_objects([file.rfilename for file in found.siblings], allow_patterns=list(patterns)))
     todo = [file for file in found.siblings if file.rfilename in names and not (snapshot / file.rfilename).exists()]
     if not any(name.endswith(".safetensors") for name in names):
         raise ModelError(
             f"{model} has no weights as safetensors.", remedy="Choose another repository, such as of mlx-community."
         )
+    if not todo and cached_snapshot(model, revision) == snapshot:
+        return snapshot  # else its name is missing, which the hub's client writes
     if todo:
         _check_disk(model, folder, todo, report)
     for file in todo:
         if file.lfs is not None and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
             _fetch_large(model, found.sha, file, folder, report)
-    disable_progress_bars()
-    path = Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
+    bar = None if report is quiet else _NoBar
+    path = Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns), tqdm_class=bar))
     for file in todo:
         if file.lfs is None and file.blob_id and path == snapshot:
             _check_small(model, path / file.rfilename, file.blob_id)
@@ -137,8 +140,17 @@ def _fetch_large(model: str, commit: str, file: Any, folder: Path, report: Repor
         part.replace(blob)
 
 
-def _bar(report: Report, digest: str, total: int) -> type:
-    """What the hub's client takes for a progress bar: it reports."""
+class _NoBar(hub_bar):  # type: ignore[misc]  # of a module without types
+    """A bar of the hub's client that is not drawn."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{**settings, "disable": True})
+
+
+def _bar(report: Report, digest: str, total: int) -> type | None:
+    """What the hub's client takes for a progress bar: it reports. None: the client draws its own."""
+    if report is quiet:
+        return None
 
     class Bar:
         def __init__(self, initial: int = 0, **_: Any) -> None:

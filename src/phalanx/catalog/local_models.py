@@ -150,20 +150,28 @@ def local_models() -> Iterator[LocalModel]:
             yield find(repository)
 
 
+def downloaded_folder(name: str) -> Path:
+    """The folder of everything that a pull of this name has written.
+
+    Raises:
+        ModelNotFound: the model is not on this machine.
+        ModelError: it was not downloaded.
+    """
+    model = find(name)
+    if name == PACKAGED:
+        return packaged_directory()
+    if model.repository:
+        return repository_folder(model.repository)
+    raise ModelError(f"{name} was not downloaded: it lies in {model.path}.", remedy="Delete the directory itself.")
+
+
 def remove(name: str) -> int:
     """Delete a model that was downloaded. Returns the bytes that this freed.
 
     Raises:
-        ModelNotFound: it is not on this machine.
-        ModelError: it was not downloaded, or a file cannot be deleted.
+        ModelNotFound, ModelError: of `downloaded_folder`, or a file cannot be deleted.
     """
-    model = find(name)
-    if name == PACKAGED:
-        folder = packaged_directory()
-    elif model.repository:
-        folder = repository_folder(model.repository)
-    else:
-        raise ModelError(f"{name} was not downloaded: it lies in {model.path}.", remedy="Delete the directory itself.")
+    folder = downloaded_folder(name)
     freed = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
     doomed = folder.with_name(f".removed-{folder.name}")
     try:

@@ -24,4 +24,4 @@ Report = Callable[[PullProgress], None]
 
 
 def quiet(progress: PullProgress) -> None:
-    """A report that nobody reads."""
+    """The report of programs that show nothing themselves: the hub's client may draw its bars."""

@@ -33,7 +33,7 @@ COMMANDS = {
     "net": "Set up, test or undo the network between hosts.",
     "pull": "Download a model onto this machine.",
     "list": "The models on this machine: size, family, bits, context, last use, whether they fit.",
-    "show": "One model on this machine, or one that could be pulled.",
+    "show": "Describe a model on this machine.",
     "rm": "Delete a model that was downloaded.",
     "ps": "The servers that run on this machine.",
     "stop": "End a server of this machine.",

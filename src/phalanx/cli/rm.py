@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.catalog.local_models import directory_of, remove
+from phalanx.catalog.local_models import directory_of, downloaded_folder, remove
 from phalanx.catalog.pull_progress import PullProgress
 from phalanx.cli.list import size_of
 from phalanx.cli.pull import AsJson, json_error, write_json
@@ -33,9 +33,8 @@ def command(
 
 
 def _check_unused(model: str) -> None:
+    downloaded_folder(model)
     path = directory_of(model)
     for server in local_servers():
         if path is not None and path in [directory_of(name) for name in server.models]:
-            raise ModelError(
-                f"{model} is served by process {server.pid}.", remedy=f"`phalanx stop {server.pid}` first."
-            )
+            raise ModelError(f"{model} is served by process {server.pid}.", remedy=f"Run `phalanx stop {server.pid}`.")
