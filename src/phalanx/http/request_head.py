@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 MAX_BYTES = 16 << 10  # of all lines; browsers behind proxies send 4 KiB
 MAX_LINES = 256  # browsers behind proxies send 40
-ADDED_BYTES = 2 << 10  # a gateway's own lines: a replica's name, its two keys, an id, two lengths
+ADDED_BYTES = 2 << 10  # a gateway's own lines: a replica's name, its two keys, an id, two lengths, Via
 ADDED_LINES = 8
 REQUEST_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64} (?P<target>[!-~]+) HTTP/1\.(?P<minor>[01])")
 NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")

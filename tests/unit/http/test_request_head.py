@@ -13,9 +13,11 @@ from aiohttp.http_parser import HttpRequestParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.gateway.dispatch.replica import VIA
 from phalanx.gateway.relay.attempt import request_headers
 from phalanx.http.request_head import ADDED_BYTES, ADDED_LINES, MAX_BYTES, MAX_LINES, NAME, fault_of, head_of
 from phalanx.http.stream_records import MIGRATION, RESUME
+from phalanx.server.access import OF_PROXIES
 from phalanx.server.bounded_h11 import BoundedConnection
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a"
@@ -129,6 +131,12 @@ def sent_on(head: bytes) -> bytes | None:
     headers.update({MIGRATION: "a" * 300, RESUME: "1" * 12, "Content-Length": "9", "Host": "h" * 255})
     pairs = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
     return head_of(message.method, message.url.raw_path_qs, 1, pairs)
+
+
+@pytest.mark.parametrize("more", [[], [("Connection", "via")], [("Via", "1.1 nginx"), ("Connection", "Via, close")]])
+def test_a_replica_sees_that_a_gateway_asks_whatever_the_client_says(more):
+    headers = request_headers([("Accept", "*/*"), *more], request_id="id", key=None, pass_keys=True)
+    assert headers.getall("Via")[-1] == VIA and "via" in OF_PROXIES
 
 
 ODD = st.sampled_from([b" ", b"\t", b"\r", b"\n", b"\0", b"\x0b", b"\x7f", b"\xff", b":", b",", b" " * 150, b"#", b"%"])

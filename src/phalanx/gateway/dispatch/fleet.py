@@ -17,7 +17,7 @@ import msgspec
 from phalanx.errors import ConfigError
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.breaker import BreakerRules
-from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.dispatch.replica import VIA, Replica
 from phalanx.gateway.dispatch.replica_health import Check, HealthReport, HealthRules, report_of
 from phalanx.gateway.dispatch.replica_models import cards_in, names_in, tags_in
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
@@ -226,7 +226,7 @@ class Fleet:
         Raises:
             ValueError: the body is too large.
         """
-        headers = {"Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": "identity", "Via": VIA}
         if replica.spec.key is not None:
             headers["Authorization"] = f"Bearer {replica.spec.key}"
         session = self._session_of(replica.spec)

@@ -6,6 +6,8 @@ from phalanx.gateway.dispatch.breaker import Breaker, BreakerRules
 from phalanx.gateway.dispatch.replica_health import HealthRules, ReplicaHealth
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
+VIA = "1.1 phalanx"
+"""The header Via of what a gateway asks: a server on its machine must not take it for a program of the user's."""
 TAG = ":latest"
 """What Ollama's clients may add to a model's name, and leave out."""
 ALONE = 1

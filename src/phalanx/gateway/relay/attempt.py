@@ -16,6 +16,7 @@ from yarl import URL
 
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed, ReplicaTooSlow
 from phalanx.gateway.dispatch.dispatcher import Grant
+from phalanx.gateway.dispatch.replica import VIA
 from phalanx.http.owners import OWNER, owner_header
 from phalanx.http.stream_records import MIGRATION, RESUME
 
@@ -68,6 +69,7 @@ def request_headers(
     headers = CIMultiDict((name, value) for name, value in pairs if name.lower() not in left_out)
     headers["Accept-Encoding"] = "identity"  # streams are read as they pass
     headers["X-Request-Id"] = request_id
+    headers.add("Via", VIA)
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     if owner and admin_key is not None:

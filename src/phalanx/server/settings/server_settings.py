@@ -25,7 +25,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """A key clients must send; may be repeated (in the variable: with blanks between them). Clients with different keys
     share places and rows by turns."""
     admin_key: Annotated[str | None, Flag("HTTP", variable=ADMIN_KEY_VARIABLE, is_key=True)] = None
-    """Key of a gateway that may read streams' tokens, move streams between servers, and say whose a request is."""
+    """Key of a gateway that may read streams' tokens, move streams between servers, and say whose a request is; and of
+    clients on other machines that may pull and delete models."""
     metrics_open: Annotated[bool, Flag("HTTP")] = False
     """/metrics needs no key, where the rest does."""
     allowed_hosts: Annotated[tuple[str, ...], Flag("HTTP")] = ()
