@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -137,12 +138,16 @@ def test_a_private_server_ends_in_order_and_with_its_parent(model: Path) -> None
     log.unlink()
 
 
-def test_the_demo_streams_an_answer_and_ends_in_order() -> None:
+def test_the_demo_answers_three_questions_through_a_killed_rank_and_ends_in_order() -> None:
     ended = phalanx("demo", "--port", "0", "--prompt", "What is 2+2?")
     assert ended.returncode == 0, ended.stderr
     shown = ended.stdout
     assert "What is 2+2?" in shown
-    assert all(part in shown for part in ("time to first token", "tokens/s", "curl -N http://127.0.0.1:"))
+    assert '{"name": "' in shown
+    assert re.search(r"kill -9 \d+  \(rank 1\)", shown)
+    assert re.search(r"stood still for \d+\.\d s.*went on", shown)
+    assert "the same answer, letter by letter" in shown
+    assert all(part in shown for part in ("first token after", "tokens/s", "curl -N http://127.0.0.1:"))
     assert "ended in order" in shown
 
 
