@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from phalanx.errors import ConfigError
 
@@ -20,6 +21,7 @@ ADMIN_KEY_VARIABLE = "PHALANX_ADMIN_KEY"
 LAUNCHD_VARIABLE = "PHALANX_LAUNCHD"
 WORKER_KEY_VARIABLE = "PHALANX_WORKER_KEY"
 WORKER_ADMIN_KEY_VARIABLE = "PHALANX_WORKER_ADMIN_KEY"
+ENDPOINT_VARIABLE = "HF_ENDPOINT"
 GUARD_VARIABLES = ("PHALANX_MEMORY_GUARD_GB", "MLX_MEMORY_GUARD_GB")
 
 
@@ -173,3 +175,29 @@ def hub_cache() -> Path:
     if given := os.environ.get("HF_HUB_CACHE"):
         return Path(given)
     return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
+
+
+def cache_dir() -> Path:
+    """phalanx's directory below `$XDG_CACHE_HOME`, else below `~/.cache`: what can be downloaded again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
+
+
+def check_hub_endpoint() -> None:
+    """Refuse a hub's address that is none, of which the hub's client would say nothing that helps.
+
+    Raises:
+        ConfigError: names the variable and its value.
+    """
+    endpoint = os.environ.get(ENDPOINT_VARIABLE)
+    if endpoint is None:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        right = False
+    if not right:
+        raise ConfigError(
+            f"{ENDPOINT_VARIABLE} is {endpoint!r}, which is not a URL.",
+            remedy="Set it to the hub's address, such as https://huggingface.co, or unset it.",
+        )

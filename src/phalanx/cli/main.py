@@ -31,17 +31,22 @@ COMMANDS = {
     "doctor": "Look at every host and every link; say what is wrong and what to do.",
     "hostfile": "Write a hostfile from host names, or check one.",
     "net": "Set up, test or undo the network between hosts.",
+    "pull": "Download a model onto this machine.",
+    "list": "The models on this machine: size, family, bits, context, last use, whether they fit.",
+    "show": "One model on this machine, or one that could be pulled.",
+    "rm": "Delete a model that was downloaded.",
+    "ps": "The servers that run on this machine.",
+    "stop": "End a server of this machine.",
     "model": "Bring a model to the hosts of a cluster.",
     "credentials": "Make the keys of a cluster's hosts, where units start it.",
     "agent": "Runs ranks on this host for a server on another. Started by `up`, not by hand.",
-    "fetch": "Download a model on this machine.",
     "host": "Commands that a cluster command runs on this host, through ssh.",
     "reach": "What ssh is for mpirun.",
     "rank": "One engine process. Started by `serve`, not by hand.",
 }
 """Command -> its line in `phalanx --help`. The code of each is the function `command` in the file of its name."""
 
-HIDDEN = frozenset({"agent", "fetch", "host", "rank", "reach"})
+HIDDEN = frozenset({"agent", "host", "rank", "reach"})
 PASSES_ON = frozenset({"up"})
 """Commands that hand everything after `--` to another program, as values of their hidden option `--word`."""
 

@@ -13,7 +13,7 @@ import typer
 from msgspec.structs import replace
 
 from phalanx.cli.setting_flags import Flags, text_of, with_settings
-from phalanx.cli.terminal import LoadingView, note, set_up_logging
+from phalanx.cli.terminal import LoadingView, PullView, note, set_up_logging
 from phalanx.config import DEFAULT_MODEL
 from phalanx.environment import ADMIN_KEY_VARIABLE, api_keys_from_environment, api_keys_in, key_from_environment
 from phalanx.errors import ConfigError
@@ -98,7 +98,8 @@ def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None =
     """Serve until told to stop; with `attach`, an engine that comes to this socket; with `cluster`, on its hosts."""
     if not is_loopback(config.host) and not config.api_key:
         note(f"warning: {config.host} can be reached from other machines, and no --api-key is set")
-    path = resolve_models(config.engine)
+    with PullView() as view:
+        path = resolve_models(config.engine, view)
     template = None
     if config.chat_template is not None:
         template = text_of(Path(config.chat_template), "--chat-template").removeprefix(BYTE_ORDER_MARK)

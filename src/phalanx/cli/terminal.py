@@ -6,13 +6,16 @@ import importlib
 import logging
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self, TextIO
 
+from phalanx.catalog.pull_progress import ASKING, PullProgress
 from phalanx.environment import environment
 from phalanx.errors import PhalanxError
 from phalanx.log_limits import CountingHandler
-from phalanx.supervision.client import EngineClient, EngineState
+from phalanx.supervision.client import EngineClient, EngineState, LoadProgress
 from phalanx.text.printable import LineFormatter, printable
 
 BOLD_RED, DIM = "1;31", "2"
@@ -106,3 +109,44 @@ class LoadingView:
             if reached != shown:
                 shown = reached
                 print(f"{state.progress.phase}: {share:.0%}", file=sys.stderr, flush=True)
+
+
+class PullView:
+    """Shows how far a download is until the context is left: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self._end = ExitStack()
+        self._show: Callable[[LoadProgress], None] | None = None
+        self._shown: tuple[str, int] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end.close()
+
+    def __call__(self, progress: PullProgress) -> None:
+        """Show one line of a pull. That the hub is asked is not worth a line: every start does."""
+        if progress.completed is None:
+            if progress.status != ASKING:
+                note(progress.status)
+            return
+        load = LoadProgress(progress.status, progress.completed, progress.total)
+        if sys.stderr.isatty():
+            self._bar(load)
+        else:
+            self._line(load)
+
+    def _bar(self, load: LoadProgress) -> None:
+        if self._show is None:
+            bar = importlib.import_module("phalanx.cli.loading_bar").LoadingBar()
+            self._show = self._end.enter_context(bar).show
+        assert self._show is not None
+        self._show(load)
+
+    def _line(self, load: LoadProgress) -> None:
+        share = load.done / max(1, load.total)
+        reached = (load.phase, int(share / PLAIN_STEP))
+        if reached != self._shown:
+            self._shown = reached
+            print(f"{load.phase}: {share:.0%}", file=sys.stderr, flush=True)
