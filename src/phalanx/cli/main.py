@@ -80,6 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. typer prints usage errors (2), `report` prints phalanx's own."""
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
+        if not arguments:
+            return exit_code(importlib.import_module("phalanx.cli.first_words").command)
         if asked in OWN_PARSER and arguments[0] == asked:
             command = importlib.import_module(f"phalanx.cli.{asked}").command
             return exit_code(lambda: command(arguments[1:]))
