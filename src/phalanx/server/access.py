@@ -12,6 +12,7 @@ from phalanx.http.allowed_hosts import AllowedHosts, name_of
 from phalanx.http.api_keys import ApiKeys
 from phalanx.http.error_responses import error_body, headers_of, public_failure
 from phalanx.http.listening import is_loopback
+from phalanx.http.owners import OWNER, owner_on_server
 
 
 def error_response(error: PhalanxError, path: str) -> JSONResponse:
@@ -44,6 +45,7 @@ class ModelManagers:
 
     def __init__(self, keys: ApiKeys, admin_key: str | None) -> None:
         self._keys = keys
+        self._admin_key = admin_key
         self._admin = None if admin_key is None else ApiKeys([admin_key])
 
     def has_admin_key(self, request: Request) -> bool:
@@ -60,8 +62,10 @@ class ModelManagers:
 
         Raises:
             InvalidApiKey: neither the admin key nor an API key that is accepted.
+            AdminKeyRefused: as `owner_on_server`.
         """
-        request.state.owner = "" if self.has_admin_key(request) else self._keys.owner(request.headers)
+        own = "" if self.has_admin_key(request) else self._keys.owner(request.headers)
+        request.state.owner = owner_on_server(own, request.headers.get(OWNER), self._admin_key)
 
     async def require(self, request: Request) -> None:
         """Refuse requests of others.

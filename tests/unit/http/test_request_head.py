@@ -135,7 +135,9 @@ def sent_on(head: bytes) -> bytes | None:
 
 @pytest.mark.parametrize("more", [[], [("Connection", "via")], [("Via", "1.1 nginx"), ("Connection", "Via, close")]])
 def test_a_replica_sees_that_a_gateway_asks_whatever_the_client_says(more):
-    headers = request_headers([("Accept", "*/*"), *more], request_id="id", key=None, pass_keys=True)
+    headers = request_headers(
+        [("Accept", "*/*"), *more], request_id="id", owner="", key=None, admin_key=None, pass_keys=True
+    )
     assert headers.getall("Via")[-1] == VIA and "via" in OF_PROXIES
 
 
