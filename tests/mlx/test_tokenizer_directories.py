@@ -265,6 +265,17 @@ def test_what_may_surprise_is_said(edit: Edit, match: str, model: Path, caplog: 
     assert tokenizer.decode(tokenizer.encode("hello é")) == "hello é"
 
 
+def test_a_librarys_warning_is_an_entry_of_the_log(
+    model: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers writes on its own what config.json says, with its line ends and escape sequences."""
+    put(MODEL, model_type="x\nforged \x1b[2J")(model)
+    put(SETTINGS, **UNKNOWN)(model)
+    Tokenizer.load(model)
+    assert [record for record in caplog.records if "forged" in record.getMessage()]
+    assert "forged" not in capfd.readouterr().err
+
+
 # -- where an answer ends --------------------------------------------------------------------------------------------
 
 ENDS: dict[str, tuple[Edit, set[int]]] = {

@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from mlx_lm import tokenizer_utils
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from phalanx.errors import ModelUnsupported
 from phalanx.text import template_files
@@ -21,6 +22,10 @@ from phalanx.text.chat_template import FAILURES
 from phalanx.text.fast_backend import decodes_bytes
 from phalanx.text.template_process import TemplateRenderer
 from phalanx.text.tokenizer_backend import Backend
+
+# Its own handler writes what a model's files say as it is, line ends and escape sequences included.
+transformers_logging.disable_default_handler()
+transformers_logging.enable_propagation()
 
 _GENERAL_RENDERING = PreTrainedTokenizerBase.apply_chat_template
 

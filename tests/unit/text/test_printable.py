@@ -47,6 +47,8 @@ def test_errors_and_notes_command_no_terminal(capsys):
     terminal.report(ModelError("no model \x1b[2J", remedy="Read \x9b2J."))
     terminal.note("at \x1b]0;x\x07")
     said = capsys.readouterr().err
+    terminal.report(ModelError("a\nerror: forged", remedy="b\nerror: forged"))
+    assert "\nerror: forged" not in capsys.readouterr().err
     assert "\\x1b[2J" in said and "\\x9b2J" in said and not re.search("[\x07\x1b\x9b]", said)
 
 
