@@ -211,6 +211,19 @@ def test_a_model_of_sentencepiece_is_read(model: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_model_of_sentencepiece_that_makes_much_of_little_is_refused(model: Path) -> None:
+    (model / SAVED).unlink()
+    (model / "text").write_text("\n".join(TEXT * 20))
+    (model / "rules.tsv").write_text(f"2603\t{' '.join(['78'] * 1000)}\n")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(model / "text"), model_prefix=str(model / "spiece"), vocab_size=330, hard_vocab_limit=False,
+        normalization_rule_tsv=str(model / "rules.tsv"), minloglevel=2,
+    )  # fmt: skip
+    put(SETTINGS, tokenizer_class="T5Tokenizer")(model)
+    with pytest.raises(ModelUnsupported, match=f"{model}: a rule puts 1000 characters into a text"):
+        Tokenizer.load(model)
+
+
 def test_mistrals_own_vocabulary_is_read(model: Path) -> None:
     (model / SAVED).unlink()
     vocabulary = [bytes([byte]) for byte in range(256)] + [b"he", b"hel"]
