@@ -70,7 +70,7 @@ NARROW = {
         "phalanx.text",
         "phalanx.tls",
     ),
-    "bench": ("phalanx.tls",),
+    "bench": ("phalanx.http", "phalanx.tls"),
 }
 """Packages that may import the vocabulary, themselves, and only this besides."""
 

@@ -16,7 +16,7 @@ from phalanx.environment import environment
 from phalanx.errors import PhalanxError
 from phalanx.log_limits import CountingHandler
 from phalanx.supervision.client import EngineClient, EngineState, LoadProgress
-from phalanx.text.printable import LineFormatter, printable
+from phalanx.text.printable import LineFormatter, as_entry, printable
 
 BOLD_RED, DIM = "1;31", "2"
 POLL_S = 0.1  # between two looks at what is loaded
@@ -25,9 +25,9 @@ PLAIN_STEP = 0.25  # without a terminal: one line per this share of a phase
 
 def report(error: PhalanxError) -> None:
     """Print an error in red, and its remedy on a second line."""
-    print(f"{_styled('error:', BOLD_RED)} {printable(error.message)}", file=sys.stderr)
+    print(f"{_styled('error:', BOLD_RED)} {as_entry(error.message)}", file=sys.stderr)
     if error.remedy:
-        print(f"  {printable(error.remedy)}", file=sys.stderr)
+        print(f"  {as_entry(error.remedy)}", file=sys.stderr)
 
 
 def note(text: str) -> None:
@@ -60,6 +60,7 @@ def set_up_logging(level: str) -> None:
     handler.addFilter(lambda record: verbose or record.name.startswith("phalanx") or record.levelno >= logging.WARNING)
     logging.basicConfig(handlers=[handler], level=logging.DEBUG if verbose else logging.WARNING, force=True)
     logging.getLogger("phalanx").setLevel(level.upper())
+    logging.captureWarnings(True)  # of libraries, which may quote a model's files
 
 
 class LoadingView:
