@@ -53,7 +53,7 @@ async def start_all(deployment: Deployment) -> None:
         ClusterError: a host could not start its supervisor; the others were stopped again.
     """
     remotes = {remote.name: remote for remote in deployment.remotes()}
-    await _start([(remotes[name], spec) for name, spec in placed(deployment, new_keys())])
+    await _start([(remotes[name], spec) for name, spec in placed(deployment, new_keys(len(deployment.groups)))])
 
 
 async def _start(todo: Sequence[tuple[Remote, Spec]]) -> None:
