@@ -24,6 +24,11 @@ def as_entry(text: str) -> str:
     return printable(text).replace("\n", "\n  ")
 
 
+def shortened(text: str, limit: int) -> str:
+    """The text, or its beginning with a note of how long it is."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
 class LineFormatter(logging.Formatter):
     """Formats a record as one entry."""
 
