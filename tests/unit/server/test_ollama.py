@@ -271,12 +271,15 @@ def test_only_this_machine_and_the_admin_key_manage_models(api_key, tokenizer, d
     key = {"authorization": "Bearer client"} if api_key else {}
     admin = {"x-api-key": "admin"}
 
+    def client_at(address: str) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=app, client=(address, 1))
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
+
     async def main():
         async with asgi_client(app):
 
             async def allowed(address: str, headers: dict[str, str]) -> bool:
-                transport = httpx.ASGITransport(app=app, client=(address, 1))
-                async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                async with client_at(address) as client:
                     pulled = await client.post("/api/pull", json={"model": "tiny", "stream": False}, headers=headers)
                     tags = (await client.get("/api/tags", headers=headers)).raise_for_status().json()["models"]
                     body = {"model": "owner/none"}
@@ -298,8 +301,7 @@ def test_only_this_machine_and_the_admin_key_manage_models(api_key, tokenizer, d
             for header in OF_PROXIES:
                 assert not await allowed("127.0.0.1", {**key, header: "10.0.0.1"})
             if api_key:
-                transport = httpx.ASGITransport(app=app, client=("127.0.0.1", 1))
-                async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                async with client_at("127.0.0.1") as client:
                     for headers in ({}, {"x-api-key": "wrong"}):
                         answer = await client.post("/api/pull", json={"model": "tiny"}, headers=headers)
                         assert answer.status_code == 401
