@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.dockerfiles import last_stage, words_of
 from support.web import web_server
 
 from phalanx.errors import ExitCode
@@ -32,7 +33,7 @@ for folder in /usr/sbin /usr/local /bin /sbin /usr/bin; do [ -L $folder ] || mou
 exec "$@"
 """
 """Shell commands that leave a few programs of a machine; then a command runs."""
-PROGRAMS = ("sh", "env", *([PYTHON.name] if PYTHON.parent == Path("/usr/bin") else []))
+PROGRAMS = ("sh", "env", "mkdir", "chown", *([PYTHON.name] if PYTHON.parent == Path("/usr/bin") else []))
 
 pytestmark = [
     pytest.mark.full,
@@ -181,3 +182,32 @@ def test_the_light_install_has_no_mlx_and_its_commands_work(bare: Bare, house: P
         assert "Traceback" not in done.stderr
     done = bare.run(programs / "python", "-c", "import phalanx.bench.load")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("name", "model"), [("server", ["demo"]), ("gateway", [])])
+def test_the_steps_of_a_dockerfile_make_an_image_that_serves_and_is_healthy(
+    bare: Bare, house: Path, name: str, model: list[str]
+) -> None:
+    """They run on the machine itself, with other folders in the places of the image's."""
+    stage, programs = last_stage(name), bare.home / "python" / "bin"
+    assert bare.run(PYTHON, "-m", "venv", programs.parent).returncode == 0
+    bare.environment["PIP_NO_INDEX"] = "1"
+    places = {"/wheels": str(house), "/models": f"{bare.home}/models", "python ": f"{programs}/python "}
+    for step in stage["RUN"]:
+        for old, new in places.items():
+            step = step.replace(old, new)
+        done = bare.run("/bin/sh", "-ec", step)
+        assert done.returncode == 0, done.stderr
+    for variable in stage.get("ENV", [""])[0].split():
+        key, _, value = variable.partition("=")
+        bare.environment[key] = value.replace("/models", places["/models"])
+    command, *flags = words_of(stage["CMD"][0])
+    flags = [word for word in flags if word != "smollm2"]
+    if name == "gateway":
+        flags += ["--worker-urls", "http://127.0.0.1:9"]
+    with bare.serving(programs / "phalanx", command, *model, *flags, "--port", "0") as (url, log):
+        check = words_of(stage["HEALTHCHECK"][0])[-1]
+        port = re.search(r":(\d+)/v1", log.read_text())
+        assert port is not None and url
+        done = bare.run(programs / "python", "-c", re.sub(r"127.0.0.1:\d+", f"127.0.0.1:{port[1]}", check))
+        assert done.returncode == 0, done.stderr
