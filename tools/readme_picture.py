@@ -26,7 +26,8 @@ SHOWN = (
     (r"^rank \d: self-test", "quiet"),
     (r"^serving at", "plain"),
     (r"^(you|model) ", "talk"),
-    (r"^(time to first token|decoding|tokens|ended by) ", "plain"),
+    (r"^kill -9 ", "command"),
+    (r"^(first token after|The answer stood still|Asked again) ", "plain"),
     (r"^rank \d \(", "good"),
 )
 """Pattern of a line -> its style; a blank line stands wherever the style changes."""
@@ -80,7 +81,7 @@ def draw(lines: list[tuple[str, str]]) -> str:
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'role="img" aria-label="A terminal in which make demo serves a model on two ranks and answers a question">\n'
+        'role="img" aria-label="A terminal in which make demo asks a model three things and kills a rank">\n'
         f"<style>text{{font:14px ui-monospace,Menlo,Consolas,monospace;white-space:pre}}{rules}</style>\n"
         f'<rect width="100%" height="100%" rx="8" fill="#0d1117"/>{dots}\n' + "\n".join(texts) + "\n</svg>\n"
     )
