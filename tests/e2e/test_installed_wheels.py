@@ -179,5 +179,5 @@ def test_the_light_install_has_no_mlx_and_its_commands_work(bare: Bare, house: P
         done = bare.run(programs / "phalanx", *words)
         assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
         assert "Traceback" not in done.stderr
-    done = bare.run(programs / "python", "-c", "import phalanx.bench.load")
+    done = bare.run(programs / "python", "-c", "import phalanx.bench.load_generator")
     assert done.returncode == 0, done.stderr
