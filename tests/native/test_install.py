@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from phalanx.errors import ExitCode
 from phalanx.kernels.install import Installed, threads_for
 
 SCRIPT = Path(__file__).with_name("installed.py")
+ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -43,6 +45,19 @@ def test_another_mlx_is_refused_with_a_remedy():
     done = run("-c", patched)
     assert done.returncode != 0
     assert "is built for mlx 0.32.4, but mlx 9.9.9 is installed" in done.stderr and "pip install" in done.stderr
+
+
+@pytest.mark.any_isa
+def test_without_the_package_the_log_says_what_is_lost_and_where_there_are_wheels():
+    script = (
+        "import importlib.util, sys; importlib.util.find_spec = lambda name: None\n"
+        "from phalanx.kernels import preload; print(preload.why_not())"
+    )
+    said = run("-c", script).stdout
+    assert "phalanx-cpu is not installed, without which models run several times slower" in said
+    table = tomllib.loads((ROOT / "native/pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    first, *_, last = (pattern.removesuffix("-*").replace("cp3", "3.") for pattern in table["build"])
+    assert f"wheels for Linux x86-64 with CPython {first} to {last}" in said
 
 
 @pytest.mark.any_isa

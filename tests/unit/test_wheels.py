@@ -12,7 +12,6 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from phalanx.kernels import preload
 from tools import wheels
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +77,7 @@ def test_a_python_that_no_wheel_is_for_is_an_error(tmp_path: Path) -> None:
     assert wheels.interpreters(["cp398"], []) == {}
 
 
-def test_the_extra_asks_for_kernels_where_there_are_wheels_and_the_log_says_so() -> None:
+def test_the_extra_asks_for_kernels_where_there_are_wheels() -> None:
     """pip would end on a platform without one, instead of leaving the kernels out."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (kernels,) = [one for one in map(Requirement, extras["cpu"]) if one.name == "phalanx-cpu"]
@@ -91,7 +90,6 @@ def test_the_extra_asks_for_kernels_where_there_are_wheels_and_the_log_says_so()
         and kernels.marker.evaluate({"sys_platform": system, "platform_machine": machine, "python_version": python})
     }
     assert {place for place in places if place[2] != "3.10"} == {("linux", "x86_64", minor) for minor in MINORS}
-    assert f"Linux x86-64 with CPython {MINORS[0]} to {MINORS[-1]}" in preload.NOT_INSTALLED
 
 
 def test_the_versions_agree() -> None:
