@@ -23,6 +23,8 @@ COMMANDS = {
     "launch": "Start a coding agent that works with a server of phalanx.",
     "demo": "Serve the bundled model and stream one answer, with its speed.",
     "selftest": "Test a group of ranks: sums, speed, equal tokens, memory.",
+    "install": "Bring phalanx to hosts through ssh; --upgrade, --rollback.",
+    "uninstall": "Delete phalanx on hosts.",
     "up": "Start a cluster: ranks on several hosts, a server on the first.",
     "down": "Stop a cluster.",
     "restart": "Stop a cluster and start it again as it was.",

@@ -30,6 +30,9 @@ SSH_FAILED = 255  # ssh's own exit status
 ANSWER = "phalanx-answer:"  # before the JSON, since login scripts may print other lines
 ERROR = "error: "  # begins what phalanx reports there; the remedy follows
 LAST_LINES = 6  # of stderr in a message
+INSTALLED_PYTHON = '"$(cd -P "$HOME/.phalanx/venv/bin" 2>/dev/null && pwd)/python"'
+"""For sh: the Python of the release that `phalanx install` put in use (`releases.py`). By its own path and not the
+link's: what was started goes on with its release when another one comes into use."""
 LINE_LIMIT = 1 << 24  # bytes
 MOST_SAID = 1 << 26  # bytes that are kept of one answer
 
@@ -41,10 +44,11 @@ class Remote:
 
     Args:
         name: the host's name for ssh. For this machine's own names, commands run without ssh.
-        python: the host's Python with phalanx; if it does not exist, `phalanx` on the login shell's PATH is used.
+        python: the host's Python with phalanx; "": the one of `phalanx install`, else the same as here. If it does not
+            exist, `phalanx` on the login shell's PATH is used.
     """
 
-    def __init__(self, name: str, *, python: str = sys.executable) -> None:
+    def __init__(self, name: str, *, python: str = "") -> None:
         self.name = name
         self._python = python
 
@@ -106,8 +110,9 @@ def is_here(name: str) -> bool:
 
 def _phalanx(python: str, words: Sequence[str]) -> str:
     arguments = shlex.join(words)
-    program = shlex.quote(python)
-    return f"if [ -x {program} ]; then exec {program} {shlex.join(RUN_PHALANX)} {arguments}; fi; " + (
+    programs = [shlex.quote(python)] if python else [INSTALLED_PYTHON, shlex.quote(sys.executable)]
+    return f"for program in {' '.join(programs)}; do " + (
+        f'if [ -x "$program" ]; then exec "$program" {shlex.join(RUN_PHALANX)} {arguments}; fi; done; '
         f'exec "${{SHELL:-/bin/sh}}" -lc {shlex.quote(f"exec phalanx {arguments}")}'
     )
 
@@ -118,7 +123,7 @@ def _decode(name: str, line: str, kind: type[T]) -> T:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ClusterError(
             f"{name} answers in another way than this phalanx expects: {error}.",
-            remedy="Install the same version of phalanx on all machines.",
+            remedy=f"`phalanx install --upgrade {name}` brings this machine's version to it.",
         ) from error
 
 
