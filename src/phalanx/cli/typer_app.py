@@ -21,7 +21,8 @@ def build(asked: str | None, commands: Mapping[str, str], hidden: Collection[str
     )  # fmt: skip
     app.callback(invoke_without_command=True)(_root)
     for name, summary in commands.items():
-        function = importlib.import_module(f"phalanx.cli.{name}").command if name == asked else _not_asked
+        file = "install_hosts" if name == "install" else name  # install.py is the kernels'
+        function = importlib.import_module(f"phalanx.cli.{file}").command if name == asked else _not_asked
         untouched = {"ignore_unknown_options": True, "allow_interspersed_args": False} if name == "reach" else {}
         app.command(name, short_help=summary, hidden=name in hidden, context_settings=untouched)(_ending(function))
     app.command("version", short_help="Print the version.")(_ending(_version))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from phalanx.cli.install import HostfileOption, HostNames, names_of, on_all, show
+from phalanx.cli.install_hosts import HostfileOption, HostNames, names_of, on_all, show
 from phalanx.cluster.installer import BareHost
 from phalanx.cluster.releases import Releases
 from phalanx.errors import PhalanxError

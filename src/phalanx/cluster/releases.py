@@ -30,7 +30,7 @@ from phalanx.errors import ClusterError
 
 WHEELS = ".phalanx/install/wheels"
 """Place of the wheels, relative to a host's home directory."""
-REQUIREMENTS = "requirements.txt"
+LISTED = "requirements.txt"
 """File beside them: what is installed, with hashes."""
 LOCKED = "locked.zip"
 """File beside them: the wheels that are not phalanx's own."""
@@ -92,7 +92,7 @@ class InstallFolder:
             *(str(release / "bin/python"), str(pip / "pip"), "--isolated", "--disable-pip-version-check", "install"),
             *("--no-index", "--find-links", str(unpacked), "--find-links", str(self.wheels), "--require-hashes"),
             *("--only-binary", ":all:", "--no-cache-dir", "--no-compile", "--quiet"),
-            *("-r", str(self.wheels / REQUIREMENTS)),
+            *("-r", str(self.wheels / LISTED)),
         ]
         _run(command, "pip")
         shutil.rmtree(unpacked)

@@ -18,7 +18,7 @@ from msgspec import Struct
 from phalanx import __version__
 from phalanx.cluster.file_transfer import digest
 from phalanx.cluster.host_platform import HostPlatform, applying, fits, platforms
-from phalanx.cluster.releases import LOCKED, REQUIREMENTS
+from phalanx.cluster.releases import LISTED, LOCKED
 from phalanx.errors import ClusterError, ConfigError
 
 MINORS = ("3.12", "3.13", "3.11", "3.14")  # the newest has the fewest wheels
@@ -47,7 +47,7 @@ class WheelSet(Struct, frozen=True, kw_only=True):
 
     @property
     def requirements(self) -> str:
-        """The text of `REQUIREMENTS`, which decides what a release is."""
+        """The text of `LISTED`, which decides what a release is."""
         own = (f"{file.name.split('-')[0]}=={__version__} --hash=sha256:{_sha256(file)}" for file in self.own)
         return "\n".join([*own, *self.locked]) + "\n"
 
@@ -127,13 +127,16 @@ def fetch(wanted: WheelSet) -> None:
     Raises:
         ClusterError: pip could not fetch a wheel, or the folder cannot be written.
     """
-    listed = wanted.sent / REQUIREMENTS
+    listed = wanted.sent / LISTED
     if listed.exists() and listed.read_text() == wanted.requirements:
         return
     try:
         shutil.rmtree(wanted.sent, ignore_errors=True)
         wanted.sent.mkdir(parents=True)
-        _download(wanted)
+        wanted.fetched.mkdir(exist_ok=True)
+        there = set(_by_hash(wanted.fetched))
+        if missing := [one for one in wanted.locked if not _hashes(one) & there]:
+            _download(wanted, missing)
         for file in wanted.own:
             shutil.copy(file, wanted.sent)
         _pack(wanted)
@@ -144,9 +147,17 @@ def fetch(wanted: WheelSet) -> None:
         ) from error
 
 
-def _download(wanted: WheelSet) -> None:
-    names = wanted.folder / "locked.txt"
-    names.write_text("\n".join(wanted.locked) + "\n")
+def _hashes(requirement: str) -> set[str]:
+    return {part.strip() for part in requirement.split("--hash=sha256:")[1:]}
+
+
+def _by_hash(folder: Path) -> dict[str, Path]:
+    return {_sha256(file): file for file in sorted(folder.glob("*.whl"))}
+
+
+def _download(wanted: WheelSet, missing: list[str]) -> None:
+    names = wanted.folder / "missing.txt"
+    names.write_text("\n".join(missing) + "\n")
     major, minor, _ = wanted.host.python
     command = [
         *(sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"),
@@ -166,11 +177,10 @@ def _download(wanted: WheelSet) -> None:
 
 def _pack(wanted: WheelSet) -> None:
     """One file of what the locks name, the same whenever it is packed: a connection for each wheel would take long."""
-    hashes = {part.strip() for line in wanted.locked for part in line.split("--hash=sha256:")[1:]}
+    there = _by_hash(wanted.fetched)
     with zipfile.ZipFile(wanted.sent / LOCKED, "w") as packed:
-        for file in sorted(wanted.fetched.glob("*.whl")):
-            if _sha256(file) in hashes:  # others are of an earlier lock
-                packed.writestr(zipfile.ZipInfo(file.name), file.read_bytes())
+        for found in sorted(set().union(*map(_hashes, wanted.locked)) & set(there)):  # others are of an earlier lock
+            packed.writestr(zipfile.ZipInfo(there[found].name), there[found].read_bytes())
 
 
 def _sha256(file: Path) -> str:
