@@ -76,8 +76,9 @@ def own_wheel(source: Path) -> Path:
 
 
 def kernel_wheels(source: Path) -> list[Path]:
-    """The wheels of the native kernels of this version."""
-    return sorted(source.glob(f"phalanx_cpu-{__version__}-*.whl"))
+    """The wheels of the native kernels of this version, newest first."""
+    found = source.glob(f"phalanx_cpu-{__version__}-*.whl")
+    return sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
 
 
 def kernel_pythons(source: Path) -> list[str]:
