@@ -63,12 +63,13 @@ def names_of(hosts: str | None, hostfile: Path | None) -> list[str]:
 
 def _install(names: Sequence[str], wheels: Path, *, upgrade: bool) -> dict[str, tuple[str, ...] | PhalanxError]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, TaskID] = {name: bars.add_task(f"{name}: looking", total=None) for name in names}
 
         def phase(name: str, does: str, size: int) -> None:
             bars.update(tasks[name], description=f"{escape(name)}: {does}", total=size or None)
-            if not bars.console.is_terminal:
+            if not console.is_terminal:
                 print(f"{name}: {does}", file=sys.stderr, flush=True)
 
         installer = Installer(wheels, phase, lambda name, count: bars.advance(tasks[name], count))
