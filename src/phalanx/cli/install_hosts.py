@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 from phalanx.cli.clusters import chosen
 from phalanx.cluster.installer import BareHost, Installer
 from phalanx.cluster.releases import Releases
-from phalanx.cluster.ssh import is_here
+from phalanx.cluster.ssh import is_here, on_all
 from phalanx.cluster.wheelhouse import WheelSet, backend_script, kernel_pythons, own_wheel
 from phalanx.errors import ConfigError, ExitCode, PhalanxError
 
-T = TypeVar("T")
+Row = tuple[str, str, str] | PhalanxError
+"""What a table says of a host: Python, release and a remark; or why it failed."""
 HostNames = Annotated[
     str | None, typer.Argument(metavar="[HOSTS]", help="Names for ssh, A,B,.., or a hostfile.", show_default=False)
 ]
@@ -44,10 +45,10 @@ def command(
         raise ConfigError("--upgrade and --rollback exclude each other.", remedy="Leave one out.")
     names = names_of(hosts, hostfile)
     if rollback:
-        switched = asyncio.run(on_all(names, lambda name: BareHost(name).call("rollback", {}, Releases)))
+        switched = asyncio.run(on_all(map(BareHost, names), "rollback", {}, Releases))
         return show({name: _rolled_back(one) for name, one in switched.items()})
     own_wheel(wheels)  # what is missing here is said before hosts are asked
-    return show(_install(names, wheels, upgrade=upgrade))
+    return show(asyncio.run(_install(names, wheels, upgrade=upgrade)))
 
 
 def names_of(hosts: str | None, hostfile: Path | None) -> list[str]:
@@ -61,11 +62,11 @@ def names_of(hosts: str | None, hostfile: Path | None) -> list[str]:
     return [host.ssh for host in found.hosts]
 
 
-def _install(names: Sequence[str], wheels: Path, *, upgrade: bool) -> dict[str, tuple[str, ...] | PhalanxError]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+async def _install(names: Sequence[str], wheels: Path, *, upgrade: bool) -> dict[str, Row]:
     console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, TaskID] = {name: bars.add_task(f"{name}: looking", total=None) for name in names}
+        tasks = {name: bars.add_task(f"{escape(name)}: looking", total=None) for name in names}
 
         def phase(name: str, does: str, size: int) -> None:
             bars.update(tasks[name], description=f"{escape(name)}: {does}", total=size or None)
@@ -75,36 +76,30 @@ def _install(names: Sequence[str], wheels: Path, *, upgrade: bool) -> dict[str, 
         installer = Installer(wheels, phase, lambda name, count: bars.advance(tasks[name], count))
         pythons, backend = kernel_pythons(wheels), backend_script(wheels)
 
-        async def one(name: str) -> tuple[str, ...]:
+        async def one(name: str) -> Row:
             if is_here(name):
                 return ("", "", "this machine, which has it")
-            done, was_there = await installer.install(BareHost(name, pythons, backend), upgrade=upgrade)
+            try:
+                done, was_there = await installer.install(BareHost(name, pythons, backend), upgrade=upgrade)
+            except PhalanxError as error:
+                return error
             return _installed(done, was_there)
 
-        return asyncio.run(on_all(names, one))
+        return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
 
 
-async def on_all(names: Sequence[str], what: Callable[[str], Awaitable[T]]) -> dict[str, T | PhalanxError]:
-    """Do it on all hosts at once. Returns each host's result or error."""
-    results = await asyncio.gather(*(what(name) for name in names), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, PhalanxError):
-            raise result
-    return dict(zip(names, results, strict=True))  # type: ignore[arg-type]
-
-
-def _installed(done: WheelSet, was_there: bool) -> tuple[str, ...]:
+def _installed(done: WheelSet, was_there: bool) -> Row:
     says = "is there" if was_there else "installed"
     return ".".join(map(str, done.host.python)), done.release, f"{says}; {done.lost}" if done.lost else says
 
 
-def _rolled_back(done: Releases | PhalanxError) -> tuple[str, ...] | PhalanxError:
+def _rolled_back(done: Releases | PhalanxError) -> Row:
     if isinstance(done, PhalanxError):
         return done
     return ("", done.current, f"in use again, instead of {done.previous}" if done.current else "nothing is installed")
 
 
-def show(found: Mapping[str, tuple[str, ...] | PhalanxError]) -> int:
+def show(found: Mapping[str, Row]) -> int:
     """Print a row for each host. Returns the exit code."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("host", "python", "phalanx", "says"):

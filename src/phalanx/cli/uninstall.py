@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 
-from phalanx.cli.install_hosts import HostfileOption, HostNames, names_of, on_all, show
+from phalanx.cli.install_hosts import HostfileOption, HostNames, Row, names_of, show
 from phalanx.cluster.installer import BareHost
 from phalanx.cluster.releases import Releases
+from phalanx.cluster.ssh import on_all
 from phalanx.errors import PhalanxError
 
 
 def command(hosts: HostNames = None, hostfile: HostfileOption = None) -> int:
     """Delete phalanx on hosts where `phalanx install` put it. Logs and models stay."""
     names = names_of(hosts, hostfile)
-    found = asyncio.run(on_all(names, lambda name: BareHost(name).call("uninstall", {}, Releases)))
+    found = asyncio.run(on_all(map(BareHost, names), "uninstall", {}, Releases))
     return show({name: _row(one) for name, one in found.items()})
 
 
-def _row(one: Releases | PhalanxError) -> tuple[str, ...] | PhalanxError:
+def _row(one: Releases | PhalanxError) -> Row:
     if isinstance(one, PhalanxError):
         return one
     return ("", one.current, "deleted" if one.current else "nothing was installed")
