@@ -1,27 +1,36 @@
 # Everything runs in one environment, .venv, which is made when it is missing and brought up to date when
-# pyproject.toml or the locks change. PYTHON chooses the interpreter it is made with, BACKEND (cpu, cuda12, cuda13) which
-# MLX it gets on Linux; without it the machine decides (tools/mlx_backend.sh).
+# pyproject.toml or the locks change; `make demo` installs what running imports, the others also tests and checks. PYTHON
+# chooses the interpreter it is made with, BACKEND (cpu, cuda12, cuda13) which MLX it gets on Linux; without it the machine
+# decides (tools/mlx_backend.sh).
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MLX := $(shell BACKEND=$(BACKEND) sh tools/mlx_backend.sh)
 LOCKS := $(shell BACKEND=$(MLX) sh tools/mlx_backend.sh locks)
-KEY := $(MLX)-$(shell cat pyproject.toml $(LOCKS) | cksum | cut -d' ' -f1)
-NATIVE_KEY := $(shell cat $$(find native -type f ! -path '*/build/*' ! -path '*/__pycache__/*' | sort) | cksum | cut -d' ' -f1)
-BASE := $(VENV)/.installed-$(KEY)
-READY := $(VENV)/.native-$(KEY)-$(NATIVE_KEY)
+BACKEND_LOCK := $(filter-out requirements.lock,$(LOCKS))
+KEY := $(MLX)-$(shell cat pyproject.toml requirements.lock requirements-build.lock $(BACKEND_LOCK) | cksum | cut -d' ' -f1)
+# Wheels have it in their names, as the build tag.
+NATIVE_KEY := $(shell cat $$(find native -type f ! -path '*/build/*' ! -path '*/__pycache__/*' | LC_ALL=C sort) | \
+	cksum | cut -d' ' -f1)
+BUILD := $(VENV)/.build-$(KEY)
+RUN := $(VENV)/.run-$(KEY)
+NATIVE := $(VENV)/.native-$(KEY)-$(NATIVE_KEY)
+TOOLS := $(VENV)/.tools-$(KEY)-$(shell cksum < requirements-dev.lock | cut -d' ' -f1)
+READY := $(NATIVE) $(TOOLS)
+DIST := dist
 # Another backend's libraries lie in the same directory, and go first; so does what was built for processors.
 BACKENDS := mlx mlx-cpu mlx-cuda-12 mlx-cuda-13 phalanx-cpu
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check lint test test-rest test-full test-in-lanes rest-in-lanes \
+.PHONY: help venv demo wheels native-key check lint test test-rest test-full test-in-lanes rest-in-lanes \
 	units-waiting units-computing test-mlx test-native test-e2e test-gateway test-ranks rest-native rest-e2e rest-ranks \
 	test-hosts rig seconds clients check-native soak golden format bench bench-cpu bench-gateway clean
 
 help:
 	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
+	@echo 'make wheels  what pip, pipx and uv install, into dist/, for each Python here (PYTHONS names others)'
 	@echo 'make check   style, types, architecture, unit tests'
 	@echo 'make test    the checks and tests that find nearly every fault; says what it leaves out'
 	@echo 'make test-full  that, and all others but the long ones; make test-rest is those others alone'
@@ -37,7 +46,8 @@ help:
 	@echo 'make bench-gateway  the gateway beside other routers (those of make clients), and docs/reports/gateway.md'
 	@echo 'make clean   remove caches and build output (not .venv)'
 
-venv: $(READY)
+venv:
+	@$(MAKE) --no-print-directory -j2 $(READY)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -46,28 +56,56 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { \
 		echo 'Could not make .venv. On Debian and Ubuntu: apt install python3-venv' >&2; rm -rf $(VENV); exit 1; }
 
-$(BASE): $(BIN)/python
+LOCKED := --require-hashes --only-binary :all:
+OWN := --no-deps --no-build-isolation
+
+# What builds kernels, and the MLX that they are for: the kernels are compiled while the rest is installed.
+$(BUILD): $(BIN)/python
 	@test -n '$(MLX)'
-	@echo 'Installing phalanx with MLX for $(MLX) and its tools into $(VENV) ...'
-	@ls $(VENV)/.installed-$(MLX)-* >/dev/null 2>&1 || $(BIN)/python -m pip --disable-pip-version-check -qq uninstall -y $(BACKENDS)
-	@$(INSTALL) --require-hashes --only-binary :all: $(LOCKS:%=-r %)
-	@$(INSTALL) --no-deps --no-build-isolation -e .
-	@rm -f $(VENV)/.installed-*
+	@ls $(VENV)/.build-$(MLX)-* >/dev/null 2>&1 || $(BIN)/python -m pip --disable-pip-version-check -qq uninstall -y $(BACKENDS)
+	@$(INSTALL) $(LOCKED) --no-deps -r requirements-build.lock $(BACKEND_LOCK:%=-r %)
+	@rm -f $(VENV)/.build-*
+	@touch $@
+
+$(RUN): $(BUILD)
+	@echo 'Installing what phalanx imports, with MLX for $(MLX), into $(VENV) ...'
+	@$(INSTALL) $(LOCKED) --no-deps -r requirements.lock
+	@$(INSTALL) $(OWN) -e .
+	@rm -f $(VENV)/.run-*
+	@touch $@
+
+# Here pip looks at the dependencies of all packages.
+$(TOOLS): $(RUN)
+	@echo 'Installing the tools of tests and checks ...'
+	@$(INSTALL) $(LOCKED) -r requirements-dev.lock -r requirements-build.lock $(LOCKS:%=-r %)
+	@rm -f $(VENV)/.tools-*
 	@touch $@
 
 HAS_KERNELS = [ $(MLX) = cpu ] && command -v $${CXX:-c++} >/dev/null
+BUILT = ls $(DIST)/phalanx_cpu-*-$(NATIVE_KEY)-$$($(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-* 2>/dev/null
 # The native kernels are for processors under Linux; without a C++ compiler phalanx runs on MLX's own, much slower.
-$(READY): $(BASE)
-	@if $(HAS_KERNELS); then \
-		echo 'Building the native CPU kernels ...'; PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-deps --no-build-isolation ./native; \
+$(NATIVE): $(BUILD)
+	@if [ $(MLX) = cpu ] && wheel=$$($(BUILT)); then \
+		echo "Taking the native CPU kernels from $$wheel ..."; $(INSTALL) --no-deps --no-index --force-reinstall $$wheel; \
+	elif $(HAS_KERNELS); then \
+		echo 'Compiling the native CPU kernels ...'; PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) $(OWN) ./native; \
 	elif [ $(MLX) = cpu ]; then \
 		echo 'No C++ compiler: models will compute with the slow CPU kernels of MLX. On Debian and Ubuntu: apt install g++'; \
 	fi
 	@rm -f $(VENV)/.native-*
 	@touch $@
 
-demo: $(READY)
+demo:
+	@[ -e $(RUN) ] && [ -e $(NATIVE) ] || echo 'The first time this installs 90 MB and compiles for a minute or two on two cores.'
+	@$(MAKE) --no-print-directory -j2 $(RUN) $(NATIVE)
 	@$(BIN)/phalanx demo $(if $(KEEP),--keep)
+
+# PYTHONS names other interpreters than those on PATH.
+wheels:
+	@SKBUILD_WHEEL_BUILD_TAG=$(NATIVE_KEY) $(PYTHON) tools/wheels.py $(DIST) $(PYTHONS)
+
+native-key:
+	@echo $(NATIVE_KEY)
 
 check:
 	@$(MAKE) --no-print-directory -j3 lint units-waiting units-computing

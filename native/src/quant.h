@@ -1,9 +1,8 @@
 // Kernels of kern/quant.h.
 #pragma once
-#include "quant_fast.h"
-#include "quant_plain.h"
-#include "quant_repacked.h"
-#include "quant_tiles.h"
+#include "amx.h"
+#include "quant_digits.h"
+#include "quant_format.h"
 
 namespace kern::KERN_NS {
 
@@ -57,6 +56,10 @@ inline int repack(const kern_repack_args* args) {
   return KERN_OK;
 }
 
+// Products with weights of one format that are not empty: in formats.cpp.
+template <class F>
+void multiply(const kern_quant_matmul_args& a);
+
 inline int quant_matmul(const kern_quant_matmul_args* args) {
   const kern_quant_matmul_args& a = *args;
   if (!known(a.x_type) || !known(a.out_type) || (a.w.mode == KERN_AFFINE && !known(a.w.scale_type)))
@@ -69,11 +72,7 @@ inline int quant_matmul(const kern_quant_matmul_args* args) {
       if (bytes > 0) memset(a.out, 0, static_cast<size_t>(bytes));
       return KERN_OK;
     }
-    const Slots slots = find_slots(a);
-    if (!a.transpose)
-      Plain<F>{a}.run(slots);
-    else if (!run_fast<F>(a, slots))
-      run_exact<F>(a, slots);
+    multiply<F>(a);
     return KERN_OK;
   });
 }

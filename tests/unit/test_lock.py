@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -19,11 +19,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NATIVE = tomllib.loads((ROOT / "native" / "pyproject.toml").read_text())
 EXTRAS = ("engine", "mpi", "dev")
 """What `make` installs besides the light install and MLX's backend."""
-LOCKS = {
-    "metal": ["requirements.lock"],
-    **{one: ["requirements.lock", f"requirements-{one}.lock"] for one in ("cpu", "cuda12", "cuda13")},
-}
+COMMON = ["requirements.lock", "requirements-build.lock", "requirements-dev.lock"]
+LOCKS = {"metal": COMMON, **{one: [*COMMON, f"requirements-{one}.lock"] for one in ("cpu", "cuda12", "cuda13")}}
 """What MLX computes on -> the locks that `make` installs for it."""
+UNUSED = {"transformers", "safetensors", "sentencepiece", "protobuf", "regex"}
+"""What mlx-lm asks for and phalanx imports for few models only: `make demo` leaves it out."""
 BACKEND = {"metal": "mlx-metal", "cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13"}
 """The same -> the package with its libraries. All have files of the same names in one directory."""
 SYSTEMS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
@@ -54,16 +54,16 @@ def entries(lock: str) -> list[str]:
     return "\n".join(lines).replace("\\\n", " ").splitlines()
 
 
-def locked(backend: str, environment: dict[str, str]) -> dict[str, Version]:
-    """Name -> version of what the locks install on a platform."""
+def locked(locks: Iterable[str], environment: dict[str, str]) -> dict[str, Version]:
+    """Name -> version of what locks install on a platform."""
     found: dict[str, Version] = {}
-    for entry in (entry for lock in LOCKS[backend] for entry in entries(lock)):
+    for entry in (entry for lock in locks for entry in entries(lock)):
         wanted = Requirement(entry.split(" --hash")[0].strip())
         if wanted.marker is None or wanted.marker.evaluate(environment):
             (specifier,) = wanted.specifier
             assert specifier.operator == "=="
-            assert canonicalize_name(wanted.name) not in found, f"{wanted.name} is there twice"
-            found[canonicalize_name(wanted.name)] = Version(specifier.version)
+            name, version = canonicalize_name(wanted.name), Version(specifier.version)
+            assert found.setdefault(name, version) == version, f"{wanted.name} is there in two versions"
     return found
 
 
@@ -83,7 +83,7 @@ def wanted(backend: str) -> list[Requirement]:
 
 @pytest.mark.parametrize(("backend", "environment"), INSTALLS)
 def test_the_locks_have_all_that_is_asked_for(backend: str, environment: dict[str, str]) -> None:
-    found = locked(backend, environment)
+    found = locked(LOCKS[backend], environment)
     for requirement in wanted(backend):
         if applies(requirement, environment):
             version = found.get(canonicalize_name(requirement.name))
@@ -151,14 +151,37 @@ def test_every_line_has_hashes_and_no_place_to_download_from(lock: str) -> None:
     assert "://" not in (ROOT / lock).read_text()
 
 
+def test_running_needs_no_more_than_its_lock() -> None:
+    """`make demo` installs this lock without looking at dependencies."""
+    (here,) = [one for one in PLATFORMS if one["python_version"] == "3.11" and one["platform_machine"] == "x86_64"]
+    found = set(locked(["requirements.lock", "requirements-cpu.lock"], here))
+    asked = {canonicalize_name(one.name) for name in found for one in needs(Requirement(name), here)}
+    assert asked - found == UNUSED - {"regex", "safetensors"}  # of these, transformers asks for two
+    assert not found & UNUSED and set(locked(["requirements-dev.lock"], here)) >= UNUSED
+    assert "pytest" not in found and "cmake" not in found
+
+
+def recipe(target: str) -> str:
+    """The lines of a rule of the Makefile."""
+    makefile = (ROOT / "Makefile").read_text()
+    return re.findall(rf"^{re.escape(target)}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[0]
+
+
 def test_make_installs_from_the_locks_alone() -> None:
     """Every pip command of what `make venv` does has hashes, or takes nothing but this repository."""
     makefile = (ROOT / "Makefile").read_text()
-    commands = re.findall(r"\$\(INSTALL\) (.*)", makefile.partition("demo: ")[0])
-    assert len(commands) == 3
+    assert "LOCKED := --require-hashes --only-binary :all:\nOWN := --no-deps --no-build-isolation\n" in makefile
+    commands = re.findall(r"\$\(INSTALL\) (.*)", makefile.partition("demo:\n")[0])
+    assert len(commands) == 6
     for command in commands:
-        local = "--no-deps --no-build-isolation" in command
-        assert local or "--require-hashes --only-binary :all: $(LOCKS:%=-r %)" in command
+        local = command.startswith(("$(OWN) -e .", "$(OWN) ./native", "--no-deps --no-index --force-reinstall $$wheel"))
+        assert local or (command.startswith("$(LOCKED)") and "requirements" in command)
+
+
+def test_make_demo_installs_what_running_imports() -> None:
+    assert "$(MAKE) --no-print-directory -j2 $(RUN) $(NATIVE)" in recipe("demo")
+    assert "-r requirements.lock" in recipe("$(RUN)") and "requirements-dev.lock" not in recipe("$(RUN)")
+    assert "-r requirements-build.lock" in recipe("$(BUILD)") and "requirements-dev.lock" not in recipe("$(BUILD)")
 
 
 def test_the_light_install_has_upper_bounds() -> None:

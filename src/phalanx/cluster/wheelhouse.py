@@ -23,6 +23,8 @@ from phalanx.errors import ClusterError, ConfigError
 
 MINORS = ("3.12", "3.13", "3.11", "3.14")  # the newest has the fewest wheels
 NAME_CHARS = 12  # of the hash in a release's name
+ALSO = ("protobuf", "regex", "safetensors", "sentencepiece", "transformers")
+"""What `make demo` leaves out and a host needs, for tokenizers that only transformers reads."""
 MAKE = "Run `make wheels` in phalanx's checkout, or name the folder with its wheels: --wheels."
 
 
@@ -119,6 +121,7 @@ def wheels_for(host: HostPlatform, source: Path) -> WheelSet:
             lost = f"no native kernels for Python {host.minor} on {host.machine}: models compute several times slower"
     names = ["requirements.lock", *([] if host.mlx == "metal" else [f"requirements-{host.mlx}.lock"])]
     locked = applying((_text(source / name) for name in names), host)
+    locked += [one for one in applying([_text(source / "requirements-dev.lock")], host) if one.split("==")[0] in ALSO]
     return WheelSet(host=host, folder=source / "hosts" / host.name, own=tuple(own), locked=tuple(locked), lost=lost)
 
 

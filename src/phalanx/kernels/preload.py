@@ -18,6 +18,11 @@ FOUND = sys.platform == "linux" and importlib.util.find_spec("phalanx_cpu") is n
 PROBLEM = ""
 """Why the kernels cannot be used although they are installed and enabled; "" if they can."""
 
+NOT_INSTALLED = (
+    "phalanx-cpu is not installed, without which models run several times slower; it has wheels for Linux x86-64 with "
+    "CPython 3.11 to 3.14, and `make venv` builds it elsewhere on Linux, with a C++ compiler"
+)
+
 OPS: Any = None
 """The native operations, an `Ops`; None if they cannot be used."""
 
@@ -25,7 +30,7 @@ OPS: Any = None
 def why_not() -> str:
     """Why the native kernels are not used, for a message."""
     if not FOUND:
-        return "phalanx-cpu is not installed"
+        return NOT_INSTALLED
     return PROBLEM or "they were turned off: --no-cpu-kernels or PHALANX_CPU_KERNELS=0"
 
 

@@ -46,7 +46,7 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> B
     if backend is not None:
         return _checked(path, backend)
     try:
-        library = _library("transformers_backend")
+        library = _transformers(path)
         with library_errors(lambda words: unloadable(path, words)):
             return _checked(path, library.load(path, trust_remote_code=trust_remote_code, chat_template=chat_template))
     except ModelUnsupported as error:
@@ -80,6 +80,19 @@ def unloadable(path: Path, words: str) -> ModelUnsupported:
 def _library(module: str) -> Any:
     """Import a module of this package that imports a tokenizer library or jinja2."""
     return importlib.import_module(f"phalanx.text.{module}")
+
+
+def _transformers(path: Path) -> Any:
+    """The module that uses transformers, which `make demo` leaves out: phalanx imports it for such tokenizers only."""
+    try:
+        return _library("transformers_backend")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ModelUnsupported(
+            f"The tokenizer in {path} can be read by transformers only, which is not installed.",
+            remedy="Run `make venv`, or pip install transformers, in the version of phalanx's extra `engine`.",
+        ) from error
 
 
 def _checked(path: Path, backend: Backend) -> Backend:

@@ -26,6 +26,7 @@ from phalanx.cluster.installer import BareHost
 from phalanx.cluster.ssh import ANSWER
 from phalanx.cluster.wheelhouse import backend_script, fetch, kernel_pythons, own_wheel, wheels_for
 from phalanx.errors import ClusterError
+from tools.wheels import BESIDE
 
 KEPT = Path(sys.prefix) / "wheels"
 """Wheels of others, which later runs need not fetch again."""
@@ -40,8 +41,8 @@ def wheels(bare_rig: Rig) -> Path:
     KEPT.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(KEPT)]
     subprocess.run([*command, str(CHECKOUT)], check=True)
-    for file in (*CHECKOUT.glob("requirements*.lock"), CHECKOUT / "tools/mlx_backend.sh"):
-        shutil.copy(file, KEPT)
+    for file in (*BESIDE, *CHECKOUT.glob("dist/phalanx_cpu-*.whl")):
+        shutil.copy2(file, KEPT)
     command = BareHost("localhost", kernel_pythons(KEPT), backend_script(KEPT)).command("host", "facts")
     (answer,) = bare_rig["a"].run(command).stdout.splitlines()
     try:

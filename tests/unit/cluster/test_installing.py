@@ -85,6 +85,15 @@ def test_a_host_that_lies_about_itself_is_refused(lie):
         asyncio.run(Liar({**msgspec.to_builtins(LINUX), **lie}).call("facts", {}, HostPlatform))
 
 
+def hashed(*names: str) -> str:
+    """A lock."""
+    return "".join(f"{name}==1 \\\n    --hash=sha256:{hash_of(name)}\n" for name in names)
+
+
+def hash_of(text: str) -> str:
+    return wheelhouse.digest(io.BytesIO(text.encode()))
+
+
 # The wheelhouse ----------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +104,8 @@ def dist(tmp_path: Path) -> Path:
     folder.mkdir()
     wheel(folder / f"phalanx-{__version__}-py3-none-any.whl", "phalanx/errors.py", "phalanx/demo/model/weights")
     wheel(folder / f"phalanx_cpu-{__version__}-77-cp312-cp312-manylinux_2_35_x86_64.whl", "phalanx_cpu/ops.so")
-    for name, text in (("requirements.lock", LOCK), ("requirements-cpu.lock", ""), ("mlx_backend.sh", "echo cpu")):
+    texts = {"requirements.lock": LOCK, "requirements-cpu.lock": "", "requirements-dev.lock": "", "mlx_backend.sh": ""}
+    for name, text in texts.items():
         (folder / name).write_text(text)
     return folder
 
@@ -116,7 +126,15 @@ def test_a_platform_gets_its_kernels_or_a_word_on_what_it_loses(dist):
     assert not wheels_for(MAC, dist).lost
 
 
-@pytest.mark.parametrize("name", [f"phalanx-{__version__}-py3-none-any.whl", "requirements-cpu.lock", "mlx_backend.sh"])
+def test_of_the_locks_a_host_gets_what_the_engine_imports_and_no_tools(dist):
+    (dist / "requirements-dev.lock").write_text(hashed("mypy", "transformers"))
+    assert [one.split("==")[0] for one in wheels_for(LINUX, dist).locked] == ["numpy", "tomli", "transformers"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"phalanx-{__version__}-py3-none-any.whl", "requirements-cpu.lock", "requirements-dev.lock", "mlx_backend.sh"],
+)
 def test_a_folder_that_lacks_something_is_named(dist, name, capsys):
     (dist / name).unlink()
     with pytest.raises(ConfigError, match="make wheels") as failed:
@@ -152,14 +170,6 @@ class Pip:
             for name in self.asked:
                 (Path(command[command.index("--dest") + 1]) / f"{name}-1-py3-none-any.whl").write_bytes(name.encode())
         return subprocess.CompletedProcess(command, bool(self._says), "", self._says)
-
-
-def hashed(*names: str) -> str:
-    return "".join(f"{name}==1 \\\n    --hash=sha256:{hash_of(name)}\n" for name in names)
-
-
-def hash_of(text: str) -> str:
-    return wheelhouse.digest(io.BytesIO(text.encode()))
 
 
 def test_wheels_are_fetched_once(dist, monkeypatch):
