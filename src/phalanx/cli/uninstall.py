@@ -10,11 +10,13 @@ from phalanx.cluster.releases import Releases
 from phalanx.cluster.ssh import on_all
 from phalanx.errors import PhalanxError
 
+DELETE_S = 600.0  # tens of thousands of files, on a slow disk
+
 
 def command(hosts: HostNames = None, hostfile: HostfileOption = None) -> int:
     """Delete phalanx on hosts where `phalanx install` put it. Logs and models stay."""
     names = names_of(hosts, hostfile)
-    found = asyncio.run(on_all(map(BareHost, names), "uninstall", {}, Releases))
+    found = asyncio.run(on_all(map(BareHost, names), "uninstall", {}, Releases, timeout_s=DELETE_S))
     return show({name: _row(one) for name, one in found.items()})
 
 

@@ -208,10 +208,13 @@ def failure(name: str, code: int, said: str) -> ClusterError:
     return ClusterError(f"{name}: {how}: {tail}", remedy=f"Try it by hand: ssh {name} phalanx version")
 
 
-async def on_all(hosts: Iterable[Remote], verb: str, request: object, kind: type[T]) -> dict[str, T | ClusterError]:
+async def on_all(
+    hosts: Iterable[Remote], verb: str, request: object, kind: type[T], *, timeout_s: float = 60.0
+) -> dict[str, T | ClusterError]:
     """Send the same request to all hosts in parallel. Returns each host's answer or error, by name."""
     remotes = list(hosts)
-    results = await asyncio.gather(*(remote.call(verb, request, kind) for remote in remotes), return_exceptions=True)
+    calls = (remote.call(verb, request, kind, timeout_s=timeout_s) for remote in remotes)
+    results = await asyncio.gather(*calls, return_exceptions=True)
     answers: dict[str, T | ClusterError] = {}
     for remote, result in zip(remotes, results, strict=True):
         if isinstance(result, BaseException) and not isinstance(result, ClusterError):

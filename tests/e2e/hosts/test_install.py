@@ -116,6 +116,9 @@ def test_two_and_four_hosts_answer(installed):
         with serving(installed, count) as url:
             assert "phalanx" in ask(installed["desk"], url).lower()
             assert all(release(installed["a"]) in args for args in installed["a"].processes("-m phalanx").values())
+    (row,) = install(installed, "a", KEPT).values()
+    log = (installed["a"].home / ".phalanx/logs/rank-0.log").read_text()
+    assert ("kernels: native" in log) != ("no native kernels" in row[3])
 
 
 def test_again_it_says_that_it_is_there_and_that_is_all(installed):
