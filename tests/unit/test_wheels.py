@@ -34,9 +34,7 @@ def matrix(job: str) -> dict[str, list[str]]:
 def test_the_workflow_builds_for_the_pythons_of_make_wheels_and_tries_each() -> None:
     assert matrix("phalanx-cpu") == {"tag": TAGS} and matrix("try") == {"python": MINORS}
     build = next(step for step in JOBS["phalanx-cpu"]["steps"] if "cibuildwheel --" in step.get("run", ""))
-    assert build["env"] == {
-        "CIBW_BUILD": "${{ matrix.tag }}-*"
-    }  # all other settings are those of native/pyproject.toml
+    assert build["env"] == {"CIBW_BUILD": "${{ matrix.tag }}-*"}  # the rest is in native/pyproject.toml
     assert build["run"] == "python -m cibuildwheel --output-dir dist native"
     assert JOBS["publish"]["needs"] == "try" and JOBS["try"]["needs"] == ["phalanx", "phalanx-cpu"]
 

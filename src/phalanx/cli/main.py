@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from phalanx.cli import streams
 from phalanx.cli.exits import INTERRUPTED, exit_code, flushed, for_launchd
 from phalanx.environment import under_launchd
-from phalanx.errors import ExitCode
+from phalanx.errors import ConfigError, ExitCode
 
 COMMANDS = {
     "serve": "Load a model and serve it over an OpenAI-compatible HTTP API.",
@@ -41,7 +41,7 @@ COMMANDS = {
     "reach": "What ssh is for mpirun.",
     "rank": "One engine process. Started by `serve`, not by hand.",
 }
-"""Command -> its line in `phalanx --help`. The code of each is the function `command` in the file of its name."""
+"""Command -> its line in `phalanx --help`. The code of each is the function `command` in `typer_app.module_of` it."""
 
 HIDDEN = frozenset({"agent", "fetch", "host", "rank", "reach"})
 PASSES_ON = frozenset({"up"})
@@ -53,6 +53,10 @@ OWN_PARSER = frozenset({"rank"})
 
 SERVING = frozenset({"agent", "gateway", "host", "rank", "serve"})
 """Commands that go on without a reader of their output."""
+
+
+ENGINE = frozenset({"huggingface_hub", "jinja2", "llguidance", "mlx", "mlx_lm", "numpy", "tokenizers"})
+"""Modules of the extra `engine`, without which phalanx is installed where nothing is computed."""
 
 
 UNITS = {"serve": "org.phalanx.server", "agent": "org.phalanx.agent", "gateway": "org.phalanx.gateway"}
@@ -84,9 +88,22 @@ def main(arguments: Sequence[str]) -> int:
         app(_passed_on(asked, arguments), prog_name="phalanx")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ENGINE:
+            raise
+        return exit_code(lambda: _without_engine(missing))
     except KeyboardInterrupt:  # while the command's module is imported, for seconds on a busy machine
         return INTERRUPTED
     return 0
+
+
+def _without_engine(missing: str) -> int:
+    raise ConfigError(
+        f"This command needs phalanx's engine, and this installation has no {missing}.",
+        remedy="Install phalanx[cpu] on Linux (with an NVIDIA GPU phalanx[cuda13] or phalanx[cuda12]), phalanx[engine] "
+        "on a Mac.",
+    )
 
 
 def _passed_on(asked: str | None, arguments: Sequence[str]) -> list[str]:

@@ -1,0 +1,60 @@
+"""phalanx without its engine, as `pip install phalanx` gives it: what works there, and what the other commands say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import COMMANDS, ENGINE
+from phalanx.cli.typer_app import module_of
+from phalanx.errors import ExitCode
+
+ROOT = Path(__file__).parents[2]
+MISSING = sorted({*ENGINE, "transformers", "phalanx_cpu"})
+WITHOUT = f"import sys; sys.modules.update(dict.fromkeys({MISSING})); "
+"""Python code after which these modules cannot be imported."""
+COMPUTING = {"fetch", "generate", "rank", "serve", "selftest"}
+"""Commands that need the engine, at once or for what they start here."""
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT + code, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_every_command_that_computes_nothing_is_imported_without_the_engine() -> None:
+    names = sorted(set(COMMANDS) - COMPUTING)
+    assert {"gateway", "up", "doctor", "chat", "launch"} <= set(names)
+    done = python(
+        "import importlib; [importlib.import_module(name) for name in sys.argv[1:]]; "
+        "import phalanx.bench.load_generator",
+        *map(module_of, names),
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["serve demo", "generate demo --prompt hi", "rank --config x"])
+def test_a_command_that_computes_says_what_to_install(command: str) -> None:
+    done = python("from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))", *command.split())
+    assert done.returncode == ExitCode.CONFIG
+    first, remedy = done.stderr.splitlines()[:2]
+    assert first.startswith("error: This command needs phalanx's engine, and this installation has no ")
+    assert "phalanx[cpu]" in remedy and "phalanx[engine]" in remedy and "Traceback" not in done.stderr
+
+
+def test_a_module_that_is_missing_for_another_reason_is_no_matter_of_the_engine() -> None:
+    done = python(
+        "sys.modules['rich'] = None; from phalanx.cli.main import main; main(sys.argv[1:])", "gateway", "--help"
+    )
+    assert done.returncode == 1 and "needs phalanx's engine" not in done.stderr
+
+
+def test_what_counts_as_the_engine_is_what_the_extra_brings() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["engine"]
+    brought = {line.partition(";")[0].partition("=")[0].partition(">")[0].replace("-", "_") for line in extra}
+    assert brought - {"transformers"} == ENGINE
