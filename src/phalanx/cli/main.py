@@ -41,7 +41,7 @@ COMMANDS = {
     "reach": "What ssh is for mpirun.",
     "rank": "One engine process. Started by `serve`, not by hand.",
 }
-"""Command -> its line in `phalanx --help`. The code of each is the function `command` in `typer_app.module_of` it."""
+"""Command -> its line in `phalanx --help`. The code of each is `command` in the module that `module_of` names."""
 
 HIDDEN = frozenset({"agent", "fetch", "host", "rank", "reach"})
 PASSES_ON = frozenset({"up"})
