@@ -20,8 +20,8 @@ import typer
 
 from phalanx.cli.exits import for_launchd
 from phalanx.cli.main import COMMANDS
-from phalanx.cli.typer_app import module_of
 from phalanx.cli.main import UNITS as UNIT_LABELS
+from phalanx.cli.typer_app import module_of
 from phalanx.cluster.network import daemon
 from phalanx.config import RUN_PHALANX
 from phalanx.environment import LAUNCHD_VARIABLE
