@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -306,3 +307,15 @@ def test_a_renderer_in_code_refuses_messages_as_templates_do(model: Path) -> Non
     for message in ({"role": "developer", "content": ""}, {"role": "critic", "content": "hm"}):
         with pytest.raises(InvalidRequest, match="refuses these messages"):
             tokenizer.render_chat([message], template_kwargs={})
+
+
+def test_without_transformers_no_tokenizer_is_read_otherwise_than_with_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make demo` leaves transformers out. Read as it is, this file would give other tokens than on other hosts."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "phalanx.text.transformers_backend", raising=False)
+    Tokenizer.load(model)
+    put(SETTINGS, **UNKNOWN)(model)
+    with pytest.raises(ModelUnsupported, match=r"can be read by transformers only, which is not installed\. Run `make"):
+        Tokenizer.load(model)

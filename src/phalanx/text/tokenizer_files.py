@@ -45,8 +45,8 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> B
     backend: Backend | None = fast.read(path, trust_remote_code=trust_remote_code)
     if backend is not None:
         return _checked(path, backend)
+    library = _transformers(path)
     try:
-        library = _transformers(path)
         with library_errors(lambda words: unloadable(path, words)):
             return _checked(path, library.load(path, trust_remote_code=trust_remote_code, chat_template=chat_template))
     except ModelUnsupported as error:
