@@ -242,7 +242,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="host-unreachable",
         pattern=r"ssh: connect to host .*(timed out|No route to host|unreachable|Host is down)"
-        r"|ssh gave no answer within|Connection (to \S+ )?timed out|Timeout, server \S+ not responding",
+        r"|Connection (to \S+ (port \d+ )?)?timed out|Timeout, server \S+ not responding",
         example="ssh: connect to host b port 22: Connection timed out",
         cause="The host is off, asleep, or its network cable is out.",
         remedy="Switch it on and check its cable; keep it awake (macOS: `sudo pmset -a sleep 0`).",
@@ -329,12 +329,14 @@ FAULTS: tuple[Fault, ...] = (
 )
 """The first fault whose pattern occurs in a line is that line's fault."""
 
+LINE_CHARS = 1000  # of a line that are searched: the time grows with their square, and a host may say anything
 _COMPILED = tuple((re.compile(fault.pattern, re.IGNORECASE), fault) for fault in FAULTS)
 
 
 def recognise(line: str) -> Fault | None:
     """The known fault that a line reports; None if there is none."""
-    return next((fault for pattern, fault in _COMPILED if pattern.search(line)), None)
+    start = line[:LINE_CHARS]
+    return next((fault for pattern, fault in _COMPILED if pattern.search(start)), None)
 
 
 def first_fault(lines: Iterable[str]) -> tuple[str, Fault] | None:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
+from msgspec import Struct
 from rich.markup import escape
 from rich.table import Table
 
@@ -82,6 +84,14 @@ def chosen(argument: Path | None, option: Path | None, names: str | None, count:
     return hostfile if count is None else hostfile.first(count)
 
 
+class RankPlace(Struct, frozen=True):
+    """What /health says of where a rank is."""
+
+    rank: int
+    stage: int = 0
+    layers: tuple[int, int] | None = None
+
+
 def status_table(
     found: Mapping[str, HostStatus | ClusterError | str | None],
     layout: ReplicaLayout | None = None,
@@ -101,7 +111,10 @@ def status_table(
     for replica, hosts in groups.items():
         for rank, name in enumerate(hosts):
             if name in found:
-                own = (f"{replica}:{rank}" if layout else str(rank), *((stages.get(name, ""),) if stages else ()))
+                own = (
+                    escape(f"{replica}:{rank}") if layout else str(rank),
+                    *((stages.get(name, ""),) if stages else ()),
+                )
                 table.add_row(*own, *_cells(name, found[name]))
     if layout is None:
         return table
@@ -124,13 +137,12 @@ def _stages(hosts: Sequence[str], found: Mapping[str, HostStatus | ClusterError 
     """The stage of each host of a group and its layers, as the group's server says; empty where there is one stage."""
     server = next((found[name] for name in hosts[:1] if name in found), None)
     health = server.health if isinstance(server, HostStatus) else None
-    ranks = [] if health is None else [rank for rank in health.ranks if rank.get("layers")]
-    return {
-        name: stage_cell(rank["stage"], rank["layers"])
-        for number, name in enumerate(hosts)
-        for rank in ranks
-        if rank["rank"] == number
-    }
+    try:
+        ranks = [] if health is None else msgspec.convert(health.ranks, list[RankPlace])
+    except msgspec.ValidationError:
+        return {}  # of another version, or a host that was taken over
+    places = {rank.rank: stage_cell(rank.stage, rank.layers) for rank in ranks if rank.layers is not None}
+    return {name: places[number] for number, name in enumerate(hosts) if number in places}
 
 
 def stage_cell(stage: int, layers: Sequence[int] | None) -> str:
@@ -140,6 +152,7 @@ def stage_cell(stage: int, layers: Sequence[int] | None) -> str:
 
 def _cells(name: str, status: HostStatus | ClusterError | str | None) -> list[str]:
     """A row but for its first column."""
+    name = escape(name)
     if status is None:
         return [name, "connecting"]
     if not isinstance(status, HostStatus):

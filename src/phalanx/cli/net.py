@@ -34,6 +34,7 @@ from phalanx.cluster.ssh import Remote
 from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig
 from phalanx.dist.topology import Topology
 from phalanx.errors import ClusterError, ConfigError, ExitCode
+from phalanx.types import SelfTest
 
 
 def command(
@@ -125,7 +126,9 @@ async def _test(plan: Plan, *, links_only: bool) -> int:
         if (m := pair.measured) is not None:
             figures = [f"{m.median_us:.0f}", f"{m.p99_us:.0f}", f"{m.gbit_per_s:.2f}"]
         carries = "" if pair.stage is None else f"stage {pair.stage} to {pair.stage + 1}"
-        table.add_row(pair.one, pair.other, pair.address, *figures, escape(pair.problem) or carries)
+        table.add_row(
+            escape(pair.one), escape(pair.other), escape(pair.address), *figures, escape(pair.problem) or carries
+        )
     console.print(table)
     for line in slow_links(pairs):
         console.print(line, style="yellow", soft_wrap=True)
@@ -134,16 +137,16 @@ async def _test(plan: Plan, *, links_only: bool) -> int:
     if links_only:
         return ExitCode.OK
     found = await test_group(plan)
-    test = found.info["self_test"]
-    if test["summed"] > 1:
-        console.print(f"all_sum of 1 ... {test['summed']}: {test['total']:g}, expected {test['expected']:g}")
-    for figure in test["fabric"]:
-        console.print(f"  {figure['bytes']:>9,} bytes: {figure['median_us']:.0f} us, {figure['gb_per_s']:.3f} GB/s")
-    console.print(f"a step of one token: {test['step_ms']:.2f} ms")
+    test = found.info.self_test or SelfTest()
+    if test.summed > 1:
+        console.print(f"all_sum of 1 ... {test.summed}: {test.total:g}, expected {test.expected:g}")
+    for figure in test.fabric:
+        console.print(f"  {figure.bytes:>9,} bytes: {figure.median_us:.0f} us, {figure.gb_per_s:.3f} GB/s")
+    console.print(f"a step of one token: {test.step_ms:.2f} ms")
     if found.fast_synch:
         console.print(f"MLX_METAL_FAST_SYNCH: {escape(found.fast_synch)}")
     for rank in found.ranks:
-        part = f" (stage {stage_cell(rank['stage'], rank['layers'])})" if shape.stages > 1 else ""
-        memory = f"active memory {rank['active_bytes'] / (1 << 30):.2f} GB"
-        console.print(f"rank {rank['rank']} on {rank['host']}{part}: {memory}")
-    return ExitCode.OK if test["total"] == test["expected"] else ExitCode.CRASH
+        part = f" (stage {stage_cell(rank.stage, rank.layers)})" if shape.stages > 1 else ""
+        memory = f"active memory {rank.active_bytes / (1 << 30):.2f} GB"
+        console.print(f"rank {rank.rank} on {escape(rank.host)}{part}: {memory}")
+    return ExitCode.OK if test.total == test.expected else ExitCode.CRASH

@@ -85,16 +85,17 @@ class Deployment(Struct, frozen=True, kw_only=True):
 
 
 class DeploymentKeys(Struct, frozen=True, kw_only=True):
-    """Secrets of one cluster of replicas, made anew by each `up`."""
+    """Secrets of one cluster of replicas, made anew by each `up`. No server has another one's."""
 
-    servers: str  # API key of the servers, where the user gives them none
-    admin: str  # likewise; with it the gateway moves streams from one server to another
+    servers: tuple[str, ...]  # API key of each replica's server, where the user gives them none
+    admin: tuple[str, ...]  # likewise; with it the gateway moves streams from one server to another
     status: str  # API key with which `status` asks the gateway, where clients' keys are in a file
 
 
-def new_keys() -> DeploymentKeys:
+def new_keys(replicas: int) -> DeploymentKeys:
     """Keys that no earlier cluster knew."""
-    return DeploymentKeys(servers=secrets.token_hex(32), admin=secrets.token_hex(32), status=secrets.token_hex(32))
+    servers, admin = (tuple(secrets.token_hex(32) for _ in range(replicas)) for _ in range(2))
+    return DeploymentKeys(servers=servers, admin=admin, status=secrets.token_hex(32))
 
 
 def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -234,9 +235,9 @@ def placed(deployment: Deployment, keys: DeploymentKeys) -> list[tuple[str, Spec
     """Every host with the specification of a supervisor there, group by group in rank order; last the gateway's."""
     layout = deployment.layout
     found: list[tuple[str, Spec]] = []
-    for plan in deployment.groups:
+    for number, plan in enumerate(deployment.groups):
         names = [host.ssh for host in plan.hostfile.hosts]
-        keyed = plan if layout is None else _keyed(plan, keys)
+        keyed = plan if layout is None else _keyed(plan, keys, number)
         for name, spec in zip(names, specs(keyed, new_credentials(names)), strict=True):
             found.append((name, replace(spec, layout=layout)))
     if deployment.gateway is not None:
@@ -244,9 +245,10 @@ def placed(deployment: Deployment, keys: DeploymentKeys) -> list[tuple[str, Spec
     return found
 
 
-def _keyed(plan: Plan, keys: DeploymentKeys) -> Plan:
-    """The plan with keys of its server, which the gateway needs."""
-    return replace(plan, api_keys=plan.api_keys or (keys.servers,), admin_key=plan.admin_key or keys.admin)
+def _keyed(plan: Plan, keys: DeploymentKeys, number: int) -> Plan:
+    """The plan of a replica with keys of its server, which the gateway needs."""
+    own, admin = plan.api_keys or (keys.servers[number],), plan.admin_key or keys.admin[number]
+    return replace(plan, api_keys=own, admin_key=admin)
 
 
 def _gateway_spec(deployment: Deployment, gateway: GatewayPlan, keys: DeploymentKeys) -> Spec:
@@ -278,7 +280,7 @@ def replicas_text(deployment: Deployment, keys: DeploymentKeys) -> str:
     tables = []
     for number, plan in enumerate(deployment.groups):
         url = _url(plan.hostfile.hosts[0], plan.serve, DEFAULT_PORT, secure=plan.https is not None)
-        keyed = _keyed(plan, keys)
+        keyed = _keyed(plan, keys, number)
         pairs = {"name": str(number), "url": url, "key": keyed.api_keys[0], "admin_key": keyed.admin_key}
         lines = [f"{name} = {json.dumps(value)}" for name, value in pairs.items()]  # JSON of ASCII is TOML as well
         tables.append("\n".join(["[[replica]]", *lines]) + "\n")

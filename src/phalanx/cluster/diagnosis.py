@@ -26,6 +26,7 @@ from phalanx.faults import recognise
 from phalanx.memory import GB
 
 CLOCK_S = 5.0  # by which clocks may differ: logs of hosts can still be read side by side
+MOST_LAYERS = 300  # twice those of the deepest models; the time to share them out grows with their cube
 TOGETHER = "between hosts"
 """The key of results about several hosts."""
 
@@ -148,7 +149,7 @@ def _versions(facts: Mapping[str, HostFacts]) -> Iterator[CheckResult]:
     for package in SAME:
         by_version = {__version__: ["this machine"]} if package == "phalanx" and facts else {}
         for host, fact in facts.items():
-            by_version.setdefault(fact.versions[package] or "missing", []).append(host)
+            by_version.setdefault(fact.versions.get(package) or "missing", []).append(host)
         if len(by_version) > 1:
             seen = "; ".join(f"{version} on {', '.join(hosts)}" for version, hosts in by_version.items())
             yield CheckResult(
@@ -186,6 +187,12 @@ def _stages(facts: Mapping[str, HostFacts], hosts: Sequence[str], shape: Shape) 
     first = facts[hosts[0]]
     if (parts := first.parts) is None:
         yield bad("stages", first.uncut, "a model that can be cut", "docs/models.md says which; else use --tp alone.")
+        return
+    if len(parts.layers) > MOST_LAYERS:
+        yield bad(
+            "stages", f"{hosts[0]} says that the model has {len(parts.layers)} layers", f"{MOST_LAYERS} at most",
+            "Look at the model's config.json on that host.",
+        )  # fmt: skip
         return
     topology = Topology(shape.widths_of(len(hosts)))
     try:

@@ -62,7 +62,14 @@ def _common(facts: Mapping[str, HostFacts], reasons: list[str]) -> dict[str, str
     network = min(shared, key=lambda n: (any(i.kind == "Wi-Fi" for i in shared[n].values()), ipaddress.ip_network(n)))
     kinds = sorted({each.kind or each.name for each in shared[network].values()})
     reasons.append(f"addresses in {network} ({', '.join(kinds)}): all hosts are in it" + _others(shared, network))
-    return {name: shared[network][name].address for name in facts}
+    found = {name: shared[network][name].address for name in facts}
+    for name, address in found.items():
+        if twins := [other for other in found if found[other] == address and other != name]:
+            raise ConfigError(
+                f"{name} and {twins[0]} both say that {address} is their address.",
+                remedy="Are they two names of one machine? Else correct the address of one of them.",
+            )
+    return found
 
 
 def _others(shared: Mapping[str, object], network: str) -> str:

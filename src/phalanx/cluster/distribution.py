@@ -6,19 +6,19 @@ Hosts are served in parallel, each through one connection. Does not know how a h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-
-import msgspec
 
 from phalanx.cluster.file_transfer import BLOCK, Inventory, Manifest, ModelFile, ReceivedFile, manifest, missing_shards
 from phalanx.cluster.library import model_path
-from phalanx.cluster.ssh import ANSWER, Remote, end, failure, run
+from phalanx.cluster.ssh import TEXT_CHARS, Remote, failure, run
 from phalanx.environment import hub_cache
 from phalanx.errors import ClusterError, ModelNotFound
+from phalanx.text.printable import printable, shortened
 
 VERIFY_S = 3600.0  # enough to read a terabyte
-PART_S = 60.0  # per GB: for a host to receive a file's last block and verify the file
+PART_S = 60.0  # and per GB: for a host to verify files, the last block of one included
 GB = 1 << 30
 
 Progress = Callable[[str, int], None]
@@ -55,10 +55,16 @@ def place_of(path: Path) -> str:
     return str(path.relative_to(Path.home()) if path.is_relative_to(Path.home()) else path)
 
 
+def _verify_s(wanted: Manifest) -> float:
+    """The longest time for a host to read all files of a model."""
+    return min(VERIFY_S, PART_S * (1 + sum(entry.bytes for entry in wanted.files) / GB))
+
+
 async def lacking(wanted: Manifest, remotes: Sequence[Remote]) -> dict[str, Inventory | ClusterError]:
     """The files that each host lacks, by checksum; or the error of a host that did not answer."""
     found = await asyncio.gather(
-        *(remote.call("inventory", wanted, Inventory, timeout_s=VERIFY_S) for remote in remotes), return_exceptions=True
+        *(remote.call("inventory", wanted, Inventory, timeout_s=_verify_s(wanted)) for remote in remotes),
+        return_exceptions=True,
     )
     result: dict[str, Inventory | ClusterError] = {}
     for remote, one in zip(remotes, found, strict=True):
@@ -87,9 +93,12 @@ async def push_to(path: Path, wanted: Manifest, remote: Remote, progress: Progre
     Raises:
         ClusterError: names the host; received bytes stay there.
     """
-    found = await remote.call("inventory", wanted, Inventory, timeout_s=VERIFY_S)
-    by_path = {entry.path: entry for entry in wanted.files}
-    todo = [(by_path[missing.path], missing.have) for missing in found.missing if missing.path in by_path]
+    found = await remote.call("inventory", wanted, Inventory, timeout_s=_verify_s(wanted))
+    partly = {missing.path: missing.have for missing in found.missing}  # what a host names twice is sent once
+    todo = [(entry, partly[entry.path]) for entry in wanted.files if entry.path in partly]
+    for entry, received in todo:
+        if received > entry.bytes:
+            raise ClusterError(f"{remote.name} says that it has {received} bytes of {entry.path}, of {entry.bytes}.")
     needed = sum(entry.bytes - have for entry, have in todo)
     if needed > found.free:
         raise ClusterError(
@@ -99,41 +108,31 @@ async def push_to(path: Path, wanted: Manifest, remote: Remote, progress: Progre
     progress(remote.name, sum(entry.bytes for entry in wanted.files) - needed)
     for entry, have in todo:
         await _send(path / entry.path, wanted.place, entry, have, remote, progress)
-    left = await remote.call("finish", wanted, Inventory, timeout_s=VERIFY_S)
+    left = await remote.call("finish", wanted, Inventory, timeout_s=_verify_s(wanted))
     if left.missing:
         raise ClusterError(f"{remote.name} still lacks {left.missing[0].path}.", remedy="Run the same command again.")
 
 
 async def _send(file: Path, place: str, entry: ModelFile, have: int, remote: Remote, progress: Progress) -> None:
     """Send one file through one `phalanx host take`."""
-    process = await asyncio.create_subprocess_exec(
-        *remote.command("host", "take"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None
+    request = {"place": place, "entry": entry, "have": have}
+    async with contextlib.aclosing(_blocks(file, have, lambda count: progress(remote.name, count))) as blocks:
+        await remote.call(
+            "take", request, ReceivedFile, timeout_s=PART_S * (1 + entry.bytes / GB), blocks=blocks,
+            doing=f"phalanx host take {entry.path}",
+        )  # fmt: skip
+
+
+async def _blocks(file: Path, have: int, sent: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
+    """The rest of a file. `sent` is called once a block was taken."""
     try:
-        process.stdin.write(msgspec.json.encode({"place": place, "entry": entry, "have": have}) + b"\n")
         with file.open("rb") as stream:
             stream.seek(have)
-            try:
-                while block := await asyncio.to_thread(stream.read, BLOCK):
-                    process.stdin.write(block)
-                    await process.stdin.drain()
-                    progress(remote.name, len(block))
-            except ConnectionError:
-                pass  # the host's answer says why
-        async with asyncio.timeout(PART_S * (1 + entry.bytes / GB)):
-            out, err = await process.communicate()
-        answers = [line for line in out.decode().splitlines() if line.startswith(ANSWER)]
-        if process.returncode or not answers:
-            raise failure(remote.name, process.returncode or 0, err.decode(errors="replace"))
-        msgspec.json.decode(answers[-1][len(ANSWER) :], type=ReceivedFile)
-    except TimeoutError as error:
-        raise ClusterError(f"{remote.name} did not confirm {entry.path} in time.") from error
-    finally:
-        await end(process)
+            while block := await asyncio.to_thread(stream.read, BLOCK):
+                yield block
+                sent(len(block))
+    except OSError as error:
+        raise ClusterError(f"{file} cannot be read: {error.strerror}.") from error
 
 
 async def pull(
@@ -149,7 +148,10 @@ async def pull(
         commands.append(("model", "push", model, "--hosts", ",".join(others), *(["--needed"] if needed else [])))
     for words in commands:
         show(f"{first.name}$ phalanx {' '.join(words)}")
-        code, out, err = await run(first.command(*words), b"", VERIFY_S, first.name)
+        doing = f"phalanx {words[0]}"
+        # The first host may need the user's agent to reach the others.
+        command = first.command(*words, agent=words[0] == "model")
+        code, out, err = await run(command, b"", VERIFY_S, first.name, doing=doing)
         if code:
-            raise failure(first.name, code, err + out)
-        show(out.strip())
+            raise failure(first.name, code, err, out, doing=doing)
+        show(printable(shortened(out.strip(), TEXT_CHARS)))

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import BinaryIO, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -45,6 +45,7 @@ from phalanx.environment import environment
 from phalanx.errors import ClusterError, ConfigError
 from phalanx.faults import first_fault
 from phalanx.tls.host_credentials import write_credentials
+from phalanx.types import ModelInfo, RankStats
 
 WATCH_S = 1.0  # between two statuses, and between two looks at a log
 SETTLE_S = 5.0  # longest wait for the system to free the memory of processes that ended
@@ -82,8 +83,8 @@ class TestRequest(Struct, frozen=True, kw_only=True):
 class GroupTest(Struct, frozen=True, kw_only=True):
     """The output of `phalanx selftest --json`."""
 
-    info: dict[str, Any]
-    ranks: list[dict[str, Any]]
+    info: ModelInfo
+    ranks: list[RankStats]
     fast_synch: str = ""  # over JACCL: what to write into the hostfile about MLX_METAL_FAST_SYNCH, and why
 
 
@@ -203,8 +204,7 @@ def _logs(run_dir: RunDirectory) -> int:
             answer(LogLines(lines=log.last(request.lines), of=log.of))
         while request.follow:
             for log in logs:
-                if added := log.added():
-                    answer(LogLines(lines=added, of=log.of))
+                answer(LogLines(lines=log.added(), of=log.of))  # without lines as well: a host that is silent is missed
             readable, _, _ = select.select([sys.stdin], [], [], WATCH_S)
             if readable and not os.read(0, 1024):
                 return 0

@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from phalanx.cluster.check_results import MOST_GPUS
+from phalanx.cluster.replica_layout import MOST_HOSTS
 from phalanx.config import Backend, HostConfig
 from phalanx.errors import ConfigError
 from phalanx.rank_variables import read_variable
 
-MOST_HOSTS = 256  # of a cluster; `MOST_RANKS` of them make a group
-
-MOST_GPUS = 1024  # of a host: more than any has
 NAME_CHARS = 255  # as of a name in DNS
+FORBIDDEN = re.compile(r"""[\s'`"$;&<>|(){}]""")
+ZONE = re.compile(r"[\w.-]+", re.ASCII)
 
 Devices = str | tuple[str, ...] | None
 
@@ -133,7 +136,7 @@ def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON; one of two fields of the same name would count for nothing."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"a field {twice!r} is there twice in one object")
     return fields
 
@@ -163,6 +166,8 @@ def _is_ip(value: Any) -> bool:
         ip = ipaddress.ip_address(value) if isinstance(value, str) else None
     except ValueError:
         return False
+    if isinstance(ip, ipaddress.IPv6Address) and ip.scope_id is not None and not ZONE.fullmatch(ip.scope_id):
+        return False
     return ip is not None and not ip.is_unspecified and not ip.is_multicast
 
 
@@ -182,17 +187,29 @@ def _checked(hostfile: Hostfile, where: str) -> Hostfile:
     for name in (host.ssh for host in hosts):
         if not name:
             raise ConfigError(f"{where}: a host has no name.", remedy="Write a,b,c.")
-        if len(name) > NAME_CHARS or not name.isprintable() or " " in name or name.startswith("-"):
-            raise ConfigError(
-                f"{where}: {name[:80]!r} is not the name of a host.", remedy="It is what you would type after `ssh`."
-            )
+        check_name(name, where)
     ips = [str(ipaddress.ip_address(ip)) for host in hosts for ip in host.ips]  # ::1 has many spellings
     for field, values in (("ssh", [host.ssh for host in hosts]), ("ips", ips)):
-        if twice := next((value for value in values if values.count(value) > 1), None):
+        if twice := next((value for value, count in Counter(values).items() if count > 1), None):
             raise ConfigError(f"{where}: {field} {twice!r} is there twice.", remedy="Every host runs one rank.")
     if any(host.rdma for host in hosts) or (hostfile.backend or "").startswith("jaccl"):
         check_matrix([list(host.rdma) for host in hosts], [host.ssh for host in hosts], where)
     return hostfile
+
+
+def check_name(name: str, where: str) -> None:
+    """Check a host's name. Those of other characters are refused as newer versions of ssh refuse them: ssh puts a name
+    into the shell commands of the user's ProxyCommand.
+
+    Raises:
+        ConfigError: names `where` and the host.
+    """
+    user, _, host = name.removeprefix("ssh://").rpartition("@")
+    odd = FORBIDDEN.search(name) or "\\" in host or "-" in (user[:1], host[:1])  # DOMAIN\\user is a user
+    if len(name) > NAME_CHARS or not name.isprintable() or odd:
+        raise ConfigError(
+            f"{where}: {name[:80]!r} is not the name of a host.", remedy="It is what you would type after `ssh`."
+        )
 
 
 def check_matrix(matrix: Sequence[Sequence[object]], names: Sequence[str], where: str) -> None:

@@ -78,7 +78,7 @@ class BareHost(Remote):
         self._find = FIND_PYTHON.replace("NAMES", names).replace("LATEST", next(iter(minors), "3.12"))
         self._backend = backend
 
-    def command(self, *words: str) -> list[str]:
+    def command(self, *words: str, agent: bool = False) -> list[str]:
         """The local command for `host VERB`."""
         verb = shlex.join(words[1:])
         if words[1:] == ("facts",):
@@ -94,9 +94,10 @@ class BareHost(Remote):
             ClusterError: the host could not take it.
         """
         command = self.shell_command(f'{self._find}\nexec "$py" -I -c {shlex.quote(UNPACK)}')
-        code, out, err = await run(command, _packed(wheels), SEED_S, self.name)
+        doing = "unpacking a part of phalanx"
+        code, out, err = await run(command, _packed(wheels), SEED_S, self.name, doing=doing)
         if code:
-            raise failure(self.name, code, f"{err}\n{out}")
+            raise failure(self.name, code, err, out, doing=doing)
 
 
 def _packed(wheels: Sequence[Path]) -> bytes:

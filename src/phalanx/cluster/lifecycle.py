@@ -26,6 +26,7 @@ from phalanx.cluster.supervisor import GATEWAY, KILL_HOLD_S, Spec, Stopped, Supe
 from phalanx.errors import ClusterError, ConfigError, StartFailed
 from phalanx.faults import recognise
 
+LOGS_OF_A_HOST = 2  # of a server or an agent, and of a gateway
 SSH_MARGIN_S = 60.0  # in addition to a verb's own time limit
 
 
@@ -53,7 +54,7 @@ async def start_all(deployment: Deployment) -> None:
         ClusterError: a host could not start its supervisor; the others were stopped again.
     """
     remotes = {remote.name: remote for remote in deployment.remotes()}
-    await _start([(remotes[name], spec) for name, spec in placed(deployment, new_keys())])
+    await _start([(remotes[name], spec) for name, spec in placed(deployment, new_keys(len(deployment.groups)))])
 
 
 async def _start(todo: Sequence[tuple[Remote, Spec]]) -> None:
@@ -241,7 +242,7 @@ async def restart_all(remotes: Sequence[Remote], *, part: str | None, timeout_s:
         ClusterError: a host does not answer, or nothing was started there.
         ConfigError: there is no such replica, or the remotes are not all of its hosts.
     """
-    answers = await on_all(remotes, "spec", {}, StartedHere)
+    answers = await on_all(remotes, "spec", {}, StartedHere, whole=True)
     layout = _layout_of(answers)
     goal = goal_of_restart(layout, part, [remote.name for remote in remotes])
     only: Part | None = None if part is None else "gateway" if part == GATEWAY else "group"
@@ -302,6 +303,12 @@ def _renewed(found: Sequence[tuple[Remote, Spec]], layout: ReplicaLayout | None)
     """The specifications with new credentials, which each group of hosts shares."""
     groups = [[remote.name for remote, _ in found]] if layout is None else list(layout.replicas.values())
     known = {name: credentials for names in groups for name, credentials in zip_longest(names, new_credentials(names))}
+    for remote, spec in found:
+        if spec.role != GATEWAY and remote.name not in known:
+            raise ClusterError(
+                f"{remote.name} says that it runs the {spec.role} of a replica, but no replica has it.",
+                remedy="`phalanx down`, then `phalanx up`.",
+            )
     return [
         (remote, spec if spec.role == GATEWAY else replace(spec, credentials=known[remote.name]))
         for remote, spec in found
@@ -314,7 +321,7 @@ async def remotes_of(remotes: Sequence[Remote], replica: str) -> list[Remote]:
     Raises:
         ConfigError: there is no such replica, or one of its hosts was not named.
     """
-    answers = await on_all(remotes, "spec", {}, StartedHere)
+    answers = await on_all(remotes, "spec", {}, StartedHere, whole=True)
     goal = goal_of_restart(_layout_of(answers), replica, [remote.name for remote in remotes])
     by_name = {remote.name: remote for remote in remotes}
     return [by_name[host] for host in goal.hosts]
@@ -337,8 +344,13 @@ async def read_logs(
 
 
 async def _read_log(remote: Remote, request: LogRequest, show: Callable[[str, str], None]) -> None:
-    async for piece in remote.listen("logs", request, LogLines):
-        for line in piece.lines:
-            show(f"{remote.name} {piece.of}" if piece.of else remote.name, line)
-        if piece.over:
-            return
+    left = LOGS_OF_A_HOST * request.lines
+    async with contextlib.aclosing(remote.listen("logs", request, LogLines)) as pieces:
+        async for piece in pieces:
+            left -= len(piece.lines)
+            if left < 0 and not request.follow:
+                raise ClusterError(f"{remote.name} sends more than the {request.lines} lines that it was asked for.")
+            for line in piece.lines:
+                show(f"{remote.name} {piece.of}" if piece.of else remote.name, line)
+            if piece.over:
+                return

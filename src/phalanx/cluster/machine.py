@@ -15,10 +15,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
+from typing import Annotated
 
 import msgspec
 import psutil
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from phalanx.dist.topology import Parts
 from phalanx.errors import ClusterError
@@ -34,8 +35,11 @@ class Interface(Struct, frozen=True, kw_only=True):
 
     name: str
     address: str
-    prefix: int  # bits of the network part
+    prefix: Annotated[int, Meta(ge=0, le=32)]  # bits of the network part
     kind: str = ""  # "Wi-Fi", "Thunderbolt 1", ...; "" if the system does not say
+
+    def __post_init__(self) -> None:
+        ipaddress.IPv4Address(self.address)  # what a host says becomes part of hostfiles and commands
 
     @property
     def network(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from phalanx.cluster.check_results import HostFacts
+from phalanx.cluster.hostfile_parser import check_name
 from phalanx.cluster.machine import wifi
 from phalanx.errors import ConfigError
 
@@ -65,6 +66,7 @@ def parse_node(text: str) -> Node:
         ) from error
     if not host or not interface.isalnum():
         raise ConfigError(f"--node {text!r} is not HOST:IFACE:IP.", remedy="For example studio1:en5:10.90.0.1.")
+    check_name(host, "--node")
     return Node(host, interface, address)
 
 

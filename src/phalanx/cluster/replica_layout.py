@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from phalanx.errors import ConfigError
 
+MOST_HOSTS = 256  # of a cluster; `MOST_RANKS` of them make a group
 REPLICAS_FILE = ".phalanx/gateway/replicas.toml"
 """The file of replicas of a gateway that `up` started, relative to the home directory."""
 
@@ -13,7 +16,7 @@ REPLICAS_FILE = ".phalanx/gateway/replicas.toml"
 class ReplicaLayout(Struct, frozen=True, kw_only=True):
     """A cluster of several replicas. Hosts are named as for ssh."""
 
-    replicas: dict[str, tuple[str, ...]]  # name -> its hosts, in rank order
+    replicas: Annotated[dict[str, tuple[str, ...]], Meta(max_length=MOST_HOSTS)]  # name -> its hosts, in rank order
     gateway: str
 
     @property
@@ -24,7 +27,7 @@ class ReplicaLayout(Struct, frozen=True, kw_only=True):
     @property
     def servers(self) -> tuple[str, ...]:
         """The host of each replica's server."""
-        return tuple(hosts[0] for hosts in self.replicas.values())
+        return tuple(host for hosts in self.replicas.values() for host in hosts[:1])
 
     def hosts_of(self, replica: str) -> tuple[str, ...]:
         """The hosts of one replica, in rank order.

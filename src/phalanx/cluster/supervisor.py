@@ -18,10 +18,11 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Annotated
 
 import msgspec
 import psutil
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from phalanx.cluster import identity
@@ -72,12 +73,16 @@ class SupervisorStarted(Struct, frozen=True, kw_only=True):
     pid: int
 
 
+Names = Annotated[list[str], Meta(max_length=1000)]
+"""Of processes; a group has some dozens on a host."""
+
+
 class Stopped(Struct, frozen=True, kw_only=True):
     """The report of `stop`: processes found, killed and left; bytes of wired (macOS) or used (Linux) memory."""
 
-    found: list[str] = []
-    killed: list[str] = []
-    left: list[str] = []
+    found: Names = []
+    killed: Names = []
+    left: Names = []
     before: int = 0
     after: int = 0
 

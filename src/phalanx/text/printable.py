@@ -18,6 +18,11 @@ def printable(text: str) -> str:
     return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def shortened(text: str, limit: int) -> str:
+    """The text, or its beginning with a note of how long it is."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
 class LineFormatter(logging.Formatter):
     """Formats a record as one entry: further lines of it are indented, so that they cannot pass for entries."""
 

@@ -42,7 +42,11 @@ from phalanx.config import ClusterConfig
 from phalanx.errors import ClusterError, ConfigError
 from phalanx.gateway.settings.replicas_file import parse_replicas
 
-KEYS = DeploymentKeys(servers="key-of-servers", admin="key-of-streams", status="key-of-status")
+KEYS = DeploymentKeys(
+    servers=tuple(f"key-of-server-{number}" for number in range(8)),
+    admin=tuple(f"key-of-streams-{number}" for number in range(8)),
+    status="key-of-status",
+)
 
 
 def hosts(count: int) -> Hostfile:
@@ -79,7 +83,9 @@ def test_each_replica_is_what_it_would_be_alone(replicas, size, spare, data):
     for number, (plan, replica) in enumerate(zip(found.groups, read, strict=True)):
         group = everything[number * size : (number + 1) * size]
         names = [name for name, _ in group]
-        alone = specs(replace(plan, api_keys=(KEYS.servers,), admin_key=KEYS.admin), new_credentials(names))
+        alone = specs(
+            replace(plan, api_keys=(KEYS.servers[number],), admin_key=KEYS.admin[number]), new_credentials(names)
+        )
         assert [without_secrets(spec) for _, spec in group] == [without_secrets(spec) for spec in alone]
         server = group[0][1]
         assert (flag(server.command, "--host"), flag(server.command, "--port")) == (
@@ -118,15 +124,25 @@ def test_no_key_is_on_a_command_line_and_only_the_gateway_has_those_of_all():
     )  # fmt: skip
     everything = placed(found, KEYS)
     for name, spec in everything:
-        assert not {"own", "client", *msgspec.structs.astuple(KEYS)} & set(spec.command), name
+        assert not {"own", "client", *KEYS.servers, *KEYS.admin, KEYS.status} & set(spec.command), name
         assert spec.role == "gateway" or "client" not in str(spec.variables)
     servers = [spec for _, spec in everything if spec.role == "server"]
     assert [api_key(spec) for spec in servers] == ["own", "own"]
-    assert all(KEYS.admin not in str(spec.variables) for _, spec in everything if spec.role != "server")
+    assert all("key-of-streams" not in str(spec.variables) for _, spec in everything if spec.role != "server")
     (gateway,) = [spec for _, spec in everything if spec.role == "gateway"]
     assert gateway.variables == {"PHALANX_API_KEY": f"client {KEYS.status}"}
     assert [replica.key for replica in parse_replicas(gateway.files["replicas.toml"], "x")] == ["own", "own"]
-    assert new_keys() != new_keys()
+    one, other = new_keys(2), new_keys(2)
+    assert len({*one.servers, *one.admin, one.status, *other.servers, *other.admin, other.status}) == 10
+
+
+def test_a_server_has_no_key_of_another_replica():
+    """Its host may be taken over: it is not to ask another replica, nor to take up that one's streams."""
+    everything = placed(divided(4, replicas=2, host="h0"), KEYS)
+    servers = [spec for _, spec in everything if spec.role == "server"]
+    for own, other in (servers, servers[::-1]):
+        for variable in ("PHALANX_API_KEY", "PHALANX_ADMIN_KEY"):
+            assert own.variables[variable] not in str(msgspec.to_builtins(other))
 
 
 def test_what_stands_after_a_second_pair_of_dashes_is_the_gateways():

@@ -78,6 +78,12 @@ def test_a_written_hostfile_reads_back_equal(value):
         ('[{"ssh": "a", "ips": ["0.0.0.0"]}]', r"host 0 \(a\): `ips`"),
         ('[{"ssh": "a", "gpus": 99999999999999999999}]', "`gpus` is not a number of GPUs"),
         ('{"envs": ["A=\\ud800"], "hosts": [{"ssh": "a"}]}', "envs: the value of A has"),
+        ('[{"ssh": "x;id"}]', "'x;id' is not the name of a host"),
+        ('[{"ssh": "`id`@b"}]', "is not the name of a host"),
+        ('[{"ssh": "$(id)"}]', "is not the name of a host"),
+        ('[{"ssh": "a@-oProxyCommand=id"}]', "is not the name of a host"),
+        ('[{"ssh": "a\\\\b"}]', "is not the name of a host"),
+        ('[{"ssh": "a", "ips": ["fe80::1%$(id)"]}]', r"host 0 \(a\): `ips`"),
         ('[{"ssh": "a", "gpus": true}]', "`gpus` is not a number of GPUs: True"),
         ('{"backend": "jaccl", "hosts": [{"ssh": "a"}, {"ssh": "b"}]}', "`rdma` of a has 0 entries"),
     ],
@@ -85,6 +91,18 @@ def test_a_written_hostfile_reads_back_equal(value):
 def test_what_is_wrong_is_named(text, said):
     with pytest.raises(ConfigError, match=said):
         parse(text, "hosts.json")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a", "me@b.local", "me@10.0.0.2", "CORP\\me@b", "me@example.org@b", "ssh://me@b:2222", "[::1]", "fe80::1%en5"],
+)
+def test_names_of_hosts(name):
+    assert from_names(name).hosts[0].ssh == name
+
+
+def test_an_address_may_name_its_interface():
+    assert parse('[{"ssh": "a", "ips": ["fe80::1%en5"]}]', "x").hosts[0].ips == ("fe80::1%en5",)
 
 
 def test_a_hosts_gpus_reach_the_engine():

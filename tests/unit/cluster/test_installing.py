@@ -216,7 +216,7 @@ class Liar(Remote):
         super().__init__("liar")
         self._facts = facts
 
-    def command(self, *words: str) -> list[str]:
+    def command(self, *words: str, agent: bool = False) -> list[str]:
         return [sys.executable, "-c", f"print({'phalanx-answer:' + json.dumps(self._facts)!r})"]
 
 
@@ -247,7 +247,7 @@ def test_the_facts_are_those_of_the_python_that_is_found(tmp_path):
 @pytest.mark.parametrize(("programs", "has"), [({"python3": OLD}, "Python 3.9.18"), ({}, "no Python")])
 def test_a_host_without_a_fitting_python_says_what_it_has(tmp_path, programs, has):
     done = at_home(tmp_path, BareHost("b", ["3.12"]), "facts", **programs)
-    said = installer.failure("b", done.returncode, done.stderr)
+    said = installer.failure("b", done.returncode, done.stderr, doing="x")
     assert said.message == f"b: It has {has}; phalanx needs Python 3.11 or newer." and "apt install" in said.remedy
 
 

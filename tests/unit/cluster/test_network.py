@@ -31,6 +31,12 @@ def test_nodes_are_read():
             parse_node(text)
 
 
+@pytest.mark.parametrize("host", ["-oProxyCommand=id", "$(id)", "a b", "a\x1b"])
+def test_a_node_is_on_a_host(host):
+    with pytest.raises(ConfigError, match=r"--node: .* is not the name of a host"):
+        parse_node(f"{host}:en5:10.90.0.1")
+
+
 def test_two_ends_in_one_network_are_a_cable():
     (cable,) = cables(NODES, 30)
     assert (cable.a.host, cable.b.host, cable.network) == ("a", "b", "10.90.0.0/30")

@@ -302,19 +302,23 @@ def test_other_machines_are_never_asked_for_a_password():
     ],
 )
 def test_known_faults_of_ssh_are_named(said, fault):
-    error = failure("b", 255, said)
+    error = failure("b", 255, said, doing="phalanx host status")
     assert error.message.startswith("b: ") and fault in error.message and error.remedy
 
 
 def test_what_is_not_known_is_quoted():
-    error = failure("b", 3, "one\ntwo\n" + ANSWER + "{}")
-    assert error.message == "b: phalanx ended with status 3 there: one / two"
-    error = failure("b", 1, "motd\nerror: Nothing was started here.\n  Use `phalanx up`.\n")
+    error = failure("b", 3, "one\ntwo\n" + ANSWER + "{}", doing="phalanx host status")
+    assert error.message == "b: `phalanx host status` ended with status 3 there: one / two"
+    error = failure("b", 255, "", doing="phalanx host status")
+    assert error.message == "b: ssh failed (`phalanx host status`): it said nothing"
+    error = failure("b", 1, "motd\nerror: Nothing was started here.\n  Use `phalanx up`.\n", doing="x")
     assert (error.message, error.remedy) == ("b: Nothing was started here.", "Use `phalanx up`.")
 
 
 def test_a_host_that_does_not_answer_in_time():
-    with pytest.raises(ClusterError, match="b: The host is off"):
-        asyncio.run(run(["sleep", "30"], b"", 0.1, "b"))
+    with pytest.raises(
+        ClusterError, match=r"b gave no answer to `phalanx version` within 0.1 s. What it said: nothing"
+    ):
+        asyncio.run(run(["sleep", "30"], b"", 0.1, "b", doing="phalanx version"))
     with pytest.raises(ClusterError, match="/nowhere/ssh cannot be run"):
         asyncio.run(run(["/nowhere/ssh"], b"", 1.0, "b"))

@@ -20,7 +20,7 @@ class Liar(Remote):
         super().__init__("liar")
         self._script = script
 
-    def command(self, *words: str) -> list[str]:
+    def command(self, *words: str, agent: bool = False) -> list[str]:
         return [sys.executable, "-c", self._script]
 
 
