@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ensurepip
+import hashlib
 import io
 import json
 import os
@@ -374,6 +376,40 @@ def test_a_release_that_cannot_be_made_changes_nothing(folder, monkeypatch):
     with pytest.raises(ClusterError, match="pip failed on"):
         folder.install(request("2"))
     assert folder.names() == Releases(current="1")
+
+
+@pytest.mark.parametrize(
+    ("lock", "says"),
+    [
+        ("other==1 --hash=sha256:{wrong}", "pip failed on .*Expected sha256"),
+        ("other==1", "pip failed on .*hash"),
+        ("other==1 --hash=sha256:{right}", "the new phalanx failed on "),
+    ],
+)
+def test_pip_takes_no_file_but_those_of_the_lock(tmp_path, lock, says):
+    """With the right hash it is installed, and is no phalanx that runs."""
+    host = InstallFolder(tmp_path)
+    host.wheels.mkdir(parents=True)
+    pip = next((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"), None)
+    if pip is None:
+        pytest.skip("this Python brings no pip")
+    name = "other-1-py3-none-any.whl"
+    meta = {
+        "METADATA": "Metadata-Version: 2.1\nName: other\nVersion: 1\n",
+        "RECORD": "",
+        "WHEEL": "Wheel-Version: 1.0\n",
+    }
+    with zipfile.ZipFile(tmp_path / name, "w") as made:
+        for file, text in meta.items():
+            made.writestr(f"other-1.dist-info/{file}", text)
+    with zipfile.ZipFile(host.wheels / "locked.zip", "w") as packed:
+        for file in (pip, tmp_path / name):
+            packed.write(file, file.name)
+    right = hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+    (host.wheels / LISTED).write_text(lock.format(right=right, wrong="0" * 64))
+    with pytest.raises(ClusterError, match=says):
+        host.install(request("1"))
+    assert host.names() == Releases() and not (host.releases / "1/complete").exists()
 
 
 def test_there_is_nothing_to_switch_back_to(folder):
