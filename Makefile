@@ -96,7 +96,8 @@ $(NATIVE): $(BUILD)
 	@touch $@
 
 demo:
-	@[ -e $(RUN) ] && [ -e $(NATIVE) ] || echo 'The first time this installs 90 MB and compiles for a minute or two on two cores.'
+	@[ -e $(RUN) ] && [ -e $(NATIVE) ] || \
+		echo 'The first time, this downloads 95 MB and compiles the native kernels: one to two minutes on two cores.'
 	@$(MAKE) --no-print-directory -j2 $(RUN) $(NATIVE)
 	@$(BIN)/phalanx demo $(if $(KEEP),--keep)
 

@@ -97,9 +97,8 @@ def main(directory: Path, named: Sequence[str]) -> None:
     for tag, python in found.items() if HAS_KERNELS else ():
         environment = ROOT / "build/wheels" / tag
         build(steps(table, environment / "wheels", directory), python, environment)
-    why = "there is no such Python here" if HAS_KERNELS else "this is not Linux x86-64"
     if left := [tag for tag in tags if tag not in found or not HAS_KERNELS]:
-        print(f"No wheel of phalanx-cpu for {', '.join(left)}: {why}.")
+        print(f"There is no wheel of phalanx-cpu for {', '.join(left)}.")
 
 
 if __name__ == "__main__":

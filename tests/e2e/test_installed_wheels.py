@@ -173,7 +173,7 @@ def test_the_light_install_has_no_mlx_and_its_commands_work(bare: Bare, house: P
         pass
     for words, code, said in (
         (["doctor", "--hosts", "nobody@127.0.0.1:1"], 20, "nobody"),
-        (["up", "--hosts", "nobody@127.0.0.1:1", "--skip-checks"], 1, "nobody"),
+        (["up", "--hosts", "nobody@127.0.0.1:1", "--skip-checks"], 1, "Install OpenSSH."),
         (["generate", "demo", "--prompt", "hi"], ExitCode.CONFIG, "phalanx[cpu]"),
     ):
         done = bare.run(programs / "phalanx", *words)
