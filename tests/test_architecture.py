@@ -21,7 +21,7 @@ LAYERS = {
     **dict.fromkeys(("", "errors", "faults", "types", "log_limits", "environment", "private_files", "demo"), 0),
     **dict.fromkeys(("open_files", "speculation_config", "mlx_lm_adapter", "http"), 0),
     **dict.fromkeys(("config", "memory", "rank_variables", "tls", "sched", "text"), 1),
-    **dict.fromkeys(("dist", "kernels", "bench"), 2),
+    **dict.fromkeys(("dist", "kernels", "bench", "catalog"), 2),
     **dict.fromkeys(("cluster", "supervision"), 3),
     **dict.fromkeys(("model", "server", "gateway"), 4),
     "spec": 5,
@@ -57,26 +57,27 @@ VOCABULARY = (
     "phalanx.memory",
 )
 NARROW = {
-    "server": ("phalanx.http", "phalanx.supervision", "phalanx.text"),
+    "server": ("phalanx.catalog", "phalanx.http", "phalanx.supervision", "phalanx.text"),
     "gateway": ("phalanx.http",),
     "http": (),
-    # demo: where the bundled model lies; dist.gpus: how many MLX can use; dist.topology: which host has which layers;
+    # catalog: where models lie; dist.gpus: how many MLX can use; dist.topology: which host has which layers;
     # text: which files are a model's
     "cluster": (
-        "phalanx.demo",
+        "phalanx.catalog",
         "phalanx.dist.gpus",
         "phalanx.dist.topology",
         "phalanx.rank_variables",
         "phalanx.text",
         "phalanx.tls",
     ),
-    "bench": ("phalanx.tls",),
+    "bench": ("phalanx.http", "phalanx.tls"),
 }
 """Packages that may import the vocabulary, themselves, and only this besides."""
 
 PURE = (
     "http/", "gateway/", "sched/", "spec/",
     *(f"server/{name}/" for name in "settings fields requests sequences answers dialects outputs".split()),
+    "catalog/pull_progress.py", "catalog/short_names.py",
     "errors.py", "rank_variables.py", "types.py", "cli/launchers.py", "engine/mirror.py", "engine/step_deadline.py",
     *(
         f"cluster/{name}.py"
@@ -89,7 +90,7 @@ IMPURE = (
     *(f"http/{name}.py" for name in "acceptor allowed_hosts connection lingering listening refused_keys".split()),
     *(f"gateway/{name}.py" for name in "gateway_app gateway_process settings/watched_file".split()),
     *(f"gateway/dispatch/{name}.py" for name in "async_dispatcher fleet".split()),
-    *(f"gateway/relay/{name}.py" for name in "attempt exchange gap migration proxy relay".split()),
+    *(f"gateway/relay/{name}.py" for name in "attempt exchange gap migration proxy relay replica_sessions".split()),
     *(f"server/fields/{name}.py" for name in "call_arguments timestamps".split()),
     *(f"server/requests/{name}.py" for name in "generation_defaults intake parsed".split()),
     *(f"server/sequences/{name}.py" for name in "journal output_queue".split()),
@@ -103,11 +104,20 @@ IMPURE_MODULES = frozenset(
 )
 """Pure files decide; they do not look at clocks, files, arrays or chance."""
 
-NO_MLX = ("http/", "server/", "gateway/", "cluster/", "bench/", "supervision/", "text/")
+NO_MLX = ("catalog/", "http/", "server/", "gateway/", "cluster/", "bench/", "supervision/", "text/")
 """What the server process and machines without MLX run: not even indirectly do these import MLX."""
 
 PROCESS_MODULES = frozenset({"subprocess", "multiprocessing", "pty"})
-PROCESS_HOMES = ("supervision/", "cluster/", "dist/", "cli/launch.py", "cli/private.py", "text/limited_process.py")
+PROCESS_HOMES = (
+    "supervision/",
+    "cluster/",
+    "dist/",
+    "cli/demo.py",
+    "cli/launch.py",
+    "cli/private.py",
+    "text/limited_process.py",
+    "catalog/packaged.py",
+)
 PROCESS_CALLS = re.compile(
     r"^(os\.(fork|exec\w+|spawn\w+|posix_spawn\w*|system|popen)|asyncio\.(create_)?subprocess.*)$"
 )
@@ -132,6 +142,9 @@ BROAD_EXCEPTS: dict[str, str] = {
     "text/library_errors.py": "the library `tokenizers` raises nothing narrower",
 }
 """file -> why everything may be caught there."""
+
+SHARED_NAMES = {"cli/stop.py": "phalanx stop"}
+"""File -> what it stands for, where a command, whose file has its name, and another file have to share one."""
 
 FOREIGN_WORDS = ("/wo" + "rk/", "/ro" + "ot/", "index-" + "url", "/ho" + "me/")
 """Paths and hosts of the machine somebody built on."""
@@ -467,7 +480,7 @@ def meanings(sources: tuple[Source, ...]) -> dict[str, list[str]]:
     """Names of files and of public classes -> the files that have them, where those are several."""
     found: dict[str, list[str]] = {}
     for source in sources:
-        file = source.path.rpartition("/")[2]
+        file = SHARED_NAMES.get(source.path, source.path.rpartition("/")[2])
         classes = [node.name for node in source.tree.body if isinstance(node, ast.ClassDef)]
         for name in (file, *classes):
             if name != "__init__.py" and not name.startswith("_"):
@@ -490,7 +503,7 @@ def test_the_server_process_runs_without_mlx() -> None:
 def test_lists_name_files_that_exist() -> None:
     """A file outlives its place in a list silently, and an exception its reason, unless this fails."""
     sources = package_sources()
-    listed = (*PURE, *IMPURE, *NO_MLX, *PROCESS_HOMES, *DYNAMIC_IMPORTS, *BROAD_EXCEPTS)
+    listed = (*PURE, *IMPURE, *NO_MLX, *SHARED_NAMES, *PROCESS_HOMES, *DYNAMIC_IMPORTS, *BROAD_EXCEPTS)
     assert [home for home in listed if not any(source.is_in((home,)) for source in sources)] == []
     assert [source.path for source in sources if source.is_in(IMPURE) and not any(impurities(source))] == []
 

@@ -64,6 +64,8 @@ class Flag(Struct, frozen=True):
     """Environment variable that counts where the flag is not given."""
     is_file: bool = False
     """The value is the name of a file, which has to exist."""
+    is_key: bool = False
+    """The value is a secret that a header carries; a second flag, with `-file` behind its name, names a file of it."""
     positional: bool = False
     """The value is an argument of the command; there is no flag."""
 
@@ -72,7 +74,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Settings of a rank process. They travel as JSON on the command line of `phalanx rank`."""
 
     model: Annotated[str, Flag(positional=True)]
-    """A local directory, a hub id, or `demo`, the bundled model."""
+    """A hub id, a short name such as `qwen3:4b` or `smollm2`, a local directory, or `demo`, the bundled model."""
 
     max_model_len: Annotated[Count | None, Flag("Engine", default="the model's")] = None
     """Prompt + output in tokens, at most."""

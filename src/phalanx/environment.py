@@ -10,16 +10,20 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from phalanx.errors import ConfigError
+from phalanx.private_files import is_open_to_others, why_not_private
 
 RUNTIME_VARIABLE = "XDG_RUNTIME_DIR"
 KERNELS_VARIABLE = "PHALANX_CPU_KERNELS"
 API_KEY_VARIABLE = "PHALANX_API_KEY"
 ADMIN_KEY_VARIABLE = "PHALANX_ADMIN_KEY"
+GATEWAY_ADMIN_KEY_VARIABLE = "PHALANX_GATEWAY_ADMIN_KEY"  # the servers' key opens less, and must not open /admin
 LAUNCHD_VARIABLE = "PHALANX_LAUNCHD"
 WORKER_KEY_VARIABLE = "PHALANX_WORKER_KEY"
 WORKER_ADMIN_KEY_VARIABLE = "PHALANX_WORKER_ADMIN_KEY"
+ENDPOINT_VARIABLE = "HF_ENDPOINT"
 GUARD_VARIABLES = ("PHALANX_MEMORY_GUARD_GB", "MLX_MEMORY_GUARD_GB")
 
 
@@ -50,6 +54,11 @@ def default_environment(variables: Mapping[str, str]) -> None:
     """Set variables that libraries in this process read, where the user has not."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set variables that libraries in this process read, whatever the user has set."""
+    os.environ.update(variables)
 
 
 def cpu_kernels_wanted() -> bool:
@@ -120,6 +129,7 @@ def api_key_from_environment() -> str | None:
     return next(iter(api_keys_from(os.environ)), None)
 
 
+LAST_RESORT = "/tmp"
 SOCKET_PATH = 103
 """Longest path of a Unix socket, in bytes: macOS has room for 104 with the zero at the end, Linux for 108."""
 SOCKET_NAME = 44
@@ -130,13 +140,14 @@ def runtime_dir() -> Path:
     """Directory of this user's sockets and PID files.
 
     The first usable one of `$XDG_RUNTIME_DIR`, on macOS `~/Library/Application Support/phalanx`, `$TMPDIR` and /tmp: it
-    exists, this user may write there, and its path is short enough for sockets.
+    exists, this user may write there and others may not rename what he makes there, and its path is short enough for
+    sockets. (Of /tmp the second is taken for granted: in a container it may have no sticky bit, and one user.)
 
     Raises:
         ConfigError: there is none; says what is wrong with each.
     """
     problems = []
-    for folder in (os.environ.get(RUNTIME_VARIABLE), _in_library(), os.environ.get("TMPDIR"), "/tmp"):
+    for folder in (os.environ.get(RUNTIME_VARIABLE), _in_library(), os.environ.get("TMPDIR"), LAST_RESORT):
         if folder and not (problem := _unusable(folder)):
             return Path(folder)
         if folder:
@@ -163,9 +174,34 @@ def _unusable(folder: str) -> str:
         return "is no directory"
     if not os.access(folder, os.W_OK | os.X_OK):
         return "may not be written to"
+    if folder != LAST_RESORT and is_open_to_others(Path(folder)):
+        return "is another user's, or others may rename what lies there"
     if len(os.fsencode(folder)) > SOCKET_PATH - SOCKET_NAME:
         return f"is longer than {SOCKET_PATH - SOCKET_NAME} bytes"
     return ""
+
+
+def temporary_directory() -> Path:
+    """Where C++'s libraries look for it: `$TMPDIR`, else /tmp."""
+    return Path(os.environ.get("TMPDIR") or LAST_RESORT)
+
+
+def own_cache() -> Path:
+    """phalanx's directory in this user's caches: `$XDG_CACHE_HOME/phalanx`, else `~/.cache/phalanx`. Makes it.
+
+    Raises:
+        ConfigError: it cannot be made, or is not this user's alone.
+    """
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (OSError, RuntimeError) as error:  # there is no home directory, perhaps
+        raise ConfigError(
+            f"There is no directory for caches: {error}.", remedy="Set XDG_CACHE_HOME to a directory of yours."
+        ) from error
+    if problem := why_not_private(folder):
+        raise ConfigError(f"{folder} is not used: {problem}.", remedy="Delete it, or `chmod 700` it if it is yours.")
+    return folder
 
 
 def hub_cache() -> Path:
@@ -173,3 +209,29 @@ def hub_cache() -> Path:
     if given := os.environ.get("HF_HUB_CACHE"):
         return Path(given)
     return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
+
+
+def cache_dir() -> Path:
+    """phalanx's directory below `$XDG_CACHE_HOME`, else below `~/.cache`: what can be downloaded again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
+
+
+def check_hub_endpoint() -> None:
+    """Refuse a hub's address that is none, of which the hub's client would say nothing that helps.
+
+    Raises:
+        ConfigError: names the variable and its value.
+    """
+    endpoint = os.environ.get(ENDPOINT_VARIABLE)
+    if endpoint is None:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        right = False
+    if not right:
+        raise ConfigError(
+            f"{ENDPOINT_VARIABLE} is {endpoint!r}, which is not a URL.",
+            remedy="Set it to the hub's address, such as https://huggingface.co, or unset it.",
+        )

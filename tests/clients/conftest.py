@@ -31,6 +31,17 @@ SETTINGS = {  # no client asks a hub or reads what the user configured
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_other_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers list the models on this disk beside their own: here there are none."""
+    with pytest.MonkeyPatch.context() as patch:
+        empty = tmp_path_factory.mktemp("disk")
+        patch.delenv("HF_HUB_CACHE", raising=False)
+        patch.setenv("HF_HOME", str(empty))
+        patch.setattr("phalanx.catalog.local_models.packaged_directory", lambda: empty / "packaged")
+        yield
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
     with demo_server() as running:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 from support.models import make_model
+from support.real_model import real_model
 
 from phalanx.cli.private import PrivateServer
 from phalanx.errors import EngineUnavailable, ExitCode
@@ -26,9 +29,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("cli") / "llama")
 
 
-def phalanx(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def phalanx(
+    *arguments: str, stdin: str | None = None, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "phalanx", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=LIMIT_S)
+    environment = {**os.environ, **(variables or {})}
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
 
 
 def test_generate_prints_one_object_and_the_seed_repeats_it(model: Path) -> None:
@@ -137,13 +143,54 @@ def test_a_private_server_ends_in_order_and_with_its_parent(model: Path) -> None
     log.unlink()
 
 
-def test_the_demo_streams_an_answer_and_ends_in_order() -> None:
-    ended = phalanx("demo", "--port", "0", "--prompt", "What is 2+2?")
+def test_the_demo_answers_three_questions_through_a_killed_rank_and_ends_in_order() -> None:
+    ended = phalanx("demo", "--model", "demo", "--port", "0", "--prompt", "What is 2+2?")
+    shown = of_demo(ended, killed=1)
+    assert "What is 2+2?" in shown
+
+
+@pytest.mark.full
+def test_the_demo_shows_the_real_model_on_three_ranks_where_it_is_at_hand() -> None:
+    real_model()
+    shown = of_demo(phalanx("demo", "--port", "0"), killed=2)
+    assert "phalanx serve smollm2 --tp 3" in shown
+    assert "Paris" in shown
+
+
+def test_the_demo_without_a_network_shows_the_bundled_model_and_says_how_to_see_a_real_one(tmp_path: Path) -> None:
+    nowhere = {"XDG_CACHE_HOME": str(tmp_path), "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
+    shown = of_demo(phalanx("demo", "--port", "0", variables=nowhere), killed=1)
+    assert "phalanx pull smollm2" in shown
+    assert "phalanx serve demo --tp 2" in shown
+
+
+def of_demo(ended: subprocess.CompletedProcess[str], *, killed: int) -> str:
+    """What an orderly demo has shown."""
     assert ended.returncode == 0, ended.stderr
     shown = ended.stdout
-    assert "What is 2+2?" in shown
-    assert all(part in shown for part in ("time to first token", "tokens/s", "curl -N http://127.0.0.1:"))
+    assert '{"name": "' in shown
+    assert re.search(rf"kill -9 \d+  \(rank {killed}\)", shown)
+    assert re.search(r"stood still for \d+\.\d s.*went on", shown)
+    assert "the same answer, letter by letter" in shown
+    assert all(part in shown for part in ("first token after", "tokens/s", "curl -N http://127.0.0.1:"))
     assert "ended in order" in shown
+    return shown
+
+
+def test_a_model_that_the_demo_does_not_know_is_refused() -> None:
+    ended = phalanx("demo", "--model", "gpt-5")
+    assert (ended.returncode, ended.stderr.splitlines()[0]) == (64, "error: --model is 'gpt-5'.")
+
+
+def test_without_a_command_it_says_in_ten_lines_what_is_here_and_what_comes_next() -> None:
+    ended = phalanx()
+    lines = ended.stdout.splitlines()
+    assert ended.returncode == 0, ended.stderr
+    assert len(lines) <= 10
+    assert re.search(r"^\d+ GB of memory: models of up to about \d+ billion parameters at 4 bits$", lines[1])
+    assert "demo (8 MB)" in lines[2]
+    assert [line.split("  #")[0].strip() for line in lines[4:7]][1:] == ["phalanx chat", "phalanx hostfile HOST1,HOST2"]
+    assert max(map(len, lines)) <= 80
 
 
 def processes_of(model: Path) -> list[int]:

@@ -251,6 +251,21 @@ def test_a_whole_answer_is_timed_as_one_text(caplog):
     assert caplog.text.count(" s, the first text after ") == 1
 
 
+@pytest.mark.parametrize("size", [10, 9 << 20], ids=["held", "too large to be held"])
+def test_a_whole_error_is_not_timed_as_a_text(size, caplog):
+    caplog.set_level("DEBUG", "phalanx")
+
+    async def answer(call: Call) -> None:
+        await call.whole(400, {"error": {"message": "x" * size}})
+
+    async def scenario() -> None:
+        async with StubReplica(answer) as a, gateway(a.url) as client:
+            assert (await client.ask())[0] == 400 and await n_timed(client) == 0
+
+    run(scenario())
+    assert " s, the first text after " not in caplog.text and " s, no text" in caplog.text
+
+
 async def n_timed(client: Client) -> int:
     """Answers whose first text is in the metrics."""
     async with client.request("GET", "/metrics") as response:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import ssl
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.gateways import CHAT, Client, gateway, run
 from support.serving import CHAT as CHAT_BODY
-from support.serving import fake_engine, make_tokenizer, running_server
+from support.serving import CONFIG, fake_engine, make_tokenizer, running_server
 from support.stub_replica import Call, StubReplica, event, streaming
 
 from phalanx.http.connection_table import Deadlines
 from phalanx.http.lingering import LINGER_BYTES
+from phalanx.tls.certificates import make_certificate
 
 KEYS = ("greedy", "modest")
 BODY = b'{"model": "m", "x": "' + b"x" * 8_000_000 + b'"}'
@@ -93,6 +97,38 @@ def test_a_servers_own_refusal_arrives(tmp_path: Path, head: bytes):
             out.close()
 
         run(scenario())
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_a_refusal_arrives_over_tls(tmp_path: Path, head: bytes):
+    """Of a server and of a gateway; TLS cannot end one direction alone."""
+    made = make_certificate("test", addresses=["localhost"])
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    certificate.write_text(made.certificate)
+    key.write_text(made.key)
+    files = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+
+    async def is_refused(port: int) -> None:
+        for _ in range(2):
+            source, out = await asyncio.open_connection("localhost", port, ssl=trusting)
+            out.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n" % len(BODY) + head + b"\r\n")
+            out.write(BODY)
+            await out.drain()
+            answer = await source.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", answer.lower())
+            assert answer.startswith(b"HTTP/1.1 400 ") and length is not None
+            assert b'"The request is not HTTP: its head has' in await source.readexactly(int(length[1]))
+            out.transport.abort()
+
+    async def scenario(port: int) -> None:
+        await is_refused(port)
+        async with gateway("http://127.0.0.1:1", up=0, tls=str(certificate), **files) as client:
+            await is_refused(client.gateway.port)
+
+    with running_server(tokenizer, fake_engine(tokenizer), replace(CONFIG, **files)) as server:
+        run(scenario(server.server.port))
 
 
 async def fails_some(call: Call) -> None:

@@ -528,7 +528,7 @@ def test_a_replica_that_is_removed_hands_its_streams_over(tmp_path):
                     ) as response:
                         assert (await response.json())["in_flight"] == 0
                     await until(lambda other=other: other.running == 1)
-                    added = {"name": one.name, "url": one.url}
+                    added = {"name": one.name, "url": one.url, "admin_key": "adm"}
                     async with client.request("POST", "/admin/replicas", added, Authorization="Bearer adm") as response:
                         assert response.status == 200
                     await client.until_up(2)

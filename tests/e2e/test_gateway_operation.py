@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 from typing import Any
 
-from support.gateways import errors, gateway, run, text_of
-from support.stub_replica import WORDS, StubReplica, begins, hangs, streaming
+import pytest
+from support.gateways import CHAT, errors, gateway, run, text_of
+from support.stub_replica import WORDS, Call, StubReplica, begins, hangs, streaming
+
+from phalanx.http.stream_records import MIGRATION
 
 
 def test_a_replica_is_added_drained_and_removed_while_requests_run(caplog):
@@ -45,6 +50,101 @@ def test_a_replica_is_added_drained_and_removed_while_requests_run(caplog):
             assert (await removing)[1] == {"name": a.name, "in_flight": 0, "removed": True}
             assert [one["name"] for one in (await admin("GET"))[1]["replicas"]] == ["b"]
             assert (await admin("DELETE", "/nobody"))[0] == 404
+
+    run(scenario())
+
+
+def test_a_replica_that_the_admin_api_adds_gets_its_own_keys_or_none():
+    """Not those of flags, and not the clients' own, which without an --api-key are for the replicas of flags."""
+
+    async def scenario() -> None:
+        settings = {"admin_key": "adm", "worker_key": "shared", "worker_admin_key": "shared-admin"}
+        async with StubReplica(streaming(1)) as a, StubReplica(streaming(1)) as b, StubReplica(streaming(1)) as c:
+            for one in (a, b, c):
+                one.numerics = "n"
+            async with gateway(a.url, **settings) as client:
+
+                async def asked(one: StubReplica, **fields: Any) -> dict[str, str]:
+                    """The headers of a request to the replica, which is added, if that is not done."""
+                    added = {"name": one.name, "url": one.url, **fields}
+                    others = [other.name for other in (a, b, c) if other is not one]
+                    admin = {"Authorization": "Bearer adm"}
+                    if one is not a:
+                        async with client.request("POST", "/admin/replicas", added, **admin) as response:
+                            assert (await response.json())["has_key"] == ("key" in fields)
+                        await client.until_up(1)
+                    for name in others:
+                        async with client.request("POST", f"/admin/replicas/{name}/drain", **admin) as response:
+                            await response.read()
+                    async with client.request(
+                        "POST", CHAT, {"model": "m", "stream": True}, Authorization="Bearer client", x_api_key="client"
+                    ) as response:
+                        assert response.status == 200, await response.text()
+                        await response.read()
+                    return one.calls[-1].headers
+
+                headers = await asked(a)
+                assert (headers["authorization"], headers[MIGRATION]) == ("Bearer shared", "shared-admin")
+                headers = await asked(b)
+                assert not {"authorization", "x-api-key", MIGRATION} & set(headers)
+                headers = await asked(c, key="own", admin_key="own-admin")
+                assert (headers["authorization"], headers[MIGRATION]) == ("Bearer own", "own-admin")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("host", ["169.254.169.254", "[fd00:ec2::254]", "[::ffff:169.254.1.1]", "0.0.0.0", "[fe80::1]"])
+def test_the_admin_api_adds_no_replica_at_an_address_of_metadata(host):
+    async def scenario() -> None:
+        async with gateway("http://127.0.0.1:1", up=0, admin_key="adm") as client:
+            body = {"name": "x", "url": f"http://{host}:80"}
+            async with client.request("POST", "/admin/replicas", body, Authorization="Bearer adm") as response:
+                said = (await response.json())["error"]["message"]
+                assert response.status == 400 and body["url"] in said and "only --replicas or --worker-urls" in said
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("host", ["2852039166", "0xa9fea9fe", "0251.0376.0251.0376", "metadata.example"])
+def test_a_replica_whose_name_stands_for_such_an_address_is_down(host, monkeypatch):
+    """What its name stands for may change at any time: so the address is judged that is connected to."""
+    resolve = socket.getaddrinfo
+
+    def resolved(name: Any, *more: Any, **options: Any) -> Any:
+        return resolve("169.254.169.254" if name == "metadata.example" else name, *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+
+    async def scenario() -> None:
+        async with gateway("http://127.0.0.1:1", up=0, admin_key="adm") as client:
+            admin, body = {"Authorization": "Bearer adm"}, {"name": "x", "url": f"http://{host}:80"}
+            async with client.request("POST", "/admin/replicas", body, **admin) as response:
+                assert response.status == 200, await response.text()
+            state, reason = "unknown", ""
+            while state == "unknown":
+                async with client.request("GET", "/admin/replicas", **admin) as response:
+                    (one,) = [one for one in (await response.json())["replicas"] if one["name"] == "x"]
+                state, reason = one["state"], one["reason"]
+                await asyncio.sleep(0.01)
+            assert state == "down" and re.search("link-local|not a canonical|not an address", reason), reason
+
+    run(scenario())
+
+
+def test_a_replicas_redirect_is_not_followed():
+    """Its key would go where the replica says."""
+
+    async def scenario() -> None:
+        async with StubReplica(streaming(1)) as other, StubReplica(streaming(1)) as a:
+
+            async def redirects(call: Call) -> None:
+                await call.whole(307, {}, Location=other.url + call.path)
+
+            a.answer = redirects
+            async with gateway(a.url, worker_key="shared") as client:
+                async with client.request("POST", CHAT, {"model": "m"}) as response:
+                    assert response.status == 307 and "Location" not in response.headers
+                assert a.calls[0].headers["authorization"] == "Bearer shared" and not other.calls
 
     run(scenario())
 

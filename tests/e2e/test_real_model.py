@@ -15,6 +15,7 @@ from support.real_model import MAX_TOKENS, real_model, recorded
 from support.serving import CONFIG, MODEL, Running, running_server
 
 from phalanx.config import EngineConfig
+from phalanx.model.loading.resolve import resolve
 from phalanx.speculation_config import NgramSpeculation
 from phalanx.supervision.process import EngineProcess
 from phalanx.text.tokenizer import Tokenizer
@@ -37,6 +38,10 @@ KINDS_IN_TURN = [
 @pytest.fixture(scope="module")
 def path() -> Path:
     return real_model()
+
+
+def test_its_short_name_means_it(path: Path) -> None:
+    assert resolve("smollm2") == path
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
+import string
 
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 from support.grammars import PERSON, json_schema
+from support.serving import make_tokenizer
 from support.tokenizers_of_each_kind import BYTE_KINDS, KINDS, qwen
 
 from phalanx.errors import GrammarRefused
@@ -138,6 +141,41 @@ REFUSED = {
         "items|large|big|limit",
     ),
 }
+
+
+AMBIGUOUS = 'start: s\ns: s s | "=" | "-" | "#" | s "-" s'
+"""Has a tree for every way to put the characters of a token together."""
+PLAIN = [
+    {"lark_grammar": 'start: w (" " w)*\nw: C+\nC: /[a-z]/'},
+    {"json_schema": {"type": "array", "items": {"enum": list("abcdefgh")}}},
+]
+
+
+@pytest.fixture(scope="module")
+def many_words(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    """Of a vocabulary of 36,000 tokens; as in others, some are long rows of one character."""
+    folder = tmp_path_factory.mktemp("many words")
+    make_tokenizer(folder)
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    words = ["".join(letters) for n in (2, 3) for letters in itertools.product(string.ascii_lowercase, repeat=n)]
+    vocabulary = saved["model"]["vocab"]
+    for word in [*words, *(f"Ġ{word}" for word in words), *(c * n for c in "=-#" for n in range(2, 65))]:
+        vocabulary.setdefault(word, len(vocabulary))
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = Tokenizer.load(folder)
+    return GrammarCompiler(tokenizer, tokenizer.eos_ids)
+
+
+def test_no_mask_takes_long_over_a_large_vocabulary(many_words):
+    """The steps of all clients' rows wait for it. The limit is of the work, not of the time."""
+    with pytest.raises(GrammarRefused, match=r"Too many items \(limit 10000; mask\)"):
+        many_words.check(json.dumps({"grammars": [{"lark_grammar": AMBIGUOUS}]}))
+
+
+@pytest.mark.parametrize("grammar", PLAIN)
+def test_grammars_of_single_letters_have_masks_over_a_large_vocabulary(grammar, many_words):
+    matcher = many_words.matcher(json.dumps({"grammars": [grammar]}))
+    write(matcher, many_words._tokenizer.eos_ids, random.Random(0))
 
 
 @pytest.mark.parametrize("what", REFUSED)

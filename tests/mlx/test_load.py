@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,12 +22,12 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model
 from support.active_memory import active_memory
 from support.models import make_model
 
-from phalanx.cluster.library import NEEDED
+from phalanx.catalog.hub import HTTP_ERROR, explain
+from phalanx.catalog.local_models import NEEDED
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import MemoryShortage, ModelNotFound, ModelUnsupported, WeightsError
 from phalanx.model.loading import huge_pages
 from phalanx.model.loading import load as loading
-from phalanx.model.loading.hub import explain
 from phalanx.model.loading.load import Loaded, load
 from phalanx.model.loading.resolve import resolve
 from phalanx.model.loading.weights import read_headers
@@ -411,7 +413,7 @@ def test_downloads_and_copies_between_hosts_have_the_same_files():
 
 @pytest.mark.parametrize("name", ["/no/such", "./no", "../no", "~/no-such-model", "a/b/c", ""])
 def test_a_path_that_is_not_there_is_never_looked_up_in_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.model.loading.hub.snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    monkeypatch.setattr("phalanx.catalog.hub.HfApi", lambda: pytest.fail("asked the hub"))
     with pytest.raises(ModelNotFound, match="No such directory"):
         resolve(name)
 
@@ -424,11 +426,18 @@ def test_a_file_is_not_a_model(llama: Path) -> None:
 def test_a_hub_id_comes_from_the_cache_and_without_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None, list[str]]] = []
 
-    def download(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(repo: str, *, revision: str | None, allow_patterns: list[str], tqdm_class: object) -> str:
         asked.append((repo, revision, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr("phalanx.model.loading.hub.snapshot_download", download)
+    class Api:
+        def model_info(self, repo: str, *, revision: str | None, files_metadata: bool) -> SimpleNamespace:
+            weights = SimpleNamespace(rfilename="model.safetensors", size=1, lfs=None, blob_id=None)
+            return SimpleNamespace(sha="abc", siblings=[weights])
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("phalanx.catalog.hub.HfApi", Api)
+    monkeypatch.setattr("phalanx.catalog.hub.snapshot_download", download)
     assert resolve("owner/name", revision="v2") == tmp_path
     resolve("owner/name", trust_remote_code=True)
     assert asked[0][:2] == ("owner/name", "v2")
@@ -451,9 +460,10 @@ def test_the_hubs_errors_are_told_apart() -> None:
         (hub.RevisionNotFoundError("404", response=answer(404)), "no revision 'v9'"),
         (hub.LocalEntryNotFoundError("offline"), "cannot be reached"),
         (hub.OfflineModeIsEnabled("offline"), "cannot be reached"),
-        (httpx.ConnectError("refused"), "cannot be reached"),
+        (HTTP_ERROR("refused"), "cannot be reached"),
         (hub.HfHubHTTPError("500", response=answer(500)), "could not be fetched"),
         (PermissionError("read-only"), "PermissionError: read-only"),
+        (OSError(errno.ENOSPC, "No space left on device"), "could not be written: No space left"),
     ):
         explained = explain("owner/name", "v9", error)
         assert message in explained.message

@@ -212,6 +212,19 @@ def test_a_model_of_sentencepiece_is_read(model: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_model_of_sentencepiece_that_makes_much_of_little_is_refused(model: Path) -> None:
+    (model / SAVED).unlink()
+    (model / "text").write_text("\n".join(TEXT * 20))
+    (model / "rules.tsv").write_text(f"2603\t{' '.join(['78'] * 1000)}\n")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(model / "text"), model_prefix=str(model / "spiece"), vocab_size=330, hard_vocab_limit=False,
+        normalization_rule_tsv=str(model / "rules.tsv"), minloglevel=2,
+    )  # fmt: skip
+    put(SETTINGS, tokenizer_class="T5Tokenizer")(model)
+    with pytest.raises(ModelUnsupported, match=f"{model}: a rule puts 1000 characters into a text"):
+        Tokenizer.load(model)
+
+
 def test_mistrals_own_vocabulary_is_read(model: Path) -> None:
     (model / SAVED).unlink()
     vocabulary = [bytes([byte]) for byte in range(256)] + [b"he", b"hel"]
@@ -264,6 +277,17 @@ def test_what_may_surprise_is_said(edit: Edit, match: str, model: Path, caplog: 
         tokenizer = Tokenizer.load(model)
     assert [record.getMessage() for record in caplog.records if match in record.getMessage()]
     assert tokenizer.decode(tokenizer.encode("hello é")) == "hello é"
+
+
+def test_a_librarys_warning_is_an_entry_of_the_log(
+    model: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers writes on its own what config.json says, with its line ends and escape sequences."""
+    put(MODEL, model_type="x\nforged \x1b[2J")(model)
+    put(SETTINGS, **UNKNOWN)(model)
+    Tokenizer.load(model)
+    assert [record for record in caplog.records if "forged" in record.getMessage()]
+    assert "forged" not in capfd.readouterr().err
 
 
 # -- where an answer ends --------------------------------------------------------------------------------------------

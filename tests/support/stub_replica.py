@@ -176,7 +176,10 @@ class StubReplica:
             return None
         first, *lines = head.decode("latin-1").split("\r\n")[:-2]
         method, path, _ = first.split(" ")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        headers: dict[str, str] = {}
+        for name, _, value in (line.partition(":") for line in lines):
+            before = f"{headers[name.lower()]}, " if name.lower() in headers else ""
+            headers[name.lower()] = before + value.strip()
         body = await source.readexactly(int(headers.get("content-length", "0")))
         return Call(method, path, headers, body, out)
 

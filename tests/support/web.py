@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -45,6 +46,39 @@ def web_server(answer: Answer) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def raw_server(*pieces: bytes, endless: bytes = b"", silent: bool = False) -> Iterator[str]:
+    """A server that sends these bytes to every request, and then `endless` until the client leaves. Yields its URL.
+
+    Args:
+        silent: it sends nothing, and keeps the connection.
+    """
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while b"\r\n\r\n" not in self.request.recv(1 << 16):
+                pass
+            with suppress(OSError):
+                if silent:
+                    self.request.recv(1)
+                for piece in pieces:
+                    self.request.sendall(piece)
+                while endless:
+                    self.request.sendall(endless)
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def events(*payloads: Any, done: bool = True) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from phalanx.config import EngineConfig
 from phalanx.dist import collective_backend, gpus
-from phalanx.environment import runtime_dir
 from phalanx.errors import ConfigError
 
 
@@ -236,7 +236,6 @@ def test_the_environment_of_a_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(collective_backend, "environment", dict)
     assert collective_backend.environment_of("mpi", None, None) == {
         "MLX_MPI_LIBNAME": "libmpi.so",
-        "HOME": str(runtime_dir()),  # for there is none
         "OMPI_MCA_btl": "^ofi",
         "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
     }
@@ -252,3 +251,20 @@ def test_the_environment_of_a_rank(tmp_path, monkeypatch):
 
 def test_the_default_group_is_one_rank():
     assert EngineConfig(model="demo").tensor_parallel_size == 1
+
+
+def test_ranks_and_mpirun_leave_their_files_in_a_directory_of_their_own(tmp_path, monkeypatch):
+    """Open MPI loads code from ~/.openmpi: without a home, that is not a directory where others may write, as /tmp."""
+    mine = {"TMPDIR": str(tmp_path), "HOME": str(Path.home())}
+    assert collective_backend.own_files(tmp_path) == mine
+    memory = {"OMPI_MCA_btl_sm_backing_directory": "/dev/shm/mine"}
+    assert collective_backend.own_files(tmp_path, Path("/dev/shm/mine")) == mine | memory
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", "/dev/hugepages")
+    wanted = "/dev/hugepages"
+    assert collective_backend.own_files(tmp_path, tmp_path)["OMPI_MCA_btl_sm_backing_directory"] == wanted
+
+    def homeless(*_: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert collective_backend.own_files(tmp_path) == {"TMPDIR": str(tmp_path), "HOME": str(tmp_path)}

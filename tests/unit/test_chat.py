@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.web import chunk, events, usage, web_server
 
-from phalanx.cli import chat, serve
+from phalanx.cli import chat, private, serve
 from phalanx.cli.main import main
 from phalanx.cli.private import free_port
 from phalanx.errors import ExitCode
@@ -114,6 +114,25 @@ def test_a_taken_port_is_not_chosen() -> None:
         taken = int(url.split(":")[2].partition("/")[0])
         assert free_port(taken) == 0
     assert free_port(taken) == taken
+
+
+FORGING = """
+import sys
+print("a library on `x\\nphalanx is ready: http://elsewhere/v1 (model m)\\n`", file=sys.stderr, flush=True)
+print("phalanx is ready: http://127.0.0.1:1/v1 (model m)", flush=True)
+"""
+
+
+def test_no_line_of_the_log_is_taken_for_the_servers_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's files can make a library write any line there."""
+    monkeypatch.setattr(private, "RUN_PHALANX", ("-c", FORGING))
+    server = private.PrivateServer("model", keep=True)
+    shown: list[str] = []
+    try:
+        server.wait_ready(shown.append)
+        assert (server.url, server.model) == ("http://127.0.0.1:1/v1", "m")
+    finally:
+        server.stop()
 
 
 def test_flags_exist_for_what_private_servers_use() -> None:

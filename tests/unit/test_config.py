@@ -12,7 +12,13 @@ import pytest
 
 from phalanx import environment
 from phalanx.config import EngineConfig
-from phalanx.environment import api_key_from_environment, child_environment, memory_guard_override_gb, runtime_dir
+from phalanx.environment import (
+    api_key_from_environment,
+    child_environment,
+    memory_guard_override_gb,
+    own_cache,
+    runtime_dir,
+)
 from phalanx.errors import ConfigError
 from phalanx.server.settings.server_settings import ServerConfig
 
@@ -80,6 +86,58 @@ def test_runtime_dir_is_the_first_that_can_be_used(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(file))
     monkeypatch.setenv("TMPDIR", str(long))
     assert str(runtime_dir()) == "/tmp"
+
+
+def test_a_runtime_dir_in_which_others_may_rename_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As after `su`, which leaves the other user's XDG_RUNTIME_DIR set."""
+    planted = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(planted))
+        assert runtime_dir() == planted
+        planted.chmod(0o777)
+        assert str(runtime_dir()) == "/tmp"
+        planted.chmod(0o1777)  # as /tmp: each may rename what is his own
+        assert runtime_dir() == planted
+        planted.chmod(0o700)
+        if os.geteuid() == 0:
+            os.chown(planted, 65534, 65534)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 0)
+            monkeypatch.setattr(os, "access", lambda *_: True)  # as for root
+        assert str(runtime_dir()) == "/tmp", "another user's"
+        monkeypatch.setattr(environment, "LAST_RESORT", str(tmp_path / "gone"))
+        with pytest.raises(ConfigError, match=rf"{planted} is another user's, or others may rename what lies there"):
+            runtime_dir()
+    finally:
+        planted.rmdir()
+
+
+def test_the_cache_is_a_directory_of_this_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    cache = own_cache()
+    assert cache == tmp_path / ".cache" / "phalanx" == own_cache() and cache.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert own_cache() == tmp_path / "other" / "phalanx"
+    own_cache().chmod(0o777)
+    with pytest.raises(ConfigError, match="other/phalanx is not used: others may enter it"):
+        own_cache()
+    linked = tmp_path / "links" / "phalanx"
+    linked.parent.mkdir()
+    linked.symlink_to(cache)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "links"))
+    with pytest.raises(ConfigError, match="links/phalanx is not used: it is a link"):
+        own_cache()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="There is no directory for caches"):
+        own_cache()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    foreign = tmp_path / "other" / "phalanx"
+    foreign.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: foreign.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="other/phalanx is not used: it belongs to another user"):
+        own_cache()
 
 
 def test_on_macos_state_lies_in_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from msgspec.structs import asdict, replace
 
-from phalanx.cli import generate, rank, serve
+from phalanx.cli import chat, generate, launch, rank, serve
 from phalanx.cli.exits import INTERRUPTED
 from phalanx.cli.main import COMMANDS, HIDDEN, main
 from phalanx.cli.terminal import report
@@ -39,7 +39,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
 # Finding the command ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["version"], ["chat", "--help"], ["demo", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["version"], ["chat", "--help"], ["demo", "--help"], []]
+)
 def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
     program = (
         "import sys; from phalanx.cli.main import main; code = main(sys.argv[1:]);"
@@ -66,12 +68,6 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serv"]) == ExitCode.USAGE
     assert "serv" in capsys.readouterr().err
-
-
-def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == ExitCode.USAGE
-    streams = capsys.readouterr()
-    assert "Usage" in streams.out + streams.err
 
 
 # serve -----------------------------------------------------------------------------------------------------------
@@ -295,12 +291,48 @@ def test_a_variable_without_a_key_is_refused(
     assert f"{name} is set, but there is no key in it" in capsys.readouterr().err and not parsed
 
 
-def test_the_admin_key_of_the_environment(parsed: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_admin_key_of_a_variable_a_flag_and_a_file(
+    parsed: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert main(["serve"]) == 0
     monkeypatch.setenv("PHALANX_ADMIN_KEY", "from-environment")
     assert main(["serve"]) == 0
     assert main(["serve", "--admin-key", "given"]) == 0
-    assert [config.admin_key for config in parsed] == [None, "from-environment", "given"]
+    (tmp_path / "key").write_text("filed\n")
+    assert main(["serve", "--admin-key-file", str(tmp_path / "key")]) == 0
+    assert [config.admin_key for config in parsed] == [None, "from-environment", "given", "filed"]
+    assert main(["serve", "--admin-key-file", str(tmp_path / "key"), "--admin-key", "given"]) == ExitCode.CONFIG
+
+
+def test_a_clients_key_comes_from_a_flag_a_file_or_a_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a variable or a file with several, as servers read them, the first."""
+    seen: list[str | None] = []
+
+    def noted(base: str, key: str | None, model: str | None) -> Any:
+        seen.append(key)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(chat, "talk", lambda address, *_: seen.append(address.key) or 0)
+    monkeypatch.setattr(launch, "_target", noted)
+    monkeypatch.delenv("PHALANX_API_KEY", raising=False)
+    (tmp_path / "keys").write_text("# ours\nfiled\nother\n")
+    (tmp_path / "none").write_text("\n")
+    for words in (["chat", "http://a"], ["launch", "codex"]):
+        main(words)
+        main([*words, "--api-key-file", str(tmp_path / "keys")])
+        monkeypatch.setenv("PHALANX_API_KEY", "variable another")
+        main(words)
+        main([*words, "--api-key", "given"])
+        assert seen == [None, "filed", "variable", "given"]
+        for bad in (["--api-key", ""], ["--api-key", "a\nb"], ["--api-key-file", str(tmp_path / "none")]):
+            assert main([*words, *bad]) == ExitCode.CONFIG and "--api-key" in capsys.readouterr().err
+        monkeypatch.setenv("PHALANX_API_KEY", " ")
+        assert main(words) == ExitCode.CONFIG and "PHALANX_API_KEY is set" in capsys.readouterr().err
+        assert len(seen) == 4
+        monkeypatch.delenv("PHALANX_API_KEY")
+        seen.clear()
 
 
 @pytest.mark.parametrize(

@@ -211,8 +211,18 @@ def test_sizes_that_the_weights_cannot_have_are_refused_by_name(field, value, ne
     refused(lambda: check_sizes(model / "config.json", config, read_headers(model)), rf"config\.json: .*{field}")
 
 
+@pytest.mark.parametrize("value", [2, 10**9, -1])
+def test_an_index_beyond_its_array_is_refused_by_name(value, model):
+    config = {"text_config": {**SIZES, "altup_num_inputs": 2, "altup_active_idx": value}}
+    refused(
+        lambda: check_sizes(model / "config.json", config, read_headers(model)), r"config\.json: altup_active_idx is"
+    )
+
+
 def test_sizes_that_fit_the_weights_are_accepted(model):
     check_sizes(model / "config.json", SIZES, read_headers(model))
+    indexed = {**SIZES, "altup_num_inputs": 2, "altup_active_idx": 1}
+    check_sizes(model / "config.json", indexed, read_headers(model))
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------

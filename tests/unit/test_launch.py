@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.web import web_server
 
 from phalanx.cli.launchers import AGENTS
@@ -136,3 +137,53 @@ def test_what_cannot_be_started_is_said_with_what_to_do(words: list[str], said: 
 def test_without_a_server_nothing_is_started(programs: Path) -> None:
     done = launch("http://127.0.0.1:1", "claude", programs=programs)
     assert done.returncode != 0 and "127.0.0.1:1" in done.stderr and not done.stdout
+
+
+# A server that means harm ---------------------------------------------------------------------------------------------
+
+ODD = "m😀{file:/etc/hostname}{env:HOME}'$(id)\\"
+
+
+@pytest.fixture(scope="module")
+def odd_url() -> Iterator[str]:
+    """A server with a model of an odd name."""
+    with web_server(lambda path, body: (200, json.dumps({"data": [{"id": ODD, "max_model_len": 65536}]}))) as base:
+        yield base.removesuffix("/v1")
+
+
+def test_a_models_odd_name_reaches_the_agent_as_it_is(odd_url: str, programs: Path) -> None:
+    words, _ = started(launch(odd_url, "codex", programs=programs))
+    assert tomllib.loads("\n".join(words[1::2]))["model"] == ODD
+    _, variables = started(launch(odd_url, "claude", programs=programs))
+    assert variables["ANTHROPIC_MODEL"] == ODD
+    words, _ = started(launch(odd_url, "aider", programs=programs))
+    assert words[1] == f"openai/{ODD}"
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_a_models_odd_name_is_written_as_it_is(agent: str, odd_url: str, tmp_path: Path) -> None:
+    done = launch(odd_url, agent, "--write", str(tmp_path / "settings"))
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "settings").read_text()
+    found = {
+        "claude": lambda: json.loads(text)["env"]["ANTHROPIC_MODEL"],
+        "codex": lambda: tomllib.loads(text)["model"],
+        "opencode": lambda: json.loads(text)["model"].removeprefix("phalanx/"),
+        "aider": lambda: yaml.safe_load(text)["model"].removeprefix("openai/"),
+    }[agent]()
+    assert found == ODD
+
+
+def test_no_file_or_variable_takes_the_place_of_a_models_name(odd_url: str, programs: Path) -> None:
+    """opencode replaces these in the text of its settings, before it reads them as JSON, and sends the name."""
+    _, variables = started(launch(odd_url, "opencode", programs=programs))
+    text = variables["OPENCODE_CONFIG_CONTENT"]
+    assert "{file:" not in text and "{env:" not in text
+    assert json.loads(text)["model"] == f"phalanx/{ODD}"
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_settings_that_are_written_show_no_key(agent: str, url: str, tmp_path: Path) -> None:
+    done = launch(url, agent, "--write", str(tmp_path / "settings"), "--api-key", "a{secret}'b")
+    assert done.returncode == 0 and str(tmp_path / "settings") in done.stderr
+    assert "secret" not in done.stderr + done.stdout

@@ -55,6 +55,15 @@ def read(model: Path, name: str, cut: Cut | None) -> np.ndarray:
     return out
 
 
+def test_a_file_that_has_become_a_pipe_is_not_waited_for(model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    info = read_headers(folder)["vector"]
+    info.file.unlink()
+    os.mkfifo(info.file)
+    with WeightReader() as reader, pytest.raises(WeightsError, match=r"model\.safetensors is a pipe"):
+        reader.begin(info, None, np.empty(info.nbytes, np.uint8))
+
+
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[str, Cut]:
     name = draw(st.sampled_from(["vector", "matrix", "experts"]))

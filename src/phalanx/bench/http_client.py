@@ -1,25 +1,34 @@
 """Streams one request to an OpenAI-compatible server, with a time stamp for every chunk of text.
 
-The load generator and the command line (`chat`, `demo`) use it. Knows only OpenAI's wire format, so it works with any
-server.
+The load generator and the command line (`chat`, `demo`, `launch`) use it. Knows only OpenAI's wire format, so it works
+with any server. It does not trust one: what it reads is bounded, and typed before it is used.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.http.foreign_json import decoder
 from phalanx.tls.trust import trust_only
 
 CONNECT_S = 10.0  # a server that is busy accepts connections all the same
 NO_LIMIT = httpx.Timeout(None, connect=CONNECT_S)  # no limit on the time of an answer
+LIST_S = 60.0  # for the list of models, which no server computes
+MAX_LIST = 4 << 20  # bytes of the list of models
+MAX_EVENT = 16 << 20  # bytes of one event, as at the gateway
+MAX_STREAM = 512 << 20  # bytes of an answer; of a million tokens, about 200 MB
+MAX_ERROR = 64 << 10  # bytes that are read of a refusal
+MAX_MESSAGE = 2000  # characters that are shown of it
+MAX_NAME = 512  # characters of a model's name, which may become an argument of a program
 UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 KEY_REMEDY = "Give one of the server's keys: --api-key, or PHALANX_API_KEY."
 REMEDIES = {
@@ -79,7 +88,7 @@ def open_client(base_url: str, api_key: str | None = None, certificate: Path | N
     Raises:
         ConfigError: the certificate cannot be used.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
     try:
         verify = True if certificate is None else trust_only(certificate)
     except OSError as error:  # ssl.SSLError among them
@@ -101,22 +110,52 @@ async def first_model(client: httpx.AsyncClient) -> str:
     return (await listed_models(client))[0][0]
 
 
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+
+
+class _Model(Struct):
+    id: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+    max_model_len: Count | None = None
+
+
+class _Models(Struct):
+    data: list[_Model] = []
+
+
+_models = decoder(_Models)
+
+
 async def listed_models(client: httpx.AsyncClient) -> list[tuple[str, int | None]]:
     """Names of the models that the server lists, at least one, and their contexts in tokens where it tells them.
 
+    Names are printable, on one line, and of at most MAX_NAME characters.
+
     Raises:
-        RequestFailed: the server cannot be reached, refuses the key, or lists no model.
+        RequestFailed: the server cannot be reached, refuses the key, lists no model, or answers in another form.
     """
     try:
-        response = await client.get("/models")
+        async with asyncio.timeout(LIST_S), client.stream("GET", "/models") as response:
+            if response.status_code != httpx.codes.OK:
+                raise await _refused(response)
+            body = await _read(response, MAX_LIST)
     except httpx.HTTPError as error:
         raise _unreachable(client, error) from error
-    if response.status_code != httpx.codes.OK:
-        raise _refused(response)
-    listed = response.json().get("data", [])
+    except TimeoutError as error:
+        raise RequestFailed(
+            f"{client.base_url}models did not answer within {LIST_S:g} s.", remedy="Is it the address of a server?"
+        ) from error
+    try:
+        listed = _models(body).data
+    except msgspec.DecodeError as error:
+        raise RequestFailed(
+            f"{client.base_url}models is not a list of models: {error}.", remedy="Is it the address of a server?"
+        ) from error
     if not listed:
         raise RequestFailed(f"{client.base_url} lists no model.")
-    return [(str(model["id"]), model.get("max_model_len")) for model in listed]
+    for model in listed:
+        if not model.id.isprintable():  # it would command a terminal, or be more than one line of a file
+            raise RequestFailed(f"{client.base_url} lists a model with control characters in its name: {model.id!a}.")
+    return [(model.id, model.max_model_len) for model in listed]
 
 
 async def stream_chat(
@@ -143,13 +182,52 @@ async def stream_chat(
     try:
         async with client.stream("POST", path, json=request) as response:
             if response.status_code != httpx.codes.OK:
-                await response.aread()
-                raise _refused(response)
+                raise await _refused(response)
             async for event in _events(response):
                 record.add(event)
     except httpx.HTTPError as error:
         raise _unreachable(client, error) from error
     return record.exchange()
+
+
+class _Function(Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(Struct):
+    function: _Function | None = None
+
+
+class _Delta(Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+
+
+class _Event(Struct):
+    """What is used of an event."""
+
+    error: Any = None
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    timing: dict[str, float] | None = None
+
+
+_event = decoder(_Event)
+_any = decoder(object)
 
 
 class _Record:
@@ -168,18 +246,18 @@ class _Record:
         self._arrivals: list[float] = []
         self._pieces: list[str] = []
         self._finish_reason: str | None = None
-        self._usage: dict[str, Any] = {}
+        self._usage = _Usage()
         self._timing: dict[str, float] | None = None
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add(self, event: _Event) -> None:
         """Add an event."""
-        if "error" in event:
-            raise RequestFailed(f"The stream ended with an error: {_message(event)}")
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            text = choice.get("text") or delta.get("content") or ""
-            reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-            calls = [call.get("function") or {} for call in delta.get("tool_calls") or ()]
+        if event.error is not None:
+            raise RequestFailed(f"The stream ended with an error: {_message({'error': event.error})}")
+        for choice in event.choices or ():
+            delta = choice.delta or _Delta()
+            text = choice.text or delta.content or ""
+            reasoning = delta.reasoning_content or delta.reasoning or ""
+            calls = [call.function or _Function() for call in delta.tool_calls or ()]
             if text or reasoning or calls:
                 self._arrivals.append(time.monotonic())
             if reasoning:
@@ -188,18 +266,18 @@ class _Record:
                 self._pieces.append(text)
                 self._on_text(text)
             for call in calls:
-                self._on_call(call.get("name") or "", call.get("arguments") or "")
-            self._finish_reason = choice.get("finish_reason") or self._finish_reason
-        self._usage = event.get("usage") or self._usage
-        self._timing = event.get("timing") or self._timing
+                self._on_call(call.name or "", call.arguments or "")
+            self._finish_reason = choice.finish_reason or self._finish_reason
+        self._usage = event.usage or self._usage
+        self._timing = event.timing or self._timing
 
     def exchange(self) -> TimedExchange:
         """The finished exchange; to be called after the stream ended."""
         return TimedExchange(
             text="".join(self._pieces),
             finish_reason=self._finish_reason,
-            prompt_tokens=self._usage.get("prompt_tokens"),
-            completion_tokens=self._usage.get("completion_tokens"),
+            prompt_tokens=self._usage.prompt_tokens,
+            completion_tokens=self._usage.completion_tokens,
             sent=self._sent,
             arrivals=tuple(self._arrivals),
             timing=self._timing,
@@ -210,26 +288,82 @@ def _pass(*parts: str) -> None:
     """Do nothing with a part of an answer."""
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _events(response: httpx.Response) -> AsyncIterator[_Event]:
     """Yield the JSON of each `data:` line up to [DONE]; skip comments and other fields."""
     done = False
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
+    async for line in _lines(response):
+        if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
-        if data == "[DONE]":
+        if data == b"[DONE]":
             done = True
             continue
-        yield msgspec.json.decode(data)
+        try:
+            yield _event(data)
+        except msgspec.DecodeError as error:
+            raise RequestFailed(f"{response.request.url} sent an event that is not OpenAI's: {error}.") from error
     if not done:
         raise RequestFailed("The stream broke off before its end.")
 
 
-def _refused(response: httpx.Response) -> RequestFailed:
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of an answer, with their ends.
+
+    Raises:
+        RequestFailed: a line, or the answer, is too long.
+    """
+    held, size = bytearray(), 0
+    async for part in _parts(response):
+        size += len(part)
+        held += part
+        if size > MAX_STREAM:
+            raise RequestFailed(f"{response.request.url} sends an answer of more than {MAX_STREAM >> 20} MiB.")
+        if len(held) > MAX_EVENT:
+            raise RequestFailed(f"{response.request.url} sends an event of more than {MAX_EVENT >> 20} MiB.")
+        if b"\n" in part or b"\r" in part:
+            lines = bytes(held).splitlines(keepends=True)
+            held = bytearray(b"" if lines[-1].endswith((b"\n", b"\r")) else lines.pop())
+            for line in lines:
+                yield line
+    if held:
+        yield bytes(held)
+
+
+async def _parts(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The body as it comes. Not compressed: no one asked for that, and a few bytes could become gigabytes."""
+    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+        raise RequestFailed(
+            f"{response.request.url} answers in the encoding {encoding[:40]!a}, which was not asked for."
+        )
+    async for part in response.aiter_raw():
+        yield part
+
+
+async def _read(response: httpx.Response, limit: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        RequestFailed: it has more than `limit` bytes.
+    """
+    body = b""
+    async for part in _parts(response):
+        body += part
+        if len(body) > limit:
+            raise RequestFailed(f"{response.request.url} answers more than {limit} bytes.")
+    return body
+
+
+async def _refused(response: httpx.Response) -> RequestFailed:
+    """The error of a refusal, of which the beginning is read."""
+    body = b""
+    async for part in _parts(response):
+        body += part
+        if len(body) > MAX_ERROR:
+            break
     try:
-        message = _message(response.json())
-    except ValueError:
-        message = response.text[:500]
+        message = _message(_any(body))
+    except msgspec.DecodeError:
+        message = body.decode(errors="replace")[:500]
     return RequestFailed(
         f"{response.request.url} answered {response.status_code}: {message}",
         remedy=KEY_REMEDY if response.status_code == httpx.codes.UNAUTHORIZED else "",
@@ -239,7 +373,7 @@ def _refused(response: httpx.Response) -> RequestFailed:
 
 def _message(body: Any) -> str:
     error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:MAX_MESSAGE]
 
 
 def _unreachable(client: httpx.AsyncClient, error: httpx.HTTPError) -> RequestFailed:

@@ -18,9 +18,9 @@ from rich.console import Console
 
 from phalanx.bench.http_client import RequestFailed, TimedExchange, first_model, open_client, stream_chat
 from phalanx.cli.private import PrivateServer
-from phalanx.cli.setting_flags import flag
+from phalanx.cli.setting_flags import flag, key_file, keys_of
 from phalanx.cli.terminal import note, report, show, show_dim
-from phalanx.environment import api_key_from_environment
+from phalanx.environment import API_KEY_VARIABLE, api_key_from_environment
 from phalanx.errors import ConfigError, ExitCode
 from phalanx.offline.sampling_params import SamplingParams
 
@@ -43,6 +43,7 @@ def command(
     seed: Annotated[int | None, flag(SamplingParams, "seed", rich_help_panel=None)] = None,
     model: Annotated[str | None, typer.Option("--model", help="With URL: which of the server's models.")] = None,
     api_key: Annotated[str | None, typer.Option(help="With URL. Also PHALANX_API_KEY.")] = None,
+    api_key_file: Annotated[Path | None, key_file("--api-key")] = None,
     ssl_certfile: Annotated[
         Path | None,
         typer.Option(
@@ -56,13 +57,14 @@ def command(
     if target.startswith(("http://", "https://")):
         if serve_flags:
             raise ConfigError(f"Flags for `serve` ({' '.join(serve_flags)}) need a MODEL, not a URL.")
-        key = api_key or api_key_from_environment()
+        key = next(iter(keys_of("--api-key", api_key, api_key_file, API_KEY_VARIABLE, several=True)), None)
         return talk(ServerAddress(api_base(target), key, ssl_certfile), model, ChatSession(system, options))
     if BARE_ADDRESS.fullmatch(target) and not Path(target).exists():
         raise ConfigError(f"{target} is an address without a scheme.", remedy=f"Give http://{target} or https://.")
-    if model is not None or api_key is not None or ssl_certfile is not None:
+    if any(given is not None for given in (model, api_key, api_key_file, ssl_certfile)):
         raise ConfigError(
-            "--model, --api-key and --ssl-certfile go with a URL, not with a MODEL.", remedy="Leave them out."
+            "--model, --api-key, --api-key-file and --ssl-certfile go with a URL, not with a MODEL.",
+            remedy="Leave them out.",
         )
     server = PrivateServer(target, ["--port", "0", *(serve_flags or [])])
     try:

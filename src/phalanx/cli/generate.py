@@ -15,7 +15,7 @@ import typer
 from msgspec import Struct
 
 from phalanx.cli.setting_flags import Flags, flag, with_settings
-from phalanx.cli.terminal import LoadingView, report, set_up_logging, show
+from phalanx.cli.terminal import LoadingView, PullView, report, set_up_logging, show
 from phalanx.config import DEFAULT_MODEL, EngineConfig, LogLevel
 from phalanx.errors import ConfigError, EngineUnavailable, ExitCode
 from phalanx.offline.engine_settings import check_engine
@@ -82,7 +82,8 @@ def command(
 async def run(config: EngineConfig, body: ChatBody | CompletionBody, as_json: bool) -> int:
     """Start an engine, answer, print, end the engine."""
     process = EngineProcess(config)
-    engine = LocalEngine(config, process)
+    with PullView() as view:
+        engine = LocalEngine(config, process, view)
     try:
         with LoadingView(process):
             try:

@@ -15,8 +15,9 @@ import typer
 from phalanx.bench.http_client import listed_models, open_client
 from phalanx.cli.chat import api_base
 from phalanx.cli.launchers import AGENTS, LEAST_CONTEXT, Launch, Target
+from phalanx.cli.setting_flags import key_file, keys_of
 from phalanx.cli.terminal import note
-from phalanx.environment import api_key_from_environment, environment
+from phalanx.environment import API_KEY_VARIABLE, environment
 from phalanx.errors import ConfigError, ExitCode
 from phalanx.private_files import write_private
 
@@ -29,6 +30,7 @@ def command(
     url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Which of the server's models.", show_default="the first")] = None,
     api_key: Annotated[str | None, typer.Option(help="Also PHALANX_API_KEY.")] = None,
+    api_key_file: Annotated[Path | None, key_file("--api-key")] = None,
     show: Annotated[bool, typer.Option("--print", help="Print the command; start nothing.")] = False,
     write: Annotated[
         Path | None,
@@ -39,7 +41,8 @@ def command(
     if agent not in AGENTS:
         raise ConfigError(f"There is no agent {agent!r}.", remedy=f"Known are {', '.join(AGENTS)}.")
     base = api_base(url)
-    target = _target(base, api_key or api_key_from_environment(), model)
+    keys = keys_of("--api-key", api_key, api_key_file, API_KEY_VARIABLE, several=True)
+    target = _target(base, next(iter(keys), None), model)
     launch = AGENTS[agent](target)
     if target.context is not None and target.context < LEAST_CONTEXT:
         note(f"{target.model} reads {target.context} tokens; the agent's own instructions may take all of them.")

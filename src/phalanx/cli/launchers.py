@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct
@@ -73,14 +74,13 @@ def codex(target: Target) -> Launch:
     if target.context is not None:
         top["model_context_window"] = target.context
     pairs = {**top, **{f"model_providers.phalanx.{name}": value for name, value in provider.items()}}
-    lines = [f"{name} = {json.dumps(value)}" for name, value in top.items()]  # a JSON string is a TOML string too
-    lines += ["", "[model_providers.phalanx]", *(f"{name} = {json.dumps(value)}" for name, value in provider.items())]
+    lines = [f"{name} = {_toml(value)}" for name, value in top.items()]
+    lines += ["", "[model_providers.phalanx]", *(f"{name} = {_toml(value)}" for name, value in provider.items())]
     return Launch(
-        words=("codex", *(word for name, value in pairs.items() for word in ("-c", f"{name}={json.dumps(value)}"))),
+        words=("codex", *(word for name, value in pairs.items() for word in ("-c", f"{name}={_toml(value)}"))),
         environment={KEY_VARIABLE: target.key or NO_KEY},
         settings="\n".join(lines) + "\n",
-        use=f"{KEY_VARIABLE}={target.key or NO_KEY} codex --profile phalanx, with {{file}} as "
-        "~/.codex/phalanx.config.toml",
+        use=f"codex --profile phalanx, with {{file}} as ~/.codex/phalanx.config.toml and the key in {KEY_VARIABLE}",
         install="npm install -g @openai/codex",
     )
 
@@ -88,7 +88,7 @@ def codex(target: Target) -> Launch:
 def opencode(target: Target) -> Launch:
     """opencode: OpenAI's chat completions."""
     limit = {} if target.context is None else {"limit": {"context": target.context, "output": target.context // 2}}
-    settings = _json(
+    settings = _opencode_json(
         {
             "$schema": "https://opencode.ai/config.json",
             "model": f"phalanx/{target.model}",
@@ -124,8 +124,7 @@ def aider(target: Target) -> Launch:
     return Launch(
         words=("aider", *words, "--no-show-model-warnings"),
         environment={"OPENAI_API_KEY": target.key or NO_KEY},  # not among the words, which every process can read
-        settings="".join(f"{name}: {json.dumps(value)}\n" for name, value in pairs.items())
-        + "show-model-warnings: false\n",
+        settings="".join(f"{name}: {_toml(value)}\n" for name, value in pairs.items()) + "show-model-warnings: false\n",
         use="aider --config {file}",
         install="python -m pip install aider-install && aider-install",
     )
@@ -141,3 +140,14 @@ AGENTS: Mapping[str, Callable[[Target], Launch]] = {
 
 def _json(value: object) -> str:
     return json.dumps(value, indent=2) + "\n"
+
+
+def _toml(value: object) -> str:
+    """A value for TOML and for YAML: as in JSON, but both read no pairs of surrogates."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _opencode_json(value: object) -> str:
+    """JSON in which nothing is replaced: opencode puts variables and files of this machine in the place of `{env:NAME}`
+    and `{file:PATH}`, even in the name of a model."""
+    return re.sub(r"\{(?=env:|file:)", r"\\u007b", _json(value))

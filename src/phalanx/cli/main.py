@@ -33,17 +33,22 @@ COMMANDS = {
     "doctor": "Look at every host and every link; say what is wrong and what to do.",
     "hostfile": "Write a hostfile from host names, or check one.",
     "net": "Set up, test or undo the network between hosts.",
+    "pull": "Download a model onto this machine.",
+    "list": "The models on this machine: size, family, bits, context, last use, whether they fit.",
+    "show": "Describe a model on this machine.",
+    "rm": "Delete a model that was downloaded.",
+    "ps": "The servers that run on this machine.",
+    "stop": "End a server of this machine.",
     "model": "Bring a model to the hosts of a cluster.",
     "credentials": "Make the keys of a cluster's hosts, where units start it.",
     "agent": "Runs ranks on this host for a server on another. Started by `up`, not by hand.",
-    "fetch": "Download a model on this machine.",
     "host": "Commands that a cluster command runs on this host, through ssh.",
     "reach": "What ssh is for mpirun.",
     "rank": "One engine process. Started by `serve`, not by hand.",
 }
 """Command -> its line in `phalanx --help`. The code of each is `command` in the module that `module_of` names."""
 
-HIDDEN = frozenset({"agent", "fetch", "host", "rank", "reach"})
+HIDDEN = frozenset({"agent", "host", "rank", "reach"})
 PASSES_ON = frozenset({"up"})
 """Commands that hand everything after `--` to another program, as values of their hidden option `--word`."""
 
@@ -81,6 +86,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. typer prints usage errors (2), `report` prints phalanx's own."""
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
+        if not arguments:
+            return exit_code(importlib.import_module("phalanx.cli.first_words").command)
         if asked in OWN_PARSER and arguments[0] == asked:
             command = importlib.import_module(f"phalanx.cli.{asked}").command
             return exit_code(lambda: command(arguments[1:]))

@@ -16,6 +16,7 @@ from phalanx.cluster.distribution import lacking, prepare, pull, push
 from phalanx.cluster.file_transfer import Manifest
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ClusterError, ExitCode
+from phalanx.text.printable import as_entry
 
 
 def command(
@@ -64,11 +65,12 @@ def _verify(wanted: Manifest, remotes: list[Remote]) -> int:
     code = ExitCode.OK
     for host, found in asyncio.run(lacking(wanted, remotes)).items():
         if isinstance(found, ClusterError):
-            print(found)
+            print(as_entry(str(found)))
             code = ExitCode.CRASH
         elif found.missing:
             names = ", ".join(missing.path for missing in found.missing)
-            print(f"{host}: {len(found.missing)} of {len(wanted.files)} files are missing or differ: {names}")
+            said = f"{host}: {len(found.missing)} of {len(wanted.files)} files are missing or differ: {names}"
+            print(as_entry(said))
             code = ExitCode.CRASH
         else:
             print(f"{host}: all {len(wanted.files)} files are the same")

@@ -1,7 +1,8 @@
 """A private server: `phalanx serve` as a child process, for commands that need a server for a while.
 
-Its output goes to a log file, from which the address is read. The child ends when its stdin closes, so that it does not
-outlive a parent that was killed; unless it is meant to stay (`keep`).
+Its stderr goes to a log file. Its address is read from its stdout, which has nothing but the server's own words: in the
+log, a model's files could have their say, and send a conversation and its key elsewhere. The child ends when its stdin
+closes, so that it does not outlive a parent that was killed; unless it is meant to stay (`keep`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from phalanx.config import RUN_PHALANX
 from phalanx.environment import runtime_dir
 from phalanx.errors import EngineUnavailable
 
-READY = re.compile(r"^phalanx is ready: (\S+) \(model (.+)\)$", re.MULTILINE)
+READY = re.compile(r"^phalanx is ready: (\S+) \(model (.+)\)\n", re.MULTILINE)
 POLL_S = 0.05  # between two looks at the log
 END_S = 60.0  # after SIGTERM; the server drains within --drain-seconds, 30 by default
 
@@ -41,11 +42,12 @@ class PrivateServer:
         handle, name = tempfile.mkstemp(prefix="phalanx-serve-", suffix=".log", dir=runtime_dir())
         self.log = Path(name)
         self._shown = 0  # characters of the log that went to `show`
+        self._said = tempfile.TemporaryFile(dir=self.log.parent)  # noqa: SIM115 - read until the server ends
         with os.fdopen(handle, "wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, *RUN_PHALANX, "serve", model, *flags, *([] if keep else ["--stop-on-eof"])],
                 stdin=subprocess.DEVNULL if keep else subprocess.PIPE,
-                stdout=output,
+                stdout=self._said,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the server in order
             )
@@ -66,10 +68,9 @@ class PrivateServer:
             text = self.log.read_text(errors="replace")
             complete = len(text) if ended else text.rfind("\n") + 1
             for line in text[self._shown : complete].splitlines():
-                if not READY.match(line):
-                    show(line)
+                show(line)
             self._shown = max(self._shown, complete)
-            if ready := READY.search(text[:complete]):
+            if ready := READY.search(os.pread(self._said.fileno(), 1 << 16, 0).decode(errors="replace")):
                 self.url, self.model = ready.groups()
                 return
             if ended:
@@ -87,6 +88,7 @@ class PrivateServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._said.close()
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()

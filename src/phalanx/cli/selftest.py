@@ -17,7 +17,7 @@ from rich.table import Table
 
 from phalanx.cli.clusters import stage_cell
 from phalanx.cli.setting_flags import Flags, flag, with_settings
-from phalanx.cli.terminal import LoadingView, report, set_up_logging
+from phalanx.cli.terminal import LoadingView, PullView, report, set_up_logging
 from phalanx.config import DEFAULT_MODEL, GIB, EngineConfig, LogLevel
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.model.loading.resolve import resolve_models
@@ -45,7 +45,8 @@ def command(
 ) -> int:
     """Test a group of ranks: sums of known values, speed, equal tokens, the control connection, memory."""
     set_up_logging(log_level)
-    resolve_models(config)
+    with PullView() as view:
+        resolve_models(config, view)
     return asyncio.run(run(check_engine(config), json, load_cluster(cluster, config.n_ranks)))
 
 

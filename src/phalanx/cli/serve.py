@@ -13,11 +13,9 @@ import typer
 from msgspec.structs import replace
 
 from phalanx.cli.setting_flags import Flags, text_of, with_settings
-from phalanx.cli.terminal import LoadingView, note, set_up_logging
+from phalanx.cli.terminal import LoadingView, PullView, note, set_up_logging
 from phalanx.config import DEFAULT_MODEL
-from phalanx.environment import ADMIN_KEY_VARIABLE, api_keys_from_environment, api_keys_in, key_from_environment
 from phalanx.errors import ConfigError
-from phalanx.http.api_keys import NOT_SENDABLE, is_sendable
 from phalanx.http.listening import is_loopback
 from phalanx.model.loading.resolve import resolve_models
 from phalanx.offline.engine_settings import check_engine
@@ -39,10 +37,6 @@ ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # "null": a page fr
 @with_settings
 def command(
     config: Annotated[ServerConfig, Flags(model=DEFAULT_MODEL)],
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, readable=True, help="One key per line.", rich_help_panel="HTTP"),
-    ] = None,
     no_prefix_caching: Annotated[
         bool,
         typer.Option(
@@ -84,8 +78,6 @@ def command(
         config,
         engine=check_engine(replace(config.engine, prefix_cache_gb=prefix_cache_gb)),
         served_model_name=_names(config.served_model_name),
-        api_key=_keys(config.api_key, api_key_file),
-        admin_key=key_from_environment(ADMIN_KEY_VARIABLE) if config.admin_key is None else config.admin_key,
     )
     _check_admin_key(config)
     set_up_logging(config.log_level)
@@ -98,7 +90,8 @@ def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None =
     """Serve until told to stop; with `attach`, an engine that comes to this socket; with `cluster`, on its hosts."""
     if not is_loopback(config.host) and not config.api_key:
         note(f"warning: {config.host} can be reached from other machines, and no --api-key is set")
-    path = resolve_models(config.engine)
+    with PullView() as view:
+        path = resolve_models(config.engine, view)
     template = None
     if config.chat_template is not None:
         template = text_of(Path(config.chat_template), "--chat-template").removeprefix(BYTE_ORDER_MARK)
@@ -169,39 +162,17 @@ def _names(given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(given))
 
 
-def _keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
-    """Keys of the flags and the file; the variable counts only where there are none."""
-    keys = list(given)
-    if file is not None:
-        from_file = api_keys_in(text_of(file, "--api-key-file"))
-        if not from_file:
-            raise ConfigError(f"--api-key-file {file} has no key.", remedy="Write one key per line.")
-        keys += from_file
-    keys = list(dict.fromkeys(keys)) or list(api_keys_from_environment())
-    if not all(is_sendable(key) for key in keys):
-        raise ConfigError(
-            f"A key (--api-key, --api-key-file, PHALANX_API_KEY) {NOT_SENDABLE}.",
-            remedy="Choose another, or leave it out to need no key.",
-        )
-    return tuple(keys)
-
-
 def _check_admin_key(config: ServerConfig) -> None:
-    """Refuse an admin key that no header can have, or that clients have.
+    """Refuse an admin key that clients have.
 
     Raises:
-        ConfigError: says why.
+        ConfigError: says so.
     """
-    key = config.admin_key
-    if key is None:
-        return
-    wrong = ""
-    if not is_sendable(key):
-        wrong = NOT_SENDABLE
-    elif key in config.api_key:
-        wrong = "is also an --api-key, so that every client could use it"
-    if wrong:
-        raise ConfigError(f"--admin-key {wrong}.", remedy="`openssl rand -hex 32` prints a good one.")
+    if config.admin_key is not None and config.admin_key in config.api_key:
+        raise ConfigError(
+            "--admin-key is also an --api-key, so that every client could use it.",
+            remedy="`openssl rand -hex 32` prints a good one.",
+        )
 
 
 def _stop_on_eof() -> None:

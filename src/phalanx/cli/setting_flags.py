@@ -17,7 +17,7 @@ import inspect
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
@@ -29,7 +29,9 @@ from msgspec import Meta, Struct
 from typer.models import ArgumentInfo, OptionInfo
 
 from phalanx.config import Flag
+from phalanx.environment import api_keys_in, key_from_environment
 from phalanx.errors import ConfigError
+from phalanx.http.api_keys import NOT_SENDABLE, is_sendable
 from phalanx.spec.parse_config import parse as parse_speculation
 
 Info = ArgumentInfo | OptionInfo
@@ -243,6 +245,10 @@ def parameters(owner: type[Struct], chosen: Flags) -> Iterator[inspect.Parameter
             yield from parameters(setting.type, chosen)
         elif name in chosen:
             yield setting.parameter(chosen.defaults.get(name, setting.default))
+            if setting.flag.is_key:
+                option = key_file(setting.spelled, rich_help_panel=setting.flag.panel)
+                kind: Any = Annotated[Path | None, option]
+                yield inspect.Parameter(_file_of(name), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
 def build_settings(owner: type[T], chosen: Flags, given: Mapping[str, Any]) -> T:
@@ -252,12 +258,16 @@ def build_settings(owner: type[T], chosen: Flags, given: Mapping[str, Any]) -> T
         given: what typer parsed; more than the fields of `owner`, perhaps.
 
     Raises:
-        ConfigError: a value is not JSON of its field's type.
+        ConfigError: a value is not JSON of its field's type; or as of `keys_of`.
     """
     values: dict[str, Any] = {}
     for name, setting in settings_of(owner).items():
         if setting.is_nested:
             values[name] = build_settings(setting.type, chosen, given)
+        elif name in chosen and setting.flag.is_key:
+            several, variable = setting.is_list, setting.flag.variable
+            keys = keys_of(setting.spelled, given[name], given[_file_of(name)], variable, several=several)
+            values[name] = keys if several else next(iter(keys), None)
         elif name in chosen:
             values[name] = setting.value(given[name])
         elif name in chosen.defaults:
@@ -276,6 +286,49 @@ def _unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
         base, *metadata = get_args(hint)
         return base, tuple(metadata)
     return hint, ()
+
+
+# Keys ------------------------------------------------------------------------------------------------------------
+
+
+def key_file(flag: str, **details: Any) -> Info:
+    """The flag that names a file of a key, beside the flag of the key itself."""
+    text = f"File with {flag}, alone on its line."
+    found = typer.Option(f"{flag}-file", exists=True, dir_okay=False, readable=True, help=text, **details)
+    assert isinstance(found, Info)
+    return found
+
+
+def keys_of(
+    flag: str, given: str | Sequence[str] | None, file: Path | None, variable: str | None, *, several: bool
+) -> tuple[str, ...]:
+    """The keys of a flag and of the file that its second flag names; the variable counts where there are none.
+
+    Args:
+        several: there may be more than one: of flag and file together, and of the variable with blanks between them.
+
+    Raises:
+        ConfigError: there is one too many, none in the file or the variable, or one that no header can carry.
+    """
+    keys = [given] if isinstance(given, str) else list(given or ())
+    if file is not None:
+        if keys and not several:
+            raise ConfigError(f"{flag} and {flag}-file are both given.", remedy="Give one of them.")
+        found = api_keys_in(text_of(file, f"{flag}-file"))
+        if not found or (len(found) > 1 and not several):
+            raise ConfigError(f"{flag}-file {file} has {len(found) or 'no'} keys.", remedy="Write one key on a line.")
+        keys += found
+    if not keys and variable is not None and (value := key_from_environment(variable)) is not None:
+        keys = value.split() if several else [value]
+    if not all(is_sendable(key) for key in keys):
+        others = "".join(f", {other}" for other in (f"{flag}-file", variable) if other is not None)
+        raise ConfigError(f"A key ({flag}{others}) {NOT_SENDABLE}.", remedy="`openssl rand -hex 32` prints a good one.")
+    return tuple(dict.fromkeys(keys))
+
+
+def _file_of(name: str) -> str:
+    """The name of the parameter beside that of a key."""
+    return f"{name}_file"
 
 
 # JSON ------------------------------------------------------------------------------------------------------------

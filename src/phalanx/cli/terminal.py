@@ -6,14 +6,17 @@ import importlib
 import logging
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self, TextIO
 
+from phalanx.catalog.pull_progress import ASKING, PullProgress
 from phalanx.environment import environment
 from phalanx.errors import PhalanxError
 from phalanx.log_limits import CountingHandler
-from phalanx.supervision.client import EngineClient, EngineState
-from phalanx.text.printable import LineFormatter, printable
+from phalanx.supervision.client import EngineClient, EngineState, LoadProgress
+from phalanx.text.printable import LineFormatter, as_entry, printable
 
 BOLD_RED, DIM = "1;31", "2"
 POLL_S = 0.1  # between two looks at what is loaded
@@ -22,9 +25,9 @@ PLAIN_STEP = 0.25  # without a terminal: one line per this share of a phase
 
 def report(error: PhalanxError) -> None:
     """Print an error in red, and its remedy on a second line."""
-    print(f"{_styled('error:', BOLD_RED)} {printable(error.message)}", file=sys.stderr)
+    print(f"{_styled('error:', BOLD_RED)} {as_entry(error.message)}", file=sys.stderr)
     if error.remedy:
-        print(f"  {printable(error.remedy)}", file=sys.stderr)
+        print(f"  {as_entry(error.remedy)}", file=sys.stderr)
 
 
 def note(text: str) -> None:
@@ -57,6 +60,7 @@ def set_up_logging(level: str) -> None:
     handler.addFilter(lambda record: verbose or record.name.startswith("phalanx") or record.levelno >= logging.WARNING)
     logging.basicConfig(handlers=[handler], level=logging.DEBUG if verbose else logging.WARNING, force=True)
     logging.getLogger("phalanx").setLevel(level.upper())
+    logging.captureWarnings(True)  # of libraries, which may quote a model's files
 
 
 class LoadingView:
@@ -106,3 +110,44 @@ class LoadingView:
             if reached != shown:
                 shown = reached
                 print(f"{state.progress.phase}: {share:.0%}", file=sys.stderr, flush=True)
+
+
+class PullView:
+    """Shows how far a download is until the context is left: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self._end = ExitStack()
+        self._show: Callable[[LoadProgress], None] | None = None
+        self._shown: tuple[str, int] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end.close()
+
+    def __call__(self, progress: PullProgress) -> None:
+        """Show one line of a pull. That the hub is asked is not worth a line: every start does."""
+        if progress.completed is None:
+            if progress.status != ASKING:
+                note(progress.status)
+            return
+        load = LoadProgress(progress.status, progress.completed, progress.total)
+        if sys.stderr.isatty():
+            self._bar(load)
+        else:
+            self._line(load)
+
+    def _bar(self, load: LoadProgress) -> None:
+        if self._show is None:
+            bar = importlib.import_module("phalanx.cli.loading_bar").LoadingBar()
+            self._show = self._end.enter_context(bar).show
+        assert self._show is not None
+        self._show(load)
+
+    def _line(self, load: LoadProgress) -> None:
+        share = load.done / max(1, load.total)
+        reached = (load.phase, int(share / PLAIN_STEP))
+        if reached != self._shown:
+            self._shown = reached
+            print(f"{load.phase}: {share:.0%}", file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +42,12 @@ from phalanx.cluster.lifecycle import Cluster, goal_of, start_all, stop_all, wai
 from phalanx.cluster.plans import LOGS, Plan, check, split_keys
 from phalanx.cluster.shape import shape_of
 from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig, EngineConfig
-from phalanx.environment import ADMIN_KEY_VARIABLE, api_keys_from_environment, key_from_environment
+from phalanx.environment import (
+    ADMIN_KEY_VARIABLE,
+    GATEWAY_ADMIN_KEY_VARIABLE,
+    api_keys_from_environment,
+    key_from_environment,
+)
 from phalanx.errors import ClusterError, ConfigError, ExitCode, StartFailed
 
 DOWN_S = 15.0  # between SIGTERM and SIGKILL, as `phalanx down`
@@ -94,15 +99,17 @@ def command(
     serve, keys = split_keys(words or ("demo",))
     serve, admin_keys = split_flag(serve, "--admin-key")
     flags, clients_keys = split_keys(of_gateway)
+    flags, gateway_keys = split_flag(flags, "--admin-key")
     if replicas > 1:
-        clients_keys = clients_keys or api_keys_from_environment()
+        if flag(list(flags), "--api-key-file") is None:
+            clients_keys = clients_keys or api_keys_from_environment()
     elif not keys and flag(list(serve), "--api-key-file") is None:
         keys = api_keys_from_environment()
     plan = Plan(
         hostfile=chosen(hostfile, hostfile_option, hosts, num_ranks),
         serve=serve,
         api_keys=keys,
-        admin_key=admin_keys[-1] if admin_keys else key_from_environment(ADMIN_KEY_VARIABLE),
+        admin_key=_admin_key(admin_keys, serve, ADMIN_KEY_VARIABLE),
         backend=backend,
         envs=tuple(env or ()),
         timeout_s=timeout,
@@ -114,10 +121,20 @@ def command(
     def divided(plan: Plan) -> Deployment:
         if replicas == 1:
             return Deployment(groups=(check(plan),))
-        return deploy(plan, replicas=replicas, gateway_host=gateway_host, flags=flags, keys=clients_keys)
+        admin_key = _admin_key(gateway_keys, flags, GATEWAY_ADMIN_KEY_VARIABLE)
+        return deploy(
+            plan, replicas=replicas, gateway_host=gateway_host, flags=flags, keys=clients_keys, admin_key=admin_key
+        )
 
     divided(plan)  # what is wrong is said before hosts are asked for addresses
     return asyncio.run(_up(plan, divided, ssl, skip_checks=skip_checks, foreground=foreground))
+
+
+def _admin_key(given: Sequence[str], words: Sequence[str], variable: str) -> str | None:
+    """The --admin-key of a server or a gateway; the variable counts where neither the flag nor its file is given."""
+    if given or flag(list(words), "--admin-key-file") is not None:
+        return given[-1] if given else None
+    return key_from_environment(variable)
 
 
 async def _up(
@@ -206,7 +223,7 @@ def _say_where(deployment: Deployment) -> None:
     if (flag(list(words), "--host") or "127.0.0.1").startswith("127."):
         opens = f"-- {plan.serve[0]} --host 0.0.0.0" if gateway is None else "-- MODEL -- --host 0.0.0.0"
         note(f"only {host.ssh} itself reaches this address; `{opens}` opens it to the others")
-    elif gateway is not None and not gateway.api_keys and flag(list(gateway.flags), "--keys") is None:
+    elif gateway is not None and not gateway.asks_for_keys:
         note("warning: other machines reach this address, and no key is asked for; `-- MODEL -- --api-key KEY` does")
 
 

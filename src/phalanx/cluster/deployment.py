@@ -34,13 +34,15 @@ from phalanx.cluster.shape import Shape, shape_of
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import GATEWAY, Spec
 from phalanx.config import DEFAULT_PORT, GATEWAY_PORT
-from phalanx.environment import API_KEY_VARIABLE
+from phalanx.environment import API_KEY_VARIABLE, GATEWAY_ADMIN_KEY_VARIABLE
 from phalanx.errors import ConfigError
 from phalanx.tls.certificates import Certificate
 
 GATEWAY_RUN = f".phalanx/{GATEWAY}"
 WORKERS_FILE = "workers.pem"
-OURS = ("--replicas", "--worker-urls", "--worker-key", "--worker-key-file", "--worker-admin-key")
+OURS = (
+    "--replicas", "--worker-urls", "--worker-key", "--worker-key-file", "--worker-admin-key", "--worker-admin-key-file"
+)  # fmt: skip
 """Flags of `gateway` that `up` sets itself."""
 GATEWAY_DEFAULTS = {"--health-check-interval-secs": "1", "--shutdown-grace-period-secs": DRAIN_S}
 """Unless the user gives others. A check costs a server of ours next to nothing, and a second is soon enough."""
@@ -50,9 +52,16 @@ class GatewayPlan(Struct, frozen=True, kw_only=True):
     """A gateway to start before several replicas."""
 
     host: Host
-    flags: tuple[str, ...] = ()  # arguments of `phalanx gateway`, without API keys
+    flags: tuple[str, ...] = ()  # arguments of `phalanx gateway`, without keys
     api_keys: tuple[str, ...] = ()  # of clients
+    admin_key: str | None = None  # of its /admin
     https: Certificate | None = None  # with its key
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether clients need a key."""
+        files = (flag(list(self.flags), name) for name in ("--keys", "--api-key-file"))
+        return bool(self.api_keys) or any(file is not None for file in files)
 
 
 class Deployment(Struct, frozen=True, kw_only=True):
@@ -105,7 +114,13 @@ def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def deploy(
-    plan: Plan, *, replicas: int, gateway_host: str | None, flags: Sequence[str], keys: Sequence[str]
+    plan: Plan,
+    *,
+    replicas: int,
+    gateway_host: str | None,
+    flags: Sequence[str],
+    keys: Sequence[str],
+    admin_key: str | None = None,
 ) -> Deployment:
     """Divide the hosts of a plan among replicas, and check everything that can be checked before hosts are asked.
 
@@ -113,8 +128,9 @@ def deploy(
         plan: its `serve` may have --tp and --pp, the hosts of one replica.
         replicas: 2 or more.
         gateway_host: a host of the plan; None: the first.
-        flags: of `gateway`, without API keys.
+        flags: of `gateway`, without keys.
         keys: of clients.
+        admin_key: of the gateway's /admin.
 
     Raises:
         ConfigError: names the flag, and what is needed.
@@ -136,7 +152,7 @@ def deploy(
             f"--gateway-host {name}: there is no such host.",
             remedy=f"The gateway runs on one of {', '.join(host.ssh for host in hosts)}.",
         )
-    gateway = GatewayPlan(host=host, flags=tuple(flags), api_keys=tuple(keys))
+    gateway = GatewayPlan(host=host, flags=tuple(flags), api_keys=tuple(keys), admin_key=admin_key)
     _check_gateway(gateway, groups)
     return Deployment(groups=tuple(groups), gateway=gateway)
 
@@ -148,11 +164,12 @@ def _check_serve(words: Sequence[str]) -> None:
             "--host after `--`: with --replicas, servers listen where the gateway reaches them.",
             remedy="What concerns clients is the gateway's, and stands after a second `--`: `-- MODEL -- --host ...`.",
         )
-    if flag(list(words), "--api-key-file") is not None:
-        raise ConfigError(
-            "--api-key-file after `--`: with --replicas, the gateway has to know a key of the servers.",
-            remedy="Leave it out, and they get a key of their own; or use --api-key.",
-        )
+    for name in ("--api-key", "--admin-key"):
+        if flag(list(words), f"{name}-file") is not None:
+            raise ConfigError(
+                f"{name}-file after `--`: with --replicas, the gateway has to know a key of the servers.",
+                remedy=f"Leave it out, and they get a key of their own; or use {name}.",
+            )
 
 
 def _size(shape: Shape, replicas: int, n_hosts: int) -> int:
@@ -178,7 +195,8 @@ def _check_gateway(gateway: GatewayPlan, groups: Sequence[Plan]) -> None:
     for word in gateway.flags:
         if word.partition("=")[0] in OURS:
             raise ConfigError(f"{word} after the second `--`: `up` sets it itself.")
-    check_keys(gateway.api_keys)
+    check_keys(gateway.api_keys, "--api-key", gateway.flags)
+    check_keys([] if gateway.admin_key is None else [gateway.admin_key], "--admin-key", gateway.flags)
     port = port_in(gateway.flags, GATEWAY_PORT)
     for plan in groups:
         if not all(key.isascii() for key in (*plan.api_keys, plan.admin_key or "")):
@@ -265,10 +283,12 @@ def _gateway_spec(deployment: Deployment, gateway: GatewayPlan, keys: Deployment
     accepted = gateway.api_keys
     if flag(words, "--keys") is not None:
         accepted = (*accepted, keys.status)
+    variables = {API_KEY_VARIABLE: " ".join(accepted)} if accepted else {}
+    variables |= {} if gateway.admin_key is None else {GATEWAY_ADMIN_KEY_VARIABLE: gateway.admin_key}
     return Spec(
         role=GATEWAY,
         command=[GATEWAY, *words],
-        variables={API_KEY_VARIABLE: " ".join(accepted)} if accepted else {},
+        variables=variables,
         log=f"{deployment.groups[0].log_dir}/{GATEWAY}.log",
         files=files,
         layout=deployment.layout,

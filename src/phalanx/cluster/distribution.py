@@ -143,7 +143,7 @@ async def pull(
     Raises:
         ClusterError: the download or the push failed; has its message.
     """
-    commands: list[tuple[str, ...]] = [("fetch", model)]
+    commands: list[tuple[str, ...]] = [("pull", model)]
     if others:
         commands.append(("model", "push", model, "--hosts", ",".join(others), *(["--needed"] if needed else [])))
     for words in commands:

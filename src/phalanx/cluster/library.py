@@ -6,33 +6,18 @@ import hashlib
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
+from phalanx.catalog.local_models import NEEDED, directory_of
 from phalanx.cluster.check_results import ModelFacts
-from phalanx.demo import MODEL_DIR
-from phalanx.environment import hub_cache
 
 DIGESTED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 """Small files whose content is part of a model's digest. Of weight files, only name and size are."""
-NEEDED = (
-    "model*.safetensors", "model*.safetensors.index.json", "*.json", "*.jsonl", "*.txt", "*.jinja", "*.py",
-    "tokenizer.model", "tiktoken.model", "*.tiktoken",
-)  # fmt: skip
-"""The files in a model's directory that serving reads: those that mlx-lm downloads from a repository."""
 NEEDED_BELOW = ("*.py", "additional_chat_templates/*.jinja")
-"""The same for subdirectories."""
+"""As `NEEDED`, for subdirectories."""
 
 
 def model_path(model: str) -> Path | None:
-    """The directory of a model: a path, the bundled model, or in the hub's cache; None if it is not on this machine."""
-    if model == "demo":
-        return MODEL_DIR
-    given = Path(model).expanduser()
-    if (given / "config.json").is_file():
-        return given.absolute()
-    snapshots = hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots"
-    if model.count("/") == 1 and snapshots.is_dir():
-        complete = [path for path in snapshots.iterdir() if (path / "config.json").is_file()]
-        return max(complete, key=lambda path: path.stat().st_mtime, default=None)
-    return None
+    """The directory of a model: a path, a short name, or in the hub's cache; None if it is not on this machine."""
+    return directory_of(model)
 
 
 def files_of(path: Path) -> list[Path]:

@@ -78,10 +78,8 @@ def check(plan: Plan) -> Plan:
             f"{len(plan.hostfile.hosts)} hosts are too many for one group; {MOST_RANKS} at most.",
             remedy="Use --num-ranks, or --replicas for several groups.",
         )
-    if plan.api_keys and flag(list(plan.serve), "--api-key-file") is not None:
-        raise ConfigError("--api-key and --api-key-file exclude each other for `up`.", remedy="Give one of them.")
-    check_keys(plan.api_keys)
-    check_keys([] if plan.admin_key is None else [plan.admin_key], "--admin-key")
+    check_keys(plan.api_keys, "--api-key", plan.serve)
+    check_keys([] if plan.admin_key is None else [plan.admin_key], "--admin-key", plan.serve)
     for entry in plan.envs:
         read_variable(entry, "--env")
     port_in(plan.serve, DEFAULT_PORT)
@@ -131,16 +129,21 @@ def certificate_of(host: Host) -> Certificate:
     return make_certificate(name, addresses=addresses)
 
 
-def check_keys(keys: Sequence[str], flag: str = "--api-key") -> None:
-    """Check that the keys of a flag can be handed on in an environment variable.
+def check_keys(keys: Sequence[str], name: str, words: Sequence[str]) -> None:
+    """Check that the keys of a flag can be handed on in an environment variable, which counts only without a file.
+
+    Args:
+        words: the other arguments of `serve` or `gateway`.
 
     Raises:
-        ConfigError: one cannot; does not show it.
+        ConfigError: one cannot, which is not shown, or there is a file too.
     """
+    if keys and flag(list(words), f"{name}-file") is not None:
+        raise ConfigError(f"{name} and {name}-file exclude each other for `up`.", remedy="Give one of them.")
     for key in keys:
         if not key.isprintable() or len(key.split()) != 1 or key.strip() != key:
             raise ConfigError(
-                f"{flag}: a key is empty, or has spaces or control characters.",
+                f"{name}: a key is empty, or has spaces or control characters.",
                 remedy="Choose another, such as `openssl rand -hex 16` prints.",
             )
 

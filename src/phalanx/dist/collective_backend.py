@@ -20,7 +20,7 @@ from typing import NamedTuple
 from phalanx.config import Backend, BackendChoice, Collective
 from phalanx.dist.gpus import variables_of
 from phalanx.dist.private_network import in_private_network
-from phalanx.environment import environment, runtime_dir
+from phalanx.environment import environment
 from phalanx.errors import ConfigError
 
 PROBE_S = 5.0  # time limit of the tool that lists devices, and of a look at the system
@@ -159,19 +159,33 @@ def environment_of(
         variables |= {"MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": host, "NCCL_PORT": port}
     if backend == "mpi" and (mpi := find_mpi()) is not None:
         variables["MLX_MPI_LIBNAME"] = mpi.library
-        if "HOME" not in environment():
-            variables["HOME"] = str(runtime_dir())  # Open MPI does not start without one
         variables |= {name: environment().get(name, value) for name, value in MPI_SETTINGS.items()}
     return variables
 
 
-def mpi_directories(files: Path, shared_memory: Path | None = None) -> dict[str, str]:
-    """The variables by which mpirun and its ranks on this machine leave their files where phalanx deletes them."""
-    variables = {"TMPDIR": str(files)}
+def own_files(directory: Path, shared_memory: Path | None = None) -> dict[str, str]:
+    """The variables by which ranks and mpirun leave their files where phalanx deletes them.
+
+    MLX loads the code that it compiled from the temporary directory, under names that everybody knows; Open MPI loads
+    some from the home directory, and does not start without one.
+
+    Args:
+        directory: which this user alone may enter.
+        shared_memory: of this kind as well, for segments of Open MPI; else its own choice.
+    """
+    variables = {"TMPDIR": str(directory), "HOME": _home() or str(directory)}
     if shared_memory is not None:
         name = "OMPI_MCA_btl_sm_backing_directory"
         variables[name] = environment().get(name, str(shared_memory))
     return variables
+
+
+def _home() -> str | None:
+    """The user's home directory; None if neither a variable nor the system's list of users names one."""
+    try:
+        return str(Path.home())
+    except RuntimeError:
+        return None
 
 
 def mpirun_command(size: int, collective: Collective, command: Sequence[str], gpus: Sequence[str] = ()) -> list[str]:

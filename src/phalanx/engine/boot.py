@@ -5,6 +5,7 @@
       start_ranks            supervision/rank_launcher.py one process per rank: `phalanx rank MODEL ...`
         phalanx rank         cli/rank.py:command          the rank reads its EngineConfig and GroupConfig
           run_rank           here
+            own_directories  engine/rank_directories.py   where no other user can have put compiled code
             rendezvous       engine/rendezvous.py         the ranks connect to rank 0, and rank 0 to all
             join_group       engine/membership.py         native kernels; the fabric, over which ranks sum
             load_model       engine/served_model.py       same software, enough memory; weights; rows equal mlx-lm's
@@ -38,6 +39,7 @@ from phalanx.engine.link import LeaderLink, SingleRank, WorkerLink
 from phalanx.engine.membership import join_group
 from phalanx.engine.memory_plan import plan_memory
 from phalanx.engine.progress import reporter
+from phalanx.engine.rank_directories import own_directories
 from phalanx.engine.rendezvous import rendezvous
 from phalanx.engine.role import build_role
 from phalanx.engine.served_model import load_model
@@ -72,7 +74,8 @@ def run_rank(
     _log_to_stderr(rank)
     write_pid_file(Path(socket_path), rank)
     _die_with_parent()
-    return _run(config, group, credentials, socket_path, rank, None)
+    with own_directories():
+        return _run(config, group, credentials, socket_path, rank, None)
 
 
 def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str, control_host: str) -> int:
@@ -92,13 +95,14 @@ def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str,
     if size > MOST_RANKS:
         raise ConfigError(f"{size} ranks were started; a group has {MOST_RANKS} at most.")
     default_environment(environment_of(launcher.backend, None, None))
-    try:
-        fabric = join(launcher.backend, rank, size, 0, where="", deadline_s=config.join_seconds)
-        group, credentials = agree(fabric, launcher.backend, control_host)
-    except PhalanxError as error:
-        log.error("%s: %s", type(error).__name__, error)
-        return exit_code_of(error)
-    return _run(config, group, credentials, socket_path, rank, fabric)
+    with own_directories():
+        try:
+            fabric = join(launcher.backend, rank, size, 0, where="", deadline_s=config.join_seconds)
+            group, credentials = agree(fabric, launcher.backend, control_host)
+        except PhalanxError as error:
+            log.error("%s: %s", type(error).__name__, error)
+            return exit_code_of(error)
+        return _run(config, group, credentials, socket_path, rank, fabric)
 
 
 def _run(

@@ -6,7 +6,8 @@
     POST   /admin/replicas/NAME/resume
     DELETE /admin/replicas/NAME             as drain; what has not ended in time goes on elsewhere or ends with an error
 
-`gateway_app.py` has checked the admin key.
+A replica that is added has the keys that it is given here, or none: whoever has the admin key alone learns no other
+replica's. `gateway_app.py` has checked it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.fleet import Fleet, describe
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.relay.proxy import Proxy
-from phalanx.gateway.settings.replicas_file import DefaultKeys, ReplicaFields
+from phalanx.gateway.settings.replicas_file import ReplicaFields
 from phalanx.http.foreign_json import decoder
 
 ROOT = "/admin/replicas"
@@ -37,17 +38,13 @@ class Admin:
     """See the module's docstring.
 
     Args:
-        keys: of replicas that are added without.
         from_file: the replicas are those of a file, so that only the file adds and removes.
     """
 
-    def __init__(
-        self, dispatcher: AsyncDispatcher, fleet: Fleet, proxy: Proxy, *, keys: DefaultKeys, from_file: str | None
-    ) -> None:
+    def __init__(self, dispatcher: AsyncDispatcher, fleet: Fleet, proxy: Proxy, *, from_file: str | None) -> None:
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._proxy = proxy
-        self._keys = keys
         self._from_file = from_file
 
     async def answer(self, method: str, path: str, query: Mapping[str, str], body: bytes, now: float) -> Any:
@@ -77,7 +74,7 @@ class Admin:
         except msgspec.DecodeError as error:
             raise InvalidRequest(f"The body is no replica: {error}.") from error
         try:
-            return self._fleet.add(added.spec(self._keys))
+            return self._fleet.add(added.spec_by_api())
         except ConfigError as error:
             raise InvalidRequest(str(error)) from error
 

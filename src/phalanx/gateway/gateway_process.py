@@ -26,9 +26,9 @@ from phalanx.gateway.dispatch.policies import CacheAware, ConsistentHashing, Lea
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.dispatch.replica_models import parse_aliases
 from phalanx.gateway.gateway_app import App, metrics_handler
-from phalanx.gateway.relay.attempt import make_session
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy
+from phalanx.gateway.relay.replica_sessions import ReplicaSessions
 from phalanx.gateway.settings.clients import Clients
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.gateway.settings.keys_file import parse_keys
@@ -46,6 +46,13 @@ log = logging.getLogger(__name__)
 OPEN_FILES = 4096  # besides one for each client's connection: one for each request on a replica
 FILE_CHECK_S = 1.0  # between two looks at the files of replicas and keys
 CLOSING = "The gateway is shutting down."
+WITHOUT_ADMIN_KEY = (
+    "no admin key for %s: streams end with a replica that fails%s. If they are phalanx servers, start them with "
+    "--admin-key, and the gateway with --worker-admin-key, PHALANX_WORKER_ADMIN_KEY or admin_key in --replicas FILE"
+)
+ONE_OWNER = (
+    ", and there all API keys are one client: one key finds another's prompts in cached_tokens, and can delay it"
+)
 
 
 def serve(config: GatewayConfig) -> int:
@@ -128,10 +135,11 @@ class Gateway:
         """
         config = self._config
         aliases = parse_aliases(config.model_aliases)
-        async with make_session(_trusted(config.worker_ca)) as session:
-            fleet = Fleet(config, self._dispatcher, session, self._note_failure)
-            proxy = Proxy(config, self._dispatcher, session, self._metrics, fleet.check_now)
-            admin = Admin(self._dispatcher, fleet, proxy, keys=self._worker_keys, from_file=config.replicas)
+        trusted = _trusted(config.worker_ca)
+        async with ReplicaSessions(trusted) as sessions:
+            fleet = Fleet(config, self._dispatcher, sessions.of, self._note_failure)
+            proxy = Proxy(config, self._dispatcher, sessions, self._metrics, fleet.check_now)
+            admin = Admin(self._dispatcher, fleet, proxy, from_file=config.replicas)
             app = App(
                 self._dispatcher, proxy, self._clients, self._metrics, admin, fleet,
                 admin_key=config.admin_key, aliases=aliases, hosts=AllowedHosts(config.host, config.allowed_hosts),
@@ -140,6 +148,7 @@ class Gateway:
             tasks: list[asyncio.Task[None]] = []
             try:
                 self._load_files(fleet, proxy)
+                self._tell_what_is_lost(fleet)
                 tasks += [
                     asyncio.create_task(work) for work in (self._dispatcher.tick(), proxy.watch(), self._watch_files())
                 ]
@@ -189,6 +198,13 @@ class Gateway:
             fleet.apply(specs_of_urls(config.worker_urls, keys=self._worker_keys))
         for file in self._files:
             file.load()
+
+    def _tell_what_is_lost(self, fleet: Fleet) -> None:
+        """Say in one line what replicas without an admin key cannot do."""
+        names = [name for name, replica in fleet.replicas.items() if replica.spec.admin_key is None]
+        if names:
+            level, more = (logging.WARNING, ONE_OWNER) if self._clients.need_key else (logging.INFO, "")
+            log.log(level, WITHOUT_ADMIN_KEY, ", ".join(names), more)
 
     async def _hand_over(self, proxy: Proxy, replica: Replica) -> None:
         """A replica that left the file ends what it has; streams that take long go on elsewhere, where they can."""

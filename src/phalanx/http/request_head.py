@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 MAX_BYTES = 16 << 10  # of all lines; browsers behind proxies send 4 KiB
 MAX_LINES = 256  # browsers behind proxies send 40
-ADDED_BYTES = 2 << 10  # a gateway's own lines: a replica's name, its two keys, an id, two lengths
+ADDED_BYTES = 2 << 10  # a gateway's own lines: a replica's name, its two keys, an id, two lengths, Via
 ADDED_LINES = 8
 REQUEST_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64} (?P<target>[!-~]+) HTTP/1\.(?P<minor>[01])")
 NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -33,8 +33,6 @@ def fault_of(head: bytes, *, added: bool = False) -> str:
     first, *lines = head.split(b"\r\n")
     if len(lines) > MAX_LINES - added * ADDED_LINES:
         return f"its head has more than {MAX_LINES - added * ADDED_LINES} lines"
-    if BLANKS.search(head):
-        return "its head has a long run of blanks"
     asked = REQUEST_LINE.fullmatch(first)
     if asked is None or not asked["target"].startswith(b"/") or b"#" in asked["target"]:
         return "its first line is not METHOD /PATH HTTP/1.1"
@@ -43,10 +41,14 @@ def fault_of(head: bytes, *, added: bool = False) -> str:
         name, colon, value = line.partition(b":")
         if not colon or NAME.fullmatch(name) is None or CONTROL.search(value):
             return "a line of its head is not NAME: VALUE"
-        name = name.lower()
+        name, value = name.lower(), value.strip(b" \t")  # blanks around a value are not of it (RFC 9110, 5.5)
+        if BLANKS.search(value):
+            return "its head has a long run of blanks"
         if name in SINGLE and name in found:
             return f"its head has {name.decode()} twice"
-        found[name] = value.strip(b" \t")
+        if name == b"transfer-encoding" and line.rstrip(b" ").endswith(b"\t"):  # llhttp takes no tab there
+            return "its transfer-encoding is not chunked"
+        found[name] = value
     return _framing_fault(found, is_old=asked["minor"] == b"0")
 
 

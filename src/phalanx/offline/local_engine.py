@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from phalanx.catalog.pull_progress import Report, quiet
 from phalanx.config import EngineConfig
 from phalanx.errors import EngineUnavailable
 from phalanx.model.loading.resolve import resolve_models
@@ -56,15 +57,16 @@ class LocalEngine:
 
     Args:
         engine: not started yet; `start` and `close` start and close it.
+        report: called with the progress of a download.
 
     Raises:
         ModelNotFound: the model is neither a directory nor a hub id that could be fetched.
     """
 
-    def __init__(self, config: EngineConfig, engine: EngineClient) -> None:
+    def __init__(self, config: EngineConfig, engine: EngineClient, report: Report = quiet) -> None:
         self._config = config
         self._engine = engine
-        self._path = resolve_models(config)
+        self._path = resolve_models(config, report)
         self._journal = Journal(
             engine, ServerMetrics(config.model), max_num_seqs=config.max_num_seqs, queue=WAITING, clock=time.monotonic
         )

@@ -8,15 +8,15 @@ from typing import Any
 
 import h11
 import msgspec
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.errors import EngineUnavailable
 from phalanx.http.acceptor import unsent
 from phalanx.http.connection_table import HEALTH_PATHS, ConnectionPlace, ConnectionTable, Deadlines, TransferProgress
-from phalanx.http.error_responses import failure_of, not_http, openai_error
+from phalanx.http.error_responses import not_http, openai_error
 from phalanx.http.lingering import LINGER_BYTES, LingeringTransport
+from phalanx.server.access import error_response
 from phalanx.server.bounded_h11 import BoundedConnection
 from phalanx.server.envelope import Envelope
 
@@ -148,7 +148,11 @@ class Connection(H11Protocol):
 def only_health(app: ASGIApp) -> ASGIApp:
     """The app, reduced to /health: the rest is answered 503; the connection is closed after one answer."""
     error = EngineUnavailable("The server has as many connections as it may have.")
-    full = Envelope(JSONResponse(openai_error(failure_of(error)), 503, {"Retry-After": "1"}))
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await error_response(error, scope["path"])(scope, receive, send)
+
+    full = Envelope(refuse)
 
     async def reduced(scope: Scope, receive: Receive, send: Send) -> None:
         async def closing(message: Message) -> None:

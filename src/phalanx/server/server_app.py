@@ -25,14 +25,15 @@ from phalanx.http.api_keys import ApiKeys
 from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.error_responses import CLIENT_GONE, Failure, error_body, public_failure
 from phalanx.http.openapi import describe_bodies, json_body
+from phalanx.http.owners import OWNER, owner_on_server
 from phalanx.http.refused_keys import RefusedKeys
 from phalanx.http.request_ids import REQUEST_ID
-from phalanx.server.access import HostCheck, error_response
+from phalanx.server.access import HostCheck, ModelManagers, error_response
 from phalanx.server.answers.call_memory import CallMemory
 from phalanx.server.dialects.common.dialect import Dialect
 from phalanx.server.dialects.messages.messages_dialect import COUNTED_MESSAGES, MESSAGES, count_body
 from phalanx.server.dialects.ollama import ollama_dialect
-from phalanx.server.dialects.ollama.ollama_body import OllamaModelBody
+from phalanx.server.dialects.ollama.ollama_body import OllamaModelBody, OllamaPullBody
 from phalanx.server.dialects.ollama.ollama_models import REFUSED
 from phalanx.server.dialects.openai.chat_completions import CHAT
 from phalanx.server.dialects.openai.completions import COMPLETIONS
@@ -132,7 +133,10 @@ def create_app(
     chats = ChatEncoder(prompts, served.shapes, calls)
     counted = ChatEncoder(tokenize_prompts, served.shapes, calls)
     information = InfoEndpoints(config, engine, served, intake, tokenize_prompts, counted, health, metrics, keys)
-    ollama_info = OllamaEndpoints(served, intake, tokenizer.template_source, information.loaded)
+    managers = ModelManagers(keys, config.admin_key)
+    ollama_info = OllamaEndpoints(
+        served, intake, config.engine.model, tokenizer.template_source, information.loaded, managers.includes
+    )
     grammars = GrammarChecks(tokenizer)
     completions = CompletionEndpoints(
         config, served, intake, prompts, chats, grammars, journal, metrics, numerics, clock
@@ -165,12 +169,13 @@ def create_app(
     )
     app.state.shapes = served.shapes
     app.state.journal = journal  # server_process.py waits for its requests when the server stops
-    _add_routes(app, keys, completions, information, metrics_open=config.metrics_open)
-    _add_ollama_routes(app, keys, ollama_info)
+    authenticated = _authenticated(keys, config.admin_key)
+    _add_routes(app, authenticated, completions, information, metrics_open=config.metrics_open)
+    _add_ollama_routes(app, authenticated, managers, ollama_info)
     _add_middleware(app, config, metrics)
     _add_error_handlers(app)
     generating = {dialect.body for dialect in GENERATING.values()}
-    describe_bodies(app, {TokenizeBody, DetokenizeBody, OllamaModelBody, *generating})
+    describe_bodies(app, {TokenizeBody, DetokenizeBody, OllamaModelBody, OllamaPullBody, *generating})
     return app
 
 
@@ -205,19 +210,24 @@ def _add_middleware(app: FastAPI, config: ServerConfig, metrics: ServerMetrics) 
     app.add_middleware(Envelope, answered=metrics.answered)
 
 
-def _authenticated(keys: ApiKeys) -> list[Any]:
+def _authenticated(keys: ApiKeys, admin_key: str | None) -> list[Any]:
     """Dependencies of routes to all that computes or changes state, and to what describes the model."""
 
     async def require_key(request: Request) -> None:
-        request.state.owner = keys.owner(request.headers)
+        own = keys.owner(request.headers)
+        request.state.owner = owner_on_server(own, request.headers.get(OWNER), admin_key)
 
     return [Depends(require_key)]
 
 
 def _add_routes(
-    app: FastAPI, keys: ApiKeys, completions: CompletionEndpoints, information: InfoEndpoints, *, metrics_open: bool
+    app: FastAPI,
+    authenticated: list[Any],
+    completions: CompletionEndpoints,
+    information: InfoEndpoints,
+    *,
+    metrics_open: bool,
 ) -> None:
-    authenticated = _authenticated(keys)
     add = app.add_api_route
     tokenize, detokenize = json_body(TokenizeBody), json_body(DetokenizeBody)
     for path, dialect in GENERATING.items():
@@ -241,18 +251,23 @@ def _add_routes(
     add("/metrics", information.metrics, methods=["GET"], dependencies=[] if metrics_open else authenticated)
 
 
-def _add_ollama_routes(app: FastAPI, keys: ApiKeys, information: OllamaEndpoints) -> None:
+def _add_ollama_routes(
+    app: FastAPI, authenticated: list[Any], managers: ModelManagers, information: OllamaEndpoints
+) -> None:
     """Those of Ollama's API that do not run the model."""
-    authenticated = _authenticated(keys)
     add = app.add_api_route
     shown = json_body(OllamaModelBody)
     add("/api/version", information.version, methods=["GET"])
-    add("/api/tags", information.tags, methods=["GET"], dependencies=authenticated)
-    add("/api/ps", information.running, methods=["GET"], dependencies=authenticated)
-    add("/api/show", information.show, methods=["POST"], dependencies=authenticated, openapi_extra=shown)
+    described = [Depends(managers.authenticate)]
+    add("/api/tags", information.tags, methods=["GET"], dependencies=described)
+    add("/api/ps", information.running, methods=["GET"], dependencies=described)
+    add("/api/show", information.show, methods=["POST"], dependencies=described, openapi_extra=shown)
+    managing = [Depends(managers.require)]
+    pulled = json_body(OllamaPullBody)
+    add("/api/pull", information.pull, methods=["POST"], dependencies=managing, openapi_extra=pulled)
+    add("/api/delete", information.delete, methods=["DELETE"], dependencies=managing, openapi_extra=shown)
     for path in REFUSED:
-        method = "DELETE" if path.endswith("/delete") else "POST"
-        add(path, information.refuse, methods=[method], dependencies=authenticated)
+        add(path, information.refuse, methods=["POST"], dependencies=authenticated)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -27,6 +27,7 @@ from phalanx.server.server_app import create_app
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.server.start import ending_signals, limits_of
 from phalanx.supervision.client import EngineClient
+from phalanx.text.printable import as_entry
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, ModelInfo
 
@@ -171,7 +172,7 @@ class ServerProcess(uvicorn.Server):
             return
         log.error("the engine went down for good: %s", reason)
         if not self._announced:
-            print(f"phalanx could not start: {reason}", file=sys.stderr, flush=True)
+            print(f"phalanx could not start: {as_entry(reason)}", file=sys.stderr, flush=True)
         self._exit_code = self._engine.state.exit_code or ExitCode.CRASH
         self.should_exit = True
 

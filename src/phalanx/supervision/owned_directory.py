@@ -12,6 +12,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from phalanx.errors import ConfigError
+
 PREFIX = "phalanx-"
 LOCK = "owner.lock"
 
@@ -45,6 +47,21 @@ class OwnedDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+
+
+def new_directory(base: Path) -> OwnedDirectory:
+    """A directory for sockets, temporary files or shared memory.
+
+    Raises:
+        ConfigError: it cannot be made there.
+    """
+    try:
+        return OwnedDirectory(base)
+    except OSError as error:
+        raise ConfigError(
+            f"No directory for sockets and temporary files can be made in {base}: {error.strerror}.",
+            remedy="Make room there, or set XDG_RUNTIME_DIR or TMPDIR to a directory of yours with a short path.",
+        ) from error
 
 
 def _make(base: Path) -> tuple[Path, int]:

@@ -31,7 +31,7 @@ from phalanx.errors import ConfigError, EngineUnavailable, ExitCode, HostUnreach
 from phalanx.log_limits import RepeatCounter, kind_of
 from phalanx.supervision.engine_connection import EngineConnection, Streams
 from phalanx.supervision.host_ranks import KnownCluster, start_on_hosts
-from phalanx.supervision.owned_directory import OwnedDirectory
+from phalanx.supervision.owned_directory import OwnedDirectory, new_directory
 from phalanx.supervision.rank_launcher import Child, End, RankProcesses, pid_file, start_ranks
 from phalanx.supervision.restarts import Restarts
 from phalanx.text.printable import printable
@@ -140,9 +140,9 @@ class EngineProcess(EngineConnection):
                     gpu_shortage=shortage(sum(widths), gpus),
                 )
                 log.info("%s ranks over %s: %s", " + ".join(map(str, widths)), *self._choice)
-            self._directory = _new_directory(runtime_dir())
+            self._directory = new_directory(runtime_dir())
             if self._choice is not None and self._choice.backend == "mpi" and SHARED_MEMORY.is_dir():
-                self._shared_memory = _new_directory(SHARED_MEMORY)
+                self._shared_memory = new_directory(SHARED_MEMORY)
         return self._directory.path
 
     async def close(self) -> None:
@@ -351,21 +351,6 @@ class EngineProcess(EngineConnection):
         stuck = await self._wait_until_stuck()
         self._stall_reason = f"the engine ({ranks.describe()}) {stuck}"
         ranks.signal_all(signal.SIGKILL)
-
-
-def _new_directory(base: Path) -> OwnedDirectory:
-    """A directory for sockets or shared memory.
-
-    Raises:
-        ConfigError: it cannot be made there.
-    """
-    try:
-        return OwnedDirectory(base)
-    except OSError as error:
-        raise ConfigError(
-            f"No directory for sockets can be made in {base}: {error.strerror}.",
-            remedy="Make room there, or set XDG_RUNTIME_DIR or TMPDIR to a directory of yours with a short path.",
-        ) from error
 
 
 def _ended_by(process: str, number: int) -> str:

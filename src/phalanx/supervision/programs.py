@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.config import RUN_PHALANX
-from phalanx.dist.collective_backend import find_mpi
+from phalanx.dist.collective_backend import find_mpi, own_files
 from phalanx.environment import KERNELS_VARIABLE, child_environment
 from phalanx.errors import ConfigError
 from phalanx.private_files import write_private
@@ -20,6 +20,11 @@ from phalanx.rank_variables import check_variable
 from phalanx.supervision.agent_protocol import RunDaemon, RunRank
 
 DAEMON = "prted"
+OF_THE_SERVER = (
+    KERNELS_VARIABLE, "MLX_RANK", "MLX_WORLD_SIZE", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING", "NCCL_HOST_IP",
+    "NCCL_PORT",
+)  # fmt: skip
+"""Variables by which the server tells a rank its place in the group, and that hostfiles and flags may not set."""
 
 
 class Program(NamedTuple):
@@ -37,8 +42,8 @@ def rank(run: RunRank, directory: Path) -> Program:
         OSError: a file cannot be written.
     """
     for name, value in run.variables.items():
-        check_variable(name, value, "the server", except_for=(KERNELS_VARIABLE,))
-    variables = {**child_environment(), **run.variables}
+        check_variable(name, value, "the server", except_for=OF_THE_SERVER)
+    variables = {**child_environment(), **run.variables, **own_files(directory)}
     for variable, text in run.files.items():
         file = directory / f"{variable}.json"
         file.unlink(missing_ok=True)  # of an earlier rank
@@ -47,8 +52,8 @@ def rank(run: RunRank, directory: Path) -> Program:
     return Program([sys.executable, *RUN_PHALANX, "rank", *_whole(run.arguments)], variables)
 
 
-def daemon(run: RunDaemon) -> Program:
-    """The daemon that mpirun on the first host asks for.
+def daemon(run: RunDaemon, directory: Path) -> Program:
+    """The daemon that mpirun on the first host asks for. It and its ranks leave their files in `directory`.
 
     Raises:
         ConfigError: this host has no Open MPI.
@@ -61,6 +66,7 @@ def daemon(run: RunDaemon) -> Program:
     libraries = [str(prefix / "lib"), *filter(None, [variables.get("LD_LIBRARY_PATH")])]
     # As mpirun would set them: the wheel's files are not where it was built.
     variables |= {"PRTE_PREFIX": str(prefix), "PMIX_PREFIX": str(prefix), "LD_LIBRARY_PATH": ":".join(libraries)}
+    variables |= own_files(directory)
     return Program([str(prefix / "bin" / DAEMON), *_whole(run.arguments)], variables)
 
 

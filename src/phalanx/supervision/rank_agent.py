@@ -16,12 +16,12 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.dist.ports import free_ports
 from phalanx.errors import ConfigError, ExitCode, FrameError
+from phalanx.private_files import is_open_to_others
 from phalanx.supervision.agent_protocol import (
     SILENT_S,
     AgentConnection,
@@ -37,6 +37,7 @@ from phalanx.supervision.agent_protocol import (
     Started,
     ToAgent,
 )
+from phalanx.supervision.owned_directory import OwnedDirectory
 from phalanx.supervision.programs import DAEMON, daemon, rank
 from phalanx.supervision.tls_listener import TlsListener
 from phalanx.tls.host_credentials import Credentials, accepting
@@ -54,14 +55,14 @@ class Agent:
     Args:
         credentials: this host's, which it read from `credentials_file`; the rank that it starts reads them as well.
         directory: in which the agent makes a directory of its own, which it deletes at the end; and `directory` itself,
-            if the agent made that.
+            if the agent made that. What killed agents left in there goes as well.
     """
 
     def __init__(self, credentials: Credentials, credentials_file: Path, directory: Path) -> None:
         self._credentials = credentials
         self._credentials_file = credentials_file
         self._parent = directory
-        self._directory = directory  # while it listens, its own one in there
+        self._own: OwnedDirectory | None = None  # in there, while it listens
         self._process: _AgentProcess | None = None
         self._start_lock = asyncio.Lock()  # held while a process is replaced
 
@@ -71,9 +72,20 @@ class Agent:
         Raises:
             ConfigError: the agent cannot listen on the address, or not write into its directory.
         """
-        with _directory_in(self._parent) as self._directory:
+        with _directory_in(self._parent) as self._own:
             await self._serve(host, port)
         return ExitCode.OK
+
+    def _directory(self) -> Path:
+        """The agent's own directory; a new one, if a cleaner of old files has taken it.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        assert self._own is not None
+        _make(self._parent)
+        self._own.restore()
+        return self._own.path
 
     async def _serve(self, host: str, port: int) -> None:
         leave = asyncio.Event()
@@ -96,16 +108,17 @@ class Agent:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
         connection = AgentConnection(reader, writer, ToAgent)
-        connection.send(AgentWelcome(sys.executable, str(self._directory), str(self._credentials_file)))
         try:
-            await self._handle_messages(connection)
+            directory = self._directory()
+            connection.send(AgentWelcome(sys.executable, str(directory), str(self._credentials_file)))
+            await self._handle_messages(connection, directory)
         except (FrameError, OSError) as error:  # TimeoutError is an OSError
             said = "it fell silent" if isinstance(error, TimeoutError) else error
             log.warning("the server's connection from %s ended: %s", address, said)
         finally:
             connection.close()
 
-    async def _handle_messages(self, connection: AgentConnection) -> None:
+    async def _handle_messages(self, connection: AgentConnection, directory: Path) -> None:
         """Answer the server until it closes the connection, then end the process that it started here."""
         process: _AgentProcess | None = None
         try:
@@ -120,7 +133,7 @@ class Agent:
                     case AskPorts():
                         connection.send(_ports(message))
                     case RunRank() | RunDaemon() if process is None:
-                        process = await self._run(connection, message)
+                        process = await self._run(connection, message, directory)
                     case Signal() if process is not None:
                         process.signal(message.number)
                     case _:
@@ -129,21 +142,21 @@ class Agent:
             if process is not None:
                 await process.finish(0.0)
 
-    async def _run(self, connection: AgentConnection, run: RunRank | RunDaemon) -> _AgentProcess | None:
+    async def _run(
+        self, connection: AgentConnection, run: RunRank | RunDaemon, directory: Path
+    ) -> _AgentProcess | None:
         """Start a program, after ending an earlier connection's process. None if it cannot be started."""
         async with self._start_lock:
             if self._process is not None:
                 await self._process.finish(0.0)
             try:
-                for folder in (self._parent, self._directory):  # a cleaner of old files may have taken them
-                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                command, variables = rank(run, self._directory) if isinstance(run, RunRank) else daemon(run)
+                program = rank(run, directory) if isinstance(run, RunRank) else daemon(run, directory)
                 process = await asyncio.create_subprocess_exec(
-                    *command,
+                    *program.command,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
-                    env=variables,
+                    env=program.variables,
                     start_new_session=True,
                 )
             except (OSError, ConfigError) as error:
@@ -193,23 +206,38 @@ class _AgentProcess:
 
 
 @contextlib.contextmanager
-def _directory_in(parent: Path) -> Iterator[Path]:
-    """A new directory, deleted at the end; so is its parent, if it was made for it and nothing else is in it."""
+def _directory_in(parent: Path) -> Iterator[OwnedDirectory]:
+    """A new directory, deleted at the end; so is its parent, if it was made for it and nothing else is in it.
+
+    Raises:
+        ConfigError: it cannot be made, or other users could replace it.
+    """
     made = not parent.exists()
     try:
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        own = tempfile.TemporaryDirectory(prefix="agent-", dir=parent)
+        _make(parent)
+        own = OwnedDirectory(parent)
     except OSError as error:
         raise ConfigError(
-            f"--directory {parent}: {error.strerror or error}.", remedy="Name a directory that can be written to."
+            f"--directory {parent}: {error.strerror or error}.", remedy="Name a directory of yours, or a new one."
         ) from error
     try:
-        with own as name:
-            yield Path(name)
+        yield own
     finally:
+        own.remove()
         if made:
             with contextlib.suppress(OSError):  # not empty
                 parent.rmdir()
+
+
+def _make(parent: Path) -> None:
+    """Make the directory that the agent's own one lies in.
+
+    Raises:
+        OSError: it cannot be made; or it is there, and other users could replace what lies in it.
+    """
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if is_open_to_others(parent):
+        raise PermissionError(errno.EACCES, "it is another user's, or others may rename what lies there")
 
 
 def _ports(asked: AskPorts) -> Ports:

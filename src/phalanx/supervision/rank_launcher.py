@@ -24,8 +24,8 @@ from phalanx.config import NONCE_BITS, RUN_PHALANX, EngineConfig, GroupConfig
 from phalanx.dist.collective_backend import (
     ChosenBackend,
     environment_of,
-    mpi_directories,
     mpirun_command,
+    own_files,
     ring_hostfile,
 )
 from phalanx.dist.gpus import usable_gpus, variables_of
@@ -147,7 +147,8 @@ async def start_ranks(
 
     Args:
         choice: None where no stage has more than one rank, so that none needs a backend.
-        socket_path: on which the server process waits for rank 0, in a directory that only this user may enter.
+        socket_path: on which the server process waits for rank 0, in a directory that only this user may enter. It is
+            the ranks' temporary directory as well.
         shared_memory: directory for Open MPI's segments, else its own choice.
 
     Raises:
@@ -157,9 +158,9 @@ async def start_ranks(
     base += ["--config", msgspec.json.encode(config).decode()]
     topology = Topology(config.widths)
     pid_files = [pid_file(socket_path, rank) for rank in range(topology.size)]
-    kernels = {} if config.cpu_kernels else {KERNELS_VARIABLE: "0"}
+    common = own_files(socket_path.parent, shared_memory) | ({} if config.cpu_kernels else {KERNELS_VARIABLE: "0"})
     if topology.size == 1:
-        return RankProcesses({"rank 0": await spawn([*base, "--rank", "0"], kernels)}, pid_files)
+        return RankProcesses({"rank 0": await spawn([*base, "--rank", "0"], common)}, pid_files)
     backend = None if choice is None else choice.backend
     ports = free_ports(topology.size if backend == "ring" else 0)
     group = GroupConfig(
@@ -176,20 +177,19 @@ async def start_ranks(
     for stage in range(topology.n_stages):
         ranks = topology.ranks(stage)
         if backend == "mpi" and len(ranks) > 1:
-            own = {**kernels, **environment_of("mpi", None, None)}
-            own |= mpi_directories(socket_path.parent, shared_memory)
+            own = {**common, **environment_of("mpi", None, None)}
             words = [*base, "--stage", str(stage)]
             name = "mpirun" if topology.n_stages == 1 else f"mpirun of stage {stage}"
             processes[name] = await spawn(mpirun_command(len(ranks), config.collective, words, _gpus(ranks)), own)
         else:
-            processes |= await _start_each(base, group, ranks, socket_path.with_suffix(f".{stage}.json"), kernels)
+            processes |= await _start_each(base, group, ranks, socket_path.with_suffix(f".{stage}.json"), common)
     return RankProcesses(processes, pid_files)
 
 
 async def _start_each(
-    base: Sequence[str], group: GroupConfig, ranks: range, hostfile: Path, kernels: dict[str, str]
+    base: Sequence[str], group: GroupConfig, ranks: range, hostfile: Path, common: dict[str, str]
 ) -> dict[str, Child]:
-    """Start the ranks of a stage, each as a process of this one."""
+    """Start the ranks of a stage, each as a process of this one, with the `common` variables and its own."""
     backend, meeting = group.backend, ""
     if backend == "ring":
         _write_hostfile(hostfile, [group.addresses[rank] for rank in ranks])
@@ -197,7 +197,7 @@ async def _start_each(
         meeting = f"{LOOPBACK}:{free_ports(1)[0]}"
     processes: dict[str, Child] = {}
     for tp_rank, rank in enumerate(ranks):
-        variables = {**kernels, **variables_of(rank, usable_gpus())}
+        variables = {**common, **variables_of(rank, usable_gpus())}
         if backend is not None and len(ranks) > 1:
             variables |= environment_of(backend, tp_rank, hostfile, size=len(ranks), meeting=meeting)
         processes[f"rank {rank}"] = await spawn([*base, "--rank", str(rank)], variables)

@@ -32,9 +32,11 @@ NOTHING_MATCHES = "NoExtensionBias"
 LIMITS = LLParserLimits(
     max_grammar_size=200_000,  # a schema of 5,000 optional properties has more
     max_lexer_states=50_000,  # 1 to 2 KB each, per row
+    step_max_items=10_000,  # Earley items of a mask, 10 ms; an ambiguous grammar had 50,000 of 0.5 s, for each token
     verbose_errors=False,
 )
-"""Beside llguidance's own limits, by which one mask takes about 20 ms at most: 50,000 Earley items, 200,000 of fuel."""
+"""Beside llguidance's own limits. Masks are computed between two steps, for which the rows of all clients wait. These
+figures are of a vocabulary of 150,000 tokens."""
 
 
 class _Words:

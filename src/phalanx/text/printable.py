@@ -18,13 +18,19 @@ def printable(text: str) -> str:
     return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def as_entry(text: str) -> str:
+    """The text as `printable`, and as one entry of a log: further lines are indented, so that they cannot pass for
+    entries."""
+    return printable(text).replace("\n", "\n  ")
+
+
 def shortened(text: str, limit: int) -> str:
     """The text, or its beginning with a note of how long it is."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record as one entry: further lines of it are indented, so that they cannot pass for entries."""
+    """Formats a record as one entry."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record)).replace("\n", "\n  ")
+        return as_entry(super().format(record))

@@ -41,6 +41,7 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> B
     check_settings(path)
     if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
         raise ModelUnsupported(f"{path} has no tokenizer.", remedy="Copy the model's tokenizer.json there.")
+    _library("tokenizer_growth").check_growth(path / "tokenizer.json")
     fast = _library("fast_backend")
     backend: Backend | None = fast.read(path, trust_remote_code=trust_remote_code)
     if backend is not None:

@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from mlx_lm import tokenizer_utils
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from phalanx.errors import ModelUnsupported
 from phalanx.text import template_files
@@ -21,6 +22,11 @@ from phalanx.text.chat_template import FAILURES
 from phalanx.text.fast_backend import decodes_bytes
 from phalanx.text.template_process import TemplateRenderer
 from phalanx.text.tokenizer_backend import Backend
+from phalanx.text.tokenizer_growth import check_rules, rules_of
+
+# Its own handler writes what a model's files say as it is, line ends and escape sequences included.
+transformers_logging.disable_default_handler()
+transformers_logging.enable_propagation()
 
 _GENERAL_RENDERING = PreTrainedTokenizerBase.apply_chat_template
 
@@ -131,7 +137,10 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> T
     if chat_template is not None:
         extra["chat_template_type"] = None  # else a renderer of mlx-lm takes precedence over the given template
     try:
-        return TransformersBackend(tokenizer_utils.load(path, extra), chat_templates)
+        wrapper = tokenizer_utils.load(path, extra)
+        if isinstance(wrapper._tokenizer, PreTrainedTokenizerFast):
+            check_rules(path, rules_of(wrapper._tokenizer.backend_tokenizer))
+        return TransformersBackend(wrapper, chat_templates)
     except LOAD_ERRORS as error:
         why = " ".join(str(error).split())[:LONGEST]
         has_code = not trust_remote_code and any(path.glob("*.py"))

@@ -76,7 +76,7 @@ report = {
         refusal(lambda: client.chat(model="gpt-unknown", messages=[])),
         refusal(lambda: client.chat(model=model, messages=[{"role": "user", "content": "x"}], options={"top_p": 2})),
         refusal(lambda: client.embed(model=model, input="x")),
-        refusal(lambda: client.pull("other")),
+        refusal(lambda: client.pull("no such")),
     ],
 }
 print(json.dumps(report))

@@ -68,7 +68,7 @@ class SharedCluster:
 
     def start(self) -> None:
         if not self.url:
-            self.url = up(self.rig, 2, "ring", "--env", "RIG_MARK=1")
+            self.url = up(self.rig, 2, "ring", "--env", "NCCL_DEBUG=WARN")
 
     def end(self) -> None:
         """In order; nothing is left of it."""
@@ -90,6 +90,12 @@ def assert_nothing_left(rig: Rig) -> None:
         assert host.listening() <= {22}, host.name
         assert state_files(host) == [], host.name
         assert host.run(["sh", "-c", "ls /tmp | grep phalanx"], check=False).stdout == "", host.name
+
+
+def variables_of(host: Host, word: str) -> list[dict[str, str]]:
+    """The variables of the processes of a host whose command lines contain a word."""
+    texts = [host.run(["cat", f"/proc/{pid}/environ"]).stdout for pid in host.processes(word)]
+    return [dict(one.partition("=")[::2] for one in text.split("\0") if one) for text in texts]
 
 
 def state_files(host: Host) -> list[str]:

@@ -14,6 +14,7 @@ from clusters import (
     phalanx,
     state_files,
     up,
+    variables_of,
     wait_for,
 )
 from rig import CHECKOUT
@@ -22,8 +23,17 @@ CHILD = "phalanx serve"
 
 
 def test_a_cluster_of_four_serves_a_client_on_another_host_and_leaves_nothing(hosts):
-    with cluster(hosts, 4, "mpi") as url:
+    with cluster(hosts, 4, "mpi", "--env", "UCX_TLS=tcp") as url:
         check(hosts, 4, url)
+        for host in (hosts[name] for name in "abcd"):
+            started = variables_of(host, "phalanx rank")
+            (rank,) = (variables for variables in started if "OMPI_COMM_WORLD_RANK" in variables)
+            assert rank["UCX_TLS"] == "tcp"
+            assert rank["PYTHONPATH"] == host.variables["PYTHONPATH"], "the host's own; none could hand it out"
+            assert host.run(["stat", "-c", "%U %a %F", rank["TMPDIR"]]).stdout == "root 700 directory\n"
+            session = "ompi." if host.name == "a" else "prted."  # of Open MPI; in /tmp others could have made it
+            assert session in host.run(["ls", rank["TMPDIR"]]).stdout
+            assert host.run(["sh", "-c", "ls -d /tmp/ompi* /tmp/prte* /tmp/mlx"], check=False).stdout == ""
 
 
 def check(hosts, count: int, url: str) -> None:

@@ -71,7 +71,7 @@ def test_a_pushed_model_is_served(hosts):
     """Only what serving reads of it was pushed; for the checks of `up` that is the same model."""
     copied = hosts["a"].home / "models" / "tiny"
     copied.mkdir(parents=True)
-    hosts["a"].run(["sh", "-c", "cp $(phalanx fetch demo)/* models/tiny/"])
+    hosts["a"].run(["sh", "-c", "cp $(phalanx pull demo)/* models/tiny/"])
     (copied / "pytorch_model.bin").write_bytes(bytes(MB))
     phalanx(hosts["a"], "model", "push", "models/tiny", "--hosts", "b", "--needed")
     assert (hosts["b"].home / "models/tiny/config.json").exists()
@@ -91,7 +91,7 @@ def test_pull_downloads_on_the_first_host_and_copies_to_the_others(hosts):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     said = phalanx(hosts["desk"], "model", "pull", "models/m", "--hosts", "a,b,c").stdout
-    assert "a$ phalanx fetch models/m" in said and "verified on 2 hosts" in said
+    assert "a$ phalanx pull models/m" in said and "verified on 2 hosts" in said
     assert (hosts["c"].home / "models/m/config.json").read_text() == "{}"
     none = phalanx(hosts["desk"], "model", "pull", "./none", "--hosts", "a,b", check=False)
     assert none.returncode != 0 and "a:" in none.stderr and "No such directory" in none.stderr

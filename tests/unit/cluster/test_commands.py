@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from phalanx.cli import up
 from phalanx.cli.clusters import chosen, phase, says
 from phalanx.cli.down import report
 from phalanx.cli.main import _passed_on, main
+from phalanx.cluster.deployment import Deployment
 from phalanx.cluster.host_status import HostStatus, ServerHealth
+from phalanx.cluster.plans import Plan
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import Stopped
-from phalanx.errors import ClusterError, ConfigError
+from phalanx.errors import ClusterError, ConfigError, ExitCode
 
 GB = 1 << 30
 
@@ -149,3 +152,38 @@ def test_down_reports_each_host(capsys):
     assert report({name: results[name] for name in "de"}) == 1
     said = capsys.readouterr().out
     assert "Switch it on." in said and "e: still there: y" in said
+
+
+def test_up_hands_keys_of_flags_and_variables_to_the_gateway_and_its_servers(monkeypatch, capsys):
+    """Never on a command line. Where a flag names a file on the host, a variable of this machine does not count."""
+    seen: list[Deployment] = []
+
+    async def up_(plan: Plan, divided: Callable[[Plan], Deployment], *_: object, **__: object) -> int:
+        seen.append(divided(plan))
+        return 0
+
+    monkeypatch.setattr(up, "_up", up_)
+    two = ["up", "--hosts", "a,b", "--replicas", "2", "--", "demo"]
+    for variable in ("PHALANX_API_KEY", "PHALANX_ADMIN_KEY", "PHALANX_GATEWAY_ADMIN_KEY"):
+        monkeypatch.setenv(variable, f"env-{variable[8:]}")
+
+    def keys(*words: str) -> tuple[object, ...]:
+        assert main(_passed_on("up", list(words))) == 0, capsys.readouterr().err
+        group, gateway = seen[-1].groups[0], seen[-1].gateway
+        return (group.api_keys, group.admin_key), gateway and (gateway.api_keys, gateway.admin_key, gateway.flags)
+
+    servers = ((), "env-ADMIN_KEY")
+    assert keys(*two) == (servers, (("env-API_KEY",), "env-GATEWAY_ADMIN_KEY", ()))
+    given = keys(*two, "--admin-key=s", "--", "--admin-key", "g", "--api-key", "c")
+    assert given == (((), "s"), (("c",), "g", ()))
+    files = ("--admin-key-file", "x", "--api-key-file", "y")
+    assert keys(*two, "--", *files) == (servers, ((), None, files)) and seen[-1].gateway.asks_for_keys
+    one = ["up", "--hosts", "a,b", "--", "demo"]
+    assert keys(*one) == ((("env-API_KEY",), "env-ADMIN_KEY"), None)
+    assert keys(*one, *files) == (((), None), None)
+    for name in ("--api-key", "--admin-key"):
+        assert main(_passed_on("up", [*two, "--", name, "k", f"{name}-file", "x"])) == ExitCode.CONFIG
+        assert f"{name} and {name}-file exclude each other" in capsys.readouterr().err
+    monkeypatch.setenv("PHALANX_GATEWAY_ADMIN_KEY", " ")
+    assert main(_passed_on("up", two)) == ExitCode.CONFIG
+    assert "PHALANX_GATEWAY_ADMIN_KEY is set, but there is no key" in capsys.readouterr().err

@@ -120,17 +120,19 @@ def test_one_group_has_no_gateway_and_no_key_of_its_own():
 def test_no_key_is_on_a_command_line_and_only_the_gateway_has_those_of_all():
     found = deploy(
         Plan(hostfile=hosts(4), serve=("demo",), api_keys=("own",)),
-        replicas=2, gateway_host="h3", flags=("--keys", "keys.toml"), keys=("client",),
+        replicas=2, gateway_host="h3", flags=("--keys", "keys.toml"), keys=("client",), admin_key="adm",
     )  # fmt: skip
     everything = placed(found, KEYS)
     for name, spec in everything:
-        assert not {"own", "client", *KEYS.servers, *KEYS.admin, KEYS.status} & set(spec.command), name
+        assert not {"own", "client", "adm", *KEYS.servers, *KEYS.admin, KEYS.status} & set(spec.command), name
         assert spec.role == "gateway" or "client" not in str(spec.variables)
     servers = [spec for _, spec in everything if spec.role == "server"]
     assert [api_key(spec) for spec in servers] == ["own", "own"]
     assert all("key-of-streams" not in str(spec.variables) for _, spec in everything if spec.role != "server")
     (gateway,) = [spec for _, spec in everything if spec.role == "gateway"]
-    assert gateway.variables == {"PHALANX_API_KEY": f"client {KEYS.status}"}
+    assert gateway.variables == {
+        "PHALANX_API_KEY": f"client {KEYS.status}", "PHALANX_GATEWAY_ADMIN_KEY": "adm"
+    }  # fmt: skip
     assert [replica.key for replica in parse_replicas(gateway.files["replicas.toml"], "x")] == ["own", "own"]
     one, other = new_keys(2), new_keys(2)
     assert len({*one.servers, *one.admin, one.status, *other.servers, *other.admin, other.status}) == 10
@@ -171,6 +173,8 @@ def test_what_stands_after_a_second_pair_of_dashes_is_the_gateways():
         (4, (), {"host": "z"}, "--gateway-host z: there is no such host"),
         (4, ("--host", "0.0.0.0"), {}, "--host after `--`: with --replicas, servers listen where"),
         (4, ("--api-key-file", "keys"), {}, "has to know a key of the servers"),
+        (4, ("--admin-key-file=key",), {}, "--admin-key-file after `--`: with --replicas, the gateway has to know"),
+        (4, (), {"flags": ("--worker-admin-key-file", "x")}, "`up` sets it itself"),
         (4, ("--backend=ring",), {}, "--backend=ring after `--`: `up` sets it itself"),
         (4, (), {"api_keys": ("ключ",)}, "not ASCII"),
         (4, (), {"flags": ("--replicas", "mine.toml")}, "--replicas after the second `--`: `up` sets it itself"),

@@ -34,10 +34,11 @@ from phalanx.errors import ClusterError, ConfigError, StartFailed
 from phalanx.tls.certificates import make_credentials
 
 PAIR = Hostfile(
-    hosts=(Host(ssh="a", ips=("10.0.0.1",)), Host(ssh="b", ips=("10.0.0.2", "10.9.0.2"))), envs=("A=1", "B=1")
+    hosts=(Host(ssh="a", ips=("10.0.0.1",)), Host(ssh="b", ips=("10.0.0.2", "10.9.0.2"))),
+    envs=("NCCL_DEBUG=1", "NCCL_ALGO=1"),
 )
 CREDENTIALS = make_credentials(["a", "b"])
-PLAN = Plan(hostfile=PAIR, serve=("demo", "--port", "9"), backend="ring", envs=("B=2",))
+PLAN = Plan(hostfile=PAIR, serve=("demo", "--port", "9"), backend="ring", envs=("NCCL_ALGO=2",))
 
 
 def test_the_server_is_on_the_first_host_and_agents_on_the_others():
@@ -47,12 +48,12 @@ def test_the_server_is_on_the_first_host_and_agents_on_the_others():
     assert flag(server.command, "--tp") == "2" and flag(server.command, "--backend") == "ring"
     assert flag(server.command, "--drain-seconds") == "8"
     assert agent.command[:5] == ["agent", "--host", "10.0.0.2", "--port", "32330"]
-    assert server.variables == agent.variables == {"A": "1", "B": "2"}
+    assert server.variables == agent.variables == {"NCCL_DEBUG": "1", "NCCL_ALGO": "2"}
     assert [server.credentials, agent.credentials] == CREDENTIALS
     assert (server.log, agent.log) == (".phalanx/logs/rank-0.log", ".phalanx/logs/rank-1.log")
     cluster = msgspec.json.decode(server.files["cluster.json"], type=ClusterConfig)
     assert [host.ips for host in cluster.hosts] == [("10.0.0.1",), ("10.0.0.2", "10.9.0.2")]
-    assert cluster.envs == ("A=1", "B=2")
+    assert cluster.envs == ("NCCL_DEBUG=1", "NCCL_ALGO=2")
 
 
 def test_keys_are_on_no_command_line_and_in_no_other_file():
@@ -90,10 +91,10 @@ def test_flags_that_up_cannot_pass_on(serve, said):
         check(replace(PLAN, serve=serve))
 
 
-@pytest.mark.parametrize("entry", ["PHALANX_API_KEY=x", "PYTHONPATH=/x", "A=x\n", "A=x\0", "A"])
+@pytest.mark.parametrize("entry", ["PHALANX_API_KEY=x", "PYTHONPATH=/x", "NCCL_DEBUG=x\n", "NCCL_DEBUG=x\0", "A"])
 def test_variables_that_up_does_not_hand_out(entry):
     with pytest.raises(ConfigError, match=r"^--env: "):
-        check(replace(PLAN, envs=("B=1", entry)))
+        check(replace(PLAN, envs=("NCCL_ALGO=1", entry)))
 
 
 KEYS = ("--api-key", "one", "--host", "0.0.0.0", "--api-key=two")
@@ -151,6 +152,8 @@ def test_keys_that_cannot_be_handed_on(key):
 def test_keys_come_from_one_place():
     with pytest.raises(ConfigError, match="exclude each other"):
         check(replace(PLAN, serve=("demo", "--api-key-file", "x"), api_keys=("k",)))
+    with pytest.raises(ConfigError, match="--admin-key and --admin-key-file exclude each other"):
+        check(replace(PLAN, serve=("demo", "--admin-key-file", "x"), admin_key="k"))
 
 
 def test_rdma_needs_devices():

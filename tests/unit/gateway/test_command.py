@@ -10,14 +10,20 @@ from phalanx.errors import ExitCode
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 
 COMMAND = ["gateway", "--worker-urls", "http://a"]
+SINGLE = {
+    "--admin-key": "PHALANX_GATEWAY_ADMIN_KEY",
+    "--worker-key": "PHALANX_WORKER_KEY",
+    "--worker-admin-key": "PHALANX_WORKER_ADMIN_KEY",
+}
+"""Flags of one key each, and their variables."""
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[GatewayConfig]:
     """What the gateway would have served with."""
     seen: list[GatewayConfig] = []
-    for name in ("PHALANX_API_KEY", "PHALANX_WORKER_KEY", "PHALANX_WORKER_ADMIN_KEY"):
-        monkeypatch.delenv(name, raising=False)
+    for variable in ("PHALANX_API_KEY", *SINGLE.values()):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(gateway, "serve", lambda config: seen.append(config) or 0)
     return seen
 
@@ -31,24 +37,43 @@ def test_keys_of_replicas_and_clients_come_from_flags_before_variables(served, m
     assert found == [((), None), (("one", "two"), "variable"), (("three",), "flag")]
 
 
-def test_the_key_of_replicas_comes_from_a_flag_a_file_or_a_variable(served, monkeypatch, tmp_path):
-    file, two, none = (tmp_path / name for name in ("key", "two", "none"))
-    file.write_text("# of the replicas\n file-key \n")
+@pytest.mark.parametrize(("flag", "variable"), SINGLE.items())
+def test_a_key_comes_from_a_flag_a_file_or_a_variable(served, monkeypatch, tmp_path, capsys, flag, variable):
+    file, two, none, odd = (tmp_path / name for name in ("key", "two", "none", "odd"))
+    file.write_text("# a comment\n file-key \n")
     two.write_text("one\ntwo\n")
     none.write_text("\n")
-    assert main([*COMMAND, "--worker-key-file", str(file)]) == 0
-    monkeypatch.setenv("PHALANX_WORKER_KEY", "variable")
-    for more in ([], ["--worker-key", "flag"], ["--worker-key-file", str(file)]):
+    odd.write_text("\u00fc\n")
+    assert main([*COMMAND, f"{flag}-file", str(file)]) == 0
+    monkeypatch.setenv(variable, "variable")
+    for more in ([], [flag, "flag"], [f"{flag}-file", str(file)]):
         assert main([*COMMAND, *more]) == 0
-    assert [config.worker_key for config in served] == ["file-key", "variable", "flag", "file-key"]
-    for file in (two, none):
-        assert main([*COMMAND, "--worker-key-file", str(file)]) == ExitCode.CONFIG
-    assert main([*COMMAND, "--worker-key-file", str(two), "--worker-key", "flag"]) == ExitCode.CONFIG
+    field = flag[2:].replace("-", "_")
+    assert [getattr(config, field) for config in served] == ["file-key", "variable", "flag", "file-key"]
+    for file in (two, none, odd):
+        assert main([*COMMAND, f"{flag}-file", str(file)]) == ExitCode.CONFIG
+        assert f"{flag}-file" in capsys.readouterr().err
+    assert main([*COMMAND, f"{flag}-file", str(two), flag, "flag"]) == ExitCode.CONFIG
+    monkeypatch.setenv(variable, " a b ")
+    assert main(COMMAND) == ExitCode.CONFIG and variable in capsys.readouterr().err
     assert len(served) == 4
 
 
+def test_the_servers_admin_key_is_not_the_gateways(served, monkeypatch):
+    """Who may move streams may not so much as see the replicas."""
+    monkeypatch.setenv("PHALANX_ADMIN_KEY", "of-servers")
+    assert main(COMMAND) == 0 and served[0].admin_key is None
+
+
+def test_clients_keys_come_from_a_file_too(served, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one\n# two\nthree\n")
+    assert main([*COMMAND, "--api-key", "zero", "--api-key-file", str(file)]) == 0
+    assert served[0].api_key == ("zero", "one", "three")
+
+
 @pytest.mark.parametrize("blank", ["", " \t"])
-@pytest.mark.parametrize("name", ["PHALANX_API_KEY", "PHALANX_WORKER_KEY", "PHALANX_WORKER_ADMIN_KEY"])
+@pytest.mark.parametrize("name", ["PHALANX_API_KEY", *SINGLE.values()])
 def test_a_variable_without_a_key_is_refused(served, monkeypatch, capsys, name, blank):
     monkeypatch.setenv(name, blank)
     assert main(COMMAND) == ExitCode.CONFIG

@@ -10,6 +10,7 @@ from phalanx.errors import ConfigError
 from phalanx.gateway.dispatch.replica_models import parse_aliases
 from phalanx.gateway.settings.key_limits import KeyLimits
 from phalanx.gateway.settings.keys_file import parse_keys
+from phalanx.gateway.settings.replica_addresses import address_fault
 from phalanx.gateway.settings.replicas_file import DefaultKeys, ReplicaSpec, parse_replicas, specs_of_urls
 from phalanx.gateway.settings.watched_file import WatchedFile
 
@@ -111,6 +112,32 @@ def test_urls_name_replicas_by_host_and_port():
     ):
         with pytest.raises(ConfigError):
             specs_of_urls([bad])
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "169.254.169.254", "::ffff:169.254.169.254", "::ffff:a9fe:a9fe", "2002:a9fe:a9fe::", "fe80::1", "fe80::1%eth0",
+        "fd00:ec2::254", "fd00:0ec2::0254%2", "100.100.100.200", "::ffff:100.100.100.200", "168.63.129.16", "0.0.0.0",
+        "::", "::ffff:0.0.0.0", "2852039166", "0251.0376.0251.0376", "",
+    ],
+)  # fmt: skip
+def test_addresses_that_no_replica_of_the_admin_api_has(address):
+    assert address_fault(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "::1", "10.0.0.5", "192.168.1.2", "::ffff:10.0.0.5", "100.100.100.201", "fd00::1", "2001:db8::1"],
+)
+def test_addresses_that_one_may_have(address):
+    assert not address_fault(address)
+
+
+def test_a_file_and_flags_may_name_any_address():
+    assert [spec.url for spec in specs_of_urls(["http://169.254.7.1:8000"])] == ["http://169.254.7.1:8000"]
+    (spec, _) = parse_replicas(REPLICAS.replace("10.0.0.5", "169.254.7.1"), "r.toml")
+    assert spec.url == "http://169.254.7.1:8000" and not spec.by_api
 
 
 def test_aliases():

@@ -15,7 +15,7 @@ FORBIDDEN = (
     "Refresh: 0; url=http://evil.example", 'Alt-Svc: h3="evil.example:443"',
     "Strict-Transport-Security: max-age=99999999", "Location: http://evil.example", 'Clear-Site-Data: "*"',
     "Content-Security-Policy: default-src *", "Link: <http://evil.example>; rel=preload", "X-Accel-Redirect: /etc/",
-    "X-Of-Tomorrow: 1", "X-Request-Id: theirs", "X-Phalanx-Replica: another",
+    "WWW-Authenticate: Basic realm=evil", "X-Of-Tomorrow: 1", "X-Request-Id: theirs", "X-Phalanx-Replica: another",
 )  # fmt: skip
 """Headers of a replica that no client gets: they would act on the gateway's address, or pass for the gateway's own."""
 PASSED = (
@@ -50,6 +50,31 @@ def split(line: str) -> tuple[str, str]:
     """A header's name, in small letters, and its value."""
     name, _, value = line.partition(": ")
     return name.lower(), value
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/api/chat", "/v1/files"])
+@pytest.mark.parametrize(
+    "keys", [{"api_key": ("of-clients",)}, {"worker_key": "wrong"}, {}], ids=["key", "shared", "none"]
+)
+def test_what_a_replica_says_of_the_gateways_key_is_no_clients_matter(keys, path):
+    """Without keys of the gateway, the client's own is for the replica, and the client hears what is wrong with it."""
+
+    async def answer(call: Call) -> None:
+        await call.whole(401, {"error": {"message": "Incorrect key: sk-12"}}, WWW_Authenticate='Basic realm="evil"')
+
+    async def scenario() -> None:
+        async with StubReplica(answer) as stub, gateway(stub.url, key="of-clients", **keys) as client:
+            async with client.request("POST", path, {"model": "m", "stream": True}) as response:
+                said = await response.text()
+                if keys:
+                    assert (response.status, response.headers.get("WWW-Authenticate")) == (502, None)
+                    assert stub.name in said and "--worker-key" in said and "sk-12" not in said
+                else:
+                    assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
+                    assert "sk-12" in said
+                assert len(stub.calls) == 1
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("status", ["000", "101"])

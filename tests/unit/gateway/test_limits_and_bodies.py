@@ -211,6 +211,13 @@ def test_rows_are_choices_of_each_prompt(body, rows):
         (b'{"max_tokens": -1}', 256),
         (b'{"max_tokens": null, "max_output_tokens": 1e9}', 256),
         (b'{"max_tokens": 1' + b"0" * 5000 + b"}", 256),
+        (b'{"options": {"seed": 1, "num_predict": 9}}', 9),
+        (b'{"max_tokens": 8, "options": {"num_predict": 9}}', 8),
+        (b'{"options": {"num_predict": -1}}', 256),  # Ollama's for no limit
+        (b'{"options": {"num_predict": "9"}}', 256),
+        (b'{"options": [9]}', 256),
+        (b'{"options": null}', 256),
+        (b'{"options": {"num_predict": 9, "x": "' + b"x" * 70_000 + b'"}}', 256),
     ],
 )
 def test_tokens_that_answers_are_expected_to_have(body, tokens):

@@ -90,7 +90,7 @@ def test_consistent_hashing_moves_only_what_has_to_move():
 
 def conversation(turns: int, topic: str = "x") -> DispatchRequest:
     messages = b"[" + b",".join(f'{{"content":"{topic * 600}{turn}"}}'.encode() for turn in range(turns)) + b"]"
-    return DispatchRequest("", "m", 0.0, affinity_of({}, None, "m", (b"", messages)))
+    return DispatchRequest("", "m", 0.0, affinity_of("", {}, None, "m", (b"", messages)))
 
 
 def cache_aware(**more) -> CacheAware:
@@ -133,22 +133,34 @@ def test_a_session_is_known_by_its_name_alone():
 
 def test_affinity_names_whole_blocks_and_all_before_them():
     text = bytes(range(256)) * 4
-    whole = affinity_of({}, None, "m", (text,)).blocks
+    whole = affinity_of("me", {}, None, "m", (text,)).blocks
     assert len(whole) == len(text) // BLOCK_BYTES
-    assert affinity_of({}, None, "m", (text + b"more",)).blocks == whole
-    changed = affinity_of({}, None, "m", (b"?" + text[1:],)).blocks
+    assert affinity_of("me", {}, None, "m", (text + b"more",)).blocks == whole
+    changed = affinity_of("me", {}, None, "m", (b"?" + text[1:],)).blocks
     assert not set(changed) & set(whole)
-    assert not set(affinity_of({}, None, "other", (text,)).blocks) & set(whole)
+    for owner, model in (("me", "other"), ("you", "m"), ("", "m"), ("mem", "")):
+        assert not set(affinity_of(owner, {}, None, model, (text,)).blocks) & set(whole)
 
 
 @pytest.mark.parametrize(
     ("headers", "cache_key", "session"),
     [
-        ({"x-session-id": "a", "x-claude-code-session-id": "b"}, "c", "a"),
-        ({"x-claude-code-session-id": "b"}, "c", "b"),
-        ({}, "c", "c"),
+        ({"x-session-id": "a", "x-claude-code-session-id": "b"}, "c", "me a"),
+        ({"x-claude-code-session-id": "b"}, "c", "me b"),
+        ({}, "c", "me c"),
         ({}, None, ""),
     ],
 )
 def test_what_a_client_says_comes_first(headers, cache_key, session):
-    assert affinity_of(headers, cache_key, "m", ()).session == session
+    assert affinity_of("me", headers, cache_key, "m", ()).session == session
+
+
+def test_two_keys_name_no_session_in_common():
+    """Whatever each of them calls it: servers share nothing of their caches between keys."""
+    headers = {"x-session-id": "a"}
+    assert len({affinity_of(owner, headers, None, "m", ()).session for owner in ("me", "you", "")}) == 3
+    policy, among = cache_aware(), [replica("a"), replica("b")]
+    mine, yours = (DispatchRequest(key, "m", 0.0, affinity_of(key, headers, None, "m", ())) for key in ("me", "you"))
+    assert grants(policy, among, [mine]) == ["a"]
+    among[0].in_flight = 1
+    assert policy.choose(mine, among).name == "a" and policy.choose(yours, among).name == "b"

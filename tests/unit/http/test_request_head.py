@@ -13,9 +13,11 @@ from aiohttp.http_parser import HttpRequestParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.gateway.dispatch.replica import VIA
 from phalanx.gateway.relay.attempt import request_headers
-from phalanx.http.request_head import ADDED_BYTES, ADDED_LINES, MAX_BYTES, MAX_LINES, fault_of, head_of
+from phalanx.http.request_head import ADDED_BYTES, ADDED_LINES, MAX_BYTES, MAX_LINES, NAME, fault_of, head_of
 from phalanx.http.stream_records import MIGRATION, RESUME
+from phalanx.server.access import OF_PROXIES
 from phalanx.server.bounded_h11 import BoundedConnection
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a"
@@ -40,6 +42,7 @@ def filled(n_bytes: int) -> bytes:
         filled(MAX_BYTES),
         lines(*[b"a: b"] * (MAX_LINES - 1)),
         lines(b"a: b" + b" " * 127 + b"c"),
+        lines(b"a:" + b" " * 200 + b"b", b"b: c" + b"\t" * 200, b"c:" + b" " * 200),
     ],
 )
 def test_what_is_right(head):
@@ -70,6 +73,7 @@ def test_what_is_right(head):
         (lines(b"content-length: +1"), "number of bytes"),
         (lines(b"content-length: 1, 1"), "number of bytes"),
         (lines(b"transfer-encoding: gzip, chunked"), "not chunked"),
+        (lines(b"transfer-encoding: chunked\t "), "not chunked"),
         (lines(b"transfer-encoding: chunked", b"transfer-encoding: chunked"), "twice"),
         (lines(b"transfer-encoding: chunked", b"content-length: 1"), "two ways"),
         (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked", "two ways"),
@@ -122,10 +126,19 @@ def sent_on(head: bytes) -> bytes | None:
     message = messages[0][0]
     if fault_of(head_of(message.method, message.path, message.version.minor, message.raw_headers), added=True):
         return None
-    headers = request_headers(message.headers.items(), request_id="i" * 128, key="k" * 300, pass_keys=False)
+    own = {"request_id": "i" * 128, "owner": "o" * 16, "key": "k" * 300, "admin_key": "a" * 300, "pass_keys": False}
+    headers = request_headers(message.headers.items(), **own)
     headers.update({MIGRATION: "a" * 300, RESUME: "1" * 12, "Content-Length": "9", "Host": "h" * 255})
     pairs = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
     return head_of(message.method, message.url.raw_path_qs, 1, pairs)
+
+
+@pytest.mark.parametrize("more", [[], [("Connection", "via")], [("Via", "1.1 nginx"), ("Connection", "Via, close")]])
+def test_a_replica_sees_that_a_gateway_asks_whatever_the_client_says(more):
+    headers = request_headers(
+        [("Accept", "*/*"), *more], request_id="id", owner="", key=None, admin_key=None, pass_keys=True
+    )
+    assert headers.getall("Via")[-1] == VIA and "via" in OF_PROXIES
 
 
 ODD = st.sampled_from([b" ", b"\t", b"\r", b"\n", b"\0", b"\x0b", b"\x7f", b"\xff", b":", b",", b" " * 150, b"#", b"%"])
@@ -174,3 +187,26 @@ def test_what_the_rule_lets_pass_both_parsers_take_and_what_it_refuses_the_serve
     assert takes(head, step) == (not fault_of(head))
     if (sent := sent_on(head)) is not None:
         assert fault_of(sent) == "" and takes(sent, step)
+
+
+PADS = st.sampled_from([b"", b" ", b"\t", b" \t ", b" " * 150, b"\t " * 300])
+
+
+@given(heads(), st.lists(st.tuples(PADS, PADS), min_size=1, max_size=5), st.integers(1, 9000))
+def test_blanks_around_values_change_nothing_for_either_parser(head, pads, step):
+    """aiohttp's parser drops them before the rule sees the head, and h11's gets them."""
+    if b"\r\n\r\n" in head + b"\r\n":
+        return  # the head ends before
+    first, *rest = head.split(b"\r\n")
+    padded = [first]
+    for i, line in enumerate(rest):
+        name, colon, value = line.partition(b":")
+        before, behind = pads[i % len(pads)] if colon and NAME.fullmatch(name) else (b"", b"")
+        behind = behind.replace(b"\t", b" ") if name.lower() == b"transfer-encoding" else behind
+        padded.append(name + colon + before + value + behind)
+    found = b"\r\n".join(padded)
+    if len(found) > MAX_BYTES - ADDED_BYTES:
+        return  # so many bytes in all are too many, whatever they are
+    assert bool(fault_of(found)) == bool(fault_of(head))
+    assert takes(found, step) == takes(head, step)
+    assert sent_on(found) == sent_on(head)

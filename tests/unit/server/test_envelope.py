@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, EOS, TEMPLATE, fake_engine, running_server, serving
 
 from phalanx.errors import EngineUnavailable, PhalanxError, QueueFull
-from phalanx.http.error_responses import error_body, public_failure
+from phalanx.http.error_responses import error_body, headers_of, public_failure
 from phalanx.server.connections import only_health
 from phalanx.supervision.fake_engine import replying
 
@@ -97,11 +98,12 @@ def test_errors_of_a_server_in_trouble_have_no_numbers_as_codes(error, code):
     assert error_body(public_failure(error), "/v1/models")["error"]["code"] == code
 
 
-def test_the_answer_of_a_full_server_has_no_number_as_its_code():
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/messages", "/api/chat"])
+def test_the_answer_of_a_full_server_is_that_of_the_common_table(path):
     sent = []
 
     async def ask():
-        scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": []}
+        scope = {"type": "http", "path": path, "method": "GET", "headers": []}
 
         async def send(message):
             sent.append(message)
@@ -109,8 +111,12 @@ def test_the_answer_of_a_full_server_has_no_number_as_its_code():
         await only_health(None)(scope, None, send)
 
     asyncio.run(ask())
-    assert sent[0]["status"] == 503 and b'"code":null' in sent[1]["body"]
-    assert b"x-request-id" in dict(sent[0]["headers"])
+    error = EngineUnavailable("The server has as many connections as it may have.")
+    assert sent[0]["status"] == 503 and json.loads(sent[1]["body"]) == error_body(public_failure(error), path)
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    wanted = {name.lower(): value for name, value in headers_of(error).items()}
+    assert wanted.items() <= headers.items() and headers["connection"] == "close"
+    assert "x-request-id" in headers and (path != "/v1/models" or b'"code":null' in sent[1]["body"])
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from pathlib import Path
 
+import httpx
 import pytest
 from msgspec.structs import replace
 from support.connection import Connection
 from support.conversations import BODIES, prompts, run, spoiled
 from support.ollama_lines import read_lines
 from support.scripted_model import TEMPLATES, tokenizer_of
-from support.serving import CONFIG, fake_engine, serving
+from support.serving import CONFIG, asgi_client, fake_engine, serving
+from support.stub_hub import COMMIT, files_of_a_model
 
+from phalanx.server.access import OF_PROXIES
 from phalanx.server.dialects.ollama.ollama_models import REFUSED
+from phalanx.server.endpoints import ollama_info
+from phalanx.server.server_app import create_app
 from phalanx.supervision.fake_engine import replying
 from phalanx.types import Cancel
 
@@ -30,6 +37,20 @@ CALLS = {
     "lfm2": "<|tool_call_start|>[weather(city='Oslo')]<|tool_call_end|>",
     "openai": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}',
 }
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub's cache."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    return tmp_path / "hub"
+
+
+def put(disk: Path, repository: str) -> None:
+    snapshot = disk / f"models--{repository.replace('/', '--')}" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    for name, data in files_of_a_model().items():
+        (snapshot / name).write_bytes(data)
 
 
 async def streamed(client, url, body):
@@ -175,6 +196,119 @@ def test_a_model_that_only_writes_text(tokenizer):
     asyncio.run(main())
 
 
+# Other models ----------------------------------------------------------------------------------------------------
+
+
+def test_models_on_the_disk_are_listed_shown_and_deleted(tokenizer, disk):
+    put(disk, "owner/name")
+    put(disk, "mlx-community/Qwen3-4B-4bit")
+    (disk / "models--owner--half" / "blobs").mkdir(parents=True)
+    (disk / "models--owner--half" / "blobs" / "abc.part").write_text("half")
+
+    async def main():
+        async with serving(tokenizer, fake_engine(tokenizer)) as client:
+            tags = (await client.get("/api/tags")).json()["models"]
+            assert [tag["name"] for tag in tags] == ["tiny", "qwen3:4b", "owner/name"]
+            assert tags[2]["size"] == len(b"weights") and tags[2]["details"]["quantization_level"] == "4-bit"
+            for name in ("owner/name", "owner/name:latest"):
+                shown = (await client.post(SHOW, json={"model": name})).raise_for_status().json()
+                assert shown["model_info"]["llama.context_length"] == 4096
+            assert (await client.post(SHOW, json={"model": "owner/none"})).status_code == 404
+            for name, status, said in (
+                ("tiny:latest", 400, "is served"),
+                ("owner/none", 404, "owner/none is not on this machine"),
+                (str(disk), 400, "neither a short name nor a hub id"),
+                ("../hub", 400, "neither a short name nor a hub id"),
+                ("-x", 400, "neither a short name nor a hub id"),
+                (None, 400, "Missing required parameter"),
+            ):
+                answer = await client.request("DELETE", "/api/delete", json={"model": name})
+                assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.text
+            answer = await client.request("DELETE", "/api/delete", json={"model": "qwen3:4b"})
+            assert answer.status_code == 200 and answer.content == b""
+            assert not (disk / "models--mlx-community--Qwen3-4B-4bit").exists()
+            assert [tag["name"] for tag in (await client.get("/api/tags")).json()["models"]] == ["tiny", "owner/name"]
+
+    asyncio.run(main())
+
+
+def test_pulling_the_served_model_succeeds_at_once_and_others_as_the_command_says(tokenizer, monkeypatch):
+    asked = []
+    ending = [b'{"status":"success"}']
+
+    async def command(verb, name):
+        asked.append((verb, name))
+        for line in (b'{"status":"pulling manifest"}', *ending):
+            yield line + b"\n"
+
+    monkeypatch.setattr(ollama_info, "model_command", command)
+
+    async def main():
+        async with serving(tokenizer, fake_engine(tokenizer)) as client:
+            for name in ("tiny", "tiny:latest", "owner/name", "owner/name:latest", "qwen3:4b"):
+                answer = (await client.post("/api/pull", json={"model": name})).raise_for_status()
+                assert answer.headers["content-type"].startswith("application/x-ndjson")
+                lines = [json.loads(line) for line in answer.text.splitlines()]
+                assert lines == [{"status": "pulling manifest"}, {"status": "success"}]
+                whole = await client.post("/api/pull", json={"name": name, "stream": False, "insecure": True})
+                assert whole.json() == {"status": "success"}
+            names = ("owner/name", "owner/name", "qwen3:4b")
+            assert asked == [("pull", name) for name in names for _ in range(2)]
+            ending[:] = [b'{"error":"the hub has no such repository"}']
+            answer = await client.post("/api/pull", json={"model": "owner/none"})
+            assert answer.status_code == 200 and json.loads(answer.text.splitlines()[-1])["error"]
+            answer = await client.post("/api/pull", json={"model": "owner/none", "stream": False})
+            assert (answer.status_code, answer.json()) == (400, {"error": "the hub has no such repository"})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("api_key", [(), ("client",)])
+def test_only_this_machine_and_the_admin_key_manage_models(api_key, tokenizer, disk):
+    put(disk, "owner/name")
+    config = replace(CONFIG, api_key=api_key, admin_key="admin", allowed_hosts=("*",))
+    app = create_app(config, fake_engine(tokenizer), tokenizer)
+    key = {"authorization": "Bearer client"} if api_key else {}
+    admin = {"x-api-key": "admin"}
+
+    def client_at(address: str) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=app, client=(address, 1))
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
+
+    async def main():
+        async with asgi_client(app):
+
+            async def allowed(address: str, headers: dict[str, str]) -> bool:
+                async with client_at(address) as client:
+                    pulled = await client.post("/api/pull", json={"model": "tiny", "stream": False}, headers=headers)
+                    tags = (await client.get("/api/tags", headers=headers)).raise_for_status().json()["models"]
+                    body = {"model": "owner/none"}
+                    shown = await client.post(SHOW, json={"model": "owner/name"}, headers=headers)
+                    deleted = await client.request("DELETE", "/api/delete", json=body, headers=headers)
+                assert pulled.status_code == 200 or "admin-key" in pulled.json()["error"]
+                found = {
+                    len(tags) == 2,
+                    pulled.status_code == 200,
+                    shown.status_code == 200,
+                    deleted.status_code == 404,
+                }
+                assert len(found) == 1 and {pulled.status_code, deleted.status_code} in ({403}, {200, 404})
+                return found.pop()
+
+            assert await allowed("127.0.0.1", key) and await allowed("::1", key)
+            assert await allowed("10.0.0.1", admin) and await allowed("127.0.0.1", admin)
+            assert not await allowed("10.0.0.1", key)
+            for header in OF_PROXIES:
+                assert not await allowed("127.0.0.1", {**key, header: "10.0.0.1"})
+            if api_key:
+                async with client_at("127.0.0.1") as client:
+                    for headers in ({}, {"x-api-key": "wrong"}):
+                        answer = await client.post("/api/pull", json={"model": "tiny"}, headers=headers)
+                        assert answer.status_code == 401
+
+    asyncio.run(main())
+
+
 # Errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -199,8 +333,7 @@ def test_errors_have_ollamas_shape(tokenizer):
                 await refusal("POST", url, 415, "application/json", content=b"{}", headers=plain)
                 await refusal("GET", url, 405, "Method Not Allowed")
             for url in REFUSED:
-                method = "DELETE" if url == "/api/delete" else "POST"
-                await refusal(method, url, 400, "This server", json={"model": "tiny", "input": "x"})
+                await refusal("POST", url, 400, "This server", json={"model": "tiny", "input": "x"})
             await refusal("GET", "/api/tags", 401, "API key", headers={})
             await refusal("GET", "/api/blobs/x", 404, "Not Found")
             assert (await client.get("/api/version")).status_code == 200, "clients ask it without a key"

@@ -154,21 +154,24 @@ def test_requests_that_outlast_the_drain_get_an_error(tokenizer):
 class Broken(FakeEngine):
     """Cannot start: raises, or dies for good before it was ready."""
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self, error: Exception | None, reason: str = "too big") -> None:
         super().__init__(autostart=False)
         self._error = error
+        self._reason = reason
 
     async def start(self) -> None:
         await super().start()
         if self._error is not None:
             raise self._error
-        self._state = replace(self._state, phase="failed", reason="too big", exit_code=ExitCode.MEMORY)
-        self.emit_down("too big", will_restart=False)
+        self._state = replace(self._state, phase="failed", reason=self._reason, exit_code=ExitCode.MEMORY)
+        self.emit_down(self._reason, will_restart=False)
 
 
 def test_an_engine_that_cannot_start_ends_the_server(tokenizer, capfd):
     assert serve(CONFIG, Broken(None), lambda: tokenizer) == ExitCode.MEMORY
     assert "phalanx could not start: too big" in capfd.readouterr().err
+    assert serve(CONFIG, Broken(None, "tensor \x1b[2J\nforged"), lambda: tokenizer) == ExitCode.MEMORY
+    assert "phalanx could not start: tensor \\x1b[2J\n  forged\n" in capfd.readouterr().err
     for error in (ModelUnsupported("mamba"), ZeroDivisionError("a bug")):
         with pytest.raises(type(error)):
             serve(CONFIG, Broken(error), lambda: tokenizer)

@@ -33,6 +33,7 @@ from phalanx.supervision.agent_protocol import (
     RunRank,
 )
 from phalanx.supervision.host_ranks import KnownCluster, load_cluster, run_on_agent
+from phalanx.supervision.owned_directory import LOCK, PREFIX
 from phalanx.supervision.programs import Program, rank
 from phalanx.supervision.rank_agent import READ_BYTES, Agent
 from phalanx.supervision.remote import ReachedAgent, RemoteProcess, reach
@@ -98,8 +99,10 @@ def test_a_process_runs_there(tmp_path):
     async def test(served: Served) -> None:
         there = await served.reach()
         assert (there.python, there.credentials) == (sys.executable, "/run/b.json")
-        script = "import os; print(os.environ['A'], open(os.environ['MLX_HOSTFILE']).read()); raise SystemExit(7)"
-        process = await there.run(RunRank([sys.executable, "-c", script], {"A": "1"}, {"MLX_HOSTFILE": "[2]"}))
+        script = (
+            "import os; print(os.environ['NCCL_DEBUG'], open(os.environ['MLX_HOSTFILE']).read()); raise SystemExit(7)"
+        )
+        process = await there.run(RunRank([sys.executable, "-c", script], {"NCCL_DEBUG": "1"}, {"MLX_HOSTFILE": "[2]"}))
         assert process.stderr is not None
         assert (await process.stderr.read()).decode() == "1 [2]\n"
         assert await process.wait() == process.returncode == 7
@@ -118,6 +121,46 @@ def test_a_directory_that_a_cleaner_took_is_made_again(tmp_path):
         assert {folder.stat().st_mode & 0o777 for folder in (served.directory, Path(there.directory))} == {0o700}
 
     with_agent(tmp_path, test)
+
+
+def test_a_directory_of_others_takes_no_agent(tmp_path):
+    """They could put their own directory, with code in it, into the place of the agent's."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with socket.socket() as taken:  # so that an agent that took it could not listen
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(ConfigError, match=r"--directory .*/shared: it is another user's, or others may rename"):
+            asyncio.run(Agent(SECOND, Path("/run/b.json"), shared).serve(*taken.getsockname()))
+    assert not [*shared.iterdir()]
+
+
+def test_nor_one_that_others_made_anew_after_a_cleaner(tmp_path):
+    async def test(served: Served) -> None:
+        shutil.rmtree(served.directory)
+        served.directory.mkdir()
+        served.directory.chmod(0o777)
+        with pytest.raises(HostUnreachable):
+            await served.reach()
+        assert not [*served.directory.iterdir()]
+        served.directory.chmod(0o700)
+        assert (await served.reach()).directory.startswith(str(served.directory))
+
+    with_agent(tmp_path, test)
+
+
+def test_a_killed_agents_directory_goes_with_the_next_agent(tmp_path):
+    killed = tmp_path / "agent" / f"{PREFIX}killed"
+    killed.mkdir(parents=True, mode=0o700)
+    (killed / LOCK).touch()
+    (killed / "MLX_HOSTFILE.json").touch()
+
+    async def main() -> None:
+        async with agent(tmp_path / "agent"):
+            assert not killed.exists()
+
+    asyncio.run(main())
+    assert not [*(tmp_path / "agent").iterdir()]
 
 
 def test_a_signal_reaches_it(tmp_path):
@@ -310,7 +353,7 @@ def test_output_that_the_network_does_not_take_takes_no_memory():
 
 
 def test_mpirun_reaches_hosts_by_name(tmp_path, capfd, monkeypatch):
-    def echo(run: RunDaemon) -> Program:
+    def echo(run: RunDaemon, directory: Path) -> Program:
         return Program(["sh", "-c", 'echo "$@"; exit 4', "prted", *run.arguments], {})
 
     monkeypatch.setattr("phalanx.supervision.rank_agent.daemon", echo)

@@ -344,7 +344,9 @@ def test_ranks_start_again_where_the_directory_for_sockets_was_cleaned_away(monk
 
 def test_a_place_that_takes_no_directory_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("phalanx.supervision.process.runtime_dir", lambda: tmp_path / "gone")
-    with pytest.raises(ConfigError, match=f"No directory for sockets can be made in {tmp_path}/gone: No such file"):
+    with pytest.raises(
+        ConfigError, match=f"No directory for sockets and temporary files can be made in {tmp_path}/gone: No such file"
+    ):
         asyncio.run(EngineProcess(EngineConfig(model="demo")).start())
 
 

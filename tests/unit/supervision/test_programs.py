@@ -12,7 +12,6 @@ import pytest
 from phalanx.dist.collective_backend import Mpi
 from phalanx.environment import child_environment
 from phalanx.errors import ConfigError
-from phalanx.rank_variables import check_variable, read_variable
 from phalanx.supervision import programs
 from phalanx.supervision.agent_protocol import RunDaemon, RunRank, ToAgent
 from phalanx.supervision.programs import daemon, daemon_arguments, rank
@@ -42,8 +41,40 @@ def test_secrets_are_not_inherited(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PHALANX_API_KEY", "a key")
     monkeypatch.setenv("PHALANX_GROUP_SECRET", "a secret")
     monkeypatch.setattr(programs, "find_mpi", lambda: Mpi("/o/bin/mpirun", "/o/lib/libmpi.so"))
-    for variables in (rank(RunRank([]), tmp_path).variables, daemon(RunDaemon([])).variables, child_environment()):
+    for variables in (
+        rank(RunRank([]), tmp_path).variables,
+        daemon(RunDaemon([]), tmp_path).variables,
+        child_environment(),
+    ):
         assert not {"a key", "a secret"} & set(variables.values())
+
+
+def test_what_an_agent_runs_has_a_temporary_directory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the host's, where MLX would load compiled code that another user left, and Open MPI make its session."""
+    monkeypatch.setenv("TMPDIR", "/var/tmp")
+    monkeypatch.setattr(programs, "find_mpi", lambda: Mpi("/o/bin/mpirun", "/o/lib/libmpi.so"))
+    for variables in (rank(RunRank([]), tmp_path).variables, daemon(RunDaemon([]), tmp_path).variables):
+        assert variables["TMPDIR"] == str(tmp_path)
+
+
+def test_a_host_sets_for_its_rank_what_others_may_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that the refusal names: the variables of the host itself."""
+    monkeypatch.setattr(programs, "find_mpi", lambda: Mpi("/o/bin/mpirun", "/o/lib/libmpi.so"))
+    own = {"NCCL_NET_PLUGIN": "/site/plugin.so", "UCX_CONFIG_DIR": "/site", "CUDA_CACHE_PATH": "/site", "ANY": "x",
+           "MLX_PTX_CACHE_DIR": "/site", "OMPI_MCA_plm_ssh_agent": "/site/agent"}  # fmt: skip
+    for name, value in own.items():
+        with pytest.raises(ConfigError, match=f"the server: {name} may not be set"):
+            rank(RunRank([], {name: value}), tmp_path)
+        monkeypatch.setenv(name, value)
+    for variables in (rank(RunRank([]), tmp_path).variables, daemon(RunDaemon([]), tmp_path).variables):
+        assert own.items() <= variables.items()
+
+
+def test_the_server_says_which_rank_it_is(tmp_path: Path) -> None:
+    told = dict.fromkeys(programs.OF_THE_SERVER, "1")
+    assert told.items() <= rank(RunRank([], told), tmp_path).variables.items()
 
 
 def test_a_link_where_a_file_belongs_is_not_followed(tmp_path: Path) -> None:
@@ -82,16 +113,16 @@ def test_an_argument_with_nul_is_refused(tmp_path: Path) -> None:
 # Open MPI's daemon ------------------------------------------------------------------------------------------------
 
 
-def test_the_daemon_is_of_this_hosts_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_daemon_is_of_this_hosts_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "find_mpi", lambda: Mpi("/own/bin/mpirun", "/own/lib/libmpi.so"))
     monkeypatch.setenv("LD_LIBRARY_PATH", "/site")
-    command, variables = daemon(RunDaemon(ARGUMENTS))
+    command, variables = daemon(RunDaemon(ARGUMENTS), tmp_path)
     assert command == ["/own/bin/prted", *ARGUMENTS]
     assert variables["PRTE_PREFIX"] == variables["PMIX_PREFIX"] == "/own"
     assert variables["LD_LIBRARY_PATH"] == "/own/lib:/site"
     monkeypatch.setattr(programs, "find_mpi", lambda: None)
     with pytest.raises(ConfigError, match="no Open MPI"):
-        daemon(RunDaemon([]))
+        daemon(RunDaemon([]), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -127,40 +158,3 @@ def test_other_command_lines_are_refused(line: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         daemon_arguments(line)
     assert said in refused.value.message
-
-
-# variables --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "entry",
-    ["LD_PRELOAD=/x.so", "DYLD_INSERT_LIBRARIES=/x", "PYTHONPATH=/x", "PYTHONSTARTUP=/x", "PATH=/x", "HOME=/x",
-     "PHALANX_API_KEY=x", "PHALANX_GROUP_SECRET=x", "BASH_ENV=/x", "GLIBC_TUNABLES=x", "XDG_RUNTIME_DIR=/x",
-     "MLX_MPI_LIBNAME=/x.so", "OMPI_MCA_mca_base_component_path=/x", "PRTE_MCA_plm_ssh_agent=/x",
-     "OMPI_MCA_mca_base_param_files=/x", "OPAL_PKGLIBDIR=/x", "PMIX_LIBDIR=/x", "UCX_MODULE_DIR=/x",
-     "FI_PROVIDER_PATH=/x", "OMP_TOOL_LIBRARIES=/x.so", "NCCL_NET_PLUGIN=/x.so", "NCCL_CONF_FILE=/x",
-     "OPENSSL_CONF=/x"],
-)  # fmt: skip
-def test_variables_that_choose_code_are_refused(entry: str) -> None:
-    with pytest.raises(ConfigError, match=rf"hosts\.json: {entry.partition('=')[0]} may not be set for ranks"):
-        read_variable(entry, "hosts.json")
-
-
-@pytest.mark.parametrize("entry", ["A", "=x", "A B=x", "A\n=x", "Ä=x", "", "1A=x", "A\0=x"])
-def test_names_of_variables(entry: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--env: .*(has no value|is not the name of a variable)"):
-        read_variable(entry, "--env")
-
-
-@pytest.mark.parametrize("value", ["x\ny", "x\0", "x\ry", "\x1b[2J"])
-def test_values_are_one_line(value: str) -> None:
-    with pytest.raises(ConfigError, match="--env: the value of A has a line break"):
-        check_variable("A", value, "--env")
-
-
-@pytest.mark.parametrize(
-    "entry", ["MLX_METAL_FAST_SYNCH=1", "OMP_NUM_THREADS=4", "OMPI_MCA_btl_tcp_if_include=en0", "NCCL_DEBUG=", "A=b=c"]
-)
-def test_other_variables_may_be_set(entry: str) -> None:
-    name, value = read_variable(entry, "x")
-    assert f"{name}={value}" == entry

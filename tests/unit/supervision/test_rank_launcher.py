@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -50,6 +51,25 @@ def test_each_rank_of_a_machine_sees_one_of_its_gpus(monkeypatch: pytest.MonkeyP
     asyncio.run(start_ranks(config, ChosenBackend("nccl", ""), tmp_path / "engine.sock"))
     assert [one["CUDA_VISIBLE_DEVICES"] for one in started] == ["GPU-a", "GPU-b"]
     assert [one["MLX_RANK"] for one in started] == ["0", "1"] and "NCCL_HOST_IP" in started[0]
+
+
+@pytest.mark.parametrize("backend", [None, "ring", "mpi"])
+def test_every_process_of_a_group_has_the_groups_temporary_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: Literal["ring", "mpi"] | None
+):
+    """Not the system's, from which MLX would load compiled code that another user left there."""
+    started: list[dict[str, str]] = []
+
+    async def note(command: Sequence[str], variables: dict[str, str]) -> None:
+        started.append(variables)
+
+    monkeypatch.setenv("TMPDIR", "/var/tmp")
+    monkeypatch.setattr(rank_launcher, "spawn", note)
+    monkeypatch.setattr(rank_launcher, "mpirun_command", lambda *_: ["mpirun"])
+    config = EngineConfig(model="demo", tensor_parallel_size=1 if backend is None else 2)
+    choice = None if backend is None else ChosenBackend(backend, "")
+    asyncio.run(start_ranks(config, choice, tmp_path / "engine.sock"))
+    assert [one["TMPDIR"] for one in started] == [str(tmp_path)] * (2 if backend == "ring" else 1)
 
 
 def test_a_rank_follows_no_link_to_leave_its_process_id(tmp_path: Path):

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from phalanx.cli import terminal
-from phalanx.errors import ModelError
+from phalanx.cli import model, terminal
+from phalanx.cluster.file_transfer import Inventory, Manifest, MissingFile
+from phalanx.errors import ClusterError, ExitCode, ModelError
 from phalanx.text.printable import printable
 
 ATTACKS = {
@@ -47,7 +48,20 @@ def test_errors_and_notes_command_no_terminal(capsys):
     terminal.report(ModelError("no model \x1b[2J", remedy="Read \x9b2J."))
     terminal.note("at \x1b]0;x\x07")
     said = capsys.readouterr().err
+    terminal.report(ModelError("a\nerror: forged", remedy="b\nerror: forged"))
+    assert "\nerror: forged" not in capsys.readouterr().err
     assert "\\x1b[2J" in said and "\\x9b2J" in said and not re.search("[\x07\x1b\x9b]", said)
+
+
+def test_names_of_a_models_files_command_no_terminal(monkeypatch, capsys):
+    async def lacking(*_):
+        missing = [MissingFile(path="a\x1b[2J\nb: all 1 files are the same", have=0)]
+        return {"a": Inventory(directory="/m", missing=missing), "b": ClusterError("no \x1b[2J\nc: fine")}
+
+    monkeypatch.setattr(model, "lacking", lacking)
+    assert model._verify(Manifest(place="m", files=[]), []) == ExitCode.CRASH
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and [line[0] for line in said.splitlines()] == ["a", " ", "n", " "]
 
 
 def test_a_value_in_a_log_line_forges_no_line(monkeypatch):

@@ -17,23 +17,26 @@ SESSION_CHARS = 256  # of a session's name, of which `policies.py` keeps 50,000
 
 
 def affinity_of(
-    headers: Mapping[str, str], cache_key: str | None, model: str | None, prompt: Sequence[bytes]
+    owner: str, headers: Mapping[str, str], cache_key: str | None, model: str | None, prompt: Sequence[bytes]
 ) -> Affinity:
-    """The affinity of a request.
+    """The affinity of a request. Two owners have no conversation in common, whatever they say: a server shares nothing
+    of its cache between them.
 
     Args:
+        owner: whose API key it has; "" is everybody's.
         headers: their names in any case (a multidict).
         cache_key: the field `prompt_cache_key`.
         prompt: its parts in the order in which a template puts them: tools, system, messages; as JSON.
     """
     named = next((value for header in SESSION_HEADERS if (value := headers.get(header, ""))), cache_key or "")
-    return Affinity(named[:SESSION_CHARS], tuple(_blocks(model or "", b"\0".join(prompt))))
+    session = named[:SESSION_CHARS] and f"{owner} {named[:SESSION_CHARS]}"
+    return Affinity(session, tuple(_blocks(owner, model or "", b"\0".join(prompt))))
 
 
-def _blocks(model: str, text: bytes) -> list[int]:
+def _blocks(owner: str, model: str, text: bytes) -> list[int]:
     """The names of whole blocks. Python's hash of bytes is SipHash with a key of this process's own."""
     found = []
-    name = hash(model)
+    name = hash((owner, model))
     for at in range(0, min(len(text), BLOCK_BYTES * MOST_BLOCKS) - BLOCK_BYTES + 1, BLOCK_BYTES):
         name = hash((name, text[at : at + BLOCK_BYTES]))
         found.append(name)

@@ -17,7 +17,7 @@ import msgspec
 from phalanx.errors import ConfigError
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.breaker import BreakerRules
-from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.dispatch.replica import VIA, Replica
 from phalanx.gateway.dispatch.replica_health import Check, HealthReport, HealthRules, report_of
 from phalanx.gateway.dispatch.replica_models import cards_in, names_in, tags_in
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
@@ -46,6 +46,7 @@ class Fleet:
     """See the module's docstring.
 
     Args:
+        session_of: the client for a replica.
         note_end: is called with each task that checks a replica, when it has ended.
     """
 
@@ -53,12 +54,12 @@ class Fleet:
         self,
         config: GatewayConfig,
         dispatcher: AsyncDispatcher,
-        session: aiohttp.ClientSession,
+        session_of: Callable[[ReplicaSpec], aiohttp.ClientSession],
         note_end: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
-        self._session = session
+        self._session_of = session_of
         self._note_end = note_end
         self._health = HealthRules(config.health_failure_threshold, config.health_success_threshold)
         self._breaker = BreakerRules(
@@ -201,7 +202,9 @@ class Fleet:
         if models_status == 200 and (cards := cards_in(models)) is not None:
             replica.cards, replica.models = cards, names_in(cards)
         elif models_status in (401, 403):
-            return Check(ok=False, reason=f"answers {models_status} to {MODELS}: it asks for another key")
+            return Check(
+                ok=False, reason=f"answers {models_status} to {MODELS}: it asks for another key (--worker-key)"
+            )
         elif not has_health:
             return Check(ok=False, reason=f"answers {status} to {path} and {models_status} to {MODELS}")
         elif models_status in NO_SUCH_PATH:
@@ -223,10 +226,11 @@ class Fleet:
         Raises:
             ValueError: the body is too large.
         """
-        headers = {"Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": "identity", "Via": VIA}
         if replica.spec.key is not None:
             headers["Authorization"] = f"Bearer {replica.spec.key}"
-        async with self._session.get(replica.spec.url + path, headers=headers, allow_redirects=False) as response:
+        session = self._session_of(replica.spec)
+        async with session.get(replica.spec.url + path, headers=headers, allow_redirects=False) as response:
             body = bytearray()
             async for piece in response.content.iter_any():
                 body += piece
@@ -247,6 +251,7 @@ def describe(replica: Replica, now: float) -> dict[str, Any]:
         "others": replica.others,
         "limit": replica.limit,
         "weight": replica.spec.weight,
+        "has_key": replica.spec.key is not None,
         "can_migrate": replica.can_migrate,
     }
 

@@ -6,6 +6,8 @@ from phalanx.gateway.dispatch.breaker import Breaker, BreakerRules
 from phalanx.gateway.dispatch.replica_health import HealthRules, ReplicaHealth
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
+VIA = "1.1 phalanx"
+"""The header Via of what a gateway asks: a server on its machine must not take it for a program of the user's."""
 TAG = ":latest"
 """What Ollama's clients may add to a model's name, and leave out."""
 ALONE = 1
@@ -65,10 +67,15 @@ class Replica:
         return self.is_suspect or self.health.in_doubt or not self.breaker.is_closed
 
     @property
+    def admin_key(self) -> str | None:
+        """Its admin key while it is a phalanx server that takes it: no other server sees anything made with it."""
+        key = self.spec.admin_key
+        return key if self.health.numerics and key != self.refused_key else None
+
+    @property
     def can_migrate(self) -> bool:
         """Whether its streams can go on elsewhere, and others' on it."""
-        key = self.spec.admin_key
-        return bool(self.health.numerics) and key is not None and key != self.refused_key
+        return self.admin_key is not None
 
     def serves(self, model: str | None) -> bool:
         """Whether it serves this model, as far as is known; None is any model."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
-import ssl
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from typing import Any
 
 import aiohttp
 from multidict import CIMultiDict
@@ -18,22 +16,26 @@ from yarl import URL
 
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed, ReplicaTooSlow
 from phalanx.gateway.dispatch.dispatcher import Grant
+from phalanx.gateway.dispatch.replica import VIA
+from phalanx.http.owners import OWNER, owner_header
 from phalanx.http.stream_records import MIGRATION, RESUME
 
 CONNECT_S = 5.0  # for a connection and its TLS handshake: some round trips, with two lost packets
 PIECE_BYTES = 1 << 16  # of a body, handed to the transport at a time
 STATUSES = range(200, 600)
 """Of answers. To 101 the client's connection would no longer be HTTP's, and 0 is no status to send on."""
+UNAUTHORIZED = 401
 HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     "upgrade".split()
 )
 NOT_SENT = HOP_BY_HOP | {
-    "host", "content-length", "content-encoding", "accept-encoding", "expect", "x-request-id", MIGRATION, RESUME
+    "host", "content-length", "content-encoding", "accept-encoding", "expect", "x-request-id",
+    MIGRATION, OWNER, RESUME,
 }  # fmt: skip
 RETURNED = frozenset(
     "allow cache-control content-disposition content-encoding content-language content-range content-type request-id "
-    "retry-after retry-after-ms www-authenticate x-accel-buffering x-should-retry".split()
+    "retry-after retry-after-ms x-accel-buffering x-should-retry".split()
 )
 RETURNED_PREFIXES = ("anthropic-", "openai-", "ratelimit-", "x-phalanx-", "x-ratelimit-")
 """What clients read of an answer's headers. Any other acts on the gateway's whole address, where a replica has no say:
@@ -44,33 +46,21 @@ OWN_FAULTS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM,
 CLIENTS_KEYS = frozenset(("authorization", "x-api-key"))
 
 
-async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: object) -> None:
-    if isinstance(attempt := context.trace_request_ctx, Attempt):  # else a health check
-        attempt.is_reused = True
-
-
-def make_session(trusted: ssl.SSLContext | None) -> aiohttp.ClientSession:
-    """The client for all replicas: dispatch limits connections, and each attempt has deadlines of its own."""
-    reuse = aiohttp.TraceConfig()
-    reuse.on_connection_reuseconn.append(_note_reuse)
-    return aiohttp.ClientSession(
-        trace_configs=[reuse],
-        connector=aiohttp.TCPConnector(limit=0, ssl=trusted if trusted is not None else True, keepalive_timeout=15.0),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("User-Agent", "Content-Type", "Accept", "Accept-Encoding"),
-        trust_env=False,
-    )
-
-
 def request_headers(
-    given: Iterable[tuple[str, str]], *, request_id: str, key: str | None, pass_keys: bool
+    given: Iterable[tuple[str, str]],
+    *,
+    request_id: str,
+    owner: str,
+    key: str | None,
+    admin_key: str | None,
+    pass_keys: bool,
 ) -> CIMultiDict[str]:
     """What a replica gets of a client's headers.
 
     Args:
+        owner: of the client's key; "": the gateway asks for none, so that all clients are one.
         key: the replica's own; None if it has none.
+        admin_key: the replica's; None if it is told no owner.
         pass_keys: without `key`, the client's own key is for the replica.
     """
     pairs = list(given)
@@ -79,18 +69,24 @@ def request_headers(
     headers = CIMultiDict((name, value) for name, value in pairs if name.lower() not in left_out)
     headers["Accept-Encoding"] = "identity"  # streams are read as they pass
     headers["X-Request-Id"] = request_id
+    headers.add("Via", VIA)
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
+    if owner and admin_key is not None:
+        headers[OWNER] = owner_header(owner, admin_key)
     return headers
 
 
-def response_headers(given: Mapping[str, str]) -> CIMultiDict[str]:
-    """What a client gets of a replica's headers."""
-    return CIMultiDict(
+def response_headers(given: Mapping[str, str], status: int) -> CIMultiDict[str]:
+    """What a client gets of a replica's headers. The gateway says itself how a key is sent."""
+    headers = CIMultiDict(
         (name, value)
         for name, value in given.items()
         if name.lower() in RETURNED or name.lower().startswith(RETURNED_PREFIXES)
     )
+    if status == UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers
 
 
 class Attempt:
@@ -109,6 +105,7 @@ class Attempt:
         self.is_reused = False  # the connection has served a request before
         self.was_held = False  # by a client that reads slowly: its replica may have given up for that
         self.is_relaying = False  # the client is written to: the replica is not waited for
+        self.is_clients_key = False  # the replica gets the client's key: what it says of that is the client's matter
         self._cut: PhalanxError | None = None
         self._scope = asyncio.timeout_at(deadline)
         self._response: aiohttp.ClientResponse | None = None

@@ -19,7 +19,7 @@ MANY_NAMES = 1 << 16
 MOST_ROWS = 128
 """Of one request; the largest `n` of OpenAI's own."""
 LISTED_BYTES = 1 << 16
-"""Of a list of prompts that is counted, in 3 ms if they are empty."""
+"""Of a list of prompts that is counted, in 3 ms if they are empty; of Ollama's options that are read."""
 BYTES_PER_TOKEN = 4  # of a prompt, where the answer does not say
 RESERVED = 256
 """Tokens of a choice for which its key must have room before it begins; most answers are shorter."""
@@ -42,6 +42,7 @@ class Peek(Struct, frozen=True):
     max_completion_tokens: Raw = Raw()
     max_tokens: Raw = Raw()
     max_output_tokens: Raw = Raw()
+    options: Raw = Raw()  # Ollama's
 
     @property
     def rows(self) -> int:
@@ -54,7 +55,10 @@ class Peek(Struct, frozen=True):
     @property
     def answer_tokens(self) -> int:
         """Tokens that its answers are expected to have, at most."""
-        limits = (bytes(raw) for raw in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens))
+        options = bytes(self.options)
+        num_predict = _options_in(options).num_predict if len(options) <= LISTED_BYTES else Raw()
+        fields = (self.max_completion_tokens, self.max_tokens, self.max_output_tokens, num_predict)
+        limits = (bytes(raw) for raw in fields)
         given = (int(limit) for limit in limits if limit.isdigit() and len(limit) < 10)
         return self.rows * min(next(given, RESERVED), RESERVED)
 
@@ -69,11 +73,16 @@ class _Answer(Struct):
     usage: Raw = Raw()
 
 
+class _Options(Struct):
+    num_predict: Raw = Raw()
+
+
 _peek = decoder(Peek)
 _read_fields = decoder(dict[str, Raw])
 _read_list = decoder(list[Raw])
 _read_counts = decoder(dict[str, object])
 _read_answer = decoder(_Answer)
+_read_options = decoder(_Options)
 
 
 def peek(body: bytes) -> Peek:
@@ -106,6 +115,13 @@ def with_model(body: bytes, seen: Peek, model: str) -> bytes:
     fields = _read_fields(body)
     fields["model"] = Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)
+
+
+def _options_in(data: bytes) -> _Options:
+    try:
+        return _read_options(data)
+    except msgspec.DecodeError:  # none, or no object
+        return _Options()
 
 
 def prompt_tokens(n_bytes: int) -> int:

@@ -26,6 +26,7 @@ from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.relay import BufferedResponse, RelayedResponse, relayed
 from phalanx.gateway.relay.transcript import Transcript
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
+from phalanx.http.owners import OWNER
 from phalanx.http.stream_records import MIGRATION, RESUME, resume_body
 
 log = logging.getLogger(__name__)
@@ -186,10 +187,19 @@ class Migration:
         return ReplicaFailed(" ".join(said))
 
 
-def refuses_key(replica: Replica, answer: BufferedResponse) -> bool:
-    """Whether a replica did not take the admin key; if so, it gets its requests without, from now on."""
-    if answer.status != FORBIDDEN or not replica.can_migrate or MIGRATION.encode() not in answer.body.lower():
+def refuses_key(replica: Replica, key: str | None, answer: BufferedResponse) -> bool:
+    """Whether a replica did not take the admin key; if so, it gets its requests without, from now on.
+
+    Args:
+        key: with which the request was made. Others made with it may be refused at the same time.
+    """
+    said = answer.body.lower()
+    if key is None or answer.status != FORBIDDEN or not any(name.encode() in said for name in (MIGRATION, OWNER)):
         return False
-    replica.refused_key = replica.spec.admin_key
-    log.warning("the replica %s does not take its admin key, so that its streams end with it", replica.name)
+    if replica.refused_key != key:
+        replica.refused_key = key
+        log.warning(
+            "the replica %s does not take its admin key: its streams end with it, and all API keys are one to it",
+            replica.name,
+        )
     return True

@@ -17,23 +17,22 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import closing
 
-import aiohttp
-from msgspec import Struct, field
-
 from phalanx.errors import NoReplica, PhalanxError, ReplicaFailed
 from phalanx.gateway.dispatch.affinity import affinity_of
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatch.dispatcher import Grant, Verdict
 from phalanx.gateway.dispatch.replica import Replica
-from phalanx.gateway.dispatch.retries import Backoff, RetryBudget, RetryBudgets
+from phalanx.gateway.dispatch.retries import Backoff, RetryBudgets
 from phalanx.gateway.relay.api_kinds import OPAQUE
 from phalanx.gateway.relay.attempt import Attempt, request_headers
 from phalanx.gateway.relay.body_peek import Peek, peek, prompt_tokens, with_model
 from phalanx.gateway.relay.exchange import ClientExchange, body_lease
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.migration import Migration, refuses_key
-from phalanx.gateway.relay.relay import BufferedResponse, Relay, RelayedResponse
+from phalanx.gateway.relay.relay import FIRST_ERROR, BufferedResponse, Relay, RelayedResponse
+from phalanx.gateway.relay.replica_sessions import ReplicaSessions
+from phalanx.gateway.relay.upstream_request import UpstreamRequest
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.http.media_types import is_json
 from phalanx.http.shares import Shares
@@ -50,29 +49,11 @@ TICK_S = 0.25  # between two looks at attempts that wait for their replica
 QUIET_S = 0.5  # of a stream, after which its replica is checked: most steps are shorter
 
 
-class UpstreamRequest(Struct):
-    """A request as replicas get it."""
-
-    request: DispatchRequest
-    method: str
-    path: str  # with its query
-    body: bytes | None
-    n_tokens: int  # that it is expected to take, of prompt and answer
-    deadline: float  # the loop's time
-    pass_keys: bool  # the client's own key is for the replica
-    migration: Migration
-    budget: RetryBudget
-    queued_s: float = 0.0
-    attempts: int = 0  # that replicas have failed
-    not_found: int = 0  # replicas that answered 404
-    unexplained: list[Grant] = field(default_factory=list)  # of attempts that failed, perhaps because of the request
-    successor: Grant | None = None  # the place to which the request moves as soon as its attempt has ended
-
-
 class Proxy:
     """See the module's docstring.
 
     Args:
+        sessions: the clients for replicas.
         check_now: has the health of a replica checked at once.
     """
 
@@ -80,14 +61,14 @@ class Proxy:
         self,
         config: GatewayConfig,
         dispatcher: AsyncDispatcher,
-        session: aiohttp.ClientSession,
+        sessions: ReplicaSessions,
         metrics: GatewayMetrics,
         check_now: Callable[[Replica], None],
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._check_now = check_now
-        self._session = session
+        self._sessions = sessions
         self._metrics = metrics
         self._budgets = RetryBudgets(config.retry_budget)
         self._backoff = Backoff(
@@ -217,7 +198,7 @@ class Proxy:
             exchange.owner,
             model,
             now + config.queue_timeout_secs,
-            affinity_of(headers, seen.prompt_cache_key, model, seen.prompt_parts),
+            affinity_of(exchange.owner, headers, seen.prompt_cache_key, model, seen.prompt_parts),
             seen.rows,
         )
         return UpstreamRequest(
@@ -255,7 +236,8 @@ class Proxy:
             if isinstance(result, RelayedResponse):
                 return result
             replica = grant.replica
-            if isinstance(result, BufferedResponse) and refuses_key(replica, result) and not exchange.has_begun:
+            refused = isinstance(result, BufferedResponse) and refuses_key(replica, out.admin_key, result)
+            if refused and not exchange.has_begun:
                 continue
             if not replica.is_leaving:  # else an operator took it away, and its name may be a new replica's already
                 out.request.tried.add(replica.name)
@@ -286,8 +268,15 @@ class Proxy:
         verdict: Verdict = "abandoned"  # the client left
         replica, migration = grant.replica, out.migration
         attempt = Attempt(grant, out.deadline)
+        out.admin_key = replica.admin_key
+        attempt.is_clients_key = out.pass_keys and replica.spec.key is None and not replica.spec.by_api
         headers = request_headers(
-            exchange.request.headers.items(), request_id=exchange.id, key=replica.spec.key, pass_keys=out.pass_keys
+            exchange.request.headers.items(),
+            request_id=exchange.id,
+            owner=exchange.owner,
+            key=replica.spec.key,
+            admin_key=out.admin_key,
+            pass_keys=attempt.is_clients_key,
         )
         body, transcript = migration.request(replica, headers, out.body, out.deadline)
         relay = Relay(
@@ -301,7 +290,8 @@ class Proxy:
         self._under_way[attempt] = out, relay
         try:
             async with attempt:
-                response = await attempt.send(self._session, out.method, out.path, headers, body)
+                session = self._sessions.of(replica.spec, is_new=out.met_stale)
+                response = await attempt.send(session, out.method, out.path, headers, body)
                 result = await relay.answer(response)
             verdict = "failed" if isinstance(result, BufferedResponse) and result.status >= FAILED else "answered"
             if isinstance(result, BufferedResponse) and result.status in SUCCEEDED:
@@ -309,6 +299,7 @@ class Proxy:
             return result
         except PhalanxError as error:
             verdict = "failed"
+            out.met_stale |= attempt.is_stale
             if attempt.is_sent or out.successor is not None:
                 migration.lost(replica, error, relay.reader)
             return error
@@ -370,7 +361,10 @@ class Proxy:
         return True
 
     def _returned(self, exchange: ClientExchange, answer: BufferedResponse) -> RelayedResponse:
-        self._note_first_text(exchange)
+        if answer.fault:
+            raise ReplicaFailed(answer.fault)
+        if answer.status < FIRST_ERROR:
+            self._note_first_text(exchange)
         exchange.n_tokens = answer.tokens(exchange.n_read)
         return RelayedResponse(exchange.whole(answer.status, answer.body, answer.headers))
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from phalanx.errors import MalformedAnswer, PhalanxError
-from phalanx.gateway.relay.attempt import Attempt, response_headers
+from phalanx.gateway.relay.attempt import UNAUTHORIZED, Attempt, response_headers
 from phalanx.gateway.relay.body_peek import prompt_tokens, tokens_of, usage_in
 from phalanx.gateway.relay.event_reader import EventReader
 from phalanx.gateway.relay.exchange import ClientExchange
@@ -25,6 +25,7 @@ WHOLE_BYTES = 8 << 20  # of an answer that is no stream: up to here it is held, 
 FED_BYTES = 4 << 10
 """Of a stream, read at a time: 4,096 bytes can be 2,048 events, which take 10 ms; others are served in between."""
 FIRST_ERROR = 400  # of statuses
+KEY_REMEDY = "It needs one of its own: --worker-key, or `key` where the replica is named."
 HELD_S = 1.0  # that a piece waits for its client; a replica's connection stands still meanwhile
 LINGER_S = 1.0  # for the end of a stream whose last event has come
 STREAMS = {"text/event-stream": False, "application/x-ndjson": True}
@@ -38,6 +39,7 @@ class BufferedResponse(Struct, frozen=True):
     headers: Mapping[str, str]
     body: bytes
     is_final: bool = False  # the replica says that no other one would answer better
+    fault: str = ""  # it is no client's matter: what a client is told instead
 
     def tokens(self, n_asked: int) -> int:
         """What it took, prompt included: as its `usage` says, else roughly; an error takes nothing.
@@ -108,6 +110,9 @@ class Relay:
         Raises:
             PhalanxError: the replica broke off, whether the client has a part of the answer or not.
         """
+        if response.status == UNAUTHORIZED and not self._attempt.is_clients_key:
+            said = f"The replica {self._attempt.name} does not take the gateway's key (401)."
+            return BufferedResponse(UNAUTHORIZED, {}, b"", fault=f"{said} {KEY_REMEDY}")
         if response.content_type in STREAMS and response.status == 200:
             return await self._stream(response)
         return await self._hold(response)
@@ -196,7 +201,7 @@ class Relay:
         return relayed(self._exchange, None)
 
     def _headers(self, response: aiohttp.ClientResponse) -> Mapping[str, str]:
-        headers = response_headers(response.headers)
+        headers = response_headers(response.headers, response.status)
         headers["X-Phalanx-Replica"] = self._attempt.name
         return headers
 
@@ -210,7 +215,8 @@ class Relay:
         if not self._has_sent:
             self._has_sent = True
             self._on_first_byte()
-        if self._exchange.first_text_s is None and (self.reader is None or self.reader.has_text):
+        has_text = self.reader.has_text if self.reader is not None else response.status < FIRST_ERROR
+        if self._exchange.first_text_s is None and has_text:
             self._on_first_text()
         self._attempt.is_relaying = False
         self._attempt.note_byte()

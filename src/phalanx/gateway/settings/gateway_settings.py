@@ -10,7 +10,12 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from phalanx.config import GATEWAY_PORT, MIB, Count, Flag, LogLevel, Size
-from phalanx.environment import API_KEY_VARIABLE, WORKER_ADMIN_KEY_VARIABLE, WORKER_KEY_VARIABLE
+from phalanx.environment import (
+    API_KEY_VARIABLE,
+    GATEWAY_ADMIN_KEY_VARIABLE,
+    WORKER_ADMIN_KEY_VARIABLE,
+    WORKER_KEY_VARIABLE,
+)
 from phalanx.http.stream_records import MOST_ITEMS
 
 PolicyName = Literal["least_load", "cache_aware", "power_of_two", "round_robin", "consistent_hashing"]
@@ -26,7 +31,8 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535), Flag("HTTP")] = GATEWAY_PORT
     """TCP port; 0 picks a free one, which is printed."""
     api_key: Annotated[
-        tuple[str, ...], Flag("HTTP", default="no key is needed, but for those of --keys", variable=API_KEY_VARIABLE)
+        tuple[str, ...],
+        Flag("HTTP", default="no key is needed, but for those of --keys", variable=API_KEY_VARIABLE, is_key=True),
     ] = ()
     """A key clients must send, without limits of its own; may be repeated."""
     allowed_hosts: Annotated[tuple[str, ...], Flag("HTTP")] = ()
@@ -34,7 +40,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     are refused: a web page could ask under a name of its own."""
     keys: Annotated[str | None, Flag("HTTP", is_file=True)] = None
     """TOML file of keys with limits each; read again when it changes."""
-    admin_key: Annotated[str | None, Flag("HTTP")] = None
+    admin_key: Annotated[str | None, Flag("HTTP", variable=GATEWAY_ADMIN_KEY_VARIABLE, is_key=True)] = None
     """Key of /admin; without it there is none."""
     ssl_certfile: Annotated[str | None, Flag("HTTP", is_file=True)] = None
     """Certificate chain (PEM): the gateway speaks HTTPS."""
@@ -67,13 +73,22 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     """TOML file of replicas instead; read again when it changes."""
     worker_key: Annotated[
         str | None,
-        Flag("Replicas", default="clients' own, if the gateway asks for none", variable=WORKER_KEY_VARIABLE),
+        Flag(
+            "Replicas", default="clients' own, if the gateway asks for none", variable=WORKER_KEY_VARIABLE, is_key=True
+        ),
     ] = None
     """Key that replicas get, unless their file says another."""
     worker_admin_key: Annotated[
-        str | None, Flag("Replicas", default="streams end with their replica", variable=WORKER_ADMIN_KEY_VARIABLE)
+        str | None,
+        Flag(
+            "Replicas",
+            default="streams end with their replica, to which all clients are one",
+            variable=WORKER_ADMIN_KEY_VARIABLE,
+            is_key=True,
+        ),
     ] = None
-    """--admin-key of replicas, unless their file says another: with it their streams can go on elsewhere."""
+    """--admin-key of replicas, unless their file says another: with it their streams can go on elsewhere, and they
+    keep clients with different keys apart."""
     worker_ca: Annotated[str | None, Flag("Replicas", is_file=True, default="the system's")] = None
     """Certificates (PEM) of authorities, or of https replicas themselves."""
     policy: Annotated[PolicyName, Flag("Replicas")] = "least_load"

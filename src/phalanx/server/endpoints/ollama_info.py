@@ -2,44 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
+import msgspec
 from fastapi import Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
-from phalanx.errors import InvalidRequest
+from phalanx.catalog.local_models import LocalModel, find, local_models
+from phalanx.catalog.short_names import DEMO, repository_of
+from phalanx.errors import InvalidRequest, ModelNotFound, UnknownModel
+from phalanx.server.answers.event_framing import EventStream
 from phalanx.server.dialects.ollama import ollama_models
-from phalanx.server.dialects.ollama.ollama_body import OllamaModelBody
-from phalanx.server.dialects.ollama.ollama_dialect import resolve_name
-from phalanx.server.dialects.ollama.ollama_models import REFUSED, OllamaModel
+from phalanx.server.dialects.ollama.ollama_body import OllamaModelBody, OllamaPullBody
+from phalanx.server.dialects.ollama.ollama_dialect import TAG, resolve_name
+from phalanx.server.dialects.ollama.ollama_models import HERE, REFUSED, OllamaModel
 from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel
+from phalanx.supervision.model_commands import model_command
 from phalanx.types import ModelInfo
+
+NAME = re.compile(r"\w[\w.:-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
+"""A short name or a hub id, but no path."""
 
 
 class OllamaEndpoints:
     """The handlers.
 
     Args:
+        model: the served one, as the engine calls it.
         template: of chats; "" without one.
         info: of the loaded model; raises EngineUnavailable before there is one.
+        manages: whether a request may see and change the models on this disk.
     """
 
-    def __init__(self, served: ApiModel, intake: Intake, template: str, info: Callable[[], ModelInfo]) -> None:
+    def __init__(
+        self,
+        served: ApiModel,
+        intake: Intake,
+        model: str,
+        template: str,
+        info: Callable[[], ModelInfo],
+        manages: Callable[[Request], bool],
+    ) -> None:
         self._served = served
         self._intake = intake
+        self._names = {*served.names, model}
+        self._repository = repository_of(model)[0]
         self._template = template
         self._info = info
+        self._manages = manages
         self._since = int(time.time())
 
     async def version(self) -> JSONResponse:
         """`GET /api/version`"""
         return JSONResponse(ollama_models.version())
 
-    async def tags(self) -> JSONResponse:
+    async def tags(self, request: Request) -> JSONResponse:
         """`GET /api/tags`"""
-        return JSONResponse(ollama_models.tags([self._model(name) for name in self._served.names]))
+        others = await asyncio.to_thread(self._others) if self._manages(request) else []
+        return JSONResponse(ollama_models.tags([self._model(name) for name in self._served.names], others))
 
     async def running(self) -> JSONResponse:
         """`GET /api/ps`"""
@@ -47,19 +72,51 @@ class OllamaEndpoints:
 
     async def show(self, request: Request) -> JSONResponse:
         """`POST /api/show`"""
-        name = await self._intake.read(request, OllamaModelBody, self._named)
-        return JSONResponse(ollama_models.show(self._model(name)))
+        name = await self._intake.read(request, OllamaModelBody, _named)
+        bare = name.removesuffix(TAG)
+        if not self._is_served(name) and self._manages(request) and NAME.fullmatch(bare):
+            try:
+                return JSONResponse(ollama_models.show_local(await asyncio.to_thread(find, bare)))
+            except ModelNotFound:
+                pass  # the error below names what is served
+        return JSONResponse(ollama_models.show(self._model(resolve_name(name, self._served))))
+
+    async def pull(self, request: Request) -> Response:
+        """`POST /api/pull`: a line of JSON for each step, unless `stream` is false."""
+        body = await self._intake.read(request, OllamaPullBody, lambda body: body)
+        name = _named(body)
+        lines = _encoded() if self._is_served(name) else model_command("pull", _manageable(name))
+        if body.stream is not False:
+            return EventStream(lines, lambda: None, "application/x-ndjson")
+        return JSONResponse(await _last(lines))
+
+    async def delete(self, request: Request) -> Response:
+        """`DELETE /api/delete`"""
+        name = await self._intake.read(request, OllamaModelBody, _named)
+        if self._is_served(name):
+            raise InvalidRequest(f"{name} is served; stop this server first.", param="model")
+        bare = _manageable(name)
+        try:
+            await asyncio.to_thread(find, bare)
+        except ModelNotFound as error:
+            raise UnknownModel(str(error), param="model") from error
+        await _last(model_command("rm", bare))
+        return Response()
 
     async def refuse(self, request: Request) -> JSONResponse:
         """The endpoints that this server does not have."""
         raise InvalidRequest(REFUSED[request.url.path.rstrip("/")])
 
-    def _named(self, body: OllamaModelBody) -> str:
-        name = body.model or body.name
-        if not name:
-            message = "Missing required parameter: 'model'."
-            raise InvalidRequest(message, param="model", code="missing_required_parameter")
-        return resolve_name(name, self._served)
+    def _is_served(self, name: str) -> bool:
+        return name.removesuffix(TAG) in self._names
+
+    def _others(self) -> list[LocalModel]:
+        """The models on this disk that can be used, but are not served."""
+        return [
+            model
+            for model in local_models()
+            if not model.lacks and model.name not in {DEMO, *self._names} and model.repository != self._repository
+        ]
 
     def _model(self, name: str) -> OllamaModel:
         return OllamaModel(
@@ -70,3 +127,43 @@ class OllamaEndpoints:
             since=self._since,
             template=self._template,
         )
+
+
+def _named(body: OllamaModelBody) -> str:
+    name = body.model or body.name
+    if not name:
+        message = "Missing required parameter: 'model'."
+        raise InvalidRequest(message, param="model", code="missing_required_parameter")
+    return name
+
+
+def _manageable(name: str) -> str:
+    """The name without Ollama's tag.
+
+    Raises:
+        InvalidRequest: it may be a path of this machine.
+    """
+    bare = name.removesuffix(TAG)
+    if not NAME.fullmatch(bare):
+        raise InvalidRequest(f"{name[:80]!r} is neither a short name nor a hub id (owner/name).", param="model")
+    return bare
+
+
+async def _encoded() -> AsyncGenerator[bytes]:
+    for line in HERE:
+        yield msgspec.json.encode(line) + b"\n"
+
+
+async def _last(lines: AsyncGenerator[bytes]) -> dict[str, object]:
+    """The last line of a command.
+
+    Raises:
+        InvalidRequest: it is an error.
+    """
+    last = b"{}"
+    async for line in lines:
+        last = line
+    parsed: dict[str, object] = json.loads(last)
+    if "error" in parsed:
+        raise InvalidRequest(str(parsed["error"]), param="model")
+    return parsed

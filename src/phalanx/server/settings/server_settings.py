@@ -19,11 +19,14 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """TCP port; 0 picks a free one, which is printed."""
     ollama_port: Annotated[int | None, Meta(ge=0, le=65535), Flag("HTTP", default="none")] = None
     """A second port for the same API; 0 picks a free one. Ollama's clients ask at 11434."""
-    api_key: Annotated[tuple[str, ...], Flag("HTTP", default="no key is needed", variable=API_KEY_VARIABLE)] = ()
+    api_key: Annotated[
+        tuple[str, ...], Flag("HTTP", default="no key is needed", variable=API_KEY_VARIABLE, is_key=True)
+    ] = ()
     """A key clients must send; may be repeated (in the variable: with blanks between them). Clients with different keys
     share places and rows by turns."""
-    admin_key: Annotated[str | None, Flag("HTTP", variable=ADMIN_KEY_VARIABLE)] = None
-    """Key of a gateway that may read streams' tokens and move streams between servers."""
+    admin_key: Annotated[str | None, Flag("HTTP", variable=ADMIN_KEY_VARIABLE, is_key=True)] = None
+    """Key of a gateway that may read streams' tokens, move streams between servers, and say whose a request is; and of
+    clients on other machines that may pull and delete models."""
     metrics_open: Annotated[bool, Flag("HTTP")] = False
     """/metrics needs no key, where the rest does."""
     allowed_hosts: Annotated[tuple[str, ...], Flag("HTTP")] = ()

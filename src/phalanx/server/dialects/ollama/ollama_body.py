@@ -126,10 +126,17 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
 
 
 class OllamaModelBody(TolerantBody, kw_only=True):
-    """`POST /api/show`"""
+    """`POST /api/show`, `DELETE /api/delete`"""
 
     model: str | None = None
     name: Annotated[str | None, about("The older name of model.")] = None
+
+
+class OllamaPullBody(OllamaModelBody, kw_only=True):
+    """`POST /api/pull`"""
+
+    stream: Annotated[bool | None, about("true when left out.")] = None
+    insecure: Annotated[Any, about(f"{INERT} The hub's address is the server's HF_ENDPOINT.")] = None
 
 
 READERS: dict[tuple[type, str], Reader] = {}

@@ -1,4 +1,4 @@
-"""The served model as Ollama's clients see it: `/api/version`, `tags`, `ps`, `show`."""
+"""The served model, and others on this disk, as Ollama's clients see them: `/api/version`, `tags`, `ps`, `show`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from phalanx.catalog.local_models import LocalModel
+from phalanx.catalog.pull_progress import ASKING, PullProgress
 from phalanx.server.fields.timestamps import iso_time
 from phalanx.server.outputs.shapes import OutputShapes
 from phalanx.types import ModelInfo
@@ -21,7 +23,7 @@ REFUSED: Mapping[str, str] = {
     "/api/embeddings": "This server's model writes text; it makes no embeddings.",
     **{
         f"/api/{action}": f"This server has one model, which was chosen at its start; it cannot {action}."
-        for action in ("pull", "push", "create", "copy", "delete")
+        for action in ("push", "create", "copy")
     },
 }
 """Path -> why nothing is done there."""
@@ -43,9 +45,14 @@ def version() -> dict[str, Any]:
     return {"version": API_VERSION}
 
 
-def tags(models: Sequence[OllamaModel]) -> dict[str, Any]:
-    """`GET /api/tags`: a model per name."""
-    return {"models": [{**_card(model), "modified_at": iso_time(model.since)} for model in models]}
+def tags(models: Sequence[OllamaModel], others: Sequence[LocalModel] = ()) -> dict[str, Any]:
+    """`GET /api/tags`: a model per name.
+
+    Args:
+        others: on this disk, but not served.
+    """
+    served = [{**_card(model), "modified_at": iso_time(model.since)} for model in models]
+    return {"models": [*served, *map(_local_card, others)]}
 
 
 def running(models: Sequence[OllamaModel]) -> dict[str, Any]:
@@ -71,6 +78,48 @@ def show(model: OllamaModel) -> dict[str, Any]:
             f"{kind}.context_length": model.info.max_model_len,
             f"{kind}.vocab_size": model.info.vocab_size,
         },
+    }
+
+
+def show_local(model: LocalModel) -> dict[str, Any]:
+    """`POST /api/show` of a model that is not served: what its small files say."""
+    kind = model.family
+    return {
+        "modified_at": iso_time(int(model.used)),
+        "details": _local_details(model),
+        "template": "",
+        "capabilities": ["completion"],
+        "model_info": {
+            "general.architecture": kind,
+            "general.basename": model.name,
+            f"{kind}.context_length": model.context,
+        },
+    }
+
+
+HERE: Sequence[PullProgress] = (PullProgress(ASKING), PullProgress("success"))
+"""`POST /api/pull` of the served model."""
+
+
+def _local_card(model: LocalModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "model": model.name,
+        "modified_at": iso_time(int(model.used)),
+        "size": model.bytes,
+        "digest": hashlib.sha256(f"{model.name} {model.path.name} {model.bytes}".encode()).hexdigest(),
+        "details": _local_details(model),
+    }
+
+
+def _local_details(model: LocalModel) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": model.family,
+        "families": [model.family],
+        "parameter_size": "",
+        "quantization_level": f"{model.bits}-bit" if model.bits else "",
     }
 
 

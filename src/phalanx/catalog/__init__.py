@@ -1,0 +1,1 @@
+"""Models by name: short names, the models on this disk, downloads. Runs without MLX."""

@@ -1,0 +1,234 @@
+"""Downloads a model from the hub into the hub's cache, and says in words why it could not.
+
+The hub's client finds, fetches and retries. Here is what it leaves out: the disk is measured first; a file of weights
+goes on where a killed download stopped; each file is compared with the checksum that the hub names before it gets its
+name; the snapshot's directory comes last, so that no part of a model bears the model's name.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
+from huggingface_hub import errors as hub
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import WeakFileLock, build_hf_headers, filter_repo_objects
+from huggingface_hub.utils import tqdm as hub_bar
+from huggingface_hub.utils.sha import git_hash
+
+from phalanx.catalog.local_models import NEEDED, PART, cached_snapshot, lacking, repository_folder
+from phalanx.catalog.pull_progress import ASKING, GB, PullProgress, Report, quiet
+from phalanx.errors import ModelError, ModelNotFound
+
+HTTP_ERROR: type[Exception] = hub.HfHubHTTPError.__bases__[0]
+"""Base of all errors of HTTP that the hub's client raises: it has changed the library below, and may again."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SPARE = 64 << 20  # bytes of the disk that stay free
+
+
+def download(model: str, revision: str | None, *, trust_remote_code: bool, report: Report = quiet) -> Path:
+    """The directory of a hub id; taken from the hub's cache when there is no network.
+
+    Raises:
+        ModelNotFound: says whether the repository, the permission or the network is at fault.
+        ModelError: the disk is too small, or a file is not what the hub says; or a download has to be ended first.
+    """
+    patterns = [pattern for pattern in NEEDED if trust_remote_code or not pattern.endswith(".py")]
+    report(PullProgress(ASKING))
+    try:
+        found = HfApi().model_info(model, revision=revision, files_metadata=True)
+    except (HTTP_ERROR, OSError, ValueError) as error:
+        if isinstance(error, (hub.HFValidationError, hub.RevisionNotFoundError)):
+            raise explain(model, revision, error) from error
+        return _from_cache(model, revision, error)
+    try:
+        return _fetch(model, revision, found, patterns, report)
+    except (HTTP_ERROR, OSError, ValueError) as error:
+        raise explain(model, revision, error) from error
+
+
+def _from_cache(model: str, revision: str | None, error: Exception) -> Path:
+    path = cached_snapshot(model, revision)
+    if path is None:
+        raise explain(model, revision, error) from error
+    if missing := lacking(path):
+        raise ModelNotFound(
+            f"The download of {model} has not ended: {path} lacks {missing}, and the hub cannot be asked for it.",
+            remedy=f"Run `phalanx pull {model}` where the hub can be reached.",
+        ) from error
+    return path
+
+
+def _fetch(model: str, revision: str | None, found: Any, patterns: Sequence[str], report: Report) -> Path:
+    """Fetch the files that the cache lacks; those with a SHA-256 first, which are the large ones."""
+    folder = repository_folder(model)
+    snapshot: Path = folder / "snapshots" / found.sha
+    names = list(filter_repo_objects([file.rfilename for file in found.siblings], allow_patterns=list(patterns)))
+    todo = [file for file in found.siblings if file.rfilename in names and not (snapshot / file.rfilename).exists()]
+    if not any(name.endswith(".safetensors") for name in names):
+        raise ModelError(
+            f"{model} has no weights as safetensors.", remedy="Choose another repository, such as of mlx-community."
+        )
+    if not todo and cached_snapshot(model, revision) == snapshot:
+        return snapshot  # else its name is missing, which the hub's client writes
+    if todo:
+        _check_disk(model, folder, todo, report)
+    for file in todo:
+        if file.lfs is not None and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+            _fetch_large(model, found.sha, file, folder, report)
+    bar = None if report is quiet else _NoBar
+    path = Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns), tqdm_class=bar))
+    for file in todo:
+        if file.lfs is None and file.blob_id and path == snapshot:
+            _check_small(model, path / file.rfilename, file.blob_id)
+    return path
+
+
+def _check_disk(model: str, folder: Path, todo: Sequence[Any], report: Report) -> None:
+    """Say how many bytes are to come.
+
+    Raises:
+        ModelError: the disk has not so many.
+    """
+    blobs = folder / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    needed = 0
+    for file in todo:
+        have = [blobs / file.lfs.sha256, blobs / f"{file.lfs.sha256}{PART}"] if file.lfs is not None else []
+        needed += max(0, (file.size or 0) - sum(one.stat().st_size for one in have if one.exists()))
+    free = shutil.disk_usage(blobs).free
+    if needed + SPARE > free:
+        raise ModelError(
+            f"{model} needs {needed / GB:.2f} GB of disk, but {folder.parent} has {free / GB:.2f} GB free.",
+            remedy="Remove models (`phalanx list`, `phalanx rm NAME`), or set HF_HUB_CACHE to a directory with room.",
+        )
+    report(PullProgress(f"needs {needed / GB:.2f} GB of disk, {free / GB:.2f} GB are free"))
+
+
+def _fetch_large(model: str, commit: str, file: Any, folder: Path, report: Report) -> None:
+    """Fetch a file into the cache's `blobs`, or the rest of it.
+
+    Raises:
+        ModelError: what came is not what the hub says.
+    """
+    digest, size = file.lfs.sha256, file.size
+    blob, part = folder / "blobs" / digest, folder / "blobs" / f"{digest}{PART}"
+    lock = folder.parent / ".locks" / folder.name / f"{digest}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        if blob.exists():
+            return
+        with part.open("ab") as out:
+            if out.tell() > size:
+                out.truncate(0)
+            http_get(
+                hf_hub_url(model, file.rfilename, revision=commit), out, resume_size=out.tell(),
+                headers=build_hf_headers(), expected_size=size, tqdm_class=_bar(report, digest, size),
+            )  # fmt: skip
+            out.flush()
+            os.fsync(out.fileno())
+        report(PullProgress("verifying sha256 digest"))
+        if _sha256(part) != digest:
+            part.unlink()
+            raise _changed(model, file.rfilename)
+        part.replace(blob)
+
+
+class _NoBar(hub_bar):  # type: ignore[misc]  # of a module without types
+    """A bar of the hub's client that is not drawn."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{**settings, "disable": True})
+
+
+def _bar(report: Report, digest: str, total: int) -> type | None:
+    """What the hub's client takes for a progress bar: it reports. None: the client draws its own."""
+    if report is quiet:
+        return None
+
+    class Bar:
+        def __init__(self, initial: int = 0, **_: Any) -> None:
+            self.completed = initial
+            self.update(0)
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def update(self, n: float | None = 1) -> None:
+            self.completed += int(n or 0)
+            report(PullProgress(f"pulling {digest[:12]}", f"sha256:{digest}", total, self.completed))
+
+    return Bar
+
+
+def _check_small(model: str, file: Path, blob_id: str) -> None:
+    if git_hash(file.read_bytes()) != blob_id:
+        file.resolve().unlink()
+        file.unlink(missing_ok=True)
+        raise _changed(model, file.name)
+
+
+def _changed(model: str, name: str) -> ModelError:
+    return ModelError(
+        f"{name} of {model} is not what the hub says: its checksum is another.",
+        remedy="It changed while it was read, or something on the way changes files: try again.",
+    )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def explain(model: str, revision: str | None, error: Exception) -> ModelError:
+    """Map an error of the hub's client. Specific errors come first, because some are subclasses of others."""
+    no_directory = f"There is no directory {model!r}, and"
+    match error:
+        case hub.HFValidationError():
+            return ModelNotFound(
+                f"{no_directory} it is not a hub id.",
+                remedy="Give a directory, owner/name, `demo`, or a short name such as `smollm2`.",
+            )
+        case hub.GatedRepoError():
+            return ModelNotFound(
+                f"{model} is a gated repository of the hub and this machine has no access to it.",
+                remedy="Accept its terms on its page at the hub, then log in with `hf auth login` (or set HF_TOKEN).",
+            )
+        case hub.RepositoryNotFoundError():
+            return ModelNotFound(
+                f"{no_directory} the hub has no such repository (or it is private).",
+                remedy="Check the name; for a private one log in with `hf auth login` (or set HF_TOKEN).",
+            )
+        case hub.RevisionNotFoundError():
+            return ModelNotFound(f"{model} has no revision {revision!r}.", remedy="Check --revision.")
+        case hub.HfHubHTTPError() if error.response.status_code == 401:
+            return ModelNotFound(
+                f"The hub does not accept this machine's token for {model}.",
+                remedy="Log in again with `hf auth login`, or set HF_TOKEN.",
+            )
+        case OSError(errno=number) if number in FULL:
+            return ModelError(
+                f"{model} could not be written: {error.strerror}.",
+                remedy="Make room (`phalanx list`, `phalanx rm NAME`) and pull again: it goes on where it stopped.",
+            )
+    if isinstance(error, (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError)) or (
+        isinstance(error, HTTP_ERROR) and not isinstance(error, hub.HfHubHTTPError)
+    ):
+        return ModelNotFound(
+            f"{no_directory} the hub cannot be reached, nor is the model in its local cache.",
+            remedy="Check the network, or copy the model to a directory and give its path.",
+        )
+    said = " ".join(str(error).split())
+    return ModelNotFound(
+        f"{model} could not be fetched from the hub: {type(error).__name__}: {said}",
+        remedy="Try again later, or copy the model to a directory and give its path.",
+    )

