@@ -79,7 +79,10 @@ PURE = (
     *(f"server/{name}/" for name in "settings fields requests sequences answers dialects outputs".split()),
     "catalog/pull_progress.py", "catalog/short_names.py",
     "errors.py", "rank_variables.py", "types.py", "cli/launchers.py", "engine/mirror.py", "engine/step_deadline.py",
-    *(f"cluster/{name}.py" for name in "discovery argument_flags hostfile_parser replica_layout network shape".split()),
+    *(
+        f"cluster/{name}.py"
+        for name in "discovery argument_flags host_platform hostfile_parser replica_layout network shape".split()
+    ),
     *(f"dist/{name}.py" for name in "stage_frames stall topology".split()), "server/endpoints/numerics.py",
     "supervision/fast_synch.py", "supervision/restarts.py", "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip

@@ -26,6 +26,8 @@ PURE = (
     "python -m pip wheel --no-deps --no-build-isolation -w {directory} {project}",
 )
 """The commands that bring the wheel of phalanx."""
+BESIDE = (*sorted(ROOT.glob("requirements*.lock")), ROOT / "tools/mlx_backend.sh")
+"""What `phalanx install` looks for beside the wheels."""
 HAS_KERNELS = (sys.platform, platform.machine()) == ("linux", "x86_64")
 TAG = "import sys; print('cp%d%d' % sys.version_info[:2] if sys.implementation.name == 'cpython' else '')"
 
@@ -90,6 +92,8 @@ def main(directory: Path, named: Sequence[str]) -> None:
         old.unlink()
     pure = [command.format(project=ROOT, directory=directory) for command in PURE]
     build(pure, next(iter(found.values())), ROOT / "build/wheels/pure")
+    for file in BESIDE:
+        shutil.copy(file, directory)
     for tag, python in found.items() if HAS_KERNELS else ():
         environment = ROOT / "build/wheels" / tag
         build(steps(table, environment / "wheels", directory), python, environment)

@@ -252,15 +252,15 @@ FAULTS: tuple[Fault, ...] = (
         pattern=r"No module named '?phalanx|phalanx: (command )?not found|command not found: phalanx",
         example="bash: line 1: phalanx: command not found",
         cause="phalanx is not installed for the Python that ssh finds on this host.",
-        remedy="Install it there (`make venv` in a checkout), or name its Python with --python.",
+        remedy="Run `phalanx install HOST`, or name its Python with --python.",
     ),
     Fault(
         name="engine-missing",
         pattern=r"No module named '?mlx",
         example="ModuleNotFoundError: No module named 'mlx'",
         cause="phalanx is installed without its engine on this host.",
-        remedy="Install it there with `make venv` in a checkout, or with one of `phalanx[cpu]`, `phalanx[cuda13]`, "
-        "`phalanx[cuda12]`; on a Mac `phalanx[engine]`.",
+        remedy="Run `phalanx install HOST`, or install one of `phalanx[cpu]`, `phalanx[cuda13]`, `phalanx[cuda12]` "
+        "there; on a Mac `phalanx[engine]`.",
     ),
     # The group ------------------------------------------------------------------------------------------------------
     Fault(
@@ -282,7 +282,7 @@ FAULTS: tuple[Fault, ...] = (
         pattern=r"has (version|mlx|mlx_lm|fingerprint) \S+; the leader, .*, has|PeerRefused",
         example="rank 1 (b, pid 7) has mlx 0.32.3; the leader, rank 0 (a, pid 5), has 0.32.4.",
         cause="The hosts have different versions of phalanx, MLX or mlx-lm, or different model files.",
-        remedy="Install the same versions everywhere; `phalanx model push` makes the model the same.",
+        remedy="`phalanx install --upgrade HOSTS` makes the versions the same, `phalanx model push` the model.",
     ),
     Fault(
         name="rank-did-not-join",

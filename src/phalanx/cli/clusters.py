@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -36,10 +35,10 @@ Python = Annotated[
     typer.Option(
         "--python",
         help="Python with phalanx on the hosts.",
-        show_default="this one; where it is not: `phalanx` on the PATH of a login shell",
+        show_default="that of `phalanx install`, else the same as here, else `phalanx` on the PATH of a login shell",
     ),
 ]
-PYTHON = sys.executable
+PYTHON = ""
 
 
 Pp = Annotated[str | None, typer.Option("--pp", "-pp", metavar="N", help="Stages, as `serve` will have them.")]

@@ -23,6 +23,8 @@ COMMANDS = {
     "launch": "Start a coding agent that works with a server of phalanx.",
     "demo": "Serve the bundled model and stream one answer, with its speed.",
     "selftest": "Test a group of ranks: sums, speed, equal tokens, memory.",
+    "install": "Bring phalanx to hosts through ssh; --upgrade, --rollback.",
+    "uninstall": "Delete phalanx on hosts.",
     "up": "Start a cluster: ranks on several hosts, a server on the first.",
     "down": "Stop a cluster.",
     "restart": "Stop a cluster and start it again as it was.",
@@ -44,7 +46,7 @@ COMMANDS = {
     "reach": "What ssh is for mpirun.",
     "rank": "One engine process. Started by `serve`, not by hand.",
 }
-"""Command -> its line in `phalanx --help`. The code of each is the function `command` in the file of its name."""
+"""Command -> its line in `phalanx --help`. The code of each is `command` in the module that `module_of` names."""
 
 HIDDEN = frozenset({"agent", "host", "rank", "reach"})
 PASSES_ON = frozenset({"up"})

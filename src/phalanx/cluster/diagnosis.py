@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from phalanx import __version__
 from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts, bad, worst
 from phalanx.cluster.deployment import Deployment
 from phalanx.cluster.host_status import flag, serve_address
@@ -146,7 +147,7 @@ def compare(
 
 def _versions(facts: Mapping[str, HostFacts]) -> Iterator[CheckResult]:
     for package in SAME:
-        by_version: dict[str, list[str]] = {}
+        by_version = {__version__: ["this machine"]} if package == "phalanx" and facts else {}
         for host, fact in facts.items():
             by_version.setdefault(fact.versions.get(package) or "missing", []).append(host)
         if len(by_version) > 1:
@@ -156,7 +157,8 @@ def _versions(facts: Mapping[str, HostFacts]) -> Iterator[CheckResult]:
                 level="bad",
                 seen=seen,
                 wanted="the same everywhere",
-                remedy=f"Install the same {package} on all hosts.",
+                remedy=f"Install the same {package} on all hosts"
+                + (" (`phalanx install --upgrade HOSTS`)." if package != "python" else "."),
             )
         elif by_version:
             yield CheckResult(check=f"version of {package}", level="ok", seen=next(iter(by_version)))

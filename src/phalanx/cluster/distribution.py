@@ -84,10 +84,15 @@ async def push(model: str, wanted: Manifest, remotes: Sequence[Remote], progress
     assert path is not None
     async with asyncio.TaskGroup() as group:
         for remote in remotes:
-            group.create_task(_push(path, wanted, remote, progress))
+            group.create_task(push_to(path, wanted, remote, progress))
 
 
-async def _push(path: Path, wanted: Manifest, remote: Remote, progress: Progress) -> None:
+async def push_to(path: Path, wanted: Manifest, remote: Remote, progress: Progress) -> None:
+    """Send one host the files of a directory that it lacks, then verify all.
+
+    Raises:
+        ClusterError: names the host; received bytes stay there.
+    """
     found = await remote.call("inventory", wanted, Inventory, timeout_s=_verify_s(wanted))
     partly = {missing.path: missing.have for missing in found.missing}  # what a host names twice is sent once
     todo = [(entry, partly[entry.path]) for entry in wanted.files if entry.path in partly]

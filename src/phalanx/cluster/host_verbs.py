@@ -26,6 +26,7 @@ from phalanx.cluster.checks import examine, gather
 from phalanx.cluster.file_transfer import Manifest, ModelFile, ReceivedFile, finish, inventory, take
 from phalanx.cluster.host_status import flag, report
 from phalanx.cluster.links import MeasureRequest, ReachRequest, SetupRequest, is_there, measure, set_up, undo
+from phalanx.cluster.releases import InstallFolder, ReleaseRequest
 from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.ssh import ANSWER
 from phalanx.cluster.supervisor import (
@@ -161,6 +162,9 @@ def run_verb(verb: str, run_dir: RunDirectory | None = None) -> int:
         "inventory": lambda: inventory(_request(Manifest)),
         "finish": lambda: finish(_request(Manifest)),
         "take": _take,
+        "install": lambda: InstallFolder().install(_request(ReleaseRequest)),
+        "rollback": lambda: InstallFolder().rollback(),
+        "uninstall": lambda: InstallFolder().remove(),
         "group-test": lambda: _group_test(_request(TestRequest).spec),
     }
     if verb in handlers:
@@ -266,7 +270,7 @@ def _request(kind: type[AnyRequest]) -> AnyRequest:
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"The question is not {kind.__name__}: {error}.",
-            remedy="Install the same version of phalanx on all machines.",
+            remedy="`phalanx install --upgrade` brings the same version of phalanx to all machines.",
         ) from error
 
 

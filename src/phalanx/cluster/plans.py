@@ -5,7 +5,6 @@ Does not know how hosts are reached (`lifecycle.py`), nor that several groups ma
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import get_args
@@ -47,7 +46,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     log_dir: str = LOGS
     agent_port: int = AGENT_PORT
-    python: str = sys.executable
+    python: str = ""  # as `Remote` takes it
 
     def remotes(self) -> list[Remote]:
         return [Remote(host.ssh, python=self.python) for host in self.hostfile.hosts]

@@ -38,6 +38,9 @@ ERROR = "error: "  # begins what phalanx reports there; the remedy follows
 LAST_LINES = 6  # of stderr in a message
 LINE_CHARS = 300  # of each of them
 LOOKED_AT = 1 << 15  # characters at the end of each stream in which a failure's cause is looked for
+INSTALLED_PYTHON = '"$(cd -P "$HOME/.phalanx/venv/bin" 2>/dev/null && pwd)/python"'
+"""For sh: the Python of the release that `phalanx install` put in use (`releases.py`). By its own path and not the
+link's: what was started goes on with its release when another one comes into use."""
 LINE_LIMIT = 1 << 24  # bytes
 MOST_SAID = 1 << 22  # bytes that are kept of one stream, the last ones: the answer comes last
 TEXT_CHARS = 10_000  # of one text in an answer
@@ -53,10 +56,11 @@ class Remote:
 
     Args:
         name: the host's name for ssh. For this machine's own names, commands run without ssh.
-        python: the host's Python with phalanx; if it does not exist, `phalanx` on the login shell's PATH is used.
+        python: the host's Python with phalanx; "": the one of `phalanx install`, else the same as here. If it does not
+            exist, `phalanx` on the login shell's PATH is used.
     """
 
-    def __init__(self, name: str, *, python: str = sys.executable) -> None:
+    def __init__(self, name: str, *, python: str = "") -> None:
         self.name = name
         self._python = python
 
@@ -68,8 +72,13 @@ class Remote:
         """
         if is_here(self.name):
             return [sys.executable, *RUN_PHALANX, *words]
-        script = f"exec /bin/sh -c {shlex.quote(_phalanx(self._python, words))}"
-        return [*SSH, *(() if agent else NO_AGENT), "--", self.name, script]
+        return self.shell_command(_phalanx(self._python, words), agent=agent)
+
+    def shell_command(self, script: str, *, agent: bool = False) -> list[str]:
+        """The local command that runs a line for sh on the host."""
+        if is_here(self.name):
+            return ["/bin/sh", "-c", script]
+        return [*SSH, *(() if agent else NO_AGENT), "--", self.name, f"exec /bin/sh -c {shlex.quote(script)}"]
 
     async def call(
         self,
@@ -158,8 +167,9 @@ def is_here(name: str) -> bool:
 
 def _phalanx(python: str, words: Sequence[str]) -> str:
     arguments = shlex.join(words)
-    program = shlex.quote(python)
-    return f"if [ -x {program} ]; then exec {program} {shlex.join(RUN_PHALANX)} {arguments}; fi; " + (
+    programs = [shlex.quote(python)] if python else [INSTALLED_PYTHON, shlex.quote(sys.executable)]
+    return f"for program in {' '.join(programs)}; do " + (
+        f'if [ -x "$program" ]; then exec "$program" {shlex.join(RUN_PHALANX)} {arguments}; fi; done; '
         f'exec "${{SHELL:-/bin/sh}}" -lc {shlex.quote(f"exec phalanx {arguments}")}'
     )
 
@@ -170,7 +180,7 @@ def _decode(name: str, line: str, kind: type[T], *, whole: bool = False) -> T:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ClusterError(
             f"{name} answers in another way than this phalanx expects: {printable(str(error))[:TEXT_CHARS]}.",
-            remedy="Install the same version of phalanx on all machines.",
+            remedy=f"`phalanx install --upgrade {name}` brings this machine's version to it.",
         ) from error
 
 
@@ -328,11 +338,11 @@ def _lines(said: Sequence[str]) -> list[str]:
 
 
 async def on_all(
-    hosts: Iterable[Remote], verb: str, request: object, kind: type[T], *, whole: bool = False
+    hosts: Iterable[Remote], verb: str, request: object, kind: type[T], *, timeout_s: float = 60.0, whole: bool = False
 ) -> dict[str, T | ClusterError]:
     """Send the same request to all hosts in parallel. Returns each host's answer or error, by name."""
     remotes = list(hosts)
-    calls = (remote.call(verb, request, kind, whole=whole) for remote in remotes)
+    calls = (remote.call(verb, request, kind, timeout_s=timeout_s, whole=whole) for remote in remotes)
     results = await asyncio.gather(*calls, return_exceptions=True)
     answers: dict[str, T | ClusterError] = {}
     for remote, result in zip(remotes, results, strict=True):

@@ -20,14 +20,29 @@ VARIABLES = {
 }
 
 
-@pytest.fixture(scope="session")
-def whole_rig() -> Iterator[rigs.Rig]:
-    """desk, a, b, c, d. In CI and with RIG=1 it must run; with RIG=0 skipping is allowed everywhere."""
+def needs_the_rig() -> None:
+    """Skip a test where the rig cannot be built. In CI and with RIG=1 that is a failure; with RIG=0 it never is."""
     if problem := rigs.why_not():
         if os.environ.get("RIG", "1" if os.environ.get("CI") else "0") == "1":
             pytest.fail(f"the rig must run here, but it {problem}")
         pytest.skip(f"the rig {problem}")
+
+
+@pytest.fixture(scope="session")
+def whole_rig() -> Iterator[rigs.Rig]:
+    """desk, a, b, c, d."""
+    needs_the_rig()
     with rigs.rig(["desk", "a", "b", "c", "d"], VARIABLES) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def bare_rig() -> Iterator[rigs.Rig]:
+    """The same, but phalanx is at the desk alone; the others have Python."""
+    needs_the_rig()
+    python = {"PATH": f"{Path(sys.base_prefix) / 'bin'}:{rigs.SYSTEM_PATH}"}
+    with rigs.rig(["desk", "a", "b", "c", "d"], VARIABLES, dict.fromkeys("abcd", python)) as made:
+        clean(made)
         yield made
 
 

@@ -29,6 +29,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WAIT_S = 10.0
 HOME = Path(pwd.getpwuid(os.geteuid()).pw_dir)  # what ssh takes for it, whatever the variable says
 CHECKOUT = Path(__file__).resolve().parents[3]
+OURS = (Path(sys.prefix).resolve(), CHECKOUT)
 
 
 def why_not() -> str:
@@ -50,10 +51,14 @@ class Host:
     Args:
         folder: of this host's home directory and sshd; it outlives `kill`, like a disk.
         variables: environment of everything that ssh starts here.
+        bare: there is Python, but neither this checkout nor its environment.
     """
 
-    def __init__(self, name: str, folder: Path, switch: Switch, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, folder: Path, switch: Switch, variables: Mapping[str, str], *, bare: bool = False
+    ) -> None:
         self.name = name
+        self._bare = bare
         self.address = f"{SUBNET}.{NUMBERS[name]}"
         self.home = folder / "home"
         self.bin = folder / "bin"
@@ -106,7 +111,7 @@ class Host:
 
     def _hide_directories(self) -> str:
         """A /tmp and a home directory of its own; the Python that runs this stays visible where it lies in them."""
-        needed = {f"{self._folder}/needed{i}": path for i, path in enumerate(hidden())}
+        needed = {f"{self._folder}/needed{i}": path for i, path in enumerate(hidden(bare=self._bare))}
         for place in needed:
             Path(place).mkdir(exist_ok=True)
         steps = [
@@ -114,6 +119,7 @@ class Host:
             "mount -t tmpfs tmp /tmp; chmod 1777 /tmp",
             f"mkdir -p {HOME}; mount --rbind {self.home} {HOME}",
             *(f"mkdir -p {path}; mount --rbind {place} {path}" for place, path in needed.items()),
+            *(f"[ ! -e {path} ] || mount -t tmpfs none {path}" for path in (OURS if self._bare else ())),
         ]
         return "; ".join(steps)
 
@@ -222,9 +228,9 @@ class Host:
         return {int(line.split()[3].rpartition(":")[2]) for line in lines}
 
 
-def hidden() -> list[Path]:
+def hidden(*, bare: bool = False) -> list[Path]:
     """Directories that hosts need and that their own /tmp or home directory would hide."""
-    needed = {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), CHECKOUT}
+    needed = {Path(sys.base_prefix).resolve(), *(() if bare else OURS)}
     return sorted(path for path in needed if path.is_relative_to(HOME) or path.is_relative_to("/tmp"))
 
 
@@ -293,9 +299,16 @@ class Switch:
 
 
 class Rig:
-    """Hosts by name; every host may ssh to every other by its name."""
+    """Hosts by name; every host may ssh to every other by its name.
 
-    def __init__(self, names: Sequence[str], variables: Mapping[str, str]) -> None:
+    Args:
+        bare: the variables of the hosts that are bare.
+    """
+
+    def __init__(
+        self, names: Sequence[str], variables: Mapping[str, str], bare: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
+        bare = bare or {}
         self._stack = ExitStack()
         self._folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))  # /tmp is each host's own
         self._stack.callback(shutil.rmtree, self._folder)
@@ -304,7 +317,8 @@ class Rig:
         self.hosts: dict[str, Host] = {}
         try:
             for name in names:
-                host = self.hosts[name] = Host(name, self._folder / name, switch, variables)
+                own = bare.get(name, variables)
+                host = self.hosts[name] = Host(name, self._folder / name, switch, own, bare=name in bare)
                 self._stack.callback(host.kill)
                 host.boot()
             self._acquaint()
@@ -356,8 +370,10 @@ class Rig:
 
 
 @contextmanager
-def rig(names: Sequence[str], variables: Mapping[str, str]) -> Iterator[Rig]:
-    made = Rig(names, variables)
+def rig(
+    names: Sequence[str], variables: Mapping[str, str], bare: Mapping[str, Mapping[str, str]] | None = None
+) -> Iterator[Rig]:
+    made = Rig(names, variables, bare)
     try:
         yield made
     finally:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from phalanx import __version__
 from phalanx.cluster.check_results import CheckResult, HostFacts, ModelFacts, worst
 from phalanx.cluster.diagnosis import compare
 from phalanx.cluster.discovery import discover
@@ -17,7 +18,7 @@ from phalanx.dist.topology import LayerCost, Parts
 from phalanx.errors import ConfigError
 from phalanx.memory import GB
 
-VERSIONS = {"python": "3.12.1", "phalanx": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
+VERSIONS = {"python": "3.12.1", "phalanx": __version__, "mlx": "0.32.4", "mlx-lm": "0.32.2"}
 PAIR = Hostfile(hosts=(Host(ssh="a", rdma=(None, "rdma_en5")), Host(ssh="b", rdma=("rdma_en3", None))))
 
 
@@ -54,6 +55,13 @@ def test_hosts_that_fit_are_not_complained_about():
 def test_other_versions_are_named_with_their_hosts(package):
     (found,) = bad(A, replace(B, versions={**VERSIONS, package: "0.0.1"}))
     assert found.check == f"version of {package}" and "0.0.1 on b" in found.seen
+
+
+def test_hosts_with_another_phalanx_than_this_machine_are_named():
+    other = {**VERSIONS, "phalanx": "0.0.1"}
+    (found,) = bad(replace(A, versions=other), replace(B, versions=other))
+    assert found.seen == f"{__version__} on this machine; 0.0.1 on a, b"
+    assert "phalanx install --upgrade HOSTS" in found.remedy
 
 
 PARTS = Parts(LayerCost(2 * GB), (LayerCost(GB, cost=GB),) * 8, LayerCost(2 * GB, cost=2 * GB))
