@@ -23,8 +23,9 @@ from huggingface_hub.utils import tqdm as hub_bar
 from huggingface_hub.utils.sha import git_hash
 
 from phalanx.catalog.local_models import NEEDED, PART, cached_snapshot, lacking, repository_folder
-from phalanx.catalog.pull_progress import ASKING, GB, PullProgress, Report, quiet
+from phalanx.catalog.pull_progress import ASKING, PullProgress, Report, quiet
 from phalanx.errors import ModelError, ModelNotFound
+from phalanx.memory import GB
 
 HTTP_ERROR: type[Exception] = hub.HfHubHTTPError.__bases__[0]
 """Base of all errors of HTTP that the hub's client raises: it has changed the library below, and may again."""
@@ -36,8 +37,9 @@ def download(model: str, revision: str | None, *, trust_remote_code: bool, repor
     """The directory of a hub id; taken from the hub's cache when there is no network.
 
     Raises:
-        ModelNotFound: says whether the repository, the permission or the network is at fault.
-        ModelError: the disk is too small, or a file is not what the hub says; or a download has to be ended first.
+        ModelNotFound: says whether the repository, the permission or the network is at fault, or that the cache
+            has only a part of the model.
+        ModelError: the disk is too small, or a file is not what the hub says.
     """
     patterns = [pattern for pattern in NEEDED if trust_remote_code or not pattern.endswith(".py")]
     report(PullProgress(ASKING))
@@ -59,7 +61,7 @@ def _from_cache(model: str, revision: str | None, error: Exception) -> Path:
         raise explain(model, revision, error) from error
     if missing := lacking(path):
         raise ModelNotFound(
-            f"The download of {model} has not ended: {path} lacks {missing}, and the hub cannot be asked for it.",
+            f"The download of {model} is incomplete: {path} lacks {missing}, and the hub cannot be asked for it.",
             remedy=f"Run `phalanx pull {model}` where the hub can be reached.",
         ) from error
     return path
@@ -91,10 +93,10 @@ def _fetch(model: str, revision: str | None, found: Any, patterns: Sequence[str]
 
 
 def _check_disk(model: str, folder: Path, todo: Sequence[Any], report: Report) -> None:
-    """Say how many bytes are to come.
+    """Report how many bytes are left to download.
 
     Raises:
-        ModelError: the disk has not so many.
+        ModelError: the disk has too few.
     """
     blobs = folder / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
@@ -112,7 +114,7 @@ def _check_disk(model: str, folder: Path, todo: Sequence[Any], report: Report) -
 
 
 def _fetch_large(model: str, commit: str, file: Any, folder: Path, report: Report) -> None:
-    """Fetch a file into the cache's `blobs`, or the rest of it.
+    """Fetch a file, or the rest of it, into the cache's `blobs`.
 
     Raises:
         ModelError: what came is not what the hub says.
@@ -148,7 +150,7 @@ class _NoBar(hub_bar):  # type: ignore[misc]  # of a module without types
 
 
 def _bar(report: Report, digest: str, total: int) -> type | None:
-    """What the hub's client takes for a progress bar: it reports. None: the client draws its own."""
+    """A class for the hub's client in place of its progress bar, which reports; None: the client draws its own."""
     if report is quiet:
         return None
 

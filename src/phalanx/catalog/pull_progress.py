@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-GB = 1 << 30
 ASKING = "pulling manifest"
 """The status while the hub is asked which files a model has."""
 
@@ -24,4 +23,4 @@ Report = Callable[[PullProgress], None]
 
 
 def quiet(progress: PullProgress) -> None:
-    """The report of programs that show nothing themselves: the hub's client may draw its bars."""
+    """The report of programs that show no progress themselves; the hub's client then draws its own bars."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 DEMO = "demo"
 """The bundled model."""
@@ -11,42 +10,31 @@ PACKAGED = "smollm2"
 """The model that comes from a package index, also where there is no hub (`packaged.py`)."""
 
 
-class HubModel(NamedTuple):
-    """A repository of the hub, and its branch, tag or commit."""
-
-    repository: str
-    revision: str = "main"
-
-
-SHORT_NAMES: Mapping[str, HubModel] = {
-    "qwen3:0.6b": HubModel("mlx-community/Qwen3-0.6B-4bit"),
-    "qwen3:1.7b": HubModel("mlx-community/Qwen3-1.7B-4bit"),
-    "qwen3:4b": HubModel("mlx-community/Qwen3-4B-4bit"),
-    "qwen3:8b": HubModel("mlx-community/Qwen3-8B-4bit"),
-    "qwen3:14b": HubModel("mlx-community/Qwen3-14B-4bit"),
-    "qwen3:30b": HubModel("mlx-community/Qwen3-30B-A3B-4bit"),
-    "qwen3:32b": HubModel("mlx-community/Qwen3-32B-4bit"),
-    "llama3.2:1b": HubModel("mlx-community/Llama-3.2-1B-Instruct-4bit"),
-    "llama3.2:3b": HubModel("mlx-community/Llama-3.2-3B-Instruct-4bit"),
-    "llama3.1:8b": HubModel("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"),
-    "llama3.3:70b": HubModel("mlx-community/Llama-3.3-70B-Instruct-4bit"),
-    "mistral:7b": HubModel("mlx-community/Mistral-7B-Instruct-v0.3-4bit"),
-    "gemma3:1b": HubModel("mlx-community/gemma-3-1b-it-4bit"),
-    "gpt-oss:20b": HubModel("mlx-community/gpt-oss-20b-MXFP4-Q8"),
+SHORT_NAMES: Mapping[str, str] = {
+    "qwen3:0.6b": "mlx-community/Qwen3-0.6B-4bit",
+    "qwen3:1.7b": "mlx-community/Qwen3-1.7B-4bit",
+    "qwen3:4b": "mlx-community/Qwen3-4B-4bit",
+    "qwen3:8b": "mlx-community/Qwen3-8B-4bit",
+    "qwen3:14b": "mlx-community/Qwen3-14B-4bit",
+    "qwen3:30b": "mlx-community/Qwen3-30B-A3B-4bit",
+    "qwen3:32b": "mlx-community/Qwen3-32B-4bit",
+    "llama3.2:1b": "mlx-community/Llama-3.2-1B-Instruct-4bit",
+    "llama3.2:3b": "mlx-community/Llama-3.2-3B-Instruct-4bit",
+    "llama3.1:8b": "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
+    "llama3.3:70b": "mlx-community/Llama-3.3-70B-Instruct-4bit",
+    "mistral:7b": "mlx-community/Mistral-7B-Instruct-v0.3-4bit",
+    "gemma3:1b": "mlx-community/gemma-3-1b-it-4bit",
+    "gpt-oss:20b": "mlx-community/gpt-oss-20b-MXFP4-Q8",
 }
-"""Ollama's name of a model -> the same model for MLX. A name here goes before a directory of that name."""
+"""Ollama's name of a model -> the hub's repository of the same model for MLX. A name here goes before a directory of
+that name."""
 
 
-def repository_of(name: str, revision: str | None = None) -> tuple[str, str | None]:
-    """The repository and revision that a name means: those of a short name, else the name itself.
-
-    Args:
-        revision: what the user asks for; goes before the table's.
-    """
-    found = SHORT_NAMES.get(name)
-    return (name, revision) if found is None else (found.repository, revision or found.revision)
+def repository_of(name: str) -> str:
+    """The repository that a name means: that of a short name, else the name itself."""
+    return SHORT_NAMES.get(name, name)
 
 
 def shortest(repository: str) -> str:
     """The short name of a repository, else its own."""
-    return next((name for name, model in SHORT_NAMES.items() if model.repository == repository), repository)
+    return next((name for name, known in SHORT_NAMES.items() if known == repository), repository)

@@ -10,16 +10,16 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
+from phalanx.catalog.local_models import directory_of
 from phalanx.cluster.file_transfer import BLOCK, Inventory, Manifest, ModelFile, ReceivedFile, manifest, missing_shards
-from phalanx.cluster.library import model_path
 from phalanx.cluster.ssh import TEXT_CHARS, Remote, failure, run
 from phalanx.environment import hub_cache
 from phalanx.errors import ClusterError, ModelNotFound
+from phalanx.memory import GB
 from phalanx.text.printable import printable, shortened
 
 VERIFY_S = 3600.0  # enough to read a terabyte
 PART_S = 60.0  # and per GB: for a host to verify files, the last block of one included
-GB = 1 << 30
 
 Progress = Callable[[str, int], None]
 """Called with a host and the number of bytes that it received since the last call."""
@@ -31,7 +31,7 @@ def prepare(model: str, progress: Callable[[int], None] = lambda _: None, *, nee
     Raises:
         ModelNotFound: the model is not on this machine, or not complete.
     """
-    path = model_path(model)
+    path = directory_of(model)
     if path is None:
         raise ModelNotFound(
             f"{model} is not on this machine.", remedy=f"Run `phalanx model pull {model}`, or push from where it is."
@@ -80,7 +80,7 @@ async def push(model: str, wanted: Manifest, remotes: Sequence[Remote], progress
     Raises:
         ClusterError: names the host; received bytes stay there.
     """
-    path = model_path(model)
+    path = directory_of(model)
     assert path is not None
     async with asyncio.TaskGroup() as group:
         for remote in remotes:

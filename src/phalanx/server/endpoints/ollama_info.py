@@ -51,7 +51,7 @@ class OllamaEndpoints:
         self._served = served
         self._intake = intake
         self._names = {*served.names, model}
-        self._repository = repository_of(model)[0]
+        self._repository = repository_of(model)
         self._template = template
         self._info = info
         self._manages = manages
