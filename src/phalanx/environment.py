@@ -187,13 +187,13 @@ def temporary_directory() -> Path:
 
 
 def own_cache() -> Path:
-    """phalanx's directory in this user's caches: `$XDG_CACHE_HOME/phalanx`, else `~/.cache/phalanx`. Makes it.
+    """`cache_dir`, made if it is missing, in which no other user can have put files.
 
     Raises:
         ConfigError: it cannot be made, or is not this user's alone.
     """
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
+        folder = cache_dir()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except (OSError, RuntimeError) as error:  # there is no home directory, perhaps
         raise ConfigError(
@@ -212,7 +212,7 @@ def hub_cache() -> Path:
 
 
 def cache_dir() -> Path:
-    """phalanx's directory below `$XDG_CACHE_HOME`, else below `~/.cache`: what can be downloaded again."""
+    """phalanx's directory in this user's caches: `$XDG_CACHE_HOME/phalanx`, else `~/.cache/phalanx`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
 
 

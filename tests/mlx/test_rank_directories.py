@@ -13,6 +13,9 @@ import mlx.core as mx
 import pytest
 
 from phalanx.engine.rank_directories import COMPILED_VARIABLE, own_directories
+from phalanx.environment import own_cache
+from phalanx.errors import ModelError
+from phalanx.model.loading import smollm2
 from phalanx.private_files import why_not_private
 
 
@@ -82,3 +85,13 @@ def test_compiled_kernels_stay_in_a_cache_of_the_users_own(
         assert COMPILED_VARIABLE not in os.environ, "then MLX compiles into the temporary directory, which is private"
         assert not why_not_private(Path(os.environ["TMPDIR"]))
     assert "MLX compiles its kernels at every start" in caplog.text and "others may enter it" in caplog.text
+
+
+def test_a_model_in_the_cache_leaves_it_to_its_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> Path:
+        raise ModelError("no network")
+
+    monkeypatch.setattr(smollm2, "fetch_gguf", refuse)
+    with pytest.raises(ModelError, match="no network"):
+        smollm2.fetch()
+    assert not [*own_cache().iterdir()]

