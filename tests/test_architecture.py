@@ -143,7 +143,7 @@ BROAD_EXCEPTS: dict[str, str] = {
 }
 """file -> why everything may be caught there."""
 
-SHARED_NAMES = {"cli/stop.py": "phalanx stop"}
+SHARED_NAMES = {"cli/install.py": "phalanx install", "cli/stop.py": "phalanx stop"}
 """File -> what it stands for, where a command, whose file has its name, and another file have to share one."""
 
 FOREIGN_WORDS = ("/wo" + "rk/", "/ro" + "ot/", "index-" + "url", "/ho" + "me/")

@@ -21,7 +21,7 @@ COMMANDS = {
     "generate": "Write one answer to a prompt, then end.",
     "chat": "Talk to a model, or to a running server, in this terminal.",
     "launch": "Start a coding agent that works with a server of phalanx.",
-    "demo": "Serve the bundled model and stream one answer, with its speed.",
+    "demo": "Serve a small model on several ranks, ask it three things, kill a rank meanwhile.",
     "selftest": "Test a group of ranks: sums, speed, equal tokens, memory.",
     "install": "Bring phalanx to hosts through ssh; --upgrade, --rollback.",
     "uninstall": "Delete phalanx on hosts.",
@@ -46,7 +46,7 @@ COMMANDS = {
     "reach": "What ssh is for mpirun.",
     "rank": "One engine process. Started by `serve`, not by hand.",
 }
-"""Command -> its line in `phalanx --help`. The code of each is `command` in the module that `module_of` names."""
+"""Command -> its line in `phalanx --help`. The code of each is the function `command` in the file of its name."""
 
 HIDDEN = frozenset({"agent", "host", "rank", "reach"})
 PASSES_ON = frozenset({"up"})

@@ -21,16 +21,11 @@ def build(asked: str | None, commands: Mapping[str, str], hidden: Collection[str
     )  # fmt: skip
     app.callback(invoke_without_command=True)(_root)
     for name, summary in commands.items():
-        function = importlib.import_module(module_of(name)).command if name == asked else _not_asked
+        function = importlib.import_module(f"phalanx.cli.{name}").command if name == asked else _not_asked
         untouched = {"ignore_unknown_options": True, "allow_interspersed_args": False} if name == "reach" else {}
         app.command(name, short_help=summary, hidden=name in hidden, context_settings=untouched)(_ending(function))
     app.command("version", short_help="Print the version.")(_ending(_version))
     return app
-
-
-def module_of(name: str) -> str:
-    """The module with a command's code: of its own name, but for `install`, which is the name of the kernels' file."""
-    return f"phalanx.cli.{'install_hosts' if name == 'install' else name}"
 
 
 def _ending(function: Callable[..., int]) -> Callable[..., None]:

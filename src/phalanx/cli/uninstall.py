@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from phalanx.cli.install_hosts import HostfileOption, HostNames, Row, names_of, show
+from phalanx.cli.install import HostfileOption, HostNames, Row, names_of, show
 from phalanx.cluster.installer import BareHost
 from phalanx.cluster.releases import Releases
 from phalanx.cluster.ssh import on_all

@@ -21,7 +21,6 @@ import typer
 from phalanx.cli.exits import for_launchd
 from phalanx.cli.main import COMMANDS
 from phalanx.cli.main import UNITS as UNIT_LABELS
-from phalanx.cli.typer_app import module_of
 from phalanx.cluster.network import daemon
 from phalanx.config import RUN_PHALANX
 from phalanx.environment import LAUNCHD_VARIABLE
@@ -33,7 +32,7 @@ UNITS = sorted(path for path in (ROOT / "deploy").iterdir() if path.is_file())
 
 def flags_of(command: str) -> set[str]:
     """Every option a command takes."""
-    function = importlib.import_module(module_of(command)).command
+    function = importlib.import_module(f"phalanx.cli.{command}").command
     flags = set()
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         for option in get_args(parameter.annotation)[1:]:

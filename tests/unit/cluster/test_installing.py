@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from phalanx import __version__
-from phalanx.cli.install_hosts import names_of
+from phalanx.cli.install import names_of
 from phalanx.cli.main import main
 from phalanx.cluster import installer, wheelhouse
 from phalanx.cluster.host_platform import HostPlatform, applying, fits, platforms

@@ -22,7 +22,7 @@ from phalanx.cluster.wheelhouse import WheelSet, backend_script, kernel_pythons,
 from phalanx.errors import ConfigError, ExitCode, PhalanxError
 
 Row = tuple[str, str, str] | PhalanxError
-"""What a table says of a host: Python, release and a remark; or why it failed."""
+"""The cells of a host: Python, release and a remark; or why it failed."""
 HostNames = Annotated[
     str | None, typer.Argument(metavar="[HOSTS]", help="Names for ssh, A,B,.., or a hostfile.", show_default=False)
 ]
@@ -47,7 +47,7 @@ def command(
     if rollback:
         switched = asyncio.run(on_all(map(BareHost, names), "rollback", {}, Releases))
         return show({name: _rolled_back(one) for name, one in switched.items()})
-    own_wheel(wheels)  # what is missing here is said before hosts are asked
+    own_wheel(wheels)  # fails before hosts are asked
     return show(asyncio.run(_install(names, wheels, upgrade=upgrade)))
 
 
