@@ -19,8 +19,7 @@ from phalanx.cluster.hostfile_parser import Hostfile, from_names, parse
 from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.shape import shape_of
 from phalanx.errors import ClusterError, ConfigError
-
-GB = 1 << 30
+from phalanx.memory import GB
 
 HostfileArgument = Annotated[
     Path | None, typer.Argument(metavar="[HOSTFILE]", help="As mlx.launch reads it.", show_default=False)
@@ -38,8 +37,6 @@ Python = Annotated[
         show_default="that of `phalanx install`, else the same as here, else `phalanx` on the PATH of a login shell",
     ),
 ]
-PYTHON = ""
-
 
 Pp = Annotated[str | None, typer.Option("--pp", "-pp", metavar="N", help="Stages, as `serve` will have them.")]
 Tp = Annotated[str | None, typer.Option("--tp", "-tp", metavar="N[,N...]", help="With --pp: hosts of each stage.")]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
 from phalanx.cli.clusters import (
-    PYTHON,
     HostfileArgument,
     HostfileOption,
     Hosts,
@@ -26,6 +23,7 @@ from phalanx.cli.clusters import (
     shape_words,
 )
 from phalanx.cli.setting_flags import flag, whole
+from phalanx.cli.terminal import show_json
 from phalanx.cluster.diagnosis import examine, wanted, worst
 from phalanx.cluster.fabric import addressed
 from phalanx.cluster.plans import Plan, backend_of
@@ -56,7 +54,7 @@ def command(
     memory_guard_gb: Annotated[float | None, flag(EngineConfig, "memory_guard_gb", rich_help_panel=None)] = None,
     all_checks: Annotated[bool, typer.Option("--all", help="Also show what is in order.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: everything.")] = False,
-    python: Python = PYTHON,
+    python: Python = "",
 ) -> int:
     """Examine all hosts and the links between them. Exit code: 0 all is well, 10 warnings, 20 something is wrong."""
     file = chosen(hostfile, hostfile_option, hosts, num_ranks)
@@ -75,7 +73,7 @@ def command(
     level = worst(result for found in results.values() for result in found)
     if as_json:
         body = {"level": level, "results": results}
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(body)).decode() + "\n")
+        show_json(body)
     elif level == "ok" and not all_checks:
         checks = sum(len(found) for found in results.values())
         print(f"{len(file.hosts)} hosts, {checks} checks: all is well.")

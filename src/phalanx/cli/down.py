@@ -9,14 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
+from phalanx.cli.clusters import HostfileArgument, HostfileOption, Hosts, Python, chosen
 from phalanx.cli.setting_flags import number
 from phalanx.cluster.lifecycle import stop_all
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import KILL_HOLD_S, Stopped
 from phalanx.errors import ClusterError, ExitCode
-
-GB = 1 << 30
+from phalanx.memory import GB
 
 
 def command(
@@ -27,7 +26,7 @@ def command(
     force: Annotated[
         bool, typer.Option("--force", help="Also end ranks, agents and servers that `up` did not start.")
     ] = False,
-    python: Python = PYTHON,
+    python: Python = "",
 ) -> int:
     """Stop a cluster: SIGTERM on all hosts at once; SIGKILL only to what is left after the time-out."""
     chosen_hosts = chosen(hostfile, hostfile_option, hosts)

@@ -22,7 +22,7 @@ from phalanx.text.printable import printable
 
 BYTES_PER_WEIGHT = 0.5625  # at 4 bits: 64 weights share a scale and a bias of 16 bits each
 SHARE_OF_WEIGHTS = 0.85  # of the memory that a model may have; the rest is for the requests' caches
-MOST_NAMED = 3  # models, so that they stay on one line
+MAX_NAMED = 3  # models, so that they stay on one line
 MEMORY_IS = {"host": "memory", "metal": "memory for its GPU", "cuda": "memory on the GPU"}
 
 
@@ -68,7 +68,7 @@ def largest_model(room: int) -> float:
 
 def _named(models: Sequence[LocalModel]) -> str:
     largest = sorted(models, key=lambda model: model.bytes, reverse=True)
-    names = [f"{model.name} ({size_of(model.bytes)})" for model in largest[:MOST_NAMED]]
+    names = [f"{model.name} ({size_of(model.bytes)})" for model in largest[:MAX_NAMED]]
     more = len(models) - len(names)
     return ", ".join(names) + (f", and {more} more (`phalanx list`)" if more else "")
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.clusters import PYTHON, Python, chosen
+from phalanx.cli.clusters import Python, chosen
 from phalanx.cli.terminal import note
 from phalanx.cluster.discovery import discover
 from phalanx.cluster.fabric import facts_of
@@ -24,7 +24,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write it.", show_default="stdout")
     ] = None,
-    python: Python = PYTHON,
+    python: Python = "",
 ) -> int:
     """Ask hosts for their addresses and RDMA devices, and write a hostfile that mlx.launch reads as well."""
     if (names is None) == (check is None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -11,11 +10,10 @@ import msgspec
 import typer
 
 from phalanx.catalog.local_models import LocalModel, local_models
+from phalanx.cli.terminal import show_json
 from phalanx.errors import ExitCode
+from phalanx.memory import GB, MIB
 from phalanx.text.printable import printable
-
-GB = 1 << 30
-MIB = 1 << 20
 
 
 def command(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> int:
@@ -23,7 +21,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="For programs."
     found = list(local_models())
     if as_json:
         plain = [{**msgspec.to_builtins(model, enc_hook=str), "fits": model.fits} for model in found]
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n")
+        show_json(plain)
         return ExitCode.OK
     print_columns([["NAME", "SIZE", "FAMILY", "BITS", "CONTEXT", "LAST USED", "FITS HERE"], *map(_row, found)])
     return ExitCode.OK

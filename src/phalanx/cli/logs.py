@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
+from phalanx.cli.clusters import HostfileArgument, HostfileOption, Hosts, Python, chosen
 from phalanx.cli.setting_flags import whole
 from phalanx.cluster.host_verbs import LogRequest
 from phalanx.cluster.lifecycle import read_logs, remotes_of
@@ -31,7 +31,7 @@ def command(
     ] = None,
     replica: Annotated[str | None, typer.Option(help="Of this replica's hosts alone.", show_default="all")] = None,
     lines: Annotated[int, typer.Option("--lines", **whole(0), help="Of each log, to begin with.")] = 50,
-    python: Python = PYTHON,
+    python: Python = "",
 ) -> int:
     """Show what servers, agents, ranks and the gateway have logged since the last `up`."""
     file = chosen(hostfile, hostfile_option, hosts)

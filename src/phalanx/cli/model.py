@@ -10,12 +10,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from phalanx.cli.clusters import PYTHON, Hosts, Python, chosen
+from phalanx.cli.clusters import Hosts, Python, chosen
 from phalanx.cli.terminal import report
 from phalanx.cluster.distribution import lacking, prepare, pull, push
 from phalanx.cluster.file_transfer import Manifest
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ClusterError, ExitCode
+from phalanx.memory import GB
 from phalanx.text.printable import as_entry
 
 
@@ -30,7 +31,7 @@ def command(
         bool,
         typer.Option("--needed", help="Only files that serving reads, not the same weights in other formats."),
     ] = False,
-    python: Python = PYTHON,
+    python: Python = "",
 ) -> int:
     """pull: download on the first host, copy to the others. push: copy from this machine. verify: compare checksums."""
     remotes = [Remote(host.ssh, python=python) for host in chosen(None, hostfile, hosts).hosts]
@@ -57,7 +58,7 @@ def _push(model: str, wanted: Manifest, remotes: list[Remote]) -> int:
     for error in failures:
         report(error)
     if not failures:
-        print(f"{len(wanted.files)} files, {total / (1 << 30):.2f} GB, verified on {len(remotes)} hosts")
+        print(f"{len(wanted.files)} files, {total / GB:.2f} GB, verified on {len(remotes)} hosts")
     return ExitCode.CRASH if failures else ExitCode.OK
 
 

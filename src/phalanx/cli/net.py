@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.cli.clusters import (
-    PYTHON,
     HostfileArgument,
     HostfileOption,
     Hosts,
@@ -34,6 +33,7 @@ from phalanx.cluster.ssh import Remote
 from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig
 from phalanx.dist.topology import Topology
 from phalanx.errors import ClusterError, ConfigError, ExitCode
+from phalanx.memory import GB
 from phalanx.types import SelfTest
 
 
@@ -53,7 +53,7 @@ def command(
     pp: Pp = None,
     tp: Tp = None,
     links_only: Annotated[bool, typer.Option("--links-only", help="test: no ranks, only links.")] = False,
-    python: Python = PYTHON,
+    python: Python = "",
 ) -> int:
     """Set up direct cables between hosts, test all links, or take a set-up back."""
     if action != "test" and (pp or tp):
@@ -147,6 +147,6 @@ async def _test(plan: Plan, *, links_only: bool) -> int:
         console.print(f"MLX_METAL_FAST_SYNCH: {escape(found.fast_synch)}")
     for rank in found.ranks:
         part = f" (stage {stage_cell(rank.stage, rank.layers)})" if shape.stages > 1 else ""
-        memory = f"active memory {rank.active_bytes / (1 << 30):.2f} GB"
+        memory = f"active memory {rank.active_bytes / GB:.2f} GB"
         console.print(f"rank {rank.rank} on {escape(rank.host)}{part}: {memory}")
     return ExitCode.OK if test.total == test.expected else ExitCode.CRASH

@@ -7,7 +7,6 @@ closes, so that it does not outlive a parent that was killed; unless it is meant
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -20,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from phalanx.cluster.argument_flags import flag_value
 from phalanx.config import RUN_PHALANX
 from phalanx.environment import runtime_dir
 from phalanx.errors import EngineUnavailable
@@ -38,7 +38,8 @@ class PrivateServer:
     def __init__(self, model: str, flags: Sequence[str] = (), *, keep: bool = False) -> None:
         self.url = ""
         self.model = ""
-        self.certificate = _certificate_in(flags)
+        certificate = flag_value(flags, "--ssl-certfile")
+        self.certificate = None if certificate is None else Path(certificate)
         handle, name = tempfile.mkstemp(prefix="phalanx-serve-", suffix=".log", dir=runtime_dir())
         self.log = Path(name)
         self._shown = 0  # characters of the log that went to `show`
@@ -97,19 +98,12 @@ class PrivateServer:
         return self._process.returncode
 
 
-def _certificate_in(flags: Sequence[str]) -> Path | None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--ssl-certfile", type=Path)
-    found: Path | None = parser.parse_known_args(list(flags))[0].ssl_certfile
-    return found
-
-
-def free_port(wanted: int, host: str = "127.0.0.1") -> int:
+def free_port(wanted: int) -> int:
     """`wanted` if it can be bound, else 0 (the server picks one)."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, wanted))
+            probe.bind(("127.0.0.1", wanted))
         except OSError:
             return 0
     return wanted

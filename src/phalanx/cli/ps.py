@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
-import msgspec
 import typer
 
 from phalanx.cli.list import print_columns, size_of
+from phalanx.cli.terminal import show_json
 from phalanx.cluster.local_servers import local_servers
 from phalanx.errors import ExitCode
 
@@ -17,7 +16,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="For programs."
     """List the servers that this user runs on this machine: model, address, ranks, memory."""
     found = local_servers()
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
+        show_json(found)
         return ExitCode.OK
     rows = [["PID", "MODEL", "ADDRESS", "RANKS", "MEMORY"]]
     rows += [

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen
+from phalanx.cli.clusters import HostfileArgument, HostfileOption, Hosts, Python, chosen
 from phalanx.cli.setting_flags import number
 from phalanx.cli.terminal import note
 from phalanx.cluster.lifecycle import Cluster, restart_all, wait_healthy
@@ -26,7 +26,7 @@ def command(
     hosts: Hosts = None,
     timeout: Annotated[float, typer.Option(**number(1.0), help="Seconds to become healthy.")] = 600.0,
     stop_timeout: Annotated[float, typer.Option(**number(0.1), help="Seconds between SIGTERM and SIGKILL.")] = 15.0,
-    python: Python = PYTHON,
+    python: Python = "",
 ) -> int:
     """Stop all hosts, or those of one replica, and start them again with the flags of the last `up`."""
     if replica is None and (hostfile_option or hosts):

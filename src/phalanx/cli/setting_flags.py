@@ -359,9 +359,9 @@ def whole(low: int, high: int | None = None) -> dict[str, Any]:
     return _ranged(int, low, high)
 
 
-def number(low: float, high: float | None = None) -> dict[str, Any]:
-    """As `whole`, for a finite number."""
-    return _ranged(float, low, high)
+def number(low: float) -> dict[str, Any]:
+    """As `whole`, for a finite number that is not too small."""
+    return _ranged(float, low, None)
 
 
 def _counts(given: object, *, single: bool) -> int | tuple[int, ...]:

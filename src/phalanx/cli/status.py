@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
-from phalanx.cli.clusters import PYTHON, HostfileArgument, HostfileOption, Hosts, Python, chosen, status_table
+from phalanx.cli.clusters import HostfileArgument, HostfileOption, Hosts, Python, chosen, status_table
+from phalanx.cli.terminal import show_json
 from phalanx.cluster.host_status import GatewayStatus, HostReport, HostStatus
 from phalanx.cluster.lifecycle import layout_in, statuses
 from phalanx.cluster.replica_layout import ReplicaLayout
@@ -24,7 +23,7 @@ def command(
     hostfile_option: HostfileOption = None,
     hosts: Hosts = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    python: Python = PYTHON,
+    python: Python = "",
 ) -> int:
     """Show every host's processes, memory and health. Exit code 0: all servers are healthy and every host answers."""
     chosen_hosts = chosen(hostfile, hostfile_option, hosts)
@@ -35,7 +34,7 @@ def command(
     if as_json:
         plain = {name: _plain(row) for name, row in rows.items()}
         value = plain if layout is None else _by_replica(plain, layout, gateway)
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+        show_json(value)
     else:
         Console().print(status_table(rows, layout, gateway))
     first = chosen_hosts.hosts[0].ssh

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self, TextIO
 
+import msgspec
+
 from phalanx.catalog.pull_progress import ASKING, PullProgress
 from phalanx.environment import environment
 from phalanx.errors import PhalanxError
@@ -43,6 +45,11 @@ def show(text: str) -> None:
 def show_dim(text: str) -> None:
     """As `show`, for what is not the answer itself."""
     print(_styled(printable(text), DIM, sys.stdout) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def show_json(value: object) -> None:
+    """Print a value for programs, as JSON of several lines."""
+    print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
 def _styled(text: str, style: str, file: TextIO | None = None) -> str:
@@ -101,15 +108,25 @@ class LoadingView:
                     bar.show(state.progress)
 
     def _lines(self) -> None:
-        shown: tuple[str, int] | None = None
+        show_line = plain_lines()
         while not self._finished(state := self._engine.state):
-            if state.progress is None:
-                continue
-            share = state.progress.done / max(1, state.progress.total)
-            reached = (state.progress.phase, int(share / PLAIN_STEP))
-            if reached != shown:
-                shown = reached
-                print(f"{state.progress.phase}: {share:.0%}", file=sys.stderr, flush=True)
+            if state.progress is not None:
+                show_line(state.progress)
+
+
+def plain_lines() -> Callable[[LoadProgress], None]:
+    """A function that prints progress, one line for each `PLAIN_STEP` of a phase."""
+    shown: tuple[str, int] | None = None
+
+    def show_line(progress: LoadProgress) -> None:
+        nonlocal shown
+        share = progress.done / max(1, progress.total)
+        reached = (progress.phase, int(share / PLAIN_STEP))
+        if reached != shown:
+            shown = reached
+            print(f"{progress.phase}: {share:.0%}", file=sys.stderr, flush=True)
+
+    return show_line
 
 
 class PullView:
@@ -118,7 +135,6 @@ class PullView:
     def __init__(self) -> None:
         self._end = ExitStack()
         self._show: Callable[[LoadProgress], None] | None = None
-        self._shown: tuple[str, int] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -132,22 +148,14 @@ class PullView:
             if progress.status != ASKING:
                 note(progress.status)
             return
-        load = LoadProgress(progress.status, progress.completed, progress.total)
-        if sys.stderr.isatty():
-            self._bar(load)
-        else:
-            self._line(load)
-
-    def _bar(self, load: LoadProgress) -> None:
         if self._show is None:
-            bar = importlib.import_module("phalanx.cli.loading_bar").LoadingBar()
-            self._show = self._end.enter_context(bar).show
-        assert self._show is not None
-        self._show(load)
+            self._show = self._view()
+        self._show(LoadProgress(progress.status, progress.completed, progress.total))
 
-    def _line(self, load: LoadProgress) -> None:
-        share = load.done / max(1, load.total)
-        reached = (load.phase, int(share / PLAIN_STEP))
-        if reached != self._shown:
-            self._shown = reached
-            print(f"{load.phase}: {share:.0%}", file=sys.stderr, flush=True)
+    def _view(self) -> Callable[[LoadProgress], None]:
+        if not sys.stderr.isatty():
+            return plain_lines()
+        show: Callable[[LoadProgress], None] = self._end.enter_context(
+            importlib.import_module("phalanx.cli.loading_bar").LoadingBar()
+        ).show
+        return show

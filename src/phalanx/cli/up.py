@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.live import Live
 
 from phalanx.cli.clusters import (
-    PYTHON,
     HostfileArgument,
     HostfileOption,
     Hosts,
@@ -26,7 +25,7 @@ from phalanx.cli.clusters import (
 from phalanx.cli.setting_flags import flag as setting
 from phalanx.cli.setting_flags import number, whole
 from phalanx.cli.terminal import note
-from phalanx.cluster.argument_flags import split_flag
+from phalanx.cluster.argument_flags import flag_value, split_flag
 from phalanx.cluster.deployment import (
     Deployment,
     certificate_for_clients,
@@ -37,7 +36,6 @@ from phalanx.cluster.deployment import (
 )
 from phalanx.cluster.diagnosis import examine, wanted_of, worst
 from phalanx.cluster.fabric import addressed
-from phalanx.cluster.host_status import flag
 from phalanx.cluster.lifecycle import Cluster, goal_of, start_all, stop_all, wait_healthy
 from phalanx.cluster.plans import LOGS, Plan, check, split_keys
 from phalanx.cluster.shape import shape_of
@@ -86,7 +84,7 @@ def command(
     gateway_host: Annotated[
         str | None, typer.Option(metavar="HOST", help="Where the gateway runs.", show_default="the first host")
     ] = None,
-    python: Python = PYTHON,
+    python: Python = "",
     word: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
 ) -> int:
     """Start a cluster: rank i on host i, the server on the first. Everything after `--` goes to `phalanx serve`.
@@ -101,9 +99,9 @@ def command(
     flags, clients_keys = split_keys(of_gateway)
     flags, gateway_keys = split_flag(flags, "--admin-key")
     if replicas > 1:
-        if flag(list(flags), "--api-key-file") is None:
+        if flag_value(flags, "--api-key-file") is None:
             clients_keys = clients_keys or api_keys_from_environment()
-    elif not keys and flag(list(serve), "--api-key-file") is None:
+    elif not keys and flag_value(serve, "--api-key-file") is None:
         keys = api_keys_from_environment()
     plan = Plan(
         hostfile=chosen(hostfile, hostfile_option, hosts, num_ranks),
@@ -132,7 +130,7 @@ def command(
 
 def _admin_key(given: Sequence[str], words: Sequence[str], variable: str) -> str | None:
     """The --admin-key of a server or a gateway; the variable counts where neither the flag nor its file is given."""
-    if given or flag(list(words), "--admin-key-file") is not None:
+    if given or flag_value(words, "--admin-key-file") is not None:
         return given[-1] if given else None
     return key_from_environment(variable)
 
@@ -220,7 +218,7 @@ def _say_where(deployment: Deployment) -> None:
     what = f"{size} hosts" if gateway is None else f"{len(deployment.groups)} replicas of {size} hosts"
     print(f"phalanx is up: {url_of(deployment)} ({what})", flush=True)
     host, words = (plan.hostfile.hosts[0], plan.serve) if gateway is None else (gateway.host, gateway.flags)
-    if (flag(list(words), "--host") or "127.0.0.1").startswith("127."):
+    if (flag_value(words, "--host") or "127.0.0.1").startswith("127."):
         opens = f"-- {plan.serve[0]} --host 0.0.0.0" if gateway is None else "-- MODEL -- --host 0.0.0.0"
         note(f"only {host.ssh} itself reaches this address; `{opens}` opens it to the others")
     elif gateway is not None and not gateway.asks_for_keys:

@@ -18,3 +18,8 @@ def split_flag(words: Sequence[str], *names: str) -> tuple[tuple[str, ...], tupl
         else:
             rest.append(word)
     return tuple(rest), tuple(values)
+
+
+def flag_value(words: Sequence[str], name: str) -> str | None:
+    """The value of a flag; the last one counts."""
+    return next(reversed(split_flag(words, name)[1]), None)

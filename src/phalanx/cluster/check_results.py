@@ -12,8 +12,8 @@ from phalanx.config import AGENT_PORT, DEFAULT_PORT, GATEWAY_PORT, HostConfig
 from phalanx.dist.topology import Parts
 
 Level = Literal["ok", "warning", "bad"]
-MOST_GPUS = 1024  # of a host: more than any has
-MOST_RESULTS = 200  # of a host; there are some twenty checks
+MAX_GPUS = 1024  # of a host: more than any has
+MAX_RESULTS = 200  # of a host; there are some twenty checks
 LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
 
 
@@ -79,7 +79,7 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     interfaces: list[Interface] = []
     bridge: Bridge | None = None
     rdma: Rdma = Rdma(enabled=None)
-    gpus: Annotated[int, Meta(ge=0, le=MOST_GPUS)] = 0  # of NVIDIA, that MLX can use
+    gpus: Annotated[int, Meta(ge=0, le=MAX_GPUS)] = 0  # of NVIDIA, that MLX can use
     model: ModelFacts | None = None
     # Where ranks form stages and none runs:
     room: int | None = None  # bytes for weights; None: not known
@@ -91,7 +91,7 @@ class Examination(Struct, frozen=True, kw_only=True):
     """A host's answer to an `ExamineRequest`."""
 
     facts: HostFacts
-    results: Annotated[list[CheckResult], Meta(max_length=MOST_RESULTS)]
+    results: Annotated[list[CheckResult], Meta(max_length=MAX_RESULTS)]
 
 
 def worst(results: Iterable[CheckResult]) -> Level:

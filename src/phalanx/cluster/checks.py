@@ -26,8 +26,8 @@ from phalanx.cluster.memory_checks import memory, wired_memory, with_room
 from phalanx.cluster.supervisor import RunDirectory, describe
 from phalanx.config import COORDINATOR_PORT
 from phalanx.dist.gpus import usable_gpus
+from phalanx.memory import GB
 
-GB = 1 << 30
 DISK_GB = 5  # for logs, twice 32 MiB each, and what the system needs; models are checked by `model push`
 OPEN_FILES = 1024  # connections of a server, unless set; a rank needs three for every file of weights
 MLX_BACKENDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cpu")

@@ -15,7 +15,8 @@ from pathlib import PurePosixPath
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.cluster.host_status import flag, serve_address
+from phalanx.cluster.argument_flags import flag_value
+from phalanx.cluster.host_status import serve_address
 from phalanx.cluster.hostfile_parser import Host
 from phalanx.cluster.plans import (
     DRAIN_S,
@@ -60,7 +61,7 @@ class GatewayPlan(Struct, frozen=True, kw_only=True):
     @property
     def asks_for_keys(self) -> bool:
         """Whether clients need a key."""
-        files = (flag(list(self.flags), name) for name in ("--keys", "--api-key-file"))
+        files = (flag_value(self.flags, name) for name in ("--keys", "--api-key-file"))
         return bool(self.api_keys) or any(file is not None for file in files)
 
 
@@ -159,13 +160,13 @@ def deploy(
 
 def _check_serve(words: Sequence[str]) -> None:
     """Refuse what would keep the gateway from its servers."""
-    if flag(list(words), "--host") is not None:
+    if flag_value(words, "--host") is not None:
         raise ConfigError(
             "--host after `--`: with --replicas, servers listen where the gateway reaches them.",
             remedy="What concerns clients is the gateway's, and stands after a second `--`: `-- MODEL -- --host ...`.",
         )
     for name in ("--api-key", "--admin-key"):
-        if flag(list(words), f"{name}-file") is not None:
+        if flag_value(words, f"{name}-file") is not None:
             raise ConfigError(
                 f"{name}-file after `--`: with --replicas, the gateway has to know a key of the servers.",
                 remedy=f"Leave it out, and they get a key of their own; or use {name}.",
@@ -222,7 +223,7 @@ def with_https_everywhere(deployment: Deployment) -> Deployment:
     if gateway is None:
         return replace(deployment, groups=groups)
     for name in ("--ssl-certfile", "--worker-ca"):
-        if flag(list(gateway.flags), name) is not None:
+        if flag_value(gateway.flags, name) is not None:
             raise ConfigError(f"--ssl and {name} exclude each other.", remedy="Give one of them.")
     return Deployment(groups=groups, gateway=replace(gateway, https=certificate_of(gateway.host)))
 
@@ -243,9 +244,9 @@ def url_of(deployment: Deployment) -> str:
 
 
 def _url(host: Host, words: Sequence[str], default: int, *, secure: bool) -> str:
-    bound, port = flag(list(words), "--host") or "127.0.0.1", serve_address(list(words), default)[1]
+    bound, port = flag_value(words, "--host") or "127.0.0.1", serve_address(words, default)[1]
     where = host.address if bound in ("0.0.0.0", "::") else bound
-    scheme = "https" if secure or flag(list(words), "--ssl-certfile") is not None else "http"
+    scheme = "https" if secure or flag_value(words, "--ssl-certfile") is not None else "http"
     return f"{scheme}://{f'[{where}]' if ':' in where else where}:{port}"
 
 
@@ -272,7 +273,7 @@ def _keyed(plan: Plan, keys: DeploymentKeys, number: int) -> Plan:
 def _gateway_spec(deployment: Deployment, gateway: GatewayPlan, keys: DeploymentKeys) -> Spec:
     words = list(gateway.flags)
     for name, value in GATEWAY_DEFAULTS.items():
-        if flag(words, name) is None:
+        if flag_value(words, name) is None:
             words += [name, value]
     words += ["--replicas", REPLICAS_FILE]
     files = {PurePosixPath(REPLICAS_FILE).name: replicas_text(deployment, keys)}
@@ -281,7 +282,7 @@ def _gateway_spec(deployment: Deployment, gateway: GatewayPlan, keys: Deployment
         files[HTTPS_FILE] = gateway.https.certificate + gateway.https.key
         files[WORKERS_FILE] = "".join(plan.https.certificate for plan in deployment.groups if plan.https is not None)
     accepted = gateway.api_keys
-    if flag(words, "--keys") is not None:
+    if flag_value(words, "--keys") is not None:
         accepted = (*accepted, keys.status)
     variables = {API_KEY_VARIABLE: " ".join(accepted)} if accepted else {}
     variables |= {} if gateway.admin_key is None else {GATEWAY_ADMIN_KEY_VARIABLE: gateway.admin_key}

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from phalanx import __version__
+from phalanx.cluster.argument_flags import flag_value
 from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts, bad, worst
 from phalanx.cluster.deployment import Deployment
-from phalanx.cluster.host_status import flag, serve_address
+from phalanx.cluster.host_status import serve_address
 from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.plans import backend_of, model_of
 from phalanx.cluster.shape import Shape, shape_of
@@ -26,7 +27,7 @@ from phalanx.faults import recognise
 from phalanx.memory import GB
 
 CLOCK_S = 5.0  # by which clocks may differ: logs of hosts can still be read side by side
-MOST_LAYERS = 300  # twice those of the deepest models; the time to share them out grows with their cube
+MAX_LAYERS = 300  # twice those of the deepest models; the time to share them out grows with their cube
 TOGETHER = "between hosts"
 """The key of results about several hosts."""
 
@@ -55,14 +56,14 @@ def wanted_of(deployment: Deployment) -> list[ExamineRequest]:
         for request in wanted(
             plan.hostfile, backend=backend_of(plan), running=False, model=model_of(plan), agent_port=plan.agent_port,
             staged=shape_of(plan.serve).stages > 1,
-            api_host=flag(list(plan.serve), "--host") or serve_address(list(plan.serve))[0],
-            api_port=serve_address(list(plan.serve))[1],
+            api_host=flag_value(plan.serve, "--host") or serve_address(plan.serve)[0],
+            api_port=serve_address(plan.serve)[1],
         )
     ]  # fmt: skip
     if (gateway := deployment.gateway) is None:
         return found
-    bound = flag(list(gateway.flags), "--host") or "127.0.0.1"
-    port = serve_address(list(gateway.flags), GATEWAY_PORT)[1]
+    bound = flag_value(gateway.flags, "--host") or "127.0.0.1"
+    port = serve_address(gateway.flags, GATEWAY_PORT)[1]
     if gateway.host.ssh not in [request.host.name for request in found]:
         (alone,) = Hostfile(hosts=(gateway.host,)).placed()
         found.append(ExamineRequest(host=alone, rank=0, has_rank=False, agent_port=found[0].agent_port))
@@ -188,9 +189,9 @@ def _stages(facts: Mapping[str, HostFacts], hosts: Sequence[str], shape: Shape) 
     if (parts := first.parts) is None:
         yield bad("stages", first.uncut, "a model that can be cut", "docs/models.md says which; else use --tp alone.")
         return
-    if len(parts.layers) > MOST_LAYERS:
+    if len(parts.layers) > MAX_LAYERS:
         yield bad(
-            "stages", f"{hosts[0]} says that the model has {len(parts.layers)} layers", f"{MOST_LAYERS} at most",
+            "stages", f"{hosts[0]} says that the model has {len(parts.layers)} layers", f"{MAX_LAYERS} at most",
             "Look at the model's config.json on that host.",
         )  # fmt: skip
         return

@@ -1,4 +1,4 @@
-"""Runs on a host that may have nothing but Python, as `python -c SOURCE MLX`: says what a wheel must fit there.
+"""Runs on a host that may have nothing but Python, as `python -c SOURCE MLX`: prints what decides which wheels fit.
 
 Imports the standard library only.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.cluster import identity, machine
+from phalanx.cluster.argument_flags import flag_value
 from phalanx.cluster.probe import ask_health
 from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.supervisor import GATEWAY, SUPERVISOR_SAYS, RunDirectory, Spec, log_file
@@ -191,7 +193,7 @@ def _ask(spec: Spec, process: psutil.Process | None) -> dict[str, Any]:
     host, port = _address(spec)
     if process is None or not identity.listens(process, port):
         return {}
-    certificate = flag(spec.command, "--ssl-certfile")
+    certificate = flag_value(spec.command, "--ssl-certfile")
     return ask_health(
         host, port, key=api_key(spec), certificate=None if certificate is None else Path.home() / certificate
     )
@@ -199,28 +201,17 @@ def _ask(spec: Spec, process: psutil.Process | None) -> dict[str, Any]:
 
 def api_key(spec: Spec) -> str | None:
     """A key of the server: of its file, else of its environment; None if it needs none."""
-    if file := flag(spec.command, "--api-key-file"):
+    if file := flag_value(spec.command, "--api-key-file"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             return next(iter(api_keys_in((Path.home() / file).read_text())), None)
     return next(iter(api_keys_from({**environment(), **spec.variables})), None)
 
 
-def serve_address(command: list[str], default: int = DEFAULT_PORT) -> tuple[str, int]:
+def serve_address(command: Sequence[str], default: int = DEFAULT_PORT) -> tuple[str, int]:
     """The address at which a `phalanx serve` or `gateway` command answers on its host, by its flags.
 
     Args:
         default: port, where there is no flag.
     """
-    host, port = flag(command, "--host") or "127.0.0.1", flag(command, "--port") or default
+    host, port = flag_value(command, "--host") or "127.0.0.1", flag_value(command, "--port") or default
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), int(port)
-
-
-def flag(command: list[str], name: str) -> str | None:
-    """The value of `--name value` or `--name=value`; the last one counts."""
-    value = None
-    for index, word in enumerate(command):
-        if word == name and index + 1 < len(command):
-            value = command[index + 1]
-        elif word.startswith(f"{name}="):
-            value = word.partition("=")[2]
-    return value

@@ -21,10 +21,11 @@ import msgspec
 from msgspec import Struct
 
 from phalanx.cluster import links, machine
+from phalanx.cluster.argument_flags import flag_value
 from phalanx.cluster.check_results import Examination, ExamineRequest
 from phalanx.cluster.checks import examine, gather
 from phalanx.cluster.file_transfer import Manifest, ModelFile, ReceivedFile, finish, inventory, take
-from phalanx.cluster.host_status import flag, report
+from phalanx.cluster.host_status import report
 from phalanx.cluster.links import MeasureRequest, ReachRequest, SetupRequest, is_there, measure, set_up, undo
 from phalanx.cluster.releases import InstallFolder, ReleaseRequest
 from phalanx.cluster.replica_layout import ReplicaLayout
@@ -238,7 +239,7 @@ def _group_test(spec: Spec) -> GroupTest:
     Raises:
         ClusterError: it failed; has its last lines.
     """
-    given = {name: flag(spec.command, name) for name in ("--tp", "--pp", "--backend")}
+    given = {name: flag_value(spec.command, name) for name in ("--tp", "--pp", "--backend")}
     wanted = [word for name, value in given.items() if value is not None for word in (name, value)]
     with tempfile.TemporaryDirectory(prefix="phalanx-test-") as folder:
         file = Path(folder) / "cluster.json"

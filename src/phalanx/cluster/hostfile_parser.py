@@ -20,8 +20,8 @@ from typing import Any, get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.cluster.check_results import MOST_GPUS
-from phalanx.cluster.replica_layout import MOST_HOSTS
+from phalanx.cluster.check_results import MAX_GPUS
+from phalanx.cluster.replica_layout import MAX_HOSTS
 from phalanx.config import Backend, HostConfig
 from phalanx.errors import ConfigError
 from phalanx.rank_variables import read_variable
@@ -154,7 +154,7 @@ def _host(value: Any, where: str) -> Host:
         raise ConfigError(f"{where} ({ssh}): `ips` is not a list of IP addresses: {ips!r}.")
     if not isinstance(rdma, list):
         raise ConfigError(f"{where} ({ssh}): `rdma` is not a list.")
-    if type(gpus) is not int or not 0 <= gpus <= MOST_GPUS:
+    if type(gpus) is not int or not 0 <= gpus <= MAX_GPUS:
         raise ConfigError(f"{where} ({ssh}): `gpus` is not a number of GPUs: {gpus!r}.")
     devices = tuple(_devices(entry, f"{where} ({ssh})") for entry in rdma)
     return Host(ssh=ssh, ips=tuple(ips), rdma=devices, gpus=gpus)
@@ -182,8 +182,8 @@ def _devices(value: Any, where: str) -> Devices:
 def _checked(hostfile: Hostfile, where: str) -> Hostfile:
     """Check what concerns several hosts or fields together."""
     hosts = hostfile.hosts
-    if not 1 <= len(hosts) <= MOST_HOSTS:
-        raise ConfigError(f"{where} names {len(hosts)} hosts; 1 to {MOST_HOSTS} make a cluster.")
+    if not 1 <= len(hosts) <= MAX_HOSTS:
+        raise ConfigError(f"{where} names {len(hosts)} hosts; 1 to {MAX_HOSTS} make a cluster.")
     for name in (host.ssh for host in hosts):
         if not name:
             raise ConfigError(f"{where}: a host has no name.", remedy="Write a,b,c.")

@@ -13,7 +13,7 @@ import io
 import shlex
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phalanx.cluster import host_facts
@@ -36,12 +36,12 @@ find() { for py in NAMES python3 "$HOME"/.phalanx/python/*/bin/python3; do "$py"
 bring() { UV_PYTHON_INSTALL_DIR="$HOME/.phalanx/python" uv --no-cache python install --no-bin LATEST && find; }
 { find || bring; } >/dev/null 2>&1 || {
     has=$(python3 -c 'import platform; print("Python", platform.python_version())' 2>/dev/null || echo 'no Python')
-    echo "error: It has $has; phalanx needs Python 3.11 or newer." >&2
+    echo "error: It has $has; phalanx needs Python LEAST or newer." >&2
     echo 'Install one there (apt install python3.12, brew install python), or uv, which fetches one.' >&2
     exit 1
 }
-""".replace("MINIMUM", ", ".join(map(str, MIN_PYTHON)))
-"""Leaves a fitting Python's name in `py`."""
+""".replace("MINIMUM", ", ".join(map(str, MIN_PYTHON))).replace("LEAST", ".".join(map(str, MIN_PYTHON)))
+"""For sh: sets `py` to a Python that fits, or ends with an error."""
 UNPACK = f"""
 import io, pathlib, shutil, sys, zipfile
 seed = pathlib.Path.home() / {SEED!r}
@@ -72,10 +72,10 @@ class BareHost(Remote):
         backend: text of tools/mlx_backend.sh.
     """
 
-    def __init__(self, name: str, minors: Iterable[str] = (), backend: str = "echo cpu") -> None:
+    def __init__(self, name: str, minors: Sequence[str] = (), backend: str = "echo cpu") -> None:
         super().__init__(name)
         names = " ".join(f"python{minor}" for minor in minors)
-        self._find = FIND_PYTHON.replace("NAMES", names).replace("LATEST", next(iter(minors), "3.12"))
+        self._find = FIND_PYTHON.replace("NAMES", names).replace("LATEST", minors[0] if minors else "3.12")
         self._backend = backend
 
     def command(self, *words: str, agent: bool = False) -> list[str]:

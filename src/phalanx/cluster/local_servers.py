@@ -1,6 +1,6 @@
-"""The servers that this user runs on this machine, as the system's processes tell: nothing is written down.
+"""The servers that this user runs on this machine, found among the system's processes: no file lists them.
 
-A server's ranks have their settings on their command lines, and its sockets tell the address.
+A server's ranks have their settings on their command lines; its address is that of its sockets.
 """
 
 from __future__ import annotations

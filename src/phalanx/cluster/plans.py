@@ -13,8 +13,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.cluster.argument_flags import split_flag
-from phalanx.cluster.host_status import flag
+from phalanx.cluster.argument_flags import flag_value, split_flag
 from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.shape import TP_FLAGS, shape_of
 from phalanx.cluster.ssh import Remote
@@ -100,7 +99,7 @@ def port_in(words: Sequence[str], default: int) -> int:
     Raises:
         ConfigError: it is no port, or 0.
     """
-    port = flag(list(words), "--port") or str(default)
+    port = flag_value(words, "--port") or str(default)
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--port {port}: a cluster needs a port that is known before.", remedy="Give 1 to 65535.")
     return int(port)
@@ -117,7 +116,7 @@ def with_https(plan: Plan) -> Plan:
     Raises:
         ConfigError: the server is to have a certificate of the user's.
     """
-    if flag(list(plan.serve), "--ssl-certfile") is not None:
+    if flag_value(plan.serve, "--ssl-certfile") is not None:
         raise ConfigError("--ssl and --ssl-certfile exclude each other.", remedy="Give one of them.")
     return replace(plan, https=certificate_of(plan.hostfile.hosts[0]))
 
@@ -138,7 +137,7 @@ def check_keys(keys: Sequence[str], name: str, words: Sequence[str]) -> None:
     Raises:
         ConfigError: one cannot, which is not shown, or there is a file too.
     """
-    if keys and flag(list(words), f"{name}-file") is not None:
+    if keys and flag_value(words, f"{name}-file") is not None:
         raise ConfigError(f"{name} and {name}-file exclude each other for `up`.", remedy="Give one of them.")
     for key in keys:
         if not key.isprintable() or len(key.split()) != 1 or key.strip() != key:
@@ -174,7 +173,7 @@ def specs(plan: Plan, credentials: Sequence[Credentials]) -> list[Spec]:
         hosts=hosts, agent_port=plan.agent_port, envs=tuple(f"{name}={value}" for name, value in variables.items())
     )
     serve = ["serve", *plan.serve]
-    if flag(serve, "--drain-seconds") is None:
+    if flag_value(serve, "--drain-seconds") is None:
         serve += ["--drain-seconds", DRAIN_S]
     files = {}
     if len(hosts) > 1:

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from phalanx.errors import ConfigError
 
-MOST_HOSTS = 256  # of a cluster; `MOST_RANKS` of them make a group
+MAX_HOSTS = 256  # of a cluster; `MOST_RANKS` of them make a group
 REPLICAS_FILE = ".phalanx/gateway/replicas.toml"
 """The file of replicas of a gateway that `up` started, relative to the home directory."""
 
@@ -16,7 +16,7 @@ REPLICAS_FILE = ".phalanx/gateway/replicas.toml"
 class ReplicaLayout(Struct, frozen=True, kw_only=True):
     """A cluster of several replicas. Hosts are named as for ssh."""
 
-    replicas: Annotated[dict[str, tuple[str, ...]], Meta(max_length=MOST_HOSTS)]  # name -> its hosts, in rank order
+    replicas: Annotated[dict[str, tuple[str, ...]], Meta(max_length=MAX_HOSTS)]  # name -> its hosts, in rank order
     gateway: str
 
     @property

@@ -42,9 +42,9 @@ INSTALLED_PYTHON = '"$(cd -P "$HOME/.phalanx/venv/bin" 2>/dev/null && pwd)/pytho
 """For sh: the Python of the release that `phalanx install` put in use (`releases.py`). By its own path and not the
 link's: what was started goes on with its release when another one comes into use."""
 LINE_LIMIT = 1 << 24  # bytes
-MOST_SAID = 1 << 22  # bytes that are kept of one stream, the last ones: the answer comes last
+MAX_KEPT = 1 << 22  # bytes that are kept of one stream, the last ones: the answer comes last
 TEXT_CHARS = 10_000  # of one text in an answer
-MOST_NUMBER = 1 << 63
+MAX_NUMBER = 1 << 63
 SILENCE_S = 60.0  # for a block to be taken, and for the next of several answers
 EXIT_S = 5.0  # between the end of the answers and that of ssh
 
@@ -188,7 +188,7 @@ def _safe(value: Any, *, whole: bool) -> Any:
     """A decoded answer whose texts may be printed: without control characters, on one line and of limited length."""
     if isinstance(value, str):
         return printable(value if whole else shortened(value, TEXT_CHARS).replace("\n", " "))
-    if isinstance(value, int) and abs(value) >= MOST_NUMBER:
+    if isinstance(value, int) and abs(value) >= MAX_NUMBER:
         raise msgspec.ValidationError("a number is too large")
     if isinstance(value, list):
         return [_safe(each, whole=whole) for each in value]
@@ -203,15 +203,15 @@ async def run(
     timeout_s: float,
     name: str,
     *,
+    doing: str,
     blocks: AsyncIterable[bytes] | None = None,
-    doing: str = "",
 ) -> tuple[int, str, str]:
     """Run a local command that talks to a host. Returns its exit status, and the end of its stdout and of its stderr.
 
     Args:
         timeout_s: for its end, once it was told everything.
-        blocks: bytes that follow the payload, each of which must be taken within `SILENCE_S`.
         doing: names the command in errors.
+        blocks: bytes that follow the payload, each of which must be taken within `SILENCE_S`.
 
     Raises:
         ClusterError: ssh is missing, or did not end in time.
@@ -258,15 +258,15 @@ async def _started(command: Sequence[str]) -> asyncio.subprocess.Process:
 
 
 async def _collect(stream: asyncio.StreamReader, said: bytearray) -> None:
-    """Read to the end, and keep the last bytes, twice `MOST_SAID` at most."""
+    """Read to the end, and keep the last bytes, twice `MAX_KEPT` at most."""
     while piece := await stream.read(1 << 16):
         said += piece
-        if len(said) > 2 * MOST_SAID:
-            del said[:-MOST_SAID]
+        if len(said) > 2 * MAX_KEPT:
+            del said[:-MAX_KEPT]
 
 
 def _text(said: bytearray) -> str:
-    return said[-MOST_SAID:].decode(errors="replace")
+    return said[-MAX_KEPT:].decode(errors="replace")
 
 
 async def _tell(stream: asyncio.StreamWriter, payload: bytes, blocks: AsyncIterable[bytes] | None) -> None:

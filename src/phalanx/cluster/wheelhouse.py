@@ -24,7 +24,7 @@ from phalanx.errors import ClusterError, ConfigError
 MINORS = ("3.12", "3.13", "3.11", "3.14")  # the newest has the fewest wheels
 NAME_CHARS = 12  # of the hash in a release's name
 ALSO = ("protobuf", "regex", "safetensors", "sentencepiece", "transformers")
-"""What `make demo` leaves out and a host needs, for tokenizers that only transformers reads."""
+"""Packages of requirements-dev.lock that hosts get as well: some tokenizers can be read by transformers only."""
 MAKE = "Run `make wheels` in phalanx's checkout, or name the folder with its wheels: --wheels."
 
 

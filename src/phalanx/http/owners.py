@@ -1,4 +1,4 @@
-"""Whose request a gateway passes on: the header that says so to a phalanx server, and counts only with its admin key.
+"""The header by which a gateway tells a phalanx server which client asks; valid only if made with its admin key.
 
 A server behind a gateway sees one API key, the gateway's. The header OWNER says which of the gateway's clients asks:
 `DIGEST.SIGNATURE`, both keyed with the server's admin key, which itself is not sent. So a client is the same owner on

@@ -24,7 +24,7 @@ OF_THE_SERVER = (
     KERNELS_VARIABLE, "MLX_RANK", "MLX_WORLD_SIZE", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING", "NCCL_HOST_IP",
     "NCCL_PORT",
 )  # fmt: skip
-"""Variables by which the server tells a rank its place in the group, and that hostfiles and flags may not set."""
+"""Variables by which the server tells a rank its place in the group; hostfiles and flags may not set them."""
 
 
 class Program(NamedTuple):

@@ -1,8 +1,8 @@
-"""Refuses a tokenizer.json whose rules make a long text of a short one.
+"""Refuses a tokenizer whose rules make a long text of a short one.
 
-The library runs these rules in the server. Forty of them that each double a character, or one that puts a megabyte in
-the place of a letter, take all memory for a word of a client, or at once for the text that every start encodes. Models
-of SentencePiece have such rules too, of which transformers makes the library's.
+The library `tokenizers` runs these rules in the server. Forty that each double a character, or one that replaces a
+letter by a megabyte, take all memory for one word of a client, or at once for the text that every start encodes. The
+rules of SentencePiece's models are checked after transformers has translated them (`check_rules`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _grow(file: Path, parts: Mapping[str, Apply], steps: list[tuple[str, Any]], 
         try:
             text = parts[part](_with_rule(part, rule), text)
         except ValueError:
-            return  # as above: the library says it of the whole file
+            return  # as in `check_growth`: the library reports it
         if len(text) > MAX_GROWN:
             raise _refused(file, part, "makes a long text of a short one")
 

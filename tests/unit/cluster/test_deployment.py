@@ -17,6 +17,7 @@ from test_plans import shaken
 
 from phalanx.cli.clusters import status_table
 from phalanx.cluster import checks
+from phalanx.cluster.argument_flags import flag_value
 from phalanx.cluster.check_results import ExamineRequest, HostFacts
 from phalanx.cluster.deployment import (
     Deployment,
@@ -30,7 +31,7 @@ from phalanx.cluster.deployment import (
     with_https_everywhere,
 )
 from phalanx.cluster.diagnosis import wanted_of
-from phalanx.cluster.host_status import GatewayStatus, HostReport, HostStatus, ServerHealth, api_key, flag
+from phalanx.cluster.host_status import GatewayStatus, HostReport, HostStatus, ServerHealth, api_key
 from phalanx.cluster.host_verbs import StopRequest
 from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.lifecycle import Cluster, Goal, goal_of, goal_of_restart, layout_in, start_all, wait_healthy
@@ -88,7 +89,7 @@ def test_each_replica_is_what_it_would_be_alone(replicas, size, spare, data):
         )
         assert [without_secrets(spec) for _, spec in group] == [without_secrets(spec) for spec in alone]
         server = group[0][1]
-        assert (flag(server.command, "--host"), flag(server.command, "--port")) == (
+        assert (flag_value(server.command, "--host"), flag_value(server.command, "--port")) == (
             plan.hostfile.hosts[0].address,
             "9000",
         )
@@ -156,8 +157,8 @@ def test_what_stands_after_a_second_pair_of_dashes_is_the_gateways():
     found = divided(2, flags=("--policy", "cache_aware", "--health-check-interval-secs=3"))
     gateway = placed(found, KEYS)[-1][1]
     assert gateway.command[:3] == ["gateway", "--policy", "cache_aware"] and gateway.variables == {}
-    assert flag(gateway.command, "--health-check-interval-secs") == "3"
-    assert flag(gateway.command, "--shutdown-grace-period-secs") == "8"
+    assert flag_value(gateway.command, "--health-check-interval-secs") == "3"
+    assert flag_value(gateway.command, "--shutdown-grace-period-secs") == "8"
 
 
 @pytest.mark.parametrize(
@@ -212,15 +213,17 @@ def test_https_reaches_from_clients_to_the_gateway_and_from_there_to_servers(tmp
     assert url_of(found) == "https://10.0.0.4:8080/v1"
     everything = placed(found, KEYS)
     gateway = everything[-1][1]
-    assert flag(gateway.command, "--worker-ca") == ".phalanx/gateway/workers.pem"
+    assert flag_value(gateway.command, "--worker-ca") == ".phalanx/gateway/workers.pem"
     clients = ssl.create_default_context(cadata=certificate_for_clients(found))
     workers = ssl.create_default_context(cadata=gateway.files["workers.pem"])
     assert shaken(clients, context(tmp_path, gateway.files["server.pem"]), "10.0.0.4")
     for replica in parse_replicas(gateway.files["replicas.toml"], "x"):
-        (server,) = (spec for _, spec in everything if replica.url == f"https://{flag(spec.command, '--host')}:8000")
-        assert shaken(workers, context(tmp_path, server.files["server.pem"]), str(flag(server.command, "--host")))
+        (server,) = (
+            spec for _, spec in everything if replica.url == f"https://{flag_value(spec.command, '--host')}:8000"
+        )
+        assert shaken(workers, context(tmp_path, server.files["server.pem"]), str(flag_value(server.command, "--host")))
         with pytest.raises(ssl.SSLCertVerificationError):
-            shaken(clients, context(tmp_path, server.files["server.pem"]), str(flag(server.command, "--host")))
+            shaken(clients, context(tmp_path, server.files["server.pem"]), str(flag_value(server.command, "--host")))
 
 
 def context(folder, pem: str) -> ssl.SSLContext:

@@ -90,7 +90,7 @@ def test_only_the_end_of_what_was_said_is_looked_at():
 
 
 def test_an_answer_after_a_long_banner_is_found(monkeypatch):
-    monkeypatch.setattr(ssh, "MOST_SAID", 1000)
+    monkeypatch.setattr(ssh, "MAX_KEPT", 1000)
     script = "print('motd\\n' * 99_999, end=''); answer({'status': {'host': 'me'}}); sys.stdin.read()"
     assert asyncio.run(Hostile(script).call("status", {}, HostReport)).status.host == "me"
 
@@ -162,7 +162,7 @@ def test_a_log_that_is_followed_gives_a_sign_of_life(tmp_path, monkeypatch):
 def test_no_ssh_has_a_terminal_to_ask_at():
     """Nor has the one that ssh starts to reach a jump host, and which knows nothing of BatchMode."""
     script = "import os; print(os.getsid(0) == os.getpid(), os.environ['SSH_ASKPASS_REQUIRE'])"
-    assert asyncio.run(ssh.run([sys.executable, "-c", script], b"", 60.0, "b"))[1] == "True never\n"
+    assert asyncio.run(ssh.run([sys.executable, "-c", script], b"", 60.0, "b", doing="test"))[1] == "True never\n"
 
 
 def test_only_a_pull_may_use_the_agent_of_the_user():

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from phalanx.cluster.argument_flags import split_flag
+from phalanx.cluster.argument_flags import flag_value, split_flag
 from phalanx.cluster.deployment import Deployment
-from phalanx.cluster.host_status import HostStatus, ServerHealth, api_key, final_error, flag, serve_address
+from phalanx.cluster.host_status import HostStatus, ServerHealth, api_key, final_error, serve_address
 from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.lifecycle import Cluster, Goal, final_cause, start_all, wait_healthy
 from phalanx.cluster.plans import (
@@ -45,8 +45,8 @@ def test_the_server_is_on_the_first_host_and_agents_on_the_others():
     server, agent = specs(PLAN, CREDENTIALS)
     assert (server.role, agent.role) == ("server", "agent")
     assert server.command[:4] == ["serve", "demo", "--port", "9"]
-    assert flag(server.command, "--tp") == "2" and flag(server.command, "--backend") == "ring"
-    assert flag(server.command, "--drain-seconds") == "8"
+    assert flag_value(server.command, "--tp") == "2" and flag_value(server.command, "--backend") == "ring"
+    assert flag_value(server.command, "--drain-seconds") == "8"
     assert agent.command[:5] == ["agent", "--host", "10.0.0.2", "--port", "32330"]
     assert server.variables == agent.variables == {"NCCL_DEBUG": "1", "NCCL_ALGO": "2"}
     assert [server.credentials, agent.credentials] == CREDENTIALS
@@ -69,12 +69,12 @@ def test_which_model_is_served(serve, model):
 
 def test_one_host_is_an_ordinary_server():
     (server,) = specs(replace(PLAN, hostfile=PAIR.first(1)), new_credentials(["a"]))
-    assert flag(server.command, "--tp") is None and server.files == {} and server.credentials is None
+    assert flag_value(server.command, "--tp") is None and server.files == {} and server.credentials is None
 
 
 def test_the_users_drain_wins():
     server, _ = specs(replace(PLAN, serve=("demo", "--drain-seconds=3")), CREDENTIALS)
-    assert flag(server.command, "--drain-seconds") == "3"
+    assert flag_value(server.command, "--drain-seconds") == "3"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_keys_are_on_no_command_line():
 def test_https_with_a_certificate_of_its_own(tmp_path):
     """A client that trusts it reaches the server by each of its addresses, and by no other."""
     server, _ = specs(with_https(PLAN), CREDENTIALS)
-    assert flag(server.command, "--ssl-certfile") == ".phalanx/run/server.pem"
+    assert flag_value(server.command, "--ssl-certfile") == ".phalanx/run/server.pem"
     file = tmp_path / "server.pem"
     file.write_text(server.files["server.pem"])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -173,7 +173,7 @@ def test_stages_of_one_host_each_have_no_sums_to_carry():
     """A hostfile for RDMA serves them as well; serve would refuse --backend there."""
     staged = replace(PLAN, hostfile=replace(PAIR, backend="ring"), serve=("demo", "--pp", "2"), backend="auto")
     server, _ = specs(check(staged), new_credentials(["a", "b"]))
-    assert flag(server.command, "--pp") == "2" and flag(server.command, "--backend") == "auto"
+    assert flag_value(server.command, "--pp") == "2" and flag_value(server.command, "--backend") == "auto"
     with pytest.raises(ConfigError, match="--backend ring says what carries the sums of a stage, but each"):
         check(replace(staged, backend="ring"))
 
@@ -324,4 +324,4 @@ def test_a_host_that_does_not_answer_in_time():
     ):
         asyncio.run(run(["sleep", "30"], b"", 0.1, "b", doing="phalanx version"))
     with pytest.raises(ClusterError, match="/nowhere/ssh cannot be run"):
-        asyncio.run(run(["/nowhere/ssh"], b"", 1.0, "b"))
+        asyncio.run(run(["/nowhere/ssh"], b"", 1.0, "b", doing="phalanx version"))

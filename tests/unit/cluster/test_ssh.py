@@ -45,9 +45,9 @@ def test_other_answers_are_errors(line):
 
 
 def test_an_answer_without_end_takes_no_memory(monkeypatch):
-    monkeypatch.setattr(ssh, "MOST_SAID", 1000)
+    monkeypatch.setattr(ssh, "MAX_KEPT", 1000)
     script = "import sys; sys.stdin.read(); [print('x' * 999) for _ in range(9999)]"
-    code, out, _ = asyncio.run(ssh.run([sys.executable, "-c", script], b"{}", 60.0, "liar"))
+    code, out, _ = asyncio.run(ssh.run([sys.executable, "-c", script], b"{}", 60.0, "liar", doing="test"))
     assert (code, len(out)) == (0, 1000)
 
 
