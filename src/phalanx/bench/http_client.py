@@ -137,13 +137,15 @@ async def listed_models(client: httpx.AsyncClient) -> list[tuple[str, int | None
         async with asyncio.timeout(LIST_S), client.stream("GET", "/models") as response:
             if response.status_code != httpx.codes.OK:
                 raise await _refused(response)
-            body = await _read(response, MAX_LIST)
+            body = await _beginning(response, MAX_LIST)
     except httpx.HTTPError as error:
         raise _unreachable(client, error) from error
     except TimeoutError as error:
         raise RequestFailed(
             f"{client.base_url}models did not answer within {LIST_S:g} s.", remedy="Is it the address of a server?"
         ) from error
+    if len(body) > MAX_LIST:
+        raise RequestFailed(f"{client.base_url}models answers more than {MAX_LIST} bytes.")
     try:
         listed = _models(body).data
     except msgspec.DecodeError as error:
@@ -339,27 +341,19 @@ async def _parts(response: httpx.Response) -> AsyncIterator[bytes]:
         yield part
 
 
-async def _read(response: httpx.Response, limit: int) -> bytes:
-    """The whole body.
-
-    Raises:
-        RequestFailed: it has more than `limit` bytes.
-    """
+async def _beginning(response: httpx.Response, limit: int) -> bytes:
+    """The body; of a longer one the beginning, with more than `limit` bytes."""
     body = b""
     async for part in _parts(response):
         body += part
         if len(body) > limit:
-            raise RequestFailed(f"{response.request.url} answers more than {limit} bytes.")
+            break
     return body
 
 
 async def _refused(response: httpx.Response) -> RequestFailed:
     """The error of a refusal, of which the beginning is read."""
-    body = b""
-    async for part in _parts(response):
-        body += part
-        if len(body) > MAX_ERROR:
-            break
+    body = await _beginning(response, MAX_ERROR)
     try:
         message = _message(_any(body))
     except msgspec.DecodeError:

@@ -22,7 +22,7 @@ from phalanx.demo import MODEL_DIR
 from phalanx.environment import cache_dir, hub_cache, memory_guard_override_gb
 from phalanx.errors import ModelError, ModelNotFound
 from phalanx.memory import guard_bytes, read_machine
-from phalanx.text.model_files import read_json
+from phalanx.text.model_files import INDEX, MAX_INDEX, read_file, read_json
 
 NEEDED = (
     "model*.safetensors", "model*.safetensors.index.json", "*.json", "*.jsonl", "*.txt", "*.jinja", "*.py",
@@ -30,8 +30,6 @@ NEEDED = (
 )  # fmt: skip
 """The files in a model's directory that serving reads: those that mlx-lm downloads from a repository."""
 HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
-INDEX = "model.safetensors.index.json"
-MAX_INDEX = 64 << 20
 PART = ".part"
 """Suffix of a file that is not downloaded to its end."""
 
@@ -64,6 +62,11 @@ def packaged_directory() -> Path:
 def repository_folder(repository: str) -> Path:
     """The folder of a repository in the hub's cache."""
     return hub_cache() / f"models--{repository.replace('/', '--')}"
+
+
+def repository_in(folder: Path) -> str:
+    """The repository of a folder in the hub's cache."""
+    return folder.name.removeprefix("models--").replace("--", "/", 1)
 
 
 def cached_snapshot(repository: str, revision: str | None = None) -> Path | None:
@@ -144,7 +147,7 @@ def local_models() -> Iterator[LocalModel]:
         yield find(PACKAGED)
     cache = hub_cache()
     for folder in sorted(cache.glob("models--*")) if cache.is_dir() else ():
-        repository = folder.name.removeprefix("models--").replace("--", "/", 1)
+        repository = repository_in(folder)
         if cached_snapshot(repository) is not None or _begun(repository) is not None:
             yield find(repository)
 
@@ -203,11 +206,11 @@ def _is_read(name: str) -> bool:
 
 
 def _names(file: Path, field: str, *, values: bool = False) -> list[str]:
-    """Names in an object of a JSON file; none if there is no such file or object."""
+    """Names in an object of a JSON file; none if it has no such object, or cannot be read."""
     try:
-        found = json.loads(file.read_bytes()[:MAX_INDEX])[field]
+        found = json.loads(read_file(file, MAX_INDEX))[field]
         return [str(name) for name in (found.values() if values else found)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ModelError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 

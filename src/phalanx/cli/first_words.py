@@ -75,9 +75,8 @@ def _named(models: Sequence[LocalModel]) -> str:
 
 def _next(models: Sequence[LocalModel]) -> list[tuple[str, str]]:
     """The commands that come next, and what each does."""
-    found = {model.name for model in models if model.fits}
-    real = max((model for model in models if model.fits), key=lambda model: model.bytes, default=None)
-    served = PACKAGED if real is None or found == {DEMO} else real.name
+    real = [model for model in models if model.name != DEMO and model.fits]
+    served = max(real, key=lambda model: model.bytes).name if real else PACKAGED
     return [
         (f"phalanx serve {served}", f"an OpenAI-compatible server at port {DEFAULT_PORT}"),
         ("phalanx chat", "talk to it, from another terminal"),

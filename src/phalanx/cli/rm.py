@@ -33,7 +33,7 @@ def command(
 
 
 def _check_unused(model: str) -> None:
-    downloaded_folder(model)
+    downloaded_folder(model)  # raises for what `remove` would refuse
     path = directory_of(model)
     for server in local_servers():
         if path is not None and path in [directory_of(name) for name in server.models]:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
-from phalanx.catalog.local_models import directory_of
+from phalanx.catalog.local_models import directory_of, repository_in
 from phalanx.cluster.file_transfer import BLOCK, Inventory, Manifest, ModelFile, ReceivedFile, manifest, missing_shards
 from phalanx.cluster.ssh import TEXT_CHARS, Remote, failure, run
 from phalanx.environment import hub_cache
@@ -50,7 +50,7 @@ def place_of(path: Path) -> str:
     """The model's place on other hosts: the same path, relative to their own home directory or hub cache."""
     cache = hub_cache()
     if path.is_relative_to(cache) and path.parent.name == "snapshots":
-        name = path.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+        name = repository_in(path.parent.parent)
         return f"hub:{name}@{path.name}"
     return str(path.relative_to(Path.home()) if path.is_relative_to(Path.home()) else path)
 

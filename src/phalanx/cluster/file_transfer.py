@@ -20,14 +20,13 @@ from typing import Annotated, BinaryIO, Protocol
 
 from msgspec import Meta, Struct
 
+from phalanx.catalog.local_models import PART, repository_folder
 from phalanx.cluster.library import files_of, needed_files
 from phalanx.environment import hub_cache
 from phalanx.errors import ClusterError, ConfigError, WeightsError
-from phalanx.text.model_files import REPLACE, belongs_to, read_json
+from phalanx.text.model_files import INDEX, MAX_INDEX, REPLACE, belongs_to, read_json
 
 BLOCK = 1 << 20  # bytes
-PART = ".part"  # ends the name of a file that is being received
-MOST_INDEX = 64 << 20  # bytes of an index of weights; of the largest known models 9 MB
 
 
 class ModelFile(Struct, frozen=True, kw_only=True):
@@ -135,7 +134,7 @@ def directory_of(place: str) -> Path:
         name, at, revision = place.removeprefix("hub:").partition("@")
         if name.count("/") != 1 or not at or not revision.isalnum():
             raise ConfigError(f"{place!r} is not hub:OWNER/NAME@REVISION.")
-        return hub_cache() / _one_name(f"models--{name.replace('/', '--')}") / "snapshots" / revision
+        return hub_cache() / _one_name(repository_folder(name).name) / "snapshots" / revision
     for part in PurePosixPath(place).parts:
         if part != "/":
             _one_name(part)
@@ -325,10 +324,10 @@ def missing_shards(path: Path, names: Sequence[str]) -> list[str]:
     Raises:
         ModelError: the index is no index; names it.
     """
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     if not index.is_file():
         return []
-    files = read_json(index, MOST_INDEX).get("weight_map")
+    files = read_json(index, MAX_INDEX).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise WeightsError(f"{index} is damaged: it has no weight_map of names.", remedy=REPLACE)
     return sorted(set(files.values()) - set(names))

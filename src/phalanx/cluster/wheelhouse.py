@@ -112,7 +112,7 @@ def wheels_for(host: HostPlatform, source: Path) -> WheelSet:
         ConfigError: the folder lacks this version's wheel, or a lock.
         ClusterError: phalanx runs on no such platform.
     """
-    platforms(host)
+    platforms(host)  # raises for other systems
     own, lost = [own_wheel(source)], ""
     if host.mlx == "cpu":
         kernels = [file for file in kernel_wheels(source) if fits(file.name, host)]

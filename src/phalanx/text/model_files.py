@@ -19,6 +19,8 @@ from phalanx.errors import ModelError, ModelUnsupported
 MIB = 1 << 20
 MAX_CONFIG = 8 * MIB  # bytes of a file of settings; the largest known, with a quantisation per layer, have 2 MB
 MAX_TOKENIZER = 128 * MIB  # bytes of tokenizer.json; vocabularies of 262,144 tokens take 33 MB
+MAX_INDEX = 64 * MIB  # bytes of an index of weights; of the largest known models 9 MB
+INDEX = "model.safetensors.index.json"
 MAX_DEPTH = 32  # levels of nesting; the largest known have 8
 NO_LIMIT = frozenset({"time_step_limit"})
 """Fields in which Mamba models write a bare `Infinity`, and mean that there is no limit."""

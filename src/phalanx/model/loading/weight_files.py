@@ -14,12 +14,10 @@ import msgspec
 from msgspec import Struct
 
 from phalanx.errors import WeightsError
-from phalanx.text.model_files import read_file
+from phalanx.text.model_files import INDEX, MAX_INDEX, read_file
 
 PATTERN = "model*.safetensors"
 """Files that mlx-lm loads."""
-INDEX = "model.safetensors.index.json"
-MAX_INDEX = 64 << 20  # bytes; of the largest known models 9 MB
 SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(.*)")
 UNFINISHED = ("*.incomplete", ".cache/huggingface/download/*.incomplete", "*.part", "*.crdownload", "*.aria2")
 """What the hub's client, browsers and download managers leave of a download that did not end."""
