@@ -26,7 +26,7 @@ Backend = Literal["ring", "mpi", "jaccl", "jaccl-ring", "nccl"]
 BackendChoice = Literal["auto", Backend]
 Collective = Literal["auto", "star", "ring"]
 ActivationDtype = Literal["model", "float32", "float16", "bfloat16"]
-MOST_RANKS = 16
+MAX_RANKS = 16
 """Largest group; the attention heads of no model divide among more ranks."""
 NONCE_BITS = 48
 """Of the random number that tells starts apart; the fabric compares it as three numbers of 16 bits."""
@@ -44,7 +44,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Panel = Literal["Engine", "Memory", "Ranks", "HTTP", "Limits", "Sampling", "Replicas", "Health checks", "Retries"]
 
 Count = Annotated[int, Meta(ge=1)]
-Width = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+Width = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Size = Annotated[float, Meta(ge=0.0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 

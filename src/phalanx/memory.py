@@ -23,7 +23,7 @@ GB = 1 << 30
 MIB = 1 << 20
 LOGITS_SHARE = 0.05
 """Share of the free memory above the guard: a quarter of what the default split leaves for computing."""
-MOST_LOGITS = 1 * GB
+MAX_LOGITS = 1 * GB
 """Enough for 16 rows with 16 drafts each at a vocabulary of 256 k."""
 LOGIT_BYTES = 16
 """Bytes per logit: a float32, and three more while the sampler works (scaled logits, noise, probability mass)."""
@@ -292,7 +292,7 @@ def serving_budget(
             f"The KV budget of {kv / GB:.3f} GB is smaller than one short row needs ({minimum_kv / GB:.3f} GB).",
             remedy="Raise --kv-cache-gb, or lower --prefix-cache-gb.",
         )
-    return MemoryBudget(kv=kv, prefix=prefix, logits=min(int(free * LOGITS_SHARE), MOST_LOGITS))
+    return MemoryBudget(kv=kv, prefix=prefix, logits=min(int(free * LOGITS_SHARE), MAX_LOGITS))
 
 
 def _bytes(flag: str, gb: float) -> int:

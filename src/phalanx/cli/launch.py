@@ -14,7 +14,7 @@ import typer
 
 from phalanx.bench.http_client import listed_models, open_client
 from phalanx.cli.chat import api_base
-from phalanx.cli.launchers import AGENTS, LEAST_CONTEXT, Launch, Target
+from phalanx.cli.launchers import AGENTS, MIN_CONTEXT, Launch, Target
 from phalanx.cli.setting_flags import key_file, keys_of
 from phalanx.cli.terminal import note
 from phalanx.environment import API_KEY_VARIABLE, environment
@@ -44,7 +44,7 @@ def command(
     keys = keys_of("--api-key", api_key, api_key_file, API_KEY_VARIABLE, several=True)
     target = _target(base, next(iter(keys), None), model)
     launch = AGENTS[agent](target)
-    if target.context is not None and target.context < LEAST_CONTEXT:
+    if target.context is not None and target.context < MIN_CONTEXT:
         note(f"{target.model} reads {target.context} tokens; the agent's own instructions may take all of them.")
     if write is not None:
         return _write(launch, write)

@@ -11,7 +11,7 @@ from msgspec import Struct
 KEY_VARIABLE = "PHALANX_API_KEY"  # where Codex looks for the key
 NO_KEY = "none"  # agents refuse to start without any key; a server without keys takes every one
 PATIENCE_MS = 3_000_000  # a long prompt takes minutes on a small machine
-LEAST_CONTEXT = 16_384
+MIN_CONTEXT = 16_384
 """Tokens. The system prompts and tools of these agents take 6,000 to 20,000."""
 
 

@@ -18,7 +18,7 @@ from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.shape import TP_FLAGS, shape_of
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import Spec
-from phalanx.config import AGENT_PORT, CREDENTIALS_FILE, DEFAULT_PORT, MOST_RANKS, Backend, ClusterConfig
+from phalanx.config import AGENT_PORT, CREDENTIALS_FILE, DEFAULT_PORT, MAX_RANKS, Backend, ClusterConfig
 from phalanx.environment import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from phalanx.errors import ConfigError
 from phalanx.rank_variables import read_variable
@@ -72,9 +72,9 @@ def check(plan: Plan) -> Plan:
             f"--backend {plan.backend} says what carries the sums of a stage, but each stage has one host.",
             remedy="Leave it out.",
         )
-    if len(plan.hostfile.hosts) > MOST_RANKS:
+    if len(plan.hostfile.hosts) > MAX_RANKS:
         raise ConfigError(
-            f"{len(plan.hostfile.hosts)} hosts are too many for one group; {MOST_RANKS} at most.",
+            f"{len(plan.hostfile.hosts)} hosts are too many for one group; {MAX_RANKS} at most.",
             remedy="Use --num-ranks, or --replicas for several groups.",
         )
     check_keys(plan.api_keys, "--api-key", plan.serve)

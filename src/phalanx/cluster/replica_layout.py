@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from phalanx.errors import ConfigError
 
-MAX_HOSTS = 256  # of a cluster; `MOST_RANKS` of them make a group
+MAX_HOSTS = 256  # of a cluster; `MAX_RANKS` of them make a group
 REPLICAS_FILE = ".phalanx/gateway/replicas.toml"
 """The file of replicas of a gateway that `up` started, relative to the home directory."""
 

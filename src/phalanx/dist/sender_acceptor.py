@@ -1,7 +1,7 @@
 """Accepts the one connection of a stage's sender, among strangers: each is examined, dropped and named in the log.
 
 A connection is a candidate until it has shown the sender's certificate, where there is TLS, and said which rank of
-which start it is. When there are `MOST_CANDIDATES`, one more ends an older one (`http/connection_table.py`). A sender
+which start it is. When there are `MAX_CANDIDATES`, one more ends an older one (`http/connection_table.py`). A sender
 that is dropped all the same connects again. Does not know frames.
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger("phalanx.channel")
 HELLO_BYTES = 16  # nonce and rank of the sender
 WELCOME = b"+"  # the answer to it: the sender would not notice else that its connection was given up
 HANDSHAKE_S = 5.0  # two round trips, but this host may be busy
-MOST_CANDIDATES = 16  # each is a thread
+MAX_CANDIDATES = 16  # each is a thread
 LOGGED_DROPS = 20  # further ones of a start are counted, so that strangers cannot fill a disk
 LOOK_S = 0.1  # between looks at whether the sender is there
 
@@ -43,7 +43,7 @@ class SenderAcceptor:
         self._context = context
         self._hello = hello
         self._name = name
-        self._table = ConnectionTable(ConnectionLimits(MOST_CANDIDATES, MOST_CANDIDATES))
+        self._table = ConnectionTable(ConnectionLimits(MAX_CANDIDATES, MAX_CANDIDATES))
         self._candidates: dict[socket.socket, ConnectionPlace] = {}
         self._drops = 0
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class SenderAcceptor:
         """Welcome the sender; drop anything else."""
         why = self._stranger(candidate)
         if not self._forget(candidate):
-            why = f"made room: {MOST_CANDIDATES} connections wait"
+            why = f"made room: {MAX_CANDIDATES} connections wait"
         if not why:
             try:
                 candidate.settimeout(None)

@@ -34,7 +34,7 @@ LEADER_PATIENCE_S = 0.1  # between a symptom and the decision
 WORKER_PATIENCE_S = 0.3  # longer, so that the leader's decision arrives first
 GOODBYE_LOCK_S = 0.05  # longest wait for a connection on which the engine thread is sending
 STDERR_S = 0.5  # longest wait for stderr to accept a line
-MOST_UNREAD = 16  # payloads of a worker, which sends one when the leader asks: more would fill the leader's memory
+MAX_UNREAD = 16  # payloads of a worker, which sends one when the leader asks: more would fill the leader's memory
 CLOSE_S = 1.0  # longest wait for the other ranks to read the Goodbye and close
 REPORT_S = 5.0  # longest wait of the engine thread for the watchdog to end the process; it needs a fraction
 
@@ -247,7 +247,7 @@ class Watchdog:
 
     def _handle(self, peer: Peer, message: Message) -> None:
         match message:
-            case Payload() if self._leads and peer.inbox.qsize() >= MOST_UNREAD:
+            case Payload() if self._leads and peer.inbox.qsize() >= MAX_UNREAD:
                 self._suspect(PeerFailure.of(peer.identity, ExitCode.PEER_LOST, "sends more than it was asked for"))
             case Payload():
                 peer.inbox.put(message.data)

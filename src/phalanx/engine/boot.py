@@ -29,7 +29,7 @@ from pathlib import Path
 import mlx.core as mx
 from msgspec.structs import replace
 
-from phalanx.config import MOST_RANKS, EngineConfig, GroupConfig
+from phalanx.config import MAX_RANKS, EngineConfig, GroupConfig
 from phalanx.dist.collective_backend import Foreign, environment_of
 from phalanx.dist.group import Fabric, agree, join
 from phalanx.dist.peers import PeerFailure
@@ -92,8 +92,8 @@ def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str,
         return ExitCode.CONFIG
     config = replace(config, tensor_parallel_size=launcher.size, backend=launcher.backend)
     rank, size = launcher.rank, launcher.size
-    if size > MOST_RANKS:
-        raise ConfigError(f"{size} ranks were started; a group has {MOST_RANKS} at most.")
+    if size > MAX_RANKS:
+        raise ConfigError(f"{size} ranks were started; a group has {MAX_RANKS} at most.")
     default_environment(environment_of(launcher.backend, None, None))
     with own_directories():
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.config import MOST_RANKS, EngineConfig
+from phalanx.config import MAX_RANKS, EngineConfig
 from phalanx.dist.fault_injection import parse
 from phalanx.errors import ConfigError
 from phalanx.spec.parse_config import parse as parse_speculation
@@ -51,9 +51,9 @@ def _check_stages(config: EngineConfig) -> None:
             f"--tp {','.join(map(str, widths))} is for {len(widths)} stages, but --pp is {stages}.",
             remedy=f"Use --pp {len(widths)}, or give --tp one number.",
         )
-    if config.n_ranks > MOST_RANKS:
+    if config.n_ranks > MAX_RANKS:
         raise ConfigError(
-            f"--tp and --pp ask for {config.n_ranks} ranks; {MOST_RANKS} are the most.", remedy="Lower one of them."
+            f"--tp and --pp ask for {config.n_ranks} ranks; {MAX_RANKS} are the most.", remedy="Lower one of them."
         )
     if stages == 1 and (config.pp_split is not None or config.pp_activation_dtype != "model"):
         flag = "--pp-split" if config.pp_split is not None else "--pp-activation-dtype"

@@ -24,7 +24,7 @@ from phalanx.tls.failures import explain
 
 ANSWER_S = 5.0  # for an answer that takes the other end no work
 FRAME_LIMIT = 1 << 20  # bytes per message, either way
-MOST_UNSENT = 1 << 22  # bytes of output that wait for a slow network: some 40,000 lines
+MAX_UNSENT = 1 << 22  # bytes of output that wait for a slow network: some 40,000 lines
 KEEP_ALIVE_S = 0.5  # between two `KeepAlive` messages
 SILENT_S = 2.5  # without a message the other end counts as gone; a little longer than between ranks
 
@@ -124,8 +124,8 @@ class AgentConnection:
             self._writer.write(frame(msgspec.msgpack.encode(message)))
 
     def offer(self, message: object) -> None:
-        """As `send`, but leaves the message out while more than `MOST_UNSENT` bytes wait to be sent."""
-        if not self._writer.is_closing() and self._writer.transport.get_write_buffer_size() <= MOST_UNSENT:
+        """As `send`, but leaves the message out while more than `MAX_UNSENT` bytes wait to be sent."""
+        if not self._writer.is_closing() and self._writer.transport.get_write_buffer_size() <= MAX_UNSENT:
             self.send(message)
 
     async def receive(self) -> object | None:

@@ -1,6 +1,6 @@
 """Accepts TLS connections from known hosts. Strangers get little time, few sockets and few lines of the log.
 
-A connection is a candidate until its TLS handshake is over. When there are `MOST_CANDIDATES`, one more closes an older
+A connection is a candidate until its TLS handshake is over. When there are `MAX_CANDIDATES`, one more closes an older
 one, of a stranger and not of the known host (`http/connection_table.py`). Does not know what is sent.
 """
 
@@ -17,7 +17,7 @@ from phalanx.http.connection_table import ConnectionLimits, ConnectionPlace, Con
 from phalanx.http.refused_keys import RefusedKeys
 from phalanx.tls.failures import explain
 
-MOST_CANDIDATES = 64  # the known host is one or two of them; each costs a file descriptor
+MAX_CANDIDATES = 64  # the known host is one or two of them; each costs a file descriptor
 HANDSHAKE_S = 5.0  # a handshake is two round trips, but this host may be busy
 SHUTDOWN_S = 2.0  # for the other end to confirm that a connection closes
 ACCEPT_RETRY_S = 0.5  # after a failed accept: no file descriptor is left, or no memory
@@ -37,7 +37,7 @@ class TlsListener:
     def __init__(self, context: ssl.SSLContext, handle: Handle) -> None:
         self._context = context
         self._handle = handle
-        self._table = ConnectionTable(ConnectionLimits(MOST_CANDIDATES, MOST_CANDIDATES))
+        self._table = ConnectionTable(ConnectionLimits(MAX_CANDIDATES, MAX_CANDIDATES))
         self._candidates: dict[socket.socket, ConnectionPlace] = {}
         self._refusals = RefusedKeys("A refused connection")
         self._handshakes: set[asyncio.Task[None]] = set()

@@ -24,7 +24,7 @@ COMPILE_STACK = 64 << 20
 once, on a stack of the usual 8 MB, must not overflow another one."""
 BEFORE = "\x02"
 """A character that tokenizers do not join with what follows. They put no space between it and a text."""
-MOST_COMPILED = 16  # compiled grammars that are kept, of up to 60 MB each
+MAX_COMPILED = 16  # compiled grammars that are kept, of up to 60 MB each
 
 NOTHING_MATCHES = "NoExtensionBias"
 """What llguidance says where not even the first token is left."""
@@ -139,7 +139,7 @@ class GrammarCompiler:
                 if compiled.is_error():
                     raise GrammarRefused(reason(compiled))
             self._compiled[grammar] = compiled
-            while len(self._compiled) > MOST_COMPILED:
+            while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
             return compiled.deep_copy()
 

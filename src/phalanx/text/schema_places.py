@@ -13,7 +13,7 @@ ONE = ("items", "additionalItems", "additionalProperties", "contains", "property
 LISTS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
 MAPS = ("properties", "patternProperties", "dependentSchemas")
 DEFINITIONS = ("$defs", "definitions")
-MOST_TRIED = 1000  # parts of a schema
+MAX_TRIED = 1000  # parts of a schema
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
@@ -61,7 +61,7 @@ def place_of(schema: dict[str, Any], reason: str, refused: Callable[[dict[str, A
     def same(part: dict[str, Any]) -> bool:
         nonlocal tried
         tried += 1
-        return tried <= MOST_TRIED and refused({**known, **part}) == reason
+        return tried <= MAX_TRIED and refused({**known, **part}) == reason
 
     place: list[str] = []
     part = schema

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, repository_
 from phalanx.demo import MODEL_DIR
 from phalanx.environment import hub_cache
 from phalanx.errors import ModelError, ModelNotFound
+from phalanx.text.model_files import INDEX
 
 QWEN = SHORT_NAMES["qwen3:4b"]
 OLDER = "f" * 40
@@ -163,3 +165,9 @@ def test_removing(home: Path):
         with pytest.raises(ModelError, match="was not downloaded"):
             remove(kept)
     assert packaged.exists()
+
+
+def test_a_pipe_in_the_place_of_the_index_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / INDEX)
+    assert find(str(tmp_path)).lacks == "model.safetensors"

@@ -38,7 +38,7 @@ from phalanx.dist import control_address
 from phalanx.dist.channel import LeaderChannel, WatchdogLimits, WorkerChannel
 from phalanx.dist.handshake import LOGGED_DROPS, MAX_CANDIDATES, WORKER_FRAME
 from phalanx.dist.peers import Payload, encode
-from phalanx.dist.watchdog import MOST_UNREAD
+from phalanx.dist.watchdog import MAX_UNREAD
 from phalanx.errors import ExitCode, GroupError, PeerLost, exit_code_of
 from phalanx.tls.certificates import make_credentials
 from phalanx.tls.host_credentials import Credentials, connecting
@@ -403,7 +403,7 @@ def test_a_host_of_the_cluster_cannot_fill_the_leaders_memory(size: int):
 
     def flood() -> None:
         with contextlib.suppress(OSError):
-            for _ in range(2 * MOST_UNREAD):
+            for _ in range(2 * MAX_UNREAD):
                 raw.send(Payload(bytes(size)))
 
     flooding = threading.Thread(target=flood)

@@ -21,7 +21,7 @@ from phalanx.dist.ports import free_ports
 from phalanx.errors import ConfigError, ExitCode, FrameError, HostUnreachable
 from phalanx.supervision import remote
 from phalanx.supervision.agent_protocol import (
-    MOST_UNSENT,
+    MAX_UNSENT,
     AgentConnection,
     AgentWelcome,
     FromAgent,
@@ -343,7 +343,7 @@ def test_output_that_the_network_does_not_take_takes_no_memory():
     async def flood(connection: AgentConnection) -> None:
         for _ in range(200):
             connection.offer(Output(bytes(READ_BYTES)))  # the loop does not run meanwhile, so that little is sent
-        assert connection._writer.transport.get_write_buffer_size() < MOST_UNSENT + 2 * READ_BYTES
+        assert connection._writer.transport.get_write_buffer_size() < MAX_UNSENT + 2 * READ_BYTES
         connection.send(ProcessEnded(3))
 
     async def test(connection: AgentConnection) -> None:

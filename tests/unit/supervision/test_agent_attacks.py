@@ -28,7 +28,7 @@ from phalanx.dist.ports import free_ports
 from phalanx.errors import ExitCode, HostUnreachable
 from phalanx.supervision.agent_protocol import AgentConnection, FromAgent, RunRank
 from phalanx.supervision.remote import ReachedAgent, reach
-from phalanx.supervision.tls_listener import MOST_CANDIDATES
+from phalanx.supervision.tls_listener import MAX_CANDIDATES
 from phalanx.tls.certificates import make_credentials
 from phalanx.tls.host_credentials import Credentials, connecting, write_credentials
 
@@ -349,7 +349,7 @@ def test_idle_connections_do_not_keep_the_server_out(victim: Victim) -> None:
         for _ in range(5):
             assert await answers(victim)
         held = psutil.Process(victim.process.pid).net_connections()
-        assert sum(one.status == psutil.CONN_ESTABLISHED for one in held) <= MOST_CANDIDATES + 5
+        assert sum(one.status == psutil.CONN_ESTABLISHED for one in held) <= MAX_CANDIDATES + 5
         more.cancel()
         for connection in opened:
             connection.close()

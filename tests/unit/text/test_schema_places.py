@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.text.schema_places import MOST_TRIED, place_of, with_parts
+from phalanx.text.schema_places import MAX_TRIED, place_of, with_parts
 
 BAD = {"bad": True}
 
@@ -51,7 +51,7 @@ def test_another_reason_is_no_place():
 
 
 def test_the_search_ends():
-    schema = {"properties": {f"p{i}": {} for i in range(2 * MOST_TRIED)} | {"last": BAD}}
+    schema = {"properties": {f"p{i}": {} for i in range(2 * MAX_TRIED)} | {"last": BAD}}
     assert place_of(schema, "it is bad", refuses) == []
 
 

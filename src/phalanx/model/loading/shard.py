@@ -18,7 +18,7 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.distributed import shard_inplace, shard_linear
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from phalanx.config import MOST_RANKS
+from phalanx.config import MAX_RANKS
 from phalanx.errors import ModelUnsupported
 from phalanx.model.check import FOREIGN
 from phalanx.model.loading.recipes import FEWER_KV, RATIOS, RECIPES, REFUSED, Kv, SplitRule
@@ -85,9 +85,9 @@ def split(model: Module, name: str, group: Group) -> Split:
 
 
 def degrees(model: Module, name: str) -> list[int]:
-    """The numbers of ranks over which a model with whole weights can be split, up to `MOST_RANKS`."""
+    """The numbers of ranks over which a model with whole weights can be split, up to `MAX_RANKS`."""
     recipe = _recipe(model, name)
-    return [1, *(n for n in range(2, MOST_RANKS + 1) if _splits(recipe, copy_structure(model), n))]
+    return [1, *(n for n in range(2, MAX_RANKS + 1) if _splits(recipe, copy_structure(model), n))]
 
 
 # -- recipes -------------------------------------------------------------------------------------------------------
