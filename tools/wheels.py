@@ -56,7 +56,7 @@ def interpreters(tags: Sequence[str], named: Sequence[str]) -> dict[str, str]:
         if tag in tags:
             found.setdefault(tag, python)
         elif named:
-            raise SystemExit(f"error: {python} is none of the Pythons that wheels are for: {', '.join(tags)}.")
+            raise SystemExit(f"error: {python} is not a Python that wheels are for: {', '.join(tags)}.")
     return found
 
 

@@ -217,7 +217,7 @@ def cache_dir() -> Path:
 
 
 def check_hub_endpoint() -> None:
-    """Refuse a hub's address that is none, of which the hub's client would say nothing that helps.
+    """Refuse a hub's address that is not a URL: the error of the hub's client would not name it.
 
     Raises:
         ConfigError: names the variable and its value.

@@ -125,8 +125,8 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(phalanx: Run, hub: StubHub) 
         ("owner/none", {}, "the hub has no such repository"),
         ("no such name", {}, "not a hub id"),
         ("./nothing", {}, "No such directory"),
-        ("~no-such-user/x", {}, "is no path"),
-        (300 * "a", {}, "is no path: File name too long"),
+        ("~no-such-user/x", {}, "is not a path"),
+        (300 * "a", {}, "is not a path: File name too long"),
         (NAME, {"HF_ENDPOINT": "ht!tp://"}, "HF_ENDPOINT is 'ht!tp://', which is not a URL"),
         (NAME, {"HF_ENDPOINT": "hub.example"}, "is not a URL"),
         (NAME, {"HF_ENDPOINT": "http://[::1"}, "is not a URL"),
@@ -158,8 +158,8 @@ def test_a_cache_copied_by_hand_serves_without_the_hub(phalanx: Run, variables: 
         ref.unlink()
         assert phalanx("pull", NAME, **settings).stdout == found
     (snapshot(variables) / "model.safetensors").unlink()
-    refused(phalanx("pull", NAME, HF_HUB_OFFLINE="1"), "has not ended", "lacks model.safetensors")
-    refused(phalanx("serve", NAME, "--port", "0", HF_HUB_OFFLINE="1"), "has not ended", "lacks model.safetensors")
+    refused(phalanx("pull", NAME, HF_HUB_OFFLINE="1"), "is incomplete", "lacks model.safetensors")
+    refused(phalanx("serve", NAME, "--port", "0", HF_HUB_OFFLINE="1"), "is incomplete", "lacks model.safetensors")
     assert "not whole: phalanx pull owner/tiny" in phalanx("list").stdout
 
 

@@ -72,7 +72,7 @@ def test_a_python_that_no_wheel_is_for_is_an_error(tmp_path: Path) -> None:
     assert wheels.interpreters([f"cp3{sys.version_info[1]}"], [sys.executable]) == {
         f"cp3{sys.version_info[1]}": sys.executable
     }
-    with pytest.raises(SystemExit, match="/none is none of the Pythons that wheels are for: cp398"):
+    with pytest.raises(SystemExit, match="/none is not a Python that wheels are for: cp398"):
         wheels.interpreters(["cp398"], [str(tmp_path / "none")])
     assert wheels.interpreters(["cp398"], []) == {}
 

@@ -352,7 +352,7 @@ async def _beginning(response: httpx.Response, limit: int) -> bytes:
 
 
 async def _refused(response: httpx.Response) -> RequestFailed:
-    """The error of a refusal, of which the beginning is read."""
+    """The error for an answer whose status is not 200; reads the beginning of its body."""
     body = await _beginning(response, MAX_ERROR)
     try:
         message = _message(_any(body))

@@ -101,7 +101,7 @@ def path_of(name: str) -> Path:
         (path / "config.json").is_file()  # too long a name raises OSError
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelNotFound(
-            f"{name[:80]!r} is no path: {getattr(error, 'strerror', None) or error}.",
+            f"{name[:80]!r} is not a path: {getattr(error, 'strerror', None) or error}.",
             remedy="Give a directory, a hub id (owner/name), or a short name such as `smollm2`.",
         ) from error
     return path

@@ -43,12 +43,12 @@ class PrivateServer:
         handle, name = tempfile.mkstemp(prefix="phalanx-serve-", suffix=".log", dir=runtime_dir())
         self.log = Path(name)
         self._shown = 0  # characters of the log that went to `show`
-        self._said = tempfile.TemporaryFile(dir=self.log.parent)  # noqa: SIM115 - read until the server ends
+        self._stdout = tempfile.TemporaryFile(dir=self.log.parent)  # noqa: SIM115 - read until the server ends
         with os.fdopen(handle, "wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, *RUN_PHALANX, "serve", model, *flags, *([] if keep else ["--stop-on-eof"])],
                 stdin=subprocess.DEVNULL if keep else subprocess.PIPE,
-                stdout=self._said,
+                stdout=self._stdout,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the server in order
             )
@@ -71,7 +71,7 @@ class PrivateServer:
             for line in text[self._shown : complete].splitlines():
                 show(line)
             self._shown = max(self._shown, complete)
-            if ready := READY.search(os.pread(self._said.fileno(), 1 << 16, 0).decode(errors="replace")):
+            if ready := READY.search(os.pread(self._stdout.fileno(), 1 << 16, 0).decode(errors="replace")):
                 self.url, self.model = ready.groups()
                 return
             if ended:
@@ -89,7 +89,7 @@ class PrivateServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        self._said.close()
+        self._stdout.close()
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()

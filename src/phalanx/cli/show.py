@@ -1,4 +1,4 @@
-"""`phalanx show`: what a name means."""
+"""`phalanx show`: describe a model."""
 
 from __future__ import annotations
 

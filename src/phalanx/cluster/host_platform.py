@@ -59,7 +59,7 @@ def platforms(host: HostPlatform) -> list[str]:
     if host.system == "Darwin" and host.macos is not None:
         return list(mac_platforms(host.macos, host.machine))
     raise ClusterError(
-        f"{host.system} on {host.machine} is no system for phalanx.", remedy="It runs on macOS and on Linux with glibc."
+        f"phalanx does not run on {host.system} on {host.machine}.", remedy="It runs on macOS and on Linux with glibc."
     )
 
 

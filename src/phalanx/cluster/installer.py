@@ -61,7 +61,7 @@ except PhalanxError as error:
 WITHOUT_SEED = f"""[ -d "$HOME/{SEED}" ] || {{ echo 'phalanx-answer:{{}}'; exit 0; }}"""  # nothing was installed
 
 Phase = Callable[[str, str, int], None]
-"""Called with a host, what it does next, and how many bytes will be sent to it."""
+"""(host, its next step, bytes that will be sent to it)"""
 
 
 class BareHost(Remote):

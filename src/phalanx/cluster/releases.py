@@ -131,7 +131,7 @@ class InstallFolder:
                 shutil.rmtree(release)
 
     def remove(self) -> Releases:
-        """Delete what was installed. Logs stay. Returns what there was.
+        """Delete what was installed. Logs stay. Returns the names of what there was.
 
         Raises:
             ClusterError: it runs.

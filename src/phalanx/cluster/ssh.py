@@ -3,7 +3,7 @@
 A call is `phalanx host VERB` on the host, with one JSON object as input and one as output. Every error names host and
 command and, if `faults` knows it, the cause and the remedy.
 
-The host may be broken, or taken over: what it says is limited in bytes and in time, and printable.
+The host may be broken, or taken over: its output is limited in bytes and in time, and made printable.
 """
 
 from __future__ import annotations

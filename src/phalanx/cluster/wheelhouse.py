@@ -49,7 +49,7 @@ class WheelSet(Struct, frozen=True, kw_only=True):
 
     @property
     def requirements(self) -> str:
-        """The text of `LISTED`, which decides what a release is."""
+        """The text of `LISTED`, whose hash names the release."""
         own = (f"{file.name.split('-')[0]}=={__version__} --hash=sha256:{_sha256(file)}" for file in self.own)
         return "\n".join([*own, *self.locked]) + "\n"
 
@@ -60,7 +60,7 @@ class WheelSet(Struct, frozen=True, kw_only=True):
 
     @property
     def seed(self) -> list[Path]:
-        """The wheels with which a host receives the others: phalanx and what its side of that imports."""
+        """The wheels that a host needs to receive the others: phalanx, and what its part of the transfer imports."""
         found = [file for name in ("msgspec", "psutil") for file in self.fetched.glob(f"{name}-*.whl")]
         return [self.own[0], *found]
 

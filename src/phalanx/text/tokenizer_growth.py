@@ -106,7 +106,7 @@ def _with_rule(part: str, rule: Any) -> Any:
 
 
 def _steps(rule: Any) -> Iterator[Any]:
-    """The rules of which a rule consists."""
+    """The single rules of a rule, which may be a sequence of others."""
     nested = [value for name, value in rule.items() if name in SEQUENCES] if isinstance(rule, dict) else []
     if nested and isinstance(nested[0], list):
         for part in nested[0]:

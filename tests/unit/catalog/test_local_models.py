@@ -81,7 +81,7 @@ def test_names_are_found_in_the_order_of_the_manual(home: Path):
 @pytest.mark.parametrize("name", ["~no-such-user", 300 * "a", f"{300 * 'a'}/b"])
 def test_what_cannot_be_a_name_is_one_line(name: str):
     for look in (directory_of, find, remove):
-        with pytest.raises(ModelNotFound, match="is no path: "):
+        with pytest.raises(ModelNotFound, match="is not a path: "):
             look(name)
 
 

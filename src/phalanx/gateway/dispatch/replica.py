@@ -7,7 +7,7 @@ from phalanx.gateway.dispatch.replica_health import HealthRules, ReplicaHealth
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
 VIA = "1.1 phalanx"
-"""The header Via of what a gateway asks: a server on its machine must not take it for a program of the user's."""
+"""The header Via of a gateway's requests: a server on its machine must not take them for a program's of the user."""
 TAG = ":latest"
 """What Ollama's clients may add to a model's name, and leave out."""
 ALONE = 1

@@ -33,7 +33,7 @@ def resolve(
     Raises:
         ModelNotFound: says whether the path, the repository, the access or the network is the problem.
         ModelError: the disk is too small, or what came is not what the hub says.
-        ConfigError: HF_ENDPOINT is no URL.
+        ConfigError: HF_ENDPOINT is not a URL.
         ModelUnsupported: the directory has something else than files, or a link that leads out of it.
     """
     if model == DEMO:
