@@ -47,6 +47,17 @@ def test_a_command_that_computes_says_what_to_install(command: str) -> None:
     assert "phalanx[cpu]" in remedy and "phalanx[engine]" in remedy and "Traceback" not in done.stderr
 
 
+def test_without_a_command_it_names_what_works_here() -> None:
+    done = python(
+        "import importlib.util as util; find = util.find_spec;"
+        "util.find_spec = lambda name, package=None: None if name == 'mlx' else find(name, package);"
+        "from phalanx.cli.main import main; sys.exit(main([]))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "phalanx gateway --worker-urls" in done.stdout
+    assert "phalanx serve" not in done.stdout and "phalanx chat" not in done.stdout
+
+
 def test_a_module_that_is_missing_for_another_reason_is_no_matter_of_the_engine() -> None:
     done = python(
         "sys.modules['rich'] = None; from phalanx.cli.main import main; main(sys.argv[1:])", "gateway", "--help"
