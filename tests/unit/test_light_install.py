@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 MISSING = sorted({*ENGINE, "transformers", "phalanx_cpu"})
 WITHOUT = f"import sys; sys.modules.update(dict.fromkeys({MISSING})); "
 """Python code after which these modules cannot be imported."""
-COMPUTING = {"fetch", "generate", "rank", "serve", "selftest"}
+COMPUTING = {"generate", "rank", "serve", "selftest"}
 """Commands that need the engine, at once or for what they start here."""
 
 

@@ -232,7 +232,10 @@ def explain(model: str, revision: str | None, error: Exception) -> ModelError:
             f"`{PACKAGED}` needs no hub.",
         )
     said = " ".join(str(error).split())
+    of_file = isinstance(error, OSError) and isinstance(error.filename, str)
     return ModelNotFound(
         f"{model} could not be fetched from the hub: {type(error).__name__}: {said}",
-        remedy="Try again later, or copy the model to a directory and give its path.",
+        remedy="Make it writable for this user, or set HF_HOME to another directory."
+        if of_file
+        else "Try again later, or copy the model to a directory and give its path.",
     )
