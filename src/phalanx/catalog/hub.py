@@ -24,6 +24,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from phalanx.catalog.local_models import NEEDED, PART, cached_snapshot, lacking, repository_folder
 from phalanx.catalog.pull_progress import ASKING, PullProgress, Report, quiet
+from phalanx.catalog.short_names import PACKAGED, did_you_mean
 from phalanx.errors import ModelError, ModelNotFound
 from phalanx.memory import GB
 
@@ -198,7 +199,8 @@ def explain(model: str, revision: str | None, error: Exception) -> ModelError:
         case hub.HFValidationError():
             return ModelNotFound(
                 f"{no_directory} it is not a hub id.",
-                remedy="Give a directory, owner/name, `demo`, or a short name such as `smollm2`.",
+                remedy=f"{did_you_mean(model)}Give a directory, owner/name, `demo`, or a short name such as "
+                f"`{PACKAGED}`.",
             )
         case hub.GatedRepoError():
             return ModelNotFound(
@@ -208,7 +210,8 @@ def explain(model: str, revision: str | None, error: Exception) -> ModelError:
         case hub.RepositoryNotFoundError():
             return ModelNotFound(
                 f"{no_directory} the hub has no such repository (or it is private).",
-                remedy="Check the name; for a private one log in with `hf auth login` (or set HF_TOKEN).",
+                remedy=f"{did_you_mean(model)}Check the name; for a private one log in with `hf auth login` (or set "
+                "HF_TOKEN).",
             )
         case hub.RevisionNotFoundError():
             return ModelNotFound(f"{model} has no revision {revision!r}.", remedy="Check --revision.")
@@ -226,11 +229,15 @@ def explain(model: str, revision: str | None, error: Exception) -> ModelError:
         isinstance(error, HTTP_ERROR) and not isinstance(error, hub.HfHubHTTPError)
     ):
         return ModelNotFound(
-            f"{no_directory} the hub cannot be reached, nor is the model in its local cache.",
-            remedy="Check the network, or copy the model to a directory and give its path.",
+            f"{model} is neither a directory nor in the hub's cache here, and the hub cannot be reached.",
+            remedy=f"{did_you_mean(model)}Check the network, or copy the model to a directory and give its path; "
+            f"`{PACKAGED}` needs no hub.",
         )
     said = " ".join(str(error).split())
+    of_file = isinstance(error, OSError) and isinstance(error.filename, str)
     return ModelNotFound(
         f"{model} could not be fetched from the hub: {type(error).__name__}: {said}",
-        remedy="Try again later, or copy the model to a directory and give its path.",
+        remedy="Make it writable for this user, or set HF_HOME to another directory."
+        if of_file
+        else "Try again later, or copy the model to a directory and give its path.",
     )

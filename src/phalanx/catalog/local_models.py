@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from phalanx.catalog.packaged import PACKAGE
-from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, repository_of, shortest
+from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, did_you_mean, repository_of, shortest
 from phalanx.demo import MODEL_DIR
 from phalanx.environment import cache_dir, hub_cache, memory_guard_override_gb
 from phalanx.errors import ModelError, ModelNotFound
@@ -137,7 +137,17 @@ def find(name: str) -> LocalModel:
         return _describe(shortest(repository) if in_cache else name, path, repository if in_cache else "")
     if HUB_ID.fullmatch(repository) and (begun := _begun(repository)) is not None:
         return begun
-    raise ModelNotFound(f"{name} is not on this machine.", remedy=f"Run `phalanx pull {name}`.")
+    raise ModelNotFound(f"{name} is not on this machine.", remedy=_how_to_find(name))
+
+
+def _how_to_find(name: str) -> str:
+    """What to do about a name that is not on this machine."""
+    here = "`phalanx list` shows what is here."
+    if question := did_you_mean(name):
+        return question + here
+    if name.startswith(("/", ".", "~")) or not (name in SHORT_NAMES or HUB_ID.fullmatch(name)):
+        return f"Check the name; a directory of a model has a config.json. {here}"
+    return f"Run `phalanx pull {name}`; {here}"
 
 
 def local_models() -> Iterator[LocalModel]:
@@ -164,7 +174,8 @@ def downloaded_folder(name: str) -> Path:
         return packaged_directory()
     if model.repository:
         return repository_folder(model.repository)
-    raise ModelError(f"{name} was not downloaded: it lies in {model.path}.", remedy="Delete the directory itself.")
+    remedy = "It is a part of phalanx, and stays." if name == DEMO else "Delete the directory itself."
+    raise ModelError(f"{name} was not downloaded: it lies in {model.path}.", remedy=remedy)
 
 
 def remove(name: str) -> int:

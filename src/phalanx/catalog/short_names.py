@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 DEMO = "demo"
 """The bundled model."""
@@ -38,3 +39,20 @@ def repository_of(name: str) -> str:
 def shortest(repository: str) -> str:
     """The short name of a repository, else its own."""
     return next((name for name, known in SHORT_NAMES.items() if known == repository), repository)
+
+
+def similar(name: str) -> list[str]:
+    """The names that may be meant by one that means no model: those of other sizes, else those spelled much alike."""
+    known, wanted = [DEMO, PACKAGED, *SHORT_NAMES], name.lower()
+    stem = wanted.partition(":")[0]
+    sizes = [one for one in known if len(stem) > 1 and one.partition(":")[0].startswith(stem)]
+    return sizes or get_close_matches(wanted, known)
+
+
+def did_you_mean(name: str) -> str:
+    """A question with the names of `similar`, and a blank after it; "" if there is none, or this is a name itself."""
+    found = similar(name)
+    if not found or name in found:
+        return ""
+    *others, last = (f"`{one}`" for one in found)
+    return f"Did you mean {', '.join(others)}{' or ' if others else ''}{last}? "

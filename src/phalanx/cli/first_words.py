@@ -23,6 +23,7 @@ from phalanx.text.printable import printable
 BYTES_PER_WEIGHT = 0.5625  # at 4 bits: 64 weights share a scale and a bias of 16 bits each
 SHARE_OF_WEIGHTS = 0.85  # of the memory that a model may have; the rest is for the requests' caches
 MAX_NAMED = 3  # models, so that they stay on one line
+WIDTH = 36  # of the commands that come next
 MEMORY_IS = {"host": "memory", "metal": "memory for its GPU", "cuda": "memory on the GPU"}
 
 
@@ -35,7 +36,7 @@ def command() -> int:
     print("Next:")
     columns = shutil.get_terminal_size().columns
     for line, what in _next(models):
-        print(f"  {line:<32}# {what}" if len(what) + 36 <= columns else f"  {line}")
+        print(f"  {line:<{WIDTH}}# {what}" if len(what) + WIDTH + 4 <= columns else f"  {line}")
     print("`phalanx --help` lists all commands.")
     return ExitCode.OK
 
@@ -54,8 +55,13 @@ def _processor() -> str:
     return platform.machine()
 
 
+def _computes() -> bool:
+    """Whether phalanx is installed with its engine."""
+    return importlib.util.find_spec("mlx") is not None
+
+
 def _abilities(memory: MachineMemory) -> str:
-    if importlib.util.find_spec("mlx") is None:
+    if not _computes():
         return "for the gateway and for hosts; MLX, which computes, comes with `pip install 'phalanx[cpu,mpi]'`"
     room = memory.total - guard_bytes(memory, memory_guard_override_gb())
     return f"models of up to about {largest_model(room):.2g} billion parameters at 4 bits"
@@ -77,8 +83,11 @@ def _next(models: Sequence[LocalModel]) -> list[tuple[str, str]]:
     """The commands that come next, and what each does."""
     real = [model for model in models if model.name != DEMO and model.fits]
     served = max(real, key=lambda model: model.bytes).name if real else PACKAGED
+    cluster = ("phalanx hostfile HOST1,HOST2", "a cluster: one model on several machines")
+    if not _computes():
+        return [("phalanx gateway --worker-urls URL", "one address for servers elsewhere"), cluster]
     return [
-        (f"phalanx serve {served}", f"an OpenAI-compatible server at port {DEFAULT_PORT}"),
-        ("phalanx chat", "talk to it, from another terminal"),
-        ("phalanx hostfile HOST1,HOST2", "begin a cluster: one model on several machines"),
+        (f"phalanx serve {served}", f"a server of OpenAI's API, port {DEFAULT_PORT}"),
+        (f"phalanx chat http://127.0.0.1:{DEFAULT_PORT}", "talk to it, from another terminal"),
+        cluster,
     ]

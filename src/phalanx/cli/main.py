@@ -7,6 +7,7 @@ without MLX. typer parses the words of all commands but `rank`.
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ COMMANDS = {
     "generate": "Write one answer to a prompt, then end.",
     "chat": "Talk to a model, or to a running server, in this terminal.",
     "launch": "Start a coding agent that works with a server of phalanx.",
-    "demo": "Serve a small model on several ranks, ask it three things, kill a rank meanwhile.",
+    "demo": "Serve a small model, ask it three things, and kill a rank meanwhile.",
     "selftest": "Test a group of ranks: sums, speed, equal tokens, memory.",
     "install": "Bring phalanx to hosts through ssh; --upgrade, --rollback.",
     "uninstall": "Delete phalanx on hosts.",
@@ -64,6 +65,10 @@ ENGINE = frozenset({"huggingface_hub", "jinja2", "llguidance", "mlx", "mlx_lm", 
 """Modules of the extra `engine`, without which phalanx is installed where nothing is computed."""
 
 
+ELSEWHERE = {"run": "chat", "ls": "list", "remove": "rm", "delete": "rm", "kill": "stop", "start": "serve"}
+"""Commands of other programs -> the one here that does the same."""
+
+
 UNITS = {"serve": "org.phalanx.server", "agent": "org.phalanx.agent", "gateway": "org.phalanx.gateway"}
 """Command -> label of its unit for launchd."""
 
@@ -84,10 +89,14 @@ def run() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. typer prints usage errors (2), `report` prints phalanx's own."""
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         if not arguments:
             return exit_code(importlib.import_module("phalanx.cli.first_words").command)
+        if arguments[0] in ELSEWHERE:
+            return exit_code(lambda: _named_elsewhere(arguments))
         if asked in OWN_PARSER and arguments[0] == asked:
             command = importlib.import_module(f"phalanx.cli.{asked}").command
             return exit_code(lambda: command(arguments[1:]))
@@ -103,6 +112,11 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:  # while the command's module is imported, for seconds on a busy machine
         return INTERRUPTED
     return 0
+
+
+def _named_elsewhere(arguments: Sequence[str]) -> int:
+    here = shlex.join(["phalanx", ELSEWHERE[arguments[0]], *arguments[1:]])
+    raise ConfigError(f"There is no command '{arguments[0]}'.", remedy=f"Did you mean `{here}`?")
 
 
 def _without_engine(missing: str) -> int:

@@ -70,6 +70,11 @@ def command(
     chosen_hosts = chosen(hostfile, hostfile_option, hosts)
     if action == "undo":
         return _told(asyncio.run(undo([Remote(host.ssh, python=python) for host in chosen_hosts.hosts])))
+    if len(chosen_hosts.hosts) < 2:
+        raise ConfigError(
+            "net test measures links between hosts, and here is one host only.",
+            remedy="Ranks of one machine are tested by `phalanx selftest --tp 2`.",
+        )
     serve = ("demo", *shape_words(pp, tp))
     plan = check(Plan(hostfile=chosen_hosts, serve=serve, backend=backend, agent_port=agent_port, python=python))
     return asyncio.run(_test(plan, links_only=links_only))

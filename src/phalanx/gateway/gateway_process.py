@@ -62,8 +62,11 @@ def serve(config: GatewayConfig) -> int:
         ConfigError: a flag or a file is wrong, or the address cannot be bound; says which and what to do.
     """
     server_context(config.ssl_certfile, config.ssl_keyfile)  # an error in it is told before anything starts
-    if bool(specs_of_urls(config.worker_urls)) == bool(config.replicas):
-        raise ConfigError("The gateway has no replicas, or two kinds.", remedy="Give --worker-urls or --replicas FILE.")
+    if (urls := bool(specs_of_urls(config.worker_urls))) == bool(config.replicas):
+        raise ConfigError(
+            "The gateway's replicas are named twice." if urls else "The gateway has no replicas.",
+            remedy="Give either --worker-urls, such as http://10.0.0.5:8000,http://10.0.0.6:8000, or --replicas FILE.",
+        )
     limits = limits_for(config.max_connections, config.max_connections_per_address, 0)
     raise_limit(limits.total + OPEN_FILES)
     with contextlib.ExitStack() as stack:

@@ -10,7 +10,7 @@ import pytest
 from support.stub_hub import COMMIT, files_of_a_model
 
 from phalanx.catalog.local_models import cached_snapshot, directory_of, find, lacking, local_models, remove
-from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, repository_of, shortest
+from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, did_you_mean, repository_of, shortest
 from phalanx.demo import MODEL_DIR
 from phalanx.environment import hub_cache
 from phalanx.errors import ModelError, ModelNotFound
@@ -161,8 +161,8 @@ def test_removing(home: Path):
             remove(gone)
     packaged.mkdir()
     (packaged / "config.json").write_text("{}")
-    for kept in (DEMO, str(packaged)):
-        with pytest.raises(ModelError, match="was not downloaded"):
+    for kept, remedy in ((DEMO, "a part of phalanx"), (str(packaged), "Delete the directory")):
+        with pytest.raises(ModelError, match=f"was not downloaded.*{remedy}"):
             remove(kept)
     assert packaged.exists()
 
@@ -171,3 +171,28 @@ def test_a_pipe_in_the_place_of_the_index_is_not_waited_for(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     os.mkfifo(tmp_path / INDEX)
     assert find(str(tmp_path)).lacks == "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "question"),
+    [
+        ("smolm2", "Did you mean `smollm2`? "),
+        ("SmolLM2:135m", "Did you mean `smollm2`? "),
+        ("llama3.2", "Did you mean `llama3.2:1b` or `llama3.2:3b`? "),
+        ("llama3", "Did you mean `llama3.2:1b`, `llama3.2:3b`, `llama3.1:8b` or `llama3.3:70b`? "),
+        *((name, "") for name in ("smollm2", "qwen3:4b", "owner/name", QWEN, "/tmp", "", ":", "phi4")),
+    ],
+)
+def test_a_wrong_name_is_answered_with_those_it_may_mean(name: str, question: str):
+    assert did_you_mean(name) == question
+
+
+def test_what_to_do_about_a_name_that_is_not_here():
+    for name, remedy in (
+        ("smolm2", "Did you mean `smollm2`"),
+        ("owner/name", "Run `phalanx pull owner/name`"),
+        ("./nowhere", "Check the name; a directory of a model has a config.json"),
+        ("/", "Check the name"),
+    ):
+        with pytest.raises(ModelNotFound, match=f"{name} is not on this machine. {remedy}.*`phalanx list`"):
+            find(name)

@@ -56,6 +56,7 @@ def test_what_follows_two_dashes_is_passed_on():
         (["logs", "--hosts", "a", "--rank", "1"], "--rank 1, but there are 1 hosts"),
         (["net", "setup", "--hosts", "a"], "takes its hosts from --node"),
         (["net", "test", "--hosts", "a", "--node", "a:en5:10.0.0.1"], "belong to `net setup`"),
+        (["net", "test", "--hosts", "a"], "here is one host only"),
         (["net", "setup", "--node", "a:en5"], "HOST:IFACE:IP"),
         (["hostfile"], "Give host names, or --check"),
         (["model", "push", "./nowhere", "--hosts", "a"], "./nowhere is not on this machine"),

