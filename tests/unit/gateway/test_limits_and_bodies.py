@@ -270,6 +270,9 @@ def test_another_model_changes_nothing_else():
         (b'{"total_tokens": 9}', 9),
         (b'{"prompt_tokens": 3, "completion_tokens": 4}', 7),
         (b'{"input_tokens": 3, "output_tokens": 5}', 8),
+        (b'{"input_tokens": 3, "output_tokens": 5, "cache_read_input_tokens": 70}', 78),  # Messages: the prompt's rest
+        (b'{"input_tokens": 3, "output_tokens": 5, "cache_creation_input_tokens": null}', 8),
+        (b'{"prompt_eval_count": 3, "eval_count": 6}', 9),
         (b'{"output_tokens": 5}', None),
         (b'{"total_tokens": -5}', None),
         (b'{"total_tokens": 1' + b"0" * 400 + b"}", None),  # a key's allowance minus this cannot be compared again
@@ -283,6 +286,10 @@ def test_tokens_of_every_dialect(usage, tokens):
 
 def test_usage_of_a_whole_answer():
     assert tokens_of(usage_in(b'{"usage": {"total_tokens": 4}, "choices": []}')) == 4
+    ollama = b'{"model": "m", "response": "abc", "done": true, "prompt_eval_count": 3, "eval_count": 300}'
+    assert tokens_of(usage_in(ollama)) == 303
+    assert tokens_of(usage_in(b'{"done": true, "eval_count": 300}')) == 300, "the whole prompt was cached"
+    assert tokens_of(usage_in(b'{"usage": null, "eval_count": "x"}')) is None
     assert usage_in(b"[]") == usage_in(b"not JSON") == usage_in(HOSTILE[0]) == b""
 
 

@@ -6,6 +6,7 @@ Everything else passes as it came: which fields there are is the replica's matte
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 import msgspec
 from msgspec import Raw, Struct
@@ -25,6 +26,13 @@ RESERVED = 256
 """Tokens of a choice for which its key must have room before it begins; most answers are shorter."""
 MOST_TOKENS = 1 << 31
 """Of one answer; a count from here on is a replica's mistake, and not used."""
+COUNTS = (
+    (("total_tokens",), ()),
+    (("prompt_tokens", "completion_tokens"), ()),
+    (("input_tokens", "output_tokens"), ("cache_read_input_tokens", "cache_creation_input_tokens")),
+    (("prompt_eval_count", "eval_count"), ()),
+)
+"""Names in an answer's `usage`, all of which it must have, and others that count beside them: one row per API."""
 
 
 class Peek(Struct, frozen=True):
@@ -69,8 +77,22 @@ class Peek(Struct, frozen=True):
         return tuple(bytes(part) for part in parts)
 
 
-class _Answer(Struct):
+class Usage(Struct):
+    """Where an answer, or an event of a stream, says how many tokens it took."""
+
     usage: Raw = Raw()
+    prompt_eval_count: Raw = Raw()  # Ollama's
+    eval_count: Raw = Raw()
+
+    def as_json(self) -> bytes:
+        """An object of the counts; empty if there is none, or null."""
+        given = bytes(self.usage)
+        if given not in (b"", b"null"):
+            return given
+        if not bytes(self.eval_count):
+            return b""
+        prompt = bytes(self.prompt_eval_count) or b"0"  # Ollama leaves it out where the whole prompt was cached
+        return b'{"prompt_eval_count":%b,"eval_count":%b}' % (prompt, bytes(self.eval_count))
 
 
 class _Options(Struct):
@@ -81,7 +103,7 @@ _peek = decoder(Peek)
 _read_fields = decoder(dict[str, Raw])
 _read_list = decoder(list[Raw])
 _read_counts = decoder(dict[str, object])
-_read_answer = decoder(_Answer)
+_read_answer = decoder(Usage)
 _read_options = decoder(_Options)
 
 
@@ -130,7 +152,7 @@ def prompt_tokens(n_bytes: int) -> int:
 
 
 def tokens_of(usage: bytes) -> int | None:
-    """All tokens that a `usage` object counts; None if it does not say, or says what no answer can have."""
+    """All tokens that an object of `Usage.as_json` counts; None if it does not say, or says what no answer can have."""
     try:
         counts = _read_counts(usage)
     except msgspec.DecodeError:
@@ -139,18 +161,21 @@ def tokens_of(usage: bytes) -> int | None:
 
 
 def _total(counts: Mapping[str, object]) -> int | None:
-    names = ("total_tokens",), ("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens")
-    for wanted in names:
+    for wanted, more in COUNTS:
         values = [counts.get(name) for name in wanted]
-        found = [value for value in values if isinstance(value, int) and 0 <= value < MOST_TOKENS]
+        found = [value for value in values if _is_count(value)]
         if len(found) == len(wanted):
-            return sum(found)
+            return sum(found) + sum(value for value in map(counts.get, more) if _is_count(value))
     return None
 
 
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value < MOST_TOKENS
+
+
 def usage_in(body: bytes) -> bytes:
-    """The `usage` of a whole answer, as JSON; empty if it has none."""
+    """The counts of a whole answer, as JSON; empty if it has none."""
     try:
-        return bytes(_read_answer(body).usage)
+        return _read_answer(body).as_json()
     except msgspec.DecodeError:
         return b""
