@@ -32,6 +32,27 @@ def test_requests_at_once():
     meter.begin("a", 0.0)
 
 
+def test_each_answer_counts_as_a_request_at_once():
+    """Else one request with `n` of 128 takes all places that the replicas have."""
+    meter = KeyMeter({"a": KeyLimits(max_in_flight=4)})
+    first, second = meter.begin("a", 0.0), meter.begin("a", 0.0)
+    with pytest.raises(InvalidRequest, match=r"4 requests at once\. Each answer counts as one; this one asks for 5"):
+        meter.reserve(first, 0, 0.0, rows=5)
+    meter.reserve(first, 0, 0.0, rows=3)
+    with pytest.raises(RateLimited, match="4 requests at once"):
+        meter.reserve(second, 0, 0.0, rows=2)
+    meter.reserve(second, 0, 0.0)
+    with pytest.raises(RateLimited):
+        meter.begin("a", 0.0)
+    meter.end(first, 0, 0.0)
+    meter.reserve(third := meter.begin("a", 0.0), 0, 0.0, rows=3)
+    for use in (second, third):
+        meter.end(use, 0, 0.0)
+    assert not meter._in_flight
+    other = meter.begin("b", 0.0)  # has no limits
+    meter.reserve(other, 0, 0.0, rows=128)
+
+
 def test_requests_a_minute():
     meter = KeyMeter({"a": KeyLimits(requests_per_minute=60)})
     for _ in range(60):
@@ -193,6 +214,11 @@ def test_what_is_read_of_a_body():
         (b'{"n": 2, "prompt": [ "a", "b"]}', 4),
         (b'{"n": null, "prompt": [[1], [2], [3]]}', 3),
         (b'{"n": 2, "prompt": [1, 2, 3]}', 2),
+        (b'{"prompt": [' + b" " * 70_000 + b'"a", "b,c"]}', 2),
+        (b'{"prompt": ["' + b"x, " * 70_000 + b'", "b"]}', 2),
+        (b'{"prompt": [' + b"1, " * 70_000 + b"1]}", 1),
+        (b'{"prompt": [' + b'"", ' * 70_000 + b'""]}', 128),
+        (b'{"prompt": [' + b"[1], " * 70_000 + b"[1]]}", 128),
     ],
 )
 def test_rows_are_choices_of_each_prompt(body, rows):

@@ -5,6 +5,7 @@ Everything else passes as it came: which fields there are is the replica's matte
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TypeGuard
 
@@ -19,8 +20,12 @@ MANY_NAMES = 1 << 16
 
 MOST_ROWS = 128
 """Of one request; the largest `n` of OpenAI's own."""
+MOST_LISTED = 1 << 14
+"""Prompts of a list that is read, in 5 ms; a longer one has more than `MOST_ROWS`, or no server takes it."""
 LISTED_BYTES = 1 << 16
-"""Of a list of prompts that is counted, in 3 ms if they are empty; of Ollama's options that are read."""
+"""Of Ollama's options that are read."""
+PROMPTS = re.compile(rb'\[\s*["\[]')
+"""Begins a list of prompts: texts, or lists of tokens. One prompt may be a list of tokens as well."""
 BYTES_PER_TOKEN = 4  # of a prompt, where the answer does not say
 RESERVED = 256
 """Tokens of a choice for which its key must have room before it begins; most answers are shorter."""
@@ -54,10 +59,8 @@ class Peek(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Answers that it asks for: `n` of each prompt. 1 where that is not seen at once."""
-        prompt, n = bytes(self.prompt), bytes(self.n)
-        prompts = _read_list(prompt) if prompt.startswith(b"[") and len(prompt) <= LISTED_BYTES else []
-        n_prompts = len(prompts) if prompts and bytes(prompts[0])[:1] in b'"[' else 1  # one may be a list of tokens
+        """Answers that it asks for: `n` of each prompt. Of many prompts the most that there may be."""
+        n_prompts, n = _prompts_in(bytes(self.prompt)), bytes(self.n)
         return min(MOST_ROWS, n_prompts * int(n) or 1) if n.isdigit() and len(n) <= 3 else n_prompts
 
     @property
@@ -137,6 +140,14 @@ def with_model(body: bytes, seen: Peek, model: str) -> bytes:
     fields = _read_fields(body)
     fields["model"] = Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)
+
+
+def _prompts_in(prompt: bytes) -> int:
+    if not PROMPTS.match(prompt):
+        return 1
+    if max(prompt.count(b'"') // 2, prompt.count(b"[")) > MOST_LISTED:
+        return MOST_ROWS
+    return len(_read_list(prompt))
 
 
 def _options_in(data: bytes) -> _Options:
