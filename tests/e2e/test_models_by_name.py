@@ -78,11 +78,13 @@ def test_pull_list_show_rm(phalanx: Run, variables: dict[str, str], hub: StubHub
     assert "GB of disk" in pulled.stderr and ": 100%" in pulled.stderr
     present = {file.name: file.read_bytes() for file in snapshot(variables).iterdir()}
     assert present == {name: data for name, data in hub.repositories[NAME].items() if name != "README.md"}
+    ref = repository(variables) / "refs" / "main"
+    written = ref.stat().st_mtime_ns
     again = phalanx("pull", NAME)
     assert (again.returncode, again.stdout, again.stderr) == (0, pulled.stdout, "")
     assert len(hub.ranges()) == 2, "nothing was fetched again"
     assert [path for _, path, _ in hub.asked].count(f"/api/models/{NAME}") == 2, "the second pull asked once"
-    assert (repository(variables) / "refs" / "main").read_text() == COMMIT
+    assert (ref.read_text(), ref.stat().st_mtime_ns) == (COMMIT, written), "nothing is written to a cache that has all"
 
     (row,) = [line.split() for line in phalanx("list").stdout.splitlines() if line.startswith(NAME)]
     assert row[1:6] == ["0", "MB", "llama", "4", "4096"] and row[-1] in ("yes", "no")

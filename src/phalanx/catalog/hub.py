@@ -95,7 +95,8 @@ def _fetch(model: str, revision: str | None, found: Any, patterns: Sequence[str]
         link: Path = snapshot / file.rfilename
         link.parent.mkdir(parents=True, exist_ok=True)
         _create_symlink(str(folder / "blobs" / _digest(file)), str(link), new_blob=True)
-    if revision != found.sha:
+    is_named = not todo and cached_snapshot(model, revision) == snapshot  # the cache may be read-only
+    if revision != found.sha and not is_named:
         ref = folder / "refs" / (revision or constants.DEFAULT_REVISION)
         ref.parent.mkdir(parents=True, exist_ok=True)
         ref.write_text(found.sha)

@@ -80,7 +80,7 @@ class Peek(Struct, frozen=True):
         return tuple(bytes(part) for part in parts)
 
 
-class Usage(Struct):
+class AnswerCounts(Struct):
     """Where an answer, or an event of a stream, says how many tokens it took."""
 
     usage: Raw = Raw()
@@ -106,7 +106,7 @@ _peek = decoder(Peek)
 _read_fields = decoder(dict[str, Raw])
 _read_list = decoder(list[Raw])
 _read_counts = decoder(dict[str, object])
-_read_answer = decoder(Usage)
+_read_answer = decoder(AnswerCounts)
 _read_options = decoder(_Options)
 
 
@@ -163,7 +163,11 @@ def prompt_tokens(n_bytes: int) -> int:
 
 
 def tokens_of(usage: bytes) -> int | None:
-    """All tokens that an object of `Usage.as_json` counts; None if it does not say, or says what no answer can have."""
+    """All tokens that the object counts; None if it does not say, or says what no answer can have.
+
+    Args:
+        usage: of `AnswerCounts.as_json`.
+    """
     try:
         counts = _read_counts(usage)
     except msgspec.DecodeError:

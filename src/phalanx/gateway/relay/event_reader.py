@@ -16,7 +16,7 @@ from msgspec import Raw, Struct
 
 from phalanx.errors import MalformedAnswer
 from phalanx.gateway.relay.api_kinds import MESSAGES_ENDS, OPAQUE, RESPONSES_ENDS, Dialect
-from phalanx.gateway.relay.body_peek import Usage, usage_in
+from phalanx.gateway.relay.body_peek import AnswerCounts, usage_in
 from phalanx.gateway.relay.first_text import shows_text
 from phalanx.gateway.relay.transcript import Transcript
 from phalanx.http.foreign_json import decoder
@@ -33,7 +33,7 @@ REASON_CHARS = 500  # of why a replica ends its stream, told to the client
 LARGEST_PIECE = 2 * LARGEST_EVENT  # bytes of the events that wait for one record
 
 
-class Head(Usage):
+class Head(AnswerCounts):
     """What of an event's JSON decides. Values of foreign types are no error here: they are the client's matter."""
 
     type: Raw = Raw()
@@ -52,7 +52,7 @@ class Seen(Struct, frozen=True):
     ends: bool = False
     has_data: bool = False
     has_text: bool = False  # or calls; not looked for once there was some
-    usage: bytes = b""  # the counts of `Usage`; empty if it has none
+    usage: bytes = b""  # the counts of `AnswerCounts`; empty if it has none
     number: int | None = None
 
 
@@ -91,7 +91,7 @@ class EventReader:
         self.fault = ""
         """Why what came after the events that passed is no stream of events; empty if nothing is wrong."""
         self.usage = b""
-        """The last counts of tokens that an event had, as `Usage.as_json` has them; empty if there were none."""
+        """The last counts of tokens that an event had, as `AnswerCounts.as_json` has them; empty if there were none."""
 
     @property
     def n_tokens(self) -> int:
