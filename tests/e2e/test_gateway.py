@@ -97,6 +97,30 @@ def test_a_request_goes_where_its_model_is_and_by_its_alias():
     run(scenario())
 
 
+def test_clients_that_list_models_at_the_same_time_take_one_connection_of_a_replica():
+    """No limit of keys counts what lists models: else one client could take all connections that a replica accepts."""
+
+    async def scenario() -> None:
+        async with StubReplica(streaming(1)) as replica, gateway(replica.url) as client:
+            replica.tags = 200
+            replica.may_list.clear()
+            asked = [asyncio.create_task(client.get("/api/tags")) for _ in range(20)]
+            gone = asyncio.create_task(client.get("/api/tags"))
+            while not replica.n_listed:
+                await asyncio.sleep(0.01)
+            for _ in range(20):  # those that come later
+                assert (await client.get("/v1/models"))[0] == 200
+            assert replica.n_listed == 1
+            gone.cancel()  # a client that leaves takes the list from none
+            replica.may_list.set()
+            for status, tags in await asyncio.gather(*asked):
+                assert status == 200 and [entry["name"] for entry in tags["models"]] == ["m:latest"]
+            before = replica.n_listed
+            assert (await client.get("/api/tags"))[0] == 200 and replica.n_listed == before + 1
+
+    run(scenario())
+
+
 def test_ids_and_keys():
     """An id goes through every hop; clients' keys do not reach a replica, which has its own."""
 

@@ -42,6 +42,12 @@ async def cuts_a_whole_answer(call: Call) -> None:
     call.break_off()
 
 
+async def sends_a_header_with_a_control(call: Call) -> None:
+    await call.send(
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nopenai-x: a\x0b\r\nContent-Length: 2\r\n\r\n{}"
+    )
+
+
 async def serves_another_model(call: Call) -> None:
     await call.whole(404, {"error": {"message": "no such model", "code": "model_not_found"}})
 
@@ -56,6 +62,7 @@ async def is_busy(call: Call) -> None:
         closes,
         is_no_http,
         cuts_a_whole_answer,
+        sends_a_header_with_a_control,
         refuses,
         is_busy,
         serves_another_model,

@@ -78,11 +78,13 @@ def test_pull_list_show_rm(phalanx: Run, variables: dict[str, str], hub: StubHub
     assert "GB of disk" in pulled.stderr and ": 100%" in pulled.stderr
     present = {file.name: file.read_bytes() for file in snapshot(variables).iterdir()}
     assert present == {name: data for name, data in hub.repositories[NAME].items() if name != "README.md"}
+    ref = repository(variables) / "refs" / "main"
+    written = ref.stat().st_mtime_ns
     again = phalanx("pull", NAME)
     assert (again.returncode, again.stdout, again.stderr) == (0, pulled.stdout, "")
     assert len(hub.ranges()) == 2, "nothing was fetched again"
     assert [path for _, path, _ in hub.asked].count(f"/api/models/{NAME}") == 2, "the second pull asked once"
-    assert [path for _, path, _ in hub.asked].count(f"/api/models/{NAME}/revision/main") == 1
+    assert (ref.read_text(), ref.stat().st_mtime_ns) == (COMMIT, written), "nothing is written to a cache that has all"
 
     (row,) = [line.split() for line in phalanx("list").stdout.splitlines() if line.startswith(NAME)]
     assert row[1:6] == ["0", "MB", "llama", "4", "4096"] and row[-1] in ("yes", "no")
@@ -206,6 +208,59 @@ def test_a_file_that_changes_while_it_is_read_gets_no_name(
     hub.sends.clear()
     assert phalanx("pull", NAME).returncode == 0
     assert (snapshot(variables) / name).read_bytes() == whole
+
+
+@pytest.mark.parametrize("tag", ["../../../../stray", "{outside}/stray"])
+def test_no_header_of_the_hub_decides_where_a_file_lies(
+    tag: str, phalanx: Run, variables: dict[str, str], hub: StubHub, tmp_path: Path
+) -> None:
+    hub.etags["config.json"] = tag.format(outside=tmp_path)
+    assert phalanx("pull", NAME).returncode == 0
+    assert not list(tmp_path.rglob("stray*"))
+    present = {file.name: file.read_bytes() for file in snapshot(variables).iterdir()}
+    assert present["config.json"] == hub.repositories[NAME]["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"sha": "../../../../stray"}, "the commit ../../../../stray"),
+        ({"sha": None}, "the commit None"),
+        ({"blobId": "../../../../stray"}, "the checksum ../../../../stray"),
+        ({"lfs": {"sha256": "/tmp/stray", "size": 7, "pointerSize": 1}}, "the checksum /tmp/stray"),
+        ({"rfilename": "../../../../stray.json"}, "the file ../../../../stray.json"),
+        ({"rfilename": "/stray.json"}, "the file /stray.json"),
+        ({"rfilename": 5}, "the file 5"),
+        ({"size": -1}, "with -1 bytes"),
+        ({"size": None}, "with None bytes"),
+        ({"siblings": None}, "has no weights as safetensors"),
+        ({"siblings": 5}, "could not be fetched from the hub"),
+    ],
+)
+def test_a_list_of_the_hub_with_what_becomes_no_path_is_refused(
+    wrong: dict[str, object], said: str, phalanx: Run, variables: dict[str, str], hub: StubHub, tmp_path: Path
+) -> None:
+    hub.lies = wrong
+    victim = tmp_path / "stray.part"
+    victim.write_text("precious")
+    refused(phalanx("pull", NAME), said)
+    assert victim.read_text() == "precious" and list(tmp_path.rglob("stray*")) == [victim]
+    assert not list(repository(variables).rglob("*.part"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_hub_that_sends_more_than_it_says_fills_no_disk(
+    name: str, phalanx: Run, variables: dict[str, str], hub: StubHub
+) -> None:
+    hub.sends[name] = hub.repositories[NAME][name] + bytes(64 << 20)
+    refused(phalanx("pull", NAME), f"{name} of {NAME} is not what the hub says")
+    assert sum(file.stat().st_size for file in repository(variables).rglob("*") if file.is_file()) < 1 << 20
+
+
+def test_what_the_hub_says_of_an_error_is_cut(phalanx: Run, hub: StubHub) -> None:
+    hub.fails = b'{"error": "' + 300_000 * b"A" + b'"}'
+    ended = phalanx("pull", NAME, "--json")
+    assert ended.returncode == ExitCode.CONFIG and len(ended.stdout.splitlines()[-1]) < 2000, "Ollama's API reads lines"
 
 
 def test_a_full_disk_is_one_line_and_the_pull_goes_on_when_there_is_room(

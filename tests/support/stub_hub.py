@@ -42,6 +42,9 @@ class StubHub:
     stops_at: int | None = None  # bytes of a large file after which nothing comes until `go_on`
     sends: dict[str, bytes] = field(default_factory=dict)  # file -> what comes in its place
     announces: dict[str, int] = field(default_factory=dict)  # repository -> bytes that each file has, it says
+    etags: dict[str, str] = field(default_factory=dict)  # small file -> the header ETag in the place of its checksum
+    lies: dict[str, object] = field(default_factory=dict)  # fields of its answer about a repository and of each file
+    fails: bytes | None = None  # the body of a status 500 about every repository
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, the header Range
     leaked: bool = False  # the second name was told the token
     go_on: threading.Event = field(default_factory=threading.Event)
@@ -94,7 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
         repository = "/".join(rest.split("/")[:2])
         files = self.hub.repositories.get(repository)
         revision = rest.split("/")[3] if rest.count("/") > 2 else "main"
-        if files is None:
+        if self.hub.fails is not None:
+            self._answer(500, self.hub.fails)
+        elif files is None:
             self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         elif revision not in ("main", self.hub.commit):
             self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
@@ -116,12 +121,21 @@ class _Handler(BaseHTTPRequestHandler):
                 )
                 for name, data in files.items()
             ]
+            lies = self.hub.lies
+            for file in siblings:
+                file.update({name: lie for name, lie in lies.items() if name in ("blobId", "rfilename", "size")})
+                file.update({name: lie for name, lie in lies.items() if name in file and name == "lfs"})
             about = {"id": repository, "sha": self.hub.commit, "siblings": siblings}
+            about.update({name: lie for name, lie in lies.items() if name in about})
             self._answer(200, json.dumps(about).encode())
 
     def _file(self, repository: str, revision: str, name: str) -> None:
         data = self.hub.repositories[repository][name]
-        headers = {"X-Repo-Commit": self.hub.commit, "ETag": f'"{_etag(name, data)}"', "Accept-Ranges": "bytes"}
+        headers = {
+            "X-Repo-Commit": self.hub.commit,
+            "ETag": f'"{self.hub.etags.get(name) or _etag(name, data)}"',
+            "Accept-Ranges": "bytes",
+        }
         if is_large(name):
             headers |= {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(len(data))}
             port = urlsplit(self.hub.url).port

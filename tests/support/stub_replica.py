@@ -114,6 +114,9 @@ class StubReplica:
         self.limit = limit
         self.health = 200  # 0: silence
         self.tags = 404  # status of its /api/tags
+        self.n_listed = 0  # requests for it
+        self.may_list = asyncio.Event()  # until it is set, they get no answer
+        self.may_list.set()
         self.resets = b""  # a head with these bytes is answered by a reset while its body comes; empty: none is
         self.early = b""  # instead of the reset: an answer, after which nothing is read
         self.numerics = ""  # that its /health tells; empty: none, as other vendors' servers
@@ -194,6 +197,8 @@ class StubReplica:
         elif call.path == "/v1/models":
             await call.whole(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
         elif call.path == "/api/tags":
+            self.n_listed += 1
+            await self.may_list.wait()
             await call.whole(self.tags, {"models": [{"name": f"{name}:latest"} for name in self.models]})
         else:
             self.calls.append(call)

@@ -1,26 +1,31 @@
 """Downloads a model from the hub into the hub's cache, and says in words why it could not.
 
-The hub's client finds, fetches and retries. Here is what it leaves out: the disk is measured first; a file of weights
-goes on where a killed download stopped; each file is compared with the checksum that the hub names before it gets its
-name; the snapshot's directory comes last, so that no part of a model bears the model's name.
+The hub's client asks and retries. Here is what it leaves out: the disk is measured first; a file goes on where a killed
+download stopped, and gets no more bytes than the hub says that it has; each is compared with the checksum that the hub
+names before it gets its name; the snapshot's directory comes last, so that no part of a model bears the model's name.
+
+The hub may be a mirror that lies (HF_ENDPOINT). Its names and checksums become paths: what is none is refused. The
+client's own download puts files where a header (ETag) says, wherever that is, and so is not used.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
+import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub import errors as hub
-from huggingface_hub.file_download import http_get
+from huggingface_hub.file_download import _create_symlink, http_get
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, filter_repo_objects
 from huggingface_hub.utils import tqdm as hub_bar
-from huggingface_hub.utils.sha import git_hash
 
 from phalanx.catalog.local_models import NEEDED, PART, cached_snapshot, lacking, repository_folder
 from phalanx.catalog.pull_progress import ASKING, PullProgress, Report, quiet
@@ -32,6 +37,12 @@ HTTP_ERROR: type[Exception] = hub.HfHubHTTPError.__bases__[0]
 """Base of all errors of HTTP that the hub's client raises: it has changed the library below, and may again."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SPARE = 64 << 20  # bytes of the disk that stay free
+SHA1 = re.compile("[0-9a-f]{40}")
+SHA256 = re.compile("[0-9a-f]{64}")
+NO_NAMES = frozenset(("", ".", ".."))  # between the slashes of a file's name
+NO_LIST = (AssertionError, AttributeError, LookupError, RecursionError, TypeError)
+"""What the hub's client raises where an answer is JSON of another kind."""
+MOST_SAID = 500  # characters of an error of the client, which quotes the hub
 
 
 def download(model: str, revision: str | None, *, trust_remote_code: bool, report: Report = quiet) -> Path:
@@ -46,7 +57,7 @@ def download(model: str, revision: str | None, *, trust_remote_code: bool, repor
     report(PullProgress(ASKING))
     try:
         found = HfApi().model_info(model, revision=revision, files_metadata=True)
-    except (HTTP_ERROR, OSError, ValueError) as error:
+    except (HTTP_ERROR, OSError, ValueError, *NO_LIST) as error:
         if isinstance(error, (hub.HFValidationError, hub.RevisionNotFoundError)):
             raise explain(model, revision, error) from error
         return _from_cache(model, revision, error)
@@ -69,28 +80,57 @@ def _from_cache(model: str, revision: str | None, error: Exception) -> Path:
 
 
 def _fetch(model: str, revision: str | None, found: Any, patterns: Sequence[str], report: Report) -> Path:
-    """Fetch the files that the cache lacks; those with a SHA-256 first, which are the large ones."""
+    """Fetch the files that the cache lacks, then give them their names; those of weights last."""
+    listed = _checked_list(model, found)
     folder = repository_folder(model)
     snapshot: Path = folder / "snapshots" / found.sha
-    names = list(filter_repo_objects([file.rfilename for file in found.siblings], allow_patterns=list(patterns)))
-    todo = [file for file in found.siblings if file.rfilename in names and not (snapshot / file.rfilename).exists()]
+    names = set(filter_repo_objects([file.rfilename for file in listed], allow_patterns=list(patterns)))
+    todo = [file for file in listed if file.rfilename in names and not (snapshot / file.rfilename).exists()]
     if not any(name.endswith(".safetensors") for name in names):
         raise ModelError(
             f"{model} has no weights as safetensors.", remedy="Choose another repository, such as of mlx-community."
         )
-    if not todo and cached_snapshot(model, revision) == snapshot:
-        return snapshot  # else its name is missing, which the hub's client writes
     if todo:
         _check_disk(model, folder, todo, report)
-    for file in todo:
-        if file.lfs is not None and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-            _fetch_large(model, found.sha, file, folder, report)
-    bar = None if report is quiet else _NoBar
-    path = Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns), tqdm_class=bar))
-    for file in todo:
-        if file.lfs is None and file.blob_id and path == snapshot:
-            _check_small(model, path / file.rfilename, file.blob_id)
-    return path
+    for file in sorted(todo, key=lambda file: file.lfs is None):  # the large ones first
+        _fetch_file(model, found.sha, file, folder, report)
+    for file in sorted(todo, key=lambda file: str(file.rfilename).endswith(".safetensors")):
+        link: Path = snapshot / file.rfilename
+        link.parent.mkdir(parents=True, exist_ok=True)
+        _create_symlink(str(folder / "blobs" / _digest(file)), str(link), new_blob=True)
+    is_named = not todo and cached_snapshot(model, revision) == snapshot  # the cache may be read-only
+    if revision != found.sha and not is_named:
+        ref = folder / "refs" / (revision or constants.DEFAULT_REVISION)
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(found.sha)
+    return snapshot
+
+
+def _checked_list(model: str, found: Any) -> list[Any]:
+    """The files of a repository, of which names and checksums become paths.
+
+    Raises:
+        ModelError: the commit, or a file's name, checksum or size is none.
+    """
+    wrong = [] if SHA1.fullmatch(str(found.sha)) else [f"the commit {found.sha}"]
+    listed = list(found.siblings or ())
+    for file in listed:
+        is_name = isinstance(file.rfilename, str) and NO_NAMES.isdisjoint(file.rfilename.split("/"))
+        is_size = isinstance(file.size, int) and file.size >= 0
+        is_sum = (SHA1 if file.lfs is None else SHA256).fullmatch(str(_digest(file)))
+        if not (is_name and is_size and is_sum and "\0" not in file.rfilename):
+            wrong.append(f"the file {file.rfilename} with {file.size} bytes and the checksum {_digest(file)}")
+    if wrong:
+        raise ModelError(
+            f"The hub's list of {model} has what no repository has: {wrong[0][:MOST_SAID]!r}.",
+            remedy="Check HF_ENDPOINT, if it is set: this is no answer of a model hub.",
+        )
+    return listed
+
+
+def _digest(file: Any) -> str:
+    """The checksum by which the cache names a file: SHA-256 of the large ones, git's of the others."""
+    return str(file.blob_id if file.lfs is None else file.lfs.sha256)
 
 
 def _check_disk(model: str, folder: Path, todo: Sequence[Any], report: Report) -> None:
@@ -103,8 +143,8 @@ def _check_disk(model: str, folder: Path, todo: Sequence[Any], report: Report) -
     blobs.mkdir(parents=True, exist_ok=True)
     needed = 0
     for file in todo:
-        have = [blobs / file.lfs.sha256, blobs / f"{file.lfs.sha256}{PART}"] if file.lfs is not None else []
-        needed += max(0, (file.size or 0) - sum(one.stat().st_size for one in have if one.exists()))
+        have = [blobs / _digest(file), blobs / f"{_digest(file)}{PART}"]
+        needed += max(0, file.size - sum(one.stat().st_size for one in have if one.exists()))
     free = shutil.disk_usage(blobs).free
     if needed + SPARE > free:
         raise ModelError(
@@ -114,33 +154,62 @@ def _check_disk(model: str, folder: Path, todo: Sequence[Any], report: Report) -
     report(PullProgress(f"needs {needed / GB:.2f} GB of disk, {free / GB:.2f} GB are free"))
 
 
-def _fetch_large(model: str, commit: str, file: Any, folder: Path, report: Report) -> None:
+def _fetch_file(model: str, commit: str, file: Any, folder: Path, report: Report) -> None:
     """Fetch a file, or the rest of it, into the cache's `blobs`.
 
     Raises:
         ModelError: what came is not what the hub says.
     """
-    digest, size = file.lfs.sha256, file.size
+    digest, size = _digest(file), file.size
     blob, part = folder / "blobs" / digest, folder / "blobs" / f"{digest}{PART}"
     lock = folder.parent / ".locks" / folder.name / f"{digest}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
+    bar = _NoBar if file.lfs is None and report is not quiet else _bar(report, digest, size)
     with WeakFileLock(lock):
         if blob.exists():
             return
-        with part.open("ab") as out:
+        with _PartOfFile(part, size) as out:
             if out.tell() > size:
                 out.truncate(0)
-            http_get(
-                hf_hub_url(model, file.rfilename, revision=commit), out, resume_size=out.tell(),
-                headers=build_hf_headers(), expected_size=size, tqdm_class=_bar(report, digest, size),
-            )  # fmt: skip
+            with suppress(_TooLong):
+                http_get(
+                    hf_hub_url(model, file.rfilename, revision=commit), out, resume_size=out.tell(),
+                    headers=build_hf_headers(), expected_size=size, tqdm_class=bar,
+                )  # fmt: skip
             out.flush()
             os.fsync(out.fileno())
-        report(PullProgress("verifying sha256 digest"))
-        if _sha256(part) != digest:
+        if file.lfs is not None:
+            report(PullProgress("verifying sha256 digest"))
+        if _checksum(part, size, is_large=file.lfs is not None) != digest:
             part.unlink()
             raise _changed(model, file.rfilename)
         part.replace(blob)
+
+
+class _TooLong(Exception):
+    """More bytes came than a file has."""
+
+
+class _PartOfFile(io.BufferedWriter):
+    """A file that is being fetched: however much a hub sends, it does not fill the disk.
+
+    Args:
+        size: in bytes, as the hub says.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(io.FileIO(path, "ab"))
+        self._size = size
+
+    def write(self, data: Any) -> int:
+        """Take in bytes.
+
+        Raises:
+            _TooLong: these are more than the file has.
+        """
+        if self.tell() + len(data) > self._size:
+            raise _TooLong
+        return super().write(data)
 
 
 class _NoBar(hub_bar):  # type: ignore[misc]  # of a module without types
@@ -173,13 +242,6 @@ def _bar(report: Report, digest: str, total: int) -> type | None:
     return Bar
 
 
-def _check_small(model: str, file: Path, blob_id: str) -> None:
-    if git_hash(file.read_bytes()) != blob_id:
-        file.resolve().unlink()
-        file.unlink(missing_ok=True)
-        raise _changed(model, file.name)
-
-
 def _changed(model: str, name: str) -> ModelError:
     return ModelError(
         f"{name} of {model} is not what the hub says: its checksum is another.",
@@ -187,9 +249,13 @@ def _changed(model: str, name: str) -> ModelError:
     )
 
 
-def _sha256(file: Path) -> str:
+def _checksum(file: Path, size: int, *, is_large: bool) -> str:
+    """SHA-256 of a file, or what git names one of this size by."""
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        if is_large:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+        named = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        return hashlib.file_digest(stream, lambda: named).hexdigest()
 
 
 def explain(model: str, revision: str | None, error: Exception) -> ModelError:
@@ -233,7 +299,7 @@ def explain(model: str, revision: str | None, error: Exception) -> ModelError:
             remedy=f"{did_you_mean(model)}Check the network, or copy the model to a directory and give its path; "
             f"`{PACKAGED}` needs no hub.",
         )
-    said = " ".join(str(error).split())
+    said = " ".join(str(error).split())[:MOST_SAID]
     of_file = isinstance(error, OSError) and isinstance(error.filename, str)
     return ModelNotFound(
         f"{model} could not be fetched from the hub: {type(error).__name__}: {said}",

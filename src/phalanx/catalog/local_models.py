@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ NEEDED = (
 )  # fmt: skip
 """The files in a model's directory that serving reads: those that mlx-lm downloads from a repository."""
 HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
+WORD = re.compile(r"[\w.+-]{1,64}")
+MOST_CONTEXT = 1 << 31  # tokens; from here on it is no context's length
 PART = ".part"
 """Suffix of a file that is not downloaded to its end."""
 
@@ -158,7 +161,7 @@ def local_models() -> Iterator[LocalModel]:
     cache = hub_cache()
     for folder in sorted(cache.glob("models--*")) if cache.is_dir() else ():
         repository = repository_in(folder)
-        if cached_snapshot(repository) is not None or _begun(repository) is not None:
+        with suppress(ModelNotFound):  # it was removed just now, or its name is none of the hub's
             yield find(repository)
 
 
@@ -187,6 +190,10 @@ def remove(name: str) -> int:
     folder = downloaded_folder(name)
     freed = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
     doomed = folder.with_name(f".removed-{folder.name}")
+    if folder.is_symlink():
+        raise ModelError(
+            f"{folder} is a link, to {folder.resolve()}.", remedy="Delete the link and the directory yourself."
+        )
     try:
         shutil.rmtree(doomed, ignore_errors=True)  # of an earlier try
         folder.rename(doomed)  # at once: nothing half-deleted bears the name
@@ -246,12 +253,17 @@ def _describe(name: str, path: Path, repository: str) -> LocalModel:
         repository=repository,
         path=path,
         bytes=sum(file.st_size for file in files),
-        family=str(config.get("model_type", "")),
-        bits=_bits(config),
+        family=_word(config.get("model_type")),
+        bits=_word(_bits(config)),
         context=_context(config),
         used=max((max(file.st_atime, file.st_mtime) for file in files), default=0.0),
         lacks=lacking(path),
     )
+
+
+def _word(value: object) -> str:
+    """A setting that is shown in lists; empty where a stranger's file has something else than a word."""
+    return str(value) if WORD.fullmatch(str(value)) and isinstance(value, (str, int)) else ""
 
 
 def _bits(config: Mapping[str, Any]) -> str:
@@ -265,6 +277,7 @@ def _bits(config: Mapping[str, Any]) -> str:
 
 def _context(config: Mapping[str, Any]) -> int:
     for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping) and type(found := part.get("max_position_embeddings")) is int:
+        found = part.get("max_position_embeddings") if isinstance(part, Mapping) else None
+        if type(found) is int and 0 < found < MOST_CONTEXT:
             return found
     return 0

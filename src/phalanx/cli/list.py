@@ -29,10 +29,10 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="For programs."
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
     """Print a table without lines, for people and for `cut`; nothing is wrapped or coloured."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (printable(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    shown = [[printable(" ".join(cell.split())) for cell in row] for row in rows]  # no cell begins a row of its own
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def size_of(n_bytes: int) -> str:

@@ -163,7 +163,7 @@ class App:
                 exchange,
                 self._aliases,
                 pass_keys=not self._clients.need_key,
-                reserve=lambda n_tokens: self._clients.reserve(use, n_tokens),
+                reserve=lambda n_tokens, rows: self._clients.reserve(use, n_tokens, rows),
             )
         except PhalanxError:
             exchange.n_tokens = 0  # an error takes nothing

@@ -164,7 +164,10 @@ class HttpConnection(RequestHandler):
             said = f"This Content-Encoding is not supported; {READ_ENCODINGS}"
             failure = Failure(status=415, type="invalid_request_error", message=said)
         elif status < 500:
-            log.debug("malformed request of %s: %s", request.remote, message)
+            fault = str(message).partition("\n\n")[
+                0
+            ]  # the parser's words; then it quotes the line, which may be a key's
+            log.debug("malformed request of %s: %s", request.remote, fault)
         else:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
             said = "Internal error; the gateway's log has its details."

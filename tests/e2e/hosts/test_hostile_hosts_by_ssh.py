@@ -56,7 +56,7 @@ def test_the_agent_of_the_user_stays_at_home(hosts: Rig) -> None:
     with ssh_file(desk, "config", "Host *\n  ForwardAgent yes\n"), taken_over(hosts["b"], shows):
         assert "AGENT=." in desk.run(["ssh-agent", "phalanx", "status", "--hosts", "b"], check=False).stdout
     with ssh_file(desk, "config", "Host *\n  ForwardAgent yes\n"):
-        pulled = 'case "$SSH_ORIGINAL_COMMAND" in *fetch*) exit 0;; esac\n' + shows
+        pulled = 'case "$SSH_ORIGINAL_COMMAND" in *" pull "*) exit 0;; esac\n' + shows
         with taken_over(hosts["b"], pulled):
             said = desk.run(["ssh-agent", "phalanx", "model", "pull", "m", "--hosts", "b,a"], check=False).stderr
     assert "b: `phalanx model` ended with status 1 there: AGENT=/tmp/" in said
@@ -108,4 +108,4 @@ def test_a_model_comes_whole_to_a_host_that_talks(hosts: Rig) -> None:
 def test_a_pull_shows_nothing_of_a_host_as_it_came(hosts: Rig) -> None:
     with taken_over(hosts["b"], "printf '\\033]52;c;eA==\\007'\n"):
         said = hosts["desk"].run(["phalanx", "model", "pull", "m", "--hosts", "b"]).stdout
-    assert said == "b$ phalanx fetch m\n\\x1b]52;c;eA==\\x07\n"
+    assert said == "b$ phalanx pull m\n\\x1b]52;c;eA==\\x07\n"

@@ -106,6 +106,8 @@ def test_a_model_is_described_by_its_small_files(monkeypatch: pytest.MonkeyPatch
         ({"torch_dtype": "bfloat16", "text_config": {"max_position_embeddings": 8}}, "16", 8),
         ({"dtype": "float32", "max_position_embeddings": "many"}, "32", 0),
         ({}, "", 0),
+        ({"quantization": {"bits": [1] * 50}, "max_position_embeddings": 10**400}, "", 0),
+        ({"quantization": {"bits": "4\n"}, "max_position_embeddings": -1}, "", 0),
     ],
 )
 def test_bits_and_context(config: dict[str, object], bits: str, context: int):
@@ -117,6 +119,30 @@ def test_bits_and_context(config: dict[str, object], bits: str, context: int):
 def test_a_damaged_config_spoils_no_list():
     (put("owner/name") / "config.json").write_text("{")
     assert [model.family for model in local_models()] == ["qwen3", ""]
+
+
+@pytest.mark.parametrize("kind", ["A" * 1_000_000, "llama\nphalanx is ready", ["llama"], None])
+def test_what_a_strangers_config_calls_itself_fills_no_list(kind: object):
+    (put("owner/name") / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert [model.family for model in local_models()] == ["qwen3", ""]
+
+
+@pytest.mark.parametrize("folder", ["models--", "models--a b;c--$(id)", "models--owner--\n", f"models--{'a' * 200}"])
+def test_a_folder_that_is_no_repository_spoils_no_list(folder: str):
+    put("owner/name")
+    (hub_cache() / folder / "snapshots" / COMMIT).mkdir(parents=True)
+    (hub_cache() / folder / "snapshots" / COMMIT / "config.json").write_text("{}")
+    assert [model.name for model in local_models()] == [DEMO, "owner/name"]
+
+
+def test_a_repository_that_is_a_link_stays(tmp_path: Path):
+    elsewhere = tmp_path / "elsewhere"
+    folder = put("owner/name").parent.parent
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    with pytest.raises(ModelError, match=f"is a link, to {elsewhere}"):
+        remove("owner/name")
+    assert folder.is_symlink() and find("owner/name").lacks == "" and list(hub_cache().iterdir()) == [folder]
 
 
 def test_what_a_model_lacks_is_told_by_the_index_and_the_hubs_list():

@@ -97,6 +97,9 @@ def test_a_model_that_is_served_nowhere_is_unknown_and_one_that_is_down_is_not()
     found = dispatcher(replica("a", models=MODELS["a"]), replica("b", models=MODELS["b"]))
     with pytest.raises(UnknownModel, match="Served are: m, n"):
         found.arrive(ask(model="x"), 0.0)
+    many = dispatcher(replica("c", models=frozenset(f"m{i:03}" for i in range(100))))
+    with pytest.raises(UnknownModel, match=r"m018, m019 and 80 more \(/v1/models\)\.$"):
+        many.arrive(ask(model="x"), 0.0)
     found.replicas["a"].is_draining = True
     with pytest.raises(NoReplica, match="a: is being drained"):
         found.arrive(ask(model="n"), 0.0)

@@ -12,6 +12,7 @@ from support.examples import examples
 
 from phalanx.errors import ReplicaFailed
 from phalanx.gateway.relay.api_kinds import dialect_of, error_event
+from phalanx.gateway.relay.body_peek import tokens_of
 from phalanx.gateway.relay.event_reader import LARGEST_EVENT, MOST_LINES, EventReader
 from phalanx.gateway.relay.transcript import Transcript
 from phalanx.http.error_responses import error_body, failure_of
@@ -128,6 +129,13 @@ def test_usage_and_numbers_are_seen():
     assert (found.usage, found.n_events) == (b'{"total_tokens":7}', 2)
     found, _ = read("responses", [named("response.created", "response.in_progress")])
     assert found.next_number == 2
+    found, _ = read("ollama", [b'{"response":"abc"}\n{"done":true,"prompt_eval_count":3,"eval_count":300}\n'])
+    assert tokens_of(found.usage) == 303
+    whole = {"type": "response.completed", "response": {"usage": {"input_tokens": 3, "output_tokens": 9}}}
+    found, _ = read("responses", [written("responses", {**whole, "type": "response.created"})])
+    assert tokens_of(found.usage) is None, "it is of the last event alone"
+    found, _ = read("responses", [written("responses", whole)])
+    assert tokens_of(found.usage) == 12
 
 
 def test_of_an_unknown_api_the_connection_decides():
@@ -222,6 +230,21 @@ def test_the_first_text_is_seen_and_not_what_comes_before_any_token(dialect):
 # Streams with records --------------------------------------------------------------------------------------------
 
 START = Start(id="x", created=1, seed=2, numerics="n", prompts=3)
+
+
+def test_tokens_that_no_text_shows_are_counted():
+    """Of special tokens, or before a stop string that may come, a client sees nothing; its key pays for them."""
+    found = EventReader("chat", transcript=Transcript(4))
+    for record in (StreamRecord(start=START), *(said(tokens) for tokens in ([1, 2], [3, 4, 5], [6]))):
+        found.feed(framed(record, lines=False))
+    assert (found.n_events, found.n_tokens) == (0, 6) and not found.can_go_on, "also of what is kept no longer"
+    found = EventReader("chat", transcript=Transcript(4))
+    found.feed(b"data: {}\n\ndata: {}\n\n" + framed(StreamRecord(start=START), lines=False))
+    assert found.n_tokens == 2
+
+
+def said(tokens: list[int]) -> StreamRecord:
+    return StreamRecord(choices=[RecordedChoice(index=0, tokens=tokens)])
 
 
 def pieces_of(dialect: str, n: int = 4) -> list[bytes]:

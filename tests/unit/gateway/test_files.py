@@ -118,6 +118,7 @@ def test_urls_name_replicas_by_host_and_port():
     "address",
     [
         "169.254.169.254", "::ffff:169.254.169.254", "::ffff:a9fe:a9fe", "2002:a9fe:a9fe::", "fe80::1", "fe80::1%eth0",
+        "64:ff9b::a9fe:a9fe", "64:ff9b:1::a9fe:a9fe", "64:ff9b::a9fe:a9fe%1", "::169.254.169.254",
         "fd00:ec2::254", "fd00:0ec2::0254%2", "100.100.100.200", "::ffff:100.100.100.200", "168.63.129.16", "0.0.0.0",
         "::", "::ffff:0.0.0.0", "2852039166", "0251.0376.0251.0376", "",
     ],
@@ -128,7 +129,17 @@ def test_addresses_that_no_replica_of_the_admin_api_has(address):
 
 @pytest.mark.parametrize(
     "address",
-    ["127.0.0.1", "::1", "10.0.0.5", "192.168.1.2", "::ffff:10.0.0.5", "100.100.100.201", "fd00::1", "2001:db8::1"],
+    [
+        "127.0.0.1",
+        "::1",
+        "10.0.0.5",
+        "192.168.1.2",
+        "::ffff:10.0.0.5",
+        "100.100.100.201",
+        "fd00::1",
+        "2001:db8::1",
+        "64:ff9b::a00:5",
+    ],
 )
 def test_addresses_that_one_may_have(address):
     assert not address_fault(address)

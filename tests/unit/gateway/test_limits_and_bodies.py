@@ -32,6 +32,27 @@ def test_requests_at_once():
     meter.begin("a", 0.0)
 
 
+def test_each_answer_counts_as_a_request_at_once():
+    """Else one request with `n` of 128 takes all places that the replicas have."""
+    meter = KeyMeter({"a": KeyLimits(max_in_flight=4)})
+    first, second = meter.begin("a", 0.0), meter.begin("a", 0.0)
+    with pytest.raises(InvalidRequest, match=r"4 requests at once\. Each answer counts as one; this one asks for 5"):
+        meter.reserve(first, 0, 0.0, rows=5)
+    meter.reserve(first, 0, 0.0, rows=3)
+    with pytest.raises(RateLimited, match="4 requests at once"):
+        meter.reserve(second, 0, 0.0, rows=2)
+    meter.reserve(second, 0, 0.0)
+    with pytest.raises(RateLimited):
+        meter.begin("a", 0.0)
+    meter.end(first, 0, 0.0)
+    meter.reserve(third := meter.begin("a", 0.0), 0, 0.0, rows=3)
+    for use in (second, third):
+        meter.end(use, 0, 0.0)
+    assert not meter._in_flight
+    other = meter.begin("b", 0.0)  # has no limits
+    meter.reserve(other, 0, 0.0, rows=128)
+
+
 def test_requests_a_minute():
     meter = KeyMeter({"a": KeyLimits(requests_per_minute=60)})
     for _ in range(60):
@@ -193,6 +214,11 @@ def test_what_is_read_of_a_body():
         (b'{"n": 2, "prompt": [ "a", "b"]}', 4),
         (b'{"n": null, "prompt": [[1], [2], [3]]}', 3),
         (b'{"n": 2, "prompt": [1, 2, 3]}', 2),
+        (b'{"prompt": [' + b" " * 70_000 + b'"a", "b,c"]}', 2),
+        (b'{"prompt": ["' + b"x, " * 70_000 + b'", "b"]}', 2),
+        (b'{"prompt": [' + b"1, " * 70_000 + b"1]}", 1),
+        (b'{"prompt": [' + b'"", ' * 70_000 + b'""]}', 128),
+        (b'{"prompt": [' + b"[1], " * 70_000 + b"[1]]}", 128),
     ],
 )
 def test_rows_are_choices_of_each_prompt(body, rows):
@@ -270,6 +296,9 @@ def test_another_model_changes_nothing_else():
         (b'{"total_tokens": 9}', 9),
         (b'{"prompt_tokens": 3, "completion_tokens": 4}', 7),
         (b'{"input_tokens": 3, "output_tokens": 5}', 8),
+        (b'{"input_tokens": 3, "output_tokens": 5, "cache_read_input_tokens": 70}', 78),  # Messages: the prompt's rest
+        (b'{"input_tokens": 3, "output_tokens": 5, "cache_creation_input_tokens": null}', 8),
+        (b'{"prompt_eval_count": 3, "eval_count": 6}', 9),
         (b'{"output_tokens": 5}', None),
         (b'{"total_tokens": -5}', None),
         (b'{"total_tokens": 1' + b"0" * 400 + b"}", None),  # a key's allowance minus this cannot be compared again
@@ -283,6 +312,10 @@ def test_tokens_of_every_dialect(usage, tokens):
 
 def test_usage_of_a_whole_answer():
     assert tokens_of(usage_in(b'{"usage": {"total_tokens": 4}, "choices": []}')) == 4
+    ollama = b'{"model": "m", "response": "abc", "done": true, "prompt_eval_count": 3, "eval_count": 300}'
+    assert tokens_of(usage_in(ollama)) == 303
+    assert tokens_of(usage_in(b'{"done": true, "eval_count": 300}')) == 300, "the whole prompt was cached"
+    assert tokens_of(usage_in(b'{"usage": null, "eval_count": "x"}')) is None
     assert usage_in(b"[]") == usage_in(b"not JSON") == usage_in(HOSTILE[0]) == b""
 
 

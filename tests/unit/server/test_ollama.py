@@ -20,6 +20,7 @@ from support.stub_hub import COMMIT, files_of_a_model
 from phalanx.server.access import OF_PROXIES
 from phalanx.server.dialects.ollama.ollama_models import REFUSED
 from phalanx.server.endpoints import ollama_info
+from phalanx.server.endpoints.ollama_info import PULLS
 from phalanx.server.server_app import create_app
 from phalanx.supervision.fake_engine import replying
 from phalanx.types import Cancel
@@ -259,6 +260,52 @@ def test_pulling_the_served_model_succeeds_at_once_and_others_as_the_command_say
             assert answer.status_code == 200 and json.loads(answer.text.splitlines()[-1])["error"]
             answer = await client.post("/api/pull", json={"model": "owner/none", "stream": False})
             assert (answer.status_code, answer.json()) == (400, {"error": "the hub has no such repository"})
+
+    asyncio.run(main())
+
+
+def test_pulls_wait_for_each_other_and_end_with_their_clients(tokenizer, monkeypatch):
+    """Each is a process: who may pull must not have so many that the server has no memory left."""
+    running, ended, most, go_on = set(), set(), [0], asyncio.Event()
+
+    async def command(verb, name):
+        running.add(name)
+        most[0] = max(most[0], len(running))
+        try:
+            yield b'{"status":"pulling manifest"}\n'
+            await go_on.wait()
+            yield b'{"status":"success"}\n'
+        finally:
+            running.discard(name)
+            ended.add(name)
+
+    monkeypatch.setattr(ollama_info, "model_command", command)
+
+    async def main():
+        async with asyncio.timeout(60), serving(tokenizer, fake_engine(tokenizer)) as client:
+
+            def pull(name, stream):
+                return asyncio.create_task(client.post("/api/pull", json={"model": name, "stream": stream}))
+
+            leaving = [pull(f"left{stream}", stream) for stream in (True, False)]
+            while len(running) < 2:
+                await asyncio.sleep(0)
+            for task in leaving:
+                task.cancel()
+            while running:
+                await asyncio.sleep(0)
+            assert ended == {"leftTrue", "leftFalse"}
+
+            tasks = [pull(f"model{i}", i % 2 == 0) for i in range(3 * PULLS)]
+            while len(running) < PULLS:
+                await asyncio.sleep(0)
+            for _ in range(100):  # in which more would begin
+                await asyncio.sleep(0)
+            assert len(running) == PULLS
+            go_on.set()
+            for answer in await asyncio.gather(*tasks):
+                assert json.loads(answer.text.splitlines()[-1]) == {"status": "success"}
+            assert most == [PULLS]
 
     asyncio.run(main())
 

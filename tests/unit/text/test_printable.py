@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from phalanx.cli import model, terminal
+from phalanx.cli.list import print_columns
 from phalanx.cluster.file_transfer import Inventory, Manifest, MissingFile
 from phalanx.errors import ClusterError, ExitCode, ModelError
 from phalanx.text.printable import printable
@@ -28,6 +29,11 @@ HARMLESS = "tabs\tand\nlines, ünïcode, \u200eشكرا\u200f, 👩\u200d👧, \
 @pytest.mark.parametrize(("text", "shown"), ATTACKS.items())
 def test_control_characters_are_spelled(text, shown):
     assert printable(f"a {text} b") == f"a {shown} b"
+
+
+def test_no_cell_of_a_table_begins_a_row(capsys):
+    print_columns([["NAME", "LACKS"], ["owner/name", "x\nsmollm2     nothing\x1b[2J"]])
+    assert capsys.readouterr().out == "NAME        LACKS\nowner/name  x smollm2 nothing\\x1b[2J\n"
 
 
 def test_everything_else_is_shown_as_it_is():

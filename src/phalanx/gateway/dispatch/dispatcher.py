@@ -29,7 +29,7 @@ from phalanx.gateway.dispatch.replica import Replica
 
 Verdict = Literal["answered", "failed", "abandoned"]
 """Of an attempt: the replica answered; it failed, perhaps because of the request; or the client left."""
-NAMED = 20  # replicas in an error message
+NAMED = 20  # replicas, or models, in an error message
 
 
 class Grant(Struct, eq=False):
@@ -207,8 +207,10 @@ class Dispatcher:
         serving = [replica for replica in self.replicas.values() if replica.serves(request.model)]
         if self.replicas and not serving:
             names = sorted({name for replica in self.replicas.values() for name in replica.models or ()})
+            more = f" and {len(names) - NAMED} more (/v1/models)" if len(names) > NAMED else ""
+            said = ", ".join(names[:NAMED]) + more or "none"
             return UnknownModel(
-                f"The model {str(request.model)[:200]!r} is not served here. Served are: {', '.join(names) or 'none'}.",
+                f"The model {str(request.model)[:200]!r} is not served here. Served are: {said}.",
                 param="model",
                 code="model_not_found",
             )

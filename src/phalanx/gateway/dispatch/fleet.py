@@ -70,6 +70,8 @@ class Fleet:
         )
         self._checking: dict[Replica, tuple[asyncio.Task[None], asyncio.Event]] = {}
         """Of each replica, what checks it, and what ends the pause between two checks."""
+        self._listing: asyncio.Task[list[list[dict[str, Any]]]] | None = None
+        """Asks the replicas for `tags`."""
 
     @property
     def replicas(self) -> dict[str, Replica]:
@@ -133,17 +135,26 @@ class Fleet:
 
     async def close(self) -> None:
         """Check no more."""
-        tasks = [task for task, _ in self._checking.values()]
+        tasks: list[asyncio.Task[Any]] = [task for task, _ in self._checking.values()]
+        tasks += [self._listing] if self._listing is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def tags(self) -> list[list[dict[str, Any]]]:
-        """The models that each replica lists in Ollama's form; none of one that is down or speaks another."""
-        up = [replica for replica in self.replicas.values() if replica.health.state == "up"]
-        return list(await asyncio.gather(*map(self._tags, up)))
+        """The models that each replica lists in Ollama's form; none of one that is down or speaks another.
+
+        Clients that ask at the same time get one listing: many would take the replicas' connections from requests.
+        """
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(self._all_tags())
+        return await asyncio.shield(self._listing)
 
     # Checks ----------------------------------------------------------------------------------------------------
+
+    async def _all_tags(self) -> list[list[dict[str, Any]]]:
+        up = [replica for replica in self.replicas.values() if replica.health.state == "up"]
+        return list(await asyncio.gather(*map(self._tags, up)))
 
     def _stop_checking(self, replica: Replica) -> None:
         if replica in self._checking:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import re
 from collections.abc import AsyncGenerator, Iterable, Mapping
 
 import aiohttp
@@ -24,6 +25,7 @@ CONNECT_S = 5.0  # for a connection and its TLS handshake: some round trips, wit
 PIECE_BYTES = 1 << 16  # of a body, handed to the transport at a time
 STATUSES = range(200, 600)
 """Of answers. To 101 the client's connection would no longer be HTTP's, and 0 is no status to send on."""
+CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f]")
 UNAUTHORIZED = 401
 HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
@@ -150,7 +152,7 @@ class Attempt:
 
         Raises:
             ReplicaFailed: no connection, or it broke off.
-            MalformedAnswer: what came is not HTTP, or has a status that ends no request.
+            MalformedAnswer: what came is not HTTP, or has a status or header that cannot be sent on.
         """
         data = io.BytesIO(body) if body is not None and len(body) > PIECE_BYTES else body  # the loop serves others too
         url = URL(self.grant.replica.spec.url + path, encoded=True)
@@ -170,6 +172,8 @@ class Attempt:
         self.is_sent = True
         if self._response.status not in STATUSES:
             raise MalformedAnswer(f"The replica {self.name} answers with the status {self._response.status}.")
+        if any(map(CONTROLS.search, self._response.headers.values())):  # which no answer can be sent with
+            raise MalformedAnswer(f"The replica {self.name} answers with control characters in a header.")
         self.note_byte()
         return self._response
 

@@ -5,7 +5,9 @@ Everything else passes as it came: which fields there are is the replica's matte
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import TypeGuard
 
 import msgspec
 from msgspec import Raw, Struct
@@ -18,13 +20,24 @@ MANY_NAMES = 1 << 16
 
 MOST_ROWS = 128
 """Of one request; the largest `n` of OpenAI's own."""
+MOST_LISTED = 1 << 14
+"""Prompts of a list that is read, in 5 ms; a longer one has more than `MOST_ROWS`, or no server takes it."""
 LISTED_BYTES = 1 << 16
-"""Of a list of prompts that is counted, in 3 ms if they are empty; of Ollama's options that are read."""
+"""Of Ollama's options that are read."""
+PROMPTS = re.compile(rb'\[\s*["\[]')
+"""Begins a list of prompts: texts, or lists of tokens. One prompt may be a list of tokens as well."""
 BYTES_PER_TOKEN = 4  # of a prompt, where the answer does not say
 RESERVED = 256
 """Tokens of a choice for which its key must have room before it begins; most answers are shorter."""
 MOST_TOKENS = 1 << 31
 """Of one answer; a count from here on is a replica's mistake, and not used."""
+COUNTS = (
+    (("total_tokens",), ()),
+    (("prompt_tokens", "completion_tokens"), ()),
+    (("input_tokens", "output_tokens"), ("cache_read_input_tokens", "cache_creation_input_tokens")),
+    (("prompt_eval_count", "eval_count"), ()),
+)
+"""Names in an answer's `usage`, all of which it must have, and others that count beside them: one row per API."""
 
 
 class Peek(Struct, frozen=True):
@@ -46,10 +59,8 @@ class Peek(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Answers that it asks for: `n` of each prompt. 1 where that is not seen at once."""
-        prompt, n = bytes(self.prompt), bytes(self.n)
-        prompts = _read_list(prompt) if prompt.startswith(b"[") and len(prompt) <= LISTED_BYTES else []
-        n_prompts = len(prompts) if prompts and bytes(prompts[0])[:1] in b'"[' else 1  # one may be a list of tokens
+        """Answers that it asks for: `n` of each prompt. Of many prompts the most that there may be."""
+        n_prompts, n = _prompts_in(bytes(self.prompt)), bytes(self.n)
         return min(MOST_ROWS, n_prompts * int(n) or 1) if n.isdigit() and len(n) <= 3 else n_prompts
 
     @property
@@ -69,8 +80,22 @@ class Peek(Struct, frozen=True):
         return tuple(bytes(part) for part in parts)
 
 
-class _Answer(Struct):
+class AnswerCounts(Struct):
+    """Where an answer, or an event of a stream, says how many tokens it took."""
+
     usage: Raw = Raw()
+    prompt_eval_count: Raw = Raw()  # Ollama's
+    eval_count: Raw = Raw()
+
+    def as_json(self) -> bytes:
+        """An object of the counts; empty if there is none, or null."""
+        given = bytes(self.usage)
+        if given not in (b"", b"null"):
+            return given
+        if not bytes(self.eval_count):
+            return b""
+        prompt = bytes(self.prompt_eval_count) or b"0"  # Ollama leaves it out where the whole prompt was cached
+        return b'{"prompt_eval_count":%b,"eval_count":%b}' % (prompt, bytes(self.eval_count))
 
 
 class _Options(Struct):
@@ -81,7 +106,7 @@ _peek = decoder(Peek)
 _read_fields = decoder(dict[str, Raw])
 _read_list = decoder(list[Raw])
 _read_counts = decoder(dict[str, object])
-_read_answer = decoder(_Answer)
+_read_answer = decoder(AnswerCounts)
 _read_options = decoder(_Options)
 
 
@@ -117,6 +142,14 @@ def with_model(body: bytes, seen: Peek, model: str) -> bytes:
     return msgspec.json.encode(fields)
 
 
+def _prompts_in(prompt: bytes) -> int:
+    if not PROMPTS.match(prompt):
+        return 1
+    if max(prompt.count(b'"') // 2, prompt.count(b"[")) > MOST_LISTED:
+        return MOST_ROWS
+    return len(_read_list(prompt))
+
+
 def _options_in(data: bytes) -> _Options:
     try:
         return _read_options(data)
@@ -130,7 +163,11 @@ def prompt_tokens(n_bytes: int) -> int:
 
 
 def tokens_of(usage: bytes) -> int | None:
-    """All tokens that a `usage` object counts; None if it does not say, or says what no answer can have."""
+    """All tokens that the object counts; None if it does not say, or says what no answer can have.
+
+    Args:
+        usage: of `AnswerCounts.as_json`.
+    """
     try:
         counts = _read_counts(usage)
     except msgspec.DecodeError:
@@ -139,18 +176,21 @@ def tokens_of(usage: bytes) -> int | None:
 
 
 def _total(counts: Mapping[str, object]) -> int | None:
-    names = ("total_tokens",), ("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens")
-    for wanted in names:
+    for wanted, more in COUNTS:
         values = [counts.get(name) for name in wanted]
-        found = [value for value in values if isinstance(value, int) and 0 <= value < MOST_TOKENS]
+        found = [value for value in values if _is_count(value)]
         if len(found) == len(wanted):
-            return sum(found)
+            return sum(found) + sum(value for value in map(counts.get, more) if _is_count(value))
     return None
 
 
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value < MOST_TOKENS
+
+
 def usage_in(body: bytes) -> bytes:
-    """The `usage` of a whole answer, as JSON; empty if it has none."""
+    """The counts of a whole answer, as JSON; empty if it has none."""
     try:
-        return bytes(_read_answer(body).usage)
+        return _read_answer(body).as_json()
     except msgspec.DecodeError:
         return b""

@@ -16,6 +16,7 @@ from msgspec import Raw, Struct
 
 from phalanx.errors import MalformedAnswer
 from phalanx.gateway.relay.api_kinds import MESSAGES_ENDS, OPAQUE, RESPONSES_ENDS, Dialect
+from phalanx.gateway.relay.body_peek import AnswerCounts, usage_in
 from phalanx.gateway.relay.first_text import shows_text
 from phalanx.gateway.relay.transcript import Transcript
 from phalanx.http.foreign_json import decoder
@@ -32,12 +33,12 @@ REASON_CHARS = 500  # of why a replica ends its stream, told to the client
 LARGEST_PIECE = 2 * LARGEST_EVENT  # bytes of the events that wait for one record
 
 
-class Head(Struct):
+class Head(AnswerCounts):
     """What of an event's JSON decides. Values of foreign types are no error here: they are the client's matter."""
 
     type: Raw = Raw()
     error: Raw = Raw()
-    usage: Raw = Raw()
+    response: Raw = Raw()  # the whole answer, in the last event of the Responses API
     done: Raw = Raw()
     sequence_number: Raw = Raw()
 
@@ -51,7 +52,7 @@ class Seen(Struct, frozen=True):
     ends: bool = False
     has_data: bool = False
     has_text: bool = False  # or calls; not looked for once there was some
-    usage: bytes = b""  # as JSON; empty if it has none, or null
+    usage: bytes = b""  # the counts of `AnswerCounts`; empty if it has none
     number: int | None = None
 
 
@@ -90,7 +91,12 @@ class EventReader:
         self.fault = ""
         """Why what came after the events that passed is no stream of events; empty if nothing is wrong."""
         self.usage = b""
-        """The last event's `usage` that was not null, as JSON; empty if there was none."""
+        """The last counts of tokens that an event had, as `AnswerCounts.as_json` has them; empty if there were none."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the answer so far, where no event counts them: those of the records, or one for each event."""
+        return max(self.n_events, self.transcript.n_tokens if self.transcript is not None else 0)
 
     @property
     def can_go_on(self) -> bool:
@@ -219,12 +225,13 @@ class EventReader:
         if self._dialect == "chat" and not (has_text or head.error or head.usage):
             return PLAIN
         number = _given(head.sequence_number)
+        ends = self._is_end(head)
         is_number = self._dialect == "responses" and number.isdigit() and len(number) < 16
         return Seen(
-            ends=self._is_end(head),
+            ends=ends,
             has_data=True,
             has_text=has_text,
-            usage=_given(head.usage),
+            usage=usage_in(bytes(head.response)) if ends and self._dialect == "responses" else head.as_json(),
             number=int(number) if is_number else None,
         )
 

@@ -87,13 +87,13 @@ class Proxy:
         aliases: Mapping[str, str],
         *,
         pass_keys: bool,
-        reserve: Callable[[int], None],
+        reserve: Callable[[int, int], None],
     ) -> RelayedResponse:
         """Answer a request through a replica.
 
         Args:
             aliases: of models.
-            reserve: is told how many tokens the request is expected to take; may refuse it.
+            reserve: is told how many tokens and answers the request is expected to take; may refuse it.
             pass_keys: the client's own key is for the replica.
 
         Raises:
@@ -102,7 +102,7 @@ class Proxy:
         with body_lease(self._memory, exchange.share) as memory:
             body = await exchange.read_body(self._config.max_body_bytes, memory)
             out = self._upstream_request(exchange, body, aliases, pass_keys)
-            reserve(out.n_tokens)
+            reserve(out.n_tokens, out.request.rows)
             try:
                 with closing(out.migration):
                     relayed = await self._attempts(exchange, out)

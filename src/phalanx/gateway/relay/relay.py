@@ -42,7 +42,7 @@ class BufferedResponse(Struct, frozen=True):
     fault: str = ""  # it is no client's matter: what a client is told instead
 
     def tokens(self, n_asked: int) -> int:
-        """What it took, prompt included: as its `usage` says, else roughly; an error takes nothing.
+        """What it took, prompt included: as it says itself, else roughly; an error takes nothing.
 
         Args:
             n_asked: bytes of the request.
@@ -67,9 +67,9 @@ def relayed(exchange: ClientExchange, error: PhalanxError | None) -> RelayedResp
 
 
 def tokens_so_far(exchange: ClientExchange, reader: EventReader) -> int:
-    """What a stream has taken, prompt included: as its `usage` says, else roughly."""
+    """What a stream has taken, prompt included: as it says itself, else by its records, else roughly."""
     known = tokens_of(reader.usage)
-    return prompt_tokens(exchange.n_read) + reader.n_events if known is None else known
+    return prompt_tokens(exchange.n_read) + reader.n_tokens if known is None else known
 
 
 class Relay:

@@ -55,6 +55,8 @@ class Transcript:
         self.start: Start | None = None
         """What the first record said, or the last one that said it again; without the prompt."""
         self._size = 0
+        self.n_tokens = 0
+        """Of the answer, as all records count them, also of what is kept no longer."""
 
     @property
     def is_kept(self) -> bool:
@@ -73,6 +75,7 @@ class Transcript:
             MalformedAnswer: it contradicts those before.
         """
         if self._size > self._most:
+            self.n_tokens += sum(len(choice.tokens) for choice in record.choices)
             return
         start = record.start or self.start
         if start is None:
@@ -83,6 +86,7 @@ class Transcript:
             raise MalformedAnswer("a record has a choice twice")
         if record.start is not None:
             self.start, self._prompt = replace(start, prompt=[]), prompt
+        self.n_tokens += sum(map(len, news.values()))
         for choice in record.choices:
             self._add(choice, news[choice.index])
         if self._size + len(self._prompt) > self._most:

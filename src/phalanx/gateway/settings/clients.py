@@ -55,13 +55,13 @@ class Clients:
         """
         return self._meter.begin(owner, self._clock())
 
-    def reserve(self, use: KeyUse, n_tokens: int) -> None:
-        """A request is expected to take so many tokens, of prompt and answer.
+    def reserve(self, use: KeyUse, n_tokens: int, rows: int) -> None:
+        """A request is expected to take so many tokens, of prompt and answers, and asks for so many answers.
 
         Raises:
-            RateLimited: its key has no room for them.
+            RateLimited, InvalidRequest: its key has no room for them; see `KeyMeter.reserve`.
         """
-        self._meter.reserve(use, n_tokens, self._clock())
+        self._meter.reserve(use, n_tokens, self._clock(), rows=rows)
 
     def end(self, use: KeyUse, n_tokens: int) -> None:
         """A request is over, and took so many tokens."""

@@ -6,7 +6,7 @@ from collections import Counter
 
 from msgspec import Struct
 
-from phalanx.errors import RateLimited
+from phalanx.errors import InvalidRequest, RateLimited
 
 
 class KeyLimits(Struct, frozen=True, kw_only=True):
@@ -44,6 +44,7 @@ class KeyUse(Struct):
     owner: str
     tokens: _Bucket | None  # None: there is no limit
     n_reserved: int = 0
+    rows: int = 1  # answers that it asks for; each counts as a request at once
 
 
 class KeyMeter:
@@ -86,12 +87,14 @@ class KeyMeter:
         self._in_flight[owner] += 1
         return KeyUse(owner, tokens)
 
-    def reserve(self, use: KeyUse, n_tokens: int, now: float) -> None:
-        """Take the tokens that a request is expected to need, so that others of its key find what is left.
+    def reserve(self, use: KeyUse, n_tokens: int, now: float, *, rows: int = 1) -> None:
+        """Take the tokens and rows that a request is expected to need, so that others of its key find what is left.
 
         Raises:
-            RateLimited: there is no room for them. A request that needs more than a minute brings gets all of it.
+            RateLimited: there is no room for them. A request that needs more tokens than a minute brings gets all.
+            InvalidRequest: it asks for more answers than its key may have at once.
         """
+        self._take_rows(use, rows)
         if use.tokens is None:
             return
         per_minute = use.tokens.per_minute
@@ -103,13 +106,26 @@ class KeyMeter:
         use.tokens.take(n_tokens, now)
         use.n_reserved = n_tokens
 
+    def _take_rows(self, use: KeyUse, rows: int) -> None:
+        most = (self._limits.get(use.owner) or KeyLimits()).max_in_flight
+        if most is not None and rows > most:
+            message = f"This key may have {most} requests at once. Each answer counts as one; this one asks for {rows}."
+            raise InvalidRequest(message, param="n")
+        more = rows - use.rows
+        if most is not None and more and self._in_flight[use.owner] + more > most:
+            raise RateLimited(
+                f"This key may have {most} requests at once, as which each answer counts.", retry_after=1.0
+            )
+        self._in_flight[use.owner] += more
+        use.rows = rows
+
     def end(self, use: KeyUse, n_tokens: int, now: float) -> None:
         """A request that `begin` let in is over, however it ended.
 
         Args:
             n_tokens: that it took, of prompt and answer; they replace the reserved ones.
         """
-        self._in_flight[use.owner] -= 1
+        self._in_flight[use.owner] -= use.rows
         if not self._in_flight[use.owner]:
             del self._in_flight[use.owner]
         if use.tokens is not None:

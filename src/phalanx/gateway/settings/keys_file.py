@@ -3,7 +3,7 @@
 [[key]]
 name = "ci"                      # in the log
 key = "..."
-max_in_flight = 4                # the three limits: none unless given
+max_in_flight = 4                # each answer (`n`, each prompt) is one. The three limits: none unless given
 requests_per_minute = 60
 tokens_per_minute = 100000
 """

@@ -17,6 +17,10 @@ METADATA = frozenset(
 """Alibaba's, Azure's, Oracle's, Amazon's, Google's and Scaleway's beside the link-local ones."""
 
 
+NAT64 = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96")))
+"""Where a network may translate to the IPv4 address in the last 32 bits (RFC 6052, 8215), and its forerunner."""
+
+
 def address_fault(address: str) -> str:
     """What is wrong with an address that is connected to, in words; empty if nothing is."""
     try:
@@ -24,8 +28,16 @@ def address_fault(address: str) -> str:
     except ValueError:  # for example 2852039166, which the system takes for 169.254.169.254
         return f"{address} is not an address as it is usually written"
     if isinstance(found, ipaddress.IPv6Address):
-        found = found.ipv4_mapped or found.sixtofour or ipaddress.IPv6Address(int(found))  # without its %scope
+        found = (
+            found.ipv4_mapped or found.sixtofour or _ipv4_in(found) or ipaddress.IPv6Address(int(found))
+        )  # no %scope
     if found.is_link_local or found.is_unspecified or found in METADATA:
         kind = "link-local, unspecified or of a cloud's metadata"
         return f"{address} is {kind}: only --replicas or --worker-urls may name it"
     return ""
+
+
+def _ipv4_in(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    if not any(address in network for network in NAT64) or int(address) < 1 << 16:  # ::1 is this machine
+        return None
+    return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)

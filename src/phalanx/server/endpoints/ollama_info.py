@@ -6,13 +6,16 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Literal
 
 import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from phalanx.catalog.local_models import LocalModel, find, local_models
+from phalanx.catalog.pull_progress import PullProgress
 from phalanx.catalog.short_names import DEMO, repository_of
 from phalanx.errors import InvalidRequest, ModelNotFound, UnknownModel
 from phalanx.server.answers.event_framing import EventStream
@@ -20,6 +23,7 @@ from phalanx.server.dialects.ollama import ollama_models
 from phalanx.server.dialects.ollama.ollama_body import OllamaModelBody, OllamaPullBody
 from phalanx.server.dialects.ollama.ollama_dialect import TAG, resolve_name
 from phalanx.server.dialects.ollama.ollama_models import HERE, REFUSED, OllamaModel
+from phalanx.server.endpoints.generating import unless_disconnected
 from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel
 from phalanx.supervision.model_commands import model_command
@@ -27,6 +31,8 @@ from phalanx.types import ModelInfo
 
 NAME = re.compile(r"\w[\w.:-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 """A short name or a hub id, but no path."""
+PULLS = 4
+"""At the same time: each is a process of its own, with 100 MB of memory. Further ones wait."""
 
 
 class OllamaEndpoints:
@@ -56,6 +62,7 @@ class OllamaEndpoints:
         self._info = info
         self._manages = manages
         self._since = int(time.time())
+        self._turns = {"pull": asyncio.Semaphore(PULLS), "rm": asyncio.Semaphore(1)}
 
     async def version(self) -> JSONResponse:
         """`GET /api/version`"""
@@ -85,10 +92,10 @@ class OllamaEndpoints:
         """`POST /api/pull`: a line of JSON for each step, unless `stream` is false."""
         body = await self._intake.read(request, OllamaPullBody, lambda body: body)
         name = _named(body)
-        lines = _encoded() if self._is_served(name) else model_command("pull", _manageable(name))
+        lines = _encoded(HERE) if self._is_served(name) else self._command("pull", _manageable(name))
         if body.stream is not False:
             return EventStream(lines, lambda: None, "application/x-ndjson")
-        return JSONResponse(await _last(lines))
+        return await unless_disconnected(request, _whole(lines))
 
     async def delete(self, request: Request) -> Response:
         """`DELETE /api/delete`"""
@@ -100,12 +107,22 @@ class OllamaEndpoints:
             await asyncio.to_thread(find, bare)
         except ModelNotFound as error:
             raise UnknownModel(str(error), param="model") from error
-        await _last(model_command("rm", bare))
+        await _last(self._command("rm", bare))
         return Response()
 
     async def refuse(self, request: Request) -> JSONResponse:
         """The endpoints that this server does not have."""
         raise InvalidRequest(REFUSED[request.url.path.rstrip("/")])
+
+    async def _command(self, verb: Literal["pull", "rm"], name: str) -> AsyncGenerator[bytes]:
+        """The lines of a command, when it is its turn. Closing the generator ends the command."""
+        turn = self._turns[verb]
+        if turn.locked():
+            async for line in _encoded([PullProgress("waiting for other models")]):
+                yield line
+        async with turn, aclosing(model_command(verb, name)) as lines:
+            async for line in lines:
+                yield line
 
     def _is_served(self, name: str) -> bool:
         return name.removesuffix(TAG) in self._names
@@ -149,9 +166,14 @@ def _manageable(name: str) -> str:
     return bare
 
 
-async def _encoded() -> AsyncGenerator[bytes]:
-    for line in HERE:
+async def _encoded(lines: Sequence[PullProgress]) -> AsyncGenerator[bytes]:
+    for line in lines:
         yield msgspec.json.encode(line) + b"\n"
+
+
+async def _whole(lines: AsyncGenerator[bytes]) -> Response:
+    async with aclosing(lines):
+        return JSONResponse(await _last(lines))
 
 
 async def _last(lines: AsyncGenerator[bytes]) -> dict[str, object]:
