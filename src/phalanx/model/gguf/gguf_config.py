@@ -79,14 +79,21 @@ class Metadata:
             found = float(found)
         if type(found) is not kind or (isinstance(found, float) and not math.isfinite(found)):
             what = "is missing" if found is None else f"is {shown(str(found)[:64])}, not of type {kind.__name__}"
-            raise self.damaged(f"{key} {what}")
+            raise self.damaged(f"{self._whole(key)} {what}")
         return found
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number from 1."""
+        """A whole number from 1.
+
+        Raises:
+            WeightsError: of `get`, or it is less.
+            ModelUnsupported: each layer has its own.
+        """
+        if isinstance(self.raw(key), array.array):
+            raise self.refused(f"{self._whole(key)} is another in each layer")
         found: int = self.get(key, int, default)
         if found < 1:
-            raise self.damaged(f"{key} is {found}, not a number from 1")
+            raise self.damaged(f"{self._whole(key)} is {found}, not a number from 1")
         return found
 
     def strings(self, key: str) -> list[str]:
@@ -105,7 +112,10 @@ class Metadata:
 
     def raw(self, key: str) -> Any:
         """A value of any type; None if the file has no such key."""
-        return self._values.get(key.replace("*", self.architecture) if key.startswith("*.") else key)
+        return self._values.get(self._whole(key))
+
+    def _whole(self, key: str) -> str:
+        return f"{self.architecture}{key[1:]}" if key.startswith("*.") else key
 
     def damaged(self, fault: str) -> WeightsError:
         """The error that says what is wrong with the file."""
@@ -268,13 +278,12 @@ def rope_scaling(metadata: Metadata, factors: Array | None, theta: float) -> dic
         return {**found, "original_max_position_embeddings": LLAMA3_CONTEXT}
     if kind == "none":
         return None
-    factor = metadata.get("*.rope.scaling.factor", float)
-    if kind == "linear":
-        return {"rope_type": kind, "factor": factor}
+    if kind not in ("linear", "yarn"):
+        raise metadata.refused(f"rope.scaling.type {shown(kind)}")
+    scaling = {"rope_type": kind, "factor": metadata.get("*.rope.scaling.factor", float)}
     if kind == "yarn":
-        original = metadata.count("*.rope.scaling.original_context_length")
-        return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
-    raise metadata.refused(f"rope.scaling.type {shown(kind)}")
+        scaling["original_max_position_embeddings"] = metadata.count("*.rope.scaling.original_context_length")
+    return scaling
 
 
 def llama3_factors(factor: float, theta: float, pairs: int) -> Array:
