@@ -1,5 +1,5 @@
 """Parses the header of a GGUF file, which a stranger may have written: each count is compared with the file's bytes
-before anything of that size is made (format: ggml's docs/gguf.md).
+before anything of that size is made (format: the specification of GGUF in the repository of ggml).
 
 Memory stays in proportion to the bytes that are read. Numbers are little-endian, as on every machine that MLX runs on.
 """
