@@ -26,7 +26,6 @@ class Origin(Struct, frozen=True):
     bytes: int
     mtime_ns: int
     sha256: str = ""
-    errors: dict[str, float] = {}  # of tensors that were quantised again: the largest difference of a weight
 
 
 def origin_of(file: Path) -> Origin:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import io
 import json
 import os
 import shutil
@@ -12,15 +13,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
 from support.gguf_files import gguf, tiny_metadata, tiny_tensors, unpaired, write_tiny
 from tokenizers import Tokenizer
 
-from phalanx.catalog.imports import imports_folder
+from phalanx.catalog.imports import ORIGIN, imports_folder
 from phalanx.catalog.local_models import directory_of, find, local_models, remove
 from phalanx.catalog.pull_progress import PullProgress
 from phalanx.errors import ModelError, ModelNotFound, ModelUnsupported, WeightsError
 from phalanx.model.gguf import gguf_import
 from phalanx.model.gguf.gguf_config import llama3_factors
+from phalanx.model.gguf.gguf_header import parse_header
 from phalanx.model.gguf.gguf_import import convert, halves, import_gguf
 from phalanx.model.loading.resolve import resolve
 
@@ -128,8 +133,47 @@ def test_a_file_that_is_cut_while_it_is_imported(file: Path, home: Path):
     def cut(progress: PullProgress) -> None:
         os.truncate(file, file.stat().st_size - 4096)
 
-    with pytest.raises(WeightsError, match="became shorter while it was read"):
+    with pytest.raises(WeightsError, match=r"Tiny one.gguf became shorter while it was read"):
         convert(file, home / "made", cut)
+
+
+def test_an_import_without_its_record_is_made_anew(file: Path):
+    made = import_gguf(file)
+    for damage in (b"{", b""):
+        (made / ORIGIN).write_bytes(damage)
+        assert directory_of(str(file)) is None
+        assert import_gguf(file) == made and directory_of(str(file)) == made
+
+
+def header_of(file: Path) -> bytes:
+    """A file up to its weights."""
+    data = file.read_bytes()
+    return data[: parse_header("x", len(data), io.BytesIO(data).read).tensors[0].start]
+
+
+@pytest.mark.grows
+def test_mutations_of_a_whole_file_are_imported_or_refused_in_one_line(home: Path):
+    """Metadata reach JSON, the library of tokenizers and sizes of arrays: none may fail in its own words."""
+    write_tiny(home / "x.gguf", kind="Q4_0", tokenizer__ggml__add_bos_token=True)
+    start, data = header_of(home / "x.gguf"), (home / "x.gguf").read_bytes()
+    numbers = st.sampled_from([0, 1, 3, 8, 255])
+
+    @examples(60, soak=2000)
+    @given(st.lists(st.tuples(st.integers(24, len(start) - 1), numbers | st.integers(0, 255)), min_size=1, max_size=3))
+    def check(changes: list[tuple[int, int]]) -> None:
+        mutated = bytearray(data)
+        for at, byte in changes:
+            mutated[at] = byte
+        (home / "y.gguf").write_bytes(mutated)
+        shutil.rmtree(home / "made", ignore_errors=True)
+        try:
+            convert(home / "y.gguf", home / "made")
+        except ModelError as error:
+            assert str(error).isprintable() and "y.gguf" in str(error)
+        else:
+            assert json.loads((home / "made" / "config.json").read_text())["model_type"] == "llama"
+
+    check()
 
 
 def test_other_files_are_refused(home: Path):
@@ -195,6 +239,15 @@ def test_what_is_not_taken_over_is_named(name: str, home: Path):
 def test_damaged_metadata_are_named(name: str, home: Path):
     own, match = DAMAGED[name]
     refusal(home, match, kind=WeightsError, **own)
+
+
+def test_damaged_weights_are_named(home: Path):
+    tensors = tiny_tensors("llama", "Q8_0", np.random.default_rng(0))
+    tensors["blk.1.ffn_up.weight"][1][-1, -1, :2] = (0x00, 0x7C)
+    (home / "x.gguf").write_bytes(gguf(tiny_metadata("llama"), tensors))
+    with pytest.raises(WeightsError, match=r"x\.gguf: tensor blk\.1\.ffn_up\.weight has a scale that is not finite"):
+        import_gguf(home / "x.gguf")
+    assert [entry.name for entry in imports_folder().iterdir()] == [".lock"]
 
 
 def test_tensors_that_are_not_taken_over_are_named(home: Path):
@@ -331,6 +384,8 @@ def test_tokens_around_a_text(home: Path):
     assert ids(tokenizer__ggml__add_eos_token=True) == [hello, 2]
     assert ids(tokenizer__ggml__add_bos_token=True, tokenizer__ggml__add_eos_token=True) == [1, hello, 2]
     assert ids(tokenizer__ggml__pre="llama-bpe") == [1, hello], "llama.cpp adds it where the file does not say"
+    tokens = ["<pad>", "$B:x", *tiny_metadata("llama")["tokenizer.ggml.tokens"][2:]]
+    assert ids(tokenizer__ggml__tokens=tokens, tokenizer__ggml__add_bos_token=True) == [1, hello], "no template of ours"
     assert ids(tokenizer__ggml__pre="llama-bpe", tokenizer__ggml__add_bos_token=False) == [hello]
 
 

@@ -33,7 +33,7 @@ def to_affine(tensor: str, kind: str, blocks: Array) -> Affine:
     """Convert blocks.
 
     Args:
-        tensor: its name, for errors.
+        tensor: its file and name, for errors.
         kind: a key of `BITS`.
         blocks: uint8 [blocks, bytes of a block].
 
@@ -43,7 +43,7 @@ def to_affine(tensor: str, kind: str, blocks: Array) -> Affine:
     with np.errstate(over="ignore", invalid="ignore"):
         found = requantised(DEQUANTIZE[kind](blocks)) if kind in DEQUANTIZE else EXACT[kind](blocks)
     if not (np.isfinite(found.scales).all() and np.isfinite(found.biases).all()):
-        raise WeightsError(f"Tensor {tensor} has a scale that is not finite.", remedy=DAMAGED)
+        raise WeightsError(f"{tensor} has a scale that is not finite.", remedy=DAMAGED)
     return found
 
 

@@ -10,15 +10,15 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from phalanx.catalog.imports import ORIGIN, directory_for, imported_content, imported_file, origin_of
+from phalanx.catalog.imports import ORIGIN, Origin, directory_for, imported_content, imported_file, origin_of
 from phalanx.catalog.pull_progress import GB, PullProgress, Report, quiet
 from phalanx.errors import ModelError, WeightsError
 from phalanx.model.gguf.gguf_blocks import BITS, DEQUANTIZE, GROUP, Array, pack, scales_dtype, to_affine
@@ -41,17 +41,18 @@ def import_gguf(file: Path, report: Report = quiet) -> Path:
         if (known := imported_file(file)) is not None:
             return known
         origin = replace(origin_of(file), sha256=_sha256(file, report))
-        directory = imported_content(origin.sha256) or directory_for(file, origin.sha256)
+        directory = directory_for(file, origin.sha256)
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _alone(directory.parent):
-            if (directory / ORIGIN).exists():
-                made = msgspec.json.decode((directory / ORIGIN).read_bytes())
-                _record(directory, replace(origin, errors=made["errors"]))
-                return directory
+            if (same := imported_content(origin.sha256)) is not None:
+                _record(same, origin)  # it is found by this path from now on, without reading the file
+                return same
             part = directory.with_name(f".part-{directory.name}")
-            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            for left in (part, directory):  # of a process that was killed; without its record
+                shutil.rmtree(left, ignore_errors=True)
             try:
-                _record(part, replace(origin, errors=convert(file, part, report)))
+                convert(file, part, report)
+                _record(part, origin)
                 part.rename(directory)  # whole or not at all
             finally:
                 shutil.rmtree(part, ignore_errors=True)
@@ -64,7 +65,7 @@ def import_gguf(file: Path, report: Report = quiet) -> Path:
 
 
 def convert(file: Path, directory: Path, report: Report = quiet) -> dict[str, float]:
-    """Write the model of a file as a directory that does not exist yet.
+    """Write the model of a file as a directory that does not exist yet. Reports progress, and what is not exact.
 
     Returns:
         By their names, the largest error of tensors that were quantised again.
@@ -90,7 +91,7 @@ def convert(file: Path, directory: Path, report: Report = quiet) -> dict[str, fl
         (directory / "config.json").write_text(json.dumps(config, indent=1))
         write_tokenizer(metadata, directory)
         with (directory / "model.safetensors").open("xb") as out:
-            errors = _write(named, written, stream, out, _shown(report, f"importing {file.name}", file, total))
+            errors = _write(file, named, written, stream, out, _shown(report, f"importing {file.name}", file, total))
             out.flush()
             os.fsync(out.fileno())
     if errors:
@@ -134,7 +135,12 @@ def _parts(one: Named) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def _write(
-    named: Sequence[Named], written: Sequence[_Written], stream: BinaryIO, out: BinaryIO, done: Any
+    file: Path,
+    named: Sequence[Named],
+    written: Sequence[_Written],
+    stream: BinaryIO,
+    out: BinaryIO,
+    done: Callable[[int], None],
 ) -> dict[str, float]:
     """Write a safetensors file. Returns the errors of tensors that were quantised again."""
     entries = {
@@ -149,10 +155,10 @@ def _write(
     for one in named:
         kind = one.tensor.type.name
         at = [8 + len(text) + next(places).start for _ in range(3 if kind in BITS else 1)]
-        for rows in _rows(one, stream):
+        for rows in _rows(file, one, stream):
             parts: list[Array] = [rows]
             if kind in BITS:
-                found = to_affine(one.tensor.name, kind, rows.reshape(-1, one.tensor.type.nbytes))
+                found = to_affine(f"{file}: tensor {one.tensor.name}", kind, rows.reshape(-1, one.tensor.type.nbytes))
                 parts = [pack(found.codes, BITS[kind]), found.scales, found.biases]
                 if kind in DEQUANTIZE:
                     errors[one.tensor.name] = max(errors.get(one.tensor.name, 0.0), found.error)
@@ -163,7 +169,7 @@ def _write(
     return errors
 
 
-def _rows(one: Named, stream: BinaryIO) -> Iterator[Array]:
+def _rows(file: Path, one: Named, stream: BinaryIO) -> Iterator[Array]:
     """The rows of a tensor in mlx-lm's order, some at a time: uint8 [rows, bytes]."""
     width = one.tensor.nbytes // one.tensor.shape[0]
     height = max(1, CHUNK // width)
@@ -174,7 +180,7 @@ def _rows(one: Named, stream: BinaryIO) -> Iterator[Array]:
         n = min(height, one.tensor.shape[0] - first)
         read = stream.read(n * width)
         if len(read) != n * width:
-            raise WeightsError(f"{stream.name} became shorter while it was read.", remedy=DAMAGED)
+            raise WeightsError(f"{file} became shorter while it was read.", remedy=DAMAGED)
         rows = np.frombuffer(read, np.uint8).reshape(n, width)
         yield halves(rows, one.pairs_of) if one.pairs_of else rows
 
@@ -209,7 +215,7 @@ def _sha256(file: Path, report: Report) -> str:
     return digest.hexdigest()
 
 
-def _shown(report: Report, status: str, file: Path, total: int) -> Any:
+def _shown(report: Report, status: str, file: Path, total: int) -> Callable[[int], None]:
     """A function that adds bytes to a bar."""
     completed = 0
 
@@ -229,7 +235,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _record(directory: Path, origin: Any) -> None:
+def _record(directory: Path, origin: Origin) -> None:
     written = directory / f"{ORIGIN}.new"
     written.write_bytes(msgspec.json.encode(origin))
     written.replace(directory / ORIGIN)

@@ -127,11 +127,8 @@ def _frame(metadata: Metadata, names: list[str], rules: str) -> processors.Templ
     if not added:
         return None
     single = [*(["bos"] if before else []), "$A", *(["eos"] if after else [])]
-    texts = {role: names[token] for role, token in added}
-    return processors.TemplateProcessing(
-        single=[texts.get(part, part) for part in single],
-        special_tokens=[(names[token], token) for _, token in added],
-    )
+    special = [{"id": role, "ids": [token], "tokens": [names[token]]} for role, token in added]
+    return processors.TemplateProcessing(single=single, special_tokens=special)
 
 
 def _described(metadata: Metadata, names: list[str]) -> dict[str, Any]:
