@@ -40,7 +40,7 @@ ROOMS = {
         "",
     ),
     "gateway": ("settings", "dispatch", "relay", ""),
-    "model": ("cache", "sampling", "", "cpu", "loading"),
+    "model": ("cache", "sampling", "", "cpu", "gguf", "loading"),
 }
 """Folders of a package, ground first: a file imports its own room or one before it ("" is the package's own files)."""
 
@@ -84,6 +84,7 @@ PURE = (
         for name in "discovery argument_flags host_platform hostfile_parser replica_layout network shape".split()
     ),
     *(f"dist/{name}.py" for name in "stage_frames stall topology".split()), "server/endpoints/numerics.py",
+    "model/gguf/gguf_header.py",
     "supervision/fast_synch.py", "supervision/restarts.py", "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip
 IMPURE = (
@@ -131,7 +132,7 @@ DYNAMIC_IMPORTS = {
     "__init__.py": "phalanx.LLM is imported when it is used, so that `import phalanx` loads nothing",
     "dist/group.py": "certificates are made, by a library that takes long to load, under other launchers only",
     "mlx_lm_adapter.py": "a module of mlx-lm is imported while stand-ins keep it from importing transformers",
-    "model/loading/resolve.py": "the hub's client is imported for a hub id only",
+    "model/loading/resolve.py": "the hub's client is imported for a hub id only, the importer for a GGUF file only",
     "server/start.py": "the HTTP framework is imported while the ranks load",
     "text/tokenizer_files.py": "a rank loads no tokenizer, and most models need no transformers",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.serving import CONFIG, MODEL, Running, running_server
 
 from phalanx.config import EngineConfig
 from phalanx.model.loading.resolve import resolve
+from phalanx.model.loading.weights import read_headers
 from phalanx.speculation_config import NgramSpeculation
 from phalanx.supervision.process import EngineProcess
 from phalanx.text.tokenizer import Tokenizer
@@ -42,6 +44,19 @@ def path() -> Path:
 
 def test_its_short_name_means_it(path: Path) -> None:
     assert resolve("smollm2") == path
+
+
+def test_its_weights_and_tokenizer_are_those_that_mlx_read(path: Path) -> None:
+    """The digests are of what MLX's own reader of GGUF made of the file: Q4_1 and Q8_0 stay bit for bit."""
+    digest = hashlib.sha256()
+    tensors = read_headers(path)
+    with (path / "model.safetensors").open("rb") as file:
+        for name, info in sorted(tensors.items()):
+            file.seek(info.start)
+            digest.update(f"{name} {info.dtype} {info.shape}".encode() + file.read(info.nbytes))
+    assert digest.hexdigest() == "e221b493dd22f542ff17ba3ada5d3ebf140c08964d51d1d0e24682a990c86cc1"
+    tokenizer = hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+    assert tokenizer == "7d27c493c729a66ecefc837280b05d948b1ed50d130eebdbf911b1b36cf38ed7"
 
 
 @pytest.fixture(scope="module")

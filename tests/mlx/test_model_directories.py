@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Edit, str, str]] = {
     "only Mistral's own file": (
         moved((FILE, "consolidated.safetensors")), "no model.*only consolidated.safetensors", "for Transformers",
     ),
-    "GGUF": (moved((FILE, "model-q4.gguf")), r"only model-q4\.gguf", "GGUF cannot be read"),
+    "GGUF": (moved((FILE, "model-q4.gguf")), r"only model-q4\.gguf", "Name the GGUF file itself"),
     "PyTorch's file": (moved((FILE, "pytorch_model.bin")), r"only pytorch_model\.bin", "safetensors"),
     "mlx-lm's former format": (moved((FILE, "weights.npz")), r"only weights\.npz", "mlx_lm.convert"),
     "an adapter": (

@@ -1,7 +1,7 @@
 """The models on this machine's disk: found by name, described from their small files, removed. Loads no weights.
 
-Models lie in the hub's cache, one lies in phalanx's own, and one comes with phalanx. Directories are the user's: they
-are described by their path, but neither listed nor removed.
+Models lie in the hub's cache, some in phalanx's own (`imports.py`), and one comes with phalanx. Directories are the
+user's: they are described by their path, but neither listed nor removed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from phalanx.catalog.imports import imported_file, imported_models, imported_name, imports_folder
 from phalanx.catalog.packaged import PACKAGE
 from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, did_you_mean, repository_of, shortest
 from phalanx.demo import MODEL_DIR
@@ -111,8 +112,8 @@ def path_of(name: str) -> Path:
 
 
 def directory_of(name: str, revision: str | None = None) -> Path | None:
-    """The directory of a model by its name: the bundled one, a short name, a directory or a hub id; None if it is not
-    on this machine.
+    """The directory of a model by its name: the bundled one, a short name, a directory, an imported file or its name,
+    or a hub id; None if it is not on this machine.
 
     Raises:
         ModelNotFound: of `path_of`.
@@ -125,6 +126,10 @@ def directory_of(name: str, revision: str | None = None) -> Path | None:
     given = path_of(name)
     if name not in SHORT_NAMES and (given / "config.json").is_file():
         return given.absolute()
+    if given.is_file():
+        return imported_file(given)
+    if (imported := imported_name(name)) is not None:
+        return imported
     return cached_snapshot(repository, revision) if HUB_ID.fullmatch(repository) else None
 
 
@@ -137,6 +142,8 @@ def find(name: str) -> LocalModel:
     path, repository = directory_of(name), repository_of(name)
     if path is not None:
         in_cache = path.is_relative_to(hub_cache())
+        if path.parent == imports_folder():
+            name = path.name
         return _describe(shortest(repository) if in_cache else name, path, repository if in_cache else "")
     if HUB_ID.fullmatch(repository) and (begun := _begun(repository)) is not None:
         return begun
@@ -154,10 +161,11 @@ def _how_to_find(name: str) -> str:
 
 
 def local_models() -> Iterator[LocalModel]:
-    """All models that phalanx finds by name, those of the hub's cache in the order of their names."""
+    """All models that phalanx finds by name; imported ones and those of the hub's cache in the order of their names."""
     yield find(DEMO)
     if directory_of(PACKAGED) is not None:
         yield find(PACKAGED)
+    yield from (find(directory.name) for directory, _ in imported_models())
     cache = hub_cache()
     for folder in sorted(cache.glob("models--*")) if cache.is_dir() else ():
         repository = repository_in(folder)
@@ -175,6 +183,8 @@ def downloaded_folder(name: str) -> Path:
     model = find(name)
     if name == PACKAGED:
         return packaged_directory()
+    if model.path.parent == imports_folder():
+        return model.path
     if model.repository:
         return repository_folder(model.repository)
     remedy = "It is a part of phalanx, and stays." if name == DEMO else "Delete the directory itself."

@@ -17,7 +17,7 @@ from phalanx.text.printable import printable
 
 
 def command(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> int:
-    """List the models of the hub's cache, and those that come with phalanx or in a package."""
+    """List the models of the hub's cache, imported ones, and those that come with phalanx or in a package."""
     found = list(local_models())
     if as_json:
         plain = [{**msgspec.to_builtins(model, enc_hook=str), "fits": model.fits} for model in found]

@@ -11,7 +11,9 @@ from phalanx.cli.list import day_of, fits_here, print_columns, size_of
 from phalanx.errors import ExitCode
 
 
-def command(model: Annotated[str, typer.Argument(help="A name of `phalanx list`, a hub id, or a directory.")]) -> int:
+def command(
+    model: Annotated[str, typer.Argument(help="A name of `phalanx list`, a hub id, a directory, or a GGUF file.")],
+) -> int:
     """Describe a model that is on this machine."""
     found = find(model)
     rows = {

@@ -1,4 +1,5 @@
-"""Finds the directory of a model by its name: the bundled model, a short name, a path, or a hub id. Reads no weights.
+"""Finds the directory of a model by its name: the bundled model, a short name, a path, or a hub id. Reads no weights,
+but for those of a GGUF file, which it has made a directory.
 
 The hub's client (`catalog/hub.py`) is imported for a hub id only: a model in a directory does not wait for it.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from phalanx.catalog.imports import imported_name
 from phalanx.catalog.local_models import path_of
 from phalanx.catalog.pull_progress import Report, quiet
 from phalanx.catalog.short_names import DEMO, PACKAGED, repository_of
@@ -15,8 +17,9 @@ from phalanx.config import EngineConfig
 from phalanx.demo import MODEL_DIR
 from phalanx.environment import check_hub_endpoint
 from phalanx.errors import ModelNotFound
+from phalanx.model.gguf.gguf_header import MAGIC
 from phalanx.speculation_config import DraftModelSpeculation
-from phalanx.text.model_files import check_directory
+from phalanx.text.model_files import check_directory, open_file
 
 
 def resolve(
@@ -25,7 +28,8 @@ def resolve(
     """The directory of a model. A hub id is downloaded, or found in the hub's cache if there is no network.
 
     Args:
-        model: `demo`, a short name, a directory, or a hub id such as `mlx-community/Qwen3-4B-4bit`.
+        model: `demo`, a short name, a directory, a GGUF file, the name of one that was imported, or a hub id such as
+            `mlx-community/Qwen3-4B-4bit`.
         revision: branch, tag or commit, for a hub id.
         trust_remote_code: whether to download a hub repository's Python files as well.
         report: called with the progress of a download.
@@ -47,7 +51,9 @@ def resolve(
         check_directory(path)
         return path if path.name not in ("", "..") else path.resolve()  # errors name the model
     if path.is_file():
-        raise ModelNotFound(f"{model} is a file.", remedy="Name the directory that holds config.json and the weights.")
+        return _of_file(model, path, report)
+    if (imported := imported_name(model)) is not None:
+        return imported
     if model == "" or model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
         raise ModelNotFound(f"No such directory: {model!r}.", remedy="Check the path, or give a hub id (owner/name).")
     check_hub_endpoint()
@@ -55,6 +61,18 @@ def resolve(
     downloaded: Path = hub.download(model, revision, trust_remote_code=trust_remote_code, report=report)
     check_directory(downloaded)
     return downloaded
+
+
+def _of_file(model: str, file: Path, report: Report) -> Path:
+    """The directory of a GGUF file's model; other files are refused."""
+    with open_file(file) as stream:
+        is_gguf = stream.read(len(MAGIC)) == MAGIC or file.suffix == ".gguf"
+    if not is_gguf:
+        raise ModelNotFound(
+            f"{model} is a file.", remedy="Name the directory that holds config.json and the weights, or a GGUF file."
+        )
+    made: Path = importlib.import_module("phalanx.model.gguf.gguf_import").import_gguf(file, report)
+    return made
 
 
 def resolve_models(config: EngineConfig, report: Report = quiet) -> Path:

@@ -93,7 +93,7 @@ def _unfinished(path: Path) -> str:
 OTHERS = {
     "adapter_config.json": "It is an adapter (LoRA): fuse it with its base model (`mlx_lm.fuse`), and serve that.",
     "*.safetensors": "Convert the model with `mlx_lm.convert`, or download its files for Transformers.",
-    "*.gguf": "GGUF cannot be read: download the model in mlx-lm's or Transformers' format.",
+    "*.gguf": "Name the GGUF file itself: phalanx imports it.",
     "*.bin": "PyTorch's files are not read: download the model's safetensors.",
     "*.pt*": "PyTorch's files are not read: download the model's safetensors.",
     "*.npz": "That format is no longer read: download the model anew, or convert it with `mlx_lm.convert`.",
