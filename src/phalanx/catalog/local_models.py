@@ -155,7 +155,8 @@ def _how_to_find(name: str) -> str:
     here = "`phalanx list` shows what is here."
     if question := did_you_mean(name):
         return question + here
-    if name.startswith(("/", ".", "~")) or not (name in SHORT_NAMES or HUB_ID.fullmatch(name)):
+    is_file = Path(name).expanduser().is_file()  # a GGUF file, to be imported
+    if not is_file and (name.startswith(("/", ".", "~")) or not (name in SHORT_NAMES or HUB_ID.fullmatch(name))):
         return f"Check the name; a directory of a model has a config.json. {here}"
     return f"Run `phalanx pull {name}`; {here}"
 

@@ -19,8 +19,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from phalanx.catalog.imports import ORIGIN, Origin, directory_for, imported_content, imported_file, origin_of
-from phalanx.catalog.pull_progress import GB, PullProgress, Report, quiet
+from phalanx.catalog.pull_progress import PullProgress, Report, quiet
 from phalanx.errors import ModelError, WeightsError
+from phalanx.memory import GB
 from phalanx.model.gguf.gguf_blocks import BITS, DEQUANTIZE, GROUP, Array, pack, scales_dtype, to_affine
 from phalanx.model.gguf.gguf_config import FREQUENCIES, Metadata, Named, config_of, name_tensors
 from phalanx.model.gguf.gguf_header import DAMAGED, GgufHeader, parse_header
