@@ -189,7 +189,9 @@ def test_without_a_command_it_says_in_ten_lines_what_is_here_and_what_comes_next
     assert len(lines) <= 10
     assert re.search(r"^\d+ GB of memory: models of up to about \d+ billion parameters at 4 bits$", lines[1])
     assert "demo (8 MB)" in lines[2]
-    assert [line.split("  #")[0].strip() for line in lines[4:7]][1:] == ["phalanx chat", "phalanx hostfile HOST1,HOST2"]
+    commands = [line.partition("#")[0].strip() for line in lines[4:7]]
+    assert commands[0].startswith("phalanx serve ")
+    assert commands[1:] == ["phalanx chat http://127.0.0.1:8000", "phalanx hostfile HOST1,HOST2"]
     assert max(map(len, lines)) <= 80
 
 

