@@ -27,6 +27,9 @@ HEADS = {
 }
 """What a server refuses; 200 blanks, and 800 KiB."""
 
+PATHS = [CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat"]
+"""One of each dialect, and of completions."""
+
 
 def replicas(client: Client) -> list[object]:
     """What counts against each replica."""
@@ -34,10 +37,10 @@ def replicas(client: Client) -> list[object]:
     return [(one.is_suspect, one.breaker.is_closed, one.breaker._failed_at) for one in found]
 
 
-async def posts(client: Client, head: bytes, body: bytes = BODY) -> bytes:
+async def posts(client: Client, head: bytes, body: bytes = BODY, path: str = CHAT) -> bytes:
     """The answer to a request whose sender writes all of it before it reads."""
     source, out = await asyncio.open_connection("127.0.0.1", client.gateway.port)
-    out.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+    out.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode())
     out.write(b"Authorization: Bearer greedy\r\nConnection: close\r\n")
     out.write(b"Content-Length: %d\r\n" % len(body) + head + b"\r\n" + body)
     await out.drain()
@@ -55,25 +58,26 @@ async def asks(client: Client, **fields: object) -> int:
         return response.status
 
 
-def test_heads_that_servers_refuse_reach_none_and_are_answered(tmp_path: Path):
+@pytest.mark.parametrize("n", [2, 3])
+def test_heads_that_servers_refuse_reach_none_and_are_answered(n: int, tmp_path: Path):
     tokenizer = make_tokenizer(tmp_path)
 
     async def scenario(*origins: str) -> None:
         async with gateway(*origins, api_key=KEYS, key="modest") as client:
 
-            async def attacks(head: bytes) -> None:
-                answer = await posts(client, head)
+            async def attacks(head: bytes, path: str) -> None:
+                answer = await posts(client, head, path=path)
                 assert answer.startswith(b"HTTP/1.1 400 ") and b"The request is not HTTP: its head" in answer
 
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(attacks(head)) for _ in range(16) for head in HEADS.values()]
+                tasks = [group.create_task(attacks(head, path)) for path in PATHS * 3 for head in HEADS.values()]
                 while not all(task.done() for task in tasks):
                     assert await asks(client, **CHAT_BODY) == 200
             assert await asks(client, **CHAT_BODY) == 200
-            assert replicas(client) == [(False, True, [])] * 2
+            assert replicas(client) == [(False, True, [])] * n
 
     with ExitStack() as stack:
-        servers = [stack.enter_context(running_server(tokenizer, fake_engine(tokenizer))) for _ in "ab"]
+        servers = [stack.enter_context(running_server(tokenizer, fake_engine(tokenizer))) for _ in range(n)]
         run(scenario(*(server.origin for server in servers)))
 
 
