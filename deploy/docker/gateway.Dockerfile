@@ -5,7 +5,8 @@ RUN python -m pip wheel --no-deps -w /wheels /src
 
 FROM python:3.12-slim-bookworm
 COPY --from=wheels /wheels /wheels
-RUN python -m pip install --no-cache-dir --find-links /wheels phalanx
+# By its file: an index may have a newer package of this name.
+RUN python -m pip install --no-cache-dir --find-links /wheels "phalanx @ file://$(echo /wheels/phalanx-[0-9]*.whl)"
 USER 65534:65534
 EXPOSE 8080
 # /version answers while the process lives; /health, only while a replica can take requests.

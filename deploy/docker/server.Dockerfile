@@ -7,7 +7,8 @@ RUN make -C /src wheels DIST=/wheels PYTHONS=python
 
 FROM python:3.12-slim-bookworm
 COPY --from=wheels /wheels /wheels
-RUN python -m pip install --no-cache-dir --find-links /wheels 'phalanx[cpu,mpi]'
+# By its file: an index may have a newer package of this name.
+RUN python -m pip install --no-cache-dir --find-links /wheels "phalanx[cpu,mpi] @ file://$(echo /wheels/phalanx-[0-9]*.whl)"
 RUN mkdir /models && chown 65534:65534 /models
 USER 65534:65534
 # Models that are pulled; HOME is for Open MPI.

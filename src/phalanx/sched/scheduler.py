@@ -2,9 +2,8 @@
 
 `schedule(now, drafts)` turns the state of all sequences into one `Step`, every rank executes the step, and
 `apply(commits)` takes its outcome back in. With pipeline stages, further steps may be scheduled before that; outcomes
-return in the order of their steps (design: Plans in flight). `now` is an argument, and the same calls give the same
-plans. What clients ask for (`submit`, `cancel`, `finish`) changes state and takes effect in the next plan; a row that
-is in flight ends when its plan returns.
+return in the order of their steps (design: Plans in flight). `now` is an argument: the same calls give the same plans.
+What clients ask for (`submit`, `cancel`, `finish`) takes effect in the next plan; a row in flight ends when its does.
 """
 
 from __future__ import annotations

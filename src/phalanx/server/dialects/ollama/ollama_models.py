@@ -69,7 +69,7 @@ def show(model: OllamaModel) -> dict[str, Any]:
     kind = model.info.model_type
     return {
         "modified_at": iso_time(model.since),
-        "details": _details(model.info),
+        "details": _details_of(model.info),
         "template": model.template,
         "capabilities": list(_capabilities(model)),
         "model_info": {
@@ -112,17 +112,6 @@ def _local_card(model: LocalModel) -> dict[str, Any]:
     }
 
 
-def _local_details(model: LocalModel) -> dict[str, Any]:
-    return {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": model.family,
-        "families": [model.family],
-        "parameter_size": "",
-        "quantization_level": f"{model.bits}-bit" if model.bits else "",
-    }
-
-
 def _capabilities(model: OllamaModel) -> Iterator[str]:
     yield "completion"
     if model.shapes.tools is not None and model.auto_tools:
@@ -139,17 +128,25 @@ def _card(model: OllamaModel) -> dict[str, Any]:
         "model": model.name,
         "size": info.weights_bytes,
         "digest": hashlib.sha256(repr(stands_for).encode()).hexdigest(),
-        "details": _details(info),
+        "details": _details_of(info),
     }
 
 
-def _details(info: ModelInfo) -> dict[str, Any]:
+def _details(family: str, quantization: str) -> dict[str, Any]:
     """The number of parameters is not known here."""
     return {
         "parent_model": "",
         "format": "safetensors",
-        "family": info.model_type,
-        "families": [info.model_type],
+        "family": family,
+        "families": [family],
         "parameter_size": "",
-        "quantization_level": info.dtype if info.quantization == "none" else info.quantization,
+        "quantization_level": quantization,
     }
+
+
+def _details_of(info: ModelInfo) -> dict[str, Any]:
+    return _details(info.model_type, info.dtype if info.quantization == "none" else info.quantization)
+
+
+def _local_details(model: LocalModel) -> dict[str, Any]:
+    return _details(model.family, f"{model.bits}-bit" if model.bits else "")
