@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.errors import ModelUnsupported, WeightsError
-from phalanx.model.gguf.gguf_blocks import BITS, GROUP, Array
+from phalanx.model.gguf.gguf_blocks import BITS, GROUP, Array, mode_of
 from phalanx.model.gguf.gguf_header import DAMAGED, GgufHeader, GgufTensor, shown
 
 OTHER_FORMAT = "Download the model in mlx-lm's or Transformers' format."
@@ -251,13 +251,18 @@ def config_of(metadata: Metadata, named: Sequence[Named], factors: Array | None,
 
 
 def _quantization(named: Sequence[Named]) -> dict[str, Any]:
-    """The bits of most modules, and then of each that has others."""
-    bits = {one.module: BITS[one.tensor.type.name] for one in named if one.tensor.type.name in BITS}
-    if not bits:
+    """The format of most modules, and then of each that has another."""
+    kinds = {one.module: one.tensor.type.name for one in named if one.tensor.type.name in BITS}
+    formats = {module: (BITS[kind], mode_of(kind)) for module, kind in kinds.items()}
+    if not formats:
         return {}
-    most = Counter(bits.values()).most_common(1)[0][0]
-    others = {name: {"group_size": GROUP, "bits": own} for name, own in sorted(bits.items()) if own != most}
-    return {"group_size": GROUP, "bits": most, **others}
+    most = Counter(formats.values()).most_common(1)[0][0]
+    others = {module: _format(*own) for module, own in sorted(formats.items()) if own != most}
+    return {**_format(*most), **others}
+
+
+def _format(bits: int, mode: str) -> dict[str, Any]:
+    return {"group_size": GROUP, "bits": bits, "mode": mode}
 
 
 def rope_scaling(metadata: Metadata, factors: Array | None, theta: float) -> dict[str, Any] | None:
