@@ -197,18 +197,25 @@ def refusal(home: Path, match: str, *, kind: type[ModelError] = ModelUnsupported
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"general__architecture": "mamba"}, "architecture 'mamba', taken are llama, qwen2, qwen3"),
+    "architecture": (
+        {"general__architecture": "mamba"},
+        "architecture 'mamba', taken are llama, .*gemma3.* Download the model in mlx-lm's or Transformers' format",
+    ),
+    "adapter": ({"general__type": "adapter"}, "general.type is 'adapter', not a model"),
     "split": ({"split__count": 2}, "one of several files.*llama-gguf-split --merge"),
-    "experts": ({"llama__expert_count": 8}, "it has llama.expert_count"),
-    "window": ({"llama__attention__sliding_window": 8}, "it has llama.attention.sliding_window"),
-    "scale": ({"llama__logit_scale": 0.5}, "it has llama.logit_scale"),
+    "experts": ({"llama__expert_count": 8}, "tensor 'blk.0.ffn_.*weight' is not known of llama"),
+    "window": ({"llama__attention__sliding_window": 8}, "it has 'llama.attention.sliding_window', which is not taken"),
+    "scale": ({"llama__logit_scale": 0.5}, "it has 'llama.logit_scale', which is not taken over"),
+    "unknown": ({"llama__swirl": "left"}, "it has 'llama.swirl', which is not taken over"),
+    "not causal": ({"llama__attention__causal": False}, "it has 'llama.attention.causal'"),
+    "growth": ({"llama__rope__scaling__attn_factor": 1.2}, "it has 'llama.rope.scaling.attn_factor'"),
     "partial rotary": ({"llama__rope__dimension_count": 32}, "its rope.dimension_count is not 64"),
     "widths": (
         {"llama__feed_forward_length": array.array("I", [256, 512])},
         "llama.feed_forward_length is another in each",
     ),
     "values": ({"llama__attention__value_length": 32}, "its attention.value_length is not 64"),
-    "scaling": ({"llama__rope__scaling__type": "longrope"}, "rope.scaling.type 'longrope'"),
+    "scaling": ({"llama__rope__scaling__type": "longrope"}, "rope.scaling.type 'longrope', which mlx-lm's llama"),
     "tokenizer": ({"tokenizer__ggml__model": "llama"}, "its tokenizer is of the kind 'llama', taken is gpt2"),
     "pre-tokenizer": ({"tokenizer__ggml__pre": "tekken"}, "its pre-tokenizer 'tekken' is not known"),
 }
@@ -219,7 +226,10 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"llama__block_count": 1 << 31}, "2147483648 layers, but has 20 tensors"),
     "a layer more": ({"llama__block_count": 3}, "it lacks tensor blk.2.attn_k.weight"),
     "not finite": ({"llama__rope__freq_base": float("inf")}, "llama.rope.freq_base is 'inf'"),
-    "rows": ({"llama__attention__head_count": 1, "llama__attention__head_count_kv": 1}, "128 rows for heads of 256"),
+    "rows": (
+        {"llama__attention__head_count": 1, "llama__attention__head_count_kv": 1},
+        r"tensor blk.0.attn_k.weight has the shape \(128, 256\), by its metadata it has \(256, 256\)",
+    ),
     "eos": ({"tokenizer__ggml__eos_token_id": 99999}, "the eos token is 99999 of 264"),
     "bos": ({"tokenizer__ggml__bos_token_id": 99999}, "the bos token is 99999 of 264"),
     "merge": ({"tokenizer__ggml__merges": ["x yz"]}, "merge 'x yz' is not one of two tokens"),

@@ -1,11 +1,10 @@
-"""What a GGUF file's metadata and tensors mean in mlx-lm's words: names, config.json, the order of rotary rows.
+"""What a GGUF file's metadata and tensors mean in mlx-lm's words: the tensors' names and sizes, and config.json.
 
-llama.cpp's names of tensors and keys: gguf-py's constants.py. Architectures are data at the top of this file.
+`gguf_architectures.py` has what differs by architecture.
 """
 
 from __future__ import annotations
 
-import array
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,126 +12,38 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.errors import ModelUnsupported, WeightsError
+from phalanx.errors import ModelUnsupported
+from phalanx.model.gguf.gguf_architectures import (
+    COUNTS,
+    SIZES,
+    TOP,
+    Architecture,
+    Slot,
+    architecture_of,
+    default_head,
+    head_size,
+    kv_heads,
+)
 from phalanx.model.gguf.gguf_blocks import BITS, GROUP, Array, mode_of
-from phalanx.model.gguf.gguf_header import DAMAGED, GgufHeader, GgufTensor, shown
+from phalanx.model.gguf.gguf_header import GgufHeader, GgufTensor, shown
+from phalanx.model.gguf.gguf_metadata import Metadata
 
-OTHER_FORMAT = "Download the model in mlx-lm's or Transformers' format."
 PLAIN = ("F32", "F16", "BF16")
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-BLOCK = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-"""llama.cpp's names of modules -> mlx-lm's."""
-QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-FREQUENCIES = "rope_freqs.weight"
+FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+FACTORS = (FREQUENCIES, LONG, SHORT)
+"""Tensors by whose values the rotary frequencies are divided: they become a part of config.json."""
 LOW, HIGH = 1.0, 4.0  # of Llama 3: `low_freq_factor` and `high_freq_factor`
 LLAMA3_CONTEXT = 8192  # tokens of Llama 3, which 3.1 to 3.3 extend
 
 
-class Architecture(NamedTuple):
-    """What sets an architecture apart."""
-
-    class_name: str
-    modules: Mapping[str, str] = BLOCK
-    biased: tuple[str, ...] = ()
-    paired: bool = False
-    """Whether the rows of a rotary pair are side by side: llama.cpp reorders them so for this architecture."""
-
-
-ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", paired=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", biased=("attn_q", "attn_k", "attn_v")),
-    "qwen3": Architecture("Qwen3ForCausalLM", {**BLOCK, **QK_NORMS}),
-}
-REFUSED = ("expert_count", "attention.sliding_window", "attention.scale", "embedding_scale", "logit_scale")
-"""Keys that change what the model computes in ways that are not taken over yet."""
-
-
-class Metadata:
-    """The values of a file, by keys with or without the architecture before them."""
-
-    def __init__(self, file: str, values: Mapping[str, Any]) -> None:
-        self.file = file
-        self._values = values
-        self.architecture = self.get("general.architecture", str)
-        if self.architecture not in ARCHITECTURES:
-            raise self.refused(f"architecture {shown(self.architecture)}, taken are {', '.join(ARCHITECTURES)}")
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """A value; `*.` at the start of a key stands for the architecture.
-
-        Raises:
-            WeightsError: it is of another type, or missing where there is no default.
-        """
-        found: Any = self.raw(key)
-        found = default if found is None else found
-        if kind is float and type(found) is int:
-            found = float(found)
-        if type(found) is not kind or (isinstance(found, float) and not math.isfinite(found)):
-            what = "is missing" if found is None else f"is {shown(str(found)[:64])}, not of type {kind.__name__}"
-            raise self.damaged(f"{self._whole(key)} {what}")
-        return found
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number from 1.
-
-        Raises:
-            WeightsError: of `get`, or it is less.
-            ModelUnsupported: each layer has its own.
-        """
-        if isinstance(self.raw(key), array.array):
-            raise self.refused(f"{self._whole(key)} is another in each layer")
-        found: int = self.get(key, int, default)
-        if found < 1:
-            raise self.damaged(f"{self._whole(key)} is {found}, not a number from 1")
-        return found
-
-    def strings(self, key: str) -> list[str]:
-        """A list of texts."""
-        found: list[str] = self.get(key, list)
-        if not all(type(text) is str for text in found):
-            raise self.damaged(f"{key} is not a list of texts")
-        return found
-
-    def numbers(self, key: str, length: int) -> Sequence[int]:
-        """An array of so many numbers."""
-        found: Sequence[int] = self.get(key, array.array)
-        if len(found) != length:
-            raise self.damaged(f"{key} has {len(found)} elements, {length} are wanted")
-        return found
-
-    def raw(self, key: str) -> Any:
-        """A value of any type; None if the file has no such key."""
-        return self._values.get(self._whole(key))
-
-    def _whole(self, key: str) -> str:
-        return f"{self.architecture}{key[1:]}" if key.startswith("*.") else key
-
-    def damaged(self, fault: str) -> WeightsError:
-        """The error that says what is wrong with the file."""
-        return WeightsError(f"{self.file} is damaged: {fault}.", remedy=DAMAGED)
-
-    def refused(self, what: str) -> ModelUnsupported:
-        """The error that says what cannot be taken over."""
-        return ModelUnsupported(f"{self.file} cannot be imported: {what}.", remedy=OTHER_FORMAT)
-
-
 class Named(NamedTuple):
-    """A tensor with the name of its module and parameter in mlx-lm."""
+    """A tensor with the name of its module and parameter in mlx-lm, and its shape there."""
 
     tensor: GgufTensor
     module: str
     part: str
     pairs_of: int = 0  # rows of a head whose rotary pairs are to be taken apart; 0: the rows stay
+    shifted: bool = False  # whether 1 is to be subtracted
 
 
 def name_tensors(metadata: Metadata, header: GgufHeader) -> list[Named]:
@@ -147,107 +58,121 @@ def name_tensors(metadata: Metadata, header: GgufHeader) -> list[Named]:
             f"{metadata.file} is one of several files of a model.",
             remedy="Merge them first: `llama-gguf-split --merge FIRST.gguf WHOLE.gguf`.",
         )
-    for key in REFUSED:
-        if metadata.raw(f"*.{key}"):
-            raise metadata.refused(f"it has {metadata.architecture}.{key}")
-    wanted = _wanted(metadata, len(header.tensors))
+    if (kind := metadata.get("general.type", str, "model")) != "model":
+        raise metadata.refused(f"general.type is {shown(kind)}, not a model")
+    architecture = architecture_of(metadata)
+    slots = _slots(metadata, architecture, header)
+    sizes = _sizes(metadata, header, slots)
     named = []
     for tensor in header.tensors:
-        if tensor.name == FREQUENCIES:
+        if tensor.name in FACTORS:
             continue
-        if tensor.name not in wanted:
+        if tensor.name not in slots:
             raise metadata.refused(f"tensor {shown(tensor.name)} is not known of {metadata.architecture}")
-        found = Named(tensor, *wanted.pop(tensor.name))
-        _check_tensor(metadata, found)
-        named.append(found)
-    wanted.pop("output.weight", None)  # the head is the embedding
-    if wanted:
-        raise metadata.damaged(f"it lacks tensor {min(wanted)}")
+        named.append(_named(metadata, architecture, tensor, slots.pop(tensor.name), sizes))
+    if architecture.output == "either":
+        slots.pop("output.weight", None)  # the head is the embedding
+    if slots:
+        raise metadata.damaged(f"it lacks tensor {min(slots)}")
     return named
 
 
-def _wanted(metadata: Metadata, n_tensors: int) -> dict[str, tuple[str, str, int]]:
-    """By a tensor's name, the other fields of `Named`."""
-    kind = ARCHITECTURES[metadata.architecture]
+def _slots(metadata: Metadata, architecture: Architecture, header: GgufHeader) -> dict[str, Slot]:
+    """By the names of all tensors that the file should have, their places with mlx-lm's whole names of modules."""
     layers = metadata.count("*.block_count")
-    if layers > n_tensors:
-        raise metadata.damaged(f"it says to have {layers} layers, but has {n_tensors} tensors")
-    found = {f"{ours}.weight": (theirs, "weight", 0) for ours, theirs in TOP.items()}
-    pairs_of = head_size(metadata) if kind.paired else 0
+    if layers > len(header.tensors):
+        raise metadata.damaged(f"it says to have {layers} layers, but has {len(header.tensors)} tensors")
+    found = {name: slot for name, slot in TOP.items() if (name, architecture.output) != ("output.weight", "tied")}
+    present = {tensor.name.partition(".")[2].partition(".")[2] for tensor in header.tensors}
+    first = metadata.get("*.leading_dense_block_count", int, 0) if architecture.first_block else 0
     for layer in range(layers):
-        for ours, theirs in kind.modules.items():
-            rows = pairs_of if ours in ("attn_q", "attn_k") else 0
-            for part in ("weight", "bias") if ours in kind.biased else ("weight",):
-                found[f"blk.{layer}.{ours}.{part}"] = (f"model.layers.{layer}.{theirs}", part, rows)
+        for name, slot in (architecture.first_block if layer < first else architecture.block).items():
+            if not slot.optional or name in present:
+                found[f"blk.{layer}.{name}"] = slot._replace(module=f"model.layers.{layer}.{slot.module}")
     return found
 
 
-def _check_tensor(metadata: Metadata, named: Named) -> None:
-    tensor = named.tensor
-    is_vector = named.part == "bias" or named.module.endswith("norm")
-    if len(tensor.shape) != (1 if is_vector else 2):
-        raise metadata.damaged(f"tensor {tensor.name} has the shape {tensor.shape}")
-    if tensor.type.name not in (PLAIN if is_vector else (*PLAIN, *BITS)):
+def _sizes(metadata: Metadata, header: GgufHeader, slots: Mapping[str, Slot]) -> dict[str, int]:
+    """The lengths of all axes, by their names."""
+    names = {name for slot in slots.values() for axis in slot.axes.split() for name in axis.split("+")}
+    sizes = {name: SIZES[name](metadata) for name in names if name != "vocabulary"}
+    sizes["vocabulary"] = next((one.shape[0] for one in header.tensors if one.name == "token_embd.weight"), 0)
+    return sizes
+
+
+def _named(
+    metadata: Metadata, architecture: Architecture, tensor: GgufTensor, slot: Slot, sizes: Mapping[str, int]
+) -> Named:
+    part = slot.part or tensor.name.rpartition(".")[2]
+    shape = tuple(sum(sizes[name] for name in axis.split("+")) for axis in slot.axes.split())
+    if tensor.shape not in (shape, shape[1:] if shape[0] == 1 else shape):
+        raise metadata.damaged(f"tensor {tensor.name} has the shape {tensor.shape}, by its metadata it has {shape}")
+    shifted = architecture.shifted and slot.module.endswith("norm")
+    plain = slot.plain or len(shape) == 1 or part != "weight"
+    if tensor.type.name not in (PLAIN[:1] if shifted else PLAIN if plain else (*PLAIN, *BITS)):
         raise ModelUnsupported(
             f"{metadata.file} cannot be imported: tensor {tensor.name} is of type {tensor.type.name}.",
             remedy=f"Take a file of another quantisation, such as Q4_K_M or Q8_0 (types {', '.join(BITS)}).",
         )
-    if named.pairs_of and (tensor.shape[0] % named.pairs_of or named.pairs_of % 2):
-        raise metadata.damaged(f"tensor {tensor.name} has {tensor.shape[0]} rows for heads of {named.pairs_of}")
+    pairs_of = head_size(metadata) if architecture.paired and slot.module.endswith((".q_proj", ".k_proj")) else 0
+    if pairs_of % 2:
+        raise metadata.damaged(f"its heads are {pairs_of} wide, which is odd")
+    return Named(tensor._replace(shape=shape), slot.module, part, pairs_of, shifted)
 
 
-def head_size(metadata: Metadata) -> int:
-    """Width of an attention head.
-
-    Raises:
-        ModelUnsupported: keys and values differ, or only a part of the head is rotated.
-    """
-    size = metadata.count("*.attention.key_length", _default_head(metadata))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if metadata.count(f"*.{key}", size) != size:
-            raise metadata.refused(f"its {key} is not {size}, the width of its keys")
-    return size
-
-
-def _default_head(metadata: Metadata) -> int:
-    return metadata.count("*.embedding_length") // metadata.count("*.attention.head_count")
-
-
-def config_of(metadata: Metadata, named: Sequence[Named], factors: Array | None, ends: Sequence[int]) -> dict[str, Any]:
+def config_of(
+    metadata: Metadata, named: Sequence[Named], factors: Mapping[str, Array], ends: Sequence[int]
+) -> dict[str, Any]:
     """The content of config.json.
 
     Args:
-        factors: the tensor of rotary factors, if there is one.
+        factors: the tensors of rotary factors, by their names.
         ends: the ids that end an answer.
+
+    Raises:
+        ModelUnsupported: the metadata have something that mlx-lm does not compute, or that is not known; names it.
     """
-    heads = metadata.count("*.attention.head_count")
-    config = {
-        "model_type": metadata.architecture,
-        "architectures": [ARCHITECTURES[metadata.architecture].class_name],
-        "hidden_size": metadata.count("*.embedding_length"),
-        "num_hidden_layers": metadata.count("*.block_count"),
-        "intermediate_size": metadata.count("*.feed_forward_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.count("*.attention.head_count_kv", heads),
+    architecture = architecture_of(metadata)
+    counts = {**COUNTS, **architecture.counts}
+    config: dict[str, Any] = {
+        "model_type": architecture.model_type,
+        "architectures": [architecture.class_name],
+        **{field: metadata.count(f"*.{key}") for field, key in counts.items()},
+        **architecture.constants,
+        "num_key_value_heads": kv_heads(metadata),
         "rms_norm_eps": metadata.get("*.attention.layer_norm_rms_epsilon", float),
-        "vocab_size": next(one.tensor.shape[0] for one in named if one.module == TOP["token_embd"]),
-        "max_position_embeddings": metadata.count("*.context_length"),
+        "vocab_size": next(one.tensor.shape[0] for one in named if one.module == "model.embed_tokens"),
         "rope_theta": metadata.get("*.rope.freq_base", float, 10000.0),
         "tie_word_embeddings": not any(one.module == "lm_head" for one in named),
         "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
     }
     if metadata.raw("tokenizer.ggml.bos_token_id") is not None:
         config["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id", int)
-    size = head_size(metadata)
-    if metadata.architecture == "qwen2" and size != _default_head(metadata):
-        raise metadata.refused("mlx-lm's qwen2 has no width of heads of its own")
-    if metadata.raw("*.attention.key_length") is not None or metadata.architecture == "qwen3":
-        config["head_dim"] = size
-    if scaling := rope_scaling(metadata, factors, config["rope_theta"]):
+    if any(slot.optional for slot in architecture.block.values()):
+        config["attention_bias"] = any(one.module.endswith("q_proj") and one.part == "bias" for one in named)
+    config |= _head_fields(metadata, architecture)
+    if scaling := rope_scaling(metadata, architecture, factors, config["rope_theta"]):
         config["rope_scaling"] = scaling
+    config |= architecture.own(metadata, config)
     if quantization := _quantization(named):
         config["quantization"] = quantization
+    metadata.refuse_the_rest()
     return config
+
+
+def _head_fields(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
+    if architecture.head == "latent":
+        return {}
+    size = head_size(metadata)
+    if architecture.head == "shared" and size != default_head(metadata):
+        raise metadata.refused(f"mlx-lm's {architecture.model_type} has no width of heads of its own")
+    found: dict[str, Any] = {"head_dim": size} if architecture.head == "own" else {}
+    rotated = metadata.count("*.rope.dimension_count", size)
+    if architecture.partial:
+        return {**found, "partial_rotary_factor": rotated / size}
+    if rotated != size:
+        raise metadata.refused(f"its rope.dimension_count is not {size}, the width of its keys")
+    return found
 
 
 def _quantization(named: Sequence[Named]) -> dict[str, Any]:
@@ -265,30 +190,51 @@ def _format(bits: int, mode: str) -> dict[str, Any]:
     return {"group_size": GROUP, "bits": bits, "mode": mode}
 
 
-def rope_scaling(metadata: Metadata, factors: Array | None, theta: float) -> dict[str, Any] | None:
+# -- rotary scaling ------------------------------------------------------------------------------------------------
+
+
+def rope_scaling(
+    metadata: Metadata, architecture: Architecture, factors: Mapping[str, Array], theta: float
+) -> dict[str, Any] | None:
     """The entry `rope_scaling` of config.json; None without any.
 
     Raises:
-        ModelUnsupported: the scaling is another than mlx-lm's; names it.
+        ModelUnsupported: the scaling is another than that of mlx-lm's model file; names it.
     """
-    kind = metadata.get("*.rope.scaling.type", str, "none")
-    if factors is not None:
+    factor = metadata.get("*.rope.scaling.factor", float, 0.0)
+    kind = metadata.get("*.rope.scaling.type", str, "linear" if factor else "none")
+    if FREQUENCIES in factors:
         if kind not in ("none", "llama3"):
             raise metadata.refused(f"it has {FREQUENCIES} beside rope.scaling.type {shown(kind)}")
-        factor, pairs = float(factors.max()), head_size(metadata) // 2
-        known = len(factors) == pairs and 1 <= factor < math.inf
-        if not known or not np.allclose(factors, llama3_factors(factor, theta, pairs), rtol=1e-4):
-            raise metadata.refused(f"the factors in {FREQUENCIES} are not those of Llama 3")
-        found = {"rope_type": "llama3", "factor": factor, "low_freq_factor": LOW, "high_freq_factor": HIGH}
-        return {**found, "original_max_position_embeddings": LLAMA3_CONTEXT}
-    if kind == "none":
+        kind = "llama3"
+    if LONG in factors or SHORT in factors:
+        kind = "longrope"
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return None
-    if kind not in ("linear", "yarn"):
-        raise metadata.refused(f"rope.scaling.type {shown(kind)}")
+    if kind not in architecture.scalings:
+        raise metadata.refused(f"rope.scaling.type {shown(kind)}, which mlx-lm's {architecture.model_type} has not")
+    if kind == "llama3":
+        return _of_llama3(metadata, factors, theta)
+    if kind == "longrope":
+        return _of_long(metadata, factors)
     scaling = {"rope_type": kind, "factor": metadata.get("*.rope.scaling.factor", float)}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = metadata.count("*.rope.scaling.original_context_length")
+        for field in ("beta_fast", "beta_slow"):
+            if metadata.raw(f"*.rope.scaling.yarn_{field}") is not None:
+                scaling[field] = metadata.get(f"*.rope.scaling.yarn_{field}", float)
     return scaling
+
+
+def _of_llama3(metadata: Metadata, factors: Mapping[str, Array], theta: float) -> dict[str, Any]:
+    pairs = head_size(metadata) // 2
+    found = factors.get(FREQUENCIES, np.zeros(0, np.float32))
+    factor = float(found.max(initial=0.0))
+    known = len(found) == pairs and 1 <= factor < math.inf
+    if not known or not np.allclose(found, llama3_factors(factor, theta, pairs), rtol=1e-4):
+        raise metadata.refused(f"the factors in {FREQUENCIES} are not those of Llama 3")
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": LOW, "high_freq_factor": HIGH}
+    return {**scaling, "original_max_position_embeddings": LLAMA3_CONTEXT}
 
 
 def llama3_factors(factor: float, theta: float, pairs: int) -> Array:
@@ -297,3 +243,19 @@ def llama3_factors(factor: float, theta: float, pairs: int) -> Array:
     smooth = np.clip((LLAMA3_CONTEXT / lengths - LOW) / (HIGH - LOW), 0, 1)
     factors: Array = 1 / ((1 - smooth) / factor + smooth)
     return factors
+
+
+def _of_long(metadata: Metadata, factors: Mapping[str, Array]) -> dict[str, Any]:
+    """Phi 3's, whose queries and keys grow with the logarithm of what the context is extended by."""
+    pairs = metadata.count("*.rope.dimension_count", head_size(metadata)) // 2
+    if any(len(factors.get(name, ())) != pairs for name in (LONG, SHORT)):
+        raise metadata.damaged(f"{LONG} and {SHORT} are not {pairs} numbers each")
+    if not all(np.isfinite(factors[name]).all() for name in (LONG, SHORT)):
+        raise metadata.damaged(f"{LONG} or {SHORT} has a value that is not finite")
+    length = metadata.count("*.context_length")
+    first = metadata.count("*.rope.scaling.original_context_length", length)
+    wanted = math.sqrt(1 + math.log(length / first) / math.log(first)) if length > first > 1 else 1.0
+    if not math.isclose(metadata.get("*.rope.scaling.attn_factor", float, 1.0), wanted, rel_tol=1e-4):
+        raise metadata.refused(f"its rope.scaling.attn_factor is not {wanted:.4f}, as mlx-lm computes it")
+    lists = {"long_factor": factors[LONG].tolist(), "short_factor": factors[SHORT].tolist()}
+    return {"rope_type": "longrope", "type": "longrope", **lists}

@@ -23,8 +23,9 @@ from phalanx.catalog.pull_progress import PullProgress, Report, quiet
 from phalanx.errors import ModelError, WeightsError
 from phalanx.memory import GB
 from phalanx.model.gguf.gguf_blocks import BITS, DEQUANTIZE, GROUP, Array, pack, scales_dtypes, to_groups
-from phalanx.model.gguf.gguf_config import FREQUENCIES, Metadata, Named, config_of, name_tensors
+from phalanx.model.gguf.gguf_config import FACTORS, Named, config_of, name_tensors
 from phalanx.model.gguf.gguf_header import DAMAGED, GgufHeader, parse_header
+from phalanx.model.gguf.gguf_metadata import Metadata
 from phalanx.model.gguf.gguf_tokenizer import end_ids, write_tokenizer
 from phalanx.text.model_files import open_file
 
@@ -176,17 +177,20 @@ def _write(
 
 def _rows(file: Path, one: Named, stream: BinaryIO) -> Iterator[Array]:
     """The rows of a tensor in mlx-lm's order, some at a time: uint8 [rows, bytes]."""
-    width = one.tensor.nbytes // one.tensor.shape[0]
+    n_rows = math.prod(one.tensor.shape[:-1]) if len(one.tensor.shape) > 1 else one.tensor.shape[0]
+    width = one.tensor.nbytes // n_rows
     height = max(1, CHUNK // width)
     if one.pairs_of:
         height = max(1, height // one.pairs_of) * one.pairs_of
     stream.seek(one.tensor.start)
-    for first in range(0, one.tensor.shape[0], height):
-        n = min(height, one.tensor.shape[0] - first)
+    for first in range(0, n_rows, height):
+        n = min(height, n_rows - first)
         read = stream.read(n * width)
         if len(read) != n * width:
             raise WeightsError(f"{file} became shorter while it was read.", remedy=DAMAGED)
         rows = np.frombuffer(read, np.uint8).reshape(n, width)
+        if one.shifted:
+            rows = (rows.view("<f4") - np.float32(1)).view(np.uint8)
         yield halves(rows, one.pairs_of) if one.pairs_of else rows
 
 
@@ -197,14 +201,16 @@ def halves(rows: Array, head: int) -> Array:
     return rows.reshape(-1, head // 2, 2, width).swapaxes(1, 2).reshape(-1, width)
 
 
-def _factors(metadata: Metadata, header: GgufHeader, stream: BinaryIO) -> Array | None:
+def _factors(metadata: Metadata, header: GgufHeader, stream: BinaryIO) -> dict[str, Array]:
+    """The tensors of rotary factors, by their names."""
+    found = {}
     for tensor in header.tensors:
-        if tensor.name == FREQUENCIES:
+        if tensor.name in FACTORS:
             if tensor.type.name != "F32":
-                raise metadata.refused(f"{FREQUENCIES} is of type {tensor.type.name}")
+                raise metadata.refused(f"{tensor.name} is of type {tensor.type.name}")
             stream.seek(tensor.start)
-            return np.frombuffer(stream.read(tensor.nbytes), "<f4")
-    return None
+            found[tensor.name] = np.frombuffer(stream.read(tensor.nbytes), "<f4")
+    return found
 
 
 # -- around them ---------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from phalanx.model.gguf.gguf_config import Metadata
 from phalanx.model.gguf.gguf_header import shown
+from phalanx.model.gguf.gguf_metadata import Metadata
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens such as <|im_end|>, and of those that a text may have
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_text|>")

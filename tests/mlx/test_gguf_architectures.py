@@ -1,0 +1,166 @@
+"""Every architecture that is taken from GGUF files: weights and logits are those of the original in mlx-lm."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.gguf_originals import ORIGINALS, write_original
+
+from phalanx.errors import ModelError, ModelUnsupported, WeightsError
+from phalanx.model.gguf.gguf_architectures import ARCHITECTURES, VARIANTS
+from phalanx.model.gguf.gguf_import import convert
+from phalanx.model.loading.load import load
+
+Array = npt.NDArray[Any]
+KINDS = ["F16", "Q8_0", "Q4_0", "Q4_K", "mixed"]
+TOLERANCE = 2e-5  # of the largest logit: sums of 256 to 512 products of float32 in another order, through the layers
+PROMPT = [[5, 100, 42, 7, 200, 33, 260, 1, 90, 12, *range(20, 40)]]
+
+
+def weights_of(directory: Path) -> dict[str, Array]:
+    """The weights of a directory in float32, by MLX."""
+    quantization = json.loads((directory / "config.json").read_text()).get("quantization", {})
+    stored = mx.load(str(directory / "model.safetensors"))
+    found = {}
+    for name, value in stored.items():
+        module, _, part = name.rpartition(".")
+        if part == "weight" and f"{module}.scales" in stored:
+            settings = {"mode": "affine", **quantization, **quantization.get(module, {})}
+            bits, group, mode = (settings[field] for field in ("bits", "group_size", "mode"))
+            parts = [stored[f"{module}.{one}"] for one in ("scales", "biases") if f"{module}.{one}" in stored]
+            wide = [one if one.dtype == mx.uint8 else one.astype(mx.float32) for one in parts]
+            value = mx.dequantize(value, *wide, group_size=group, bits=bits, mode=mode, dtype=mx.float32)
+        if part not in ("scales", "biases"):
+            found[name] = np.array(value.astype(mx.float32))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_weights_and_logits_are_those_of_the_original(name: str, kind: str, tmp_path: Path):
+    original = write_original(tmp_path / "x.gguf", name, kind)
+    assert convert(tmp_path / "x.gguf", tmp_path / "made") == {}, "a type that is not exact"
+    made = weights_of(tmp_path / "made")
+    assert made.keys() == original.weights.keys()
+    assert [ours for ours, wanted in original.weights.items() if not np.array_equal(made[ours], wanted)] == []
+    loaded = load(tmp_path / "made", dtype="float32", guard=0, trust_remote_code=False, on_progress=lambda *_: None)
+    wanted = original.model(mx.array(PROMPT))
+    off = mx.abs(loaded.model(mx.array(PROMPT)) - wanted).max() / mx.abs(wanted).max()
+    assert off.item() < TOLERANCE, off.item()
+    assert mx.abs(wanted[:, 1:] - wanted[:, :-1]).max().item() > 0.1, "the logits say nothing"
+
+
+def test_every_architecture_is_tried():
+    names = {gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[one.arch]] for one in ORIGINALS.values()}
+    assert names == ARCHITECTURES.keys()
+    tried = {(one.arch, one.config["model_type"]) for one in ORIGINALS.values()}
+    assert len(tried) == len(ARCHITECTURES) + len(VARIANTS)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def refusal(tmp_path: Path, name: str, match: str, kind: type[ModelError] = ModelUnsupported, **own: Any) -> None:
+    write_original(tmp_path / "x.gguf", name, "F32", **own)
+    with pytest.raises(kind, match=match) as raised:
+        convert(tmp_path / "x.gguf", tmp_path / "made")
+    assert raised.value.remedy and "\n" not in str(raised.value) and "x.gguf" in str(raised.value)
+
+
+TENSORS = {
+    "qwen3moe": ("ffn_gate_inp.weight", "ffn_down_exps.weight"),
+    "gemma3": ("post_ffw_norm.weight", "attn_q_norm.weight"),
+    "gpt-oss": ("attn_sinks.weight", "ffn_up_exps.bias"),
+    "mixtral": ("ffn_gate_exps.weight", "attn_k.weight"),
+    "qwen2moe": ("ffn_gate_inp_shexp.weight", "attn_v.bias"),
+    "phi3": ("attn_qkv.weight", "ffn_up.weight"),
+    "olmo2": ("attn_k_norm.weight", "post_attention_norm.weight"),
+    "glm4": ("attn_q.bias", "post_ffw_norm.weight"),
+}
+
+
+@pytest.mark.parametrize(("name", "tensor"), [(name, one) for name, both in TENSORS.items() for one in both])
+def test_a_tensor_that_is_missing_or_has_another_size_is_named(name: str, tensor: str, tmp_path: Path):
+    last = f"blk.1.{tensor}"
+
+    def lacking(theirs: str, stored: Array) -> Array | None:
+        return None if theirs == last else stored
+
+    def shorter(theirs: str, stored: Array) -> Array | None:
+        return np.ascontiguousarray(stored[..., :-1]) if theirs == last else stored
+
+    refusal(tmp_path, name, f"damaged: it lacks tensor {last}", WeightsError, change=lacking)
+    refusal(
+        tmp_path, name, rf"tensor {last} has the shape \(.*\), by its metadata it has \(", WeightsError, change=shorter
+    )
+
+
+KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "scaling of experts": ("qwen3moe", {"expert_weights_scale": 2.5}, "it has 'qwen3moe.expert_weights_scale'"),
+    "sigmoid": ("qwen3moe", {"expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}, "qwen3moe.expert_gating_func'"),
+    "no scaling": ("qwen3moe", {"rope_scaling_factor": 4.0}, "type 'linear', which mlx-lm's qwen3_moe has not"),
+    "softcap": ("gemma3", {"final_logit_softcapping": 30.0}, "it has 'gemma3.final_logit_softcapping'"),
+    "pattern": ("gemma3", {"sliding_window_pattern": [True] * 4 + [False, False, True]}, "is not in every so many"),
+    "one kind": ("gpt-oss", {"sliding_window_pattern": [True, True]}, "its layers have one kind of attention"),
+    "mscale": ("gpt-oss", {"rope_scaling_yarn_log_mul": 0.1}, "it has 'gpt-oss.rope.scaling.yarn_log_multiplier'"),
+    "growth": ("phi3 with a long context", {"rope_scaling_attn_factors": 1.5}, "attn_factor is not 1.1339"),
+    "widths": ("olmo2", {"feed_forward_length": [512, 256]}, "olmo2.feed_forward_length is another in each layer"),
+    "heads": ("qwen2", {"key_length": 128, "value_length": 128}, "mlx-lm's qwen2 has no width of heads of its own"),
+    "no yarn": ("mistral3", {"rope_scaling_type": gguf.RopeScalingType.LINEAR}, "without rope.scaling.type 'yarn'"),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_what_mlx_lm_does_not_compute_is_named(case: str, tmp_path: Path):
+    name, values, match = KEYS[case]
+    widths = {"key_length": 2} if case == "heads" else {}
+
+    def wider(theirs: str, stored: Array) -> Array | None:
+        rows = theirs.partition(".attn_")[2] in ("q.weight", "k.weight", "v.weight", "q.bias", "k.bias", "v.bias")
+        return (
+            np.repeat(stored, 2, axis=0)
+            if rows
+            else np.repeat(stored, 2, axis=1)
+            if "attn_output" in theirs
+            else stored
+        )
+
+    refusal(tmp_path, name, match, values=values, **({"change": wider} if widths else {}))
+
+
+def test_keys_that_change_nothing_are_passed_over(tmp_path: Path):
+    values = {
+        "rope_scaling_finetuned": True, "rope_scaling_attn_factors": 1.0, "logit_scale": 0.0, "causal_attention": True,
+        "feed_forward_length": [512, 512], "head_count_kv": [2, 2], "expert_weights_scale": 1.0,
+    }  # fmt: skip
+    plain = write_original(tmp_path / "x.gguf", "llama", "F32")
+    convert(tmp_path / "x.gguf", tmp_path / "plain")
+    write_original(tmp_path / "x.gguf", "llama", "F32", values=values)
+    convert(tmp_path / "x.gguf", tmp_path / "made")
+    made, wanted = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("made", "plain"))
+    assert made == wanted and made["intermediate_size"] == plain.config["intermediate_size"]
+
+
+def config_of(tmp_path: Path, name: str, **values: Any) -> dict[str, Any]:
+    write_original(tmp_path / "x.gguf", name, "F32", values=values)
+    shutil.rmtree(tmp_path / "made", ignore_errors=True)
+    convert(tmp_path / "x.gguf", tmp_path / "made")
+    found: dict[str, Any] = json.loads((tmp_path / "made" / "config.json").read_text())
+    return found
+
+
+def test_windows(tmp_path: Path):
+    """Gemma 2's are not computed by mlx-lm, so the context ends where they would begin to matter."""
+    assert config_of(tmp_path, "gemma2")["max_position_embeddings"] == 256
+    assert config_of(tmp_path, "gemma3", sliding_window=0)["sliding_window_pattern"] == 1
+    assert config_of(tmp_path, "gemma3", sliding_window_pattern=3)["sliding_window_pattern"] == 3
+    pattern = [False, True]
+    assert config_of(tmp_path, "gpt-oss", sliding_window_pattern=pattern)["layer_types"][0] == "full_attention"
