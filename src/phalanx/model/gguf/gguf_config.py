@@ -53,11 +53,6 @@ def name_tensors(metadata: Metadata, header: GgufHeader) -> list[Named]:
         ModelUnsupported: there is one that its architecture does not have here, or of a type that is not taken over.
         WeightsError: one is missing, or has a wrong shape.
     """
-    if metadata.get("split.count", int, 0) > 1:
-        raise ModelUnsupported(
-            f"{metadata.file} is one of several files of a model.",
-            remedy="Merge them first: `llama-gguf-split --merge FIRST.gguf WHOLE.gguf`.",
-        )
     if (kind := metadata.get("general.type", str, "model")) != "model":
         raise metadata.refused(f"general.type is {shown(kind)}, not a model")
     architecture = architecture_of(metadata)
