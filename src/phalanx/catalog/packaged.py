@@ -37,7 +37,7 @@ def fetch_gguf(folder: Path) -> Path:
     free = shutil.disk_usage(folder).free
     if free < NEEDED_BYTES:
         raise ModelError(
-            f"smollm2 needs {NEEDED_BYTES / GB:.2f} GB of disk, but {folder.parent} has {free / GB:.2f} GB free.",
+            f"smollm2 needs {NEEDED_BYTES / GB:.2f} GiB of disk, but {folder.parent} has {free / GB:.2f} GiB free.",
             remedy="Make room there, or set XDG_CACHE_HOME to a directory with room.",
         )
     wanted = folder / "requirements.txt"

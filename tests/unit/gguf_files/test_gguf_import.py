@@ -118,7 +118,7 @@ def test_what_a_killed_import_left_is_cleared_away(file: Path):
 
 def test_the_disk_is_checked_first(file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gguf_import.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(ModelError, match=r"Tiny one.gguf needs 0.00 GB of disk, but .* has 0.00 GB free"):
+    with pytest.raises(ModelError, match=r"Tiny one.gguf needs 0.00 GiB of disk, but .* has 0.00 GiB free"):
         import_gguf(file)
     assert [entry.name for entry in imports_folder().iterdir()] == [".lock"]
 

@@ -84,7 +84,7 @@ def convert(file: Path, directory: Path, report: Report = quiet) -> dict[str, fl
         free = shutil.disk_usage(directory.parent).free
         if total + SPARE > free:
             raise ModelError(
-                f"{file.name} needs {total / GB:.2f} GB of disk, but {directory.parent} has {free / GB:.2f} GB free.",
+                f"{file.name} needs {total / GB:.2f} GiB of disk, but {directory.parent} has {free / GB:.2f} GiB free.",
                 remedy="Make room there, or set XDG_CACHE_HOME to a directory with room.",
             )
         directory.mkdir()
