@@ -118,7 +118,7 @@ PROCESS_HOMES = (
     "cli/launch.py",
     "cli/private.py",
     "text/limited_process.py",
-    "catalog/packaged.py",
+    "catalog/package_index.py",
 )
 PROCESS_CALLS = re.compile(
     r"^(os\.(fork|exec\w+|spawn\w+|posix_spawn\w*|system|popen)|asyncio\.(create_)?subprocess.*)$"
