@@ -85,7 +85,8 @@ PURE = (
     ),
     *(f"dist/{name}.py" for name in "stage_frames stall topology".split()), "server/endpoints/numerics.py",
     "model/gguf/gguf_header.py",
-    "supervision/fast_synch.py", "supervision/restarts.py", "text/schema_places.py", "text/stop_strings.py",
+    *(f"supervision/{name}.py" for name in "fast_synch rank_log restarts".split()),
+    "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip
 IMPURE = (
     *(f"http/{name}.py" for name in "acceptor allowed_hosts connection lingering listening refused_keys".split()),
@@ -117,7 +118,7 @@ PROCESS_HOMES = (
     "cli/launch.py",
     "cli/private.py",
     "text/limited_process.py",
-    "catalog/packaged.py",
+    "catalog/package_index.py",
 )
 PROCESS_CALLS = re.compile(
     r"^(os\.(fork|exec\w+|spawn\w+|posix_spawn\w*|system|popen)|asyncio\.(create_)?subprocess.*)$"
@@ -393,6 +394,15 @@ def documented_settings(source: Source) -> Iterator[str]:
                 yield source.at(field, f"{cls.name}.{ast.unparse(field.target)} has no docstring")
 
 
+def binary_units(source: Source) -> Iterator[str]:
+    """Amounts are counted in powers of 1024, and said so; speeds (GB/s) and a download that pip counts are decimal."""
+    prose = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            if found := re.search(r"(?<!\b93 )\b[GM]B\b(?!/s)", node.value):
+                yield source.at(node, f"says {found[0]}, not {found[0][0]}iB")
+
+
 def names(source: Source) -> Iterator[str]:
     """A file is named after what is in it."""
     if source.path.rpartition("/")[2] in ("utils.py", "util.py", "helpers.py", "misc.py"):
@@ -413,6 +423,7 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     broad_excepts,
     globals_,
     documented_settings,
+    binary_units,
     names,
 )
 
@@ -564,6 +575,8 @@ BAD = [
     (broad_excepts, "engine/x.py", "import contextlib\nwith contextlib.suppress(Exception):\n    pass"),
     (globals_, "engine/x.py", "def f():\n    global a"),
     (documented_settings, "config.py", "class C:\n    a: int = 1\n    b: int = 2\n    '''documented'''"),
+    (binary_units, "cli/x.py", "f'{size / GB:.1f} GB'"),
+    (binary_units, "cli/x.py", "log.info('%.2f MB', size)"),
     (names, "engine/utils.py", ""),
 ]
 

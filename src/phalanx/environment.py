@@ -86,7 +86,7 @@ def memory_guard_override_gb() -> float | None:
         except ValueError:
             value = -1.0
         if not value >= 0.0 or value == float("inf"):
-            raise ConfigError(f"{name}={text!r} is not a number of GB.", remedy=f"Set {name}=5, or unset it.")
+            raise ConfigError(f"{name}={text!r} is not a number of GiB.", remedy=f"Set {name}=5, or unset it.")
         return value
     return None
 

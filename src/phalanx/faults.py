@@ -161,7 +161,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="memory-guard",
         pattern=r"MemoryShortage|the memory guard keeps .* free",
-        example="rank 1: MemoryShortage: big does not fit: b lacks 12.00 GB.",
+        example="rank 1: MemoryShortage: big does not fit: b lacks 12.00 GiB.",
         cause="The model's shard and its caches do not fit beside what this host must keep free. On a GPU its own "
         "memory counts, on a Mac the part that macOS lets the GPU use.",
         remedy="Use more hosts or a smaller model; `phalanx doctor --model M` shows needed and available memory.",

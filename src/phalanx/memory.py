@@ -143,13 +143,13 @@ def trim_heap() -> None:
 
 
 def guard_bytes(machine: MachineMemory, override_gb: float | None = None) -> int:
-    """Bytes of `machine` to keep free: `max(10 % of the host's memory, 5 GB)`, or the override in GB (B2).
+    """Bytes of `machine` to keep free: `max(10 % of the host's memory, 5 GiB)`, or the override in GiB (B2).
 
     Memory that the GPU may not use stays free already, so it counts. An NVIDIA GPU's own memory holds no other programs
-    that need 5 GB: 10 % of it stay free.
+    that need 5 GiB: 10 % of it stay free.
 
     Raises:
-        ConfigError: the override is not a number of GB.
+        ConfigError: the override is not a number of GiB.
     """
     if override_gb is not None:
         wanted = _bytes("--memory-guard-gb", override_gb)
@@ -171,14 +171,14 @@ def check_fits(purpose: str, needed: int, machine: MachineMemory, guard: int) ->
     """Refuse work that would cross the guard.
 
     Raises:
-        MemoryShortage: gives the needed and available memory and the guard in GB, and a remedy.
+        MemoryShortage: gives the needed and available memory and the guard in GiB, and a remedy.
     """
     if needed <= machine.available - guard:
         return
     raise MemoryShortage(
-        f"{purpose} needs {needed / GB:.2f} GB; available {machine.available / GB:.2f} GB of "
-        f"{machine.total / GB:.2f} GB {_TOTAL_IS[machine.kind]}, of which the memory guard keeps "
-        f"{guard / GB:.2f} GB free.",
+        f"{purpose} needs {needed / GB:.2f} GiB; available {machine.available / GB:.2f} GiB of "
+        f"{machine.total / GB:.2f} GiB {_TOTAL_IS[machine.kind]}, of which the memory guard keeps "
+        f"{guard / GB:.2f} GiB free.",
         remedy=f"{make_room(machine) or 'Use more machines'}, choose a smaller or more strongly quantised model, or "
         "lower the guard with --memory-guard-gb (or PHALANX_MEMORY_GUARD_GB).",
     )
@@ -215,7 +215,7 @@ def check_group(model: str, predictions: Sequence[Prediction]) -> None:
     for ranks in _by_place(predictions).values():
         needed, free = sum(rank.needed for rank in ranks), _free(ranks)
         if needed > free:
-            short.append(f"{ranks[0].host} lacks {(needed - free) / GB:.2f} GB")
+            short.append(f"{ranks[0].host} lacks {(needed - free) / GB:.2f} GiB")
             rooms.setdefault(make_room(ranks[0].machine), []).append(ranks[0].host)
     rooms.pop("", None)
     if short:
@@ -250,14 +250,14 @@ _GROUP_REMEDY = (
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
-    """A table with one line per rank, in GB."""
+    """A table with one line per rank, in GiB."""
     cells = [["host", "rank", "weights", "working", "KV", "guard", "available", "total", "memory"]]
     for p in sorted(predictions, key=lambda p: p.rank):
         sizes = (p.weights, p.working, p.kv, p.guard, p.machine.available, p.machine.total)
         cells.append([p.host, str(p.rank), *(f"{size / GB:.2f}" for size in sizes), _MEMORY_OF[p.machine.kind]])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return "\n".join([*lines, "(GB; ranks of one host share its memory, and that of a GPU that they share)"])
+    return "\n".join([*lines, "(GiB; ranks of one host share its memory, and that of a GPU that they share)"])
 
 
 _MEMORY_OF: dict[Kind, str] = {"host": "host's", "metal": "GPU's part", "cuda": "GPU's"}
@@ -271,12 +271,12 @@ def serving_budget(
     Args:
         machine: read after the weights were loaded.
         guard: bytes that must stay free.
-        kv_gb, prefix_gb: the user's choices in GB; None: 60 % and 20 % of the free memory above the guard, or less if
+        kv_gb, prefix_gb: the user's choices in GiB; None: 60 % and 20 % of the free memory above the guard, or less if
             the other choice leaves less.
         minimum_kv: bytes of one row of the smallest useful length.
 
     Raises:
-        ConfigError: a choice is not a number of GB.
+        ConfigError: a choice is not a number of GiB.
         MemoryShortage: the user's choice does not fit, or not even one short row does.
     """
     free = max(0, machine.available - guard)
@@ -289,7 +289,7 @@ def serving_budget(
     if kv < minimum_kv:
         check_fits("The KV cache of one short row", minimum_kv, machine, guard)
         raise MemoryShortage(
-            f"The KV budget of {kv / GB:.3f} GB is smaller than one short row needs ({minimum_kv / GB:.3f} GB).",
+            f"The KV budget of {kv / GB:.3f} GiB is smaller than one short row needs ({minimum_kv / GB:.3f} GiB).",
             remedy="Raise --kv-cache-gb, or lower --prefix-cache-gb.",
         )
     return MemoryBudget(kv=kv, prefix=prefix, logits=min(int(free * LOGITS_SHARE), MAX_LOGITS))
@@ -297,5 +297,5 @@ def serving_budget(
 
 def _bytes(flag: str, gb: float) -> int:
     if not (math.isfinite(gb) and gb >= 0.0):
-        raise ConfigError(f"{flag} {gb} is not a number of GB.", remedy=f"Give {flag} 0 or more.")
+        raise ConfigError(f"{flag} {gb} is not a number of GiB.", remedy=f"Give {flag} 0 or more.")
     return int(gb * GB)

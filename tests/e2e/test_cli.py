@@ -95,6 +95,22 @@ def test_a_broken_model_is_one_error_line_and_its_exit_code(model: Path, tmp_pat
     assert ended.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tp", "3"], "model cannot be split over 3 ranks: n_kv_heads is 4, which 3 does not divide."),
+        (["--tp", "2", "--kv-cache-gb", "90000"], "model does not fit: "),
+        (["--max-model-len", "99999"], "--max-model-len 99999 is beyond the model's own context"),
+    ],
+)
+def test_the_error_of_a_wrong_flag_stands_once_however_many_ranks_have_it(flags: list[str], said: str) -> None:
+    ended = phalanx("serve", "demo", "--port", "0", *SMALL, *flags)
+    assert ended.returncode in (ExitCode.CONFIG, ExitCode.MEMORY)
+    assert " ".join(ended.stderr.split()).count(said) == 1, ended.stderr
+    assert said in ended.stderr.partition("phalanx could not start: ")[2], "in the last entry"
+    assert "exited with non-zero status" not in ended.stderr, "mpirun's word for it"
+
+
 def test_chat_with_a_private_server_leaves_nothing_behind(model: Path) -> None:
     asked = ["chat", str(model), "--temperature", "0", "--max-tokens", "6", "--", *SMALL]
     ended = phalanx(*asked, stdin="hello\n/quit\n")
@@ -187,8 +203,8 @@ def test_without_a_command_it_says_in_ten_lines_what_is_here_and_what_comes_next
     lines = ended.stdout.splitlines()
     assert ended.returncode == 0, ended.stderr
     assert len(lines) <= 10
-    assert re.search(r"^\d+ GB of memory: models of up to about \d+ billion parameters at 4 bits$", lines[1])
-    assert "demo (8 MB)" in lines[2]
+    assert re.search(r"^\d+ GiB of memory: models of up to about \d+ billion parameters at 4 bits$", lines[1])
+    assert "demo (8 MiB)" in lines[2]
     commands = [line.partition("#")[0].strip() for line in lines[4:7]]
     assert commands[0].startswith("phalanx serve ")
     assert commands[1:] == ["phalanx chat http://127.0.0.1:8000", "phalanx hostfile HOST1,HOST2"]

@@ -75,7 +75,7 @@ def refused(ended: subprocess.CompletedProcess[str], *said: str, code: int = Exi
 def test_pull_list_show_rm(phalanx: Run, variables: dict[str, str], hub: StubHub) -> None:
     pulled = phalanx("pull", NAME)
     assert (pulled.returncode, pulled.stdout) == (0, f"{snapshot(variables)}\n"), pulled.stderr
-    assert "GB of disk" in pulled.stderr and ": 100%" in pulled.stderr
+    assert "GiB of disk" in pulled.stderr and ": 100%" in pulled.stderr
     present = {file.name: file.read_bytes() for file in snapshot(variables).iterdir()}
     assert present == {name: data for name, data in hub.repositories[NAME].items() if name != "README.md"}
     ref = repository(variables) / "refs" / "main"
@@ -87,7 +87,7 @@ def test_pull_list_show_rm(phalanx: Run, variables: dict[str, str], hub: StubHub
     assert (ref.read_text(), ref.stat().st_mtime_ns) == (COMMIT, written), "nothing is written to a cache that has all"
 
     (row,) = [line.split() for line in phalanx("list").stdout.splitlines() if line.startswith(NAME)]
-    assert row[1:6] == ["0", "MB", "llama", "4", "4096"] and row[-1] in ("yes", "no")
+    assert row[1:6] == ["0", "MiB", "llama", "4", "4096"] and row[-1] in ("yes", "no")
     assert json.loads(phalanx("list", "--json").stdout)[-1]["repository"] == NAME
     assert str(snapshot(variables)) in phalanx("show", NAME).stdout
     removed = phalanx("rm", NAME)
@@ -95,6 +95,20 @@ def test_pull_list_show_rm(phalanx: Run, variables: dict[str, str], hub: StubHub
     refused(phalanx("rm", NAME), f"{NAME} is not on this machine")
     refused(phalanx("show", "qwen3:4b"), "qwen3:4b is not on this machine")
     refused(phalanx("rm", "demo"), "was not downloaded")
+
+
+def test_rm_takes_several_names_and_reports_each(phalanx: Run, variables: dict[str, str], hub: StubHub) -> None:
+    hub.repositories["owner/other"] = files_of_a_model()
+    for name in (NAME, "owner/other"):
+        assert phalanx("pull", name).returncode == 0
+    ended = phalanx("rm", NAME, "owner/none", "demo", "owner/other", NAME)
+    assert ended.stdout.splitlines() == [f"deleted {name}: 0 MiB" for name in (NAME, "owner/other")]
+    errors = [line for line in ended.stderr.splitlines() if not line.startswith("  ")]
+    assert errors[0] == "error: owner/none is not on this machine."
+    assert errors[1].startswith("error: demo was not downloaded") and len(errors) == 2
+    assert ended.returncode == ExitCode.CONFIG and not repository(variables).exists()
+    lines = phalanx("rm", NAME, "demo", "--json").stdout.splitlines()
+    assert ["error" in json.loads(line) for line in lines] == [True, True]
 
 
 def test_pull_tells_programs_what_ollamas_api_tells(phalanx: Run, hub: StubHub) -> None:
@@ -277,7 +291,7 @@ def test_a_full_disk_is_one_line_and_the_pull_goes_on_when_there_is_room(
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_fetched(phalanx: Run, hub: StubHub) -> None:
     hub.announces[NAME] = 1 << 60
-    refused(phalanx("pull", NAME), f"{NAME} needs 3221225472.00 GB of disk, but")
+    refused(phalanx("pull", NAME), f"{NAME} needs 3221225472.00 GiB of disk, but")
     assert hub.ranges() == []
 
 
@@ -317,6 +331,28 @@ def test_a_pulled_model_is_served_listed_and_stopped(
         assert server.wait(LIMIT_S) == 0, "it ended in order"
         assert server.pid not in {row["pid"] for row in json.loads(phalanx("ps", "--json").stdout)}
     assert phalanx("rm", NAME).returncode == 0
+
+
+def test_a_gateway_is_listed_and_stopped(phalanx: Run, variables: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "phalanx", "gateway", "--worker-urls", "http://127.0.0.1:9", "--port", "0"]
+    gateway = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert gateway.stdout is not None
+    with gateway.stdout:
+        try:
+            url = gateway.stdout.readline().partition("ready: ")[2].split()[0]
+            rows = {row["pid"]: row for row in json.loads(phalanx("ps", "--json").stdout)}
+            row = rows[gateway.pid]
+            assert (row["kind"], row["models"], row["supervised"]) == ("gateway", [], False)
+            (address,) = row["addresses"]
+            assert address in url
+            (shown,) = (line for line in phalanx("ps").stdout.splitlines() if line.startswith(f"{gateway.pid} "))
+            assert shown.split()[1:4] == ["gateway", address, "-"]
+            stopped = phalanx("stop", address.rpartition(":")[2])
+            assert (stopped.returncode, stopped.stdout) == (0, f"stopped {gateway.pid}\n"), stopped.stderr
+            assert gateway.wait(LIMIT_S) == 0, "it ended in order"
+        finally:
+            gateway.kill()
+            gateway.wait()
 
 
 def pulls_of(pid: int) -> list[psutil.Process]:

@@ -87,7 +87,7 @@ def test_on_metal_weights_are_wired_up_to_the_gpus_part(device: Any, caplog: pyt
     wire(True)
     wire(True, 2)
     assert wired == [107 * GB, 107 * GB // 2]
-    assert "107.00 GB" in caplog.text and "--no-wired-limit" in caplog.text
+    assert "107.00 GiB" in caplog.text and "--no-wired-limit" in caplog.text
 
 
 def test_the_flag_leaves_paging_to_macos_and_says_so(device: Any, caplog: pytest.LogCaptureFixture) -> None:

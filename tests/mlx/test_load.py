@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -479,28 +480,39 @@ def test_the_hubs_errors_are_told_apart() -> None:
     assert "HF_HOME" in explain("owner/name", None, NotADirectoryError(20, "Not a directory", "/x/token")).remedy
 
 
-@pytest.mark.parametrize("quicker", [False, True])
-def test_of_two_pulls_of_the_packaged_model_the_slower_one_takes_what_is_there(
-    quicker: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_of_two_pulls_of_the_packaged_model_the_second_takes_what_the_first_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tmp_path / "made"
+    left = tmp_path / ".smollm2-killed"
+    (left / "package").mkdir(parents=True)
+    second: list[threading.Thread] = []
+    said: list[PullProgress] = []
 
-    def rename(_: Path, to: Path) -> Path:
-        if quicker:
-            to.mkdir()
-            (to / "config.json").write_text("{}")
-        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(to))
+    def convert(_: Path, directory: Path, report: object) -> None:
+        assert not left.exists(), "of a pull that was killed"
+        second.append(threading.Thread(target=smollm2.fetch, args=(made,)))
+        second[0].start()
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
 
     monkeypatch.setattr(smollm2, "fetch_gguf", lambda folder: folder)
-    monkeypatch.setattr(smollm2, "convert", lambda _, directory, report: directory.mkdir())
-    monkeypatch.setattr(Path, "rename", rename)
-    said: list[PullProgress] = []
-    if quicker:
-        assert smollm2.fetch(made, said.append) == made
-        assert "93 MB" in said[0].status  # nothing more is said while it comes
-    else:
-        with pytest.raises(ModelError, match=r"Directory not empty.*XDG_CACHE_HOME"):
-            smollm2.fetch(made)
+    monkeypatch.setattr(smollm2, "convert", convert)
+    assert smollm2.fetch(made, said.append) == made
+    second[0].join()
+    assert len(second) == 1 and "93 MB" in said[0].status
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".smollm2.lock", "made"]
+
+
+def test_a_packaged_model_that_cannot_be_written_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "x")
+
+    monkeypatch.setattr(smollm2, "fetch_gguf", lambda folder: folder)
+    monkeypatch.setattr(smollm2, "convert", full)
+    with pytest.raises(ModelError, match=r"No space left on device.*XDG_CACHE_HOME"):
+        smollm2.fetch(tmp_path / "made")
+    assert not (tmp_path / "made").exists() and not list(tmp_path.glob(".smollm2-*"))
 
 
 @pytest.mark.parametrize(

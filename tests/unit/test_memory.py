@@ -50,7 +50,7 @@ def test_the_guard_is_a_tenth_but_at_least_5_gb() -> None:
     [(107, None, 0.0), (120, None, 4.8), (128, None, 12.8), (107, 30.0, 9.0), (107, 0.0, 0.0), (128, 2.0, 2.0)],
 )
 def test_what_macos_keeps_from_the_gpu_counts_as_free(limit_gb: int, override: float | None, guard_gb: float) -> None:
-    """Of 128 GB, macOS lets the GPU use 107 on its own, and what `iogpu.wired_limit_mb` says."""
+    """Of 128 GiB, macOS lets the GPU use 107 on its own, and what `iogpu.wired_limit_mb` says."""
     mac = MachineMemory(limit_gb * GB, limit_gb * GB, "metal", outside=(128 - limit_gb) * GB)
     assert guard_bytes(mac, override) == pytest.approx(guard_gb * GB, abs=1)
 
@@ -83,7 +83,7 @@ def test_an_exact_fit_passes_and_one_byte_more_is_refused_with_all_numbers() -> 
     check_fits("A model", 35 * GB, MACHINE, 5 * GB)
     with pytest.raises(MemoryShortage) as raised:
         check_fits("A model", 35 * GB + 1, MACHINE, 5 * GB)
-    for part in ("A model needs 35.00 GB", "available 40.00 GB", "64.00 GB physical", "5.00 GB free",
+    for part in ("A model needs 35.00 GiB", "available 40.00 GiB", "64.00 GiB physical", "5.00 GiB free",
                  "--memory-guard-gb"):  # fmt: skip
         assert part in str(raised.value)
 
@@ -91,10 +91,10 @@ def test_an_exact_fit_passes_and_one_byte_more_is_refused_with_all_numbers() -> 
 @pytest.mark.parametrize(
     ("machine", "parts"),
     [
-        (MACHINE, ["GB physical", "Close other programs, choose"]),
-        (MAC, ["107.00 GB that macOS lets the GPU use", "more (`sudo sysctl iogpu.wired_limit_mb=117964`), choose"]),
-        (replace(MAC, total=120 * GB, outside=8 * GB), ["120.00 GB that macOS", "Use more machines, choose"]),
-        (GPU, ["24.00 GB of the GPU", "End other programs on the GPU (`nvidia-smi` lists them), choose"]),
+        (MACHINE, ["GiB physical", "Close other programs, choose"]),
+        (MAC, ["107.00 GiB that macOS lets the GPU use", "more (`sudo sysctl iogpu.wired_limit_mb=117964`), choose"]),
+        (replace(MAC, total=120 * GB, outside=8 * GB), ["120.00 GiB that macOS", "Use more machines, choose"]),
+        (GPU, ["24.00 GiB of the GPU", "End other programs on the GPU (`nvidia-smi` lists them), choose"]),
     ],
 )  # fmt: skip
 def test_a_refusal_says_whose_memory_it_is_and_how_to_make_room(machine: MachineMemory, parts: list[str]) -> None:
@@ -222,7 +222,7 @@ def test_a_rank_needs_its_weights_and_the_larger_of_working_and_kv_memory() -> N
 def test_ranks_of_one_machine_share_it() -> None:
     check_group("m", [prediction("a", 0), prediction("b", 1)])
     check_group("m", [prediction("a", 0, available=33), prediction("a", 1, available=33)])
-    with pytest.raises(MemoryShortage, match=r"a lacks 13\.00 GB"):
+    with pytest.raises(MemoryShortage, match=r"a lacks 13\.00 GiB"):
         check_group("m", [prediction("a", 0), prediction("a", 1)])
 
 
@@ -231,7 +231,7 @@ def test_a_refusal_names_the_short_machines_and_shows_all_ranks() -> None:
     with pytest.raises(MemoryShortage) as refused:
         check_group("the model", ranks)
     text = str(refused.value)
-    assert "the model does not fit: small lacks 1.00 GB, tiny lacks 13.00 GB." in text
+    assert "the model does not fit: small lacks 1.00 GiB, tiny lacks 13.00 GiB." in text
     assert "--memory-guard-gb" in text
     table = prediction_table(ranks).splitlines()
     assert [line.split()[:3] for line in table[:4]] == [
@@ -246,7 +246,7 @@ def test_ranks_on_gpus_of_their_own_share_nothing() -> None:
     ranks = [on(GPU, 0), on(other, 1)]
     check_group("m", ranks)
     assert [ranks_beside(ranks, rank) for rank in (0, 1)] == [1, 1]
-    with pytest.raises(MemoryShortage, match=r"box lacks 11\.40 GB"):
+    with pytest.raises(MemoryShortage, match=r"box lacks 11\.40 GiB"):
         check_group("m", [on(GPU, 0), on(GPU, 1)])
     crowded = [on(GPU, 0), on(other, 1), on(GPU, 2)]
     assert [ranks_beside(crowded, rank) for rank in (0, 1, 2)] == [2, 1, 2]

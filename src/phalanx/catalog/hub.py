@@ -190,10 +190,10 @@ def _check_disk(model: str, folder: Path, todo: Sequence[Any], report: Report) -
     free = shutil.disk_usage(blobs).free
     if needed + SPARE > free:
         raise ModelError(
-            f"{model} needs {needed / GB:.2f} GB of disk, but {folder.parent} has {free / GB:.2f} GB free.",
+            f"{model} needs {needed / GB:.2f} GiB of disk, but {folder.parent} has {free / GB:.2f} GiB free.",
             remedy="Remove models (`phalanx list`, `phalanx rm NAME`), or set HF_HUB_CACHE to a directory with room.",
         )
-    report(PullProgress(f"needs {needed / GB:.2f} GB of disk, {free / GB:.2f} GB are free"))
+    report(PullProgress(f"needs {needed / GB:.2f} GiB of disk, {free / GB:.2f} GiB are free"))
 
 
 def fetch(listing: Listing, file: Any, target: Path, report: Report, most: int | None = None) -> Path:

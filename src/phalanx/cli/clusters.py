@@ -103,7 +103,7 @@ def status_table(
     stages = {name: cell for hosts in groups.values() for name, cell in _stages(hosts, found).items()}
     table = Table(box=None, pad_edge=False, header_style="bold")
     first = ("rank" if layout is None else "replica:rank", *(("stage",) if stages else ()))
-    for column in (*first, "host", "phase", "pid", "memory GB", "of machine GB", "says"):
+    for column in (*first, "host", "phase", "pid", "memory GiB", "of machine GiB", "says"):
         table.add_column(column, overflow="fold")
     for replica, hosts in groups.items():
         for rank, name in enumerate(hosts):

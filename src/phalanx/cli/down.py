@@ -57,4 +57,4 @@ def _told(result: Stopped) -> str:
         return "nothing was running"
     before, after = result.before / GB, result.after / GB
     verdict = "given back" if after < before else "nothing given back yet: if it stays so, memory has leaked; reboot"
-    return f"ended {', '.join(result.found)}; memory in use {before:.2f} -> {after:.2f} GB ({verdict})"
+    return f"ended {', '.join(result.found)}; memory in use {before:.2f} -> {after:.2f} GiB ({verdict})"

@@ -31,7 +31,7 @@ def command() -> int:
     """Print the page: at most ten lines."""
     memory, models = rank_memory(), [model for model in local_models() if not model.lacks]
     print(printable(f"phalanx {__version__} on {platform.node()}: {_processor()}, {os.cpu_count()} cores"))
-    print(f"{memory.total / GB:.0f} GB of {MEMORY_IS[memory.kind]}: {_abilities(memory)}")
+    print(f"{memory.total / GB:.0f} GiB of {MEMORY_IS[memory.kind]}: {_abilities(memory)}")
     print(printable(f"Models here: {_named(models)}"))
     print("Next:")
     columns = shutil.get_terminal_size().columns

@@ -37,7 +37,7 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 def size_of(n_bytes: int) -> str:
     """Bytes in words."""
-    return f"{n_bytes / GB:.1f} GB" if n_bytes >= GB else f"{n_bytes / MIB:.0f} MB"
+    return f"{n_bytes / GB:.1f} GiB" if n_bytes >= GB else f"{n_bytes / MIB:.0f} MiB"
 
 
 def day_of(seconds: float) -> str:

@@ -58,7 +58,7 @@ def _push(model: str, wanted: Manifest, remotes: list[Remote]) -> int:
     for error in failures:
         report(error)
     if not failures:
-        print(f"{len(wanted.files)} files, {total / GB:.2f} GB, verified on {len(remotes)} hosts")
+        print(f"{len(wanted.files)} files, {total / GB:.2f} GiB, verified on {len(remotes)} hosts")
     return ExitCode.CRASH if failures else ExitCode.OK
 
 

@@ -152,6 +152,6 @@ async def _test(plan: Plan, *, links_only: bool) -> int:
         console.print(f"MLX_METAL_FAST_SYNCH: {escape(found.fast_synch)}")
     for rank in found.ranks:
         part = f" (stage {stage_cell(rank.stage, rank.layers)})" if shape.stages > 1 else ""
-        memory = f"active memory {rank.active_bytes / GB:.2f} GB"
+        memory = f"active memory {rank.active_bytes / GB:.2f} GiB"
         console.print(f"rank {rank.rank} on {escape(rank.host)}{part}: {memory}")
     return ExitCode.OK if test.total == test.expected else ExitCode.CRASH

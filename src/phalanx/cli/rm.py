@@ -1,4 +1,4 @@
-"""`phalanx rm`: delete a model."""
+"""`phalanx rm`: delete models."""
 
 from __future__ import annotations
 
@@ -10,21 +10,30 @@ from phalanx.catalog.local_models import directory_of, downloaded_folder, remove
 from phalanx.catalog.pull_progress import PullProgress
 from phalanx.cli.list import size_of
 from phalanx.cli.pull import AsJson, json_error, write_json
+from phalanx.cli.terminal import report
 from phalanx.cluster.local_servers import local_servers
-from phalanx.errors import ExitCode, ModelError, PhalanxError
+from phalanx.errors import ExitCode, ModelError, PhalanxError, exit_code_of
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A name of `phalanx list`, or a hub id.")], as_json: AsJson = False
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names of `phalanx list`, or hub ids.")],
+    as_json: AsJson = False,
 ) -> int:
-    """Delete a model that was downloaded, unless a server of this user has it loaded."""
+    """Delete models that were downloaded, but for those that a server of this user has loaded."""
+    codes = [_remove(model, as_json=as_json) for model in dict.fromkeys(models)]
+    return next((code for code in codes if code != ExitCode.OK), ExitCode.OK)
+
+
+def _remove(model: str, *, as_json: bool) -> int:
+    """Delete one model, and say so or why not. Returns the exit code."""
     try:
         _check_unused(model)
         freed = remove(model)
     except PhalanxError as error:
-        if not as_json:
-            raise
-        return json_error(error)
+        if as_json:
+            return json_error(error)
+        report(error)
+        return exit_code_of(error)
     if as_json:
         write_json(PullProgress("success"))
     else:

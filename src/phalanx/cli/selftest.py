@@ -126,7 +126,7 @@ def show(info: ModelInfo, stats: EngineStats) -> None:
         console.print(f"control connection: {test.control_ms:.2f} ms round trip, the slowest of some")
         equal = f"{test.tokens} of {test.tokens} equal on {test.summed} ranks" if test.summed > 1 else f"{test.tokens}"
         console.print(f"tokens{where}: {equal}, {test.step_ms:.2f} ms each")
-    ranks = Table("rank", "stage", "host", "pid", "active GB", "peak GB", "resident GB", box=None)
+    ranks = Table("rank", "stage", "host", "pid", "active GiB", "peak GiB", "resident GiB", box=None)
     for rank in stats.ranks:
         sizes = (rank.active_bytes, rank.peak_bytes, rank.rss_bytes)
         ranks.add_row(

@@ -1,4 +1,4 @@
-"""`phalanx stop`: end a server."""
+"""`phalanx stop`: end a server or a gateway."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from phalanx.errors import ConfigError, ExitCode
 
 def command(
     which: Annotated[
-        str | None, typer.Argument(metavar="[PID|PORT|MODEL]", help="Of `phalanx ps`; needed where several run.")
+        str | None,
+        typer.Argument(metavar="[PID|PORT|MODEL]", help="Of `phalanx ps`, or `gateway`; needed where several run."),
     ] = None,
     timeout: Annotated[float, typer.Option(**number(0.1), help="Seconds for running requests to end.")] = 60.0,
 ) -> int:
-    """End a server in order: it takes no new requests, and ends when the running ones have."""
+    """End a server or a gateway in order: it takes no new requests, and ends when the running ones have."""
     server = _chosen(which, local_servers())
     if server.supervised:
         raise ConfigError(f"Process {server.pid} was started by `phalanx up`.", remedy="Run `phalanx down`.")
@@ -36,6 +37,8 @@ def _chosen(which: str | None, found: list[LocalServer]) -> LocalServer:
         return fitting[0]
     if not fitting:
         what = "" if which is None else f" that {which!r} names"
-        raise ConfigError(f"There is no server of this user on this machine{what}.", remedy="`phalanx ps` lists them.")
+        raise ConfigError(
+            f"There is no server or gateway of this user on this machine{what}.", remedy="`phalanx ps` lists them."
+        )
     pids = ", ".join(str(one.pid) for one in fitting)
     raise ConfigError(f"There are {len(fitting)} such servers: {pids}.", remedy="Give a process id of `phalanx ps`.")

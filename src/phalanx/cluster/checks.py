@@ -112,11 +112,11 @@ def disk(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Ite
     free = shutil.disk_usage(Path.home()).free / GB
     if free < DISK_GB:
         yield warning(
-            "disk", f"{free:.1f} GB free in the home directory", f"{DISK_GB} GB",
+            "disk", f"{free:.1f} GiB free in the home directory", f"{DISK_GB} GiB",
             "Remove old models (~/.cache/huggingface) or logs (~/.phalanx/logs).",
         )  # fmt: skip
     else:
-        yield good("disk", f"{free:.0f} GB free")
+        yield good("disk", f"{free:.0f} GiB free")
 
 
 def open_files(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
@@ -135,7 +135,7 @@ def model(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> It
     if wanted.model is None:
         return
     if facts.model is not None:
-        yield good("model", f"{facts.model.path}, {facts.model.bytes / GB:.2f} GB")
+        yield good("model", f"{facts.model.path}, {facts.model.bytes / GB:.2f} GiB")
     elif "/" in wanted.model and not wanted.model.startswith(("/", ".", "~")):
         yield warning(
             "model", f"{wanted.model} is not here; it would be downloaded at start", "the model on every host",

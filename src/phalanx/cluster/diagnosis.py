@@ -206,7 +206,7 @@ def _stages(facts: Mapping[str, HostFacts], hosts: Sequence[str], shape: Shape) 
         needed = sum(part.bytes_of(len(ranks)) for part in parts.between(layers.start, layers.stop))
         least = min(rooms[rank].bytes for rank in ranks)
         where = ", ".join(hosts[rank] for rank in ranks)
-        seen = f"layers {layers.start} to {layers.stop - 1} on {where}: {needed / GB:.2f} GB of {least / GB:.1f} GB"
+        seen = f"layers {layers.start} to {layers.stop - 1} on {where}: {needed / GB:.2f} GiB of {least / GB:.1f} GiB"
         yield CheckResult(check=f"stage {stage}", level="ok", seen=seen)
 
 

@@ -102,7 +102,7 @@ async def push_to(path: Path, wanted: Manifest, remote: Remote, progress: Progre
     needed = sum(entry.bytes - have for entry, have in todo)
     if needed > found.free:
         raise ClusterError(
-            f"{remote.name} has {found.free / GB:.1f} GB free at {found.directory}; {needed / GB:.1f} GB are to come.",
+            f"{remote.name} has {found.free / GB:.1f} GiB free at {found.directory}; {needed / GB:.1f} GiB will come.",
             remedy="Remove old models there.",
         )
     progress(remote.name, sum(entry.bytes for entry in wanted.files) - needed)

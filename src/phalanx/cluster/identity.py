@@ -111,14 +111,19 @@ def strays() -> list[psutil.Process]:
 
 def is_group_member(command: list[str]) -> bool:
     """Whether a command line is that of a phalanx rank, agent, server or supervisor, or of a gateway of `up`."""
+    verb, *words = words_of(command) or [""]
+    needed = {"host": "supervise", "gateway": REPLICAS_FILE}.get(verb)  # other gateways are the user's own
+    return verb in VERBS and (needed is None or needed in words)
+
+
+def words_of(command: list[str]) -> list[str]:
+    """The words of a `phalanx` command in a process's command line, from its verb on; none in that of another."""
     for index, word in enumerate(command[:-1]):
         module = word == "phalanx" and index > 0 and command[index - 1] == "-m"
         script = Path(word).name == "phalanx" and (index == 0 or (index == 1 and _is_python(command[0])))
         if module or script:
-            verb, words = command[index + 1], command[index + 2 :]
-            needed = {"host": "supervise", "gateway": REPLICAS_FILE}.get(verb)  # other gateways are the user's own
-            return verb in VERBS and (needed is None or needed in words)
-    return False
+            return command[index + 1 :]
+    return []
 
 
 def _is_python(word: str) -> bool:

@@ -8,15 +8,19 @@ wheels for that platform, once; the host gets a seed, phalanx and two packages u
 from __future__ import annotations
 
 import asyncio
+import getpass
 import inspect
 import io
+import os
 import shlex
+import socket
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
-from phalanx.cluster import host_facts
+from phalanx.cluster import host_facts, install_lock
 from phalanx.cluster.distribution import Progress, push_to
 from phalanx.cluster.file_transfer import Manifest, manifest
 from phalanx.cluster.host_platform import MIN_PYTHON, HostPlatform
@@ -85,7 +89,21 @@ class BareHost(Remote):
             source = shlex.quote(inspect.getsource(host_facts))
             mlx = f"mlx=$(sh -c {shlex.quote(self._backend)} 2>/dev/null) || mlx=cpu"
             return self.shell_command(f'{self._find}\n{mlx}\nexec "$py" -I -c {source} "$mlx"')
+        if words[1:] == ("lock",):
+            return self.shell_command(f'{self._find}\nexec "$py" -I -c {shlex.quote(inspect.getsource(install_lock))}')
         return self.shell_command(f'{WITHOUT_SEED}\n{self._find}\nexec "$py" -I -c {shlex.quote(RUN_VERB)} {verb}')
+
+    @asynccontextmanager
+    async def locked(self) -> AsyncIterator[None]:
+        """Meanwhile no other command installs there.
+
+        Raises:
+            ClusterError: another one does; says which.
+        """
+        holder = f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
+        async with aclosing(self.listen("lock", {"holder": holder}, dict[str, str])) as held:
+            await anext(held)
+            yield
 
     async def plant(self, wheels: Sequence[Path]) -> None:
         """Send the seed: wheels, unpacked.
@@ -140,12 +158,13 @@ class Installer:
             files = await self._fetched(wanted)
         except ClusterError as error:
             raise ClusterError(f"{remote.name}: {error.message}", remedy=error.remedy) from error
-        self._phase(remote.name, "receiving", sum(entry.bytes for entry in files.files))
-        await remote.plant(wanted.seed)
-        await push_to(wanted.sent, files, remote, self._progress)
-        self._phase(remote.name, "installing", 0)
-        request = ReleaseRequest(name=wanted.release, files=[entry.path for entry in files.files])
-        await remote.call("install", request, Releases, timeout_s=INSTALL_S)
+        async with remote.locked():
+            self._phase(remote.name, "receiving", sum(entry.bytes for entry in files.files))
+            await remote.plant(wanted.seed)
+            await push_to(wanted.sent, files, remote, self._progress)
+            self._phase(remote.name, "installing", 0)
+            request = ReleaseRequest(name=wanted.release, files=[entry.path for entry in files.files])
+            await remote.call("install", request, Releases, timeout_s=INSTALL_S)
         return wanted, False
 
     async def _fetched(self, wanted: WheelSet) -> Manifest:

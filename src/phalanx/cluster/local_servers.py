@@ -1,4 +1,4 @@
-"""The servers that this user runs on this machine, found among the system's processes: no file lists them.
+"""The servers and gateways that this user runs on this machine, found among the system's processes: no file lists them.
 
 A server's ranks have their settings on their command lines; its address is that of its sockets.
 """
@@ -9,8 +9,8 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import psutil
@@ -20,11 +20,14 @@ from phalanx.cluster import identity
 from phalanx.config import EngineConfig
 from phalanx.speculation_config import DraftModelSpeculation
 
+Kind = Literal["serve", "gateway"]
+
 
 class LocalServer(Struct, frozen=True, kw_only=True):
-    """A running `phalanx serve`."""
+    """A running `phalanx serve` or `phalanx gateway`."""
 
     pid: int
+    kind: Kind = "serve"
     models: list[str]  # as its ranks name them: what it serves, then a draft model; empty before there are ranks
     addresses: list[str]  # host:port
     ranks: int  # of the group, those on other hosts among them
@@ -34,7 +37,8 @@ class LocalServer(Struct, frozen=True, kw_only=True):
     @property
     def names(self) -> set[str]:
         """What a user may call it."""
-        return {str(self.pid), *self.models, *(address.rpartition(":")[2] for address in self.addresses)}
+        called = [self.kind] if self.kind == "gateway" else self.models
+        return {str(self.pid), *called, *(address.rpartition(":")[2] for address in self.addresses)}
 
 
 def local_servers() -> list[LocalServer]:
@@ -46,25 +50,26 @@ def end(server: LocalServer, timeout_s: float) -> bool:
     """Let a server drain and end. Returns whether it has, within this time."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(server.pid)
-        if is_server(process.cmdline()):
+        if kind_of(process.cmdline()) == server.kind:
             identity.send([process], signal.SIGTERM)
             return not identity.wait_gone([process], timeout_s)
     return True
 
 
-def is_server(command: Sequence[str]) -> bool:
-    """Whether a command line is that of `phalanx serve`."""
-    return _verb(command) == "serve"
+def kind_of(command: list[str]) -> Kind | None:
+    """Whether a command line is that of a server or of a gateway."""
+    kinds: dict[str, Kind] = {"serve": "serve", "gateway": "gateway"}
+    return kinds.get(_verb(command))
 
 
 def _servers() -> Iterator[LocalServer]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.uids().real == os.getuid() and is_server(process.cmdline()):
-                yield _describe(process)
+            if process.uids().real == os.getuid() and (kind := kind_of(process.cmdline())) is not None:
+                yield _describe(process, kind)
 
 
-def _describe(process: psutil.Process) -> LocalServer:
+def _describe(process: psutil.Process, kind: Kind) -> LocalServer:
     family = identity.family([process])
     configs = [config for member in family if (config := _config_of(member)) is not None]
     models: list[str] = []
@@ -78,6 +83,7 @@ def _describe(process: psutil.Process) -> LocalServer:
             resident += member.memory_info().rss
     return LocalServer(
         pid=process.pid,
+        kind=kind,
         models=models,
         addresses=sorted(f"[{at.ip}]:{at.port}" if ":" in at.ip else f"{at.ip}:{at.port}" for at in listening),
         ranks=configs[0].n_ranks if configs else 0,
@@ -101,10 +107,8 @@ def _commands(processes: Sequence[psutil.Process]) -> Iterator[list[str]]:
             yield process.cmdline()
 
 
-def _verb(command: Sequence[str]) -> str:
+def _verb(command: list[str]) -> str:
     """The command of a phalanx process that Python runs; "" for others, such as an mpirun that starts ranks."""
-    if not command or not identity.is_group_member(list(command)):
+    if not command or not Path(command[0]).name.lower().startswith(("python", "phalanx")):
         return ""
-    if not Path(command[0]).name.lower().startswith(("python", "phalanx")):
-        return ""
-    return next((verb for word, verb in pairwise(command) if Path(word).name == "phalanx"), "")
+    return next(iter(identity.words_of(command)), "")

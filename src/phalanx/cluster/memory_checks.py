@@ -29,11 +29,11 @@ def wired_memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory
     limit = min(WIRED_LIMIT, int(physical * WIRED_SHARE))
     if wired > limit and not run_dir.running():
         yield bad(
-            "wired memory", f"{wired / GB:.0f} GB wired while nothing runs", f"below {limit / GB:.0f} GB",
+            "wired memory", f"{wired / GB:.0f} GiB wired while nothing runs", f"below {limit / GB:.0f} GiB",
             "Memory has leaked after a kill. Reboot this host, then run `phalanx net setup`.",
         )  # fmt: skip
     else:
-        yield good("wired memory", f"{wired / GB:.1f} GB of {physical / GB:.0f} GB")
+        yield good("wired memory", f"{wired / GB:.1f} GiB of {physical / GB:.0f} GiB")
 
 
 def memory(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
@@ -73,11 +73,11 @@ def gpu_limit(found: MachineMemory, set_mb: int) -> CheckResult:
     """
     physical = found.total + found.outside
     most = largest_wired_limit_mb(physical)
-    seen = f"the GPU may use {found.total / GB:.1f} of {physical / GB:.0f} GB"
+    seen = f"the GPU may use {found.total / GB:.1f} of {physical / GB:.0f} GiB"
     seen += f" (iogpu.wired_limit_mb={set_mb})" if set_mb else " (macOS's own choice)"
     if set_mb > most:
         return warning(
-            "GPU memory", seen, f"at most {most} MB",
+            "GPU memory", seen, f"at most {most} MiB",
             "macOS itself may run out of memory, and freeze or restart. "
             f"Run `sudo sysctl iogpu.wired_limit_mb={most}`, or 0 for its own choice.",
         )  # fmt: skip
@@ -103,9 +103,9 @@ def shard_fits(wanted: ExamineRequest, facts: HostFacts, found: MachineMemory) -
     of_gpu = "" if found.kind == "host" else " to the GPU"
     if shard > found.available - guard:
         return bad(
-            "memory", f"{found.available / GB:.1f} GB available{of_gpu}, of which {guard / GB:.1f} GB stay free",
-            f"{shard / GB:.1f} GB for the shard of this host",
+            "memory", f"{found.available / GB:.1f} GiB available{of_gpu}, of which {guard / GB:.1f} GiB stay free",
+            f"{shard / GB:.1f} GiB for the shard of this host",
             f"{make_room(found) + ', or use' if make_room(found) else 'Use'} more hosts, or a smaller model; "
             "PHALANX_MEMORY_GUARD_GB lowers what stays free.",
         )  # fmt: skip
-    return good("memory", f"{found.available / GB:.1f} GB available{of_gpu} for a shard of {shard / GB:.2f} GB")
+    return good("memory", f"{found.available / GB:.1f} GiB available{of_gpu} for a shard of {shard / GB:.2f} GiB")

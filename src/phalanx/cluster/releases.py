@@ -4,6 +4,7 @@
 ~/.phalanx/previous -> releases/NAME    what `--rollback` switches to
 ~/.phalanx/releases/NAME                a virtual environment; whole only if it has the file `complete`
 ~/.phalanx/install/wheels               the wheels, as `file_transfer` received them
+~/.phalanx/install/lock                 held while one command changes any of this (`install_lock.py`)
 ~/.phalanx/install/seed                 what runs this file where phalanx is not installed yet
 """
 
@@ -16,13 +17,14 @@ import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import psutil
 from msgspec import Meta, Struct
 
+from phalanx.cluster.install_lock import InstallLocked, install_lock
 from phalanx.cluster.supervisor import RunDirectory
 from phalanx.config import RUN_PHALANX
 from phalanx.environment import environment
@@ -103,13 +105,26 @@ class InstallFolder:
         """Switch to the release before.
 
         Raises:
-            ClusterError: there is none.
+            ClusterError: there is none, or another command installs here.
         """
-        before = _target(self.previous)
-        if not before or before == _target(self.current) or not (self.releases / before / "complete").exists():
-            raise ClusterError("There is no earlier release here.", remedy="`phalanx install --upgrade` brings one.")
-        self._use(before)
-        return self.names()
+        with self._alone("rollback"):
+            before = _target(self.previous)
+            if not before or before == _target(self.current) or not (self.releases / before / "complete").exists():
+                raise ClusterError(
+                    "There is no earlier release here.", remedy="`phalanx install --upgrade` brings one."
+                )
+            self._use(before)
+            return self.names()
+
+    @contextlib.contextmanager
+    def _alone(self, verb: str) -> Iterator[None]:
+        try:
+            with install_lock(self.root, f"phalanx host {verb}"):
+                yield
+        except InstallLocked as error:
+            raise ClusterError(
+                f"Another command installs here: {error}.", remedy="Wait for its end, then run the same command again."
+            ) from error
 
     def _use(self, name: str) -> None:
         before = _target(self.current)
@@ -134,19 +149,20 @@ class InstallFolder:
         """Delete what was installed. Logs stay. Returns the names of what there was.
 
         Raises:
-            ClusterError: it runs.
+            ClusterError: it runs, or another command installs here.
         """
-        state = RunDirectory(self._home)
-        if state.running() or state.gateway.running():
-            raise ClusterError("A cluster runs here.", remedy="`phalanx down` ends it.")
-        names = self.names()
-        for link in (self.current, self.previous):
-            link.unlink(missing_ok=True)
-        for folder in (self.releases, self.wheels.parent, self.root / "python"):
-            shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # of `up` there may be more
-            self.root.rmdir()
-        return names
+        with self._alone("uninstall"):
+            state = RunDirectory(self._home)
+            if state.running() or state.gateway.running():
+                raise ClusterError("A cluster runs here.", remedy="`phalanx down` ends it.")
+            names = self.names()
+            for link in (self.current, self.previous):
+                link.unlink(missing_ok=True)
+            for folder in (self.releases, self.wheels.parent, self.root / "python"):
+                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # of `up` there may be more
+                self.root.rmdir()
+            return names
 
 
 def _target(link: Path) -> str:

@@ -6,9 +6,9 @@ platform, nor how wheels travel (`distribution.py`).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from phalanx import __version__
+from phalanx.catalog.package_index import run_installer
 from phalanx.cluster.file_transfer import digest
 from phalanx.cluster.host_platform import HostPlatform, applying, fits, platforms
 from phalanx.cluster.releases import LISTED, LOCKED
@@ -126,29 +127,37 @@ def wheels_for(host: HostPlatform, source: Path) -> WheelSet:
 
 
 def fetch(wanted: WheelSet) -> None:
-    """Have in the folder what hosts get. A wheel that is there with the right hash is not fetched again.
+    """Have in the folder what hosts get. A wheel that is there with the right hash is not fetched again. Waits while
+    another command fetches them.
 
     Raises:
         ClusterError: pip could not fetch a wheel, or the folder cannot be written.
     """
-    listed = wanted.sent / LISTED
-    if listed.exists() and listed.read_text() == wanted.requirements:
-        return
     try:
-        shutil.rmtree(wanted.sent, ignore_errors=True)
-        wanted.sent.mkdir(parents=True)
-        wanted.fetched.mkdir(exist_ok=True)
-        there = set(_by_hash(wanted.fetched))
-        if missing := [one for one in wanted.locked if not _hashes(one) & there]:
-            _download(wanted, missing)
-        for file in wanted.own:
-            shutil.copy(file, wanted.sent)
-        _pack(wanted)
-        listed.write_text(wanted.requirements)
+        wanted.folder.mkdir(parents=True, exist_ok=True)
+        with (wanted.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _fetch(wanted)
     except OSError as error:
         raise ClusterError(
             f"{error.filename or wanted.folder} cannot be written: {error.strerror}.", remedy="Look at --wheels."
         ) from error
+
+
+def _fetch(wanted: WheelSet) -> None:
+    listed = wanted.sent / LISTED
+    if listed.exists() and listed.read_text() == wanted.requirements:
+        return
+    shutil.rmtree(wanted.sent, ignore_errors=True)
+    wanted.sent.mkdir()
+    wanted.fetched.mkdir(exist_ok=True)
+    there = set(_by_hash(wanted.fetched))
+    if missing := [one for one in wanted.locked if not _hashes(one) & there]:
+        _download(wanted, missing)
+    for file in wanted.own:
+        shutil.copy(file, wanted.sent)
+    _pack(wanted)
+    listed.write_text(wanted.requirements)
 
 
 def _hashes(requirement: str) -> set[str]:
@@ -170,11 +179,14 @@ def _download(wanted: WheelSet, missing: list[str]) -> None:
         *(word for abi in (f"cp{major}{minor}", "abi3", "none") for word in ("--abi", abi)),
         *(word for name in platforms(wanted.host) for word in ("--platform", name)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")] or [done.stderr.strip()]
+    temporary = wanted.folder / "temporary"
+    shutil.rmtree(temporary, ignore_errors=True)  # of a command that was killed
+    temporary.mkdir()
+    failed = run_installer(command, str(temporary))
+    shutil.rmtree(temporary, ignore_errors=True)
+    if failed:
         raise ClusterError(
-            f"The wheels for {wanted.host.name} cannot be fetched: {errors[-1].removeprefix('ERROR: ')}",
+            f"The wheels for {wanted.host.name} cannot be fetched: {failed}.",
             remedy=f"Run it again where pip reaches an index; it goes on. Or copy {wanted.folder} from such a machine.",
         )
 

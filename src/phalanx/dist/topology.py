@@ -231,8 +231,8 @@ def _check_memory(parts: Parts, stages: Sequence[Sequence[Room]], split: Sequenc
         needed = _bytes_of(parts.between(layers.start, layers.stop), rooms)
         what = f"stage {stage} (layers {layers.start} to {layers.stop - 1})"
         short += [
-            f"{room.host} lacks {(needed - room.bytes) / GB:.2f} GB of the {needed / GB:.2f} GB for {what}, "
-            f"which may have {room.bytes / GB:.2f} GB there"
+            f"{room.host} lacks {(needed - room.bytes) / GB:.2f} GiB of the {needed / GB:.2f} GiB for {what}, "
+            f"which may have {room.bytes / GB:.2f} GiB there"
             for room in rooms
             if needed > room.bytes
         ]

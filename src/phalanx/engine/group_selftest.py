@@ -104,7 +104,7 @@ def describe(result: SelfTest, backend: str, size: int) -> str:
     if result.fabric:
         small, large = result.fabric[0], result.fabric[-1]
         fabric = (
-            f" over {backend}, all_sum {small.median_us:.0f} us, {large.gb_per_s:.2f} GB/s at {large.bytes >> 20} MB"
+            f" over {backend}, all_sum {small.median_us:.0f} us, {large.gb_per_s:.2f} GB/s at {large.bytes >> 20} MiB"
         )
     equal = f"equal on {result.summed} ranks" if result.summed > 1 else "of one rank"
     return (

@@ -79,7 +79,7 @@ def plan_memory(
         sharing: number of ranks that share this one's memory.
 
     Raises:
-        ConfigError: `--max-model-len` is beyond the model's own context, or a size is not a number of GB.
+        ConfigError: `--max-model-len` is beyond the model's own context, or a size is not a number of GiB.
         MemoryShortage: what the flags ask for does not fit.
     """
     wanted = _wanted_context(config, facts)
@@ -127,7 +127,7 @@ def _check_context(config: EngineConfig, wanted: int, fits: int, kv_budget: int,
     """
     if config.max_model_len is not None and config.max_model_len > fits:
         raise MemoryShortage(
-            f"--max-model-len {config.max_model_len} needs more KV memory than the budget of {kv_budget / GIB:.2f} GB"
+            f"--max-model-len {config.max_model_len} needs more KV memory than the budget of {kv_budget / GIB:.2f} GiB"
             f"{whose} holds ({fits} tokens).",
             remedy=f"Use --max-model-len {fits}, or raise --kv-cache-gb.",
         )

@@ -34,6 +34,6 @@ def reporter(server_socket: ServerSocket | None) -> load.Progress:
             server_socket.send(Loading(phase=phase, done=done, total=total))
         elif server_socket is None and is_due:
             last = now
-            log.info("%s: %.2f of %.2f GB", phase, done / GIB, total / GIB)
+            log.info("%s: %.2f of %.2f GiB", phase, done / GIB, total / GIB)
 
     return report

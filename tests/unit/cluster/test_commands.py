@@ -148,7 +148,7 @@ def test_down_reports_each_host(capsys):
     }
     assert report({name: results[name] for name in "abc"}) == 0
     said = capsys.readouterr().out
-    assert "9.00 -> 2.00 GB (given back)" in said and "b: killed x; the next start waits 30 s" in said
+    assert "9.00 -> 2.00 GiB (given back)" in said and "b: killed x; the next start waits 30 s" in said
     assert "nothing given back yet" in said and "c: nothing was running" in said
     assert report({name: results[name] for name in "de"}) == 1
     said = capsys.readouterr().out

@@ -79,12 +79,12 @@ def stages(words: str, *rooms_gb: int | None, **first: Any) -> list[CheckResult]
 def test_each_stage_is_compared_with_the_memory_of_its_hosts():
     """Of 12 GB no host has to hold more than its part."""
     assert [(one.check, one.seen) for one in stages("--pp 2 --tp 2,1", 7, 4, 4)] == [
-        ("stage 0", "layers 0 to 5 on b, c: 4.00 GB of 4.0 GB"),
-        ("stage 1", "layers 6 to 7 on a: 4.00 GB of 7.0 GB"),
+        ("stage 0", "layers 0 to 5 on b, c: 4.00 GiB of 4.0 GiB"),
+        ("stage 1", "layers 6 to 7 on a: 4.00 GiB of 7.0 GiB"),
     ]
     (short,) = stages("--pp 2 --tp 2,1 --pp-split 7,1", 7, 4, 4)
-    assert short.level == "bad" and "b lacks 0.50 GB of the 4.50 GB for stage 0 (layers 0 to 6)" in short.seen
-    assert "c lacks 0.50 GB" in short.seen and "a lacks" not in short.seen and "--pp-split" in short.remedy
+    assert short.level == "bad" and "b lacks 0.50 GiB of the 4.50 GiB for stage 0 (layers 0 to 6)" in short.seen
+    assert "c lacks 0.50 GiB" in short.seen and "a lacks" not in short.seen and "--pp-split" in short.remedy
     (sum_of,) = stages("--pp 3 --pp-split 3,3,3", 9, 9, 9)
     assert sum_of.level == "bad" and "--pp-split 3,3,3 has 9 layers; the model has 8" in sum_of.seen
 

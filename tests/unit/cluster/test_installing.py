@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import ensurepip
+import fcntl
 import hashlib
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from phalanx import __version__
+from phalanx.catalog import package_index
 from phalanx.cli.install import names_of
 from phalanx.cli.main import main
-from phalanx.cluster import installer, wheelhouse
+from phalanx.cluster import install_lock, installer, wheelhouse
 from phalanx.cluster.host_platform import HostPlatform, applying, fits, platforms
 from phalanx.cluster.installer import BareHost, Installer
 from phalanx.cluster.releases import LISTED, InstallFolder, ReleaseRequest, Releases
@@ -176,7 +181,7 @@ class Pip:
 
 def test_wheels_are_fetched_once(dist, monkeypatch):
     pip = Pip()
-    monkeypatch.setattr(wheelhouse.subprocess, "run", pip)
+    monkeypatch.setattr(package_index.subprocess, "run", pip)
     (dist / "requirements.lock").write_text(hashed("msgspec", "psutil"))
     wanted = wheels_for(LINUX, dist)
     fetch(wanted)
@@ -198,16 +203,56 @@ def test_wheels_are_fetched_once(dist, monkeypatch):
 
 def test_a_wheel_that_pip_cannot_fetch_is_named(dist, monkeypatch):
     monkeypatch.setattr(
-        wheelhouse.subprocess, "run", Pip("WARNING: a\nERROR: No matching distribution found for mlx\n")
+        package_index.subprocess, "run", Pip("WARNING: a\nERROR: No matching distribution found for mlx\n")
     )
     with pytest.raises(ClusterError, match=r"cp312-glibc2\.36-x86_64-cpu cannot be fetched: No matching .* for mlx"):
         fetch(wheels_for(LINUX, dist))
+
+
+def test_two_commands_fetch_the_same_wheels_after_each_other(dist, monkeypatch):
+    (dist / "requirements.lock").write_text(hashed("msgspec", "psutil"))
+    wanted, pip, fetching = wheels_for(LINUX, dist), Pip(), []
+
+    def slow(command: list[str], **settings: object) -> subprocess.CompletedProcess[str]:
+        if not fetching:
+            fetching.append(threading.Thread(target=fetch, args=(wanted,)))
+            fetching[0].start()
+        with pytest.raises(BlockingIOError), (wanted.folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return pip(command, **settings)
+
+    monkeypatch.setattr(package_index.subprocess, "run", slow)
+    fetch(wanted)
+    fetching[0].join()
+    assert pip.asked == ["msgspec", "psutil"] and (wanted.sent / LISTED).exists()
 
 
 def test_a_folder_that_cannot_be_written_is_named(dist):
     (dist / "hosts").write_text("a file")
     with pytest.raises(ClusterError, match=r"hosts/.* cannot be written"):
         fetch(wheels_for(LINUX, dist))
+
+
+def test_an_index_that_cannot_be_reached_is_one_line_and_is_tried_twice(dist, monkeypatch):
+    """With a real pip: its own word is that there is no matching distribution."""
+    for name in ("PIP_RETRIES", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("no_proxy", "*")
+    ran, run = [], subprocess.run
+
+    def recorded(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(run(command, **settings))
+        return ran[-1]
+
+    monkeypatch.setattr(package_index.subprocess, "run", recorded)
+    with pytest.raises(ClusterError) as failed:
+        fetch(wheels_for(LINUX, dist))
+    said = failed.value.message
+    assert "cannot be fetched: the package index cannot be reached: Failed to establish a new connection" in said
+    assert said.endswith("Connection refused.") and "it goes on" in failed.value.remedy
+    assert ran[0].stderr.count("WARNING: Retrying") == 1
 
 
 # A host without phalanx --------------------------------------------------------------------------------------------
@@ -410,6 +455,37 @@ def test_pip_takes_no_file_but_those_of_the_lock(tmp_path, lock, says):
     with pytest.raises(ClusterError, match=says):
         host.install(request("1"))
     assert host.names() == Releases() and not (host.releases / "1/complete").exists()
+
+
+def test_one_command_at_a_time_installs_on_a_host(tmp_path, monkeypatch):
+    """The lock that a command on another machine holds ends with that command's connection."""
+    script = BareHost("b", ["3.12"]).command("host", "lock")[-1]
+    (tmp_path / "python3").symlink_to(sys.executable)
+    env = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    words = shlex.split(script)[-1:]  # what ssh hands to sh
+    holding = subprocess.Popen(
+        ["/bin/sh", "-c", *words], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holding.stdin is not None and holding.stdout is not None
+    host = InstallFolder(tmp_path)
+    with holding.stdin, holding.stdout:
+        holding.stdin.write('{"holder": "ann@desk, process 5"}\n')
+        holding.stdin.flush()
+        assert holding.stdout.readline() == "phalanx-answer:{}\n"
+        monkeypatch.setattr(install_lock, "WAIT_S", 0.0)
+        for change in (host.rollback, host.remove):
+            with pytest.raises(
+                ClusterError, match=r"Another command installs here: ann@desk, process 5, since [\d:]+, "
+            ):
+                change()
+        second = subprocess.run(
+            ["/bin/sh", "-c", *words], env=env, input='{"holder": "bob"}\n', capture_output=True, text=True
+        )
+        said = installer.failure("b", second.returncode, second.stderr, doing="x")
+        assert said.message.startswith("b: Another command installs here: ann@desk, process 5, since ")
+        assert said.remedy == "Wait for its end, then run the same command again."
+    holding.wait()
+    assert host.remove() == Releases() and not (tmp_path / ".phalanx").exists()
 
 
 def test_there_is_nothing_to_switch_back_to(folder):

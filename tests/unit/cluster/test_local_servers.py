@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from phalanx.cli import stop
-from phalanx.cluster.local_servers import LocalServer, end, is_server
+from phalanx.cluster.local_servers import LocalServer, end, kind_of
+from phalanx.cluster.replica_layout import REPLICAS_FILE
 from phalanx.errors import ConfigError
 
 PYTHON = "/opt/venv/bin/python3.12"
@@ -19,33 +20,42 @@ ONE = LocalServer(
 OTHER = LocalServer(
     pid=11, models=["qwen3:4b", "draft"], addresses=["[::1]:8001"], ranks=2, bytes=1, supervised=True
 )  # fmt: skip
+GATEWAY = LocalServer(
+    pid=12, kind="gateway", models=[], addresses=["127.0.0.1:8080"], ranks=0, bytes=1, supervised=False
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("command", "serves"),
+    ("command", "kind"),
     [
-        ([PYTHON, "-P", "-m", "phalanx", "serve", "demo"], True),
-        ([PYTHON, "/opt/venv/bin/phalanx", "serve"], True),
-        (["/opt/venv/bin/phalanx", "serve"], True),
-        ([PYTHON, "-m", "phalanx", "rank", "serve", "--socket", "s"], False),
-        (["mpirun", "-n", "2", PYTHON, "-m", "phalanx", "serve", "x"], False),
-        ([PYTHON, "-m", "phalanx", "pull", "serve"], False),
-        (["vi", "phalanx", "serve"], False),
-        ([], False),
+        ([PYTHON, "-P", "-m", "phalanx", "serve", "demo"], "serve"),
+        ([PYTHON, "/opt/venv/bin/phalanx", "serve"], "serve"),
+        (["/opt/venv/bin/phalanx", "serve"], "serve"),
+        ([PYTHON, "-m", "phalanx", "gateway", "--worker-urls", "http://a:8000"], "gateway"),
+        ([PYTHON, "-m", "phalanx", "gateway", "--replicas", REPLICAS_FILE], "gateway"),
+        ([PYTHON, "-m", "phalanx", "rank", "serve", "--socket", "s"], None),
+        (["mpirun", "-n", "2", PYTHON, "-m", "phalanx", "serve", "x"], None),
+        ([PYTHON, "-m", "phalanx", "pull", "serve"], None),
+        ([PYTHON, "-m", "phalanx", "launch", "gateway"], None),
+        (["vi", "phalanx", "serve"], None),
+        ([], None),
     ],
 )
-def test_the_command_line_tells_a_server(command: list[str], serves: bool):
-    assert is_server(command) == serves
+def test_the_command_line_tells_a_server_and_a_gateway(command: list[str], kind: str | None):
+    assert kind_of(command) == kind
 
 
 def test_a_server_is_named_by_process_port_or_model():
     chosen = stop._chosen
     assert chosen("10", [ONE, OTHER]) == chosen("8000", [ONE, OTHER]) == chosen(None, [ONE]) == ONE
+    assert chosen("gateway", [ONE, OTHER, GATEWAY]) == chosen("8080", [ONE, OTHER, GATEWAY]) == GATEWAY
     assert chosen("8001", [ONE, OTHER]) == chosen("draft", [ONE, OTHER]) == OTHER
     for which, found, said in (
         ("qwen3:4b", [ONE, OTHER], "There are 2 such servers: 10, 11"),
         (None, [ONE, OTHER], "There are 2 such servers: 10, 11"),
-        (None, [], "There is no server of this user on this machine."),
+        (None, [ONE, GATEWAY], "There are 2 such servers: 10, 12"),
+        ("serve", [ONE], "that 'serve' names"),
+        (None, [], "There is no server or gateway of this user on this machine."),
         ("1", [ONE, OTHER], "that '1' names"),
     ):
         with pytest.raises(ConfigError, match=said):

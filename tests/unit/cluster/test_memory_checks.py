@@ -45,7 +45,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_mac_explains_both_limits(checked: Any) -> None:
     (limit,) = checked(MAC, facts("macOS"))
     assert (limit.check, limit.level) == ("GPU memory", "ok")
-    assert limit.seen.startswith("the GPU may use 107.0 of 128 GB (macOS's own choice); weights and caches are wired")
+    assert limit.seen.startswith("the GPU may use 107.0 of 128 GiB (macOS's own choice); weights and caches are wired")
     assert "`sudo sysctl iogpu.wired_limit_mb=117964`" in limit.remedy
     assert "--no-wired-limit" in limit.remedy and "prepare count underflow" in limit.remedy
 
@@ -59,16 +59,16 @@ def test_a_limit_as_high_as_it_should_be_is_not_to_be_raised(checked: Any) -> No
 def test_a_limit_that_leaves_macos_too_little_is_a_warning(checked: Any) -> None:
     (limit,) = checked(MachineMemory(126 * GB, 126 * GB, "metal", outside=2 * GB), facts("macOS"), wired_mb="129024\n")
     assert limit.level == "warning" and "iogpu.wired_limit_mb=129024" in limit.seen
-    assert limit.wanted == "at most 117964 MB" and "iogpu.wired_limit_mb=117964" in limit.remedy
+    assert limit.wanted == "at most 117964 MiB" and "iogpu.wired_limit_mb=117964" in limit.remedy
 
 
 def test_a_shard_is_compared_with_what_the_gpu_may_use(checked: Any) -> None:
     _, fits = checked(MAC, facts("macOS", shard_gb=102))
-    assert fits.level == "ok" and fits.seen == "107.0 GB available to the GPU for a shard of 102.00 GB"
+    assert fits.level == "ok" and fits.seen == "107.0 GiB available to the GPU for a shard of 102.00 GiB"
     _, short = checked(MAC, facts("macOS", shard_gb=110))
     assert short.level == "bad" and "iogpu.wired_limit_mb=117964`), or use more hosts" in short.remedy
     (gpu,) = checked(GPU, facts("Linux", shard_gb=22))
-    assert gpu.level == "bad" and "of which 2.4 GB stay free" in gpu.seen and "nvidia-smi" in gpu.remedy
+    assert gpu.level == "bad" and "of which 2.4 GiB stay free" in gpu.seen and "nvidia-smi" in gpu.remedy
     shared = msgspec.structs.replace(ASKED, peers=(HostConfig(name="b", address="10.0.0.2"),))
     assert checked(GPU, facts("Linux", shard_gb=22), shared)[0].level == "ok"
 

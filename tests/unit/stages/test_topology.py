@@ -175,7 +175,7 @@ def test_more_stages_than_layers():
 
 
 def test_a_shortage_names_the_hosts_what_they_lack_and_for_what():
-    said = r"b lacks 3\.00 GB of the 8\.00 GB for stage 0 \(layers 0 to 7\), which may have 5\.00 GB there\."
+    said = r"b lacks 3\.00 GiB of the 8\.00 GiB for stage 0 \(layers 0 to 7\), which may have 5\.00 GiB there\."
     with pytest.raises(MemoryShortage, match=said) as of:
         split_layers(Topology((1, 1)), model(12), rooms(a=4, b=5), (8, 4))
     assert (
@@ -186,4 +186,4 @@ def test_a_shortage_names_the_hosts_what_they_lack_and_for_what():
 def test_where_nothing_fits_the_least_shortage_is_named():
     with pytest.raises(MemoryShortage, match="does not fit") as caught:
         split_layers(Topology((1, 1)), model(12), rooms(a=4, b=5))
-    assert sum(map(float, re.findall(r"lacks ([\d.]+) GB", str(caught.value)))) == 12 - 9
+    assert sum(map(float, re.findall(r"lacks ([\d.]+) GiB", str(caught.value)))) == 12 - 9

@@ -195,7 +195,7 @@ def test_a_rank_that_logs_without_end_keeps_nobody_waiting(capsys):
         stream = asyncio.StreamReader()
         stream.feed_data(b"x" * 60_000 + b"\n" + b"y\n" * 1000)
         stream.feed_eof()
-        forwarding = asyncio.create_task(engine(ended())._forward_log(SimpleNamespace(stderr=stream)))
+        forwarding = asyncio.create_task(engine(ended())._forward_log("rank 0", SimpleNamespace(stderr=stream)))
         turns = 0
         while not forwarding.done():
             await asyncio.sleep(0)

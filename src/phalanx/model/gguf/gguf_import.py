@@ -109,7 +109,7 @@ def check_disk(name: str, needed: int, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if needed + SPARE > free:
         raise ModelError(
-            f"{name} needs {needed / GB:.2f} GB of disk, but {folder} has {free / GB:.2f} GB free.",
+            f"{name} needs {needed / GB:.2f} GiB of disk, but {folder} has {free / GB:.2f} GiB free.",
             remedy="Make room there, or set XDG_CACHE_HOME to a directory with room.",
         )
 

