@@ -293,7 +293,7 @@ def test_the_disk_is_checked_first(file: Path, monkeypatch: pytest.MonkeyPatch):
     full = lambda _: shutil._ntuple_diskusage(10, 10, 0)  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(gguf_import.shutil, "disk_usage", full)
-        with pytest.raises(ModelError, match=r"Tiny one.gguf needs 0.00 GB of disk, but .* has 0.00 GB free"):
+        with pytest.raises(ModelError, match=r"Tiny one.gguf needs 0.00 GiB of disk, but .* has 0.00 GiB free"):
             import_gguf(file)
     assert entries() == []
     folder = interrupted(file)

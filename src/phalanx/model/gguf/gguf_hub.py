@@ -63,7 +63,7 @@ def _build(listing: hub.Listing, files: list[Any], name: str, folder: Path, repo
         if all(file.stat().st_size <= BEGINNING for file in begun):
             shutil.rmtree(source)  # not worth to be gone on with
         raise
-    report(PullProgress(f"needs {max(0, needed - have) / GB:.2f} GB of disk, for the file and what is made of it"))
+    report(PullProgress(f"needs {max(0, needed - have) / GB:.2f} GiB of disk, for the file and what is made of it"))
     for file, place in zip(files, places, strict=True):
         hub.fetch(listing, file, place, report)
     return convert(places[0], folder, report)
