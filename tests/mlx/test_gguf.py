@@ -26,7 +26,7 @@ from support.gguf_files import (
     write_tiny,
 )
 
-from phalanx.model.gguf.gguf_blocks import BITS, EXACT, pack, to_affine
+from phalanx.model.gguf.gguf_blocks import BITS, EXACT, mode_of, pack, to_groups
 from phalanx.model.loading.load import load
 from phalanx.model.loading.resolve import resolve
 from phalanx.text.tokenizer import Tokenizer
@@ -45,11 +45,22 @@ PROMPT = [[5, 100, 42, 7, 200, 33, 260, 1]]
 @pytest.mark.parametrize("kind", EXACT)
 def test_mlx_dequantises_every_bit(kind: str):
     stored = random_blocks(kind, 8, 512, np.random.default_rng(0), 0.1)
-    found = to_affine("t", kind, stored.reshape(-1, stored.shape[-1]))
+    found = to_groups("t", kind, stored.reshape(-1, stored.shape[-1]))
     packed = np.ascontiguousarray(pack(found.codes, BITS[kind])).reshape(8, -1).view(np.uint32)
-    scales, biases = (mx.array(part.astype(np.float32).reshape(8, -1)) for part in (found.scales, found.biases))
-    ours = mx.dequantize(mx.array(packed), scales, biases, group_size=32, bits=BITS[kind])
+    parts = [mx.array(part.reshape(8, -1)) for part in (found.scales, found.biases) if part is not None]
+    wide = [part if part.dtype == mx.uint8 else part.astype(mx.float32) for part in parts]
+    ours = mx.dequantize(mx.array(packed), *wide, group_size=32, bits=BITS[kind], mode=mode_of(kind), dtype=mx.float32)
     assert np.array_equal(np.array(ours), dequantised(kind, stored).reshape(8, 512))
+
+
+def test_mxfp4_of_every_finite_exponent():
+    exponents, codes = np.arange(253, dtype=np.uint8)[:, None], np.arange(16, dtype=np.uint8)
+    blocks = np.concatenate([exponents, np.broadcast_to(codes | (codes[::-1] << 4), (253, 16))], axis=1)
+    found = to_groups("t", "MXFP4", blocks)
+    packed = mx.array(np.ascontiguousarray(pack(found.codes, 4)).view(np.uint32))
+    scales = mx.array(found.scales[:, None])
+    ours = np.array(mx.dequantize(packed, scales, group_size=32, bits=4, mode="mxfp4", dtype=mx.float32))
+    assert np.array_equal(ours, dequantised("MXFP4", blocks)) and ours[0].any() and np.isfinite(ours).all()
 
 
 def theirs(architecture: str, tensors: dict[str, tuple[str, Array]], *, tied: bool) -> Any:
@@ -74,7 +85,7 @@ def theirs(architecture: str, tensors: dict[str, tuple[str, Array]], *, tied: bo
     return model
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_K", "Q5_K"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "MXFP4"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_logits_are_mlx_lms_of_the_same_weights(
     architecture: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,7 +95,8 @@ def test_logits_are_mlx_lms_of_the_same_weights(
     tensors = write_tiny(tmp_path / "x.gguf", architecture, kind, tied=tied)
     path = resolve(str(tmp_path / "x.gguf"))
     ours = load(path, dtype="float32", guard=0, trust_remote_code=False, on_progress=lambda *_: None)
-    assert ours.quantization == (f"{BITS[kind]}-bit affine g32" if kind in HALVES else "none")
+    format_ = "mxfp4" if kind == "MXFP4" else f"{BITS.get(kind)}-bit affine"
+    assert ours.quantization == (f"{format_} g32" if kind in HALVES else "none")
     wanted = theirs(architecture, tensors, tied=tied)(mx.array(PROMPT))
     off = mx.abs(ours.model(mx.array(PROMPT)) - wanted).max() / mx.abs(wanted).max()
     assert off.item() < TOLERANCE, off.item()
@@ -101,8 +113,9 @@ def test_mixed_types_and_the_tokenizer(tmp_path: Path, monkeypatch: pytest.Monke
     write_tiny(tmp_path / "x.gguf", tensors=mixed)
     path = resolve(str(tmp_path / "x.gguf"))
     config = json.loads((path / "config.json").read_text())
-    six = {f"model.layers.{layer}.mlp.down_proj": {"group_size": 32, "bits": 8} for layer in range(LAYERS)}
-    assert config["quantization"] == {"group_size": 32, "bits": 4, **six}
+    four, eight = ({"group_size": 32, "bits": bits, "mode": "affine"} for bits in (4, 8))
+    six = {f"model.layers.{layer}.mlp.down_proj": eight for layer in range(LAYERS)}
+    assert config["quantization"] == {**four, **six}
     ours = load(path, dtype="float32", guard=0, trust_remote_code=False, on_progress=lambda *_: None)
     wanted = theirs("llama", mixed, tied=True)(mx.array(PROMPT))
     off = mx.abs(ours.model(mx.array(PROMPT)) - wanted).max() / mx.abs(wanted).max()

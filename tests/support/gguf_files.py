@@ -6,6 +6,7 @@ Shares nothing with `phalanx.model.gguf`.
 from __future__ import annotations
 
 import array
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,13 +20,15 @@ TYPES = {
     "F32": (0, 1, 4), "F16": (1, 1, 2), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20), "Q5_0": (6, 32, 22),
     "Q5_1": (7, 32, 24), "Q8_0": (8, 32, 34), "Q2_K": (10, 256, 84), "Q3_K": (11, 256, 110), "Q4_K": (12, 256, 144),
     "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "IQ4_NL": (20, 32, 18), "BF16": (30, 1, 2),
+    "MXFP4": (39, 32, 17),
 }  # fmt: skip
 """Name -> number, weights and bytes of a block."""
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": (),
 }  # fmt: skip
 """Where a block has numbers of 16 bits."""
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 ARRAY_TYPES = {"B": 0, "b": 1, "H": 2, "h": 3, "I": 4, "i": 5, "f": 6, "Q": 10, "q": 11, "d": 12}
 
 
@@ -82,6 +85,8 @@ def random_blocks(kind: str, rows: int, width: int, rng: np.random.Generator, sc
     for at in HALVES[kind]:
         d = (rng.standard_normal(blocks.shape[:2]) * scale).astype("<f2")
         blocks[..., at : at + 2] = d[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = 127 + round(math.log2(scale)) + rng.integers(0, 2, blocks.shape[:2])
     return blocks
 
 
@@ -116,6 +121,9 @@ def _weight(kind: str, b: Array, i: int) -> Any:
             return _f16(b, 0) * code + _f16(b, 2)
         case "Q8_0":
             return _f16(b, 0) * _signed(b[2 + i])
+        case "MXFP4":
+            code = (b[1 + j] >> 4 * half) & 15
+            return np.ldexp(E2M1[code & 7] * np.where(code & 8, -1, 1), b[0].astype(np.int32) - 127).astype(np.float32)
     return _weight_of_super_block(kind, b, i)
 
 
@@ -192,7 +200,7 @@ def tiny_tensors(
 
     def matrix(name: str, n: int) -> None:
         if kind in HALVES:
-            scale = {"Q4_0": 0.02, "Q8_0": 0.001}.get(kind, 0.0004)
+            scale = {"Q4_0": 0.02, "MXFP4": 0.02, "Q8_0": 0.001}.get(kind, 0.0004)
             found[f"{name}.weight"] = (kind, random_blocks(kind, n, HIDDEN, rng, scale))
         else:
             weights = (rng.standard_normal((n, HIDDEN)) * 0.08).astype(np.float32)

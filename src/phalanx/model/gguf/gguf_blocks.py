@@ -1,8 +1,9 @@
-"""Turns GGUF's blocks of weights into MLX's affine quantisation: weight = code * scale + bias, in groups of 32.
+"""Turns GGUF's blocks of weights into MLX's quantisation in groups of 32: affine (code * scale + bias), or MXFP4.
 
 Exact: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 (scales of 16 bits, as in the file), Q4_K and Q5_K (the product of a block's scale
-and a group's has 17 bits, which float32 holds). Q2_K, Q3_K and Q6_K scale groups of 16, which MLX does not have: these
-are quantised again, to 8 bits. Layouts: ggml's ggml-quants.c.
+and a group's has 17 bits, which float32 holds), MXFP4 (the codes and scales of the file; its code 8, which ggml reads
+as 0, is -0 in MLX). Q2_K, Q3_K and Q6_K scale groups of 16, which MLX does not have: these are quantised again, to 8
+bits. Layouts: ggml's ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from phalanx.errors import WeightsError
 from phalanx.model.gguf.gguf_header import DAMAGED
 
 GROUP = 32
+MAX_EXPONENT = 252  # of MXFP4: 6, its largest value, times 2**(253 - 127) is infinite in float32
 Array = npt.NDArray[Any]
 
 
-class Affine(NamedTuple):
+class Groups(NamedTuple):
     """Groups of weights, in the order of the file."""
 
     codes: Array  # uint8 [groups, 32]
-    scales: Array  # float16 or float32 [groups]
-    biases: Array
+    scales: Array  # [groups]; float16 or float32, of MXFP4 uint8: the exponent of 2, plus 127
+    biases: Array | None  # as scales; None: MXFP4
     error: float = 0.0  # largest difference from the file's weights
 
 
-def to_affine(tensor: str, kind: str, blocks: Array) -> Affine:
+def to_groups(tensor: str, kind: str, blocks: Array) -> Groups:
     """Convert blocks.
 
     Args:
@@ -42,7 +44,11 @@ def to_affine(tensor: str, kind: str, blocks: Array) -> Affine:
     """
     with np.errstate(over="ignore", invalid="ignore"):
         found = requantised(DEQUANTIZE[kind](blocks)) if kind in DEQUANTIZE else EXACT[kind](blocks)
-    if not (np.isfinite(found.scales).all() and np.isfinite(found.biases).all()):
+    if found.biases is None:
+        finite = found.scales.max(initial=0) <= MAX_EXPONENT
+    else:
+        finite = np.isfinite(found.scales).all() and np.isfinite(found.biases).all()
+    if not finite:
         raise WeightsError(f"{tensor} has a scale that is not finite.", remedy=DAMAGED)
     return found
 
@@ -59,7 +65,7 @@ def pack(codes: Array, bits: int) -> Array:
     return whole[:, None].view(np.uint8)[:, :bits]
 
 
-def requantised(weights: Array) -> Affine:
+def requantised(weights: Array) -> Groups:
     """The nearest of 256 equidistant values from the least to the largest weight of a group."""
     groups = weights.reshape(-1, GROUP)
     low, high = groups.min(axis=1), groups.max(axis=1)
@@ -67,7 +73,7 @@ def requantised(weights: Array) -> Affine:
     steps = (groups - low[:, None]) / np.where(scales > 0, scales, np.float32(1))[:, None]
     codes = np.clip(np.rint(steps), 0, 255)
     error = np.abs(codes * scales[:, None] + low[:, None] - groups).max(initial=0.0)
-    return Affine(np.nan_to_num(codes).astype(np.uint8), scales, low, float(error))
+    return Groups(np.nan_to_num(codes).astype(np.uint8), scales, low, float(error))
 
 
 # -- exact ---------------------------------------------------------------------------------------------------------
@@ -83,13 +89,13 @@ def _nibbles(packed: Array) -> Array:
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
-def _q4(blocks: Array) -> Affine:
+def _q4(blocks: Array) -> Groups:
     d = _half(blocks, 0)
-    return Affine(_nibbles(blocks[:, 2:18]), d, np.float16(-8) * d)
+    return Groups(_nibbles(blocks[:, 2:18]), d, np.float16(-8) * d)
 
 
-def _q4_1(blocks: Array) -> Affine:
-    return Affine(_nibbles(blocks[:, 4:20]), _half(blocks, 0), _half(blocks, 2))
+def _q4_1(blocks: Array) -> Groups:
+    return Groups(_nibbles(blocks[:, 4:20]), _half(blocks, 0), _half(blocks, 2))
 
 
 def _fifth(blocks: Array, at: int) -> Array:
@@ -99,18 +105,22 @@ def _fifth(blocks: Array, at: int) -> Array:
     return codes
 
 
-def _q5(blocks: Array) -> Affine:
+def _q5(blocks: Array) -> Groups:
     d = _half(blocks, 0)
-    return Affine(_fifth(blocks, 2), d, np.float16(-16) * d)
+    return Groups(_fifth(blocks, 2), d, np.float16(-16) * d)
 
 
-def _q5_1(blocks: Array) -> Affine:
-    return Affine(_fifth(blocks, 4), _half(blocks, 0), _half(blocks, 2))
+def _q5_1(blocks: Array) -> Groups:
+    return Groups(_fifth(blocks, 4), _half(blocks, 0), _half(blocks, 2))
 
 
-def _q8(blocks: Array) -> Affine:
+def _q8(blocks: Array) -> Groups:
     d = _half(blocks, 0)
-    return Affine(blocks[:, 2:34] ^ 128, d, np.float16(-128) * d)
+    return Groups(blocks[:, 2:34] ^ 128, d, np.float16(-128) * d)
+
+
+def _mxfp4(blocks: Array) -> Groups:
+    return Groups(_nibbles(blocks[:, 1:17]), blocks[:, 0], None)
 
 
 def _six_bits(packed: Array) -> tuple[Array, Array]:
@@ -121,17 +131,17 @@ def _six_bits(packed: Array) -> tuple[Array, Array]:
     return scales, minima
 
 
-def _of_super_blocks(blocks: Array, codes: Array) -> Affine:
+def _of_super_blocks(blocks: Array, codes: Array) -> Groups:
     scales, minima = _six_bits(blocks[:, 4:16])
     d, dmin = (_half(blocks, at).astype(np.float32)[:, None] for at in (0, 2))
-    return Affine(codes.reshape(-1, GROUP), (d * scales).ravel(), (-dmin * minima).ravel())
+    return Groups(codes.reshape(-1, GROUP), (d * scales).ravel(), (-dmin * minima).ravel())
 
 
-def _q4_k(blocks: Array) -> Affine:
+def _q4_k(blocks: Array) -> Groups:
     return _of_super_blocks(blocks, _nibbles(blocks[:, 16:144].reshape(-1, 4, 32)))
 
 
-def _q5_k(blocks: Array) -> Affine:
+def _q5_k(blocks: Array) -> Groups:
     low = _nibbles(blocks[:, 48:176].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     high = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # bit i belongs to group i
     return _of_super_blocks(blocks, low | (high << 4))
@@ -174,16 +184,26 @@ def _of_groups(d: Array, scales: Array, codes: Array) -> Array:
     return weights
 
 
-EXACT: dict[str, Callable[[Array], Affine]] = {
+EXACT: dict[str, Callable[[Array], Groups]] = {
     "Q4_0": _q4, "Q4_1": _q4_1, "Q5_0": _q5, "Q5_1": _q5_1, "Q8_0": _q8, "Q4_K": _q4_k, "Q5_K": _q5_k,
+    "MXFP4": _mxfp4,
 }  # fmt: skip
 DEQUANTIZE: dict[str, Callable[[Array], Array]] = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q6_K": _q6_k}
 BITS = {
     "Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "Q2_K": 8, "Q3_K": 8, "Q6_K": 8,
+    "MXFP4": 4,
 }  # fmt: skip
 """Bits of a weight that MLX gets, by the type in the file."""
 
 
-def scales_dtype(kind: str) -> str:
-    """The dtype of scales and biases, in safetensors' words."""
-    return "F32" if kind.endswith("_K") else "F16"
+def mode_of(kind: str) -> str:
+    """MLX's name of a type's quantisation."""
+    return "mxfp4" if kind == "MXFP4" else "affine"
+
+
+def scales_dtypes(kind: str) -> dict[str, str]:
+    """By the parameters of a module beside its codes: their dtypes, in safetensors' words."""
+    if kind == "MXFP4":
+        return {"scales": "U8"}
+    dtype = "F32" if kind.endswith("_K") else "F16"
+    return {"scales": dtype, "biases": dtype}

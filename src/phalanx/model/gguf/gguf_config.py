@@ -24,7 +24,7 @@ from phalanx.model.gguf.gguf_architectures import (
     head_size,
     kv_heads,
 )
-from phalanx.model.gguf.gguf_blocks import BITS, GROUP, Array
+from phalanx.model.gguf.gguf_blocks import BITS, GROUP, Array, mode_of
 from phalanx.model.gguf.gguf_header import GgufHeader, GgufTensor, shown
 from phalanx.model.gguf.gguf_metadata import Metadata
 
@@ -176,13 +176,18 @@ def _head_fields(metadata: Metadata, architecture: Architecture) -> dict[str, An
 
 
 def _quantization(named: Sequence[Named]) -> dict[str, Any]:
-    """The bits of most modules, and then of each that has others."""
-    bits = {one.module: BITS[one.tensor.type.name] for one in named if one.tensor.type.name in BITS}
-    if not bits:
+    """The format of most modules, and then of each that has another."""
+    kinds = {one.module: one.tensor.type.name for one in named if one.tensor.type.name in BITS}
+    formats = {module: (BITS[kind], mode_of(kind)) for module, kind in kinds.items()}
+    if not formats:
         return {}
-    most = Counter(bits.values()).most_common(1)[0][0]
-    others = {name: {"group_size": GROUP, "bits": own} for name, own in sorted(bits.items()) if own != most}
-    return {"group_size": GROUP, "bits": most, **others}
+    most = Counter(formats.values()).most_common(1)[0][0]
+    others = {module: _format(*own) for module, own in sorted(formats.items()) if own != most}
+    return {**_format(*most), **others}
+
+
+def _format(bits: int, mode: str) -> dict[str, Any]:
+    return {"group_size": GROUP, "bits": bits, "mode": mode}
 
 
 # -- rotary scaling ------------------------------------------------------------------------------------------------

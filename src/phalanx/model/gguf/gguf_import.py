@@ -22,7 +22,7 @@ from phalanx.catalog.imports import ORIGIN, Origin, directory_for, imported_cont
 from phalanx.catalog.pull_progress import PullProgress, Report, quiet
 from phalanx.errors import ModelError, WeightsError
 from phalanx.memory import GB
-from phalanx.model.gguf.gguf_blocks import BITS, DEQUANTIZE, GROUP, Array, pack, scales_dtype, to_affine
+from phalanx.model.gguf.gguf_blocks import BITS, DEQUANTIZE, GROUP, Array, pack, scales_dtypes, to_groups
 from phalanx.model.gguf.gguf_config import FACTORS, Named, config_of, name_tensors
 from phalanx.model.gguf.gguf_header import DAMAGED, GgufHeader, parse_header
 from phalanx.model.gguf.gguf_metadata import Metadata
@@ -30,6 +30,7 @@ from phalanx.model.gguf.gguf_tokenizer import end_ids, write_tokenizer
 from phalanx.text.model_files import open_file
 
 CHUNK = 4 << 20  # bytes of a tensor in memory at once; its conversion takes some ten times as much
+NBYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "U32": 4}
 SPARE = 64 << 20  # bytes of the disk that stay free, with room for the tokenizer
 
 
@@ -121,7 +122,7 @@ def _layout(named: Sequence[Named]) -> Iterator[_Written]:
     start = 0
     for one in named:
         for part, dtype, shape in _parts(one):
-            nbytes = math.prod(shape) * (2 if dtype in ("F16", "BF16") else 4)
+            nbytes = math.prod(shape) * NBYTES[dtype]
             yield _Written(f"{one.module}.{part}", dtype, shape, start, nbytes)
             start += nbytes
 
@@ -133,8 +134,8 @@ def _parts(one: Named) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         return
     *rows, width = shape
     yield one.part, "U32", (*rows, width * BITS[kind] // 32)
-    for part in ("scales", "biases"):
-        yield part, scales_dtype(kind), (*rows, width // GROUP)
+    for part, dtype in scales_dtypes(kind).items():
+        yield part, dtype, (*rows, width // GROUP)
 
 
 def _write(
@@ -157,12 +158,14 @@ def _write(
     errors: dict[str, float] = {}
     for one in named:
         kind = one.tensor.type.name
-        at = [8 + len(text) + next(places).start for _ in range(3 if kind in BITS else 1)]
+        at = [8 + len(text) + next(places).start for _ in _parts(one)]
         for rows in _rows(file, one, stream):
             parts: list[Array] = [rows]
             if kind in BITS:
-                found = to_affine(f"{file}: tensor {one.tensor.name}", kind, rows.reshape(-1, one.tensor.type.nbytes))
-                parts = [pack(found.codes, BITS[kind]), found.scales, found.biases]
+                found = to_groups(f"{file}: tensor {one.tensor.name}", kind, rows.reshape(-1, one.tensor.type.nbytes))
+                parts = [pack(found.codes, BITS[kind]), found.scales]
+                if found.biases is not None:
+                    parts.append(found.biases)
                 if kind in DEQUANTIZE:
                     errors[one.tensor.name] = max(errors.get(one.tensor.name, 0.0), found.error)
             for i, part in enumerate(parts):
