@@ -437,9 +437,9 @@ def test_a_hub_id_comes_from_the_cache_and_without_code(tmp_path: Path, monkeypa
             ]
             return SimpleNamespace(sha="c" * 40, siblings=files)
 
-    def fetch(model: str, commit: str, file: SimpleNamespace, folder: Path, report: object) -> None:
+    def fetch(listing: object, file: SimpleNamespace, target: Path, report: object) -> None:
         fetched.append(file.rfilename)
-        (folder / "blobs" / file.blob_id).write_text("{}")
+        target.write_text("{}")
 
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("phalanx.catalog.hub.HfApi", Api)

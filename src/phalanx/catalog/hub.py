@@ -16,10 +16,11 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub import errors as hub
@@ -27,7 +28,8 @@ from huggingface_hub.file_download import _create_symlink, http_get
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, filter_repo_objects
 from huggingface_hub.utils import tqdm as hub_bar
 
-from phalanx.catalog.local_models import NEEDED, PART, cached_snapshot, lacking, repository_folder
+from phalanx.catalog.gguf_names import split_quant
+from phalanx.catalog.local_models import NEEDED, PART, cached_snapshot, directory_of, lacking, repository_folder
 from phalanx.catalog.pull_progress import ASKING, PullProgress, Report, quiet
 from phalanx.catalog.short_names import PACKAGED, did_you_mean
 from phalanx.errors import ModelError, ModelNotFound
@@ -45,30 +47,47 @@ NO_LIST = (AssertionError, AttributeError, LookupError, RecursionError, TypeErro
 MOST_SAID = 500  # characters of an error of the client, which quotes the hub
 
 
-def download(model: str, revision: str | None, *, trust_remote_code: bool, report: Report = quiet) -> Path:
-    """The directory of a hub id; taken from the hub's cache when there is no network.
+class Listing(NamedTuple):
+    """The files of a repository, as the hub lists them."""
+
+    repository: str
+    quant: str  # of a GGUF file, as the name has it; "" if it has none
+    revision: str | None
+    commit: str
+    files: Sequence[Any]
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the name means a GGUF file: it says so, or the repository has no other weights."""
+        names = [file.rfilename for file in self.files]
+        has_weights = any(fnmatchcase(name, NEEDED[0]) for name in names)
+        return self.quant != "" or (not has_weights and any(name.endswith(".gguf") for name in names))
+
+
+def ask(model: str, revision: str | None, report: Report = quiet) -> Listing | Path:
+    """The hub's list of a model's files; if the hub cannot be asked, the model's directory on this machine.
+
+    Args:
+        model: a hub id, with or without a colon and the quantisation of a GGUF file.
 
     Raises:
-        ModelNotFound: says whether the repository, the permission or the network is at fault, or that the cache
+        ModelNotFound: says whether the repository, the permission or the network is at fault, or that this machine
             has only a part of the model.
-        ModelError: the disk is too small, or a file is not what the hub says.
+        ModelError: the list is none.
     """
-    patterns = [pattern for pattern in NEEDED if trust_remote_code or not pattern.endswith(".py")]
+    repository, quant = split_quant(model)
     report(PullProgress(ASKING))
     try:
-        found = HfApi().model_info(model, revision=revision, files_metadata=True)
+        found = HfApi().model_info(repository, revision=revision, files_metadata=True)
     except (HTTP_ERROR, OSError, ValueError, *NO_LIST) as error:
         if isinstance(error, (hub.HFValidationError, hub.RevisionNotFoundError)):
             raise explain(model, revision, error) from error
         return _from_cache(model, revision, error)
-    try:
-        return _fetch(model, revision, found, patterns, report)
-    except (HTTP_ERROR, OSError, ValueError) as error:
-        raise explain(model, revision, error) from error
+    return Listing(repository, quant, revision, found.sha, _checked_list(repository, found))
 
 
 def _from_cache(model: str, revision: str | None, error: Exception) -> Path:
-    path = cached_snapshot(model, revision)
+    path = directory_of(model, revision)
     if path is None:
         raise explain(model, revision, error) from error
     if missing := lacking(path):
@@ -79,13 +98,33 @@ def _from_cache(model: str, revision: str | None, error: Exception) -> Path:
     return path
 
 
-def _fetch(model: str, revision: str | None, found: Any, patterns: Sequence[str], report: Report) -> Path:
+def download(listing: Listing, *, trust_remote_code: bool, report: Report = quiet) -> Path:
+    """The directory of a model in the hub's cache, with all of its files that the cache lacks.
+
+    Raises:
+        ModelNotFound: says whether the permission or the network is at fault.
+        ModelError: the disk is too small, or a file is not what the hub says.
+    """
+    patterns = [pattern for pattern in NEEDED if trust_remote_code or not pattern.endswith(".py")]
+    with _explained(listing):
+        return _fetch(listing, patterns, report)
+
+
+@contextmanager
+def _explained(listing: Listing) -> Iterator[None]:
+    try:
+        yield
+    except (HTTP_ERROR, OSError, ValueError) as error:
+        raise explain(listing.repository, listing.revision, error) from error
+
+
+def _fetch(listing: Listing, patterns: Sequence[str], report: Report) -> Path:
     """Fetch the files that the cache lacks, then give them their names; those of weights last."""
-    listed = _checked_list(model, found)
+    model, revision, commit = listing.repository, listing.revision, listing.commit
     folder = repository_folder(model)
-    snapshot: Path = folder / "snapshots" / found.sha
-    names = set(filter_repo_objects([file.rfilename for file in listed], allow_patterns=list(patterns)))
-    todo = [file for file in listed if file.rfilename in names and not (snapshot / file.rfilename).exists()]
+    snapshot: Path = folder / "snapshots" / commit
+    names = set(filter_repo_objects([file.rfilename for file in listing.files], allow_patterns=list(patterns)))
+    todo = [file for file in listing.files if file.rfilename in names and not (snapshot / file.rfilename).exists()]
     if not any(name.endswith(".safetensors") for name in names):
         raise ModelError(
             f"{model} has no weights as safetensors.", remedy="Choose another repository, such as of mlx-community."
@@ -93,16 +132,19 @@ def _fetch(model: str, revision: str | None, found: Any, patterns: Sequence[str]
     if todo:
         _check_disk(model, folder, todo, report)
     for file in sorted(todo, key=lambda file: file.lfs is None):  # the large ones first
-        _fetch_file(model, found.sha, file, folder, report)
+        lock = folder.parent / ".locks" / folder.name / f"{digest_of(file)}.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):
+            _fetch_file(listing, file, folder / "blobs" / digest_of(file), report)
     for file in sorted(todo, key=lambda file: str(file.rfilename).endswith(".safetensors")):
         link: Path = snapshot / file.rfilename
         link.parent.mkdir(parents=True, exist_ok=True)
-        _create_symlink(str(folder / "blobs" / _digest(file)), str(link), new_blob=True)
+        _create_symlink(str(folder / "blobs" / digest_of(file)), str(link), new_blob=True)
     is_named = not todo and cached_snapshot(model, revision) == snapshot  # the cache may be read-only
-    if revision != found.sha and not is_named:
+    if revision != commit and not is_named:
         ref = folder / "refs" / (revision or constants.DEFAULT_REVISION)
         ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(found.sha)
+        ref.write_text(commit)
     return snapshot
 
 
@@ -117,9 +159,9 @@ def _checked_list(model: str, found: Any) -> list[Any]:
     for file in listed:
         is_name = isinstance(file.rfilename, str) and NO_NAMES.isdisjoint(file.rfilename.split("/"))
         is_size = isinstance(file.size, int) and file.size >= 0
-        is_sum = (SHA1 if file.lfs is None else SHA256).fullmatch(str(_digest(file)))
+        is_sum = (SHA1 if file.lfs is None else SHA256).fullmatch(str(digest_of(file)))
         if not (is_name and is_size and is_sum and "\0" not in file.rfilename):
-            wrong.append(f"the file {file.rfilename} with {file.size} bytes and the checksum {_digest(file)}")
+            wrong.append(f"the file {file.rfilename} with {file.size} bytes and the checksum {digest_of(file)}")
     if wrong:
         raise ModelError(
             f"The hub's list of {model} has what no repository has: {wrong[0][:MOST_SAID]!r}.",
@@ -128,7 +170,7 @@ def _checked_list(model: str, found: Any) -> list[Any]:
     return listed
 
 
-def _digest(file: Any) -> str:
+def digest_of(file: Any) -> str:
     """The checksum by which the cache names a file: SHA-256 of the large ones, git's of the others."""
     return str(file.blob_id if file.lfs is None else file.lfs.sha256)
 
@@ -143,7 +185,7 @@ def _check_disk(model: str, folder: Path, todo: Sequence[Any], report: Report) -
     blobs.mkdir(parents=True, exist_ok=True)
     needed = 0
     for file in todo:
-        have = [blobs / _digest(file), blobs / f"{_digest(file)}{PART}"]
+        have = [blobs / digest_of(file), blobs / f"{digest_of(file)}{PART}"]
         needed += max(0, file.size - sum(one.stat().st_size for one in have if one.exists()))
     free = shutil.disk_usage(blobs).free
     if needed + SPARE > free:
@@ -154,36 +196,64 @@ def _check_disk(model: str, folder: Path, todo: Sequence[Any], report: Report) -
     report(PullProgress(f"needs {needed / GB:.2f} GB of disk, {free / GB:.2f} GB are free"))
 
 
-def _fetch_file(model: str, commit: str, file: Any, folder: Path, report: Report) -> None:
-    """Fetch a file, or the rest of it, into the cache's `blobs`.
+def fetch(listing: Listing, file: Any, target: Path, report: Report, most: int | None = None) -> Path:
+    """Fetch a file, or the rest of it, to a place outside of the cache; one that the cache has is linked.
+
+    Args:
+        most: bytes; about so many of the beginning are enough, and are not verified.
+
+    Returns:
+        `target`, or the file of a part.
+
+    Raises:
+        ModelError: as `download`.
+    """
+    cached = repository_folder(listing.repository) / "blobs" / digest_of(file)
+    with _explained(listing):
+        if not target.exists() and cached.is_file():
+            target.symlink_to(cached)
+        part = target.with_name(f"{target.name}{PART}")
+        if most is None or most >= file.size:
+            _fetch_file(listing, file, target, report)
+        elif not target.exists():
+            _fetch_bytes(listing, file, part, most, report)
+            return part
+    return target
+
+
+def _fetch_file(listing: Listing, file: Any, target: Path, report: Report) -> None:
+    """Fetch a file, or the rest of it, into a directory.
 
     Raises:
         ModelError: what came is not what the hub says.
     """
-    digest, size = _digest(file), file.size
-    blob, part = folder / "blobs" / digest, folder / "blobs" / f"{digest}{PART}"
-    lock = folder.parent / ".locks" / folder.name / f"{digest}.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    bar = _NoBar if file.lfs is None and report is not quiet else _bar(report, digest, size)
-    with WeakFileLock(lock):
-        if blob.exists():
-            return
-        with _PartOfFile(part, size) as out:
-            if out.tell() > size:
-                out.truncate(0)
-            with suppress(_TooLong):
-                http_get(
-                    hf_hub_url(model, file.rfilename, revision=commit), out, resume_size=out.tell(),
-                    headers=build_hf_headers(), expected_size=size, tqdm_class=bar,
-                )  # fmt: skip
-            out.flush()
-            os.fsync(out.fileno())
-        if file.lfs is not None:
-            report(PullProgress("verifying sha256 digest"))
-        if _checksum(part, size, is_large=file.lfs is not None) != digest:
-            part.unlink()
-            raise _changed(model, file.rfilename)
-        part.replace(blob)
+    if target.exists():
+        return
+    part = target.with_name(f"{target.name}{PART}")
+    _fetch_bytes(listing, file, part, file.size, report)
+    if file.lfs is not None:
+        report(PullProgress("verifying sha256 digest"))
+    if _checksum(part, file.size, is_large=file.lfs is not None) != digest_of(file):
+        part.unlink()
+        raise _changed(listing.repository, file.rfilename)
+    part.replace(target)
+
+
+def _fetch_bytes(listing: Listing, file: Any, part: Path, size: int, report: Report) -> None:
+    """Fetch the beginning of a file of at most so many bytes, or the rest of it."""
+    bar = _NoBar if file.lfs is None and report is not quiet else _bar(report, digest_of(file), file.size)
+    with _PartOfFile(part, size) as out:
+        if out.tell() > file.size:
+            out.truncate(0)
+        if size < file.size and out.tell() + constants.DOWNLOAD_CHUNK_SIZE > size:
+            return  # no more would be taken in
+        with suppress(_TooLong):
+            http_get(
+                hf_hub_url(listing.repository, file.rfilename, revision=listing.commit), out, resume_size=out.tell(),
+                headers=build_hf_headers(), expected_size=file.size, tqdm_class=bar,
+            )  # fmt: skip
+        out.flush()
+        os.fsync(out.fileno())
 
 
 class _TooLong(Exception):

@@ -17,7 +17,17 @@ from typing import Any
 
 from msgspec import Struct
 
-from phalanx.catalog.imports import imported_file, imported_models, imported_name, imports_folder
+from phalanx.catalog.gguf_names import split_quant
+from phalanx.catalog.imports import (
+    Origin,
+    begun_import,
+    imported_file,
+    imported_from_hub,
+    imported_models,
+    imported_name,
+    imports_folder,
+    origin_of,
+)
 from phalanx.catalog.packaged import PACKAGE
 from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, did_you_mean, repository_of, shortest
 from phalanx.demo import MODEL_DIR
@@ -49,7 +59,7 @@ class LocalModel(Struct, frozen=True, kw_only=True):
     bits: str = ""  # per weight, such as 4 or 16
     context: int = 0  # tokens; 0: config.json does not say
     used: float = 0.0  # when weights were last read, in seconds since 1970
-    lacks: str = ""  # a file that is missing: the download is incomplete
+    lacks: str = ""  # a file that is missing: the download or the import is incomplete
 
     @property
     def fits(self) -> bool:
@@ -113,7 +123,7 @@ def path_of(name: str) -> Path:
 
 def directory_of(name: str, revision: str | None = None) -> Path | None:
     """The directory of a model by its name: the bundled one, a short name, a directory, an imported file or its name,
-    or a hub id; None if it is not on this machine.
+    or a hub id, with or without a quantisation; None if it is not on this machine.
 
     Raises:
         ModelNotFound: of `path_of`.
@@ -130,7 +140,8 @@ def directory_of(name: str, revision: str | None = None) -> Path | None:
         return imported_file(given)
     if (imported := imported_name(name)) is not None:
         return imported
-    return cached_snapshot(repository, revision) if HUB_ID.fullmatch(repository) else None
+    cached = cached_snapshot(repository, revision) if HUB_ID.fullmatch(repository) else None
+    return cached or imported_from_hub(repository)
 
 
 def find(name: str) -> LocalModel:
@@ -143,8 +154,10 @@ def find(name: str) -> LocalModel:
     if path is not None:
         in_cache = path.is_relative_to(hub_cache())
         if path.parent == imports_folder():
-            name = path.name
+            return _imported(path)
         return _describe(shortest(repository) if in_cache else name, path, repository if in_cache else "")
+    if (part := begun_import(repository)) is not None:
+        return _begun_import(*part)
     if HUB_ID.fullmatch(repository) and (begun := _begun(repository)) is not None:
         return begun
     raise ModelNotFound(f"{name} is not on this machine.", remedy=_how_to_find(name))
@@ -156,7 +169,8 @@ def _how_to_find(name: str) -> str:
     if question := did_you_mean(name):
         return question + here
     is_file = Path(name).expanduser().is_file()  # a GGUF file, to be imported
-    if not is_file and (name.startswith(("/", ".", "~")) or not (name in SHORT_NAMES or HUB_ID.fullmatch(name))):
+    is_hub_id = HUB_ID.fullmatch(split_quant(repository_of(name))[0]) is not None
+    if not is_file and (name.startswith(("/", ".", "~")) or not is_hub_id):
         return f"Check the name; a directory of a model has a config.json. {here}"
     return f"Run `phalanx pull {name}`; {here}"
 
@@ -166,7 +180,8 @@ def local_models() -> Iterator[LocalModel]:
     yield find(DEMO)
     if directory_of(PACKAGED) is not None:
         yield find(PACKAGED)
-    yield from (find(directory.name) for directory, _ in imported_models())
+    yield from (_imported(directory) for directory, _ in imported_models())
+    yield from (_begun_import(directory, origin) for directory, origin in imported_models(begun=True))
     cache = hub_cache()
     for folder in sorted(cache.glob("models--*")) if cache.is_dir() else ():
         repository = repository_in(folder)
@@ -251,6 +266,17 @@ def _begun(repository: str) -> LocalModel | None:
     size = sum(part.stat().st_size for part in parts)
     path = repository_folder(repository)
     return LocalModel(name=shortest(repository), repository=repository, path=path, bytes=size, lacks="config.json")
+
+
+def _imported(path: Path) -> LocalModel:
+    origin = origin_of(path)
+    return _describe(origin.hub if origin and origin.hub else path.name, path, "")
+
+
+def _begun_import(path: Path, origin: Origin) -> LocalModel:
+    """An import that has begun: its downloaded files and what is made of them so far."""
+    size = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+    return LocalModel(name=origin.name, path=path, bytes=size, lacks="model.safetensors")
 
 
 def _describe(name: str, path: Path, repository: str) -> LocalModel:

@@ -9,7 +9,8 @@ DEMO = "demo"
 """The bundled model."""
 PACKAGED = "smollm2"
 """The model that comes from a package index, also where there is no hub (`packaged.py`)."""
-
+HOSTS = ("huggingface.co/", "hf.co/")
+"""Of the hub: Ollama's users write one of them before the name of a repository."""
 
 SHORT_NAMES: Mapping[str, str] = {
     "qwen3:0.6b": "mlx-community/Qwen3-0.6B-4bit",
@@ -32,8 +33,13 @@ that name."""
 
 
 def repository_of(name: str) -> str:
-    """The repository that a name means: that of a short name, else the name itself."""
-    return SHORT_NAMES.get(name, name)
+    """The repository that a name means: that of a short name, else the name itself without the hub's host."""
+    return SHORT_NAMES.get(name, without_host(name))
+
+
+def without_host(name: str) -> str:
+    """A name without the hub's host before it."""
+    return next((name.removeprefix(host) for host in HOSTS if name.startswith(host)), name)
 
 
 def shortest(repository: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from phalanx.catalog.imports import ORIGIN, origin_of
 from phalanx.catalog.local_models import find
 from phalanx.cli.list import day_of, fits_here, print_columns, size_of
 from phalanx.errors import ExitCode
@@ -27,6 +29,20 @@ def command(
         "last used": day_of(found.used),
         "fits here": fits_here(found),
         "lacks": found.lacks,
+        **_origin(found.path),
     }
     print_columns([[name, value] for name, value in rows.items() if value])
     return ExitCode.OK
+
+
+def _origin(path: Path) -> dict[str, str]:
+    """What a model was imported from, and what that has cost."""
+    origin = origin_of(path)
+    if origin is None:
+        return {}
+    found = {"imported from": origin.name}
+    if errors := origin.requantised:
+        worst = max(errors, key=lambda name: errors[name])
+        found["requantised"] = f"{len(errors)} tensors, to 8 bits; the largest error is {errors[worst]:.2g} ({worst})"
+        found["every error"] = str(path / ORIGIN)
+    return found

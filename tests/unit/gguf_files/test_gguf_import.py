@@ -1,11 +1,10 @@
-"""Importing a GGUF file: once by its content, whole or not at all, and each refusal in one line."""
+"""What is made of a GGUF file, and each refusal in one line."""
 
 from __future__ import annotations
 
 import array
 import io
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +18,14 @@ from support.examples import examples
 from support.gguf_files import gguf, tiny_metadata, tiny_tensors, unpaired, write_tiny
 from tokenizers import Tokenizer
 
-from phalanx.catalog.imports import ORIGIN, imports_folder
-from phalanx.catalog.local_models import directory_of, find, local_models, remove
+from phalanx.catalog.imports import imports_folder
 from phalanx.catalog.pull_progress import PullProgress
 from phalanx.errors import ModelError, ModelNotFound, ModelUnsupported, WeightsError
 from phalanx.model.gguf import gguf_import
 from phalanx.model.gguf.gguf_config import llama3_factors
 from phalanx.model.gguf.gguf_header import parse_header
-from phalanx.model.gguf.gguf_import import convert, halves, import_gguf
+from phalanx.model.gguf.gguf_import import convert, halves
+from phalanx.model.gguf.import_once import import_gguf
 from phalanx.model.loading.resolve import resolve
 
 
@@ -45,104 +44,10 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "Tiny one.gguf"
 
 
-def no_reading(*_: object) -> str:
-    pytest.fail("read the whole file again")
-
-
-# -- once, whole or not at all -------------------------------------------------------------------------------------
-
-
-def test_a_file_is_imported_once_and_found_by_path_and_name(file: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[PullProgress] = []
-    made = resolve(str(file), report=said.append)
-    assert made.parent == imports_folder() and made.name.startswith("Tiny_one-")
-    for status in ("reading Tiny one.gguf", "importing Tiny one.gguf"):
-        lines = [line for line in said if line.status == status]
-        assert lines[-1].completed == lines[-1].total > 0
-    monkeypatch.setattr(gguf_import, "_sha256", no_reading)
-    for name in (str(file), file.name, made.name):
-        assert resolve(name) == directory_of(name) == made
-        found = find(name)
-        assert (found.name, found.family, found.bits, found.lacks) == (made.name, "llama", "8", "")
-        assert found.bytes == (made / "model.safetensors").stat().st_size and found.context == 512
-    assert made.name in [model.name for model in local_models()]
-
-
-def test_the_same_content_elsewhere_is_the_same_model(file: Path, home: Path, monkeypatch: pytest.MonkeyPatch):
-    made = import_gguf(file)
-    copy = home / "copy.gguf"
-    shutil.copy(file, copy)
-    monkeypatch.setattr(gguf_import, "convert", no_reading)
-    assert import_gguf(copy) == made
-    monkeypatch.setattr(gguf_import, "_sha256", no_reading)
-    assert import_gguf(copy) == made
-
-
-def test_a_file_that_changed_is_another_model(file: Path):
-    first = import_gguf(file)
-    write_tiny(file, seed=1)
-    assert directory_of(str(file)) is None
-    with pytest.raises(ModelNotFound, match=r"is not on this machine\. Run `phalanx pull"):
-        find(str(file))
-    assert import_gguf(file) != first and first.exists()
-
-
-def test_an_imported_model_is_removed_by_its_name(file: Path):
-    made = import_gguf(file)
-    assert remove(made.name) > 0 and not made.exists() and file.exists()
-    assert [model.name for model in local_models()] == ["demo"]
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_an_import_that_is_interrupted_leaves_nothing(file: Path, last: bool):
-    """At the first rows and after the last ones, by Ctrl-C."""
-
-    def interrupt(progress: PullProgress) -> None:
-        if progress.status.startswith("importing") and (not last or progress.completed == progress.total):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        import_gguf(file, interrupt)
-    assert [entry.name for entry in imports_folder().iterdir()] == [".lock"]
-    assert directory_of(str(file)) is None and import_gguf(file).exists()
-
-
-def test_what_a_killed_import_left_is_cleared_away(file: Path):
-    made = import_gguf(file)
-    left = made.with_name(f".part-{made.name}")
-    made.rename(left)
-    (left / "model.safetensors").write_bytes(b"half")
-    assert directory_of(str(file)) is None and [model.name for model in local_models()] == ["demo"]
-    assert import_gguf(file) == made and not left.exists()
-
-
-def test_the_disk_is_checked_first(file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gguf_import.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(ModelError, match=r"Tiny one.gguf needs 0.00 GB of disk, but .* has 0.00 GB free"):
-        import_gguf(file)
-    assert [entry.name for entry in imports_folder().iterdir()] == [".lock"]
-
-
-def test_a_folder_that_cannot_be_written(file: Path, home: Path):
-    (home / "cache").write_text("a file")
-    with pytest.raises(ModelError, match=r"could not be imported: .*cache.*XDG_CACHE_HOME"):
-        import_gguf(file)
-
-
-def test_a_file_that_is_cut_while_it_is_imported(file: Path, home: Path):
-    def cut(progress: PullProgress) -> None:
-        os.truncate(file, file.stat().st_size - 4096)
-
-    with pytest.raises(WeightsError, match=r"Tiny one.gguf became shorter while it was read"):
-        convert(file, home / "made", cut)
-
-
-def test_an_import_without_its_record_is_made_anew(file: Path):
-    made = import_gguf(file)
-    for damage in (b"{", b""):
-        (made / ORIGIN).write_bytes(damage)
-        assert directory_of(str(file)) is None
-        assert import_gguf(file) == made and directory_of(str(file)) == made
+def entries() -> list[str]:
+    """What imports have left."""
+    folder = imports_folder()
+    return sorted(entry.name for entry in folder.iterdir() if entry.name != ".locks") if folder.exists() else []
 
 
 def header_of(file: Path) -> bytes:
@@ -193,7 +98,7 @@ def refusal(home: Path, match: str, *, kind: type[ModelError] = ModelUnsupported
     with pytest.raises(kind, match=match) as raised:
         import_gguf(home / "x.gguf")
     assert raised.value.remedy and "\n" not in str(raised.value) and "x.gguf" in str(raised.value)
-    assert [entry.name for entry in imports_folder().iterdir()] == [".lock"]
+    assert entries() == []
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
@@ -202,7 +107,6 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         "architecture 'mamba', taken are llama, .*gemma3.* Download the model in mlx-lm's or Transformers' format",
     ),
     "adapter": ({"general__type": "adapter"}, "general.type is 'adapter', not a model"),
-    "split": ({"split__count": 2}, "one of several files.*llama-gguf-split --merge"),
     "experts": ({"llama__expert_count": 8}, "tensor 'blk.0.ffn_.*weight' is not known of llama"),
     "window": ({"llama__attention__sliding_window": 8}, "it has 'llama.attention.sliding_window', which is not taken"),
     "scale": ({"llama__logit_scale": 0.5}, "it has 'llama.logit_scale', which is not taken over"),
@@ -257,7 +161,7 @@ def test_damaged_weights_are_named(home: Path):
     (home / "x.gguf").write_bytes(gguf(tiny_metadata("llama"), tensors))
     with pytest.raises(WeightsError, match=r"x\.gguf: tensor blk\.1\.ffn_up\.weight has a scale that is not finite"):
         import_gguf(home / "x.gguf")
-    assert [entry.name for entry in imports_folder().iterdir()] == [".lock"]
+    assert entries() == []
 
 
 def test_tensors_that_are_not_taken_over_are_named(home: Path):

@@ -53,11 +53,6 @@ def name_tensors(metadata: Metadata, header: GgufHeader) -> list[Named]:
         ModelUnsupported: there is one that its architecture does not have here, or of a type that is not taken over.
         WeightsError: one is missing, or has a wrong shape.
     """
-    if metadata.get("split.count", int, 0) > 1:
-        raise ModelUnsupported(
-            f"{metadata.file} is one of several files of a model.",
-            remedy="Merge them first: `llama-gguf-split --merge FIRST.gguf WHOLE.gguf`.",
-        )
     if (kind := metadata.get("general.type", str, "model")) != "model":
         raise metadata.refused(f"general.type is {shown(kind)}, not a model")
     architecture = architecture_of(metadata)
@@ -121,12 +116,12 @@ def _named(
 
 
 def config_of(
-    metadata: Metadata, named: Sequence[Named], factors: Mapping[str, Array], ends: Sequence[int]
+    metadata: Metadata, named: Sequence[Named], factors: Mapping[str, Array | None], ends: Sequence[int]
 ) -> dict[str, Any]:
     """The content of config.json.
 
     Args:
-        factors: the tensors of rotary factors, by their names.
+        factors: the tensors of rotary factors, by their names; None: they were not read, and are not in the result.
         ends: the ids that end an answer.
 
     Raises:
@@ -194,7 +189,7 @@ def _format(bits: int, mode: str) -> dict[str, Any]:
 
 
 def rope_scaling(
-    metadata: Metadata, architecture: Architecture, factors: Mapping[str, Array], theta: float
+    metadata: Metadata, architecture: Architecture, factors: Mapping[str, Array | None], theta: float
 ) -> dict[str, Any] | None:
     """The entry `rope_scaling` of config.json; None without any.
 
@@ -213,10 +208,12 @@ def rope_scaling(
         return None
     if kind not in architecture.scalings:
         raise metadata.refused(f"rope.scaling.type {shown(kind)}, which mlx-lm's {architecture.model_type} has not")
+    known = {name: found for name, found in factors.items() if found is not None}
     if kind == "llama3":
-        return _of_llama3(metadata, factors, theta)
+        return _of_llama3(metadata, known, theta) if len(known) == len(factors) else None
     if kind == "longrope":
-        return _of_long(metadata, factors)
+        metadata.raw("*.rope.scaling.attn_factor")
+        return _of_long(metadata, known) if len(known) == len(factors) else None
     scaling = {"rope_type": kind, "factor": metadata.get("*.rope.scaling.factor", float)}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = metadata.count("*.rope.scaling.original_context_length")

@@ -52,13 +52,14 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
 
 
 class GgufTensor(NamedTuple):
-    """A tensor: `nbytes` bytes of the file from `start` on, row-major."""
+    """A tensor: `nbytes` bytes of a file from `start` on, row-major."""
 
     name: str
     type: BlockType
     shape: tuple[int, ...]  # outermost axis first, as MLX has it
     start: int
     nbytes: int
+    part: int = 0  # which file of its model, from 0 on
 
 
 class GgufHeader(NamedTuple):

@@ -1,74 +1,42 @@
-"""Imports a GGUF file: a directory as mlx-lm has them, written once, a few rows of a tensor in memory at a time."""
+"""Makes a directory as mlx-lm has them of a GGUF file, a few rows of a tensor in memory at a time."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
 import json
 import math
-import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import msgspec
 import numpy as np
-from msgspec.structs import replace
 
-from phalanx.catalog.imports import ORIGIN, Origin, directory_for, imported_content, imported_file, origin_of
+from phalanx.catalog.imports import files_of_model
 from phalanx.catalog.pull_progress import PullProgress, Report, quiet
 from phalanx.errors import ModelError, WeightsError
 from phalanx.memory import GB
 from phalanx.model.gguf.gguf_blocks import BITS, DEQUANTIZE, GROUP, Array, pack, scales_dtypes, to_groups
 from phalanx.model.gguf.gguf_config import FACTORS, Named, config_of, name_tensors
-from phalanx.model.gguf.gguf_header import DAMAGED, GgufHeader, parse_header
+from phalanx.model.gguf.gguf_header import DAMAGED
 from phalanx.model.gguf.gguf_metadata import Metadata
+from phalanx.model.gguf.gguf_parts import OpenModel, open_model
 from phalanx.model.gguf.gguf_tokenizer import end_ids, write_tokenizer
-from phalanx.text.model_files import open_file
+from phalanx.model.gguf.import_journal import ImportJournal
 
+WEIGHTS = "model.safetensors"
+JOURNAL = ".journal"
 CHUNK = 4 << 20  # bytes of a tensor in memory at once; its conversion takes some ten times as much
 NBYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "U32": 4}
 SPARE = 64 << 20  # bytes of the disk that stay free, with room for the tokenizer
 
 
-def import_gguf(file: Path, report: Report = quiet) -> Path:
-    """The directory of the model in a file, which is imported unless it has been before.
-
-    Raises:
-        ModelError: the file is damaged, is not taken over, or the disk is too small; says why.
-    """
-    try:
-        if (known := imported_file(file)) is not None:
-            return known
-        origin = replace(origin_of(file), sha256=_sha256(file, report))
-        directory = directory_for(file, origin.sha256)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(directory.parent):
-            if (same := imported_content(origin.sha256)) is not None:
-                _record(same, origin)  # it is found by this path from now on, without reading the file
-                return same
-            part = directory.with_name(f".part-{directory.name}")
-            for left in (part, directory):  # of a process that was killed; without its record
-                shutil.rmtree(left, ignore_errors=True)
-            try:
-                convert(file, part, report)
-                _record(part, origin)
-                part.rename(directory)  # whole or not at all
-            finally:
-                shutil.rmtree(part, ignore_errors=True)
-    except OSError as error:
-        raise ModelError(
-            f"{file} could not be imported: {error.filename or ''} {error.strerror or error}.",
-            remedy="Check the file and the room on the disk, or set XDG_CACHE_HOME to another directory.",
-        ) from error
-    return directory
-
-
 def convert(file: Path, directory: Path, report: Report = quiet) -> dict[str, float]:
-    """Write the model of a file as a directory that does not exist yet. Reports progress, and what is not exact.
+    """Write the model of a file as a directory. Reports progress, and what is not exact.
+
+    Args:
+        file: the model's, or one of its several files.
+        directory: new, or as an earlier call for these files left it: then it goes on.
 
     Returns:
         By their names, the largest error of tensors that were quantised again.
@@ -77,34 +45,19 @@ def convert(file: Path, directory: Path, report: Report = quiet) -> dict[str, fl
         ModelError: the file is damaged, is not taken over, or the disk is too small.
         OSError: something cannot be read or written.
     """
-    with open_file(file, WeightsError) as stream:
-        header = parse_header(str(file), os.fstat(stream.fileno()).st_size, stream.read)
-        metadata = Metadata(str(file), header.metadata)
-        named = name_tensors(metadata, header)
-        written = list(_layout(named))
-        total = sum(one.nbytes for one in written)
-        free = shutil.disk_usage(directory.parent).free
-        if total + SPARE > free:
-            raise ModelError(
-                f"{file.name} needs {total / GB:.2f} GB of disk, but {directory.parent} has {free / GB:.2f} GB free.",
-                remedy="Make room there, or set XDG_CACHE_HOME to a directory with room.",
-            )
-        directory.mkdir()
-        config = config_of(metadata, named, _factors(metadata, header, stream), end_ids(metadata))
-        (directory / "config.json").write_text(json.dumps(config, indent=1))
-        write_tokenizer(metadata, directory)
-        with (directory / "model.safetensors").open("xb") as out:
-            errors = _write(file, named, written, stream, out, _shown(report, f"importing {file.name}", file, total))
-            out.flush()
-            os.fsync(out.fileno())
+    with open_model(files_of_model(file)) as model:
+        directory.mkdir(exist_ok=True)
+        layout = describe(model, file, directory)
+        weights = directory / WEIGHTS
+        begun = weights.stat().st_blocks * 512 if weights.exists() else 0
+        check_disk(file.name, layout.nbytes - begun, directory)
+        done = shown_bytes(report, f"importing {file.name}", file, layout.nbytes)
+        errors = _write(file, layout, model.streams, weights, done)
     if errors:
         worst = max(errors, key=errors.__getitem__)
         said = f"{len(errors)} tensors are quantised again, to 8 bits; the largest error is {errors[worst]:.2g}"
         report(PullProgress(f"{said} ({worst})"))
     return errors
-
-
-# -- the weights ---------------------------------------------------------------------------------------------------
 
 
 class _Written(NamedTuple):
@@ -115,6 +68,65 @@ class _Written(NamedTuple):
     shape: tuple[int, ...]
     start: int  # from the end of the header
     nbytes: int
+
+
+class WeightsLayout(NamedTuple):
+    """What a file of weights is made of."""
+
+    named: Sequence[Named]
+    written: Sequence[_Written]  # in the same order, up to three of each
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(one.nbytes for one in self.written)
+
+
+def describe(model: OpenModel, file: Path, directory: Path) -> WeightsLayout:
+    """Write all of a model but its weights: config.json and the tokenizer.
+
+    Args:
+        file: for errors.
+
+    Raises:
+        ModelError: the model is damaged, or is not taken over.
+        OSError: something cannot be written.
+    """
+    metadata = Metadata(str(file), model.header.metadata)
+    named = name_tensors(metadata, model.header)
+    config = config_of(metadata, named, _factors(metadata, model), end_ids(metadata))
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(metadata, directory)
+    return WeightsLayout(named, list(_layout(named)))
+
+
+def check_disk(name: str, needed: int, folder: Path) -> None:
+    """Check that a disk has room.
+
+    Raises:
+        ModelError: it has too little.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed + SPARE > free:
+        raise ModelError(
+            f"{name} needs {needed / GB:.2f} GB of disk, but {folder} has {free / GB:.2f} GB free.",
+            remedy="Make room there, or set XDG_CACHE_HOME to a directory with room.",
+        )
+
+
+def shown_bytes(report: Report, status: str, file: Path, total: int) -> Callable[[int], None]:
+    """A function that adds bytes to a bar."""
+    completed = 0
+
+    def add(n: int) -> None:
+        nonlocal completed
+        completed += n
+        report(PullProgress(status, str(file), total, completed))
+
+    return add
+
+
+# -- the weights ---------------------------------------------------------------------------------------------------
 
 
 def _layout(named: Sequence[Named]) -> Iterator[_Written]:
@@ -139,40 +151,54 @@ def _parts(one: Named) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def _write(
-    file: Path,
-    named: Sequence[Named],
-    written: Sequence[_Written],
-    stream: BinaryIO,
-    out: BinaryIO,
-    done: Callable[[int], None],
+    file: Path, layout: WeightsLayout, streams: Sequence[BinaryIO], weights: Path, done: Callable[[int], None]
 ) -> dict[str, float]:
-    """Write a safetensors file. Returns the errors of tensors that were quantised again."""
+    """Write a safetensors file, or the rest of it. Returns the errors of tensors that were quantised again."""
     entries = {
         one.name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": (one.start, one.start + one.nbytes)}
-        for one in written
+        for one in layout.written
     }
     text = json.dumps({"__metadata__": {"format": "mlx"}, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    out.write(struct.pack("<Q", len(text)) + text)
-    places = iter(written)
-    errors: dict[str, float] = {}
-    for one in named:
-        kind = one.tensor.type.name
-        at = [8 + len(text) + next(places).start for _ in _parts(one)]
-        for rows in _rows(file, one, stream):
-            parts: list[Array] = [rows]
-            if kind in BITS:
-                found = to_groups(f"{file}: tensor {one.tensor.name}", kind, rows.reshape(-1, one.tensor.type.nbytes))
-                parts = [pack(found.codes, BITS[kind]), found.scales]
-                if found.biases is not None:
-                    parts.append(found.biases)
-                if kind in DEQUANTIZE:
-                    errors[one.tensor.name] = max(errors.get(one.tensor.name, 0.0), found.error)
-            for i, part in enumerate(parts):
-                out.seek(at[i])
-                at[i] += out.write(part.tobytes())
-            done(sum(part.nbytes for part in parts))
+    start = struct.pack("<Q", len(text)) + text
+    journal = ImportJournal(weights.with_name(JOURNAL), weights, start)
+    errors = {name: error for name, error in journal.finished.items() if error is not None}
+    places = iter(layout.written)
+    with weights.open("r+b") as out:
+        for one in layout.named:
+            parts = [next(places) for _ in _parts(one)]
+            nbytes = sum(part.nbytes for part in parts)
+            if one.tensor.name in journal.finished:
+                done(nbytes)
+                continue
+            at = [len(start) + part.start for part in parts]
+            error = _write_tensor(file, one, streams[one.tensor.part], out, at, done)
+            if error is not None:
+                errors[one.tensor.name] = error
+            journal.add(one.tensor.name, error, nbytes, out)
+        journal.finish(out)
     return errors
+
+
+def _write_tensor(
+    file: Path, one: Named, stream: BinaryIO, out: BinaryIO, at: list[int], done: Callable[[int], None]
+) -> float | None:
+    """Write the parts of a tensor, each from its place in the file on. Returns the largest error of an inexact one."""
+    kind = one.tensor.type.name
+    error = 0.0
+    for rows in _rows(file, one, stream):
+        parts: list[Array] = [rows]
+        if kind in BITS:
+            found = to_groups(f"{file}: tensor {one.tensor.name}", kind, rows.reshape(-1, one.tensor.type.nbytes))
+            parts = [pack(found.codes, BITS[kind]), found.scales]
+            if found.biases is not None:
+                parts.append(found.biases)
+            error = max(error, found.error)
+        for i, part in enumerate(parts):
+            out.seek(at[i])
+            at[i] += out.write(part.tobytes())
+        done(sum(part.nbytes for part in parts))
+    return error if kind in DEQUANTIZE else None
 
 
 def _rows(file: Path, one: Named, stream: BinaryIO) -> Iterator[Array]:
@@ -201,52 +227,15 @@ def halves(rows: Array, head: int) -> Array:
     return rows.reshape(-1, head // 2, 2, width).swapaxes(1, 2).reshape(-1, width)
 
 
-def _factors(metadata: Metadata, header: GgufHeader, stream: BinaryIO) -> dict[str, Array]:
-    """The tensors of rotary factors, by their names."""
-    found = {}
-    for tensor in header.tensors:
+def _factors(metadata: Metadata, model: OpenModel) -> dict[str, Array | None]:
+    """The tensors of rotary factors, by their names; None: the file is only the beginning of a longer one."""
+    found: dict[str, Array | None] = {}
+    for tensor in model.header.tensors:
         if tensor.name in FACTORS:
             if tensor.type.name != "F32":
                 raise metadata.refused(f"{tensor.name} is of type {tensor.type.name}")
+            stream = model.streams[tensor.part]
             stream.seek(tensor.start)
-            found[tensor.name] = np.frombuffer(stream.read(tensor.nbytes), "<f4")
+            read = stream.read(tensor.nbytes)
+            found[tensor.name] = np.frombuffer(read, "<f4") if len(read) == tensor.nbytes else None
     return found
-
-
-# -- around them ---------------------------------------------------------------------------------------------------
-
-
-def _sha256(file: Path, report: Report) -> str:
-    digest = hashlib.sha256()
-    with open_file(file, WeightsError) as stream:
-        done = _shown(report, f"reading {file.name}", file, os.fstat(stream.fileno()).st_size)
-        while data := stream.read(CHUNK):
-            digest.update(data)
-            done(len(data))
-    return digest.hexdigest()
-
-
-def _shown(report: Report, status: str, file: Path, total: int) -> Callable[[int], None]:
-    """A function that adds bytes to a bar."""
-    completed = 0
-
-    def add(n: int) -> None:
-        nonlocal completed
-        completed += n
-        report(PullProgress(status, str(file), total, completed))
-
-    return add
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process of this machine imports."""
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _record(directory: Path, origin: Origin) -> None:
-    written = directory / f"{ORIGIN}.new"
-    written.write_bytes(msgspec.json.encode(origin))
-    written.replace(directory / ORIGIN)

@@ -58,7 +58,13 @@ def resolve(
         raise ModelNotFound(f"No such directory: {model!r}.", remedy="Check the path, or give a hub id (owner/name).")
     check_hub_endpoint()
     hub = importlib.import_module("phalanx.catalog.hub")
-    downloaded: Path = hub.download(model, revision, trust_remote_code=trust_remote_code, report=report)
+    found = hub.ask(model, revision, report)
+    if isinstance(found, Path):
+        downloaded = found
+    elif found.is_gguf:
+        downloaded = importlib.import_module("phalanx.model.gguf.gguf_hub").import_from_hub(found, report)
+    else:
+        downloaded = hub.download(found, trust_remote_code=trust_remote_code, report=report)
     check_directory(downloaded)
     return downloaded
 
@@ -71,7 +77,7 @@ def _of_file(model: str, file: Path, report: Report) -> Path:
         raise ModelNotFound(
             f"{model} is a file.", remedy="Name the directory that holds config.json and the weights, or a GGUF file."
         )
-    made: Path = importlib.import_module("phalanx.model.gguf.gguf_import").import_gguf(file, report)
+    made: Path = importlib.import_module("phalanx.model.gguf.import_once").import_gguf(file, report)
     return made
 
 

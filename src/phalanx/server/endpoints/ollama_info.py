@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 
 from phalanx.catalog.local_models import LocalModel, find, local_models
 from phalanx.catalog.pull_progress import PullProgress
-from phalanx.catalog.short_names import DEMO, repository_of
+from phalanx.catalog.short_names import DEMO, repository_of, without_host
 from phalanx.errors import InvalidRequest, ModelNotFound, UnknownModel
 from phalanx.server.answers.event_framing import EventStream
 from phalanx.server.dialects.ollama import ollama_models
@@ -29,8 +29,8 @@ from phalanx.server.requests.parsed import ApiModel
 from phalanx.supervision.model_commands import model_command
 from phalanx.types import ModelInfo
 
-NAME = re.compile(r"\w[\w.:-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
-"""A short name or a hub id, but no path."""
+NAME = re.compile(r"\w[\w.:-]{0,95}(/\w[\w.-]{0,95}(:\w[\w.-]{0,127})?)?", re.ASCII)
+"""A short name or a hub id, perhaps with a quantisation, but no path."""
 PULLS = 4
 """At the same time: each is a process of its own, with 100 MB of memory. Further ones wait."""
 
@@ -56,8 +56,8 @@ class OllamaEndpoints:
     ) -> None:
         self._served = served
         self._intake = intake
-        self._names = {*served.names, model}
         self._repository = repository_of(model)
+        self._names = {*served.names, model, self._repository}
         self._template = template
         self._info = info
         self._manages = manages
@@ -81,7 +81,7 @@ class OllamaEndpoints:
         """`POST /api/show`"""
         name = await self._intake.read(request, OllamaModelBody, _named)
         bare = name.removesuffix(TAG)
-        if not self._is_served(name) and self._manages(request) and NAME.fullmatch(bare):
+        if not self._is_served(name) and self._manages(request) and NAME.fullmatch(without_host(bare)):
             try:
                 return JSONResponse(ollama_models.show_local(await asyncio.to_thread(find, bare)))
             except ModelNotFound:
@@ -161,7 +161,7 @@ def _manageable(name: str) -> str:
         InvalidRequest: it may be a path of this machine.
     """
     bare = name.removesuffix(TAG)
-    if not NAME.fullmatch(bare):
+    if not NAME.fullmatch(without_host(bare)):
         raise InvalidRequest(f"{name[:80]!r} is neither a short name nor a hub id (owner/name).", param="model")
     return bare
 

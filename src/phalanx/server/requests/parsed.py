@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from phalanx.catalog.short_names import without_host
 from phalanx.server.outputs.pieces import ToolDefinition
 from phalanx.server.outputs.shapes import OutputShapes
 from phalanx.server.settings.server_settings import ServerConfig
@@ -30,7 +31,8 @@ def served_names(config: ServerConfig) -> tuple[str, ...]:
 
 
 def shown_name(model: str) -> str:
-    """A model argument without directories: a directory's last part, other names as they are."""
+    """A model argument without directories: a directory's last part, other names without the hub's host."""
+    model = without_host(model)
     path = Path(model).expanduser()
     if not (model.startswith(("/", ".", "~")) or model.count("/") > 1 or path.is_dir()):
         return model
