@@ -120,8 +120,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "values": ({"llama__attention__value_length": 32}, "its attention.value_length is not 64"),
     "scaling": ({"llama__rope__scaling__type": "longrope"}, "rope.scaling.type 'longrope', which mlx-lm's llama"),
-    "tokenizer": ({"tokenizer__ggml__model": "llama"}, "its tokenizer is of the kind 'llama', taken is gpt2"),
-    "pre-tokenizer": ({"tokenizer__ggml__pre": "tekken"}, "its pre-tokenizer 'tekken' is not known"),
+    "tokenizer": ({"tokenizer__ggml__model": "rwkv"}, "its tokenizer is of the kind 'rwkv', taken are gpt2"),
+    "pre-tokenizer": ({"tokenizer__ggml__pre": "jina-v2-de"}, "its pre-tokenizer 'jina-v2-de' is not known"),
 }
 DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "no architecture": ({"general__architecture": None}, "general.architecture is missing"),

@@ -1,8 +1,10 @@
-"""Writes tokenizer.json and tokenizer_config.json from a GGUF file's metadata: byte-level BPE of known kinds."""
+"""Writes tokenizer.json and tokenizer_config.json from a GGUF file's metadata."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +12,24 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from phalanx.model.gguf.gguf_header import shown
 from phalanx.model.gguf.gguf_metadata import Metadata
+from phalanx.model.gguf.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
-CONTROL, USER_DEFINED = 3, 4  # types of tokens such as <|im_end|>, and of those that a text may have
-TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_text|>")
-"""Control tokens that end an answer whatever the metadata say: many files name one end only, as llama.cpp knows."""
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-RULES = {
-    "smollm": "digits", "gpt-2": "gpt2", "gpt2": "gpt2", "default": "default", "llama-bpe": "llama3",
-    "llama3": "llama3", "llama-v3": "llama3", "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2",
-}  # fmt: skip
-"""`tokenizer.ggml.pre` -> how a text is cut before its parts are merged."""
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens: <unk>, those such as <|im_end|>, those that a text may have
+BLANK = "▁"  # a space in the vocabularies of SentencePiece
+MAX_LETTERS = 512  # of a token that is merged from others
+SENTENCEPIECE = ("gemma4", "sarvam-moe")
+"""Pre-tokenizers of merges whose tokens are text as in SentencePiece: BLANK for spaces, <0xE2> for bytes."""
+TURN_ENDS = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
+    "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+))  # fmt: skip
+"""Tokens that end an answer whatever the metadata say of them: many files name one end only (llama-vocab.cpp)."""
+TURN_ENDS_OF_CONTROL = frozenset(("</s>", "<eos>"))
+"""The same, if the file has them as control tokens: to Gemma, </s> is a piece of HTML."""
+GOES_ON = "<|end|>", ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+"""What ends a message but not the answer where the vocabulary has one of these pairs (gpt-oss, Solar)."""
+KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3, whose other special tokens swallow the blanks behind them
 
 
 def write_tokenizer(metadata: Metadata, directory: Path) -> None:
@@ -33,63 +39,114 @@ def write_tokenizer(metadata: Metadata, directory: Path) -> None:
         ModelUnsupported: the tokenizer is of a kind that is not taken over; names it.
         WeightsError: its parts do not belong together.
     """
-    kind = metadata.get("tokenizer.ggml.model", str)
-    if kind != "gpt2":
-        raise metadata.refused(f"its tokenizer is of the kind {shown(kind)}, taken is gpt2 (byte-level BPE)")
-    pre = metadata.get("tokenizer.ggml.pre", str, "default")
-    if pre not in RULES:
-        raise metadata.refused(f"its pre-tokenizer {shown(pre)} is not known, those are {', '.join(RULES)}")
-    rules = RULES[pre]
     names = token_names(metadata)
-    tokenizer = Tokenizer(models.BPE(
-        vocab={name: token for token, name in enumerate(names)}, merges=_merges(metadata, set(names)),
-        ignore_merges=rules == "llama3",
-    ))  # fmt: skip
-    if rules == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_cuts(rules))
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = metadata.numbers("tokenizer.ggml.token_type", len(names))
-    for wanted, special in ((CONTROL, True), (USER_DEFINED, False)):
-        found = [name for name, kind in zip(names, kinds, strict=True) if kind == wanted]
-        tokens = [AddedToken(name, special=special, normalized=False) for name in found]
+    tokenizer, has_bos = _tokenizer(metadata, names)
+    for special, tokens in _added(metadata, names):
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
-    if (frame := _frame(metadata, names, rules)) is not None:
+    if (frame := _frame(metadata, names, has_bos)) is not None:
         tokenizer.post_processor = frame
-    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
     (directory / "tokenizer_config.json").write_text(json.dumps(_described(metadata, names), indent=1))
 
 
 def token_names(metadata: Metadata) -> list[str]:
-    """The texts of all tokens, by id.
+    """The texts of all tokens, by id; those without one get one as in llama.cpp.
 
     Raises:
         WeightsError: they are not texts, or one is there twice.
     """
-    names = metadata.strings("tokenizer.ggml.tokens")
+    names = [name or f"[EMPTY_{i}]" for i, name in enumerate(metadata.strings("tokenizer.ggml.tokens"))]
     if len(set(names)) != len(names):
         raise metadata.damaged("tokenizer.ggml.tokens has a token twice")
     return names
 
 
 def end_ids(metadata: Metadata) -> list[int]:
-    """The ids that end an answer; the first is the metadata's own."""
+    """The ids that end an answer; the first is the metadata's own.
+
+    Raises:
+        WeightsError: there is none, or one is not in the vocabulary.
+    """
     names = token_names(metadata)
-    others = (role for role in ("eot", "eom") if metadata.raw(f"tokenizer.ggml.{role}_token_id") is not None)
-    ends = [_token(metadata, role, names) for role in ("eos", *others)]
+    known = set(names)
+    roles = (role for role in ("eos", "eot", "eom") if _has(metadata, f"{role}_token_id"))
+    ends = [_token(metadata, role, names) for role in roles]
     kinds = metadata.numbers("tokenizer.ggml.token_type", len(names))
-    ends += [token for token, name in enumerate(names) if name in TURN_ENDS and kinds[token] == CONTROL]
-    return list(dict.fromkeys(ends))
-
-
-def _token(metadata: Metadata, role: str, names: list[str]) -> int:
-    found: int = metadata.get(f"tokenizer.ggml.{role}_token_id", int)
-    if not 0 <= found < len(names):
-        raise metadata.damaged(f"the {role} token is {found} of {len(names)}")
+    by_name = [i for i, name in enumerate(names) if name in TURN_ENDS]
+    by_name += [i for i, name in enumerate(names) if name in TURN_ENDS_OF_CONTROL and kinds[i] == CONTROL]
+    message_end, pairs = GOES_ON
+    if any(pair <= known for pair in pairs):
+        by_name = [i for i in by_name if names[i] != message_end]
+    found = list(dict.fromkeys([*ends, *by_name]))
+    if not found:
+        raise metadata.damaged("tokenizer.ggml.eos_token_id is missing")
     return found
 
 
-def _merges(metadata: Metadata, known: set[str]) -> list[tuple[str, str]]:
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+def _tokenizer(metadata: Metadata, names: list[str]) -> tuple[Tokenizer, bool]:
+    """The tokenizer without special tokens, and whether it puts a BOS token before a text."""
+    kind = metadata.get("tokenizer.ggml.model", str)
+    pre = kind if kind == "gemma4" else metadata.get("tokenizer.ggml.pre", str, "default")
+    stated = metadata.get("tokenizer.ggml.add_bos_token", bool) if _has(metadata, "add_bos_token") else None
+    if kind == "llama":
+        has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", bool, True)
+        merges = _scored_merges(metadata, names)
+        return _sentencepiece(metadata, names, merges, has_prefix=has_prefix), stated is not False
+    if kind not in ("gpt2", "gemma4"):
+        raise metadata.refused(
+            f"its tokenizer is of the kind {shown(kind)}, taken are gpt2 (byte-level BPE), llama (SentencePiece)"
+            " and gemma4"
+        )
+    if pre in SENTENCEPIECE:
+        tokenizer = _sentencepiece(metadata, names, _merges(metadata, names), has_prefix=False)
+        return tokenizer, pre == "gemma4" or stated is True  # early files of Gemma 4 say false
+    if pre not in PRE_TOKENIZERS:
+        known = ", ".join((*PRE_TOKENIZERS, *SENTENCEPIECE))
+        raise metadata.refused(f"its pre-tokenizer {shown(pre)} is not known, those are {known}")
+    rule = PRE_TOKENIZERS[pre]
+    return _byte_level(metadata, names, rule), rule.add_bos if stated is None else stated
+
+
+def _byte_level(metadata: Metadata, names: list[str], rule: PreTokenizer) -> Tokenizer:
+    model = models.BPE(vocab=_vocab(names), merges=_merges(metadata, names), ignore_merges=rule.whole_words)
+    tokenizer = Tokenizer(model)
+    if rule.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in rule.cuts]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(
+    metadata: Metadata, names: list[str], merges: list[tuple[str, str]], *, has_prefix: bool
+) -> Tokenizer:
+    known = set(names)
+    if missing := next((f"<0x{byte:02X}>" for byte in range(256) if f"<0x{byte:02X}>" not in known), None):
+        raise metadata.refused(f"its tokenizer lacks {missing}, so that it cannot write all texts")
+    tokenizer = Tokenizer(models.BPE(vocab=_vocab(names), merges=merges, byte_fallback=True))
+    spaces = normalizers.Replace(" ", BLANK)
+    parts = [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if has_prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK), spaces])
+        parts.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+def _vocab(names: list[str]) -> dict[str, int]:
+    return {name: token for token, name in enumerate(names)}
+
+
+def _merges(metadata: Metadata, names: list[str]) -> list[tuple[str, str]]:
+    known = set(names)
     merges = []
     for merge in metadata.strings("tokenizer.ggml.merges"):
         left, _, right = merge.partition(" ")
@@ -99,29 +156,60 @@ def _merges(metadata: Metadata, known: set[str]) -> list[tuple[str, str]]:
     return merges
 
 
-def _cuts(rules: str) -> list[Any]:
-    """The library's pre-tokenizers of a kind of rules."""
+def _scored_merges(metadata: Metadata, names: list[str]) -> list[tuple[str, str]]:
+    """All ways to make a token of two, best score first: SentencePiece joins the neighbours of the best.
 
-    def isolate(*patterns: str) -> list[Any]:
-        return [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    Of equal scores the lower id is first: files that were made without scores keep the order of the merges.
+    """
+    scores = metadata.numbers("tokenizer.ggml.scores", len(names))
+    if not all(map(math.isfinite, scores)):
+        raise metadata.damaged("tokenizer.ggml.scores has a number that is not finite")
+    if longest := next((name for name in names if len(name) > MAX_LETTERS), None):
+        raise metadata.damaged(f"the token {shown(longest)} has {len(longest)} letters")
+    known = set(names)
+    order = sorted(range(len(names)), key=scores.__getitem__, reverse=True)
+    return [
+        (left, right)
+        for name in map(names.__getitem__, order)
+        for at in range(len(name) - 1, 0, -1)
+        if (left := name[:at]) in known and (right := name[at:]) in known
+    ]
 
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    as_gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    match rules:
-        case "digits":
-            return [pre_tokenizers.Digits(individual_digits=True), as_gpt2]
-        case "llama3":
-            return [*isolate(WORDS.replace("DIGITS", "{1,3}")), as_bytes]
-        case "qwen2":
-            return [*isolate(WORDS.replace("DIGITS", "")), as_bytes]
-        case "default":  # llama.cpp's, also for files that name none
-            return [*isolate(r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), as_bytes]
-    return [as_gpt2]
+
+# -- tokens of their own -------------------------------------------------------------------------------------------
 
 
-def _frame(metadata: Metadata, names: list[str], rules: str) -> processors.TemplateProcessing | None:
+def _added(metadata: Metadata, names: list[str]) -> Iterator[tuple[bool, list[AddedToken]]]:
+    """Tokens that a text is searched for before it is cut: first the special ones, then those that are text."""
+    kinds = metadata.numbers("tokenizer.ggml.token_type", len(names))
+    special = {name for name, kind in zip(names, kinds, strict=True) if kind in (UNKNOWN, CONTROL) or name in TURN_ENDS}
+    defined = {name for name, kind in zip(names, kinds, strict=True) if kind == USER_DEFINED} - special
+    model = f"{metadata.architecture} {metadata.get('general.name', str, '')}".lower()
+    is_phi3 = metadata.raw("tokenizer.ggml.model") == "llama" and ("phi3" in model or "phi-3" in model)
+    for found, is_special in ((special, True), (defined, False)):
+        yield (
+            is_special,
+            [
+                AddedToken(name, special=is_special, normalized=False, rstrip=is_phi3 and name not in KEEPS_BLANKS)
+                for name in names
+                if name in found
+            ],
+        )
+
+
+def _has(metadata: Metadata, key: str) -> bool:
+    return metadata.raw(f"tokenizer.ggml.{key}") is not None
+
+
+def _token(metadata: Metadata, role: str, names: list[str]) -> int:
+    found: int = metadata.get(f"tokenizer.ggml.{role}_token_id", int)
+    if not 0 <= found < len(names):
+        raise metadata.damaged(f"the {role} token is {found} of {len(names)}")
+    return found
+
+
+def _frame(metadata: Metadata, names: list[str], before: bool) -> processors.TemplateProcessing | None:
     """What adds the tokens before and after a text; None if there are none."""
-    before = metadata.get("tokenizer.ggml.add_bos_token", bool, rules == "llama3")
     after = metadata.get("tokenizer.ggml.add_eos_token", bool, False)
     added = [(role, _token(metadata, role, names)) for role, wanted in (("bos", before), ("eos", after)) if wanted]
     if not added:
@@ -134,11 +222,26 @@ def _frame(metadata: Metadata, names: list[str], rules: str) -> processors.Templ
 def _described(metadata: Metadata, names: list[str]) -> dict[str, Any]:
     """The content of tokenizer_config.json."""
     described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    described["eos_token"] = names[_token(metadata, "eos", names)]
-    if metadata.raw("tokenizer.ggml.bos_token_id") is not None:
+    described["eos_token"] = names[end_ids(metadata)[0]]
+    if _has(metadata, "bos_token_id"):
         described["bos_token"] = names[_token(metadata, "bos", names)]
     described["model_max_length"] = metadata.count("*.context_length")
     described["clean_up_tokenization_spaces"] = False
-    if metadata.raw("tokenizer.chat_template") is not None:
-        described["chat_template"] = metadata.get("tokenizer.chat_template", str)
+    if templates := _templates(metadata):
+        described["chat_template"] = templates
     return described
+
+
+def _templates(metadata: Metadata) -> str | list[dict[str, str]] | None:
+    """The chat template, or a list of named ones."""
+    key = "tokenizer.chat_template"
+    default = metadata.get(key, str) if metadata.raw(key) is not None else None
+    names = metadata.strings("tokenizer.chat_templates") if metadata.raw("tokenizer.chat_templates") is not None else []
+    named = [
+        {"name": name, "template": metadata.get(f"{key}.{name}", str)}
+        for name in dict.fromkeys(names)
+        if metadata.raw(f"{key}.{name}") is not None
+    ]
+    if not named:
+        return default
+    return named if default is None else [{"name": "default", "template": default}, *named]
