@@ -22,7 +22,7 @@ from phalanx.catalog.imports import ORIGIN, Origin, directory_for, imported_cont
 from phalanx.catalog.pull_progress import PullProgress, Report, quiet
 from phalanx.errors import ModelError, WeightsError
 from phalanx.memory import GB
-from phalanx.model.gguf.gguf_blocks import BITS, DEQUANTIZE, GROUP, Array, pack, scales_dtypes, to_groups
+from phalanx.model.gguf.gguf_blocks import BITS, GROUP, Array, pack, scales_dtypes, to_groups
 from phalanx.model.gguf.gguf_config import FREQUENCIES, Metadata, Named, config_of, name_tensors
 from phalanx.model.gguf.gguf_header import DAMAGED, GgufHeader, parse_header
 from phalanx.model.gguf.gguf_tokenizer import end_ids, write_tokenizer
@@ -165,7 +165,7 @@ def _write(
                 parts = [pack(found.codes, BITS[kind]), found.scales]
                 if found.biases is not None:
                     parts.append(found.biases)
-                if kind in DEQUANTIZE:
+                if found.error:
                     errors[one.tensor.name] = max(errors.get(one.tensor.name, 0.0), found.error)
             for i, part in enumerate(parts):
                 out.seek(at[i])
