@@ -16,7 +16,7 @@ from phalanx.catalog.imports import files_of_model
 from phalanx.catalog.pull_progress import PullProgress, Report, quiet
 from phalanx.errors import ModelError, WeightsError
 from phalanx.memory import GB
-from phalanx.model.gguf.gguf_blocks import BITS, DEQUANTIZE, GROUP, Array, pack, scales_dtypes, to_groups
+from phalanx.model.gguf.gguf_blocks import BITS, GROUP, Array, pack, scales_dtypes, to_groups
 from phalanx.model.gguf.gguf_config import FACTORS, Named, config_of, name_tensors
 from phalanx.model.gguf.gguf_header import DAMAGED
 from phalanx.model.gguf.gguf_metadata import Metadata
@@ -198,7 +198,7 @@ def _write_tensor(
             out.seek(at[i])
             at[i] += out.write(part.tobytes())
         done(sum(part.nbytes for part in parts))
-    return error if kind in DEQUANTIZE else None
+    return error or None
 
 
 def _rows(file: Path, one: Named, stream: BinaryIO) -> Iterator[Array]:
