@@ -26,7 +26,7 @@ from support.gguf_files import (
     write_tiny,
 )
 
-from phalanx.model.gguf.gguf_blocks import BITS, EXACT, mode_of, pack, to_groups
+from phalanx.model.gguf.gguf_blocks import BITS, mode_of, pack, to_groups
 from phalanx.model.loading.load import load
 from phalanx.model.loading.resolve import resolve
 from phalanx.text.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ TOLERANCE = 2e-5  # of the largest logit: sums of 256 products of float32, in an
 PROMPT = [[5, 100, 42, 7, 200, 33, 260, 1]]
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", [kind for kind in BITS if kind not in ("Q2_K", "Q6_K", "IQ2_XS", "IQ2_S")])
 def test_mlx_dequantises_every_bit(kind: str):
     stored = random_blocks(kind, 8, 512, np.random.default_rng(0), 0.1)
     found = to_groups("t", kind, stored.reshape(-1, stored.shape[-1]))
@@ -85,7 +85,7 @@ def theirs(architecture: str, tensors: dict[str, tuple[str, Array]], *, tied: bo
     return model
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "MXFP4"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "MXFP4", "IQ3_S", "TQ2_0"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_logits_are_mlx_lms_of_the_same_weights(
     architecture: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -12,11 +13,18 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
 from support.gguf_originals import ORIGINALS, write_original
 
 from phalanx.errors import ModelError, ModelUnsupported, WeightsError
 from phalanx.model.gguf.gguf_architectures import ARCHITECTURES, VARIANTS
+from phalanx.model.gguf.gguf_config import config_of as config_of_header
+from phalanx.model.gguf.gguf_config import name_tensors
+from phalanx.model.gguf.gguf_header import parse_header
 from phalanx.model.gguf.gguf_import import convert
+from phalanx.model.gguf.gguf_metadata import Metadata
 from phalanx.model.loading.load import load
 
 Array = npt.NDArray[Any]
@@ -43,8 +51,9 @@ def weights_of(directory: Path) -> dict[str, Array]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ORIGINALS)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, kind) for name in ORIGINALS for kind in KINDS), ("gpt-oss", "MXFP4")]
+)
 def test_weights_and_logits_are_those_of_the_original(name: str, kind: str, tmp_path: Path):
     original = write_original(tmp_path / "x.gguf", name, kind)
     assert convert(tmp_path / "x.gguf", tmp_path / "made") == {}, "a type that is not exact"
@@ -84,6 +93,8 @@ TENSORS = {
     "phi3": ("attn_qkv.weight", "ffn_up.weight"),
     "olmo2": ("attn_k_norm.weight", "post_attention_norm.weight"),
     "glm4": ("attn_q.bias", "post_ffw_norm.weight"),
+    "deepseek2": ("attn_k_b.weight", "attn_v_b.weight", "ffn_gate_shexp.weight"),
+    "deepseek2 with sigmoid": ("exp_probs_b.bias", "attn_q_a_norm.weight"),
 }
 
 
@@ -155,6 +166,53 @@ def config_of(tmp_path: Path, name: str, **values: Any) -> dict[str, Any]:
     convert(tmp_path / "x.gguf", tmp_path / "made")
     found: dict[str, Any] = json.loads((tmp_path / "made" / "config.json").read_text())
     return found
+
+
+def test_a_vector_may_stand_for_a_matrix_of_one_row(tmp_path: Path):
+    def flat(theirs: str, stored: Array) -> Array:
+        return stored[0] if theirs.endswith("ffn_gate_inp_shexp.weight") else stored
+
+    original = write_original(tmp_path / "x.gguf", "qwen2moe", "F32", change=flat)
+    convert(tmp_path / "x.gguf", tmp_path / "made")
+    name = "model.layers.1.mlp.shared_expert_gate.weight"
+    assert np.array_equal(weights_of(tmp_path / "made")[name], original.weights[name])
+
+
+def test_keys_that_are_not_finite_are_damage(tmp_path: Path):
+    """Those that are joined do not pass the check of blocks."""
+
+    def damaged(theirs: str, stored: Array) -> Array:
+        return stored if theirs != "blk.2.attn_k_b.weight" else np.full_like(stored, np.inf)
+
+    refusal(tmp_path, "deepseek2", "blk.2.attn_k_b.weight has a weight that is not", WeightsError, change=damaged)
+
+
+@pytest.mark.grows
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_mutations_of_a_header_are_taken_or_refused_in_one_line(name: str, tmp_path: Path):
+    """Where metadata of the architecture and shapes of tensors lie."""
+    write_original(tmp_path / "x.gguf", name, "F16")
+    data = (tmp_path / "x.gguf").read_bytes()
+    header = parse_header("x.gguf", len(data), io.BytesIO(data).read)
+    start, prefix = header.tensors[0].start, f"{header.metadata['general.architecture']}.".encode()
+    keys = [at for at in range(start) if data.startswith(prefix, at)]
+    places = [at + i for at in keys for i in range(60)] + list(range(data.find(b"blk.0.") - 100, start - 1))
+    numbers = st.sampled_from([0, 1, 2, 3, 4, 8, 128, 255]) | st.integers(0, 255)
+
+    @examples(40, soak=2000)
+    @given(st.lists(st.tuples(st.sampled_from(places), numbers), min_size=1, max_size=3))
+    def check(changes: list[tuple[int, int]]) -> None:
+        mutated = bytearray(data[:start])
+        for at, byte in changes:
+            mutated[at] = byte
+        try:
+            found = parse_header("x.gguf", len(data), io.BytesIO(mutated + data[start : start + 64]).read)
+            metadata = Metadata("x.gguf", found.metadata)
+            assert config_of_header(metadata, name_tensors(metadata, found), ORIGINALS[name].factors, [2])["model_type"]
+        except ModelError as error:
+            assert str(error).isprintable() and "x.gguf" in str(error)
+
+    check()
 
 
 def test_windows(tmp_path: Path):

@@ -1,4 +1,5 @@
-"""Writes GGUF files, and dequantises their blocks one position after another, as ggml's C code does.
+"""Writes GGUF files, and dequantises their blocks one position after another, as ggml's C code does; those of rare
+types with the `gguf` package.
 
 Shares nothing with `phalanx.model.gguf`.
 """
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf as library
 import numpy as np
 import numpy.typing as npt
 
@@ -19,15 +21,21 @@ Array = npt.NDArray[Any]
 TYPES = {
     "F32": (0, 1, 4), "F16": (1, 1, 2), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20), "Q5_0": (6, 32, 22),
     "Q5_1": (7, 32, 24), "Q8_0": (8, 32, 34), "Q2_K": (10, 256, 84), "Q3_K": (11, 256, 110), "Q4_K": (12, 256, 144),
-    "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "IQ4_NL": (20, 32, 18), "BF16": (30, 1, 2),
-    "MXFP4": (39, 32, 17),
+    "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "BF16": (30, 1, 2), "MXFP4": (39, 32, 17),
+    "Q8_K": (15, 256, 292), "IQ2_XXS": (16, 256, 66), "IQ2_XS": (17, 256, 74), "IQ3_XXS": (18, 256, 98),
+    "IQ1_S": (19, 256, 50), "IQ4_NL": (20, 32, 18), "IQ3_S": (21, 256, 110), "IQ2_S": (22, 256, 82),
+    "IQ4_XS": (23, 256, 136), "IQ1_M": (29, 256, 56), "TQ1_0": (34, 256, 54), "TQ2_0": (35, 256, 66),
 }  # fmt: skip
 """Name -> number, weights and bytes of a block."""
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": (),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": (), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ3_XXS": (0,),
+    "IQ1_S": (0,), "IQ4_NL": (0,), "IQ3_S": (0,), "IQ2_S": (0,), "IQ4_XS": (0,), "IQ1_M": (), "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }  # fmt: skip
 """Where a block has numbers of 16 bits."""
+OWN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+"""Types that this file dequantises itself."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 ARRAY_TYPES = {"B": 0, "b": 1, "H": 2, "h": 3, "I": 4, "i": 5, "f": 6, "Q": 10, "q": 11, "d": 12}
 
@@ -87,11 +95,18 @@ def random_blocks(kind: str, rows: int, width: int, rng: np.random.Generator, sc
         blocks[..., at : at + 2] = d[..., None].view(np.uint8)
     if kind == "MXFP4":
         blocks[..., 0] = 127 + round(math.log2(scale)) + rng.integers(0, 2, blocks.shape[:2])
+    if kind == "IQ1_M":
+        d = (rng.standard_normal(blocks.shape[:2]) * scale).astype("<f2").view(np.uint16)
+        for i in range(4):
+            blocks[..., 49 + 2 * i] = (blocks[..., 49 + 2 * i] & 15) | (d >> 4 * i << 4 & 0xF0).astype(np.uint8)
     return blocks
 
 
 def dequantised(kind: str, blocks: Array) -> Array:
     """The weights of blocks, in float32: [blocks, weights of a block]."""
+    if kind not in OWN:
+        rows: Array = library.quants.dequantize(blocks.reshape(1, -1), library.GGMLQuantizationType[kind])
+        return rows.reshape(-1, TYPES[kind][1])
     columns = blocks.reshape(-1, TYPES[kind][2]).T
     return np.stack([_weight(kind, columns, i) for i in range(TYPES[kind][1])], axis=1)
 
@@ -200,7 +215,7 @@ def tiny_tensors(
 
     def matrix(name: str, n: int) -> None:
         if kind in HALVES:
-            scale = {"Q4_0": 0.02, "MXFP4": 0.02, "Q8_0": 0.001}.get(kind, 0.0004)
+            scale = {"Q4_0": 0.02, "MXFP4": 0.02, "TQ2_0": 0.05, "Q8_0": 0.001}.get(kind, 0.0004)
             found[f"{name}.weight"] = (kind, random_blocks(kind, n, HIDDEN, rng, scale))
         else:
             weights = (rng.standard_normal((n, HIDDEN)) * 0.08).astype(np.float32)

@@ -18,14 +18,15 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
-from support.gguf_files import CONTROLS, HALVES, MERGES, byte_letters, random_blocks, unpaired
+from support.gguf_files import CONTROLS, MERGES, byte_letters, random_blocks, unpaired
 
 Array = npt.NDArray[Any]
 Value = tuple[str, Any]
 """The end of a method of GGUFWriter, and what it takes."""
 HIDDEN, HEADS, KV_HEADS, HEAD, FF, EXPERTS = 256, 4, 2, 64, 512, 4
 VOCABULARY = len(CONTROLS) + 256 + len(MERGES)
-SCALES = {"Q4_K": 0.0004, "Q5_K": 0.0004}
+SCALES = {"Q4_K": 0.0004, "Q5_K": 0.0004, "MXFP4": 0.02}
+"""Of random blocks, for types that the package dequantises only."""
 MIXED = ("Q4_K", "Q8_0", "F16", "Q4_0", "Q5_K", "F32")
 
 
@@ -35,7 +36,7 @@ class Original(NamedTuple):
     arch: str
     """gguf's MODEL_ARCH."""
     config: dict[str, Any]
-    """Over `CONFIG`; None takes a field out."""
+    """Over `CONFIG`; a `head_dim` of None takes the field out."""
     values: Callable[[dict[str, Any]], list[Value]] = lambda config: []
     """Metadata beside the common ones."""
     renamed: tuple[tuple[str, str], ...] = ()
@@ -43,6 +44,8 @@ class Original(NamedTuple):
     paired: bool = False
     plus_one: bool = False
     factors: Mapping[str, Array] = {}
+    split_keys: bool = False
+    """Whether the rows of keys and values in `kv_b_proj` become two tensors, the first transposed."""
 
 
 CONFIG = {
@@ -227,6 +230,65 @@ ORIGINALS: dict[str, Original] = {
 }  # fmt: skip
 
 
+DEEPSEEK = {
+    "head_dim": None, "num_hidden_layers": 3, "q_lora_rank": 256, "kv_lora_rank": 256, "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": EXPERTS, "n_shared_experts": 2,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 256, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "num_key_value_heads": HEADS, "tie_word_embeddings": False,
+    "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+
+
+def deepseek_values(config: Mapping[str, Any], latent: bool = True) -> list[Value]:
+    key = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    values: list[Value] = [
+        *expert_width(config), *yarn_values(config["rope_scaling"]), ("kv_lora_rank", config["kv_lora_rank"]),
+        ("rope_scaling_yarn_log_mul", 0.1 * config["rope_scaling"]["mscale_all_dim"]),
+        ("rope_dimension_count", config["qk_rope_head_dim"]), ("expert_shared_count", config["n_shared_experts"]),
+        ("expert_weights_scale", config["routed_scaling_factor"]),
+        ("leading_dense_block_count", config["first_k_dense_replace"]),
+    ]  # fmt: skip
+    if config["q_lora_rank"] is not None:
+        values += [("q_lora_rank", config["q_lora_rank"])]
+    if not latent:
+        return [*values, ("key_length", key), ("value_length", config["v_head_dim"])]
+    rank = config["kv_lora_rank"]
+    return [
+        *values, ("head_count_kv", 1), ("key_length", rank + config["qk_rope_head_dim"]), ("value_length", rank),
+        ("key_length_mla", key), ("value_length_mla", config["v_head_dim"]),
+    ]  # fmt: skip
+
+
+ORIGINALS |= {
+    "deepseek2": Original(
+        "DEEPSEEK2", {"model_type": "deepseek_v2", **DEEPSEEK}, deepseek_values, EXPERTS_AS_3D, split_keys=True
+    ),
+    "deepseek2 lite": Original(
+        "DEEPSEEK2", {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": None}, deepseek_values, EXPERTS_AS_3D,
+        split_keys=True,
+    ),
+    "deepseek2 before its keys were split": Original(
+        "DEEPSEEK2", {"model_type": "deepseek_v2", **DEEPSEEK},
+        lambda config: deepseek_values(config, latent=False), EXPERTS_AS_3D,
+    ),
+    "deepseek2 with sigmoid": Original(
+        "DEEPSEEK2",
+        {
+            "model_type": "deepseek_v3", **DEEPSEEK, "n_group": 2, "topk_group": 1, "n_routed_experts": 8,
+            "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        lambda config: [
+            *deepseek_values(config), ("expert_group_count", 2), ("expert_group_used_count", 1),
+            ("expert_weights_norm", True), ("expert_gating_func", gguf.ExpertGatingFuncType.SIGMOID),
+        ],
+        (
+            *EXPERTS_AS_3D, ("self_attn.embed_q", "self_attn.k_b_proj"),
+            ("self_attn.unembed_out", "self_attn.v_b_proj"), ("e_score_correction_bias", "e_score_correction.bias"),
+        ),
+    ),
+}  # fmt: skip
+
+
 class Written(NamedTuple):
     """The original of a file, with the weights that the file has."""
 
@@ -254,7 +316,9 @@ def write_original(
         change: from the name and content of a tensor to what is written; None leaves it out.
     """
     original = ORIGINALS[name]
-    config = {field: value for field, value in {**CONFIG, **original.config}.items() if value is not None}
+    config = {**CONFIG, **original.config}
+    if config["head_dim"] is None:
+        del config["head_dim"]
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model = module.Model(module.ModelArgs.from_dict(dict(config)))
     if config["model_type"] == "gemma3_text" and config["tie_word_embeddings"]:
@@ -264,15 +328,23 @@ def write_original(
     add_values(writer, original, config, values or {})
     weights, kinds = {}, {}
     for ours, value in tree_flatten(model.parameters()):
-        kinds[ours] = "F32"
-        if is_matrix(ours, value.shape):
-            kinds[ours] = MIXED[matrices % len(MIXED)] if kind == "mixed" else kind
-            matrices += 1
-        weights[ours], stored = made(original, ours, value.shape, kinds[ours], rng)
-        raw = None if kinds[ours] in ("F32", "F16") else gguf.GGMLQuantizationType[kinds[ours]]
-        theirs = converted_name(original, config, ours)
-        if (changed := change(theirs, stored)) is not None:
-            writer.add_tensor(theirs, changed, raw_dtype=raw)
+        parts = split_shapes(config, ours) if original.split_keys and "kv_b_proj" in ours else {ours: value.shape}
+        found = {}
+        for part, shape in parts.items():
+            kinds[part] = "F32"
+            if is_matrix(part, shape):
+                kinds[part] = MIXED[matrices % len(MIXED)] if kind == "mixed" else kind
+                matrices += 1
+            if kinds[part] == "MXFP4" and "experts" not in part:
+                kinds[part] = "Q8_0"  # as OpenAI's
+            if kinds[part].endswith("_K") and shape[-1] % 256:
+                kinds[part] = "Q8_0"  # as llama.cpp falls back
+            found[part], stored = made(original, part, shape, kinds[part], rng)
+            raw = None if kinds[part] in ("F32", "F16") else gguf.GGMLQuantizationType[kinds[part]]
+            theirs = converted_name(original, config, part)
+            if (changed := change(theirs, stored)) is not None:
+                writer.add_tensor(theirs, changed, raw_dtype=raw)
+        weights[ours] = found[ours] if ours in found else joined(*found.values())
     for theirs, factors in original.factors.items():
         writer.add_tensor(theirs, factors)
     writer.write_header_to_file()
@@ -281,6 +353,20 @@ def write_original(
     writer.close()
     model.load_weights([(ours, mx.array(value)) for ours, value in weights.items()], strict=True)
     return Written(model, config, weights, kinds)
+
+
+def split_shapes(config: Mapping[str, Any], ours: str) -> dict[str, tuple[int, ...]]:
+    heads, latent = config["num_attention_heads"], config["kv_lora_rank"]
+    return {
+        ours.replace("kv_b_proj", "k_b_proj"): (heads, latent, config["qk_nope_head_dim"]),
+        ours.replace("kv_b_proj", "v_b_proj"): (heads, config["v_head_dim"], latent),
+    }
+
+
+def joined(keys: Array, values: Array) -> Array:
+    """The reverse of what the converter does: each head has the rows of its keys, then those of its values."""
+    rows = [row for key, value in zip(keys, values, strict=True) for row in (*key.T, *value)]
+    return np.stack(rows)
 
 
 def is_matrix(ours: str, shape: tuple[int, ...]) -> bool:
@@ -295,7 +381,7 @@ def made(
     """Random weights: those of mlx-lm's parameter, and what the file has."""
     rows, width = math.prod(shape[:-1]), shape[-1]
     turned = turned_heads(original, ours)
-    if kind in HALVES and kind not in ("Q8_0", "Q4_0"):  # the package dequantises them only
+    if kind in SCALES:
         stored = random_blocks(kind, rows, width, rng, SCALES[kind])
         stored = stored.reshape(rows, -1)
     else:

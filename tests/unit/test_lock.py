@@ -22,8 +22,11 @@ EXTRAS = ("engine", "mpi", "dev")
 COMMON = ["requirements.lock", "requirements-build.lock", "requirements-dev.lock"]
 LOCKS = {"metal": COMMON, **{one: [*COMMON, f"requirements-{one}.lock"] for one in ("cpu", "cuda12", "cuda13")}}
 """What MLX computes on -> the locks that `make` installs for it."""
-UNUSED = {"transformers", "safetensors", "sentencepiece", "protobuf", "regex"}
-"""What mlx-lm asks for and phalanx imports for few models only: `make demo` leaves it out."""
+UNUSED = {
+    "transformers", "safetensors", "sentencepiece", "protobuf", "regex", "requests", "charset-normalizer", "urllib3"
+}  # fmt: skip
+"""What mlx-lm asks for and phalanx imports for few models only, and gguf's client of the hub, which phalanx never
+imports: `make demo` leaves it out."""
 BACKEND = {"metal": "mlx-metal", "cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13"}
 """The same -> the package with its libraries. All have files of the same names in one directory."""
 SYSTEMS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
@@ -156,7 +159,8 @@ def test_running_needs_no_more_than_its_lock() -> None:
     (here,) = [one for one in PLATFORMS if one["python_version"] == "3.11" and one["platform_machine"] == "x86_64"]
     found = set(locked(["requirements.lock", "requirements-cpu.lock"], here))
     asked = {canonicalize_name(one.name) for name in found for one in needs(Requirement(name), here)}
-    assert asked - found == UNUSED - {"regex", "safetensors"}  # of these, transformers asks for two
+    of_these = {"regex", "safetensors", "charset-normalizer", "urllib3"}  # transformers and requests ask for two each
+    assert asked - found == UNUSED - of_these
     assert not found & UNUSED and set(locked(["requirements-dev.lock"], here)) >= UNUSED
     assert "pytest" not in found and "cmake" not in found
 

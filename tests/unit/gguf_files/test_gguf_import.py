@@ -174,8 +174,8 @@ def test_tensors_that_are_not_taken_over_are_named(home: Path):
             convert(home / "x.gguf", home / "made")
 
     name, ones = "blk.0.ffn_up.weight", np.ones(4, np.float32)
-    blocks = np.zeros((256, 8, 18), np.uint8)
-    refuse(r"blk\.0\.ffn_up\.weight is of type IQ4_NL. Take .* Q4_K_M", lambda t: t.update({name: ("IQ4_NL", blocks)}))
+    blocks = np.zeros((256, 1, 292), np.uint8)
+    refuse(r"blk\.0\.ffn_up\.weight is of type Q8_K. Take .* Q4_K_M", lambda t: t.update({name: ("Q8_K", blocks)}))
     refuse("'blk.0.attn_q.bias' is not known of llama", lambda t: t.update({"blk.0.attn_q.bias": ("F32", ones)}))
     refuse("'blk.7.x' is not known of llama", lambda t: t.update({"blk.7.x": ("F32", ones)}))
     refuse("it lacks tensor token_embd.weight", lambda t: t.pop("token_embd.weight"), WeightsError)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from phalanx.model.gguf import gguf_fields
+from phalanx.model.gguf.gguf_fields import Config, head_size, kv_heads, latent_key, latent_value
 from phalanx.model.gguf.gguf_header import shown
 from phalanx.model.gguf.gguf_metadata import Metadata
-
-Config = dict[str, Any]
 
 
 class Slot(NamedTuple):
@@ -67,30 +67,8 @@ COUNTS = {
 }  # fmt: skip
 
 
-def head_size(metadata: Metadata) -> int:
-    """Width of an attention head.
-
-    Raises:
-        ModelUnsupported: keys and values differ.
-    """
-    size = metadata.count("*.attention.key_length", default_head(metadata))
-    if metadata.count("*.attention.value_length", size) != size:
-        raise metadata.refused(f"its attention.value_length is not {size}, the width of its keys")
-    return size
-
-
-def default_head(metadata: Metadata) -> int:
-    """Width of a head where the file names none."""
-    return max(1, metadata.count("*.embedding_length") // metadata.count("*.attention.head_count"))
-
-
 def _of(key: str) -> Callable[[Metadata], int]:
     return lambda metadata: metadata.count(f"*.{key}")
-
-
-def kv_heads(metadata: Metadata) -> int:
-    """Number of key and value heads."""
-    return metadata.count("*.attention.head_count_kv", metadata.count("*.attention.head_count"))
 
 
 SIZES: Mapping[str, Callable[[Metadata], int]] = {
@@ -104,6 +82,19 @@ SIZES: Mapping[str, Callable[[Metadata], int]] = {
     "experts": _of("expert_count"),
     "expert_ff": _of("expert_feed_forward_length"),
     "shared_ff": _of("expert_shared_feed_forward_length"),
+    "latent": _of("attention.kv_lora_rank"),
+    "q_latent": _of("attention.q_lora_rank"),
+    "rotated": _of("rope.dimension_count"),
+    "unrotated": lambda metadata: latent_key(metadata) - metadata.count("*.rope.dimension_count"),
+    "value": latent_value,
+    "unrotated_keys": lambda metadata: (
+        metadata.count("*.attention.head_count") * (latent_key(metadata) - metadata.count("*.rope.dimension_count"))
+    ),
+    "keys": lambda metadata: metadata.count("*.attention.head_count") * latent_key(metadata),
+    "values": lambda metadata: metadata.count("*.attention.head_count") * latent_value(metadata),
+    "shared_experts": lambda metadata: (
+        metadata.count("*.expert_shared_count") * metadata.count("*.expert_feed_forward_length")
+    ),
 }
 
 # -- tensors -------------------------------------------------------------------------------------------------------
@@ -180,78 +171,34 @@ GLM_NORMS = {
     "post_attention_norm.weight": Slot("post_self_attn_layernorm", "hidden"),
     "post_ffw_norm.weight": Slot("post_mlp_layernorm", "hidden"),
 }
+LATENT_ATTENTION = {
+    "attn_kv_a_mqa.weight": Slot("self_attn.kv_a_proj_with_mqa", "latent+rotated hidden"),
+    "attn_kv_a_norm.weight": Slot("self_attn.kv_a_layernorm", "latent"),
+    "attn_output.weight": Slot("self_attn.o_proj", "hidden values"),
+}
+WHOLE_QUERIES = {"attn_q.weight": Slot("self_attn.q_proj", "keys hidden")}
+LATENT_QUERIES = {
+    "attn_q_a.weight": Slot("self_attn.q_a_proj", "q_latent hidden"),
+    "attn_q_a_norm.weight": Slot("self_attn.q_a_layernorm", "q_latent"),
+    "attn_q_b.weight": Slot("self_attn.q_b_proj", "keys q_latent"),
+}
+KEYS_AND_VALUES = {"attn_kv_b.weight": Slot("self_attn.kv_b_proj", "unrotated_keys+values latent")}
+SPLIT_KEYS_AND_VALUES = {
+    "attn_k_b.weight": Slot("self_attn.kv_b_proj", "heads latent unrotated", part="keys"),
+    "attn_v_b.weight": Slot("self_attn.kv_b_proj", "heads value latent", part="values"),
+}
+"""Of each head the rows of both, the first transposed, are mlx-lm's `weight`."""
+ABSORBED_KEYS_AND_VALUES = {
+    "attn_k_b.weight": Slot("self_attn.embed_q", "heads latent unrotated"),
+    "attn_v_b.weight": Slot("self_attn.unembed_out", "heads value latent"),
+}
+SHARED_EXPERTS = {
+    "ffn_gate_inp.weight": Slot("mlp.gate", "experts hidden", plain=True),
+    "ffn_gate_shexp.weight": Slot("mlp.shared_experts.gate_proj", "shared_experts hidden"),
+    "ffn_up_shexp.weight": Slot("mlp.shared_experts.up_proj", "shared_experts hidden"),
+    "ffn_down_shexp.weight": Slot("mlp.shared_experts.down_proj", "hidden shared_experts"),
+}
 LLAMA_BLOCK = {**NORMS, **ATTENTION, **NORM_AFTER, **MLP}
-
-# -- fields of config.json that are computed -----------------------------------------------------------------------
-
-
-def sliding_layers(metadata: Metadata, period: int) -> list[bool]:
-    """Which layers attend to a window: all but every so many, or as an array says.
-
-    Args:
-        period: without a key.
-    """
-    layers, key = metadata.count("*.block_count"), "*.attention.sliding_window_pattern"
-    found = metadata.raw(key)
-    if found is None or type(found) is int:
-        period = metadata.count(key, period)
-        return [(layer + 1) % period != 0 for layer in range(layers)]
-    return [bool(one) for one in metadata.numbers(key, layers)]
-
-
-def _kinds_of_layers(metadata: Metadata, period: int) -> Config:
-    sliding = sliding_layers(metadata, period)
-    if len(set(sliding)) == 1:
-        raise metadata.refused("its layers have one kind of attention, mlx-lm's model file wants two")
-    kinds = ["sliding_attention" if one else "full_attention" for one in sliding]
-    return {"sliding_window": metadata.count("*.attention.sliding_window"), "layer_types": kinds}
-
-
-def _gemma3(metadata: Metadata, config: Config) -> Config:
-    own = {"query_pre_attn_scalar": _gemma_scalar(metadata, layers_of_27b=62), "sliding_window_pattern": 1}
-    if not metadata.get("*.attention.sliding_window", int, 0):
-        return own
-    sliding = sliding_layers(metadata, 6)
-    periods = (p for p in range(1, len(sliding) + 1) if sliding == [(i + 1) % p != 0 for i in range(len(sliding))])
-    if (period := next(periods, None)) is None:
-        raise metadata.refused("its full attention is not in every so many layers")
-    own |= {"sliding_window": metadata.count("*.attention.sliding_window"), "sliding_window_pattern": period}
-    return {**own, "rope_local_base_freq": metadata.get("*.rope.freq_base_swa", float, 10000.0)}
-
-
-def _gemma2(metadata: Metadata, config: Config) -> Config:
-    """mlx-lm attends to all tokens in all layers: up to the window that is the same."""
-    window = metadata.count("*.attention.sliding_window", 4096)
-    return {
-        "query_pre_attn_scalar": _gemma_scalar(metadata, layers_of_27b=46),
-        "attn_logit_softcapping": metadata.get("*.attn_logit_softcapping", float, 50.0),
-        "final_logit_softcapping": metadata.get("*.final_logit_softcapping", float, 30.0),
-        "max_position_embeddings": min(config["max_position_embeddings"], window),
-    }
-
-
-def _gemma_scalar(metadata: Metadata, layers_of_27b: int) -> int:
-    """llama.cpp's rule: the files do not tell."""
-    is_27b = metadata.count("*.block_count") == layers_of_27b
-    return default_head(metadata) if is_27b else head_size(metadata)
-
-
-def _phi3(metadata: Metadata, config: Config) -> Config:
-    metadata.raw("*.attention.sliding_window")  # neither llama.cpp nor mlx-lm computes it
-    length = metadata.count("*.rope.scaling.original_context_length", config["max_position_embeddings"])
-    return {"original_max_position_embeddings": length}
-
-
-def _ministral3(metadata: Metadata, config: Config) -> Config:
-    scaling = config.pop("rope_scaling", {})
-    if scaling.get("rope_type") != "yarn":
-        raise metadata.refused("it has attention.temperature_scale without rope.scaling.type 'yarn'")
-    return {"rope_parameters": {
-        **scaling, "rope_theta": config["rope_theta"], "mscale": 1.0,
-        "mscale_all_dim": metadata.get("*.rope.scaling.yarn_log_multiplier", float, 0.0),
-        "llama_4_scaling_beta": metadata.get("*.attention.temperature_scale", float),
-    }}  # fmt: skip
-
 
 # -- architectures -------------------------------------------------------------------------------------------------
 
@@ -263,12 +210,14 @@ MIXTRAL = Architecture(
     counts={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
     head="shared", paired=True,
 )  # fmt: skip
-MINISTRAL3 = LLAMA._replace(model_type="ministral3", class_name="Ministral3ForCausalLM", own=_ministral3)
+MINISTRAL3 = LLAMA._replace(model_type="ministral3", class_name="Ministral3ForCausalLM", own=gguf_fields.ministral3)
 OLMO2 = Architecture(
     "olmo2", "Olmo2ForCausalLM", {**ATTENTION, **WHOLE_NORMS, **NORMS_BEHIND, **MLP}, PLAIN_SCALINGS
 )  # fmt: skip
 OLMO3 = OLMO2._replace(
-    model_type="olmo3", class_name="Olmo3ForCausalLM", own=lambda metadata, config: _kinds_of_layers(metadata, 4)
+    model_type="olmo3",
+    class_name="Olmo3ForCausalLM",
+    own=lambda metadata, config: gguf_fields.kinds_of_layers(metadata, 4),
 )
 
 QWEN_EXPERTS = {
@@ -277,7 +226,7 @@ QWEN_EXPERTS = {
 }  # fmt: skip
 GEMMA3 = Architecture(
     "gemma3_text", "Gemma3ForCausalLM", {**NORMS_AROUND, **ATTENTION, **HEAD_NORMS, **MLP}, ("linear",),
-    own=_gemma3, shifted=True,
+    own=gguf_fields.gemma3, shifted=True,
 )  # fmt: skip
 GPT_OSS = Architecture(
     "gpt_oss", "GptOssForCausalLM",
@@ -286,8 +235,40 @@ GPT_OSS = Architecture(
         "intermediate_size": "expert_feed_forward_length", "num_local_experts": "expert_count",
         "num_experts_per_tok": "expert_used_count",
     },
-    own=lambda metadata, config: _kinds_of_layers(metadata, 2), output="own",
+    own=lambda metadata, config: gguf_fields.kinds_of_layers(metadata, 2), output="own",
 )  # fmt: skip
+
+SOFTMAX, SIGMOID = 1, 2  # of `expert_gating_func`
+
+
+def _deepseek(metadata: Metadata) -> Architecture:
+    """DeepSeek 2 with softmax, 3 with sigmoid. Files from before multi-head latent attention have keys and values in
+    one matrix, as mlx-lm's model file for DeepSeek 2 has them."""
+    queries = LATENT_QUERIES if gguf_fields.has_latent_queries(metadata) else WHOLE_QUERIES
+    base = {**NORMS, **queries, **LATENT_ATTENTION, **NORM_AFTER}
+    routed = {**experts("mlp.gate", "mlp.switch_mlp"), **SHARED_EXPERTS}
+    gating = metadata.get("*.expert_gating_func", int, 0)
+    if gating == SIGMOID:
+        base |= ABSORBED_KEYS_AND_VALUES
+        routed["exp_probs_b.bias"] = Slot("mlp.gate", "experts", part="e_score_correction_bias")
+        return DEEPSEEK3._replace(block={**base, **routed}, first_block={**base, **MLP})
+    if gating not in (0, SOFTMAX):
+        raise metadata.refused(f"its expert_gating_func is {gating}, neither softmax nor sigmoid")
+    split = metadata.raw("*.attention.key_length_mla") is not None
+    base |= SPLIT_KEYS_AND_VALUES if split else KEYS_AND_VALUES
+    return DEEPSEEK2._replace(block={**base, **routed}, first_block={**base, **MLP})
+
+
+DEEPSEEK2 = Architecture(
+    "deepseek_v2", "DeepseekV2ForCausalLM", {}, ("yarn",),
+    counts={
+        "kv_lora_rank": "attention.kv_lora_rank", "n_routed_experts": "expert_count",
+        "n_shared_experts": "expert_shared_count", "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+    },
+    own=gguf_fields.deepseek2, head="latent", output="own",
+)  # fmt: skip
+DEEPSEEK3 = DEEPSEEK2._replace(model_type="deepseek_v3", class_name="DeepseekV3ForCausalLM", own=gguf_fields.deepseek3)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": LLAMA,
@@ -310,7 +291,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3": GEMMA3,
     "gpt-oss": GPT_OSS,
     "gemma2": Architecture(
-        "gemma2", "Gemma2ForCausalLM", {**NORMS_AROUND, **ATTENTION, **MLP}, own=_gemma2, output="tied", shifted=True
+        "gemma2", "Gemma2ForCausalLM", {**NORMS_AROUND, **ATTENTION, **MLP},
+        own=gguf_fields.gemma2, output="tied", shifted=True,
     ),
     "phi3": Architecture(
         "phi3", "Phi3ForCausalLM",
@@ -318,7 +300,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             **NORMS, "attn_qkv.weight": Slot("self_attn.qkv_proj", "q+kv+kv hidden"),
             "attn_output.weight": ATTENTION["attn_output.weight"], **NORM_AFTER, **FUSED_MLP,
         },
-        ("longrope",), own=_phi3, head="shared", partial=True,
+        ("longrope",), own=gguf_fields.phi3, head="shared", partial=True,
     ),
     "olmo2": OLMO2,
     "smollm3": LLAMA._replace(
@@ -332,14 +314,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         output="own", partial=True,
     ),
+    "deepseek2": DEEPSEEK2,
 }  # fmt: skip
 """By llama.cpp's names."""
-VARIANTS = {
-    "llama": ("expert_count", MIXTRAL),
-    "mistral3": ("attention.temperature_scale", MINISTRAL3),
-    "olmo2": ("attention.sliding_window", OLMO3),
+VARIANTS: Mapping[str, Callable[[Metadata], Architecture]] = {
+    "llama": lambda metadata: MIXTRAL if metadata.raw("*.expert_count") else LLAMA,
+    "mistral3": lambda metadata: MINISTRAL3 if metadata.raw("*.attention.temperature_scale") else LLAMA,
+    "olmo2": lambda metadata: OLMO3 if metadata.raw("*.attention.sliding_window") else OLMO2,
+    "deepseek2": _deepseek,
 }
-"""By llama.cpp's names: a key, and what the architecture is where that is neither missing nor 0."""
+"""By llama.cpp's names: those that are two architectures to mlx-lm."""
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
@@ -352,6 +336,4 @@ def architecture_of(metadata: Metadata) -> Architecture:
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise metadata.refused(f"architecture {shown(name)}, taken are {known}")
-    if name in VARIANTS and metadata.raw(f"*.{VARIANTS[name][0]}"):
-        return VARIANTS[name][1]
-    return ARCHITECTURES[name]
+    return VARIANTS[name](metadata) if name in VARIANTS else ARCHITECTURES[name]

@@ -1,9 +1,15 @@
 """Turns GGUF's blocks of weights into MLX's quantisation in groups of 32: affine (code * scale + bias), or MXFP4.
 
-Exact: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 (scales of 16 bits, as in the file), Q4_K and Q5_K (the product of a block's scale
-and a group's has 17 bits, which float32 holds), MXFP4 (the codes and scales of the file; its code 8, which ggml reads
-as 0, is -0 in MLX). Q2_K, Q3_K and Q6_K scale groups of 16, which MLX does not have: these are quantised again, to 8
-bits. Layouts: ggml's ggml-quants.c.
+Four types are quantised again, to 8 bits: Q2_K, Q6_K, IQ2_XS and IQ2_S scale groups of 16, which MLX does not have, and
+too finely for one scale of 32 weights. All others are exact:
+
+- Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: the codes and the scales, of 16 bits, of the file.
+- MXFP4: codes and scales of the file, too. Its code 8, which ggml reads as 0, is -0 in MLX.
+- Q4_K, Q5_K: the codes of the file; a block's scale times a group's has 17 bits, which float32 holds.
+- Q3_K, IQ1, IQ3, IQ4, IQ2_XXS and TQ types: a weight is a small whole number times a unit of its group or block, so it
+  has a code of 2, 4 or 8 bits. These are rare: PyPI's `gguf`, which has their large tables, computes the weights.
+
+Layouts: ggml's ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +26,7 @@ from phalanx.model.gguf.gguf_header import DAMAGED
 
 GROUP = 32
 MAX_EXPONENT = 252  # of MXFP4: 6, its largest value, times 2**(253 - 127) is infinite in float32
+PIECE = 1 << 17  # bytes of blocks that are computed at once through their weights: a piece fits a cache
 Array = npt.NDArray[Any]
 
 
@@ -43,7 +51,7 @@ def to_groups(tensor: str, kind: str, blocks: Array) -> Groups:
         WeightsError: a scale is not finite, or too large for the product with its codes.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        found = requantised(DEQUANTIZE[kind](blocks)) if kind in DEQUANTIZE else EXACT[kind](blocks)
+        found = DIRECT[kind](blocks) if kind in DIRECT else _through_weights(kind, blocks)
     if found.biases is None:
         finite = found.scales.max(initial=0) <= MAX_EXPONENT
     else:
@@ -65,18 +73,7 @@ def pack(codes: Array, bits: int) -> Array:
     return whole[:, None].view(np.uint8)[:, :bits]
 
 
-def requantised(weights: Array) -> Groups:
-    """The nearest of 256 equidistant values from the least to the largest weight of a group."""
-    groups = weights.reshape(-1, GROUP)
-    low, high = groups.min(axis=1), groups.max(axis=1)
-    scales = (high - low) / np.float32(255)
-    steps = (groups - low[:, None]) / np.where(scales > 0, scales, np.float32(1))[:, None]
-    codes = np.clip(np.rint(steps), 0, 255)
-    error = np.abs(codes * scales[:, None] + low[:, None] - groups).max(initial=0.0)
-    return Groups(np.nan_to_num(codes).astype(np.uint8), scales, low, float(error))
-
-
-# -- exact ---------------------------------------------------------------------------------------------------------
+# -- codes of the file -----------------------------------------------------------------------------------------------
 
 
 def _half(blocks: Array, at: int) -> Array:
@@ -147,53 +144,114 @@ def _q5_k(blocks: Array) -> Groups:
     return _of_super_blocks(blocks, low | (high << 4))
 
 
-# -- quantised again -----------------------------------------------------------------------------------------------
-
-SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]
+# -- codes by the weights ------------------------------------------------------------------------------------------
 
 
-def _pairs_of_bits(packed: Array) -> Array:
-    """Codes of 2 bits: of each 32 bytes the lowest bits, then the next ones. uint8 [blocks, 16, 16]."""
-    return ((packed.reshape(len(packed), -1, 1, 32) >> SHIFTS) & 3).reshape(-1, 16, 16)
+def _through_weights(kind: str, blocks: Array) -> Groups:
+    step = max(1, PIECE // blocks.shape[1])
+    pieces = [_fitted(kind, blocks[first : first + step]) for first in range(0, len(blocks), step)]
+    codes, scales, biases = (np.concatenate([piece[i] for piece in pieces]) for i in range(3))
+    return Groups(codes, scales, biases, max(piece.error for piece in pieces))
 
 
-def _q2_k(blocks: Array) -> Array:
-    d, dmin = (_half(blocks, at).astype(np.float32)[:, None] for at in (80, 82))
-    scales, minima = d * (blocks[:, :16] & 15), dmin * (blocks[:, :16] >> 4)
-    weights: Array = scales[..., None] * _pairs_of_bits(blocks[:, 16:80]) - minima[..., None]
-    return weights
+def _fitted(kind: str, blocks: Array) -> Groups:
+    """The nearest codes to the weights of blocks."""
+    row = blocks.reshape(1, -1)  # the library takes 16 rows at a time, which are many calls for short ones
+    weights = gguf.quants.dequantize(row, gguf.GGMLQuantizationType[kind]).reshape(-1, GROUP)
+    scales, biases = SCALES[kind](blocks, weights)
+    scale, bias = (part.astype(np.float32)[:, None] for part in (scales, biases))
+    codes = np.rint((weights - bias) / np.where(scale != 0, scale, np.float32(1)))
+    error = np.abs(codes * scale + bias - weights).max(initial=0.0)
+    return Groups(np.nan_to_num(codes).astype(np.uint8), scales, biases, float(error))
 
 
-def _q3_k(blocks: Array) -> Array:
-    low, high = _nibbles(blocks[:, 96:104]), blocks[:, None, 104:108]
-    scales = (low | (((high >> SHIFTS) & 3).reshape(-1, 16) << 4)).astype(np.int8) - np.int8(32)
-    top = ((blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1).reshape(-1, 16, 16)
-    codes = (_pairs_of_bits(blocks[:, 32:96]) | (top << 2)).astype(np.int8) - np.int8(4)
-    return _of_groups(_half(blocks, 108), scales, codes)
+def _even_steps(_: Array, weights: Array) -> tuple[Array, Array]:
+    """256 equidistant values from the least to the largest weight of a group, or a little beyond."""
+    biases = -_half_from(-weights.min(axis=1))
+    return _half_from((weights.max(axis=1) - biases) / np.float32(255)), biases
 
 
-def _q6_k(blocks: Array) -> Array:
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 16, 16)
-    codes = (low | (_pairs_of_bits(blocks[:, 128:192]) << 4)).astype(np.int8) - np.int8(32)
-    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    return _of_groups(_half(blocks, 208), scales, codes)
+def _half_from(numbers: Array) -> Array:
+    """The least float16 from each number on."""
+    near = numbers.astype(np.float16)
+    found: Array = np.where(near < numbers, np.nextafter(near, np.float16(np.inf)), near)
+    return found
 
 
-def _of_groups(d: Array, scales: Array, codes: Array) -> Array:
-    weights: Array = (d.astype(np.float32)[:, None] * scales)[..., None] * codes
-    return weights
+def _unit(at: int, least: int, sign: int = 1) -> Callable[[Array, Array], tuple[Array, Array]]:
+    """For weights that are whole numbers from `least` on, times a unit of the block: `sign` times its float16."""
+
+    def scales(blocks: Array, weights: Array) -> tuple[Array, Array]:
+        unit = np.float16(sign) * np.repeat(_half(blocks, at), len(weights) // len(blocks))
+        return unit, np.float16(least) * unit
+
+    return scales
 
 
-EXACT: dict[str, Callable[[Array], Groups]] = {
+def _of_groups(blocks: Array, numbers: Array, part: float = 1.0) -> Array:
+    """A block's float16 at its start times a number of each of its groups times a power of 2: float32 [groups]."""
+    found: Array = (_half(blocks, 0).astype(np.float32)[:, None] * numbers * np.float32(part)).ravel()
+    return found
+
+
+def _in_turn(packed: Array) -> Array:
+    """Low and high half of the first byte, then of the next one, along the last axis."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+
+
+def _iq4_xs(blocks: Array, _: Array) -> tuple[Array, Array]:
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    unit = _of_groups(blocks, (_in_turn(blocks[:, 4:8]) | (high << 4)).astype(np.float32) - 32)
+    return unit, -128 * unit
+
+
+def _iq3_s(blocks: Array, _: Array) -> tuple[Array, Array]:
+    unit = _of_groups(blocks, 2 * _in_turn(blocks[:, 106:110]) + 1)  # odd numbers from -15 to 15
+    return 2 * unit, -15 * unit
+
+
+def _iq3_xxs(blocks: Array, _: Array) -> tuple[Array, Array]:
+    unit = _of_groups(blocks, 2 * (blocks[:, 69::4] >> 4) + 1, 0.25)  # up to 62
+    return unit, -64 * unit
+
+
+def _iq2_xxs(blocks: Array, _: Array) -> tuple[Array, Array]:
+    unit = _of_groups(blocks, 2 * (blocks[:, 9::8] >> 4) + 1, 0.125)  # up to 43
+    return unit, -64 * unit
+
+
+def _iq1_s(blocks: Array, _: Array) -> tuple[Array, Array]:
+    top = blocks[:, 35::2]
+    unit = _of_groups(blocks, 2 * (top >> 4 & 7) + 1)  # -1, 0 or 1, and an eighth up or down
+    return unit, unit * np.where(top >> 7, np.float32(-1.125), np.float32(-0.875)).ravel()
+
+
+def _iq1_m(blocks: Array, weights: Array) -> tuple[Array, Array]:
+    bits = (blocks[:, 49::2] >> 4).astype(np.uint16) << np.arange(0, 16, 4, dtype=np.uint16)
+    d = np.bitwise_or.reduce(bits, axis=1).view(np.float16).astype(np.float32)
+    unit = np.repeat(d / 8, len(weights) // len(blocks))  # odd numbers from -135 to 135
+    return 2 * unit, -135 * unit
+
+
+DIRECT: dict[str, Callable[[Array], Groups]] = {
     "Q4_0": _q4, "Q4_1": _q4_1, "Q5_0": _q5, "Q5_1": _q5_1, "Q8_0": _q8, "Q4_K": _q4_k, "Q5_K": _q5_k,
     "MXFP4": _mxfp4,
 }  # fmt: skip
-DEQUANTIZE: dict[str, Callable[[Array], Array]] = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q6_K": _q6_k}
+SCALES: dict[str, Callable[[Array, Array], tuple[Array, Array]]] = {
+    "Q2_K": _even_steps, "Q6_K": _even_steps, "IQ2_XS": _even_steps, "IQ2_S": _even_steps,
+    "Q3_K": _unit(108, -128, sign=-1),  # -124 to 128: as negative numbers they fit
+    "IQ4_NL": _unit(0, -128), "TQ1_0": _unit(52, -1), "TQ2_0": _unit(64, -1),
+    "IQ4_XS": _iq4_xs, "IQ3_S": _iq3_s, "IQ3_XXS": _iq3_xxs, "IQ2_XXS": _iq2_xxs, "IQ1_S": _iq1_s, "IQ1_M": _iq1_m,
+}  # fmt: skip
+"""Scales and biases of groups, by blocks and their weights."""
 BITS = {
     "Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "Q2_K": 8, "Q3_K": 8, "Q6_K": 8,
-    "MXFP4": 4,
+    "MXFP4": 4, "IQ4_NL": 8, "IQ4_XS": 8, "IQ3_S": 4, "IQ3_XXS": 8, "IQ2_S": 8, "IQ2_XS": 8, "IQ2_XXS": 8, "IQ1_M": 8,
+    "IQ1_S": 2, "TQ1_0": 2, "TQ2_0": 2,
 }  # fmt: skip
 """Bits of a weight that MLX gets, by the type in the file."""
+WIDE = ("Q4_K", "Q5_K", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS", "IQ1_S", "IQ1_M")
+"""Types whose scales need float32."""
 
 
 def mode_of(kind: str) -> str:
@@ -205,5 +263,5 @@ def scales_dtypes(kind: str) -> dict[str, str]:
     """By the parameters of a module beside its codes: their dtypes, in safetensors' words."""
     if kind == "MXFP4":
         return {"scales": "U8"}
-    dtype = "F32" if kind.endswith("_K") else "F16"
+    dtype = "F32" if kind in WIDE else "F16"
     return {"scales": dtype, "biases": dtype}

@@ -20,18 +20,17 @@ from phalanx.model.gguf.gguf_architectures import (
     Architecture,
     Slot,
     architecture_of,
-    default_head,
-    head_size,
-    kv_heads,
 )
 from phalanx.model.gguf.gguf_blocks import BITS, GROUP, Array, mode_of
-from phalanx.model.gguf.gguf_header import GgufHeader, GgufTensor, shown
+from phalanx.model.gguf.gguf_fields import default_head, head_size, kv_heads
+from phalanx.model.gguf.gguf_header import BLOCK_TYPES, GgufHeader, GgufTensor, shown
 from phalanx.model.gguf.gguf_metadata import Metadata
 
 PLAIN = ("F32", "F16", "BF16")
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (FREQUENCIES, LONG, SHORT)
 """Tensors by whose values the rotary frequencies are divided: they become a part of config.json."""
+FLOAT32 = BLOCK_TYPES[0]
 LOW, HIGH = 1.0, 4.0  # of Llama 3: `low_freq_factor` and `high_freq_factor`
 LLAMA3_CONTEXT = 8192  # tokens of Llama 3, which 3.1 to 3.3 extend
 
@@ -44,6 +43,7 @@ class Named(NamedTuple):
     part: str
     pairs_of: int = 0  # rows of a head whose rotary pairs are to be taken apart; 0: the rows stay
     shifted: bool = False  # whether 1 is to be subtracted
+    heads: tuple[GgufTensor, ...] = ()  # keys and values whose rows are joined, head by head; `tensor` is the result
 
 
 def name_tensors(metadata: Metadata, header: GgufHeader) -> list[Named]:
@@ -69,7 +69,7 @@ def name_tensors(metadata: Metadata, header: GgufHeader) -> list[Named]:
         slots.pop("output.weight", None)  # the head is the embedding
     if slots:
         raise metadata.damaged(f"it lacks tensor {min(slots)}")
-    return named
+    return _joined(named)
 
 
 def _slots(metadata: Metadata, architecture: Architecture, header: GgufHeader) -> dict[str, Slot]:
@@ -103,7 +103,7 @@ def _named(
     if tensor.shape not in (shape, shape[1:] if shape[0] == 1 else shape):
         raise metadata.damaged(f"tensor {tensor.name} has the shape {tensor.shape}, by its metadata it has {shape}")
     shifted = architecture.shifted and slot.module.endswith("norm")
-    plain = slot.plain or len(shape) == 1 or part != "weight"
+    plain = slot.plain or len(shape) == 1 or part not in ("weight", "keys", "values")
     if tensor.type.name not in (PLAIN[:1] if shifted else PLAIN if plain else (*PLAIN, *BITS)):
         raise ModelUnsupported(
             f"{metadata.file} cannot be imported: tensor {tensor.name} is of type {tensor.type.name}.",
@@ -115,13 +115,28 @@ def _named(
     return Named(tensor._replace(shape=shape), slot.module, part, pairs_of, shifted)
 
 
+def _joined(named: Sequence[Named]) -> list[Named]:
+    """Keys and values that mlx-lm has in one matrix: in float32, as the rows of keys run across blocks of the file."""
+    values = {one.module: one.tensor for one in named if one.part == "values"}
+    found = []
+    for one in named:
+        if one.part == "keys":
+            heads, latent, rows = one.tensor.shape
+            shape = (heads * (rows + values[one.module].shape[1]), latent)
+            joined = GgufTensor(one.tensor.name, FLOAT32, shape, one.tensor.start, 4 * math.prod(shape))
+            found.append(Named(joined, one.module, "weight", heads=(one.tensor, values[one.module])))
+        elif one.part != "values":
+            found.append(one)
+    return found
+
+
 def config_of(
-    metadata: Metadata, named: Sequence[Named], factors: Mapping[str, Array], ends: Sequence[int]
+    metadata: Metadata, named: Sequence[Named], factors: Mapping[str, Array | None], ends: Sequence[int]
 ) -> dict[str, Any]:
     """The content of config.json.
 
     Args:
-        factors: the tensors of rotary factors, by their names.
+        factors: the tensors of rotary factors, by their names; None: they were not read, and are not in the result.
         ends: the ids that end an answer.
 
     Raises:
@@ -189,7 +204,7 @@ def _format(bits: int, mode: str) -> dict[str, Any]:
 
 
 def rope_scaling(
-    metadata: Metadata, architecture: Architecture, factors: Mapping[str, Array], theta: float
+    metadata: Metadata, architecture: Architecture, factors: Mapping[str, Array | None], theta: float
 ) -> dict[str, Any] | None:
     """The entry `rope_scaling` of config.json; None without any.
 
@@ -208,10 +223,12 @@ def rope_scaling(
         return None
     if kind not in architecture.scalings:
         raise metadata.refused(f"rope.scaling.type {shown(kind)}, which mlx-lm's {architecture.model_type} has not")
+    known = {name: found for name, found in factors.items() if found is not None}
     if kind == "llama3":
-        return _of_llama3(metadata, factors, theta)
+        return _of_llama3(metadata, known, theta) if len(known) == len(factors) else None
     if kind == "longrope":
-        return _of_long(metadata, factors)
+        metadata.raw("*.rope.scaling.attn_factor")
+        return _of_long(metadata, known) if len(known) == len(factors) else None
     scaling = {"rope_type": kind, "factor": metadata.get("*.rope.scaling.factor", float)}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = metadata.count("*.rope.scaling.original_context_length")

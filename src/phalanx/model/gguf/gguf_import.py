@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import gguf
 import numpy as np
 
 from phalanx.catalog.imports import files_of_model
 from phalanx.catalog.pull_progress import PullProgress, Report, quiet
 from phalanx.errors import ModelError, WeightsError
 from phalanx.memory import GB
-from phalanx.model.gguf.gguf_blocks import BITS, DEQUANTIZE, GROUP, Array, pack, scales_dtypes, to_groups
+from phalanx.model.gguf.gguf_blocks import BITS, GROUP, Array, pack, scales_dtypes, to_groups
 from phalanx.model.gguf.gguf_config import FACTORS, Named, config_of, name_tensors
 from phalanx.model.gguf.gguf_header import DAMAGED
 from phalanx.model.gguf.gguf_metadata import Metadata
@@ -172,7 +173,7 @@ def _write(
                 done(nbytes)
                 continue
             at = [len(start) + part.start for part in parts]
-            error = _write_tensor(file, one, streams[one.tensor.part], out, at, done)
+            error = _write_tensor(file, one, streams, out, at, done)
             if error is not None:
                 errors[one.tensor.name] = error
             journal.add(one.tensor.name, error, nbytes, out)
@@ -181,12 +182,12 @@ def _write(
 
 
 def _write_tensor(
-    file: Path, one: Named, stream: BinaryIO, out: BinaryIO, at: list[int], done: Callable[[int], None]
+    file: Path, one: Named, streams: Sequence[BinaryIO], out: BinaryIO, at: list[int], done: Callable[[int], None]
 ) -> float | None:
     """Write the parts of a tensor, each from its place in the file on. Returns the largest error of an inexact one."""
     kind = one.tensor.type.name
     error = 0.0
-    for rows in _rows(file, one, stream):
+    for rows in _joined_heads(file, one, streams) if one.heads else _rows(file, one, streams[one.tensor.part]):
         parts: list[Array] = [rows]
         if kind in BITS:
             found = to_groups(f"{file}: tensor {one.tensor.name}", kind, rows.reshape(-1, one.tensor.type.nbytes))
@@ -198,7 +199,7 @@ def _write_tensor(
             out.seek(at[i])
             at[i] += out.write(part.tobytes())
         done(sum(part.nbytes for part in parts))
-    return error if kind in DEQUANTIZE else None
+    return error or None
 
 
 def _rows(file: Path, one: Named, stream: BinaryIO) -> Iterator[Array]:
@@ -210,14 +211,33 @@ def _rows(file: Path, one: Named, stream: BinaryIO) -> Iterator[Array]:
         height = max(1, height // one.pairs_of) * one.pairs_of
     stream.seek(one.tensor.start)
     for first in range(0, n_rows, height):
-        n = min(height, n_rows - first)
-        read = stream.read(n * width)
-        if len(read) != n * width:
-            raise WeightsError(f"{file} became shorter while it was read.", remedy=DAMAGED)
-        rows = np.frombuffer(read, np.uint8).reshape(n, width)
+        rows = _read(file, stream, min(height, n_rows - first), width)
         if one.shifted:
             rows = (rows.view("<f4") - np.float32(1)).view(np.uint8)
         yield halves(rows, one.pairs_of) if one.pairs_of else rows
+
+
+def _read(file: Path, stream: BinaryIO, n: int, width: int) -> Array:
+    read = stream.read(n * width)
+    if len(read) != n * width:
+        raise WeightsError(f"{file} became shorter while it was read.", remedy=DAMAGED)
+    return np.frombuffer(read, np.uint8).reshape(n, width)
+
+
+def _joined_heads(file: Path, one: Named, streams: Sequence[BinaryIO]) -> Iterator[Array]:
+    """Of each head the rows of its keys, transposed, and of its values, in float32: uint8 [rows, bytes]."""
+    for head in range(one.heads[0].shape[0]):
+        parts = []
+        for tensor in one.heads:
+            nbytes, stream = tensor.nbytes // tensor.shape[0], streams[tensor.part]
+            stream.seek(tensor.start + head * nbytes)
+            rows = _read(file, stream, tensor.shape[1], nbytes // tensor.shape[1])
+            weights = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.type.name])
+            if not np.isfinite(weights).all():
+                raise WeightsError(f"{file}: tensor {tensor.name} has a weight that is not finite.", remedy=DAMAGED)
+            parts.append(weights)
+        keys, values = parts
+        yield np.concatenate([keys.T, values]).astype("<f4").view(np.uint8)
 
 
 def halves(rows: Array, head: int) -> Array:
@@ -227,9 +247,9 @@ def halves(rows: Array, head: int) -> Array:
     return rows.reshape(-1, head // 2, 2, width).swapaxes(1, 2).reshape(-1, width)
 
 
-def _factors(metadata: Metadata, model: OpenModel) -> dict[str, Array]:
-    """The tensors of rotary factors, by their names."""
-    found = {}
+def _factors(metadata: Metadata, model: OpenModel) -> dict[str, Array | None]:
+    """The tensors of rotary factors, by their names; None: the file is only the beginning of a longer one."""
+    found: dict[str, Array | None] = {}
     for tensor in model.header.tensors:
         if tensor.name in FACTORS:
             if tensor.type.name != "F32":
@@ -237,6 +257,5 @@ def _factors(metadata: Metadata, model: OpenModel) -> dict[str, Array]:
             stream = model.streams[tensor.part]
             stream.seek(tensor.start)
             read = stream.read(tensor.nbytes)
-            if len(read) == tensor.nbytes:  # less: only a file's beginning
-                found[tensor.name] = np.frombuffer(read, "<f4")
+            found[tensor.name] = np.frombuffer(read, "<f4") if len(read) == tensor.nbytes else None
     return found
