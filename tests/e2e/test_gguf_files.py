@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gguf_files import HIDDEN, tiny_tensors, write_tiny
+from support.gguf_texts import five_hundred
+from support.gguf_vocabularies import marks, recorded
+from support.real_model import real_model
+from tokenizers import Tokenizer
 
 LIMIT_S = 240.0
 
@@ -71,3 +75,8 @@ def test_an_import_that_is_killed_starts_anew(tmp_path: Path, variables: dict[st
     assert sorted(entry.name for entry in imported.iterdir()) == sorted([".lock", made.name])
     weights = (made / "model.safetensors").read_bytes()
     assert embedding.tobytes() in weights
+
+
+def test_smollm2_has_llama_cpps_tokens_of_every_text():
+    tokenizer = Tokenizer.from_file(str(real_model() / "tokenizer.json"))
+    assert marks(encoded.ids for encoded in tokenizer.encode_batch(five_hundred())) == recorded("smollm2")
