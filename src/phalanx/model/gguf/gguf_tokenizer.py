@@ -45,8 +45,9 @@ def write_tokenizer(metadata: Metadata, directory: Path) -> None:
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
     if (frame := _frame(metadata, names, has_bos)) is not None:
         tokenizer.post_processor = frame
+    described = json.dumps(_described(metadata, names), indent=1)
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
-    (directory / "tokenizer_config.json").write_text(json.dumps(_described(metadata, names), indent=1))
+    (directory / "tokenizer_config.json").write_text(described)
 
 
 def token_names(metadata: Metadata) -> list[str]:
