@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,23 @@ def steps(table: Mapping[str, Any], wheels: Path, directory: Path) -> list[str]:
     ]
 
 
+def left_out(tags: Sequence[str], built: Collection[str], *, has_kernels: bool = HAS_KERNELS) -> str:
+    """One line: which wheels of phalanx-cpu there are not, and how to have them; "" if there are all."""
+    if not has_kernels:
+        return "There is no wheel of phalanx-cpu: it has wheels for Linux x86-64 only."
+    missing = [tag.replace("cp3", "3.") for tag in tags if tag not in built]
+    if not missing:
+        return ""
+    return (
+        f"There is no wheel of phalanx-cpu for Python {', '.join(missing)}, where pip refuses phalanx[cpu] without it "
+        "(docs/install.md). PYTHONS names interpreters that neither PATH nor pyenv has."
+    )
+
+
 def build(commands: Sequence[str], python: str, environment: Path) -> None:
     """Run commands in a new environment of an interpreter; the first one that fails ends the program."""
-    subprocess.run([python, "-m", "venv", "--clear", environment], check=True)
+    if subprocess.run([python, "-m", "venv", "--clear", environment], check=False).returncode:
+        raise SystemExit(f"error: {python} makes no environment. On Debian and Ubuntu: apt install python3-venv")
     variables = {**os.environ, "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
     for command in commands:
         print(f"+ {command}", flush=True)
@@ -97,8 +111,8 @@ def main(directory: Path, named: Sequence[str]) -> None:
     for tag, python in found.items() if HAS_KERNELS else ():
         environment = ROOT / "build/wheels" / tag
         build(steps(table, environment / "wheels", directory), python, environment)
-    if left := [tag for tag in tags if tag not in found or not HAS_KERNELS]:
-        print(f"There is no wheel of phalanx-cpu for {', '.join(left)}.")
+    if missing := left_out(tags, found):
+        print(missing)
 
 
 if __name__ == "__main__":

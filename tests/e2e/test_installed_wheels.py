@@ -2,7 +2,8 @@
 
 The wheels are built by the commands of `make wheels`, but for the kernels of this processor only, and without a new
 environment: what `make` has compiled is taken. All else comes from a folder of wheels in the versions of the locks, so
-that nothing is downloaded while phalanx is installed.
+that nothing is downloaded while phalanx is installed, nor when it fetches the model that comes in a package. For a
+second Python the kernels are those of `make wheels`, where it has run: to compile them takes minutes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,7 @@ import pytest
 from support.dockerfiles import last_stage, words_of
 from support.web import web_server
 
+from phalanx.catalog.packaged import PACKAGE
 from phalanx.errors import ExitCode
 from tools import wheels
 
@@ -54,28 +57,56 @@ def run(*command: str | Path, **more: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of all wheels that an install needs, ours among them, and of uv."""
-    folder = tmp_path_factory.mktemp("wheels")
-    house, source, built = (folder / name for name in ("house", "source", "built"))
-    source.mkdir()
+def pure(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of phalanx."""
+    source, built = (tmp_path_factory.mktemp(name) for name in ("source", "pure"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    run("sh", "-c", wheels.PURE[1].format(directory=house, project=source))
+    run("sh", "-c", wheels.PURE[1].format(directory=built, project=source))
+    (wheel,) = built.iterdir()
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def house(pure: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all wheels that an install needs, ours among them, of uv and of the model that a package holds."""
+    house, built = (tmp_path_factory.mktemp(name) for name in ("house", "built"))
     run("python", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", built, ROOT / "native")
     repair = wheels.settings()["repair-wheel-command"]
     run("sh", "-c", repair.format(wheel=f"{built}/*.whl", dest_dir=house))
-    pins = folder / "pins.txt"
+    fill(house, pure, PYTHON)
+    return house
+
+
+def fill(house: Path, pure: Path, python: Path) -> None:
+    """Add phalanx, and what it asks for on this Python, to the kernels in a folder."""
+    shutil.copy(pure, house)
+    pins = house / "pins.txt"
     locks = (ROOT / f"requirements{one}.lock" for one in ("", "-dev", "-cpu"))
     pins.write_text("\n".join(re.findall(r"^[a-z0-9-]+==[^\\]*", "".join(map(Path.read_text, locks)), re.MULTILINE)))
-    command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary", ":all:", "-c", pins, "-d", house]
-    command += ["--find-links", house, "phalanx[cpu,mpi]", "uv"]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-    if done.returncode and not os.environ.get("CI"):
-        pytest.skip(f"what phalanx needs cannot be downloaded: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr
-    return house
+    command = [sys.executable, "-m", "pip", "--python", python, "download", "-q", "--only-binary", ":all:", "-d", house]
+    command += ["--find-links", house, "-c", pins]
+    for wanted in (["phalanx[cpu,mpi]", "uv"], ["--no-deps", PACKAGE]):
+        done = subprocess.run([*map(str, command), *wanted], capture_output=True, text=True, check=False)
+        if done.returncode and not os.environ.get("CI"):
+            pytest.skip(f"what phalanx needs cannot be downloaded: {done.stderr.strip().splitlines()[-1]}")
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def other(pure: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Python of another version than that of the tests, and a folder of wheels for it."""
+    key = run("make", "-s", "-C", ROOT, "native-key").strip()
+    tags = [pattern.removesuffix("-*") for pattern in wheels.settings()["build"]]
+    for tag, named in wheels.interpreters(tags, []).items():
+        made, python = sorted(ROOT.glob(f"dist/phalanx_cpu-*-{key}-{tag}-*.whl")), Path(shutil.which(named) or named)
+        if made and tag != f"cp3{sys.version_info[1]}" and not python.is_relative_to("/usr"):  # which is hidden
+            house = tmp_path_factory.mktemp("house_of_another_python")
+            shutil.copy(made[0], house)
+            fill(house, pure, python)
+            return python, house
+    pytest.skip(f"make wheels has not built these kernels ({key}) for a second Python that is here")
 
 
 class Bare:
@@ -117,8 +148,8 @@ class Bare:
             assert process.wait(120) == 0, log.read_text()
 
 
-def answer(url: str) -> str:
-    body = {"messages": [{"role": "user", "content": "What is phalanx?"}], "temperature": 0, "max_tokens": 20}
+def answer(url: str, question: str) -> str:
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 20}
     request = urllib.request.Request(
         f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -135,33 +166,59 @@ def bare(tmp_path: Path) -> Bare:
     return made
 
 
-def pip(bare: Bare, house: Path, what: str) -> Path:
+def pip(bare: Bare, house: Path, *what: str, python: Path = PYTHON) -> Path:
     """Install into a new environment; gives the folder of its programs."""
     programs = bare.home / f"venv{len(list(bare.home.iterdir()))}" / "bin"
     for words in (
-        [PYTHON, "-m", "venv", programs.parent],
-        [programs / "pip", "install", "--no-index", "--find-links", house, what],
+        [python, "-m", "venv", programs.parent],
+        [programs / "pip", "install", "--no-index", "--find-links", house, *what],
     ):
         done = bare.run(*words)
         assert done.returncode == 0, done.stderr
     return programs
 
 
-def uv(bare: Bare, house: Path, what: str) -> Path:
-    words = ["tool", "install", "--no-index", "--find-links", house, "--python", PYTHON, what]
+def uv(bare: Bare, house: Path, what: str, *, python: Path = PYTHON) -> Path:
+    words = ["tool", "install", "--no-index", "--find-links", house, "--python", python, what]
     done = bare.run(pip(bare, house, "uv") / "uv", *words)
     assert done.returncode == 0, done.stderr
     return bare.home / ".local/bin"
 
 
-@pytest.mark.parametrize("install", [pip, uv])
-def test_two_ranks_answer_with_native_kernels(bare: Bare, house: Path, install: Callable[..., Path]) -> None:
+def three_ranks_answer(bare: Bare, house: Path, install: Callable[..., Path], python: Path) -> None:
+    """A real model on three ranks: pip's own settings say where the package is that holds it."""
     began = time.monotonic()
-    phalanx = install(bare, house, "phalanx[cpu,mpi]") / "phalanx"
-    print(f"{install.__name__}: {time.monotonic() - began:.0f} s")
+    phalanx = install(bare, house, "phalanx[cpu,mpi]", python=python) / "phalanx"
+    megabytes = sum(file.lstat().st_blocks for file in phalanx.parents[1].rglob("*")) >> 11
+    print(f"{install.__name__}, {python.name}: {time.monotonic() - began:.0f} s, {megabytes} MB")
+    bare.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(house)}
+    with bare.serving(phalanx, "serve", "smollm2", "--tp", "3", "--port", "0") as (url, log):
+        assert "Paris" in answer(url, "What is the capital of France?")
+    said = log.read_text()
+    assert "rank 0: kernels: native: " in said and "3 ranks over mpi: Open MPI is installed" in said
+
+
+@pytest.mark.parametrize("install", [pip, uv])
+def test_three_ranks_answer_with_native_kernels(bare: Bare, house: Path, install: Callable[..., Path]) -> None:
+    three_ranks_answer(bare, house, install, PYTHON)
+
+
+@pytest.mark.parametrize("install", [pip, uv])
+def test_on_another_python(bare: Bare, other: tuple[Path, Path], install: Callable[..., Path]) -> None:
+    python, house = other
+    three_ranks_answer(bare, house, install, python)
+
+
+def test_without_the_wheel_of_the_kernels_a_line_says_what_is_lost(bare: Bare, house: Path) -> None:
+    """The command is that of docs/install.md."""
+    document = (ROOT / "docs/install.md").read_text()
+    (command,) = re.findall(r"^pip install .*'phalanx\[engine,mpi\].*$", document, re.MULTILINE)
+    wanted = [word for word in shlex.split(command, comments=True) if "==" in word]
+    phalanx = pip(bare, house, *wanted) / "phalanx"
     with bare.serving(phalanx, "serve", "demo", "--tp", "2", "--port", "0") as (url, log):
-        assert "phalanx" in answer(url)
-    assert "rank 0: kernels: native: " in log.read_text()
+        assert "phalanx" in answer(url, "What is phalanx?")
+    (line,) = [line for line in log.read_text().splitlines() if "kernels: " in line]
+    assert "phalanx-cpu is not installed, without which models run several times slower" in line
 
 
 def test_the_light_install_has_no_mlx_and_its_commands_work(bare: Bare, house: Path) -> None:

@@ -77,6 +77,21 @@ def test_a_python_that_no_wheel_is_for_is_an_error(tmp_path: Path) -> None:
     assert wheels.interpreters(["cp398"], []) == {}
 
 
+def test_the_last_line_names_the_pythons_without_a_wheel_of_the_kernels() -> None:
+    line = wheels.left_out(TAGS, {"cp311": "python3.11", "cp313": "/opt/python"}, has_kernels=True)
+    assert "no wheel of phalanx-cpu for Python 3.12, 3.14, where" in line and "\n" not in line
+    assert wheels.left_out(TAGS, TAGS, has_kernels=True) == ""
+    assert "for Linux x86-64 only" in wheels.left_out(TAGS, TAGS, has_kernels=False)
+
+
+def test_a_python_that_makes_no_environment_is_one_line(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o700)
+    with pytest.raises(SystemExit, match=r"error: .*/python makes no environment. .* python3-venv"):
+        wheels.build([], str(python), tmp_path / "environment")
+
+
 def test_the_extra_asks_for_kernels_where_there_are_wheels() -> None:
     """pip would end on a platform without one, instead of leaving the kernels out."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -97,5 +112,6 @@ def test_the_versions_agree() -> None:
     mlx = re.search(r'MLX_VERSION = "(.*)"', (ROOT / "native/phalanx_cpu/__init__.py").read_text())
     assert mlx and native["project"]["dependencies"] == [f"mlx[cpu]=={mlx[1]}"]
     assert f"mlx=={mlx[1]} " in (ROOT / "requirements-cpu.lock").read_text()
+    assert f"'mlx[cpu]=={mlx[1]}'" in (ROOT / "docs/install.md").read_text()
     cpu = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cpu"]
     assert any(one.startswith(f"phalanx-cpu=={native['project']['version']};") for one in cpu)

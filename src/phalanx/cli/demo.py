@@ -28,6 +28,7 @@ from rich.markup import escape
 from phalanx.bench.http_client import RequestFailed, TimedExchange, open_client, stream_chat
 from phalanx.catalog.local_models import directory_of
 from phalanx.catalog.short_names import DEMO, PACKAGED
+from phalanx.cli.engine_extra import require_engine
 from phalanx.cli.private import PrivateServer, free_port
 from phalanx.cli.setting_flags import flag
 from phalanx.cli.terminal import note, show
@@ -84,6 +85,7 @@ def command(
     port: Annotated[int, flag(ServerConfig, "port", help="Port, if it is free.", rich_help_panel=None)] = DEFAULT_PORT,
 ) -> int:
     """Serve a small model on several ranks, ask it three things, and kill a rank meanwhile."""
+    require_engine()
     console = Console(highlight=False, soft_wrap=True)
     model = model or _reachable(console)
     if model not in QUESTIONS:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx import __version__
 from phalanx.catalog.local_models import LocalModel, local_models
 from phalanx.catalog.short_names import DEMO, PACKAGED
+from phalanx.cli.engine_extra import missing_module
 from phalanx.cli.list import size_of
 from phalanx.cluster.machine import rank_memory, tool
 from phalanx.config import DEFAULT_PORT
@@ -57,12 +58,13 @@ def _processor() -> str:
 
 def _computes() -> bool:
     """Whether phalanx is installed with its engine."""
-    return importlib.util.find_spec("mlx") is not None
+    return not missing_module()
 
 
 def _abilities(memory: MachineMemory) -> str:
     if not _computes():
-        return "for the gateway and for hosts; MLX, which computes, comes with `pip install 'phalanx[cpu,mpi]'`"
+        extra = "engine" if sys.platform == "darwin" else "cpu,mpi"
+        return f"for the gateway and for hosts; the engine comes with 'phalanx[{extra}]=={__version__}'"
     room = memory.total - guard_bytes(memory, memory_guard_override_gb())
     return f"models of up to about {largest_model(room):.2g} billion parameters at 4 bits"
 

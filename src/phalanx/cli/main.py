@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from phalanx.cli import streams
+from phalanx.cli.engine_extra import ENGINE, refuse
 from phalanx.cli.exits import INTERRUPTED, exit_code, flushed, for_launchd
 from phalanx.environment import under_launchd
 from phalanx.errors import ConfigError, ExitCode
@@ -61,10 +62,6 @@ SERVING = frozenset({"agent", "gateway", "host", "rank", "serve"})
 """Commands that go on without a reader of their output."""
 
 
-ENGINE = frozenset({"huggingface_hub", "jinja2", "llguidance", "mlx", "mlx_lm", "numpy", "tokenizers"})
-"""Modules of the extra `engine`, without which phalanx is installed where nothing is computed."""
-
-
 ELSEWHERE = {"run": "chat", "ls": "list", "remove": "rm", "delete": "rm", "kill": "stop", "start": "serve"}
 """Commands of other programs -> the one here that does the same."""
 
@@ -108,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in ENGINE:
             raise
-        return exit_code(lambda: _without_engine(missing))
+        return exit_code(lambda: refuse(missing))
     except KeyboardInterrupt:  # while the command's module is imported, for seconds on a busy machine
         return INTERRUPTED
     return 0
@@ -117,14 +114,6 @@ def main(arguments: Sequence[str]) -> int:
 def _named_elsewhere(arguments: Sequence[str]) -> int:
     here = shlex.join(["phalanx", ELSEWHERE[arguments[0]], *arguments[1:]])
     raise ConfigError(f"There is no command '{arguments[0]}'.", remedy=f"Did you mean `{here}`?")
-
-
-def _without_engine(missing: str) -> int:
-    raise ConfigError(
-        f"This command needs phalanx's engine, and this installation has no {missing}.",
-        remedy="Install phalanx[cpu] on Linux (with an NVIDIA GPU phalanx[cuda13] or phalanx[cuda12]), phalanx[engine] "
-        "on a Mac.",
-    )
 
 
 def _passed_on(asked: str | None, arguments: Sequence[str]) -> list[str]:

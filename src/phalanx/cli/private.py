@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from phalanx.cli.engine_extra import require_engine
 from phalanx.cluster.argument_flags import flag_value
 from phalanx.config import RUN_PHALANX
 from phalanx.environment import runtime_dir
@@ -33,9 +34,13 @@ class PrivateServer:
     """A `phalanx serve` process. `url` (ending in /v1) and `model` are known once `wait_ready` has returned.
 
     `certificate` is the server's, if the flags give it one.
+
+    Raises:
+        ConfigError: the engine is not installed.
     """
 
     def __init__(self, model: str, flags: Sequence[str] = (), *, keep: bool = False) -> None:
+        require_engine()
         self.url = ""
         self.model = ""
         certificate = flag_value(flags, "--ssl-certfile")

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.cli.clusters import stage_cell
+from phalanx.cli.engine_extra import require_engine
 from phalanx.cli.setting_flags import Flags, flag, with_settings
 from phalanx.cli.terminal import LoadingView, PullView, report, set_up_logging
 from phalanx.config import DEFAULT_MODEL, GIB, EngineConfig, LogLevel
@@ -44,6 +45,7 @@ def command(
     log_level: Annotated[LogLevel, flag(ServerConfig, "log_level")] = "warning",
 ) -> int:
     """Test a group of ranks: sums of known values, speed, equal tokens, the control connection, memory."""
+    require_engine()
     set_up_logging(log_level)
     with PullView() as view:
         resolve_models(config, view)
