@@ -8,7 +8,7 @@ from typing import NoReturn
 from phalanx import __version__
 from phalanx.errors import ConfigError
 
-ENGINE = frozenset({"huggingface_hub", "jinja2", "llguidance", "mlx", "mlx_lm", "numpy", "tokenizers"})
+ENGINE = frozenset({"gguf", "huggingface_hub", "jinja2", "llguidance", "mlx", "mlx_lm", "numpy", "tokenizers"})
 """Modules of the extra `engine`, without which phalanx is installed where nothing is computed."""
 
 
