@@ -88,8 +88,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     target_step_ms: Annotated[float, Meta(ge=1.0), Flag("Engine")] = 250.0
     """Prefill chunks are cut so that a step takes about so many milliseconds."""
     dtype: Annotated[Dtype, Flag("Engine")] = "auto"
-    """Type of weights, scales and activations. `auto`: the checkpoint's, but float32 on CPUs. bfloat16 there: a GPU's
-    rounding; quicker prompts and streams where the processor has AVX-512 BF16."""
+    """Type of weights, scales and activations. `auto`: float32 on CPUs; the checkpoint's on GPUs, where scales of 32
+    bits (of GGUF files) are rounded to float16. bfloat16 on CPUs: a GPU's rounding; quicker prompts and streams where
+    the processor has AVX-512 BF16."""
     revision: Annotated[str | None, Flag("Engine", default="the default branch")] = None
     """Branch, tag or commit of a hub id."""
     trust_remote_code: Annotated[bool, Flag("Engine")] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from support.gguf_files import (
 )
 
 from phalanx.model.gguf.gguf_blocks import BITS, mode_of, pack, to_groups
-from phalanx.model.loading.load import load
+from phalanx.model.loading.load import load, prepare
+from phalanx.model.loading.parameters import gpu_dtype
 from phalanx.model.loading.resolve import resolve
 from phalanx.text.tokenizer import Tokenizer
 
@@ -101,6 +103,51 @@ def test_logits_are_mlx_lms_of_the_same_weights(
     off = mx.abs(ours.model(mx.array(PROMPT)) - wanted).max() / mx.abs(wanted).max()
     assert off.item() < TOLERANCE, off.item()
     assert mx.abs(wanted[:, 1:] - wanted[:, :-1]).max().item() > 0.1, "the logits say nothing"
+
+
+def some(**dtypes: mx.Dtype) -> dict[str, mx.array]:
+    """Parameters by their last names, each half as large as the one before it."""
+    names = {name.replace("__", "."): dtype for name, dtype in dtypes.items()}
+    return {name: mx.zeros(64 >> i, dtype=dtype) for i, (name, dtype) in enumerate(names.items())}
+
+
+def test_what_auto_casts_to_on_a_gpu():
+    """Scales of 32 bits become float16, and norms of 32 bits what most is; nothing else changes."""
+    f32, f16, bf16 = mx.float32, mx.float16, mx.bfloat16
+    plain = some(a__weight=bf16, a__e_score_correction_bias=f32)
+    four = some(a__weight=mx.uint32, a__scales=f32, b__scales=f16, norm__weight=f32)
+    eight = some(a__weight=mx.uint32, a__scales=f16, input_layernorm__weight=f32)
+    mxfp4 = some(a__weight=mx.uint32, a__scales=mx.uint8, b__weight=bf16, norm__weight=f32)
+    assert [gpu_dtype(one, "llama") for one in (plain, four, eight, mxfp4)] == [None, f16, f16, bf16]
+    assert [gpu_dtype(one, "gemma3_text") for one in (four, eight)] == [bf16, bf16]
+    assert gpu_dtype(four, "gpt_oss") == bf16
+    assert gpu_dtype(some(a__weight=f32, norm__weight=f32), "llama") is None
+    assert gpu_dtype(some(a__weight=bf16, a__scales=bf16, norm__weight=bf16), "llama") is None
+
+
+def test_on_a_gpu_wide_scales_are_rounded_and_the_error_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_tiny(tmp_path / "x.gguf", "llama", "Q4_K")
+    path = resolve(str(tmp_path / "x.gguf"))
+    exact = load(path, dtype="float32", guard=0, trust_remote_code=False, on_progress=lambda *_: None)
+    assert "rounded" not in caplog.text
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+        prepared = prepare(path, dtype="auto", trust_remote_code=False)
+    assert prepared.dtype == mx.float16 and not any(one.dtype == mx.float32 for one in prepared.plan)
+    rounded = prepared.materialise(0, lambda *_: None)
+    said = re.search(r"rounded to float16: weights differ by at most (\S+) \((\S+)\); --dtype", caplog.text)
+    assert said is not None
+    ours, theirs = (dict(one.model.named_modules())[said[2]] for one in (rounded, exact))
+    off = mx.abs(dequantise(ours) - dequantise(theirs)).max().item()
+    assert 0 < off <= float(said[1]) < 4 * off
+
+
+def dequantise(module: Any) -> mx.array:
+    scales, biases = (module[part].astype(mx.float32) for part in ("scales", "biases"))
+    return mx.dequantize(module["weight"], scales, biases, group_size=module.group_size, bits=module.bits)
 
 
 def test_mixed_types_and_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from phalanx.model.device_memory import read_memory
 from phalanx.model.loading.huge_pages import HugePages
 from phalanx.model.loading.lazy_model import LazyModel, build, check_config
 from phalanx.model.loading.parallel import sum_through_reducer
-from phalanx.model.loading.parameters import ModelParameter, main_dtype, plan_parameters
+from phalanx.model.loading.parameters import ModelParameter, gpu_dtype, main_dtype, plan_parameters
 from phalanx.model.loading.reading import CopyJob, WeightReader
 from phalanx.model.loading.resolve import resolve
 from phalanx.model.loading.shard import Split, StubGroup, split
@@ -119,7 +119,7 @@ def prepare(
 
     Args:
         path: the model's directory.
-        dtype: floating dtype of weights and activations; `auto`: the checkpoint's, but float32 on the CPU.
+        dtype: floating dtype of weights and activations; `auto`: float32 on the CPU, `gpu_dtype` on a GPU.
         trust_remote_code: whether to run a `model_file` of the repository.
         reducer: has this rank's number and group; None for the whole model.
         choose_layers: chooses the layers of this rank's stage; None for all layers.
@@ -146,6 +146,8 @@ def prepare(
     target = DTYPES.get(dtype)
     if dtype == "auto" and mx.default_device() == mx.Device(mx.cpu):
         target = mx.float32  # on the CPU, MLX's own 16-bit kernels are 10-30 times slower
+    elif dtype == "auto":
+        target = gpu_dtype(dict(tree_flatten(built.model.parameters())), str(built.config["model_type"]))
     kept_16bit = (
         keep_16bit_weights(built.model) if dtype == "auto" and target is not None and install.active() else set()
     )
@@ -233,7 +235,7 @@ class Prepared:
             mx.get_active_memory() / memory.GB,
         )  # fmt: skip
         memory.check_fits(f"Loading {self.path.name}", (total + self.working_bytes) * sharing, machine, guard)
-        copied = self._read(total, guard, on_progress, ranks_here, sharing)
+        copied, rounded = self._read(total, guard, on_progress, ranks_here, sharing)
         loaded = Loaded(
             model=self.model,
             config=self.config,
@@ -251,16 +253,36 @@ class Prepared:
             stage=self.stage,
         )
         _report(loaded)
+        if rounded:
+            worst = max(rounded, key=rounded.__getitem__)
+            log.warning(
+                "scales of 32 bits are rounded to %s: weights differ by at most %.2g (%s); --dtype float32 keeps them",
+                str(self.dtype).removeprefix("mlx.core."), rounded[worst], worst,
+            )  # fmt: skip
         return loaded
 
-    def _read(self, total: int, guard: int, on_progress: Progress, ranks_here: int, sharing: int) -> int:
-        """Read, cast and keep one tensor after another; each stored form is freed first. Returns the bytes copied."""
+    def _read(
+        self, total: int, guard: int, on_progress: Progress, ranks_here: int, sharing: int
+    ) -> tuple[int, Mapping[str, float]]:
+        """Read, cast and keep one tensor after another; each stored form is freed first.
+
+        Returns:
+            The bytes copied, and by modules whose scales are rounded: by how much a weight differs, at most.
+        """
         done = checked = 0
+        rounded: defaultdict[str, float] = defaultdict(float)
+        widths = ((path, getattr(module, "bits", None)) for path, module in self.model.named_modules())
+        bits = {path: width for path, width in widths if isinstance(width, int)}
         with WeightReader(shared=ranks_here > 1) as reader:
             for entry, array in self._arrays(reader):
                 if entry.source is None or array.dtype != entry.dtype:
-                    array = array.astype(entry.dtype)
+                    stored, array = array, array.astype(entry.dtype)
                     mx.eval(array)
+                    module, _, field = entry.name.rpartition(".")
+                    if module in bits and field in ("scales", "biases") and stored.dtype.size > array.dtype.size:
+                        largest = 2 ** bits[module] - 1 if field == "scales" else 1  # what it is multiplied by
+                        rounded[module] += largest * _rounding(stored, array)
+                    del stored
                     mx.clear_cache()
                 if entry.repacked:
                     mx.eval(array)
@@ -274,7 +296,7 @@ class Prepared:
                     rest = (total - done) * sharing
                     memory.check_fits("The rest of the weights", rest, read_memory(sharing), guard)
         mx.eval(self.model.parameters())  # the rest are views of arrays that are filled already
-        return reader.copied
+        return reader.copied, rounded
 
     def _arrays(self, reader: WeightReader) -> Iterator[tuple[ModelParameter, mx.array]]:
         """Yield every tensor as stored. The next ones are read while the caller casts one."""
@@ -326,6 +348,11 @@ class _PendingTensor:
         if self.staging is None:
             return self.entry, self.array
         return self.entry, mx.array(self.staging).view(self.array.dtype).reshape(self.array.shape)
+
+
+def _rounding(stored: mx.array, kept: mx.array) -> float:
+    """The largest difference between numbers and their rounded ones."""
+    return float(np.asarray(mx.abs(kept.astype(stored.dtype) - stored)).max(initial=0.0))
 
 
 def _describe_quantization(model: Module) -> str:

@@ -7,7 +7,7 @@ which layers or rows a rank owns: `stage_cut.py` and `shard.py` say so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,6 +18,9 @@ from phalanx.model.cpu.repack import repackable
 from phalanx.model.loading.lazy_model import LazyModel
 from phalanx.model.loading.shard import Split
 from phalanx.model.loading.weights import Cut, TensorInfo
+
+LARGE_ACTIVATIONS = ("gemma", "gpt_oss")
+"""Starts of the types of models whose hidden states exceed 65,504, the largest float16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,27 @@ def _cast_predicate(model: Module, target: mx.Dtype | None) -> Callable[[str], b
         return lambda name: True
     own = getattr(model, "cast_predicate", None) or (lambda name: True)
     return lambda name: bool(own(name)) and not name.endswith(".global_scale")
+
+
+def gpu_dtype(parameters: Mapping[str, mx.array], model_type: str) -> mx.Dtype | None:
+    """The dtype to which `auto` casts on a GPU; None: each parameter keeps its own.
+
+    Imported GGUF files have norms of 32 bits, and many have such scales. Either makes activations and KV float32, twice
+    as large as they need to be. Scales are better rounded to float16, whose mantissa has three bits more, than to
+    bfloat16, unless activations do not fit.
+    """
+    sizes: Counter[mx.Dtype] = Counter()
+    wide = []
+    for name, array in parameters.items():
+        if mx.issubdtype(array.dtype, mx.floating):
+            sizes[array.dtype] += array.size
+            wide += [name] if array.dtype == mx.float32 else []
+    found = sizes.most_common(1)[0][0] if sizes else mx.float32
+    if any(name.endswith(".scales") for name in wide):
+        found = mx.float16
+    elif found == mx.float32 or not any(name.endswith("norm.weight") for name in wide):
+        return None
+    return mx.bfloat16 if found == mx.float16 and model_type.startswith(LARGE_ACTIVATIONS) else found
 
 
 def main_dtype(plan: list[ModelParameter]) -> mx.Dtype:
