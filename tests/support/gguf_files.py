@@ -257,6 +257,32 @@ def write_tiny(
     return tensors
 
 
+def write_parts(
+    folder: Path,
+    stem: str,
+    count: int,
+    *,
+    seed: int = 0,
+    kind: str = "Q8_0",
+    wrong: Mapping[int, Mapping[str, Any]] | None = None,
+) -> list[Path]:
+    """Write a tiny llama in several files, as `llama-gguf-split` names them.
+
+    Args:
+        wrong: by a file's number from 0 on, metadata in the place of what it should have; None takes a key out.
+    """
+    tensors = list(tiny_tensors("llama", kind, np.random.default_rng(seed)).items())
+    files = []
+    for part in range(count):
+        own = {"split.no": part, "split.count": count, "split.tensors.count": len(tensors)}
+        metadata = {**(tiny_metadata("llama") if part == 0 else {}), **own, **(wrong or {}).get(part, {})}
+        metadata = {key: one for key, one in metadata.items() if one is not None}
+        share = dict(tensors[part * len(tensors) // count : (part + 1) * len(tensors) // count])
+        files.append(folder / f"{stem}-{part + 1:05}-of-{count:05}.gguf")
+        files[-1].write_bytes(gguf(metadata, share))
+    return files
+
+
 def weights_of(kind: str, stored: Array) -> Array:
     """Weights in float32 by the reference: a matrix or a vector."""
     if kind in HALVES:

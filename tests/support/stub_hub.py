@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-LARGE = (".safetensors", "tokenizer.json")
+LARGE = (".safetensors", ".gguf", "tokenizer.json")
 """Endings of the files that the hub keeps apart, by their SHA-256."""
 
 

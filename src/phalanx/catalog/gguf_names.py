@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from phalanx.catalog.short_names import HOSTS
 from phalanx.errors import ModelNotFound
 
 PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -26,6 +27,11 @@ def part_names(name: str) -> list[str]:
     if found is None or not 1 <= int(found[2]) <= int(found[3]) <= MAX_PARTS:
         return [name]
     return [f"{found[1]}-{part:05}-of-{found[3]}.gguf" for part in range(1, int(found[3]) + 1)]
+
+
+def is_gguf_path(name: str) -> bool:
+    """Whether a name means a file by its suffix, rather than a repository or a file of one."""
+    return name.endswith(".gguf") and ":" not in name and not name.startswith(HOSTS)
 
 
 def stem_of(name: str) -> str:

@@ -250,7 +250,7 @@ def _fetch_bytes(listing: Listing, file: Any, part: Path, size: int, report: Rep
         with suppress(_TooLong):
             http_get(
                 hf_hub_url(listing.repository, file.rfilename, revision=listing.commit), out, resume_size=out.tell(),
-                headers=build_hf_headers(), expected_size=file.size, tqdm_class=bar,
+                headers=build_hf_headers(), expected_size=file.size if size == file.size else None, tqdm_class=bar,
             )  # fmt: skip
         out.flush()
         os.fsync(out.fileno())

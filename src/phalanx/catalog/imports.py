@@ -15,8 +15,10 @@ from msgspec import Struct
 from phalanx.catalog.gguf_names import DEFAULTS, part_names, split_quant
 from phalanx.environment import cache_dir
 
-ORIGIN = ".origin.json"
-"""In an imported model's directory; hidden, as its content is another on each host."""
+ORIGIN = "imported.json"
+"""In an imported model's directory, also where it was copied to another host."""
+FILES = ".files.json"
+"""Beside it: the files on this host that the model was made from."""
 BEGUN = ".part-"
 """Begins the name of a folder whose import is not finished."""
 NAME_DIGITS = 12  # of the SHA-256, in a directory's name
@@ -32,17 +34,11 @@ class FileState(Struct, frozen=True):
 
 
 class Origin(Struct, frozen=True, kw_only=True):
-    """What a model was imported from."""
+    """What a model was imported from, and what that has cost."""
 
     sha256: str  # of the file; of several, that of their digests
-    files: tuple[FileState, ...] = ()  # none if they were downloaded for the import
     hub: str = ""  # repository:quantisation
     requantised: Mapping[str, float] = {}  # tensor -> its largest error
-
-    @property
-    def name(self) -> str:
-        """The name to import it by."""
-        return self.hub or self.files[0].file
 
 
 def files_of_model(file: Path) -> list[Path]:
@@ -58,6 +54,14 @@ def states_of(files: Sequence[Path]) -> tuple[FileState, ...]:
     """
     states = ((file.resolve(), file.stat()) for file in files)
     return tuple(FileState(str(path), state.st_size, state.st_ctime_ns) for path, state in states)
+
+
+def recorded_files(directory: Path) -> tuple[FileState, ...]:
+    """The files that a model was made from, as they were; none if it came from the hub or another host."""
+    try:
+        return msgspec.json.decode((directory / FILES).read_bytes(), type=tuple[FileState, ...])
+    except (OSError, ValueError):
+        return ()
 
 
 def imports_folder() -> Path:
@@ -88,7 +92,7 @@ def imported_file(file: Path) -> Path | None:
         now = states_of(files_of_model(file))
     except OSError:
         return None
-    return next((directory for directory, made in imported_models() if made.files == now), None)
+    return next((directory for directory, _ in imported_models() if recorded_files(directory) == now), None)
 
 
 def imported_content(sha256: str) -> Path | None:
@@ -115,11 +119,19 @@ def imported_from_hub(name: str) -> Path | None:
     return max(found)[-1] if found else None
 
 
-def begun_import(name: str) -> tuple[Path, Origin] | None:
-    """An unfinished import, by the name that goes on with it."""
+def begun_import(name: str) -> Path | None:
+    """The folder of an unfinished import, by the name that goes on with it."""
     path = str(Path(name).expanduser().resolve())
-    every = imported_models(begun=True)
-    return next((one for one in every if name == one[1].hub or path in [at.file for at in one[1].files]), None)
+    for folder, origin in imported_models(begun=True):
+        if name == origin.hub or path in [at.file for at in recorded_files(folder)]:
+            return folder
+    return None
+
+
+def source_of(directory: Path) -> str:
+    """By what name a model was imported: that of a file, or of the hub's; "" if it was copied from another host."""
+    files, origin = recorded_files(directory), origin_of(directory)
+    return files[0].file if files else origin.hub if origin else ""
 
 
 def directory_for(stem: str, sha256: str) -> Path:
@@ -133,12 +145,13 @@ def begun_directory(directory: Path) -> Path:
     return directory.with_name(f"{BEGUN}{directory.name}")
 
 
-def record(directory: Path, origin: Origin) -> None:
+def record(directory: Path, origin: Origin, files: Sequence[FileState]) -> None:
     """Write what a model is made from.
 
     Raises:
         OSError: the directory cannot be written.
     """
-    written = directory / f"{ORIGIN}.new"
-    written.write_bytes(msgspec.json.encode(origin))
-    written.replace(directory / ORIGIN)
+    for name, content in ((FILES, files), (ORIGIN, origin)):
+        written = directory / f".{name}.new"
+        written.write_bytes(msgspec.json.encode(content))
+        written.replace(directory / name)

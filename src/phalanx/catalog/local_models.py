@@ -19,7 +19,6 @@ from msgspec import Struct
 
 from phalanx.catalog.gguf_names import split_quant
 from phalanx.catalog.imports import (
-    Origin,
     begun_import,
     imported_file,
     imported_from_hub,
@@ -27,6 +26,7 @@ from phalanx.catalog.imports import (
     imported_name,
     imports_folder,
     origin_of,
+    source_of,
 )
 from phalanx.catalog.packaged import PACKAGE
 from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, did_you_mean, repository_of, shortest
@@ -157,7 +157,7 @@ def find(name: str) -> LocalModel:
             return _imported(path)
         return _describe(shortest(repository) if in_cache else name, path, repository if in_cache else "")
     if (part := begun_import(repository)) is not None:
-        return _begun_import(*part)
+        return _begun_import(part)
     if HUB_ID.fullmatch(repository) and (begun := _begun(repository)) is not None:
         return begun
     raise ModelNotFound(f"{name} is not on this machine.", remedy=_how_to_find(name))
@@ -181,7 +181,7 @@ def local_models() -> Iterator[LocalModel]:
     if directory_of(PACKAGED) is not None:
         yield find(PACKAGED)
     yield from (_imported(directory) for directory, _ in imported_models())
-    yield from (_begun_import(directory, origin) for directory, origin in imported_models(begun=True))
+    yield from (_begun_import(folder) for folder, _ in imported_models(begun=True))
     cache = hub_cache()
     for folder in sorted(cache.glob("models--*")) if cache.is_dir() else ():
         repository = repository_in(folder)
@@ -273,10 +273,10 @@ def _imported(path: Path) -> LocalModel:
     return _describe(origin.hub if origin and origin.hub else path.name, path, "")
 
 
-def _begun_import(path: Path, origin: Origin) -> LocalModel:
+def _begun_import(path: Path) -> LocalModel:
     """An import that has begun: its downloaded files and what is made of them so far."""
     size = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
-    return LocalModel(name=origin.name, path=path, bytes=size, lacks="model.safetensors")
+    return LocalModel(name=source_of(path), path=path, bytes=size, lacks="model.safetensors")
 
 
 def _describe(name: str, path: Path, repository: str) -> LocalModel:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.catalog.imports import ORIGIN, origin_of
+from phalanx.catalog.imports import ORIGIN, origin_of, source_of
 from phalanx.catalog.local_models import find
 from phalanx.cli.list import day_of, fits_here, print_columns, size_of
 from phalanx.errors import ExitCode
@@ -40,7 +40,7 @@ def _origin(path: Path) -> dict[str, str]:
     origin = origin_of(path)
     if origin is None:
         return {}
-    found = {"imported from": origin.name}
+    found = {"imported from": source_of(path)}
     if errors := origin.requantised:
         worst = max(errors, key=lambda name: errors[name])
         found["requantised"] = f"{len(errors)} tensors, to 8 bits; the largest error is {errors[worst]:.2g} ({worst})"

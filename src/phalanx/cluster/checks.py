@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from phalanx import __version__
+from phalanx.catalog.gguf_names import is_gguf_path
 from phalanx.cluster import identity, machine
 from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts, bad, good, warning
 from phalanx.cluster.library import find_model
@@ -136,6 +137,12 @@ def model(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> It
         return
     if facts.model is not None:
         yield good("model", f"{facts.model.path}, {facts.model.bytes / GB:.2f} GB")
+    elif is_gguf_path(wanted.model):
+        yield bad(
+            "model", f"{wanted.model} is not imported here", "the imported model on every host",
+            f"Where the file is, run `phalanx pull {wanted.model}` and `phalanx model push {wanted.model}`, then give "
+            "the last part of the directory that the pull prints in the place of the file.",
+        )  # fmt: skip
     elif "/" in wanted.model and not wanted.model.startswith(("/", ".", "~")):
         yield warning(
             "model", f"{wanted.model} is not here; it would be downloaded at start", "the model on every host",

@@ -6,6 +6,7 @@ import hashlib
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
+from phalanx.catalog.imports import ORIGIN
 from phalanx.catalog.local_models import NEEDED, directory_of
 from phalanx.cluster.check_results import ModelFacts
 
@@ -49,6 +50,8 @@ def find_model(model: str) -> ModelFacts | None:
         return None
     digest, weights = hashlib.sha256(), 0
     for file in needed_files(path):
+        if file.name == ORIGIN:
+            continue  # of the same weights from elsewhere
         size = file.stat().st_size
         digest.update(f"{file.relative_to(path)} {size}\n".encode())
         if file.suffix in DIGESTED:

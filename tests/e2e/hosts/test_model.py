@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from clusters import ask, cluster, phalanx
 from rig import Rig
+from support.gguf_files import write_tiny
 
 MB = 1 << 20
 
@@ -95,3 +96,20 @@ def test_pull_downloads_on_the_first_host_and_copies_to_the_others(hosts):
     assert (hosts["c"].home / "models/m/config.json").read_text() == "{}"
     none = phalanx(hosts["desk"], "model", "pull", "./none", "--hosts", "a,b", check=False)
     assert none.returncode != 0 and "a:" in none.stderr and "No such directory" in none.stderr
+
+
+def test_an_imported_gguf_model_is_pushed_and_served_by_its_name(hosts):
+    """The file is on the first host alone: `up` with it says what to do."""
+    file = hosts["a"].home / "tiny.gguf"
+    write_tiny(file)
+    made = Path(phalanx(hosts["a"], "pull", "tiny.gguf").stdout.strip())
+    small = ("--host", "0.0.0.0", "--memory-guard-gb", "1")
+    refused = phalanx(hosts["desk"], "up", "2.json", "--", "tiny.gguf", *small, check=False)
+    assert refused.returncode != 0 and "tiny.gguf is not imported here" in refused.stdout + refused.stderr
+    phalanx(hosts["a"], "model", "push", "tiny.gguf", "--hosts", "b")
+    assert "are the same" in phalanx(hosts["a"], "model", "verify", made.name, "--hosts", "b").stdout
+    assert made.name in phalanx(hosts["b"], "list").stdout
+    serve = (made.name, "--served-model-name", "demo", *small)
+    with cluster(hosts, 2, "ring", serve=serve) as url:
+        assert ask(hosts["desk"], url)
+    assert phalanx(hosts["b"], "rm", made.name).returncode == 0

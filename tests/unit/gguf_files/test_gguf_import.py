@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,21 @@ def test_other_files_are_refused(home: Path):
     (home / "fake.gguf").write_bytes(b"PK")
     with pytest.raises(WeightsError, match="is not a GGUF file"):
         resolve("fake.gguf")
+    (home / "lfs.gguf").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ModelError, match=r"lfs\.gguf is a pointer of Git LFS"):
+        resolve("lfs.gguf")
+    os.mkfifo(home / "pipe.gguf")
+    with pytest.raises(ModelError, match=r"pipe\.gguf is a pipe, not a file"):
+        resolve("pipe.gguf")
+
+
+@pytest.mark.parametrize(
+    "name", ["none.gguf", "./none.gguf", "folder/none.gguf", "/no/such/none.gguf", "dangling.gguf"]
+)
+def test_a_file_that_is_not_there_is_not_asked_of_the_hub(name: str, home: Path):
+    (home / "dangling.gguf").symlink_to("none")
+    with pytest.raises(ModelNotFound, match=f"There is no file '{name}'"):
+        resolve(name)
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------

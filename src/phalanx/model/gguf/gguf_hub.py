@@ -45,7 +45,7 @@ def import_from_hub(listing: hub.Listing, report: Report = quiet) -> Path:
             raise type(error)(error.message.replace(place, f"{origin.hub}: "), remedy=error.remedy) from error
 
     with explained(origin.hub):
-        return import_once(stem_of(Path(names[0]).name), origin, build, report)
+        return import_once(stem_of(Path(names[0]).name), origin, (), build, report)
 
 
 def _build(listing: hub.Listing, files: list[Any], name: str, folder: Path, report: Report) -> Mapping[str, float]:
@@ -58,7 +58,7 @@ def _build(listing: hub.Listing, files: list[Any], name: str, folder: Path, repo
     needed = sum(sizes) + check_files(begun, sizes)
     have = sum(file.lstat().st_blocks * 512 for file in folder.rglob("*"))
     try:
-        check_disk(name, needed - have, folder)
+        check_disk(name, needed - have, folder.parent)
     except ModelError:
         if all(file.stat().st_size <= BEGINNING for file in begun):
             shutil.rmtree(source)  # not worth to be gone on with

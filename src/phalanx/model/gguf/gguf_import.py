@@ -24,6 +24,7 @@ from phalanx.model.gguf.gguf_metadata import Metadata
 from phalanx.model.gguf.gguf_parts import OpenModel, open_model
 from phalanx.model.gguf.gguf_tokenizer import end_ids, write_tokenizer
 from phalanx.model.gguf.import_journal import ImportJournal
+from phalanx.text.printable import printable
 
 WEIGHTS = "model.safetensors"
 JOURNAL = ".journal"
@@ -51,7 +52,7 @@ def convert(file: Path, directory: Path, report: Report = quiet) -> dict[str, fl
         layout = describe(model, file, directory)
         weights = directory / WEIGHTS
         begun = weights.stat().st_blocks * 512 if weights.exists() else 0
-        check_disk(file.name, layout.nbytes - begun, directory)
+        check_disk(file.name, layout.nbytes - begun, directory.parent)
         done = shown_bytes(report, f"importing {file.name}", file, layout.nbytes)
         errors = _write(file, layout, model.streams, weights, done)
     if errors:
@@ -122,7 +123,7 @@ def shown_bytes(report: Report, status: str, file: Path, total: int) -> Callable
     def add(n: int) -> None:
         nonlocal completed
         completed += n
-        report(PullProgress(status, str(file), total, completed))
+        report(PullProgress(printable(status), str(file), total, completed))
 
     return add
 
@@ -165,18 +166,17 @@ def _write(
     journal = ImportJournal(weights.with_name(JOURNAL), weights, start)
     errors = {name: error for name, error in journal.finished.items() if error is not None}
     places = iter(layout.written)
+    todo = [(one, [next(places) for _ in _parts(one)]) for one in layout.named]
+    todo = [(one, parts) for one, parts in todo if one.tensor.name not in journal.finished]
+    if journal.finished:
+        done(layout.nbytes - sum(part.nbytes for _, parts in todo for part in parts))
     with weights.open("r+b") as out:
-        for one in layout.named:
-            parts = [next(places) for _ in _parts(one)]
-            nbytes = sum(part.nbytes for part in parts)
-            if one.tensor.name in journal.finished:
-                done(nbytes)
-                continue
+        for one, parts in todo:
             at = [len(start) + part.start for part in parts]
             error = _write_tensor(file, one, streams, out, at, done)
             if error is not None:
                 errors[one.tensor.name] = error
-            journal.add(one.tensor.name, error, nbytes, out)
+            journal.add(one.tensor.name, error, sum(part.nbytes for part in parts), out)
         journal.finish(out)
     return errors
 

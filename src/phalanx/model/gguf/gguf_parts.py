@@ -55,38 +55,40 @@ def open_model(files: Sequence[Path], sizes: Sequence[int] = ()) -> Iterator[Ope
 
 
 def _joined(files: Sequence[Path], headers: Sequence[GgufHeader]) -> GgufHeader:
-    for part, (file, header) in enumerate(zip(files, headers, strict=True)):
-        _check_place(file, header.metadata, part, headers)
-    tensors = []
-    names: dict[str, int] = {}
+    if len(files) == 1:
+        _check_alone(files[0], headers[0].metadata)
+    else:
+        tensors = sum(len(header.tensors) for header in headers)
+        for part, (file, header) in enumerate(zip(files, headers, strict=True)):
+            _check_part(file, header.metadata, part, {"split.count": len(files), "split.no": part})
+        for part, (file, header) in enumerate(zip(files, headers, strict=True)):
+            _check_part(file, header.metadata, part, {"split.tensors.count": tensors})
+    joined = []
+    parts: dict[str, int] = {}
     for part, header in enumerate(headers):
         for tensor in header.tensors:
-            if names.setdefault(tensor.name, part) != part:
-                both = f"{files[names[tensor.name]].name} and {files[part].name}"
-                raise WeightsError(f"Both {both} have tensor {shown(tensor.name)}.", remedy=ONE_MODEL)
-            tensors.append(tensor._replace(part=part))
-    return GgufHeader(headers[0].metadata, tuple(tensors))
+            if parts.setdefault(tensor.name, part) != part:
+                both = f"{files[parts[tensor.name]]} and {files[part].name}"
+                raise WeightsError(f"{both} both have tensor {shown(tensor.name)}.", remedy=ONE_MODEL)
+            joined.append(tensor._replace(part=part))
+    return GgufHeader(headers[0].metadata, tuple(joined))
 
 
-def _check_place(file: Path, metadata: Mapping[str, Any], part: int, headers: Sequence[GgufHeader]) -> None:
-    """Check that a file is the one of its model that its name says, and of the model of the others."""
+def _check_alone(file: Path, metadata: Mapping[str, Any]) -> None:
     count = _number(file, metadata, "split.count", 1)
-    if count > 1 == len(headers):
+    if count > 1:
         number = _number(file, metadata, "split.no", 0) + 1
         raise WeightsError(
             f"{file} is one of {count} files of a model, but is not named as such.",
             remedy=f"Name it NAME-{number:05}-of-{count:05}.gguf, and the others beside it with their numbers.",
         )
-    if len(headers) == 1:
-        return
-    tensors = sum(len(header.tensors) for header in headers)
-    wanted = {"split.count": len(headers), "split.no": part, "split.tensors.count": tensors}
+
+
+def _check_part(file: Path, metadata: Mapping[str, Any], part: int, wanted: Mapping[str, int]) -> None:
     for key, value in wanted.items():
         if (found := _number(file, metadata, key, -1)) != value:
-            said = "is missing" if found < 0 else f"is {found}"
-            raise WeightsError(
-                f"{file} is not file {part + 1} of these {len(headers)}: {key} {said}, not {value}.", remedy=ONE_MODEL
-            )
+            said = "is missing" if key not in metadata else f"is {found}"
+            raise WeightsError(f"{file} is not file {part + 1} of these: {key} {said}, not {value}.", remedy=ONE_MODEL)
 
 
 def _number(file: Path, metadata: Mapping[str, Any], key: str, default: int) -> int:

