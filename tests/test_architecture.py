@@ -84,7 +84,7 @@ PURE = (
         for name in "discovery argument_flags host_platform hostfile_parser replica_layout network shape".split()
     ),
     *(f"dist/{name}.py" for name in "stage_frames stall topology".split()), "server/endpoints/numerics.py",
-    "model/gguf/gguf_header.py",
+    "model/gguf/gguf_header.py", "model/gguf/gguf_pretokenizers.py",
     "supervision/fast_synch.py", "supervision/restarts.py", "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip
 IMPURE = (

@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gguf_files import HIDDEN, tiny_tensors, write_tiny
+from support.gguf_texts import five_hundred
+from support.gguf_vocabularies import marks, recorded
+from support.real_model import real_model
+from tokenizers import Tokenizer
 
 LIMIT_S = 240.0
 
@@ -61,8 +65,9 @@ def test_an_import_that_is_killed_ten_times_goes_on(tmp_path: Path, variables: d
     rng = np.random.default_rng(0)
     tensors = tiny_tensors("llama", "F16", rng)
     for name in [name for name in tensors if ".ffn_" in name and "norm" not in name]:
-        tensors[name] = ("F16", rng.integers(0, 1 << 14, (150_000, HIDDEN), np.uint16).view("<f2"))
-    write_tiny(file, tensors=tensors)
+        shape = (HIDDEN, 150_000) if "down" in name else (150_000, HIDDEN)
+        tensors[name] = ("F16", rng.integers(0, 1 << 14, shape, np.uint16).view("<f2"))
+    write_tiny(file, tensors=tensors, llama__feed_forward_length=150_000)
     imported = tmp_path / "cache" / "phalanx" / "imported"
     chunks = -(-file.stat().st_size // (4 << 20))
     lines = np.random.default_rng(5)
@@ -82,3 +87,8 @@ def test_an_import_that_is_killed_ten_times_goes_on(tmp_path: Path, variables: d
     names = sorted(entry.name for entry in whole.iterdir())
     assert names == sorted(entry.name for entry in made.iterdir())
     assert all((made / name).read_bytes() == (whole / name).read_bytes() for name in names)
+
+
+def test_smollm2_has_llama_cpps_tokens_of_every_text():
+    tokenizer = Tokenizer.from_file(str(real_model() / "tokenizer.json"))
+    assert marks(encoded.ids for encoded in tokenizer.encode_batch(five_hundred())) == recorded("smollm2")

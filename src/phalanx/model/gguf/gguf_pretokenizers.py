@@ -1,7 +1,7 @@
 """How a text is cut before byte-level BPE merges its bytes: llama.cpp's names of pre-tokenizers, and their rules.
 
 The names, `whole_words` and `add_bos` are those of llama.cpp's llama-vocab.cpp. The expressions and `nfc` are those of
-the models' own tokenizer.json where llama.cpp differs (docs/model-directories.md says where).
+the models' own tokenizer.json where llama.cpp differs: docs/model-directories.md says where.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ CASED = (  # escapes for letters that Unicode normalises to others
     "ῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
 HANGUL_CJK = "[一-龥ࠀ-一가-퟿]+"
-THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # digits in threes from the right
-ASIAN = "[一-鿿㐀-䶿\uf900-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+"
+THREES = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*(?!\p{N}))|\p{N}{3}"  # digits in threes from the right
+ASIAN = "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+"
 NO_HAN = r"&&[^\p{Han}]"
 KIMI_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}{NO_HAN}]*[{LOWER}{NO_HAN}]+{SHORT}?"
@@ -76,7 +76,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "minicpm5": PreTokenizer((r"\p{N}{1,3}", LLAMA3.replace("{1,3}", "+")), whole_words=True),
     "jais-2": PreTokenizer((rf"{SHORT}|{WORD}|\p{{N}}{{1,3}}|{SIGNS}|\s*[\r\n]+|{RUNS}|\s{{1,2}}(?!\S)|\s",)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _QWEN2._replace(nfc=True)),
-    **dict.fromkeys(("stablelm2", "hunyuan", "grok-2", "solar-open"), _QWEN2),
+    **dict.fromkeys(("stablelm2", "hunyuan", "grok-2", "solar-open", "bailingmoe", "bailingmoe2", "llada-moe"), _QWEN2),
     "qwen35": PreTokenizer((
         rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}",
     ), nfc=True),
@@ -85,11 +85,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "seed-coder": PreTokenizer((rf"{SHORT}|{WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}",)),
     "exaone-moe": PreTokenizer((
         rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|{SPACES}",
     )),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), PreTokenizer((
-        rf"'(?i:[sdmt]|ll|ve|re)|{WORD}|\p{{N}}|{SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",
-    ))),
     "tekken": PreTokenizer((TEKKEN,), whole_words=True, add_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _O200K),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", O200K))),
