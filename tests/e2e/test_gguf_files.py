@@ -65,8 +65,9 @@ def test_an_import_that_is_killed_ten_times_goes_on(tmp_path: Path, variables: d
     rng = np.random.default_rng(0)
     tensors = tiny_tensors("llama", "F16", rng)
     for name in [name for name in tensors if ".ffn_" in name and "norm" not in name]:
-        tensors[name] = ("F16", rng.integers(0, 1 << 14, (150_000, HIDDEN), np.uint16).view("<f2"))
-    write_tiny(file, tensors=tensors)
+        shape = (HIDDEN, 150_000) if "down" in name else (150_000, HIDDEN)
+        tensors[name] = ("F16", rng.integers(0, 1 << 14, shape, np.uint16).view("<f2"))
+    write_tiny(file, tensors=tensors, llama__feed_forward_length=150_000)
     imported = tmp_path / "cache" / "phalanx" / "imported"
     chunks = -(-file.stat().st_size // (4 << 20))
     lines = np.random.default_rng(5)

@@ -132,19 +132,13 @@ KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", KEYS)
 def test_what_mlx_lm_does_not_compute_is_named(case: str, tmp_path: Path):
     name, values, match = KEYS[case]
-    widths = {"key_length": 2} if case == "heads" else {}
 
-    def wider(theirs: str, stored: Array) -> Array | None:
-        rows = theirs.partition(".attn_")[2] in ("q.weight", "k.weight", "v.weight", "q.bias", "k.bias", "v.bias")
-        return (
-            np.repeat(stored, 2, axis=0)
-            if rows
-            else np.repeat(stored, 2, axis=1)
-            if "attn_output" in theirs
-            else stored
-        )
+    def of_wider_heads(theirs: str, stored: Array) -> Array:
+        part = theirs.partition(".attn_")[2]
+        wide = part.startswith(("q.", "k.", "v.", "output."))
+        return np.repeat(stored, 2, axis=int(part.startswith("output."))) if wide else stored
 
-    refusal(tmp_path, name, match, values=values, **({"change": wider} if widths else {}))
+    refusal(tmp_path, name, match, values=values, **({"change": of_wider_heads} if case == "heads" else {}))
 
 
 def test_keys_that_change_nothing_are_passed_over(tmp_path: Path):

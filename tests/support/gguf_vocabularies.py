@@ -23,7 +23,7 @@ from support.gguf_files import CONTROLS, byte_letters, gguf, tiny_metadata
 from support.gguf_texts import five_hundred
 from tokenizers import Tokenizer
 
-from phalanx.model.gguf.gguf_config import Metadata
+from phalanx.model.gguf.gguf_metadata import Metadata
 from phalanx.model.gguf.gguf_pretokenizers import PRE_TOKENIZERS
 from phalanx.model.gguf.gguf_tokenizer import write_tokenizer
 

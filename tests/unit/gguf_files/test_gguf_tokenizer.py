@@ -33,7 +33,7 @@ from support.gguf_vocabularies import (
 from tokenizers import Tokenizer, decoders
 
 from phalanx.errors import ModelError, ModelUnsupported, WeightsError
-from phalanx.model.gguf.gguf_config import Metadata
+from phalanx.model.gguf.gguf_metadata import Metadata
 from phalanx.model.gguf.gguf_pretokenizers import PRE_TOKENIZERS
 from phalanx.model.gguf.gguf_tokenizer import end_ids, write_tokenizer
 from phalanx.text.tokenizer import Tokenizer as Served
@@ -122,6 +122,20 @@ def test_blanks_behind_the_special_tokens_of_phi_3_are_dropped():
     tokenizer = our_tokenizer(CASES["phi-3"]())
     ids = tokenizer.encode("<|user|>\n\u3000x<|end|>  y<s> z", add_special_tokens=False).ids
     assert [tokenizer.id_to_token(token) for token in ids] == ["<|user|>", "▁x", "<|end|>", "▁", "y", "<s>", "▁▁", "z"]
+
+
+def test_the_blank_behind_inst_is_that_of_mistrals_template():
+    """Its own library encodes the message apart, with one blank before it; llama.cpp puts another."""
+
+    def pieces(kind: int, text: str) -> list[str]:
+        return our_tokenizer(sentencepiece(["[INST]"], kind)).encode(text, add_special_tokens=False).tokens
+
+    assert pieces(CONTROL, "[INST] hello") == ["[INST]", "▁", "hello"]
+    assert pieces(CONTROL, "hello") == pieces(USER_DEFINED, "hello") == ["▁", "hello"]
+    assert pieces(USER_DEFINED, "[INST]hello") == ["[INST]", "▁", "hello"]
+    assert pieces(USER_DEFINED, "[INST] hello") == ["[INST]", "▁▁", "hello"]
+    tokenizer = our_tokenizer(sentencepiece(["[INST]"]))
+    assert tokenizer.decode(tokenizer.encode("hello  x", add_special_tokens=False).ids) == "hello  x"
 
 
 def best_neighbours(text: str, scores: dict[str, float]) -> list[str]:
@@ -286,6 +300,30 @@ def test_damaged_vocabularies_are_named(tmp_path: Path):
     refused("the eom token is 99999 of", sentencepiece(eom_token_id=99999), tmp_path)
     lacks_bytes = [f"x{name}" if name == "<0x7F>" else name for name in names]
     refused("its tokenizer lacks <0x7F>", sentencepiece(tokens=lacks_bytes), tmp_path, ModelUnsupported)
+
+
+@pytest.mark.parametrize("case", ["default", "llama", "gemma4"])
+def test_any_value_of_a_key_is_taken_or_refused_in_one_line(case: str, tmp_path: Path):
+    made = CASES[case]()
+    n = len(made["tokenizer.ggml.tokens"])
+    values = [
+        None, False, 0, n - 1, n, 1 << 62, 1.5, float("nan"), "", "x", [], [""], ["a", "b"], [["a"]], array.array("i"),
+        *(array.array("i", [kind] * n) for kind in (0, 2, 3, 4, 9)), array.array("f", [float("nan")] * n),
+        array.array("Q", [1 << 63] * n), [str(i) for i in range(n)],
+    ]  # fmt: skip
+    keys = [key for key in made if key.startswith("tokenizer.")]
+    optional = ["add_bos_token", "add_eos_token", "add_space_prefix", "eot_token_id", "pre"]
+    refusals = 0
+    for key in {*keys, "tokenizer.chat_templates", "general.name", *(f"tokenizer.ggml.{name}" for name in optional)}:
+        for value in values:
+            try:
+                write_tokenizer(Metadata("x.gguf", {**made, key: value}), tmp_path)
+            except ModelError as error:
+                refusals += 1
+                assert str(error).isprintable() and "x.gguf" in str(error)
+            else:
+                assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a b").ids
+    assert refusals > 100
 
 
 def test_tokens_without_a_text_have_one(tmp_path: Path):

@@ -46,6 +46,7 @@ def sliding_layers(metadata: Metadata, period: int) -> list[bool]:
 
 
 def kinds_of_layers(metadata: Metadata, period: int) -> Config:
+    """The window, and the kind of attention of each layer, for model files that want both kinds."""
     sliding = sliding_layers(metadata, period)
     if len(set(sliding)) == 1:
         raise metadata.refused("its layers have one kind of attention, mlx-lm's model file wants two")
@@ -54,6 +55,7 @@ def kinds_of_layers(metadata: Metadata, period: int) -> Config:
 
 
 def gemma3(metadata: Metadata, config: Config) -> Config:
+    """Gemma 3. mlx-lm's model file has full attention in every so many layers."""
     own = {"query_pre_attn_scalar": _gemma_scalar(metadata, layers_of_27b=62), "sliding_window_pattern": 1}
     if not metadata.get("*.attention.sliding_window", int, 0):
         return own
@@ -83,12 +85,14 @@ def _gemma_scalar(metadata: Metadata, layers_of_27b: int) -> int:
 
 
 def phi3(metadata: Metadata, config: Config) -> Config:
+    """Phi 3 and 4."""
     metadata.raw("*.attention.sliding_window")  # neither llama.cpp nor mlx-lm computes it
     length = metadata.count("*.rope.scaling.original_context_length", config["max_position_embeddings"])
     return {"original_max_position_embeddings": length}
 
 
 def ministral3(metadata: Metadata, config: Config) -> Config:
+    """Ministral 3, whose queries grow with the position; its rotary fields lie in one of their own."""
     scaling = config.pop("rope_scaling", {})
     if scaling.get("rope_type") != "yarn":
         raise metadata.refused("it has attention.temperature_scale without rope.scaling.type 'yarn'")

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -14,6 +14,7 @@ from phalanx.model.gguf.gguf_header import shown
 from phalanx.model.gguf.gguf_metadata import Metadata
 from phalanx.model.gguf.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
+Prefix = Literal["always", "first", "never"]  # behind each special token too, at the start of a text only, or nowhere
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens: <unk>, those such as <|im_end|>, those that a text may have
 BLANK = "▁"  # a space in the vocabularies of SentencePiece
 MAX_LETTERS = 512  # of a token that is merged from others
@@ -93,16 +94,15 @@ def _tokenizer(metadata: Metadata, names: list[str]) -> tuple[Tokenizer, bool]:
     pre = kind if kind == "gemma4" else metadata.get("tokenizer.ggml.pre", str, "default")
     stated = metadata.get("tokenizer.ggml.add_bos_token", bool) if _has(metadata, "add_bos_token") else None
     if kind == "llama":
-        has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", bool, True)
         merges = _scored_merges(metadata, names)
-        return _sentencepiece(metadata, names, merges, has_prefix=has_prefix), stated is not False
+        return _sentencepiece(metadata, names, merges, _prefix(metadata, names)), stated is not False
     if kind not in ("gpt2", "gemma4"):
         raise metadata.refused(
             f"its tokenizer is of the kind {shown(kind)}, taken are gpt2 (byte-level BPE), llama (SentencePiece)"
             " and gemma4"
         )
     if pre in SENTENCEPIECE:
-        tokenizer = _sentencepiece(metadata, names, _merges(metadata, names), has_prefix=False)
+        tokenizer = _sentencepiece(metadata, names, _merges(metadata, names), "never")
         return tokenizer, pre == "gemma4" or stated is True  # early files of Gemma 4 say false
     if pre not in PRE_TOKENIZERS:
         known = ", ".join((*PRE_TOKENIZERS, *SENTENCEPIECE))
@@ -124,21 +124,30 @@ def _byte_level(metadata: Metadata, names: list[str], rule: PreTokenizer) -> Tok
     return tokenizer
 
 
-def _sentencepiece(
-    metadata: Metadata, names: list[str], merges: list[tuple[str, str]], *, has_prefix: bool
-) -> Tokenizer:
+def _prefix(metadata: Metadata, names: list[str]) -> Prefix:
+    """Where a blank is put before words. Mistral's templates have their own one behind [INST]."""
+    if not metadata.get("tokenizer.ggml.add_space_prefix", bool, True):
+        return "never"
+    kinds = metadata.numbers("tokenizer.ggml.token_type", len(names))
+    return "first" if "[INST]" in names and kinds[names.index("[INST]")] == CONTROL else "always"
+
+
+def _sentencepiece(metadata: Metadata, names: list[str], merges: list[tuple[str, str]], prefix: Prefix) -> Tokenizer:
     known = set(names)
     if missing := next((f"<0x{byte:02X}>" for byte in range(256) if f"<0x{byte:02X}>" not in known), None):
         raise metadata.refused(f"its tokenizer lacks {missing}, so that it cannot write all texts")
     tokenizer = Tokenizer(models.BPE(vocab=_vocab(names), merges=merges, byte_fallback=True))
     spaces = normalizers.Replace(" ", BLANK)
-    parts = [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if has_prefix:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK), spaces])
-        parts.append(decoders.Strip(" ", 1, 0))
-    else:
-        tokenizer.normalizer = spaces
-    tokenizer.decoder = decoders.Sequence(parts)
+    match prefix:
+        case "always":
+            tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK), spaces])
+        case "first":
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(BLANK, "first", split=False)
+        case "never":
+            tokenizer.normalizer = spaces
+    strip = [decoders.Strip(" ", 1, 0)] if prefix != "never" else []
+    texts = [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*texts, *strip])
     return tokenizer
 
 
