@@ -11,7 +11,8 @@ from phalanx.environment import child_environment
 FEW_RETRIES = {"PIP_RETRIES": "1", "UV_HTTP_RETRIES": "1"}
 """Where the user has not set them. With pip's own five, a machine without a network waits for eight seconds."""
 BROKEN = re.compile(r"connection broken by '\w+\((.*)\)': ")
-ERROR = "ERROR: "  # begins pip's
+ERROR = re.compile("error: ", re.IGNORECASE)  # begins an installer's
+ADVICE = re.compile(" (?:note|hint): ")  # begins what pip has to say on its own flags
 NOTHING_FOUND = "No matching distribution found"
 QUOTES = "\"'"
 CHARS = 300  # of a reason
@@ -31,8 +32,9 @@ def run_installer(command: Sequence[str], temporary: str) -> str:
 def _reason(stderr: str, stdout: str) -> str:
     """pip's last word is that it found nothing, whether the index lacks the package or cannot be reached."""
     lines = [line for line in f"{stdout}\n{stderr}".splitlines() if line.strip()] or ["no reason was given"]
-    heads = [number for number, line in enumerate(lines) if line.startswith(ERROR)]
-    said = " ".join(" ".join(lines[heads[-1] if heads else -1 :]).split()).removeprefix(ERROR)
+    heads = [number for number, line in enumerate(lines) if ERROR.match(line)]
+    said = ERROR.sub("", " ".join(" ".join(lines[heads[-1] if heads else -1 :]).split()), count=1)
+    said = ADVICE.split(said)[0]
     broken = BROKEN.findall(stderr)
     if broken and NOTHING_FOUND in said:
         said = f"the package index cannot be reached: {_words(broken[-1])}"
