@@ -247,6 +247,8 @@ def test_templates_with_names_come_along(tmp_path: Path):
     assert described(**own, tokenizer__chat_template=None) == of_names
     assert described(tokenizer__chat_templates=["lost"], tokenizer__chat_template="D") == "D"
     assert described(tokenizer__chat_template=None) is None
+    no_text = {"tokenizer__chat_templates": ["\x1b[31m\n"], "tokenizer__chat_template__\x1b[31m\n": 5}
+    assert described(**no_text, tokenizer__chat_template="D") == "D"
 
 
 @pytest.mark.parametrize("case", ["llama", "llama, no prefix", "gemma4", "phi-3", "gpt-4o"])

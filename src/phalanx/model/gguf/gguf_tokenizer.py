@@ -248,9 +248,9 @@ def _templates(metadata: Metadata) -> str | list[dict[str, str]] | None:
     default = metadata.get(key, str) if metadata.raw(key) is not None else None
     names = metadata.strings("tokenizer.chat_templates") if metadata.raw("tokenizer.chat_templates") is not None else []
     named = [
-        {"name": name, "template": metadata.get(f"{key}.{name}", str)}
+        {"name": name, "template": template}
         for name in dict.fromkeys(names)
-        if metadata.raw(f"{key}.{name}") is not None
+        if type(template := metadata.raw(f"{key}.{name}")) is str
     ]
     if not named:
         return default
