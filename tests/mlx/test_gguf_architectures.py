@@ -150,7 +150,11 @@ DAMAGE: dict[str, tuple[str, dict[str, Any], str]] = {
     "more groups than there are": ("deepseek2", {"expert_group_used_count": 2}, "do not go with its expert_count"),
     "half a pair": ("phi3", {"rope_dimension_count": 47}, "rope.dimension_count is 47, of heads 64 wide"),
     "wider than a head": ("glm4", {"rope_dimension_count": 66}, "rope.dimension_count is 66, of heads 64 wide"),
-    "beyond 32 bits": ("mistral3", {"rope_scaling_orig_ctx_len": 1 << 31}, "is 2147483648, not a number from 1 to 2147"),
+    "beyond 32 bits": (
+        "mistral3",
+        {"rope_scaling_orig_ctx_len": 1 << 31},
+        "is 2147483648, not a number from 1 to 2147",
+    ),
     "no base": ("qwen3", {"rope_freq_base": 0.0}, "its rope.freq_base is 0.0"),
 }
 """What mlx-lm's model files take, and fail with when they compute."""

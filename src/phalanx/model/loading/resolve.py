@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from phalanx.catalog.gguf_names import is_gguf_path
-from phalanx.catalog.imports import imported_name
+from phalanx.catalog.imports import imported_file, imported_name, without_file
 from phalanx.catalog.local_models import path_of
 from phalanx.catalog.pull_progress import Report, quiet
 from phalanx.catalog.short_names import DEMO, PACKAGED, repository_of
@@ -54,7 +56,7 @@ def resolve(
     if model and path.exists():
         return _of_file(model, path, report)
     if is_gguf_path(given):
-        raise ModelNotFound(f"There is no file {given!r}.", remedy="Check the path.")
+        raise ModelNotFound(f"There is no file {given!r}.", remedy=without_file(path))
     if (imported := imported_name(model)) is not None:
         return imported
     if model == "" or model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
@@ -98,3 +100,18 @@ def resolve_models(config: EngineConfig, report: Report = quiet) -> Path:
         draft = config.speculative_config
         resolve(draft.model, revision=draft.revision, trust_remote_code=trust, report=report)
     return resolve(config.model, revision=config.revision, trust_remote_code=trust, report=report)
+
+
+def with_imported_names(config: EngineConfig) -> EngineConfig:
+    """Settings in which models of GGUF files have the names of what these were imported as: a file may be deleted or
+    replaced before ranks are started again."""
+    draft = config.speculative_config
+    if isinstance(draft, DraftModelSpeculation):
+        draft = replace(draft, model=_imported_name(draft.model))
+    return replace(config, model=_imported_name(config.model), speculative_config=draft)
+
+
+def _imported_name(model: str) -> str:
+    path = path_of(repository_of(model))
+    made = imported_file(path) if path.is_file() else None
+    return made.name if made is not None else model
