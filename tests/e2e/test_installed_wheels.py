@@ -1,9 +1,9 @@
 """phalanx from wheels, where there is Python and nothing else: no compiler, make, git, nor the tests' environment.
 
-The wheels are built by the commands of `make wheels`, but for the kernels of this processor only, and without a new
-environment: what `make` has compiled is taken. All else comes from a folder of wheels in the versions of the locks, so
-that nothing is downloaded while phalanx is installed, nor when it fetches the model that comes in a package. For a
-second Python the kernels are those of `make wheels`, where it has run: to compile them takes minutes.
+The kernels are those of `make wheels`, where it has run for the same sources; else they are built by its commands, but
+for this processor only and without a new environment: what `make` has compiled is taken. For a second Python they are
+not built, which takes minutes. All else comes from a folder of wheels in the versions of the locks, so that nothing is
+downloaded while phalanx is installed, nor when it fetches the model that comes in a package.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tools import wheels
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info[1]}"
+OWN_TAG = f"cp3{sys.version_info[1]}"
 BARE = """
 for folder in /usr/sbin /usr/local /bin /sbin /usr/bin; do [ -L $folder ] || mount --bind "$PROGRAMS" $folder; done
 exec "$@"
@@ -72,11 +73,20 @@ def pure(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def house(pure: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of all wheels that an install needs, ours among them, of uv and of the model that a package holds."""
     house, built = (tmp_path_factory.mktemp(name) for name in ("house", "built"))
-    run("python", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", built, ROOT / "native")
-    repair = wheels.settings()["repair-wheel-command"]
-    run("sh", "-c", repair.format(wheel=f"{built}/*.whl", dest_dir=house))
+    if made := made_before(OWN_TAG):
+        shutil.copy(made[0], house)
+    else:
+        run("python", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", built, ROOT / "native")
+        repair = wheels.settings()["repair-wheel-command"]
+        run("sh", "-c", repair.format(wheel=f"{built}/*.whl", dest_dir=house))
     fill(house, pure, PYTHON)
     return house
+
+
+def made_before(tag: str) -> list[Path]:
+    """The wheel of the present kernels that `make wheels` left for a Python."""
+    key = run("make", "-s", "-C", ROOT, "native-key").strip()
+    return sorted(ROOT.glob(f"dist/phalanx_cpu-*-{key}-{tag}-*.whl"))
 
 
 def fill(house: Path, pure: Path, python: Path) -> None:
@@ -97,16 +107,15 @@ def fill(house: Path, pure: Path, python: Path) -> None:
 @pytest.fixture(scope="module")
 def other(pure: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A Python of another version than that of the tests, and a folder of wheels for it."""
-    key = run("make", "-s", "-C", ROOT, "native-key").strip()
     tags = [pattern.removesuffix("-*") for pattern in wheels.settings()["build"]]
     for tag, named in wheels.interpreters(tags, []).items():
-        made, python = sorted(ROOT.glob(f"dist/phalanx_cpu-*-{key}-{tag}-*.whl")), Path(shutil.which(named) or named)
-        if made and tag != f"cp3{sys.version_info[1]}" and not python.is_relative_to("/usr"):  # which is hidden
+        made, python = made_before(tag), Path(shutil.which(named) or named)
+        if made and tag != OWN_TAG and not python.is_relative_to("/usr"):  # which is hidden
             house = tmp_path_factory.mktemp("house_of_another_python")
             shutil.copy(made[0], house)
             fill(house, pure, python)
             return python, house
-    pytest.skip(f"make wheels has not built these kernels ({key}) for a second Python that is here")
+    pytest.skip("make wheels has not built these kernels for a second Python that is here")
 
 
 class Bare:
