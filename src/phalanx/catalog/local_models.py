@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -121,27 +121,49 @@ def path_of(name: str) -> Path:
     return path
 
 
-def directory_of(name: str, revision: str | None = None) -> Path | None:
-    """The directory of a model by its name: the bundled one, a short name, a directory, an imported file or its name,
-    or a hub id, with or without a quantisation; None if it is not on this machine.
+class Meaning(Struct, frozen=True):
+    """What a model's name means: a directory or a file, or a repository of the hub."""
+
+    kind: Literal["demo", "packaged", "directory", "file", "imported", "hub"]
+    path: Path = Path()
+    repository: str = ""
+
+
+def meaning_of(name: str) -> Meaning:
+    """What a name means, whether or not that is on this machine. Names that could mean several things mean the first.
 
     Raises:
         ModelNotFound: of `path_of`.
     """
     if name == DEMO:
-        return MODEL_DIR
+        return Meaning("demo", MODEL_DIR)
     if name == PACKAGED:
-        return packaged_directory() if (packaged_directory() / "config.json").is_file() else None
-    repository = repository_of(name)
-    given = path_of(name)
-    if name not in SHORT_NAMES and (given / "config.json").is_file():
-        return given.absolute()
-    if given.is_file():
-        return imported_file(given)
+        return Meaning("packaged", packaged_directory())
+    if name in SHORT_NAMES:
+        return Meaning("hub", repository=SHORT_NAMES[name])
+    path = path_of(name)
+    if name and path.is_dir():
+        return Meaning("directory", path)
+    if name and path.exists():
+        return Meaning("file", path)
     if (imported := imported_name(name)) is not None:
-        return imported
-    cached = cached_snapshot(repository, revision) if HUB_ID.fullmatch(repository) else None
-    return cached or imported_from_hub(repository)
+        return Meaning("imported", imported)
+    return Meaning("hub", repository=repository_of(name))
+
+
+def directory_of(name: str, revision: str | None = None) -> Path | None:
+    """The directory of a model by its name; None if it is not on this machine.
+
+    Raises:
+        ModelNotFound: of `path_of`.
+    """
+    meant = meaning_of(name)
+    if meant.kind == "file":
+        return imported_file(meant.path)
+    if meant.kind == "hub":
+        cached = cached_snapshot(meant.repository, revision) if HUB_ID.fullmatch(meant.repository) else None
+        return cached or imported_from_hub(meant.repository)
+    return meant.path.absolute() if (meant.path / "config.json").is_file() else None
 
 
 def find(name: str) -> LocalModel:
