@@ -97,7 +97,8 @@ $(NATIVE): $(BUILD)
 
 demo:
 	@[ -e $(RUN) ] && [ -e $(NATIVE) ] || \
-		echo 'The first time, this downloads 95 MB and compiles the native kernels: one to two minutes on two cores.'
+		echo 'The first time, this downloads 95 MB and a model of 93 MB, and compiles the native kernels:' \
+			'some two minutes on two cores.'
 	@$(MAKE) --no-print-directory -j2 $(RUN) $(NATIVE)
 	@$(BIN)/phalanx demo $(if $(KEEP),--keep)
 

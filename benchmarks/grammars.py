@@ -9,7 +9,7 @@ The same requests run in turn: free text and the schema without drafts (`most_dr
 are output tokens/s after the first token, of one stream; ratios are taken within a round. The tokens of both answers
 under the schema must be equal. The last line is one JSON object.
 
-    python benchmarks/grammars.py "$(python tools/real_model.py)"
+    python benchmarks/grammars.py "$(phalanx pull smollm2)"
 """
 
 from __future__ import annotations

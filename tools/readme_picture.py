@@ -1,15 +1,14 @@
-"""Draws `docs/demo.svg`, the picture in the README: what `make demo` prints on this machine, less start-up lines.
+"""Draws `docs/demo.svg`, the picture in the README: what `make demo` prints, less most start-up lines.
 
-    python tools/readme_picture.py
+    make demo 2>&1 | python tools/readme_picture.py         # in a fresh clone
 
-Runs `phalanx demo` and sets the lines that `SHOWN` names, unchanged but for their end where they are too long. The
-picture names no font file, so that nothing is loaded from elsewhere. Does not know what the demo does.
+Sets the lines that `SHOWN` names, unchanged but for their end where they are too long. The picture names no font file,
+so that nothing is loaded from elsewhere. Does not know what the demo does.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from html import escape
 from pathlib import Path
@@ -20,12 +19,13 @@ CHARACTER, LINE, MARGIN = 8.4, 20, 18  # pixels, at a font size of 14
 
 SHOWN = (
     (r"^\$ ", "command"),
+    (r"^(Installing|Compiling|Taking|pulling) ", "quiet"),
     (r"^rank \d: joined", "quiet"),
     (r"^rank \d: kernels", "quiet"),
     (r"^rank \d: context", "quiet"),
     (r"^rank \d: self-test", "quiet"),
     (r"^serving at", "plain"),
-    (r"^(you|model) ", "talk"),
+    (r"^(you|model) | \S", "talk"),
     (r"^kill -9 ", "command"),
     (r"^(first token after|The answer stood still|Asked again) ", "plain"),
     (r"^rank \d \(", "good"),
@@ -42,22 +42,11 @@ STYLES = {
 
 
 def main() -> None:
-    """Run the demo and write the picture."""
-    printed = ["$ make demo", *run_demo()]
+    """Read the transcript and write the picture."""
+    printed = ["$ make demo", *sys.stdin.read().splitlines()]
     lines = [(line, style) for line in printed if (style := style_of(line))]
     PICTURE.write_text(draw(lines))
     print(f"{PICTURE}: {len(lines)} lines")
-
-
-def run_demo() -> list[str]:
-    """What the demo prints, both streams as a terminal shows them.
-
-    Raises:
-        CalledProcessError: the demo failed.
-    """
-    demo = [sys.executable, "-m", "phalanx", "demo"]
-    done = subprocess.run(demo, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
-    return done.stdout.splitlines()
 
 
 def style_of(line: str) -> str:

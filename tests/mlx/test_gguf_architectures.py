@@ -69,6 +69,22 @@ def test_weights_and_logits_are_those_of_the_original(name: str, kind: str, tmp_
     assert mx.abs(wanted[:, 1:] - wanted[:, :-1]).max().item() > 0.1, "the logits say nothing"
 
 
+@pytest.mark.parametrize("name", [name for name in ORIGINALS if name != "deepseek2 lite"])  # there: 26 or 27 layers
+def test_logits_are_llama_cpps(name: str, tmp_path: Path):
+    """Runs where `llama_cpp` can be imported. That the order of rows, norms and scalings are as they are there."""
+    library = pytest.importorskip("llama_cpp")
+    write_original(tmp_path / "x.gguf", name, "F32")
+    convert(tmp_path / "x.gguf", tmp_path / "made")
+    loaded = load(tmp_path / "made", dtype="float32", guard=0, trust_remote_code=False, on_progress=lambda *_: None)
+    ours = np.array(loaded.model(mx.array(PROMPT)))[0]
+    theirs = library.Llama(str(tmp_path / "x.gguf"), n_ctx=512, logits_all=True, type_k=0, type_v=0, verbose=False)
+    theirs.eval(PROMPT[0])
+    wanted = np.array(theirs.scores[: len(PROMPT[0])])
+    theirs.close()
+    off = np.abs(ours - wanted).max() / np.abs(wanted).max()
+    assert off < (1e-3 if name.startswith("gemma") else 1e-4), off  # its GELU comes from a table of float16
+
+
 def test_every_architecture_is_tried():
     names = {gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[one.arch]] for one in ORIGINALS.values()}
     assert names == ARCHITECTURES.keys()

@@ -51,6 +51,12 @@ def test_both_put_the_key_of_the_sources_into_the_names() -> None:
     assert wheels.settings()["environment-pass"] == ["SKBUILD_WHEEL_BUILD_TAG"]
 
 
+def test_the_workflow_tries_its_own_wheel_and_ends_where_the_demo_fails() -> None:
+    install, demo = ran("try")
+    assert install.endswith('"phalanx[cpu,mpi] @ file://$(echo $PWD/dist/phalanx-[0-9]*.whl)"')
+    assert demo.startswith("set -o pipefail; phalanx demo 2>&1 | tee demo.log; ")  # the shell is `bash -e`
+
+
 def test_the_workflow_attests_its_wheels_and_knows_no_secret() -> None:
     assert "secrets" not in WORKFLOW
     uses = [step.get("uses", "").partition("@")[0] for step in JOBS["publish"]["steps"]]

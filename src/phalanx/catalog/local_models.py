@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -122,27 +122,49 @@ def path_of(name: str) -> Path:
     return path
 
 
-def directory_of(name: str, revision: str | None = None) -> Path | None:
-    """The directory of a model by its name: the bundled one, a short name, a directory, an imported file or its name,
-    or a hub id, with or without a quantisation; None if it is not on this machine.
+class Meaning(Struct, frozen=True):
+    """What a model's name means: a directory or a file, or a repository of the hub."""
+
+    kind: Literal["demo", "packaged", "directory", "file", "imported", "hub"]
+    path: Path = Path()
+    repository: str = ""
+
+
+def meaning_of(name: str) -> Meaning:
+    """What a name means, whether or not that is on this machine. Names that could mean several things mean the first.
 
     Raises:
         ModelNotFound: of `path_of`.
     """
     if name == DEMO:
-        return MODEL_DIR
+        return Meaning("demo", MODEL_DIR)
     if name == PACKAGED:
-        return packaged_directory() if (packaged_directory() / "config.json").is_file() else None
-    repository = repository_of(name)
-    given = path_of(name)
-    if name not in SHORT_NAMES and (given / "config.json").is_file():
-        return given.absolute()
-    if given.is_file():
-        return imported_file(given)
+        return Meaning("packaged", packaged_directory())
+    if name in SHORT_NAMES:
+        return Meaning("hub", repository=SHORT_NAMES[name])
+    path = path_of(name)
+    if name and path.is_dir():
+        return Meaning("directory", path)
+    if name and path.exists():
+        return Meaning("file", path)
     if (imported := imported_name(name)) is not None:
-        return imported
-    cached = cached_snapshot(repository, revision) if HUB_ID.fullmatch(repository) else None
-    return cached or imported_from_hub(repository)
+        return Meaning("imported", imported)
+    return Meaning("hub", repository=repository_of(name))
+
+
+def directory_of(name: str, revision: str | None = None) -> Path | None:
+    """The directory of a model by its name; None if it is not on this machine.
+
+    Raises:
+        ModelNotFound: of `path_of`.
+    """
+    meant = meaning_of(name)
+    if meant.kind == "file":
+        return imported_file(meant.path)
+    if meant.kind == "hub":
+        cached = cached_snapshot(meant.repository, revision) if HUB_ID.fullmatch(meant.repository) else None
+        return cached or imported_from_hub(meant.repository)
+    return meant.path.absolute() if (meant.path / "config.json").is_file() else None
 
 
 def find(name: str) -> LocalModel:
@@ -156,7 +178,7 @@ def find(name: str) -> LocalModel:
         in_cache = path.is_relative_to(hub_cache())
         if path.parent == imports_folder():
             return _imported(path)
-        return _describe(shortest(repository) if in_cache else name, path, repository if in_cache else "")
+        return describe_model(shortest(repository) if in_cache else name, path, repository if in_cache else "")
     if (part := begun_import(repository)) is not None:
         return _begun_import(part)
     if HUB_ID.fullmatch(repository) and (begun := _begun(repository)) is not None:
@@ -167,11 +189,11 @@ def find(name: str) -> LocalModel:
 def _how_to_find(name: str) -> str:
     """What to do about a name that is not on this machine."""
     here = "`phalanx list` shows what is here."
-    if question := did_you_mean(name):
-        return question + here
     is_file = path_of(name).is_file()  # a GGUF file, to be imported
     if is_gguf_path(name) and not is_file:
         return f"{without_file(path_of(name))} {here}"
+    if question := did_you_mean(name):
+        return question + here
     is_hub_id = HUB_ID.fullmatch(split_quant(repository_of(name))[0]) is not None
     if not is_file and (name.startswith(("/", ".", "~")) or not is_hub_id):
         return f"Check the name; a directory of a model has a config.json. {here}"
@@ -273,7 +295,7 @@ def _begun(repository: str) -> LocalModel | None:
 
 def _imported(path: Path) -> LocalModel:
     origin = origin_of(path)
-    return _describe(origin.hub if origin and origin.hub else path.name, path, "")
+    return describe_model(origin.hub if origin and origin.hub else path.name, path, "")
 
 
 def _begun_import(path: Path) -> LocalModel:
@@ -282,7 +304,8 @@ def _begun_import(path: Path) -> LocalModel:
     return LocalModel(name=source_of(path), path=path, bytes=size, lacks="model.safetensors")
 
 
-def _describe(name: str, path: Path, repository: str) -> LocalModel:
+def describe_model(name: str, path: Path, repository: str) -> LocalModel:
+    """A model's directory, as its small files describe it."""
     try:
         config = read_json(path / "config.json")
     except (FileNotFoundError, ModelError):

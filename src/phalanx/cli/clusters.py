@@ -10,8 +10,8 @@ import msgspec
 import typer
 from msgspec import Struct
 from rich.markup import escape
-from rich.table import Table
 
+from phalanx.cli.fitting_table import FittingTable
 from phalanx.cli.setting_flags import whole
 from phalanx.cluster.check_results import CheckResult
 from phalanx.cluster.host_status import GatewayStatus, HostStatus
@@ -93,7 +93,7 @@ def status_table(
     found: Mapping[str, HostStatus | ClusterError | str | None],
     layout: ReplicaLayout | None = None,
     gateway: GatewayStatus | None = None,
-) -> Table:
+) -> FittingTable:
     """One row per host: rank, phase, process, memory, and a remark; where a server serves in stages, also its stage.
 
     Args:
@@ -101,10 +101,9 @@ def status_table(
     """
     groups = {"": tuple(found)} if layout is None else layout.replicas
     stages = {name: cell for hosts in groups.values() for name, cell in _stages(hosts, found).items()}
-    table = Table(box=None, pad_edge=False, header_style="bold")
     first = ("rank" if layout is None else "replica:rank", *(("stage",) if stages else ()))
-    for column in (*first, "host", "phase", "pid", "memory GiB", "of machine GiB", "says"):
-        table.add_column(column, overflow="fold")
+    columns = (*first, "host", "phase", "pid", "memory GiB", "of machine GiB", "says")
+    table = FittingTable(*columns, keys=(first[0], "host"), texts=("says",))
     for replica, hosts in groups.items():
         for rank, name in enumerate(hosts):
             if name in found:
@@ -194,11 +193,10 @@ def says(status: HostStatus) -> str:
     return "; ".join(parts)
 
 
-def check_results_table(results: Mapping[str, list[CheckResult]], *, all_levels: bool) -> Table:
+def check_results_table(results: Mapping[str, list[CheckResult]], *, all_levels: bool) -> FittingTable:
     """One row per check: host, check, seen, wanted, remedy. Passed checks only with `all_levels`."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("host", "check", "seen", "wanted", "remedy"):
-        table.add_column(column, overflow="fold")
+    columns = ("host", "check", "seen", "wanted", "remedy")
+    table = FittingTable(*columns, keys=columns[:2], texts=columns[2:])
     for host, found in results.items():
         for result in found:
             if result.level != "ok" or all_levels:

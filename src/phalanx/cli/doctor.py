@@ -7,7 +7,6 @@ import contextlib
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from phalanx.cli.clusters import (
     HostfileArgument,
@@ -22,6 +21,7 @@ from phalanx.cli.clusters import (
     chosen,
     shape_words,
 )
+from phalanx.cli.fitting_table import print_table
 from phalanx.cli.setting_flags import flag, whole
 from phalanx.cli.terminal import show_json
 from phalanx.cluster.diagnosis import examine, wanted, worst
@@ -78,5 +78,5 @@ def command(
         checks = sum(len(found) for found in results.values())
         print(f"{len(file.hosts)} hosts, {checks} checks: all is well.")
     else:
-        Console().print(check_results_table(results, all_levels=all_checks))
+        print_table(check_results_table(results, all_levels=all_checks))
     return EXIT[level]

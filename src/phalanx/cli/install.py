@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-from rich.table import Table
 
 from phalanx.cli.clusters import chosen
+from phalanx.cli.fitting_table import FittingTable, print_table
 from phalanx.cluster.installer import BareHost, Installer
 from phalanx.cluster.releases import Releases
 from phalanx.cluster.ssh import is_here, on_all
@@ -101,13 +101,11 @@ def _rolled_back(done: Releases | PhalanxError) -> Row:
 
 def show(found: Mapping[str, Row]) -> int:
     """Print a row for each host. Returns the exit code."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("host", "python", "phalanx", "says"):
-        table.add_column(column, overflow="fold")
+    table = FittingTable("host", "python", "phalanx", "says", keys=("host",), texts=("says",))
     for name, one in found.items():
         failed = isinstance(one, PhalanxError)
         cells = ("", "", str(one).removeprefix(f"{name}: ")) if isinstance(one, PhalanxError) else one
         *first, says = (escape(cell) for cell in cells)
         table.add_row(escape(name), *first, f"[red]{says}[/]" if failed else says)
-    Console().print(table)
+    print_table(table)
     return ExitCode.CRASH if any(isinstance(one, PhalanxError) for one in found.values()) else ExitCode.OK

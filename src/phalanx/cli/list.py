@@ -8,8 +8,10 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.text import Text
 
 from phalanx.catalog.local_models import LocalModel, local_models
+from phalanx.cli.fitting_table import FittingTable, print_table
 from phalanx.cli.terminal import show_json
 from phalanx.errors import ExitCode
 from phalanx.memory import GB, MIB
@@ -23,7 +25,11 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="For programs."
         plain = [{**msgspec.to_builtins(model, enc_hook=str), "fits": model.fits} for model in found]
         show_json(plain)
         return ExitCode.OK
-    print_columns([["NAME", "SIZE", "FAMILY", "BITS", "CONTEXT", "LAST USED", "FITS HERE"], *map(_row, found)])
+    columns = ("NAME", "SIZE", "FAMILY", "BITS", "CONTEXT", "LAST USED", "FITS HERE", "")
+    table = FittingTable(*columns, keys=("NAME",), texts=("",))
+    for model in found:
+        table.add_row(*map(Text, map(printable, _row(model))))
+    print_table(table)
     return ExitCode.OK
 
 
@@ -46,15 +52,12 @@ def day_of(seconds: float) -> str:
 
 
 def fits_here(model: LocalModel) -> str:
-    """Whether the model can be served here, in words."""
-    if model.lacks:
-        return f"not whole: phalanx pull {model.name}"
-    return "yes" if model.fits else "no"
+    """Whether the model can be served here, in a word."""
+    return "yes" if model.fits and not model.lacks else "no"
 
 
 def _row(model: LocalModel) -> list[str]:
-    context = str(model.context or "-")
-    used = day_of(model.used)
-    return [
-        model.name, size_of(model.bytes), model.family or "-", model.bits or "-", context, used, fits_here(model)
-    ]  # fmt: skip
+    context, used = str(model.context or "-"), day_of(model.used)
+    remark = f"not whole: phalanx pull {model.name}" if model.lacks else ""
+    size, family, bits = size_of(model.bytes), model.family or "-", model.bits or "-"
+    return [model.name, size, family, bits, context, used, fits_here(model), remark]

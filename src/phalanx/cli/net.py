@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from phalanx.cli.clusters import (
     HostfileArgument,
@@ -22,6 +21,7 @@ from phalanx.cli.clusters import (
     shape_words,
     stage_cell,
 )
+from phalanx.cli.fitting_table import FittingTable, print_table
 from phalanx.cli.setting_flags import flag, whole
 from phalanx.cluster.fabric import facts_of, measure_pairs, order, set_up, slow_links, test_group, undo
 from phalanx.cluster.hostfile_parser import Hostfile
@@ -124,7 +124,8 @@ async def _test(plan: Plan, *, links_only: bool) -> int:
     hostfile: Hostfile = plan.hostfile
     shape = shape_of(plan.serve)
     topology = Topology(shape.widths_of(len(hostfile.hosts)))
-    table = Table("from", "to", "address", "there and back us", "p99 us", "Gbit/s", "", box=None)
+    columns = ("from", "to", "address", "there and back us", "p99 us", "Gbit/s", "")
+    table = FittingTable(*columns, keys=columns[:2], texts=columns[-1:])
     pairs = await measure_pairs(hostfile, plan.remotes(), topology)
     for pair in pairs:
         figures = ["", "", ""]
@@ -134,7 +135,7 @@ async def _test(plan: Plan, *, links_only: bool) -> int:
         table.add_row(
             escape(pair.one), escape(pair.other), escape(pair.address), *figures, escape(pair.problem) or carries
         )
-    console.print(table)
+    print_table(table)
     for line in slow_links(pairs):
         console.print(line, style="yellow", soft_wrap=True)
     if any(pair.problem for pair in pairs):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from phalanx.cli.list import print_columns, size_of
+from phalanx.cli.fitting_table import FittingTable, print_table
+from phalanx.cli.list import size_of
 from phalanx.cli.terminal import show_json
 from phalanx.cluster.local_servers import LocalServer, local_servers
 from phalanx.errors import ExitCode
+from phalanx.text.printable import printable
 
 
 def command(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> int:
@@ -18,7 +21,10 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="For programs."
     if as_json:
         show_json(found)
         return ExitCode.OK
-    print_columns([["PID", "MODEL", "ADDRESS", "RANKS", "MEMORY"], *map(_row, found)])
+    table = FittingTable("PID", "MODEL", "ADDRESS", "RANKS", "MEMORY", keys=("PID", "MODEL"))
+    for server in found:
+        table.add_row(*map(Text, map(printable, _row(server))))
+    print_table(table)
     return ExitCode.OK
 
 

@@ -13,10 +13,12 @@ import msgspec
 import typer
 from msgspec.structs import replace
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from phalanx.cli.clusters import stage_cell
 from phalanx.cli.engine_extra import require_engine
+from phalanx.cli.fitting_table import FittingTable, print_table
 from phalanx.cli.setting_flags import Flags, flag, with_settings
 from phalanx.cli.terminal import LoadingView, PullView, report, set_up_logging
 from phalanx.config import DEFAULT_MODEL, GIB, EngineConfig, LogLevel
@@ -128,17 +130,18 @@ def show(info: ModelInfo, stats: EngineStats) -> None:
         console.print(f"control connection: {test.control_ms:.2f} ms round trip, the slowest of some")
         equal = f"{test.tokens} of {test.tokens} equal on {test.summed} ranks" if test.summed > 1 else f"{test.tokens}"
         console.print(f"tokens{where}: {equal}, {test.step_ms:.2f} ms each")
-    ranks = Table("rank", "stage", "host", "pid", "active GiB", "peak GiB", "resident GiB", box=None)
+    columns = ("rank", "stage", "host", "pid", "active GiB", "peak GiB", "resident GiB")
+    ranks = FittingTable(*columns, keys=columns[:3])
     for rank in stats.ranks:
         sizes = (rank.active_bytes, rank.peak_bytes, rank.rss_bytes)
         ranks.add_row(
             str(rank.rank),
             stage_cell(rank.stage, rank.layers),
-            rank.host,
+            escape(rank.host),
             str(rank.pid),
             *(f"{size / GIB:.2f}" for size in sizes),
         )
-    console.print(ranks)
+    print_table(ranks)
 
 
 class Verdict:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from phalanx.cli.clusters import HostfileArgument, HostfileOption, Hosts, Python, chosen, status_table
+from phalanx.cli.fitting_table import print_table
 from phalanx.cli.terminal import show_json
 from phalanx.cluster.host_status import GatewayStatus, HostReport, HostStatus
 from phalanx.cluster.lifecycle import layout_in, statuses
@@ -36,7 +36,7 @@ def command(
         value = plain if layout is None else _by_replica(plain, layout, gateway)
         show_json(value)
     else:
-        Console().print(status_table(rows, layout, gateway))
+        print_table(status_table(rows, layout, gateway))
     first = chosen_hosts.hosts[0].ssh
     servers, used = ((first,), tuple(rows)) if layout is None else (layout.servers, layout.hosts)
     healthy = all(_is_healthy(rows[host]) for host in servers if host in rows)

@@ -179,7 +179,7 @@ async def _look_first(deployment: Deployment, console: Console) -> None:
     shape = shape_of(deployment.groups[0].serve)
     results = await examine(groups, deployment.remotes(), wanted_of(deployment), shape)
     if worst(result for found in results.values() for result in found) != "ok":
-        console.print(check_results_table(results, all_levels=False))
+        console.print(check_results_table(results, all_levels=False), soft_wrap=True)
     bad = [(host, result) for host, found in results.items() for result in found if result.level == "bad"]
     if bad:
         host, first = bad[0]

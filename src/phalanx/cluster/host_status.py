@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +154,17 @@ def tail(log: Path) -> list[str]:
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
+ERRORS = ("error: ", "phalanx could not start: ")  # begin a process's own; further lines of them are indented
+
+
 def final_error(lines: list[str]) -> str:
-    """Why a phalanx process ended, from its log: its last error with the remedy below it, or what a box around an error
-    of its flags says; else its last line."""
-    starts = [index for index, line in enumerate(lines) if line.startswith("error: ")]
+    """Why a phalanx process ended, from its log: its last error with the lines that belong to it, or what a box around
+    an error of its flags says; else its last line."""
+    starts = [index for index, line in enumerate(lines) if line.startswith(ERRORS)]
     if starts:
-        return " ".join(line.strip() for line in lines[starts[-1] : starts[-1] + 2]).removeprefix("error: ")
+        first, *others = lines[starts[-1] :]
+        own = takewhile(lambda line: line.startswith("  "), others)
+        return " ".join([first.removeprefix("error: "), *(" ".join(line.split()) for line in own)])
     if lines and lines[-1].startswith(BOX_END):
         return " ".join(line.strip("│ ") for line in lines if line.startswith("│"))
     return lines[-1] if lines else "it said nothing"

@@ -13,7 +13,7 @@ from phalanx import errors
 NAMES = "|".join(
     name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.PhalanxError)
 )
-ERROR = re.compile(rf"rank \d+: (?:rank \d+ \([^()]*\) )?(?:{NAMES}): (?P<message>.*)")
+ERROR = re.compile(rf"rank \d+: (?:rank \d+ \([^()]*\) )?(?P<name>{NAMES}): (?P<message>.*)")
 REPORT = re.compile(r"rank \d+: (?P<message>rank \d+ \([^()]*, pid \d+\) .*)")
 """A rank's line on another rank."""
 SAME = 200  # characters by which errors are compared: ranks shorten those of others
@@ -28,7 +28,7 @@ class RankLog:
     """The log of one start of a group."""
 
     def __init__(self) -> None:
-        self._errors: list[list[str]] = []  # lines of each
+        self._errors: list[tuple[str, list[str]]] = []  # the name and the message's lines of each
         self._reports: set[str] = set()
         self._open: dict[str, list[str]] = {}  # process -> the error that its indented lines belong to
         self._notices: dict[str, list[str]] = {}  # process -> lines of a notice that has begun
@@ -43,7 +43,7 @@ class RankLog:
         self._open.pop(process, None)
         if (error := ERROR.fullmatch(line)) is not None:
             lines = self._open[process] = [error["message"]]
-            self._errors.append(lines)
+            self._errors.append((error["name"], lines))
             return []
         report = REPORT.fullmatch(line)
         is_new = report is None or report["message"] not in self._reports
@@ -52,17 +52,19 @@ class RankLog:
         return [line] if is_new else []
 
     def in_full(self, reason: str) -> str:
-        """The reason of the group's end, with its error as the rank wrote it. That error counts as printed."""
+        """The reason of the group's end, with its error as the rank wrote it: by its name, which `faults` knows. That
+        error counts as printed."""
         flat = _flat(reason)
-        for lines in self._errors:
+        for name, lines in self._errors:
             if (same := _flat(lines)[:SAME]) in flat:
-                self._errors = [other for other in self._errors if _flat(other)[:SAME] != same]
-                return flat[: flat.index(same)] + "\n".join(lines)
+                self._errors = [other for other in self._errors if _flat(other[1])[:SAME] != same]
+                before = flat[: flat.index(same)].removesuffix(f"{name}: ")
+                return f"{before}{name}: " + "\n".join(lines)
         return reason
 
     def held(self) -> list[str]:
         """All lines that were held and are to be printed at the end."""
-        once = {_flat(lines)[:SAME]: lines for lines in reversed(self._errors)}
+        once = {_flat(lines)[:SAME]: [f"{name}: {lines[0]}", *lines[1:]] for name, lines in reversed(self._errors)}
         found = [line for lines in (*reversed(once.values()), *self._notices.values()) for line in lines]
         self._errors.clear()
         self._notices.clear()

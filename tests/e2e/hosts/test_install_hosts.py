@@ -197,6 +197,20 @@ def test_what_was_interrupted_goes_on(installed):
     assert release(c) == release(installed["d"])
 
 
+def test_of_two_installs_at_once_the_second_says_which_one_runs(installed):
+    desk, d = installed["desk"], installed["d"]
+    phalanx(desk, "uninstall", "d")
+    part = d.home / ".phalanx/install/wheels/locked.zip.part"
+    with d.delayed(20):
+        first = desk.popen(["phalanx", "install", "d", "--wheels", str(KEPT)])
+        wait_for(part.exists, "the first has begun")
+        row = install(installed, "d", KEPT, check=False)["d"]
+        assert "Another command installs here: root@desk, process " in " ".join(row), row
+    assert first.wait(600) == 0 and "installed" in first.communicate()[0]
+    assert release(d) == release(installed["c"])
+    assert install(installed, "d", KEPT)["d"][3].startswith("is there")
+
+
 def received(host: Host) -> int:
     """Bytes that have come through its cable."""
     (link,) = json.loads(host.run(["ip", "-s", "-j", "link", "show", "eth0"]).stdout)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.stub_hub import COMMIT, files_of_a_model
 
-from phalanx.catalog.local_models import cached_snapshot, directory_of, find, lacking, local_models, remove
+from phalanx.catalog.local_models import cached_snapshot, directory_of, find, lacking, local_models, meaning_of, remove
 from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, did_you_mean, repository_of, shortest
 from phalanx.demo import MODEL_DIR
 from phalanx.environment import hub_cache
@@ -76,6 +76,17 @@ def test_names_are_found_in_the_order_of_the_manual(home: Path):
     assert directory_of("./qwen3:4b") == own
     assert directory_of(PACKAGED) is None and directory_of("../x") is None and directory_of("a/b/c") is None
     assert directory_of(f"{150 * 'a'}/{150 * 'b'}") is None, "the hub has no such long names, nor have disks"
+
+
+def test_a_name_means_one_thing_to_every_command(home: Path):
+    """To `serve`, which fetches it, and to `show`, which looks for it."""
+    put(QWEN)
+    (home / QWEN).mkdir(parents=True)
+    (home / "file.gguf").write_bytes(b"GGUF")
+    found = {name: meaning_of(name).kind for name in (DEMO, PACKAGED, "qwen3:4b", QWEN, "file.gguf", "owner/name", "")}
+    assert list(found.values()) == ["demo", "packaged", "hub", "directory", "file", "hub", "hub"]
+    assert meaning_of("qwen3:4b").repository == QWEN, "whatever directory has the repository's name"
+    assert directory_of(QWEN) is None, "the directory goes before the cache, and has no model"
 
 
 @pytest.mark.parametrize("name", ["~no-such-user", 300 * "a", f"{300 * 'a'}/b"])

@@ -221,6 +221,10 @@ def test_an_ended_process_is_final():
             ["Try 'phalanx serve -h'", "╭─ Error ─╮", "│ Invalid value for │", "│ '--x'. │", "╰─────────╯"],
             "Invalid value for '--x'.",
         ),
+        (
+            ["rank 0: x", "phalanx could not start: big does not fit.", "    host  rank", "   Use more.", "stopped"],
+            "phalanx could not start: big does not fit. host rank Use more.",
+        ),
         ([], "it said nothing"),
     ],
 )

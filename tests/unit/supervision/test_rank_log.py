@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.faults import recognise
 from phalanx.supervision.rank_log import MAX_NOTICE, RankLog
 
 SENTENCE = (
@@ -37,11 +38,21 @@ def test_the_reason_has_the_error_as_its_rank_wrote_it():
     assert log.held() == []
 
 
+def test_a_known_fault_is_still_known_by_the_line_that_is_left():
+    """The leader's own failure comes without its name."""
+    log = RankLog()
+    printed(log, "rank 0: MemoryShortage: big does not fit: b lacks 12.00 GiB.")
+    reason = log.in_full("big does not fit: b lacks 12.00 GiB.")
+    assert reason == "MemoryShortage: big does not fit: b lacks 12.00 GiB."
+    fault = recognise(f"phalanx could not start: {reason}")
+    assert fault is not None and fault == recognise("rank 0: MemoryShortage: x")
+
+
 def test_an_error_that_is_not_the_reason_is_printed_at_the_end():
     log = RankLog()
     printed(log, f"rank 0: {SENTENCE}", "rank 1: ConfigError: no such dtype", "  Say another.", process="rank 1")
     assert log.in_full("rank 1 was ended by SIGKILL") == "rank 1 was ended by SIGKILL"
-    assert log.held() == [SENTENCE.partition(": ")[2], "no such dtype", "Say another."] and log.held() == []
+    assert log.held() == [SENTENCE, "ConfigError: no such dtype", "Say another."] and log.held() == []
 
 
 def test_what_the_others_say_of_a_lost_rank_is_printed_once():

