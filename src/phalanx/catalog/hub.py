@@ -44,7 +44,7 @@ SHA256 = re.compile("[0-9a-f]{64}")
 NO_NAMES = frozenset(("", ".", ".."))  # between the slashes of a file's name
 NO_LIST = (AssertionError, AttributeError, LookupError, RecursionError, TypeError)
 """What the hub's client raises where an answer is JSON of another kind."""
-MOST_SAID = 500  # characters of an error of the client, which quotes the hub
+MAX_QUOTED = 500  # characters of an error of the client, which quotes the hub
 
 
 class Listing(NamedTuple):
@@ -164,7 +164,7 @@ def _checked_list(model: str, found: Any) -> list[Any]:
             wrong.append(f"the file {file.rfilename} with {file.size} bytes and the checksum {digest_of(file)}")
     if wrong:
         raise ModelError(
-            f"The hub's list of {model} has what no repository has: {wrong[0][:MOST_SAID]!r}.",
+            f"The hub's list of {model} has what no repository has: {wrong[0][:MAX_QUOTED]!r}.",
             remedy="Check HF_ENDPOINT, if it is set: this is no answer of a model hub.",
         )
     return listed
@@ -369,7 +369,7 @@ def explain(model: str, revision: str | None, error: Exception) -> ModelError:
             remedy=f"{did_you_mean(model)}Check the network, or copy the model to a directory and give its path; "
             f"`{PACKAGED}` needs no hub.",
         )
-    said = " ".join(str(error).split())[:MOST_SAID]
+    said = " ".join(str(error).split())[:MAX_QUOTED]
     of_file = isinstance(error, OSError) and isinstance(error.filename, str)
     return ModelNotFound(
         f"{model} could not be fetched from the hub: {type(error).__name__}: {said}",

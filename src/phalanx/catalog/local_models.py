@@ -44,7 +44,7 @@ NEEDED = (
 """The files in a model's directory that serving reads: those that mlx-lm downloads from a repository."""
 HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 WORD = re.compile(r"[\w.+-]{1,64}")
-MOST_CONTEXT = 1 << 31  # tokens; from here on it is no context's length
+MAX_CONTEXT = 1 << 31  # tokens; from here on it is no context's length
 PART = ".part"
 """Suffix of a file that is not downloaded to its end."""
 
@@ -341,6 +341,6 @@ def _bits(config: Mapping[str, Any]) -> str:
 def _context(config: Mapping[str, Any]) -> int:
     for part in (config, config.get("text_config")):
         found = part.get("max_position_embeddings") if isinstance(part, Mapping) else None
-        if type(found) is int and 0 < found < MOST_CONTEXT:
+        if type(found) is int and 0 < found < MAX_CONTEXT:
             return found
     return 0

@@ -154,6 +154,13 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "bos": ({"tokenizer__ggml__bos_token_id": 99999}, "the bos token is 99999 of 264"),
     "merge": ({"tokenizer__ggml__merges": ["x yz"]}, "merge 'x yz' is not one of two tokens"),
     "tokens": ({"tokenizer__ggml__tokens": ["a", "a"]}, "tokenizer.ggml.tokens has a token twice"),
+    "too many tokens": (
+        {
+            "tokenizer__ggml__tokens": [*tiny_metadata("llama")["tokenizer.ggml.tokens"], "more"],
+            "tokenizer__ggml__token_type": array.array("i", [1] * 265),
+        },
+        "it has 265 tokens, but embeddings of 264",
+    ),
     "types of tokens": ({"tokenizer__ggml__token_type": array.array("i", [1])}, "token_type has 1 elements, 264 are"),
     "no texts": ({"tokenizer__ggml__tokens": array.array("i", [1])}, "tokenizer.ggml.tokens is .*, not of type list"),
 }  # fmt: skip

@@ -156,6 +156,8 @@ def config_of(
         "tie_word_embeddings": not any(one.module == "lm_head" for one in named),
         "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
     }
+    if (tokens := len(metadata.strings("tokenizer.ggml.tokens"))) > config["vocab_size"]:
+        raise metadata.damaged(f"it has {tokens} tokens, but embeddings of {config['vocab_size']}")
     if config["rope_theta"] <= 0:
         raise metadata.damaged(f"its rope.freq_base is {config['rope_theta']}")
     if "num_experts_per_tok" in config and config["num_experts_per_tok"] > metadata.count("*.expert_count"):

@@ -124,7 +124,7 @@ def deepseek(metadata: Metadata, config: Config) -> Config:
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": latent_key(metadata) - rotated,
         "v_head_dim": latent_value(metadata),
-        "q_lora_rank": metadata.count("*.attention.q_lora_rank", 0) if has_latent_queries(metadata) else None,
+        "q_lora_rank": metadata.count("*.attention.q_lora_rank") if has_latent_queries(metadata) else None,
         "first_k_dense_replace": metadata.get("*.leading_dense_block_count", int, 0),
         "routed_scaling_factor": metadata.get("*.expert_weights_scale", float, 1.0),
         "n_group": metadata.count("*.expert_group_count", 1),
