@@ -357,6 +357,10 @@ def test_the_file_of_a_served_gguf_model_may_be_deleted(
         assert answer.status_code == 200, answer.text
         refused(phalanx("pull", str(file)), f"There is no file '{file}'")
         assert f"It was imported as {name}" in phalanx("show", str(file)).stderr
+        write_tiny(file)
+        assert Path(phalanx("pull", str(file)).stdout.strip()).name == name
+        stopped = phalanx("stop", str(file))
+        assert (stopped.returncode, stopped.stdout) == (0, f"stopped {server.pid}\n"), stopped.stderr
 
 
 def test_a_gateway_is_listed_and_stopped(phalanx: Run, variables: dict[str, str], tmp_path: Path) -> None:

@@ -167,6 +167,17 @@ def directory_of(name: str, revision: str | None = None) -> Path | None:
     return meant.path.absolute() if (meant.path / "config.json").is_file() else None
 
 
+def own_name(name: str) -> str:
+    """The name of the model that a GGUF file was imported as; other names are their own.
+
+    Raises:
+        ModelNotFound: of `path_of`.
+    """
+    meant = meaning_of(name)
+    made = imported_file(meant.path) if meant.kind == "file" else None
+    return name if made is None else made.name
+
+
 def find(name: str) -> LocalModel:
     """The model of this name.
 

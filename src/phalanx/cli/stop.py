@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.catalog.local_models import own_name
 from phalanx.cli.setting_flags import number
 from phalanx.cluster.local_servers import LocalServer, end, local_servers
 from phalanx.errors import ConfigError, ExitCode
@@ -32,7 +33,7 @@ def command(
 
 
 def _chosen(which: str | None, found: list[LocalServer]) -> LocalServer:
-    fitting = [one for one in found if which is None or which in one.names]
+    fitting = [one for one in found if which is None or {which, own_name(which)} & one.names]
     if len(fitting) == 1:
         return fitting[0]
     if not fitting:

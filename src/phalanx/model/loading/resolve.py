@@ -12,8 +12,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from phalanx.catalog.gguf_names import is_gguf_path
-from phalanx.catalog.imports import imported_file, without_file
-from phalanx.catalog.local_models import LocalModel, meaning_of, path_of
+from phalanx.catalog.imports import without_file
+from phalanx.catalog.local_models import LocalModel, meaning_of, own_name, path_of
 from phalanx.catalog.pull_progress import Report, quiet
 from phalanx.config import EngineConfig
 from phalanx.environment import check_hub_endpoint
@@ -118,11 +118,5 @@ def with_imported_names(config: EngineConfig) -> EngineConfig:
     replaced before ranks are started again."""
     draft = config.speculative_config
     if isinstance(draft, DraftModelSpeculation):
-        draft = replace(draft, model=_imported_name(draft.model))
-    return replace(config, model=_imported_name(config.model), speculative_config=draft)
-
-
-def _imported_name(model: str) -> str:
-    meant = meaning_of(model)
-    made = imported_file(meant.path) if meant.kind == "file" else None
-    return made.name if made is not None else model
+        draft = replace(draft, model=own_name(draft.model))
+    return replace(config, model=own_name(config.model), speculative_config=draft)
