@@ -83,7 +83,7 @@ def test_a_quantisation_is_pulled_once_by_every_spelling(phalanx: Run, variables
     pulled = phalanx("pull", f"hf.co/{NAME}:q8_0")
     made = directory(pulled)
     assert (
-        "GB of disk, for the file and what is made of it" in pulled.stderr
+        "GiB of disk, for the file and what is made of it" in pulled.stderr
         and "importing tiny-Q8_0.gguf" in pulled.stderr
     )
     digest = hashlib.sha256(hub.repositories[NAME]["tiny-Q8_0.gguf"]).hexdigest()
@@ -157,7 +157,7 @@ def test_a_disk_that_is_too_small_is_said_before_the_download(
     phalanx: Run, variables: dict[str, str], hub: StubHub
 ) -> None:
     hub.announces[NAME] = 1 << 60
-    refused(phalanx("pull", f"{NAME}:Q8_0"), f"{NAME}:Q8_0 needs 1073741824.00 GB of disk, but")
+    refused(phalanx("pull", f"{NAME}:Q8_0"), f"{NAME}:Q8_0 needs 1073741824.00 GiB of disk, but")
     assert entries(variables) == []
 
 

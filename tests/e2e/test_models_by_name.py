@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 from support.gateways import running_gateway
+from support.gguf_files import write_tiny
 from support.stub_hub import COMMIT, StubHub, files_of_a_model, stub_hub
 
 from phalanx.demo import MODEL_DIR
@@ -331,6 +332,31 @@ def test_a_pulled_model_is_served_listed_and_stopped(
         assert server.wait(LIMIT_S) == 0, "it ended in order"
         assert server.pid not in {row["pid"] for row in json.loads(phalanx("ps", "--json").stdout)}
     assert phalanx("rm", NAME).returncode == 0
+
+
+def test_the_file_of_a_served_gguf_model_may_be_deleted(
+    phalanx: Run, variables: dict[str, str], tmp_path: Path
+) -> None:
+    """The server keeps to what it imported, also when its rank starts again; and that is not removed."""
+    file = tmp_path / "tiny.gguf"
+    write_tiny(file)
+    with serving(str(file), variables, tmp_path / "log") as (server, url):
+        file.unlink()
+        (row,) = [row for row in json.loads(phalanx("ps", "--json").stdout) if row["pid"] == server.pid]
+        (name,) = row["models"]
+        assert name.startswith("tiny-")
+        refused(phalanx("rm", name), f"{name} is served by process {server.pid}")
+        (rank,) = [child for child in psutil.Process(server.pid).children() if "rank" in child.cmdline()]
+        rank.kill()
+        rank.wait()
+        body = {"model": "served", "prompt": "hello", "max_tokens": 2}
+        deadline = time.monotonic() + LIMIT_S
+        while (answer := httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_S)).status_code == 503:
+            assert "for good" not in (tmp_path / "log").read_text() and time.monotonic() < deadline, answer.text
+            time.sleep(0.1)
+        assert answer.status_code == 200, answer.text
+        refused(phalanx("pull", str(file)), f"There is no file '{file}'")
+        assert f"It was imported as {name}" in phalanx("show", str(file)).stderr
 
 
 def test_a_gateway_is_listed_and_stopped(phalanx: Run, variables: dict[str, str], tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import io
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,62 @@ def test_what_mlx_lm_does_not_compute_is_named(case: str, tmp_path: Path):
         return np.repeat(stored, 2, axis=int(part.startswith("output."))) if wide else stored
 
     refusal(tmp_path, name, match, values=values, **({"change": of_wider_heads} if case == "heads" else {}))
+
+
+DAMAGE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "more experts than there are": ("qwen3moe", {"expert_used_count": 5}, "expert_used_count is above its"),
+    "uneven groups": ("deepseek2", {"expert_group_count": 3}, "do not go with its expert_count"),
+    "groups of one": ("deepseek2 with sigmoid", {"expert_group_count": 8}, "do not go with its expert_count"),
+    "more groups than there are": ("deepseek2", {"expert_group_used_count": 2}, "do not go with its expert_count"),
+    "half a pair": ("phi3", {"rope_dimension_count": 47}, "rope.dimension_count is 47, of heads 64 wide"),
+    "wider than a head": ("glm4", {"rope_dimension_count": 66}, "rope.dimension_count is 66, of heads 64 wide"),
+    "beyond 32 bits": (
+        "mistral3",
+        {"rope_scaling_orig_ctx_len": 1 << 31},
+        "is 2147483648, not a number from 1 to 2147",
+    ),
+    "no base": ("qwen3", {"rope_freq_base": 0.0}, "its rope.freq_base is 0.0"),
+}
+"""What mlx-lm's model files take, and fail with when they compute."""
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_numbers_that_do_not_go_together_are_damage(case: str, tmp_path: Path):
+    name, values, match = DAMAGE[case]
+    refusal(tmp_path, name, match, WeightsError, values=values)
+
+
+VALUES = (
+    True, 0, 1, 3, 100, -1, 1 << 31, 1 << 62, (1 << 64) - 1, 0.0, 0.5, -1.0, 1e-45, 1e38, 1.7e308, math.nan, math.inf,
+    "", "yarn", "llama3", "\x1b[31mx\n" * 9000, [], ["a", "b"], [["a"]], array.array("i"), array.array("B", [0, 1]),
+    array.array("f", [math.nan] * 7), array.array("Q", [(1 << 64) - 1] * 2), None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_any_value_of_a_key_is_taken_or_refused_in_one_line(name: str, tmp_path: Path):
+    write_original(tmp_path / "x.gguf", name, "F16")
+    data = (tmp_path / "x.gguf").read_bytes()
+    header = parse_header("x.gguf", len(data), io.BytesIO(data).read)
+    read: set[str] = set()
+
+    class Recording(Metadata):
+        def raw(self, key: str) -> Any:
+            read.add(self._whole(key))
+            return super().raw(key)
+
+    def config(values: dict[str, Any]) -> dict[str, Any]:
+        metadata = Recording("x.gguf", {key: value for key, value in values.items() if value is not None})
+        return config_of_header(metadata, name_tensors(metadata, header), ORIGINALS[name].factors, [2])
+
+    config(header.metadata)
+    for key in sorted({*read, *header.metadata}):
+        for value in VALUES:
+            try:
+                json.dumps(config({**header.metadata, key: value}), allow_nan=False)
+            except ModelError as error:
+                assert str(error).isprintable() and "x.gguf" in str(error) and len(str(error)) < 2000
+    assert len(read) > 15
 
 
 def test_keys_that_change_nothing_are_passed_over(tmp_path: Path):

@@ -100,6 +100,13 @@ def imported_file(file: Path) -> Path | None:
     return next((directory for directory, _ in imported_models() if recorded_files(directory) == now), None)
 
 
+def without_file(file: Path) -> str:
+    """What to do where a GGUF file is missing: it may have been deleted once it was imported."""
+    path = _text(file)
+    names = (folder.name for folder, _ in imported_models() if path in [at.file for at in recorded_files(folder)])
+    return f"It was imported as {name}: use this name." if (name := next(names, "")) else "Check the path."
+
+
 def imported_content(sha256: str) -> Path | None:
     """The model whose files have this content."""
     return next((directory for directory, made in imported_models() if made.sha256 == sha256), None)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from phalanx.catalog.gguf_names import split_quant
+from phalanx.catalog.gguf_names import is_gguf_path, split_quant
 from phalanx.catalog.imports import (
     begun_import,
     imported_file,
@@ -27,6 +27,7 @@ from phalanx.catalog.imports import (
     imports_folder,
     origin_of,
     source_of,
+    without_file,
 )
 from phalanx.catalog.packaged import PACKAGE
 from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, did_you_mean, repository_of, shortest
@@ -188,9 +189,11 @@ def find(name: str) -> LocalModel:
 def _how_to_find(name: str) -> str:
     """What to do about a name that is not on this machine."""
     here = "`phalanx list` shows what is here."
+    is_file = path_of(name).is_file()  # a GGUF file, to be imported
+    if is_gguf_path(name) and not is_file:
+        return f"{without_file(path_of(name))} {here}"
     if question := did_you_mean(name):
         return question + here
-    is_file = Path(name).expanduser().is_file()  # a GGUF file, to be imported
     is_hub_id = HUB_ID.fullmatch(split_quant(repository_of(name))[0]) is not None
     if not is_file and (name.startswith(("/", ".", "~")) or not is_hub_id):
         return f"Check the name; a directory of a model has a config.json. {here}"

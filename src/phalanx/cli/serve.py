@@ -17,7 +17,7 @@ from phalanx.cli.terminal import LoadingView, PullView, note, set_up_logging
 from phalanx.config import DEFAULT_MODEL
 from phalanx.errors import ConfigError
 from phalanx.http.listening import is_loopback
-from phalanx.model.loading.resolve import resolve_models
+from phalanx.model.loading.resolve import resolve_models, with_imported_names
 from phalanx.offline.engine_settings import check_engine
 from phalanx.server.outputs.shapes import reasoning_parsers, tool_parsers
 from phalanx.server.requests.generation_defaults import read_defaults
@@ -103,7 +103,7 @@ def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None =
 
     engine = (
         EngineProcess(
-            config.engine,
+            config.engine if cluster else with_imported_names(config.engine),  # other hosts have the file or not
             stall_s=config.stall_seconds,
             cluster=load_cluster(cluster, config.engine.n_ranks),
         )

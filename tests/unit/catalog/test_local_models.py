@@ -230,6 +230,7 @@ def test_what_to_do_about_a_name_that_is_not_here():
         ("owner/name", "Run `phalanx pull owner/name`"),
         ("./nowhere", "Check the name; a directory of a model has a config.json"),
         ("/", "Check the name"),
+        ("owner/nowhere.gguf", "Check the path"),
     ):
         with pytest.raises(ModelNotFound, match=f"{name} is not on this machine. {remedy}.*`phalanx list`"):
             find(name)

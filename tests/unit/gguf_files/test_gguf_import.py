@@ -143,7 +143,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "no architecture": ({"general__architecture": None}, "general.architecture is missing"),
     "type": ({"llama__embedding_length": "many"}, "llama.embedding_length is 'many', not of type int"),
     "no layers": ({"llama__block_count": 0}, "llama.block_count is 0, not a number from 1"),
-    "layers": ({"llama__block_count": 1 << 31}, "2147483648 layers, but has 20 tensors"),
+    "layers": ({"llama__block_count": (1 << 31) - 1}, "2147483647 layers, but has 20 tensors"),
     "a layer more": ({"llama__block_count": 3}, "it lacks tensor blk.2.attn_k.weight"),
     "not finite": ({"llama__rope__freq_base": float("inf")}, "llama.rope.freq_base is 'inf'"),
     "rows": (

@@ -30,9 +30,10 @@ from support.gguf_vocabularies import (
     texts,
     their_ids_of,
 )
-from tokenizers import Tokenizer, decoders
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
 from phalanx.errors import ModelError, ModelUnsupported, WeightsError
+from phalanx.model.gguf import gguf_tokenizer
 from phalanx.model.gguf.gguf_metadata import Metadata
 from phalanx.model.gguf.gguf_pretokenizers import PRE_TOKENIZERS
 from phalanx.model.gguf.gguf_tokenizer import end_ids, write_tokenizer
@@ -116,6 +117,15 @@ def test_texts_are_cut_as_the_models_own_tokenizers_do_where_llama_cpp_differs()
     assert cut("afmoe", "a  1234567") == ["a", "  ", "1", "234", "567"]
     assert cut("tiny_aya", "1234567 camelCase") == ["1", "234", "567", " camel", "Case"]
     assert cut("superbpe", "a1234567 b٣٤٥٦") == ["a", "1", "234", "567", " b", "٣", "٤٥٦"]
+
+
+def test_no_number_takes_quadratic_time():
+    """The end of a number is looked for in the next 300 digits: 100,000 of them took minutes."""
+    for rule in (PRE_TOKENIZERS["tiny_aya"].cuts[:1], PRE_TOKENIZERS["superbpe"].cuts):
+        cuts = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(cut), "isolated") for cut in rule])
+        assert [len(part) for part, _ in cuts.pre_tokenize_str("7" * 298)] == [1, *[3] * 99]
+        first, *others = [len(part) for part, _ in cuts.pre_tokenize_str("7" * 400)]
+        assert first >= 100 and set(others) == {3}
 
 
 def test_blanks_behind_the_special_tokens_of_phi_3_are_dropped():
@@ -247,6 +257,8 @@ def test_templates_with_names_come_along(tmp_path: Path):
     assert described(**own, tokenizer__chat_template=None) == of_names
     assert described(tokenizer__chat_templates=["lost"], tokenizer__chat_template="D") == "D"
     assert described(tokenizer__chat_template=None) is None
+    no_text = {"tokenizer__chat_templates": ["\x1b[31m\n"], "tokenizer__chat_template__\x1b[31m\n": 5}
+    assert described(**no_text, tokenizer__chat_template="D") == "D"
 
 
 @pytest.mark.parametrize("case", ["llama", "llama, no prefix", "gemma4", "phi-3", "gpt-4o"])
@@ -280,7 +292,7 @@ def test_other_kinds_are_refused_by_name(kind: str, tmp_path: Path):
     refused(match, byte_level("gpt-2", model=kind), tmp_path, ModelUnsupported)
 
 
-def test_damaged_vocabularies_are_named(tmp_path: Path):
+def test_damaged_vocabularies_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = sentencepiece()
     names, scores = made["tokenizer.ggml.tokens"], made["tokenizer.ggml.scores"]
     for bad in (float("nan"), float("inf"), float("-inf")):
@@ -300,6 +312,8 @@ def test_damaged_vocabularies_are_named(tmp_path: Path):
     refused("the eom token is 99999 of", sentencepiece(eom_token_id=99999), tmp_path)
     lacks_bytes = [f"x{name}" if name == "<0x7F>" else name for name in names]
     refused("its tokenizer lacks <0x7F>", sentencepiece(tokens=lacks_bytes), tmp_path, ModelUnsupported)
+    monkeypatch.setattr(gguf_tokenizer, "MAX_MERGES", 100)
+    refused("its tokens can be made of two others in more than 100 ways", sentencepiece(), tmp_path)
 
 
 @pytest.mark.parametrize("case", ["default", "llama", "gemma4"])

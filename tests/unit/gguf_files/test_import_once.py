@@ -192,6 +192,14 @@ def test_a_file_that_changed_in_an_interrupted_import_is_begun_anew(file: Path, 
     assert (made / "model.safetensors").read_bytes() == (file.with_name("other") / "model.safetensors").read_bytes()
 
 
+def test_an_unfinished_import_of_a_file_that_was_replaced_is_removed(file: Path):
+    """It could neither be finished nor told from the new one: both have the file's name."""
+    interrupted(file)
+    write_tiny(file, seed=9)
+    made = import_gguf(file)
+    assert entries() == [made.name] and [model.name for model in local_models()] == ["demo", made.name]
+
+
 def test_an_unfinished_import_is_removed_by_its_files_name(file: Path):
     folder = interrupted(file)
     assert remove(str(file)) > 0 and not folder.exists() and file.exists()

@@ -156,6 +156,10 @@ def config_of(
         "tie_word_embeddings": not any(one.module == "lm_head" for one in named),
         "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
     }
+    if config["rope_theta"] <= 0:
+        raise metadata.damaged(f"its rope.freq_base is {config['rope_theta']}")
+    if "num_experts_per_tok" in config and config["num_experts_per_tok"] > metadata.count("*.expert_count"):
+        raise metadata.damaged("its expert_used_count is above its expert_count")
     if metadata.raw("tokenizer.ggml.bos_token_id") is not None:
         config["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id", int)
     if any(slot.optional for slot in architecture.block.values()):
@@ -179,6 +183,8 @@ def _head_fields(metadata: Metadata, architecture: Architecture) -> dict[str, An
     found: dict[str, Any] = {"head_dim": size} if architecture.head == "own" else {}
     rotated = metadata.count("*.rope.dimension_count", size)
     if architecture.partial:
+        if rotated % 2 or rotated > size:
+            raise metadata.damaged(f"its rope.dimension_count is {rotated}, of heads {size} wide")
         return {**found, "partial_rotary_factor": rotated / size}
     if rotated != size:
         raise metadata.refused(f"its rope.dimension_count is not {size}, the width of its keys")

@@ -130,6 +130,9 @@ def deepseek(metadata: Metadata, config: Config) -> Config:
         "n_group": metadata.count("*.expert_group_count", 1),
         "topk_group": metadata.count("*.expert_group_used_count", 1),
     }
+    size, rest = divmod(config["n_routed_experts"], own["n_group"])
+    if rest or size < min(2, own["n_group"]) or own["topk_group"] > own["n_group"]:  # a group's two best are compared
+        raise metadata.damaged("its expert_group_count and expert_group_used_count do not go with its expert_count")
     scaling = dict(config.get("rope_scaling", {}))
     multiplier = metadata.get("*.rope.scaling.yarn_log_multiplier", float, 0.0)
     if scaling and multiplier:  # the converter has multiplied it by 0.1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import array
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import ModelUnsupported, WeightsError
 from phalanx.model.gguf.gguf_header import DAMAGED, shown
 
+MAX_COUNT = (1 << 31) - 1  # MLX has sizes in 32 bits
+MAX_FLOAT = 2.0**127  # about the largest float32
 OTHER_FORMAT = "Download the model in mlx-lm's or Transformers' format."
 IGNORED = frozenset({
     "feed_forward_length", "rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout",
@@ -42,16 +43,16 @@ class Metadata:
         found = default if found is None else found
         if kind is float and type(found) is int:
             found = float(found)
-        if type(found) is not kind or (isinstance(found, float) and not math.isfinite(found)):
+        if type(found) is not kind or (isinstance(found, float) and not abs(found) < MAX_FLOAT):
             what = "is missing" if found is None else f"is {shown(str(found)[:64])}, not of type {kind.__name__}"
             raise self.damaged(f"{self._whole(key)} {what}")
         return found
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number from 1, or an array in which it stands for each layer.
+        """A whole number from 1 to `MAX_COUNT`, or an array in which it stands for each layer.
 
         Raises:
-            WeightsError: of `get`, or it is less.
+            WeightsError: of `get`, or it is another.
             ModelUnsupported: layers have different ones.
         """
         found: int | array.array[int] = self.raw(key)
@@ -61,8 +62,8 @@ class Metadata:
             found = found[0]
         else:
             found = self.get(key, int, default)
-        if type(found) is not int or found < 1:
-            raise self.damaged(f"{self._whole(key)} is {found}, not a number from 1")
+        if type(found) is not int or not 1 <= found <= MAX_COUNT:
+            raise self.damaged(f"{self._whole(key)} is {found}, not a number from 1 to {MAX_COUNT}")
         return found
 
     def strings(self, key: str) -> list[str]:

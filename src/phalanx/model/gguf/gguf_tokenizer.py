@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ Prefix = Literal["always", "first", "never"]  # behind each special token too, a
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens: <unk>, those such as <|im_end|>, those that a text may have
 BLANK = "▁"  # a space in the vocabularies of SentencePiece
 MAX_LETTERS = 512  # of a token that is merged from others
+MAX_MERGES = 1 << 21  # some 400 MB; Gemma, with the largest known vocabulary, has 600,000
 SENTENCEPIECE = ("gemma4", "sarvam-moe")
 """Pre-tokenizers of merges whose tokens are text as in SentencePiece: BLANK for spaces, <0xE2> for bytes."""
 TURN_ENDS = frozenset((
@@ -178,12 +180,16 @@ def _scored_merges(metadata: Metadata, names: list[str]) -> list[tuple[str, str]
         raise metadata.damaged(f"the token {shown(longest)} has {len(longest)} letters")
     known = set(names)
     order = sorted(range(len(names)), key=scores.__getitem__, reverse=True)
-    return [
+    pairs = (
         (left, right)
         for name in map(names.__getitem__, order)
         for at in range(len(name) - 1, 0, -1)
         if (left := name[:at]) in known and (right := name[at:]) in known
-    ]
+    )
+    merges = list(itertools.islice(pairs, MAX_MERGES + 1))
+    if len(merges) > MAX_MERGES:
+        raise metadata.damaged(f"its tokens can be made of two others in more than {MAX_MERGES} ways")
+    return merges
 
 
 # -- tokens of their own -------------------------------------------------------------------------------------------
@@ -248,9 +254,9 @@ def _templates(metadata: Metadata) -> str | list[dict[str, str]] | None:
     default = metadata.get(key, str) if metadata.raw(key) is not None else None
     names = metadata.strings("tokenizer.chat_templates") if metadata.raw("tokenizer.chat_templates") is not None else []
     named = [
-        {"name": name, "template": metadata.get(f"{key}.{name}", str)}
+        {"name": name, "template": template}
         for name in dict.fromkeys(names)
-        if metadata.raw(f"{key}.{name}") is not None
+        if type(template := metadata.raw(f"{key}.{name}")) is str
     ]
     if not named:
         return default

@@ -58,8 +58,13 @@ def import_gguf(file: Path, report: Report = quiet) -> Path:
         files = files_of_model(file)
         check_files(files)
         states = states_of(files)
-        begun = (made.sha256 for folder, made in imported_models(begun=True) if recorded_files(folder) == states)
-        sha256 = next(begun, "") or content_of([_sha256(file, report) for file in files])
+        sha256 = ""
+        for folder, made in imported_models(begun=True):
+            if (recorded := recorded_files(folder)) == states:
+                sha256 = made.sha256
+            elif [at.file for at in recorded] == [at.file for at in states]:  # their content is gone: nothing goes on
+                shutil.rmtree(folder, ignore_errors=True)
+        sha256 = sha256 or content_of([_sha256(file, report) for file in files])
 
         def build(folder: Path) -> Mapping[str, float]:
             errors = convert(file, folder, report)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from phalanx.catalog.gguf_names import is_gguf_path
-from phalanx.catalog.local_models import LocalModel, meaning_of
+from phalanx.catalog.imports import imported_file, without_file
+from phalanx.catalog.local_models import LocalModel, meaning_of, path_of
 from phalanx.catalog.pull_progress import Report, quiet
 from phalanx.config import EngineConfig
 from phalanx.environment import check_hub_endpoint
@@ -50,7 +53,7 @@ def resolve(
     if meant.kind == "file":
         return _of_file(model, meant.path, report)
     if is_gguf_path(model):
-        raise ModelNotFound(f"There is no file {model!r}.", remedy="Check the path.")
+        raise ModelNotFound(f"There is no file {model!r}.", remedy=without_file(path_of(model)))
     model = meant.repository
     if model == "" or model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
         raise ModelNotFound(f"No such directory: {model!r}.", remedy="Check the path, or give a hub id (owner/name).")
@@ -108,3 +111,18 @@ def resolve_models(config: EngineConfig, report: Report = quiet) -> Path:
         draft = config.speculative_config
         resolve(draft.model, revision=draft.revision, trust_remote_code=trust, report=report)
     return resolve(config.model, revision=config.revision, trust_remote_code=trust, report=report)
+
+
+def with_imported_names(config: EngineConfig) -> EngineConfig:
+    """Settings in which models of GGUF files have the names of what these were imported as: a file may be deleted or
+    replaced before ranks are started again."""
+    draft = config.speculative_config
+    if isinstance(draft, DraftModelSpeculation):
+        draft = replace(draft, model=_imported_name(draft.model))
+    return replace(config, model=_imported_name(config.model), speculative_config=draft)
+
+
+def _imported_name(model: str) -> str:
+    meant = meaning_of(model)
+    made = imported_file(meant.path) if meant.kind == "file" else None
+    return made.name if made is not None else model
