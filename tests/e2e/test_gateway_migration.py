@@ -353,7 +353,7 @@ def test_an_answer_that_ends_just_before_it_moves_keeps_no_second_place(ticks, m
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_while_all_are_down_a_client_is_kept_waiting(path, monkeypatch):
+def test_while_all_are_down_a_client_is_kept_waiting(path, ticks, monkeypatch):
     monkeypatch.setattr(proxy, "KEEP_ALIVE_S", 0.02)
 
     async def scenario() -> None:

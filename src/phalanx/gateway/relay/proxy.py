@@ -52,6 +52,7 @@ class _Call(Struct, eq=False):
     body: bytes
     n_tokens: int  # that it is expected to take, of prompt and answer
     pass_keys: bool  # the client's own key is for the replica
+    kept_at: float  # when its stream last had a replica, or the client a sign of life
     attempt: Attempt | None = None  # under way
     queued_s: float = 0.0
 
@@ -147,26 +148,19 @@ class Proxy:
 
     async def watch(self) -> None:
         """Look at attempts, and keep the clients of streams without a replica waiting. Runs until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._tick())
-            group.create_task(self._keep_waiting())
-
-    async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now = self._clock()
             for call in list(self._calls):
-                traffic = call.failover.traffic
+                failover, traffic = call.failover, call.failover.traffic
                 if traffic is not None and traffic.needs_check(now):
                     self._check_now(traffic.grant.replica)
-                if (error := call.failover.tick(now)) is not None:
+                if (error := failover.tick(now)) is not None:
                     call.cut(error)
-
-    async def _keep_waiting(self) -> None:
-        while True:
-            await asyncio.sleep(KEEP_ALIVE_S)
-            for call in list(self._calls):
-                if call.failover.gap_since is not None:
+                if failover.gap_since is None:
+                    call.kept_at = now
+                elif now - call.kept_at > KEEP_ALIVE_S:
+                    call.kept_at = now
                     with suppress(ConnectionError):  # the client left, which ends the request as well
                         await call.exchange.keep_alive()
 
@@ -182,9 +176,9 @@ class Proxy:
         budget = self._budgets.of(exchange.share)
         budget.note_request()
         affinity = affinity_of(exchange.owner, headers, seen.prompt_cache_key, model, seen.prompt_parts)
-        give_up_at = self._clock() + self._config.queue_timeout_secs
+        now = self._clock()
         failover = Failover(
-            request=DispatchRequest(exchange.owner, model, give_up_at, affinity, seen.rows),
+            request=DispatchRequest(exchange.owner, model, now + self._config.queue_timeout_secs, affinity, seen.rows),
             config=self._config,
             dispatcher=self._dispatcher.core,
             metrics=self._metrics,
@@ -195,7 +189,7 @@ class Proxy:
         )
         query = f"?{url.raw_query_string}" if url.raw_query_string else ""
         n_tokens = prompt_tokens(exchange.n_read) + (0 if exchange.dialect in OPAQUE else seen.answer_tokens)
-        return _Call(exchange, failover, exchange.raw_path + query, body, n_tokens, pass_keys)
+        return _Call(exchange, failover, exchange.raw_path + query, body, n_tokens, pass_keys, now)
 
     async def _step(self, call: _Call) -> None:
         """Do what the state says, and report how it went."""

@@ -58,24 +58,16 @@ class Traffic(Struct, eq=False):
         is_quiet = self.grant.replica.health.checked_at < self.last_byte < now - QUIET_S
         return is_quiet and self.can_move and not self.is_relaying
 
-    def silence(self, limit_s: float, now: float) -> str:
-        """Why nothing more is expected of this attempt, as a predicate; empty if something is.
-
-        Args:
-            limit_s: between two bytes of an answer.
-        """
+    def silence(self, stream_timeout_s: float, now: float) -> str:
+        """Why nothing more is expected of this attempt, as a predicate; empty if something is."""
         health = self.grant.replica.health
         if health.is_lost(self.last_byte):
             return f"is down ({health.reason})"
-        is_late = self.has_begun and now - self.last_byte > limit_s
-        return f"sent nothing for {limit_s:g} s" if is_late else ""
+        is_late = self.has_begun and now - self.last_byte > stream_timeout_s
+        return f"sent nothing for {stream_timeout_s:g} s" if is_late else ""
 
-    def standstill(self, limit_s: float, now: float) -> str:
-        """Why a replica computes nothing of this attempt though it may again, as a predicate; empty if it does.
-
-        Args:
-            limit_s: without an answer to a health check or a byte.
-        """
+    def standstill(self, check_timeout_s: float, now: float) -> str:
+        """Why a replica computes nothing of this attempt though it may again, as a predicate; empty if it does."""
         health = self.grant.replica.health
         if self.reader is None and health.numerics and not self.has_begun:  # what is no stream comes as a whole
             since = health.refused_since
@@ -84,5 +76,5 @@ class Traffic(Struct, eq=False):
             return ""
         if self.reader.is_paused:
             return "has lost its engine"
-        is_silent = health.silence(self.last_byte, now) > limit_s
+        is_silent = health.silence(self.last_byte, now) > check_timeout_s
         return "answers neither the stream nor a health check" if is_silent else ""
