@@ -90,7 +90,7 @@ class Failover(Struct, eq=False, kw_only=True):
         elif self.may_stream and self.config.migration_limit and grant.replica.can_migrate:
             transcript = Transcript(self.config.migration_max_seq_len)
         self.state = "sending"
-        self.traffic = Traffic(grant, grant.replica.admin_key, transcript, self.met_stale, now, self.stream)
+        self.traffic = Traffic(grant, grant.replica.admin_key, transcript, now, self.stream)
 
     def resume(self, now: float) -> Resume | None:
         """What a replica gets with the request whose stream it is to continue; None if none has begun."""

@@ -218,7 +218,7 @@ class Proxy:
             exchange.n_tokens = call.n_tokens
         pass_keys = call.pass_keys and replica.spec.key is None and not replica.spec.by_api
         headers, body = self._for_replica(call, traffic, pass_keys)
-        session = self._sessions.of(replica.spec, is_new=traffic.is_new)
+        session = self._sessions.of(replica.spec, is_new=failover.met_stale)
         call.attempt = Attempt(traffic, failover.deadline)
         relay = Relay(
             exchange,

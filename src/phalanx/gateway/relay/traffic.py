@@ -32,7 +32,6 @@ class Traffic(Struct, eq=False):
     grant: Grant
     admin_key: str | None  # with which the request is sent; None: without one
     transcript: Transcript | None  # where the replica's records go; None: it is asked for none
-    is_new: bool  # the connection has to be
     last_byte: float  # when the last one came or was passed on, or the attempt began
     reader: EventReader | None  # of a stream, once the answer is known to be one
     has_begun: bool = False  # a byte of the answer has come
