@@ -77,7 +77,7 @@ NARROW = {
 PURE = (
     "http/", "gateway/", "sched/", "spec/",
     *(f"server/{name}/" for name in "settings fields requests sequences answers dialects outputs".split()),
-    "catalog/pull_progress.py", "catalog/short_names.py",
+    *(f"catalog/{name}.py" for name in "gguf_names pull_progress short_names".split()),
     "errors.py", "rank_variables.py", "types.py", "cli/launchers.py", "engine/mirror.py", "engine/step_deadline.py",
     *(
         f"cluster/{name}.py"

@@ -74,8 +74,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Settings of a rank process. They travel as JSON on the command line of `phalanx rank`."""
 
     model: Annotated[str, Flag(positional=True)]
-    """A hub id, a short name such as `qwen3:4b` or `smollm2`, a local directory, a GGUF file, which is imported once,
-    or `demo`, the bundled model."""
+    """A hub id, one with a GGUF file's quantisation (`owner/name:Q4_K_M`), a short name such as `qwen3:4b` or
+    `smollm2`, a local directory, a GGUF file, which is imported once, or `demo`, the bundled model."""
 
     max_model_len: Annotated[Count | None, Flag("Engine", default="the model's")] = None
     """Prompt + output in tokens, at most."""

@@ -54,6 +54,7 @@ def greedy(llama: Any, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_greedy_tokens_are_llama_cpps_up_to_near_ties(file: Path, llama: Any) -> None:
     model = resolve(str(file))
     tokenizer = Tokenizer.load(model)
@@ -65,16 +66,12 @@ def test_greedy_tokens_are_llama_cpps_up_to_near_ties(file: Path, llama: Any) ->
     with LLM(str(file), **SETTINGS) as llm:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
         ours = [one.outputs[0].token_ids for one in llm.generate([{"prompt_token_ids": p} for p in prompts], params)]
-    behind = [
-        gap for answer in force(model, "float32", list(zip(prompts, theirs, strict=True))) for gap in answer.behind
-    ]
-    flips = [gap for gap in behind if gap > 0]
-    same = sum(list(a) == b for a, b in zip(ours, theirs, strict=True))
-    print(f"{same} of {len(prompts)} answers are the same; of {len(behind)} tokens {len(flips)} differ: {flips}")
-    exact = [
-        gap
-        for answer in force(model, "float32", [(p, list(t)) for p, t in zip(prompts, ours, strict=True)])
-        for gap in answer.behind
-    ]
-    assert max(exact) == 0
-    assert max(behind) <= NEAR and len(flips) <= FLIPS * len(behind) and len(behind) > 500
+    forced = force(model, "float32", list(zip(prompts, theirs, strict=True)))
+    for mine, other, answer in zip(ours, theirs, forced, strict=True):
+        parted = next((i for i, pair in enumerate(zip(mine, other, strict=False)) if pair[0] != pair[1]), None)
+        assert parted is None or answer.behind[parted] > 0, "ours is the likeliest where they part"
+    behind = [gap for answer in forced for gap in answer.behind]
+    flips = sorted(gap for gap in behind if gap > 0)
+    same = sum(list(mine) == other for mine, other in zip(ours, theirs, strict=True))
+    print(f"{same} of {len(prompts)} answers are the same; {len(flips)} of {len(behind)} tokens differ, by {flips}")
+    assert len(behind) > 500 and len(flips) <= FLIPS * len(behind) and max(behind) <= NEAR

@@ -211,7 +211,7 @@ def fetch(listing: Listing, file: Any, target: Path, report: Report, most: int |
     cached = repository_folder(listing.repository) / "blobs" / digest_of(file)
     with _explained(listing):
         if not target.exists() and cached.is_file():
-            target.symlink_to(cached)
+            target.symlink_to(cached.resolve())
         part = target.with_name(f"{target.name}{PART}")
         if most is None or most >= file.size:
             _fetch_file(listing, file, target, report)

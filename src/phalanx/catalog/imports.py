@@ -52,8 +52,13 @@ def states_of(files: Sequence[Path]) -> tuple[FileState, ...]:
     Raises:
         OSError: one is not there.
     """
-    states = ((file.resolve(), file.stat()) for file in files)
-    return tuple(FileState(str(path), state.st_size, state.st_ctime_ns) for path, state in states)
+    states = ((_text(file), file.stat()) for file in files)
+    return tuple(FileState(path, state.st_size, state.st_ctime_ns) for path, state in states)
+
+
+def _text(path: Path) -> str:
+    """A file's whole path, which may have bytes that are not UTF-8."""
+    return str(path.resolve()).encode(errors="backslashreplace").decode()
 
 
 def recorded_files(directory: Path) -> tuple[FileState, ...]:
@@ -121,7 +126,7 @@ def imported_from_hub(name: str) -> Path | None:
 
 def begun_import(name: str) -> Path | None:
     """The folder of an unfinished import, by the name that goes on with it."""
-    path = str(Path(name).expanduser().resolve())
+    path = _text(Path(name).expanduser())
     for folder, origin in imported_models(begun=True):
         if name == origin.hub or path in [at.file for at in recorded_files(folder)]:
             return folder

@@ -155,7 +155,7 @@ def find(name: str) -> LocalModel:
         in_cache = path.is_relative_to(hub_cache())
         if path.parent == imports_folder():
             return _imported(path)
-        return _describe(shortest(repository) if in_cache else name, path, repository if in_cache else "")
+        return describe_model(shortest(repository) if in_cache else name, path, repository if in_cache else "")
     if (part := begun_import(repository)) is not None:
         return _begun_import(part)
     if HUB_ID.fullmatch(repository) and (begun := _begun(repository)) is not None:
@@ -270,7 +270,7 @@ def _begun(repository: str) -> LocalModel | None:
 
 def _imported(path: Path) -> LocalModel:
     origin = origin_of(path)
-    return _describe(origin.hub if origin and origin.hub else path.name, path, "")
+    return describe_model(origin.hub if origin and origin.hub else path.name, path, "")
 
 
 def _begun_import(path: Path) -> LocalModel:
@@ -279,7 +279,8 @@ def _begun_import(path: Path) -> LocalModel:
     return LocalModel(name=source_of(path), path=path, bytes=size, lacks="model.safetensors")
 
 
-def _describe(name: str, path: Path, repository: str) -> LocalModel:
+def describe_model(name: str, path: Path, repository: str) -> LocalModel:
+    """A model's directory, as its small files describe it."""
     try:
         config = read_json(path / "config.json")
     except (FileNotFoundError, ModelError):

@@ -27,7 +27,7 @@ from phalanx.offline.sampling_params import SamplingParams
 HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit (or Ctrl-D) ends"
 HISTORY_LINES = 1000  # that the up key reaches
 BARE_ADDRESS = re.compile(r"[^/\s]+:\d+(/v1)?/?")
-"""An address without a scheme; no hub id has a colon."""
+"""An address without a scheme; in a hub id, a colon comes after a slash."""
 
 
 def command(

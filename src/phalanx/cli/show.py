@@ -8,20 +8,23 @@ from typing import Annotated
 import typer
 
 from phalanx.catalog.imports import ORIGIN, origin_of, source_of
-from phalanx.catalog.local_models import find
+from phalanx.catalog.local_models import directory_of, find
 from phalanx.cli.list import day_of, fits_here, print_columns, size_of
 from phalanx.errors import ExitCode
+from phalanx.model.loading.resolve import preview
 
 
 def command(
     model: Annotated[str, typer.Argument(help="A name of `phalanx list`, a hub id, a directory, or a GGUF file.")],
 ) -> int:
     """Describe a model that is on this machine."""
-    found = find(model)
+    file = Path(model).expanduser()
+    is_new = file.is_file() and directory_of(model) is None
+    found = preview(file) if is_new else find(model)
     rows = {
         "name": found.name,
         "repository": found.repository,
-        "directory": str(found.path),
+        "file" if is_new else "directory": str(found.path),
         "size": size_of(found.bytes),
         "family": found.family,
         "bits": found.bits,
@@ -30,6 +33,7 @@ def command(
         "fits here": fits_here(found),
         "lacks": found.lacks,
         **_origin(found.path),
+        "imported": f"not yet: phalanx pull {model}" if is_new else "",
     }
     print_columns([[name, value] for name, value in rows.items() if value])
     return ExitCode.OK

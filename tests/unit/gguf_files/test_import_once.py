@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from support.gguf_files import write_tiny
 
-from phalanx.catalog.imports import BEGUN, ORIGIN, directory_for, imported_name, imports_folder, origin_of
+from phalanx.catalog.imports import (
+    BEGUN,
+    ORIGIN,
+    directory_for,
+    imported_name,
+    imports_folder,
+    origin_of,
+    recorded_files,
+)
 from phalanx.catalog.local_models import directory_of, find, local_models, remove
 from phalanx.catalog.pull_progress import PullProgress
 from phalanx.cli import show
@@ -82,6 +90,16 @@ def test_a_file_that_changed_is_another_model(file: Path):
     with pytest.raises(ModelNotFound, match=r"is not on this machine\. Run `phalanx pull"):
         find(str(file))
     assert import_gguf(file) != first and first.exists()
+
+
+def test_a_model_that_is_known_is_not_recorded_again(file: Path, home: Path, monkeypatch: pytest.MonkeyPatch):
+    """The ranks of a server look for it at the same time, and would read what another is writing."""
+    made = import_gguf(file)
+    origin = origin_of(made)
+    assert origin is not None
+    monkeypatch.setattr(import_once, "record", no_reading)
+    for files in ((), recorded_files(made)):
+        assert import_once.import_once("other", origin, files, no_reading) == made
 
 
 def test_an_imported_model_is_removed_by_its_name(file: Path):
@@ -268,6 +286,18 @@ def test_any_files_name_makes_a_name_that_is_found(name: str, home: Path):
     assert directory_for("x", "0" * 64).name == "x-000000000000"
 
 
+def test_a_folder_whose_name_is_not_utf_8(file: Path, home: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = home / os.fsdecode(b"d\xfe")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    file.rename("x.gguf")
+    with pytest.raises(Interrupted):
+        import_gguf(Path("x.gguf"), interrupt_at(2))
+    assert find("x.gguf").lacks
+    made = import_gguf(Path("x.gguf"))
+    assert directory_of("x.gguf") == made and entries() == [made.name]
+
+
 def test_a_link_to_a_file_is_the_file(file: Path, home: Path, monkeypatch: pytest.MonkeyPatch):
     made = import_gguf(file)
     (home / "link.gguf").symlink_to(file)
@@ -286,6 +316,25 @@ def test_what_was_quantised_again_is_recorded_and_shown(home: Path, capsys: pyte
     assert f"15 tensors, to 8 bits; the largest error is {origin.requantised[worst]:.2g} ({worst})" in said
     assert str(made / ORIGIN) in said and str(home / "x.gguf") in said
     assert json.loads((made / ORIGIN).read_text())["requantised"] == origin.requantised
+
+
+def rows(said: str) -> list[str]:
+    return [" ".join(line.split()) for line in said.splitlines()]
+
+
+def test_a_file_is_shown_before_it_is_imported(file: Path, capsys: pytest.CaptureFixture[str]):
+    show.command(str(file))
+    before = rows(capsys.readouterr().out)
+    assert entries() == []
+    import_gguf(file)
+    show.command(str(file))
+    after = rows(capsys.readouterr().out)
+    same = [line for line in after if line.startswith(("size", "family", "bits", "context", "fits here"))]
+    assert len(same) == 5 and set(same) <= set(before)
+    assert any(line.startswith("imported ") and f"phalanx pull {file}" in line for line in before)
+    file.write_bytes(b"GGUF")
+    with pytest.raises(WeightsError, match="is damaged"):
+        show.command(str(file))
 
 
 def test_the_disk_is_checked_first(file: Path, monkeypatch: pytest.MonkeyPatch):

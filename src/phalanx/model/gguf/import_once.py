@@ -32,6 +32,7 @@ from phalanx.catalog.imports import (
     recorded_files,
     states_of,
 )
+from phalanx.catalog.local_models import LocalModel, describe_model
 from phalanx.catalog.pull_progress import PullProgress, Report, quiet
 from phalanx.errors import ModelError, ModelUnsupported, WeightsError
 from phalanx.model.gguf.gguf_import import CHUNK, WEIGHTS, convert, describe, shown_bytes
@@ -95,10 +96,7 @@ def import_once(
         if (same := imported_content(origin.sha256)) is not None:
             return _remembered(same, origin, files)
         folder = begun_directory(directory)
-        if (origin_of(folder), recorded_files(folder)) != (
-            origin,
-            files,
-        ):  # the file has changed meanwhile
+        if origin_of(folder) != origin or recorded_files(folder) != files:  # the file has changed meanwhile
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
         record(folder, origin, files)
@@ -128,6 +126,18 @@ def check_files(files: Sequence[Path], sizes: Sequence[int] = ()) -> int:
     """
     with open_model(files, sizes) as model, tempfile.TemporaryDirectory() as scratch:
         return describe(model, files[0], Path(scratch)).nbytes
+
+
+def preview(file: Path) -> LocalModel:
+    """What a file would be imported as.
+
+    Raises:
+        ModelError: it cannot be imported; says why.
+    """
+    files = files_of_model(file)
+    with explained(str(file)), open_model(files) as model, tempfile.TemporaryDirectory() as scratch:
+        size = describe(model, file, Path(scratch)).nbytes
+        return replace(describe_model(str(file), Path(scratch), ""), path=file, bytes=size, lacks="")
 
 
 @contextlib.contextmanager
@@ -176,7 +186,9 @@ def _alone(name: str, report: Report) -> Iterator[None]:
 
 def _remembered(directory: Path, origin: Origin, files: tuple[FileState, ...]) -> Path:
     """A model that is found by these files or this name of the hub from now on, without reading it again."""
-    known = origin_of(directory) or origin
-    with contextlib.suppress(OSError):  # the folder may be read-only
-        record(directory, replace(known, hub=origin.hub or known.hub), files or recorded_files(directory))
+    known, known_files = origin_of(directory) or origin, recorded_files(directory)
+    now, now_files = replace(known, hub=origin.hub or known.hub), files or known_files
+    if (now, now_files) != (known, known_files):  # the ranks of a server come here at the same time, with nothing new
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            record(directory, now, now_files)
     return directory

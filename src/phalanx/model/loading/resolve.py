@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.catalog.gguf_names import is_gguf_path
 from phalanx.catalog.imports import imported_name
-from phalanx.catalog.local_models import path_of
+from phalanx.catalog.local_models import LocalModel, path_of
 from phalanx.catalog.pull_progress import Report, quiet
 from phalanx.catalog.short_names import DEMO, PACKAGED, repository_of
 from phalanx.config import EngineConfig
@@ -74,17 +74,32 @@ def resolve(
 
 def _of_file(model: str, file: Path, report: Report) -> Path:
     """The directory of a GGUF file's model; other files are refused."""
+    _check_gguf(model, file)
+    made: Path = importlib.import_module("phalanx.model.gguf.import_once").import_gguf(file, report)
+    return made
+
+
+def _check_gguf(model: str, file: Path) -> None:
+    """Refuse a file that is none by its first bytes and its name."""
     with open_file(file) as stream:
         begins = stream.read(len(LFS))
     if begins == LFS:
         raise pointer(file)
-    is_gguf = begins.startswith(MAGIC) or file.suffix == ".gguf"
-    if not is_gguf:
+    if not begins.startswith(MAGIC) and file.suffix != ".gguf":
         raise ModelNotFound(
             f"{model} is a file.", remedy="Name the directory that holds config.json and the weights, or a GGUF file."
         )
-    made: Path = importlib.import_module("phalanx.model.gguf.import_once").import_gguf(file, report)
-    return made
+
+
+def preview(file: Path) -> LocalModel:
+    """What a GGUF file would be imported as.
+
+    Raises:
+        ModelError: it cannot be imported, or is another file; says why.
+    """
+    _check_gguf(str(file), file)
+    found: LocalModel = importlib.import_module("phalanx.model.gguf.import_once").preview(file)
+    return found
 
 
 def resolve_models(config: EngineConfig, report: Report = quiet) -> Path:
