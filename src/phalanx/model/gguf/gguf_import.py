@@ -26,7 +26,7 @@ from phalanx.text.printable import printable
 
 WEIGHTS = "model.safetensors"
 JOURNAL = ".journal"
-CHUNK = 4 << 20  # bytes of a tensor in memory at once; its conversion takes some ten times as much
+CHUNK = 4 << 20  # bytes of a tensor in memory at once; its conversion takes up to 30 times as much
 SPARE = 64 << 20  # bytes of the disk that stay free, with room for the tokenizer
 
 
