@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -192,8 +193,6 @@ def _random(name: str, array: mx.array, draw: np.random.Generator, dtype: mx.Dty
 
 def write_gguf(shape: Shape, folder: Path) -> Path:
     """Write the same shape for llama.cpp: all matrices Q4_0 but the router of a mixture of experts."""
-    import gguf  # noqa: PLC0415  (of the benchmark's own extra)
-
     path = folder / f"{shape.name}.gguf"
     if path.exists():
         return path

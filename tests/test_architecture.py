@@ -92,7 +92,7 @@ IMPURE = (
     *(f"http/{name}.py" for name in "acceptor allowed_hosts connection lingering listening refused_keys".split()),
     *(f"gateway/{name}.py" for name in "gateway_app gateway_process settings/watched_file".split()),
     *(f"gateway/dispatch/{name}.py" for name in "async_dispatcher fleet".split()),
-    *(f"gateway/relay/{name}.py" for name in "attempt exchange gap migration proxy relay replica_sessions".split()),
+    *(f"gateway/relay/{name}.py" for name in "attempt proxy relay replica_sessions".split()),
     *(f"server/fields/{name}.py" for name in "call_arguments timestamps".split()),
     *(f"server/requests/{name}.py" for name in "generation_defaults intake parsed".split()),
     *(f"server/sequences/{name}.py" for name in "journal output_queue".split()),

@@ -49,6 +49,7 @@ NB_MODULE(_ext, m) {
         "stream"_a = nb::none());
   m.def("repacks", &repacks, "rows"_a, "width"_a, "mode"_a, "group_size"_a = nb::none(), "bits"_a = nb::none());
   m.def("repack_rows", &repack_rows, "a"_a);
+  m.def("factor_rows", &factor_rows, "a"_a, "out"_a);
   m.def("attention", &attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "mask"_a.none() = nb::none(),
         "sinks"_a.none() = nb::none(), "lengths"_a.none() = nb::none(), "window"_a = 0, "slots"_a.none() = nb::none(),
         "stream"_a = nb::none());

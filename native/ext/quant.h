@@ -70,6 +70,24 @@ inline mx::array repack_rows(mx::array a) {
   return repacked;
 }
 
+constexpr int64_t factored_bytes(int64_t groups) {  // of a row
+  return groups % 8 == 0 ? groups / 8 * static_cast<int64_t>(sizeof(kern_factored)) / 16 : -1;
+}
+
+// Writes repacked float32 scales or biases [..., rows, columns] as factors (kern_factored) into `out`, uint8
+// [..., rows, columns * 10 / 8]. Returns whether all have factors; otherwise what is in `out` means nothing.
+inline bool factor_rows(const mx::array& a, mx::array out) {
+  mx::Shape expected = a.shape();
+  if (a.ndim() < 2 || a.shape(-1) % 8 != 0 || a.shape(-2) % 16 != 0 || a.dtype() != mx::float32) return false;
+  expected.back() = static_cast<int>(factored_bytes(a.shape(-1)));
+  const bool fit = out.shape() == expected && out.dtype() == mx::uint8 && out.is_available() && a.is_available();
+  if (!fit || !a.flags().row_contiguous || !out.flags().row_contiguous)
+    throw std::invalid_argument("factor_rows: evaluated arrays are needed, and bytes for the factors");
+  kern_factor_args args{static_cast<const float*>(data(a)), static_cast<kern_factored*>(data(out)), 0, a.shape(-1), 0};
+  args.panels = args.columns == 0 ? 0 : static_cast<int64_t>(a.size()) / args.columns / 16;
+  return kern_factor(&args) == KERN_OK && args.exact != 0;
+}
+
 // A quantised matrix [..., rows, width] and the arrays it is made of, in the order that `bind` expects.
 struct Quantized {
   kern_quant w;
@@ -90,12 +108,13 @@ struct Quantized {
       batch.push_back(codes.shape(i));
       w.matrices *= codes.shape(i);
     }
+    const bool factored = affine && w.repacked && scales.dtype() == mx::uint8;
     mx::Shape expected = codes.shape();
-    expected.back() = static_cast<int>(w.width / w.group);
+    expected.back() = static_cast<int>(factored ? factored_bytes(w.width / w.group) : w.width / w.group);
     if (w.width % w.group != 0 || scales.shape() != expected || affine != biases.has_value() ||
         (biases && (biases->shape() != expected || biases->dtype() != scales.dtype())))
       throw std::invalid_argument("scales or biases do not fit the quantised weights");
-    w.scale_type = affine ? type_of(scales.dtype()) : -1;
+    w.scale_type = factored ? KERN_FACTORED : affine ? type_of(scales.dtype()) : -1;
     if (affine ? w.scale_type < 0 : scales.dtype() != mx::uint8)
       throw std::invalid_argument("scales have the wrong type for their mode");
     if (w.repacked && !kern_repacks(&w)) throw std::invalid_argument("such weights cannot be repacked on this processor");
@@ -103,6 +122,8 @@ struct Quantized {
     if (biases) arrays.push_back(packed(*biases, stream));
   }
 
+  // Of what a product with float32 and more exact numbers is.
+  mx::Dtype scale_dtype() const { return w.scale_type == KERN_FACTORED ? mx::float32 : arrays[1].dtype(); }
   static size_t count(const kern_quant& w) { return w.mode == KERN_AFFINE ? 3 : 2; }
   static void bind(kern_quant& w, const mx::array* in) {
     w.codes = data(in[0]);
@@ -155,7 +176,7 @@ inline mx::array quantized_pairs(const mx::array& x, const Quantized& q, const P
   args.precision = precision;
   args.x_type = type_of(x.dtype());
   if (args.x_type < 0) throw std::invalid_argument("quantised products take floating activations");
-  mx::Dtype dtype = q.w.mode == KERN_AFFINE ? mx::promote_types(x.dtype(), q.arrays[1].dtype()) : x.dtype();
+  mx::Dtype dtype = q.w.mode == KERN_AFFINE ? mx::promote_types(x.dtype(), q.scale_dtype()) : x.dtype();
   args.out_type = type_of(dtype);
   Arrays inputs{x};
   inputs.insert(inputs.end(), q.arrays.begin(), q.arrays.end());
@@ -253,7 +274,7 @@ inline mx::array dequantize_rows(const mx::array& w, const mx::array& scales, co
   args.w.rows *= q.w.matrices;
   args.w.matrices = 1;
   args.count = indices ? static_cast<int64_t>(indices->size()) : args.w.rows;
-  mx::Dtype type = dtype.value_or(q.w.mode == KERN_AFFINE ? scales.dtype() : mx::bfloat16);
+  mx::Dtype type = dtype.value_or(q.w.mode == KERN_AFFINE ? q.scale_dtype() : mx::bfloat16);
   args.out_type = type_of(type);
   if (args.out_type < 0) throw std::invalid_argument("dequantize_rows: a floating type is needed");
   mx::Shape shape = indices ? indices->shape() : shape_before(w, 1);

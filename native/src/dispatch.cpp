@@ -101,6 +101,7 @@ extern "C" int kern_quant_matmul(const kern_quant_matmul_args* args) { return ke
 extern "C" int kern_dequantize(const kern_dequantize_args* args) { return kern::table->dequantize(args); }
 extern "C" int kern_repacks(const kern_quant* w) { return kern::table->repacks(w); }
 extern "C" int kern_repack(const kern_repack_args* args) { return kern::table->repack(args); }
+extern "C" int kern_factor(kern_factor_args* args) { return kern::table->factor(args); }
 extern "C" int kern_read_pass(kern_read_pass_args* args) { return kern::table->read_pass(args); }
 extern "C" int kern_checksum_load(const kern_checksum_load_args* args) { return kern::table->checksum_load(args); }
 extern "C" int kern_checksum_read(const kern_checksum_read_args* args) { return kern::table->checksum_read(args); }

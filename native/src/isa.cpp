@@ -5,6 +5,7 @@
 #include "gates.h"
 #include "norms.h"
 #include "quant.h"
+#include "quant_factor.h"
 #include "rope.h"
 #include "table.h"
 #include "vocabulary.h"
@@ -25,6 +26,7 @@ const Table KERN_CAT(table_, KERN_NS) = {
     .dequantize = KERN_NS::dequantize,
     .repacks = KERN_NS::repacks,
     .repack = KERN_NS::repack,
+    .factor = KERN_NS::factor,
     .read_pass = KERN_NS::read_pass,
     .checksum_load = KERN_NS::checksum_load,
     .checksum_read = KERN_NS::checksum_read,

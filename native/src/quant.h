@@ -15,6 +15,9 @@ inline bool within(const uint32_t* indices, int64_t count, int64_t limit, int64_
 }
 
 inline bool known(int type) { return type == KERN_F32 || type == KERN_F16 || type == KERN_BF16; }
+inline bool known_scales(const kern_quant& w) {
+  return w.mode != KERN_AFFINE || known(w.scale_type) || (is_factored(w) && w.repacked && groups(w) % 8 == 0);
+}
 
 // As kern_repacks.
 inline int repacks(const kern_quant* w) {
@@ -62,7 +65,7 @@ void multiply(const kern_quant_matmul_args& a);
 
 inline int quant_matmul(const kern_quant_matmul_args* args) {
   const kern_quant_matmul_args& a = *args;
-  if (!known(a.x_type) || !known(a.out_type) || (a.w.mode == KERN_AFFINE && !known(a.w.scale_type)))
+  if (!known(a.x_type) || !known(a.out_type) || !known_scales(a.w))
     return KERN_UNSUPPORTED;
   if (a.w.repacked && !(a.transpose && repacks(&a.w))) return KERN_UNSUPPORTED;
   if (!within(a.lhs, a.pairs, a.blocks, a.repeat) || !within(a.rhs, a.pairs, a.w.matrices, 1)) return KERN_UNSUPPORTED;
@@ -80,7 +83,7 @@ inline int quant_matmul(const kern_quant_matmul_args* args) {
 inline int dequantize(const kern_dequantize_args* args) {
   const kern_dequantize_args& a = *args;
   const kern_quant& w = a.w;
-  if (!known(a.out_type) || (w.mode == KERN_AFFINE && !known(w.scale_type))) return KERN_UNSUPPORTED;
+  if (!known(a.out_type) || !known_scales(w)) return KERN_UNSUPPORTED;
   if (w.matrices != 1 || !within(a.indices, a.count, w.rows, 1)) return KERN_UNSUPPORTED;
   if (w.repacked && w.rows % kRepackedRows != 0) return KERN_UNSUPPORTED;
   return with_format(w, [&]<class F>(Of<F>) -> int {

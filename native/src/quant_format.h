@@ -259,6 +259,7 @@ KERN_INLINE int64_t groups(const kern_quant& w) { return w.width / w.group; }
 KERN_INLINE int64_t scale_bytes(const kern_quant& w) {
   return w.mode != KERN_AFFINE ? 1 : w.scale_type == KERN_F32 ? 4 : 2;
 }
+KERN_INLINE bool is_factored(const kern_quant& w) { return w.mode == KERN_AFFINE && w.scale_type == KERN_FACTORED; }
 // Room for the scales of `count` groups as floats: a block reads W of them wherever it starts.
 constexpr int64_t scale_room(int64_t count) { return round_up(count, W) + 2 * W; }
 
@@ -273,11 +274,15 @@ struct PlainRow {
 
   PlainRow(const kern_quant& from, int64_t matrix, int64_t number) : w(from), row(matrix * from.rows + number) {
     if (!from.repacked) return;
+    if (is_factored(from)) w.scale_type = KERN_F32;
     const int64_t codes = row_bytes(w), bytes = scale_bytes(w), scales = groups(w) * bytes;
     uint8_t* memory = static_cast<uint8_t*>(scratch(SLOT_CHUNK_3, static_cast<size_t>(codes + 2 * scales)));
     w.codes = take(from.codes, codes / 4, 4, memory);
-    w.scales = take(from.scales, groups(w), bytes, memory + codes);
-    if (w.biases != nullptr) w.biases = take(from.biases, groups(w), bytes, memory + codes + scales);
+    const auto numbers = [&](const void* of, uint8_t* to) {
+      return is_factored(from) ? multiplied(of, to) : take(of, groups(w), bytes, to);
+    };
+    w.scales = numbers(from.scales, memory + codes);
+    if (w.biases != nullptr) w.biases = numbers(from.biases, memory + codes + scales);
     w.repacked = 0;
     row = 0;
   }
@@ -287,6 +292,15 @@ struct PlainRow {
     const int64_t first = row / kRepackedRows * kRepackedRows * columns + row % kRepackedRows, step = kRepackedRows * bytes;
     const uint8_t* from = static_cast<const uint8_t*>(repacked) + first * bytes;
     for (int64_t i = 0; i < columns; i++) memcpy(to + i * bytes, from + i * step, static_cast<size_t>(bytes));
+    return to;
+  }
+  const void* multiplied(const void* factored, uint8_t* to) const {
+    const int64_t r = row % kRepackedRows;
+    const kern_factored* from = static_cast<const kern_factored*>(factored) + row / kRepackedRows * groups(w) / 8;
+    for (int64_t g = 0; g < groups(w); g++) {
+      const float number = static_cast<float>(from[g / 8].factors[g % 8][r]) * to_float(f16{from[g / 8].units[r]});
+      memcpy(to + g * 4, &number, sizeof number);
+    }
     return to;
   }
 };

@@ -46,13 +46,21 @@ struct Repacked {
   static constexpr int kLight = 2;             // words of x with each lane, up to which memory is all that counts
 
   // Scales and biases of W rows of w, [group], lane n of each being row n: stored ones, of `type`. NULL: no biases.
+  // Factored ones begin at a multiple of 8 groups.
   struct Scales {
     const uint8_t *scales, *biases;
     int type;
     int64_t step;  // bytes of a group
 
-    KERN_INLINE vf scale(int64_t g) const { return scales_at(scales + g * step, type, 0, W); }
-    KERN_INLINE vf bias(int64_t g) const { return scales_at(biases + g * step, type, 0, W); }
+    KERN_INLINE vf scale(int64_t g) const { return at(scales, g); }
+    KERN_INLINE vf bias(int64_t g) const { return at(biases, g); }
+    KERN_INLINE vf at(const uint8_t* numbers, int64_t g) const {
+      if (type != KERN_FACTORED) return scales_at(numbers + g * step, type, 0, W);
+      const kern_factored& block = reinterpret_cast<const kern_factored*>(numbers)[g / 8];
+      const __m128i factors = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block.factors[g % 8]));
+      const __m256i units = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block.units));
+      return to_floats((vi)_mm512_cvtepi8_epi32(factors)) * (vf)_mm512_cvtph_ps(units);
+    }
     KERN_INLINE Scales from(int64_t g) const {
       return {scales + g * step, biases != nullptr ? biases + g * step : nullptr, type, step};
     }
@@ -156,6 +164,8 @@ struct Repacked {
   template <int M>
   static auto stream_of(int64_t lanes, const Scales& scales) {
     if constexpr (M == 1)
+      if (lanes % 4 == 0 && scales.type == KERN_FACTORED) return stream_here<M, 4, KERN_FACTORED>();
+    if constexpr (M == 1)
       if (lanes % 8 == 0) {
         if (scales.biases != nullptr && scales.type == KERN_F16) return stream_here<M, 8, KERN_F16>();
         if (scales.biases != nullptr && scales.type == KERN_BF16) return stream_here<M, 8, KERN_BF16>();
@@ -239,11 +249,11 @@ struct Repacked {
 
   // Of rows that are repacked, from number `at` on.
   static Scales lying_scales(const kern_quant& w, int64_t at) {
-    const int64_t bytes = scale_bytes(w);
+    const int64_t step = is_factored(w) ? static_cast<int64_t>(sizeof(kern_factored)) / 8 : W * scale_bytes(w);
     const auto begin = [&](const void* of) {
-      return of != nullptr ? static_cast<const uint8_t*>(of) + at * bytes : nullptr;
+      return of != nullptr ? static_cast<const uint8_t*>(of) + at / W * step : nullptr;
     };
-    return {begin(w.scales), begin(w.biases), scale_type(w), W * bytes};
+    return {begin(w.scales), begin(w.biases), scale_type(w), step};
   }
 
   // As run(), for up to kMost rows of x and those of w that are repacked.

@@ -20,6 +20,7 @@ struct Table {
   int (*dequantize)(const kern_dequantize_args*);
   int (*repacks)(const kern_quant*);
   int (*repack)(const kern_repack_args*);
+  int (*factor)(kern_factor_args*);
   int (*read_pass)(kern_read_pass_args*);
   int (*checksum_load)(const kern_checksum_load_args*);
   int (*checksum_read)(const kern_checksum_read_args*);

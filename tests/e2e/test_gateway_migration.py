@@ -16,7 +16,7 @@ from support.gateways import CHAT, Client, gateway, run
 from support.stub_replica import Call, StubReplica, event
 from support.token_replica import Fault, TokenReplica, undisturbed
 
-from phalanx.gateway.relay import gap, proxy
+from phalanx.gateway.relay import proxy, traffic
 from phalanx.gateway.relay.attempt import Attempt
 from phalanx.http.stream_records import MIGRATION, RESUME
 
@@ -264,7 +264,7 @@ def test_two_replicas_that_lose_their_engines_in_turn_pass_a_stream_to_and_fro(t
 @pytest.mark.parametrize("interval_s", [0.05, 1e6])
 def test_a_stream_leaves_a_silent_replica_at_its_first_missed_check(interval_s, ticks, monkeypatch):
     """That comes before its time where the stream is quiet."""
-    monkeypatch.setattr(proxy, "QUIET_S", 0.02)
+    monkeypatch.setattr(traffic, "QUIET_S", 0.02)
 
     async def scenario() -> None:
         a, b = TokenReplica(Fault(3, "silence")), TokenReplica()
@@ -353,8 +353,8 @@ def test_an_answer_that_ends_just_before_it_moves_keeps_no_second_place(ticks, m
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_while_all_are_down_a_client_is_kept_waiting(path, monkeypatch):
-    monkeypatch.setattr(gap, "KEEP_ALIVE_S", 0.02)
+def test_while_all_are_down_a_client_is_kept_waiting(path, ticks, monkeypatch):
+    monkeypatch.setattr(proxy, "KEEP_ALIVE_S", 0.02)
 
     async def scenario() -> None:
         a = TokenReplica(Fault(3, "death"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.gateways import CHAT, errors, gateway, run, text_of
-from support.stub_replica import WORDS, Call, StubReplica, begins, hangs, streaming
+from support.stub_replica import WORDS, Call, StubReplica, begins, hangs, refuses, streaming
 
 from phalanx.http.stream_records import MIGRATION
 
@@ -263,5 +263,20 @@ def test_the_gateway_drains_and_then_cuts_off_with_an_error():
                 await asyncio.sleep(0.01)
             client.gateway.stop()
             assert [(await task)[0] for task in asked] == [503, 503]
+
+    run(scenario())
+
+
+def test_a_request_that_backs_off_is_not_sent_again_once_the_gateway_ends():
+    async def scenario() -> None:
+        settings = {"retry_initial_backoff_ms": 500.0, "retry_max_retries": 100}
+        async with StubReplica(refuses) as a, gateway(a.url, **settings) as client:
+            asked = asyncio.create_task(client.ask())
+            while not a.calls:
+                await asyncio.sleep(0.01)
+            for _ in range(2):  # at once
+                client.gateway.stop()
+            status, body = await asked
+            assert status == 503 and body["error"]["message"] == "The gateway is shutting down."
 
     run(scenario())

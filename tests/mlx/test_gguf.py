@@ -105,6 +105,23 @@ def test_logits_are_mlx_lms_of_the_same_weights(
     assert mx.abs(wanted[:, 1:] - wanted[:, :-1]).max().item() > 0.1, "the logits say nothing"
 
 
+def test_mxfp4_beside_other_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in gpt-oss: each module of the smaller part is named in config.json with its mode."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    mixed, other = (write_tiny(tmp_path / "x.gguf", "llama", kind) for kind in ("Q8_0", "MXFP4"))
+    mixed |= {name: other[name] for name in other if "ffn_down" in name}
+    write_tiny(tmp_path / "x.gguf", tensors=mixed)
+    path = resolve(str(tmp_path / "x.gguf"))
+    downs = {f"model.layers.{layer}.mlp.down_proj": "mxfp4" for layer in range(LAYERS)}
+    quantization = json.loads((path / "config.json").read_text())["quantization"]
+    assert quantization.pop("mode") == "affine" and quantization.pop("bits") == 8
+    assert {name: own["mode"] for name, own in quantization.items() if name != "group_size"} == downs
+    ours = load(path, dtype="float32", guard=0, trust_remote_code=False, on_progress=lambda *_: None)
+    assert ours.quantization == "8-bit affine g32 (also mxfp4 g32)"
+    wanted = theirs("llama", mixed, tied=True)(mx.array(PROMPT))
+    assert (mx.abs(ours.model(mx.array(PROMPT)) - wanted).max() / mx.abs(wanted).max()).item() < TOLERANCE
+
+
 def some(**dtypes: mx.Dtype) -> dict[str, mx.array]:
     """Parameters by their last names, each half as large as the one before it."""
     names = {name.replace("__", "."): dtype for name, dtype in dtypes.items()}

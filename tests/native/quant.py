@@ -10,6 +10,8 @@ from kern import F32, Array, Int, Int64, Pointer, call, decode, encode, library,
 
 AFFINE, MXFP4, MXFP8, NVFP4 = 0, 1, 2, 3
 EXACT, FAST = 0, 1
+FACTORED = 8
+"""A type of scales."""
 FORMATS = [(AFFINE, bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 FORMATS += [(MXFP4, 4, 32), (MXFP8, 8, 32), (NVFP4, 4, 16)]
 """Mode, bits, group."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kern import BF16, F16, F32, Int, Int64, Pointer, call, encode, library, pointer, unaligned
+from kern import BF16, F16, F32, Array, Int, Int64, Pointer, call, encode, library, pointer, unaligned
 from quant import (
     AFFINE,
     EXACT,
+    FACTORED,
     FAST,
     FORMATS,
     MXFP4,
     NVFP4,
     Dequantize,
     Matmul,
+    Matrices,
     matmul,
     random_matrices,
     repacked,
@@ -162,3 +165,94 @@ def test_what_cannot_lie_repacked_is_refused():
     short.repacked = True
     assert status(short, 1) == 1
     assert call("kern_dequantize", Dequantize(short.struct(), None, pointer(out), 20, F32)) == 1
+
+
+# -- scales as factors -----------------------------------------------------------------------------------------------
+
+
+class FactorArguments(ctypes.Structure):
+    _fields_ = [("numbers", Pointer), ("out", Pointer), ("panels", Int64), ("columns", Int64), ("exact", Int)]
+
+
+def factors(numbers: Array) -> Array | None:
+    """Repacked numbers [..., rows, columns] as factors; None if some have none."""
+    *matrices, rows, columns = numbers.shape
+    out = np.zeros((*matrices, rows, columns * 10 // 8), np.uint8)
+    args = FactorArguments(pointer(numbers), pointer(out), numbers.size // columns // 16, columns)
+    assert call("kern_factor", args) == 0
+    return out if args.exact else None
+
+
+def products(random, shape, most=63) -> Array:
+    """Numbers as Q4_K has them: whole ones of `most` at most, 8 of which share a float16. Some are 0, or subnormal."""
+    *matrices, rows, columns = shape
+    units = (random.normal(size=(*matrices, rows, columns // 8, 1)) * 10.0 ** random.integers(-7, 1)).astype(np.float16)
+    units[random.random(units.shape) < 0.1] = 0
+    whole = random.integers(-1 if most > 63 else 0, most + 1, (*matrices, rows, columns // 8, 8))
+    return (units.astype(np.float32) * whole.astype(np.float32)).reshape(shape)
+
+
+def factored(w: Matrices) -> Matrices:
+    """The same repacked matrices with factors."""
+    scales, biases = factors(w.scales), factors(w.biases)
+    assert scales is not None and biases is not None
+    return replace(w, scales=scales, biases=biases, scale_type=FACTORED)
+
+
+@repacking
+@pytest.mark.parametrize("precision", [EXACT, FAST])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@given(
+    x_type=st.sampled_from(KINDS),
+    rows=st.sampled_from([1, 2, 7, 8, 9, 17]),
+    sixteens=st.integers(1, 7),
+    eights=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+@few
+def test_products_with_factors_have_the_bits_of_those_with_floats(
+    bits, precision, x_type, rows, sixteens, eights, seed
+):
+    random = np.random.default_rng(seed)
+    width = 256 * eights
+    w = random_matrices(random, AFFINE, bits, 32, 2, 16 * sixteens, width)
+    w.scales, w.biases = (products(random, w.scales.shape, most) for most in (63, 64))
+    lying = repacked(w)
+    x = encode(random.normal(size=(2, rows, width)), x_type)
+    x[0, 0, 3] = encode(np.array(np.inf if seed % 3 == 0 else 1.0), x_type)
+    pick = np.array([1, 0], np.uint32)
+    found, wanted = (
+        matmul(some, x, x_type, F32, precision=precision, lhs=pick, rhs=pick) for some in (factored(lying), lying)
+    )
+    assert np.array_equal(found, wanted, equal_nan=True)
+    one, also = (replace(some, values=w.values[:1]) for some in (factored(lying), lying))
+    out = [np.zeros((16 * sixteens, width), np.float32) for _ in range(2)]
+    for some, to in zip((one, also), out, strict=True):
+        assert call("kern_dequantize", Dequantize(some.struct(), None, pointer(to), len(to), F32)) == 0
+    assert np.array_equal(*out) and (out[0].any() or not w.scales[0].any())
+
+
+def test_only_such_numbers_have_factors():
+    random = np.random.default_rng(0)
+    numbers = products(random, (2, 16, 24)).swapaxes(1, 2).copy()  # two panels of sixteen rows
+    numbers[0, :8, 0] = np.float32(np.float16(-3e-3))  # one unit each
+    found = factors(numbers.reshape(32, 24))
+    assert found is not None
+    blocks = found.reshape(2, 3, 160)
+    whole, units = blocks[..., :128].view(np.int8).reshape(2, 3, 8, 16), blocks[..., 128:].view(np.float16)
+    assert np.array_equal((whole * units[:, :, None].astype(np.float32)).reshape(2, 24, 16), numbers)
+    for value in (np.nextafter(numbers[1, 5, 7], np.float32(1)), 1e-3, np.nan, np.inf):
+        wrong = numbers.copy()
+        wrong[1, 5, 7] = value
+        assert factors(wrong.reshape(32, 24)) is None
+    args = FactorArguments(None, None, 1, 12)
+    assert call("kern_factor", args) == 1
+
+
+def test_factors_are_refused_where_they_cannot_be():
+    x, out = np.zeros((1, 1, 256), np.float32), np.zeros((1, 1, 96), np.float32)
+    w = replace(random_matrices(np.random.default_rng(0), AFFINE, 4, 32, 1, 96, 256), scale_type=FACTORED)
+    for some in (w, replace(w, repacked=True, group=64)):  # 4 groups of 64
+        args = Matmul(some.struct(), pointer(x), pointer(out), None, None, 1, 1, 1, 1, 1, F32, F32, EXACT)
+        assert call("kern_quant_matmul", args) == 1
+        assert call("kern_dequantize", Dequantize(some.struct(), None, pointer(out), 1, F32)) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,3 +103,43 @@ def test_loaded_models_lie_repacked_and_compute_the_same():
         else:  # experts meet few rows, and those add up in another order where they are not repacked
             assert name == "llama/3" or any("mlp" in path or "experts" in path for path in found["repacked"]), name
             assert not any("embed_q" in path or "unembed_out" in path for path in found["repacked"]), name
+
+
+@repacking
+def test_factors_take_the_place_of_scales():
+    units = mx.random.normal((3, 64, 2, 1)).astype(mx.float16).astype(mx.float32)
+    scales = (units * mx.random.randint(0, 64, (3, 64, 2, 8))).reshape(3, 64, 16)
+    codes = mx.random.randint(0, 1 << 30, (3, 64, 64)).astype(mx.uint32)
+    w, *lying = repacked([codes, scales, -scales])
+    factors = [ops.buffer([3, 64, 20], mx.uint8) for _ in lying]
+    assert all(ops.factor_rows(part, out) for part, out in zip(lying, factors, strict=True))
+    x, pick, how = (
+        mx.random.normal((5, 1, 1, 512)),
+        mx.array([[0, 2], [1, 1], [2, 0], [0, 1], [1, 2]]),
+        {"group_size": 32},
+    )
+    for dtype in (mx.float32, mx.bfloat16):
+        found, wanted = (
+            ops.gather_qmm(x.astype(dtype), w, *some, rhs_indices=pick, **how) for some in (factors, lying)
+        )
+        assert found.dtype == mx.float32 and mx.array_equal(found, wanted)
+    found, wanted = (ops.dequantize_rows(w[0], *(one[0] for one in some), mx.array([3, 40]), **how)
+                     for some in (factors, lying))  # fmt: skip
+    assert found.dtype == mx.float32 and mx.array_equal(found, wanted)
+    others = mx.random.normal((3, 64, 16))
+    mx.eval(others)
+    assert not ops.factor_rows(others, factors[0])
+    with pytest.raises(ValueError, match="bytes for the factors"):
+        ops.factor_rows(lying[0], mx.zeros((3, 64, 16), mx.uint8))
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.quantized_matmul(x, w, factors[0][..., :16], factors[1][..., :16], **how)
+
+
+@repacking
+def test_an_imported_model_has_factors_and_computes_the_same(tmp_path: Path):
+    command = [sys.executable, str(SCRIPT.with_name("factored_model.py"))]
+    variables = {**os.environ, "HF_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["same"] and found["factored"] and found["bytes"] < 0.8 * found["plain bytes"]

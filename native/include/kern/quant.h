@@ -19,6 +19,15 @@ typedef enum {
   KERN_FAST = 1,   // rounds each group of activations to int8 where that is faster: x86, integer codes and FP4
 } kern_precision;
 
+// Numbers of 16 rows and 8 groups, each an int8 of its own times a float16 of its row: what GGUF's Q4_K scales are made
+// of. Repacked affine matrices may have scales and biases so, [matrices, rows / 16, width / group / 8] of them, with the
+// scale_type KERN_FACTORED: the same floats in 31 % of the bytes.
+typedef struct {
+  int8_t factors[8][16];
+  uint16_t units[16];
+} kern_factored;
+enum { KERN_FACTORED = 8 };
+
 // `matrices` matrices [rows, width], one behind the other. width is a multiple of group.
 typedef struct {
   const void* codes;   // [matrices, rows, width * bits / 32], uint32
@@ -42,6 +51,15 @@ typedef struct {
   int element_bytes;  // 1, 2 or 4
 } kern_repack_args;
 KERN_API int kern_repack(const kern_repack_args* args);
+
+// Finds factors of repacked float32 numbers [panels, columns, 16], `columns` being a multiple of 8.
+typedef struct {
+  const float* numbers;
+  kern_factored* out;
+  int64_t panels, columns;
+  int exact;  // out: whether all numbers have factors. If not, what was written means nothing
+} kern_factor_args;
+KERN_API int kern_factor(kern_factor_args* args);
 
 // For each pair p: out[p] = x[lhs[p]] @ w[rhs[p]].T, or without .T. An index outside its array is refused.
 // Without `lhs`, `repeat` pairs in a row take the same block of x: the experts of one token.

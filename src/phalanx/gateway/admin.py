@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from phalanx.errors import ConfigError, InvalidRequest, ReplicaFailed, UnknownPath
+from phalanx.errors import ConfigError, InvalidRequest, UnknownPath
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.fleet import Fleet, describe
 from phalanx.gateway.dispatch.replica import Replica
@@ -82,7 +82,7 @@ class Admin:
         self._check_changeable()
         self._fleet.remove(replica.name)
         if not await self._dispatcher.until_idle(replica, wait_s):
-            self._proxy.cut(replica, ReplicaFailed(f"The replica {replica.name} was removed."))
+            self._proxy.remove(replica, movable_only=False)
             await self._dispatcher.until_idle(replica, WAIT_S)
         return {"name": replica.name, "in_flight": replica.in_flight, "removed": True}
 

@@ -159,7 +159,7 @@ class App:
         self.unfinished += 1
         self._idle.clear()
         try:
-            relayed = await self._proxy.forward(
+            response = await self._proxy.forward(
                 exchange,
                 self._aliases,
                 pass_keys=not self._clients.need_key,
@@ -176,11 +176,11 @@ class App:
         first = exchange.first_text_s
         log.debug(
             "%s %s (%s) of %s: %d, %d tokens in %.3f s, %s", exchange.request.method, exchange.path, exchange.id,
-            self._clients.name(exchange.owner), relayed.response.status, exchange.n_tokens,
+            self._clients.name(exchange.owner), response.status, exchange.n_tokens,
             self._dispatcher.clock() - exchange.arrived,
             f"the first text after {first:.3f} s" if first is not None else "no text",
         )  # fmt: skip
-        return relayed.response
+        return response
 
     def _check_is_no_page(self, exchange: ClientExchange) -> None:
         """Refuse what a web page in a user's browser could send: a POST that needs no pre-flight, and without keys a

@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from phalanx.errors import ConfigError, ExitCode, NoReplica, ReplicaFailed
+from phalanx.errors import ConfigError, ExitCode, NoReplica
 from phalanx.gateway.admin import Admin
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.dispatcher import Dispatcher
@@ -212,7 +212,7 @@ class Gateway:
     async def _hand_over(self, proxy: Proxy, replica: Replica) -> None:
         """A replica that left the file ends what it has; streams that take long go on elsewhere, where they can."""
         if not await self._dispatcher.until_idle(replica, self._config.shutdown_grace_period_secs):
-            proxy.move(replica, ReplicaFailed(f"The replica {replica.name} was removed."))
+            proxy.remove(replica, movable_only=True)
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         """A bug has ended a task in the background: end, so that what started the gateway starts it again."""

@@ -110,6 +110,19 @@ def repack(array: mx.array) -> mx.array:
     return repacked
 
 
+def factor(numbers: mx.array, out: mx.array) -> bool:
+    """Write repacked scales or biases as factors, which products take in their place.
+
+    Args:
+        numbers: float32 [..., rows, groups], evaluated.
+        out: uint8 [..., rows, groups * 10 / 8]; if not all numbers have factors, it holds nothing of meaning.
+
+    Returns:
+        Whether all numbers have factors.
+    """
+    return bool(preload.OPS.factor_rows(numbers, out))
+
+
 def install(precision: CpuPrecision, threads: int, *, async_dispatch: bool = True) -> Installed | None:
     """Replace MLX's functions. Returns None if MLX does not compute on the CPU or the kernels are not available.
 
@@ -298,7 +311,8 @@ MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 
 
 def _is_supported(x: mx.array, scales: mx.array, mode: str) -> bool:
-    return x.dtype in FLOATS and mode in MODES and (mode != "affine" or scales.dtype in FLOATS)
+    affine = scales.dtype in FLOATS or scales.dtype == mx.uint8  # factors
+    return x.dtype in FLOATS and mode in MODES and (mode != "affine" or affine)
 
 
 def _fast(ops: Ops) -> Replacements:

@@ -14,8 +14,9 @@ from phalanx.gateway.dispatch.breaker import BreakerRules
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.dispatch.replica_health import HealthRules
 from phalanx.gateway.dispatch.replica_models import cards_in, merged, merged_tags, names_in, tags_in
-from phalanx.gateway.dispatch.retries import CLIENTS, MOST, PER_SECOND, Backoff, RetryBudget, RetryBudgets
+from phalanx.gateway.dispatch.retries import CLIENTS, MOST, PER_SECOND, RetryBudget, RetryBudgets, pause
 from phalanx.gateway.relay.body_peek import peek, tokens_of, usage_in, with_model
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.gateway.settings.key_limits import KeyLimits, KeyMeter, KeyUse
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
@@ -180,9 +181,10 @@ def test_one_client_cannot_spend_the_retries_of_another_and_few_are_remembered()
 
 
 def test_pauses_grow_up_to_the_longest():
-    backoff = Backoff(initial_s=0.05, longest_s=1.0, multiplier=2.0, jitter=0.2)
-    assert [backoff.pause(n, lambda: 0.5) for n in (1, 2, 3, 99, 10**6)] == pytest.approx([0.05, 0.1, 0.2, 1.0, 1.0])
-    assert backoff.pause(1, lambda: 1.0) == pytest.approx(0.06) and backoff.pause(1, lambda: 0.0) == pytest.approx(0.04)
+    config = GatewayConfig(retry_max_backoff_ms=1000.0, retry_backoff_multiplier=2.0)
+    found = [pause(config, n, lambda: 0.5) for n in (1, 2, 3, 99, 10**6)]
+    assert found == pytest.approx([0.05, 0.1, 0.2, 1.0, 1.0])
+    assert pause(config, 1, lambda: 1.0) == pytest.approx(0.06) and pause(config, 1, lambda: 0.0) == pytest.approx(0.04)
 
 
 HOSTILE = [

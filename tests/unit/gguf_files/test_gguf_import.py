@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,24 @@ def test_chunks_of_rows_make_the_same_file(file: Path, home: Path, monkeypatch: 
     monkeypatch.setattr(gguf_import, "CHUNK", 1000)
     convert(file, home / "parts")
     assert (home / "whole" / "model.safetensors").read_bytes() == (home / "parts" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q6_K"])
+def test_an_import_holds_a_part_of_a_tensor_in_memory(kind: str, home: Path):
+    """Far less than the largest tensor: that is 120 MB here, and a model's may have gigabytes."""
+    bytes_of_a_row = {"F16": 512, "Q8_0": 272, "Q6_K": 210}[kind]
+    tensors = tiny_tensors("llama", "Q8_0", np.random.default_rng(0))
+    one = tiny_tensors("llama", kind, np.random.default_rng(0))["token_embd.weight"][1]
+    tensors["token_embd.weight"] = (kind, np.resize(one, (120_000_000 // bytes_of_a_row, *one.shape[1:])))
+    write_tiny(home / "x.gguf", tensors=tensors)
+    del tensors
+    tracemalloc.start()
+    try:
+        convert(home / "x.gguf", home / "made")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 200_000_000, peak  # whole tensors take 240 MB or more
 
 
 def test_the_largest_error_is_said(home: Path):

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from phalanx.errors import PhalanxError
 from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
-from phalanx.gateway.dispatch.dispatcher import Dispatcher, Grant, Verdict
+from phalanx.gateway.dispatch.dispatcher import Dispatcher, Grant
 from phalanx.gateway.dispatch.replica import Replica
 
 TICK_S = 0.1  # between two looks for requests that have waited too long, and for circuits whose time is over
 
 
 class AsyncDispatcher:
-    """See the module's docstring. `settle` must be called after a replica was changed.
+    """See the module's docstring. `settle` must be called after a replica was changed, or a place given back.
 
     Args:
         core: decides. Its replicas may be read and changed directly.
@@ -24,11 +24,11 @@ class AsyncDispatcher:
     def __init__(self, core: Dispatcher, clock: Callable[[], float]) -> None:
         self.core = core
         self.clock = clock
-        self._ended = asyncio.Event()  # an attempt, since `until_idle` began to wait
+        self._changed = asyncio.Event()  # something, since `until_idle` began to wait
         self._waiting: dict[DispatchRequest, asyncio.Future[Grant]] = {}
 
     async def place(self, request: DispatchRequest) -> Grant:
-        """A place on a replica; `end` must follow.
+        """A place on a replica; `Dispatcher.end` must follow.
 
         Raises:
             PhalanxError: those of `Dispatcher.arrive`, now or after a wait.
@@ -43,36 +43,23 @@ class AsyncDispatcher:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self.end(future.result(), "abandoned")
+                self.core.end(future.result(), "abandoned", self.clock())
+                self.settle()
             self.core.withdraw(request)
             raise
         finally:
             del self._waiting[request]
-
-    def elsewhere(self, request: DispatchRequest, replica: Replica) -> Grant | None:
-        """See `Dispatcher.elsewhere`; `end` must follow for both grants."""
-        return self.core.elsewhere(request, replica, self.clock())
 
     async def until_idle(self, replica: Replica, limit_s: float) -> bool:
         """Wait for the last request of a replica to end, so long at most. Returns whether it has none."""
         try:
             async with asyncio.timeout(limit_s):
                 while replica.in_flight:
-                    self._ended.clear()
-                    await self._ended.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             return False
         return True
-
-    def end(self, grant: Grant, verdict: Verdict) -> None:
-        """An attempt is over; another request may have its place."""
-        self.core.end(grant, verdict, self.clock())
-        self._ended.set()
-        self.settle()
-
-    def blame(self, grant: Grant) -> None:
-        """See `Dispatcher.blame`."""
-        self.core.blame(grant, self.clock())
 
     def fail_all(self, error: PhalanxError) -> None:
         """Let no request wait any longer."""
@@ -83,6 +70,7 @@ class AsyncDispatcher:
 
     def settle(self) -> None:
         """Tell waiting requests what was decided."""
+        self._changed.set()
         for request, decision in self.core.decided(self.clock()):
             future = self._waiting[request]
             if isinstance(decision, Grant):

@@ -9,30 +9,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from msgspec import Struct
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
 
 PER_SECOND = 10.0  # retries that few requests may use as well
 CLIENTS = 4096  # whose budgets are remembered: more than there are keys
 MOST = 100.0  # retries that may be saved up: the requests in flight of a few replicas that die together
 
 
-class Backoff(Struct, frozen=True, kw_only=True):
-    """Pauses before a request goes to a replica that has failed it already; seconds."""
+def pause(config: GatewayConfig, n: int, random: Callable[[], float]) -> float:
+    """Seconds before a replica is asked again that has failed the request, when that has failed n times.
 
-    initial_s: float = 0.05
-    longest_s: float = 30.0
-    multiplier: float = 1.5
-    jitter: float = 0.2
-
-    def pause(self, n: int, random: Callable[[], float]) -> float:
-        """The pause before the n-th such attempt, from 1.
-
-        Args:
-            random: from 0 to 1.
-        """
-        exponent = min(n - 1, 100)  # 1.5 ** 100 is far above every longest pause, and 10 ** 400 would be no float
-        pause = min(self.longest_s, self.initial_s * self.multiplier**exponent)
-        return pause * (1 + self.jitter * (2 * random() - 1))
+    Args:
+        random: from 0 to 1.
+    """
+    exponent = min(n - 1, 100)  # 1.5 ** 100 is far above every longest pause, and 10 ** 400 would be no float
+    pause_ms = config.retry_initial_backoff_ms * config.retry_backoff_multiplier**exponent
+    jitter = 1 + config.retry_jitter_factor * (2 * random() - 1)
+    return min(config.retry_max_backoff_ms, pause_ms) * jitter / 1000
 
 
 class RetryBudget:

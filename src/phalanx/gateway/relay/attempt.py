@@ -16,8 +16,8 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed, ReplicaTooSlow
-from phalanx.gateway.dispatch.dispatcher import Grant
 from phalanx.gateway.dispatch.replica import VIA
+from phalanx.gateway.relay.traffic import Traffic
 from phalanx.http.owners import OWNER, owner_header
 from phalanx.http.stream_records import MIGRATION, RESUME
 
@@ -95,32 +95,16 @@ class Attempt:
     """One attempt: open from `send` to the end of the `async with`, which closes the connection unless it is idle.
 
     Args:
+        traffic: is written as bytes pass.
         deadline: when the whole request ends; the loop's time.
     """
 
-    def __init__(self, grant: Grant, deadline: float) -> None:
-        self.grant = grant
-        self.has_begun = False  # a byte of the answer has come
-        self.is_sent = False  # the replica may be computing
-        self.is_unreachable = False  # it gave no connection, which is no client's doing
-        self.last_byte = asyncio.get_running_loop().time()
-        self.is_reused = False  # the connection has served a request before
-        self.was_held = False  # by a client that reads slowly: its replica may have given up for that
-        self.is_relaying = False  # the client is written to: the replica is not waited for
-        self.is_clients_key = False  # the replica gets the client's key: what it says of that is the client's matter
+    def __init__(self, traffic: Traffic, deadline: float) -> None:
+        self.traffic = traffic
+        self.name = traffic.grant.replica.name
         self._cut: PhalanxError | None = None
         self._scope = asyncio.timeout_at(deadline)
         self._response: aiohttp.ClientResponse | None = None
-
-    @property
-    def is_stale(self) -> bool:
-        """It failed, perhaps because the replica had just closed a connection that was idle."""
-        return self.is_reused and not self.has_begun
-
-    @property
-    def name(self) -> str:
-        """The replica's."""
-        return self.grant.replica.name
 
     def cut(self, error: PhalanxError) -> None:
         """End the attempt now, with this error."""
@@ -155,21 +139,21 @@ class Attempt:
             MalformedAnswer: what came is not HTTP, or has a status or header that cannot be sent on.
         """
         data = io.BytesIO(body) if body is not None and len(body) > PIECE_BYTES else body  # the loop serves others too
-        url = URL(self.grant.replica.spec.url + path, encoded=True)
+        url = URL(self.traffic.grant.replica.spec.url + path, encoded=True)
         try:
             self._response = await session.request(
                 method, url, headers=headers, data=data, allow_redirects=False, trace_request_ctx=self
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            self.is_unreachable = getattr(error, "errno", None) not in OWN_FAULTS
+            self.traffic.is_unreachable = getattr(error, "errno", None) not in OWN_FAULTS
             raise ReplicaFailed(f"The replica {self.name} cannot be reached: {_cause(error)}.") from error
         except aiohttp.ClientResponseError as error:
-            self.is_sent = True
+            self.traffic.is_sent = True
             raise MalformedAnswer(f"The replica {self.name} answers what is not HTTP: {error.message}.") from error
         except (aiohttp.ClientError, OSError) as error:
-            self.is_sent = True
+            self.traffic.is_sent = True
             raise ReplicaFailed(f"The replica {self.name} broke off: {_cause(error)}.") from error
-        self.is_sent = True
+        self.traffic.is_sent = True
         if self._response.status not in STATUSES:
             raise MalformedAnswer(f"The replica {self.name} answers with the status {self._response.status}.")
         if any(map(CONTROLS.search, self._response.headers.values())):  # which no answer can be sent with
@@ -196,8 +180,8 @@ class Attempt:
 
     def note_byte(self) -> None:
         """A byte has come."""
-        self.has_begun = True
-        self.last_byte = asyncio.get_running_loop().time()
+        self.traffic.has_begun = True
+        self.traffic.last_byte = asyncio.get_running_loop().time()
 
 
 def _cause(error: BaseException) -> str:

@@ -5,7 +5,6 @@ Knows the connection to the client, and no replica.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -65,8 +64,6 @@ class ClientExchange:
         """Bytes of its body."""
         self.n_tokens = 0
         """Of prompt and answer, that its key is charged if it ends now: as its client leaves, or with its answer."""
-        self.last_written = 0.0
-        """When the last piece of the answer was written; the loop's time."""
 
     @property
     def share(self) -> str:
@@ -118,7 +115,6 @@ class ClientExchange:
     async def write(self, data: bytes) -> None:
         """Send a piece. Waits for a client that reads slowly."""
         assert self.response is not None
-        self.last_written = asyncio.get_running_loop().time()
         self.connection.note_written(len(data))
         await self.response.write(data)
 

@@ -72,7 +72,7 @@ class ReplicaSessions:
 
 async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: object) -> None:
     if isinstance(attempt := context.trace_request_ctx, Attempt):  # else a health check
-        attempt.is_reused = True
+        attempt.traffic.is_reused = True
 
 
 def _checked_socket(info: aiohttp.AddrInfoType) -> socket.socket:

@@ -29,6 +29,7 @@ from phalanx.errors import ModelUnsupported
 from phalanx.kernels import install
 from phalanx.model.cpu.weight_only_16bit import keep_16bit_weights
 from phalanx.model.device_memory import read_memory
+from phalanx.model.loading.factored_scales import factor_scales
 from phalanx.model.loading.huge_pages import HugePages
 from phalanx.model.loading.lazy_model import LazyModel, build, check_config
 from phalanx.model.loading.parallel import sum_through_reducer
@@ -295,6 +296,7 @@ class Prepared:
                     checked = done
                     rest = (total - done) * sharing
                     memory.check_fits("The rest of the weights", rest, read_memory(sharing), guard)
+        factor_scales(self.model, {entry.name for entry in self.plan if entry.repacked})
         mx.eval(self.model.parameters())  # the rest are views of arrays that are filled already
         return reader.copied, rounded
 
@@ -305,7 +307,7 @@ class Prepared:
             {
                 entry.name: entry.nbytes
                 for entry in self.plan
-                if entry.source is not None and entry.dtype == lazy[entry.name].dtype
+                if entry.source is not None and entry.dtype == lazy[entry.name].dtype and not entry.may_shrink
             }
         )
         pending: deque[_PendingTensor] = deque()

@@ -37,6 +37,11 @@ class ModelParameter:
     repacked: bool  # repack it after reading
 
     @property
+    def may_shrink(self) -> bool:
+        """Whether it may be replaced by its factors (`factored_scales.py`)."""
+        return self.repacked and self.dtype == mx.float32
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the kept part of the source."""
         assert self.source is not None

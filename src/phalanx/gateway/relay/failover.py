@@ -1,0 +1,341 @@
+"""Decides what becomes of one request: when it is sent, sent again or moved to another replica, and how it ends (G2).
+
+    queued --placed--> sending --passed_on, answered--> done
+      ^                   |
+      |                   +-- broke_off, or answered with what another replica may answer better
+      |                   |       before the first byte: the request is sent again
+      |                   |       in a begun stream: with what its client has (`http/stream_records.py`)
+      +-- backing off <---+
+
+Each event is a method, and the state is the step that `proxy.py` has to take next: wait for a place, wait `pause_s`,
+send, or answer with `result`. Places, blame and counts go to the dispatcher and the metrics, which are pure as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from msgspec import Struct
+
+from phalanx.errors import MalformedAnswer, NoReplica, PhalanxError, ReplicaFailed
+from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
+from phalanx.gateway.dispatch.dispatcher import Dispatcher, Grant, Verdict
+from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.dispatch.retries import RetryBudget, pause
+from phalanx.gateway.relay.event_reader import EventReader
+from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
+from phalanx.gateway.relay.traffic import BufferedResponse, Traffic
+from phalanx.gateway.relay.transcript import Transcript
+from phalanx.gateway.settings.gateway_settings import GatewayConfig
+from phalanx.http.owners import OWNER
+from phalanx.http.stream_records import MIGRATION, Resume
+
+RETRIED = frozenset((408, 429, 500, 502, 503, 504))
+"""Statuses of a replica that another one may not give."""
+SUCCEEDED = range(200, 300)
+FORBIDDEN = 403
+NOT_FOUND = 404
+FAILED = 500  # from here on an answer may be the replica's fault
+LEAST_S = 0.01  # of a request's time, told to a replica
+REASON_BYTES = 300  # of an answer that refuses a stream, told to the client
+
+Result = BufferedResponse | PhalanxError
+"""How an attempt failed, or a request ended."""
+
+
+class Failover(Struct, eq=False, kw_only=True):
+    """See the module's docstring. Has asked for a place at first; `request` changes only while it waits for none."""
+
+    request: DispatchRequest
+    config: GatewayConfig
+    dispatcher: Dispatcher
+    metrics: GatewayMetrics
+    budget: RetryBudget
+    random: Callable[[], float]  # from 0 to 1
+    deadline: float  # when the request's time is over
+    may_stream: bool  # the answer may be a stream that can move
+
+    state: Literal["queued", "sending", "backing off", "done"] = "queued"
+    traffic: Traffic | None = None  # of the attempt under way
+    pause_s: float = 0.0
+    result: Result | None = None  # of the request; None: the answer was passed on, and is whole
+    stream: EventReader | None = None  # of the answer, if its client has a part of it and its replica was lost
+    gap_since: float | None = None  # when the last piece passed of a stream that has no replica
+    gap_of: str = ""  # the replica that the stream lost last
+    has_begun: bool = False  # the client has a part of the answer
+    successor: Grant | None = None  # the place to which the request moves when its attempt has ended
+    attempts: int = 0  # that replicas have failed
+    breaks: int = 0  # replicas that broke off
+    losses: list[str] = []  # how the begun stream lost each, and which did not take it
+    moves: int = 0  # replicas that it has lost
+    not_found: int = 0  # replicas that answered 404
+    unexplained: list[Grant] = []  # of attempts that failed, perhaps because of the request
+    met_stale: bool = False  # a connection failed it that had been idle: further attempts make their own
+    last: Result | None = None  # of the attempts that failed
+    gateway_end: PhalanxError | None = None  # why no further attempt begins
+
+    # Events ----------------------------------------------------------------------------------------------------
+
+    def placed(self, grant: Grant, now: float) -> None:
+        """There is a place."""
+        if self.gateway_end is not None:
+            self.dispatcher.end(grant, "abandoned", now)
+            self._end(self.gateway_end, now)
+            return
+        transcript = None
+        if self.stream is not None:
+            self.stream.begin_again()
+            transcript = self.stream.transcript
+        elif self.may_stream and self.config.migration_limit and grant.replica.can_migrate:
+            transcript = Transcript(self.config.migration_max_seq_len)
+        self.state = "sending"
+        self.traffic = Traffic(grant, grant.replica.admin_key, transcript, now, self.stream)
+
+    def resume(self, now: float) -> Resume | None:
+        """What a replica gets with the request whose stream it is to continue; None if none has begun."""
+        if self.stream is None:
+            return None
+        assert self.stream.transcript is not None, "a stream without records goes nowhere else"
+        left = max(LEAST_S, self.deadline - now)
+        return self.stream.transcript.resume(next_number=self.stream.next_number, timeout_s=left, moves=self.moves)
+
+    def place_refused(self, error: PhalanxError, now: float) -> None:
+        """There is no place. A replica that has failed the request may be back, where the others have gone."""
+        if self.has_begun or not isinstance(error, NoReplica):
+            self._end(error, now)
+        elif not (self.request.tried and self._may_retry(now)):
+            self._end(self.last if isinstance(self.last, BufferedResponse) else error, now)
+
+    def pause_over(self, now: float) -> None:
+        """The back-off is over: a replica may be asked again that has failed the request."""
+        if self.has_begun:
+            self._move(now)
+        else:
+            self.request.tried.clear()
+            self.request.give_up_at += self.pause_s
+            self._next(now)
+
+    def first_byte(self, now: float) -> None:
+        """The attempt's first byte was handed to the network."""
+        self._explain(now)
+        self._close_gap("continued")
+
+    def passed_on(self, now: float) -> None:
+        """The answer was passed on to its end."""
+        self._release("answered", now)
+        self._done("continued", now)
+
+    def answered(self, answer: BufferedResponse, now: float) -> None:
+        """A whole answer has come, of which the client has nothing."""
+        if answer.status in SUCCEEDED:
+            self._explain(now)
+        has_failed = answer.status >= FAILED
+        traffic = self._release("failed" if has_failed else "answered", now)
+        replica = traffic.grant.replica
+        if has_failed:
+            self.unexplained.append(traffic.grant)
+        if traffic.admin_key is not None and _refuses_key(answer):
+            replica.refused_key = traffic.admin_key
+            if not self.has_begun:
+                self._next(now)
+                return
+        self._note_failure(replica, answer)
+        if not self.has_begun and self._is_worth_retrying(answer, now):
+            self._retry(replica, now)
+        elif not self.has_begun:
+            self._end(answer, now)
+        elif answer.status in RETRIED and self.successor is None:
+            self.state, self.pause_s = "backing off", pause(self.config, self.attempts, self.random)
+        else:
+            if answer.status not in RETRIED:
+                self.request.refused.add(replica.name)
+                said = " ".join(answer.body[:REASON_BYTES].decode("utf-8", "replace").split())
+                self.losses.append(f"The replica {replica.name} does not continue it: {answer.status} {said}")
+            self._move(now)
+
+    def broke_off(self, error: PhalanxError, now: float) -> None:
+        """The attempt has failed, or was cut."""
+        traffic = self._release("failed", now)
+        replica = traffic.grant.replica
+        self.met_stale |= traffic.is_stale
+        if traffic.is_unreachable:
+            self.dispatcher.blame(traffic.grant, now)
+        elif not (traffic.is_stale or traffic.was_held):
+            self.unexplained.append(traffic.grant)
+        if traffic.is_sent or self.successor is not None:
+            self.breaks += not replica.is_leaving  # one that was taken away did not because of the request
+            if self.has_begun:
+                self._lose(traffic, error, now)
+        self._note_failure(replica, error)
+        if self.has_begun:
+            self._move(now)
+        else:
+            self._retry(replica, now)
+
+    def tick(self, now: float) -> PhalanxError | None:
+        """Some time has passed. Returns the error with which to end the attempt, if its replica is silent, or computes
+        nothing while another one could.
+        """
+        traffic = self.traffic
+        if traffic is None or traffic.is_relaying:
+            return None
+        why = traffic.silence(self.config.stream_timeout_secs, now)
+        if not why and (why := traffic.standstill(self.config.health_check_timeout_secs, now)):
+            why = why if self._reserve(traffic, now) else ""
+        return ReplicaFailed(f"The replica {traffic.grant.replica.name} {why}.") if why else None
+
+    def client_gone(self, now: float) -> None:
+        """The client left before the request was done, at whatever time."""
+        if self.traffic is not None:
+            self._release("abandoned", now)
+        self._done("abandoned", now)
+
+    # The next step ---------------------------------------------------------------------------------------------
+
+    def _next(self, now: float) -> None:
+        """To the next attempt."""
+        if self.gateway_end is not None:
+            self._end(self.gateway_end, now)
+        elif self.successor is not None:
+            grant, self.successor = self.successor, None
+            self.placed(grant, now)
+        else:
+            self.state = "queued"
+
+    def _retry(self, replica: Replica, now: float) -> None:
+        """A request that has not begun is sent once more, or ends."""
+        assert self.last is not None
+        if self.gateway_end is None and (self.successor is not None or self._may_retry(now)):
+            self.metrics.retried(replica.name)
+            self.request.give_up_at = now + self.config.queue_timeout_secs
+            if self.successor is not None:
+                self._next(now)
+        else:
+            self._end(self.last, now)
+
+    def _may_retry(self, now: float) -> bool:
+        """Whether there is a retry: at once where another replica can have the request, else after a pause."""
+        if self.gateway_end is not None or self.attempts > self.config.retry_max_retries or self._limit_reached:
+            return False
+        is_elsewhere = self.dispatcher.has_untried(self.request, now)
+        self.pause_s = 0.0 if is_elsewhere else pause(self.config, self.attempts, self.random)
+        if now + self.pause_s >= self.deadline or not self.budget.take(now):
+            return False
+        self.state = "queued" if is_elsewhere else "backing off"
+        return True
+
+    def _move(self, now: float) -> None:
+        """A begun stream goes on at another replica, or ends."""
+        assert self.last is not None
+        is_lost = isinstance(self.last, (BufferedResponse, ReplicaFailed, MalformedAnswer))  # else out of time
+        can_move = is_lost and self.stream is not None and self.stream.can_go_on and not self._limit_reached
+        if can_move and now < self.request.give_up_at:
+            self._next(now)
+        else:
+            self._end(self.last, now)
+
+    def _end(self, result: Result, now: float) -> None:
+        """There is no further attempt."""
+        self._done("failed", now)
+        if self.has_begun:
+            self.result = None if self.stream is not None and self.stream.ended else self._error(result)
+        elif isinstance(result, BufferedResponse) and result.fault:
+            self.result = ReplicaFailed(result.fault)
+        else:
+            self.result = result
+
+    def _error(self, why: Result) -> PhalanxError:
+        """What the client is told: how the stream lost each replica, and why there is no further one."""
+        said = list(self.losses)
+        if isinstance(why, PhalanxError) and str(why) not in said:
+            said.append(str(why))
+        if self._limit_reached and self.stream is not None and self.stream.can_go_on:
+            said.append(f"It goes nowhere else: perhaps it breaks them (--migration-limit {self.config.most_breaks}).")
+        return why if isinstance(why, PhalanxError) and len(said) == 1 else ReplicaFailed(" ".join(said))
+
+    # What an event means ---------------------------------------------------------------------------------------
+
+    @property
+    def _limit_reached(self) -> bool:
+        """So many replicas have broken off under this request that perhaps it is what breaks them."""
+        return self.breaks > self.config.most_breaks
+
+    def _release(self, verdict: Verdict, now: float) -> Traffic:
+        """The attempt is over. Returns its traffic."""
+        assert self.traffic is not None
+        traffic, self.traffic = self.traffic, None
+        self.has_begun = self.has_begun or traffic.passed_at is not None
+        self.metrics.attempted(traffic.grant.replica.name, verdict)
+        self.dispatcher.end(traffic.grant, verdict, now)
+        return traffic
+
+    def _done(self, outcome: str, now: float) -> None:
+        self.state = "done"
+        self._close_gap(outcome)
+        if self.successor is not None:
+            self.dispatcher.end(self.successor, "abandoned", now)
+            self.successor = None
+
+    def _close_gap(self, outcome: str) -> None:
+        if self.gap_since is not None:
+            self.metrics.migrated(self.gap_of, outcome)
+            self.gap_since = None
+
+    def _explain(self, now: float) -> None:
+        """A replica answers the request: so those that failed it did not because of what it is."""
+        for grant in self.unexplained:
+            self.dispatcher.blame(grant, now)
+        self.unexplained.clear()
+
+    def _note_failure(self, replica: Replica, result: Result) -> None:
+        self.last = result
+        if not replica.is_leaving:  # else an operator took it away, and its name may be a new replica's already
+            self.request.tried.add(replica.name)
+            self.attempts += 1
+
+    def _is_worth_retrying(self, answer: BufferedResponse, now: float) -> bool:
+        """Whether another attempt may be answered better. Called once for each answer: it counts 404s."""
+        if answer.status == NOT_FOUND and self.request.model is not None:  # it serves another model than it did
+            self.not_found += 1  # the second one may be the path's
+            return self.not_found == 1 and self.dispatcher.has_untried(self.request, now)
+        return answer.status in RETRIED and not answer.is_final
+
+    def _lose(self, traffic: Traffic, error: PhalanxError, now: float) -> None:
+        """A begun answer has lost its replica."""
+        name, self.stream = traffic.grant.replica.name, traffic.reader
+        if self.stream is not None and self.stream.ended:
+            return
+        self.losses.append(str(error))
+        self.metrics.broken(name)
+        if traffic.can_move:
+            since = self.gap_since if self.gap_since is not None else traffic.passed_at
+            self._close_gap("failed")
+            self.gap_since, self.gap_of = since, name
+            self.moves += 1
+            self.request.give_up_at = now + self.config.queue_timeout_secs
+            self._note_begun(traffic)
+
+    def _note_begun(self, traffic: Traffic) -> None:
+        """The request needs a replica that can continue what this one has begun."""
+        models = traffic.grant.replica.models
+        if traffic.transcript is not None:
+            self.request.numerics = traffic.transcript.numerics
+        if self.request.model is None and models:
+            self.request.model = min(models)  # the request names none; another could not go on with its tokens
+
+    def _reserve(self, traffic: Traffic, now: float) -> bool:
+        """Find a place elsewhere for a request whose replica computes nothing. While there is none, it stays; also
+        where a further break would be one too many: a phalanx server knows itself if a request is what ends its engine.
+        """
+        if self.successor is None and self.gateway_end is None and self.breaks < self.config.most_breaks:
+            if self.has_begun or traffic.passed_at is not None:
+                self._note_begun(traffic)
+            self.successor = self.dispatcher.elsewhere(self.request, traffic.grant.replica, now)
+            return self.successor is not None
+        return False
+
+
+def _refuses_key(answer: BufferedResponse) -> bool:
+    said = answer.body.lower()
+    return answer.status == FORBIDDEN and any(name.encode() in said for name in (MIGRATION, OWNER))

@@ -1,0 +1,79 @@
+"""What has passed in one attempt of a request on one replica, and what that says of the replica.
+
+Written by `attempt.py` and `relay.py` as bytes pass; read where something is decided (`failover.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from phalanx.gateway.dispatch.dispatcher import Grant
+from phalanx.gateway.relay.event_reader import EventReader
+from phalanx.gateway.relay.transcript import Transcript
+
+QUIET_S = 0.5  # of a stream, after which its replica is checked: most steps are shorter
+
+
+class BufferedResponse(Struct, frozen=True):
+    """An answer that has come whole; nothing of it is sent yet."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    is_final: bool = False  # the replica says that no other one would answer better
+    fault: str = ""  # it is no client's matter: what a client is told instead
+
+
+class Traffic(Struct, eq=False):
+    """See the module's docstring. Times are the loop's."""
+
+    grant: Grant
+    admin_key: str | None  # with which the request is sent; None: without one
+    transcript: Transcript | None  # where the replica's records go; None: it is asked for none
+    last_byte: float  # when the last one came or was passed on, or the attempt began
+    reader: EventReader | None  # of a stream, once the answer is known to be one
+    has_begun: bool = False  # a byte of the answer has come
+    is_sent: bool = False  # the replica may be computing
+    is_unreachable: bool = False  # it gave no connection, which is no client's doing
+    is_reused: bool = False  # the connection has served a request before
+    was_held: bool = False  # by a client that reads slowly: its replica may have given up for that
+    is_relaying: bool = False  # the client is written to: the replica is not waited for
+    passed_at: float | None = None  # when the last piece was written to the client
+
+    @property
+    def is_stale(self) -> bool:
+        """It failed, perhaps because the replica had just closed a connection that was idle."""
+        return self.is_reused and not self.has_begun
+
+    @property
+    def can_move(self) -> bool:
+        """It is a stream that another replica can continue."""
+        return self.reader is not None and self.reader.can_go_on
+
+    def needs_check(self, now: float) -> bool:
+        """Whether a stream that can move is quiet, and no check of its replica has begun since its last byte."""
+        is_quiet = self.grant.replica.health.checked_at < self.last_byte < now - QUIET_S
+        return is_quiet and self.can_move and not self.is_relaying
+
+    def silence(self, stream_timeout_s: float, now: float) -> str:
+        """Why nothing more is expected of this attempt, as a predicate; empty if something is."""
+        health = self.grant.replica.health
+        if health.is_lost(self.last_byte):
+            return f"is down ({health.reason})"
+        is_late = self.has_begun and now - self.last_byte > stream_timeout_s
+        return f"sent nothing for {stream_timeout_s:g} s" if is_late else ""
+
+    def standstill(self, check_timeout_s: float, now: float) -> str:
+        """Why a replica computes nothing of this attempt though it may again, as a predicate; empty if it does."""
+        health = self.grant.replica.health
+        if self.reader is None and health.numerics and not self.has_begun:  # what is no stream comes as a whole
+            since = health.refused_since
+            return "says that it cannot serve" if since is not None and self.last_byte < since else ""
+        if self.reader is None or not self.can_move:
+            return ""
+        if self.reader.is_paused:
+            return "has lost its engine"
+        is_silent = health.silence(self.last_byte, now) > check_timeout_s
+        return "answers neither the stream nor a health check" if is_silent else ""
