@@ -88,7 +88,8 @@ PURE = (
     "supervision/fast_synch.py", "supervision/restarts.py", "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip
 IMPURE = (
-    *(f"http/{name}.py" for name in "acceptor allowed_hosts connection lingering listening refused_keys".split()),
+    *(f"http/{name}.py" for name in "acceptor allowed_hosts connection lingering listening".split()),
+    *(f"http/{name}.py" for name in "refused_keys service".split()),
     *(f"gateway/{name}.py" for name in "gateway_app gateway_process settings/watched_file".split()),
     *(f"gateway/dispatch/{name}.py" for name in "async_dispatcher fleet".split()),
     *(f"gateway/relay/{name}.py" for name in "attempt exchange gap migration proxy relay replica_sessions".split()),

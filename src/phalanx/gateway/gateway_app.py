@@ -31,7 +31,7 @@ from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy
 from phalanx.gateway.settings.clients import Clients
 from phalanx.http.allowed_hosts import AllowedHosts, name_of
-from phalanx.http.connection import head_fault, raw_header, refusal
+from phalanx.http.connection import raw_header, refusal
 from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.error_responses import CLIENT_GONE, not_http
 from phalanx.http.media_types import require_json
@@ -99,9 +99,9 @@ class App:
         """aiohttp's handler."""
         exchange = ClientExchange(request, self._dispatcher.clock())
         connection = exchange.connection
-        connection.request_begins()
+        connection.request_begins(request)
         try:
-            fault = head_fault(request)
+            fault = connection.fault
             response = await self._answer(exchange) if not fault else refusal(not_http(fault))
         except PhalanxError as error:
             response = exchange.error(error)
