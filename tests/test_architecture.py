@@ -89,14 +89,15 @@ PURE = (
     "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip
 IMPURE = (
-    *(f"http/{name}.py" for name in "acceptor allowed_hosts connection lingering listening refused_keys".split()),
+    *(f"http/{name}.py" for name in "acceptor allowed_hosts application connection lingering listening".split()),
+    *(f"http/{name}.py" for name in "refused_keys service".split()),
     *(f"gateway/{name}.py" for name in "gateway_app gateway_process settings/watched_file".split()),
     *(f"gateway/dispatch/{name}.py" for name in "async_dispatcher fleet".split()),
     *(f"gateway/relay/{name}.py" for name in "attempt proxy relay replica_sessions".split()),
     *(f"server/fields/{name}.py" for name in "call_arguments timestamps".split()),
     *(f"server/requests/{name}.py" for name in "generation_defaults intake parsed".split()),
     *(f"server/sequences/{name}.py" for name in "journal output_queue".split()),
-    *(f"server/answers/{name}.py" for name in "call_memory event_framing generation".split()),
+    *(f"server/answers/{name}.py" for name in "call_memory generation".split()),
     *(f"spec/{name}.py" for name in "draft_model running_grammars speculator verify".split()),
 )
 """Files of those folders that act."""
@@ -141,6 +142,7 @@ DYNAMIC_IMPORTS = {
 
 BROAD_EXCEPTS: dict[str, str] = {
     "engine/boot.py": "the end of a process: server and other ranks have to know why, whatever it was",
+    "http/application.py": "a bug is answered with its id in the log, in the words of the path's dialect",
     "text/library_errors.py": "the library `tokenizers` raises nothing narrower",
 }
 """file -> why everything may be caught there."""

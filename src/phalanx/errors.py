@@ -63,7 +63,15 @@ class UnknownModel(InvalidRequest):
 
 
 class UnknownPath(InvalidRequest):
-    """A gateway has nothing at the path of the request."""
+    """Nothing is at the path of the request."""
+
+
+class WrongMethod(InvalidRequest):
+    """What is at the path of the request takes other methods; `allowed` has them."""
+
+    def __init__(self, message: str, *, allowed: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class InvalidApiKey(InvalidRequest):

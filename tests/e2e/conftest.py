@@ -1,4 +1,4 @@
-"""Real servers: uvicorn on a free port, on the package's fake engine or on a real engine process with a tiny model."""
+"""Real servers: on a free port, on the package's fake engine or on a real engine process with a tiny model."""
 
 from __future__ import annotations
 

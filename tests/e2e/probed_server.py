@@ -18,7 +18,9 @@ import psutil
 from msgspec.structs import replace
 from support.serving import CONFIG, fake_engine, make_tokenizer
 
+from phalanx.http.http_exchange import Answer, Exchange, json_answer
 from phalanx.http.listening import bind
+from phalanx.http.router import Route
 from phalanx.server.server_process import ServerProcess
 from phalanx.supervision.fake_engine import replying
 
@@ -48,14 +50,14 @@ class Probe:
             self.clock_s = max(self.clock_s, late)
             self.processor_s = max(self.processor_s, min(late, time.process_time() - processor))
 
-    async def answer(self, trim: bool = False) -> dict[str, float]:
-        if trim:
+    async def answer(self, exchange: Exchange) -> Answer:
+        if "trim" in exchange.query:
             gc.collect()
             if hasattr(C_LIBRARY, "malloc_trim"):  # glibc's
                 C_LIBRARY.malloc_trim(0)
         found = {"clock_ms": 1e3 * self.clock_s, "processor_ms": 1e3 * self.processor_s}
         self.clock_s = self.processor_s = 0.0
-        return {**found, "rss": psutil.Process().memory_info().rss}
+        return json_answer({**found, "rss": psutil.Process().memory_info().rss})
 
 
 async def main() -> None:
@@ -65,7 +67,7 @@ async def main() -> None:
     with bind("127.0.0.1", 0) as listener:
         server = ServerProcess(replace(CONFIG, max_n=16), engine, tokenizer, [listener])
         probe = Probe()
-        server.config.app.add_api_route("/probe", probe.answer)
+        server.app.application.router.add(Route("GET", "/probe", probe.answer))
         running = asyncio.create_task(probe.run())
         print(server.port, flush=True)
         await server.run_until_ended()

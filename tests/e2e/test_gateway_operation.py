@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.gateways import CHAT, errors, gateway, run, text_of
+from support.openapi_check import check_openapi
 from support.stub_replica import WORDS, Call, StubReplica, begins, hangs, refuses, streaming
 
 from phalanx.http.stream_records import MIGRATION
@@ -50,6 +51,41 @@ def test_a_replica_is_added_drained_and_removed_while_requests_run(caplog):
             assert (await removing)[1] == {"name": a.name, "in_flight": 0, "removed": True}
             assert [one["name"] for one in (await admin("GET"))[1]["replicas"]] == ["b"]
             assert (await admin("DELETE", "/nobody"))[0] == 404
+
+    run(scenario())
+
+
+def test_an_idle_connection_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr("phalanx.http.service.FLUSH_S", 600.0)
+
+    async def scenario() -> None:
+        async with StubReplica(streaming(1)) as a:
+            async with gateway(a.url) as client:
+                source, out = await asyncio.open_connection("127.0.0.1", client.gateway.port)
+                out.write(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await source.readuntil(b"}")
+            assert await source.read() == b""
+            out.close()
+
+    run(scenario())
+
+
+def test_the_description_names_what_the_gateway_answers():
+    async def scenario() -> None:
+        async with StubReplica(streaming(1)) as a, gateway(a.url, admin_key="adm") as client:
+            status, document = await client.get("/openapi.json")
+            named = check_openapi(document)
+            assert (
+                status == 200 and {("POST", CHAT), ("POST", "/api/chat"), ("DELETE", "/admin/replicas/{name}")} <= named
+            )
+            for method, path in named:
+                asked = client.request(method, path.format(name="nobody"), {"model": "m"}, Authorization="Bearer adm")
+                async with asked as response:
+                    said = await response.text()
+                assert response.status == 200 or "nobody" in said or "The body is no replica" in said, (path, said)
+            for key in ({}, {"Authorization": "Bearer wrong"}):
+                async with client.request("GET", "/admin/openapi.json", **key) as response:
+                    assert response.status == 401
 
     run(scenario())
 

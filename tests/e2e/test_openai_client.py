@@ -180,7 +180,7 @@ def wait_until_idle(server: Running) -> None:
     for _ in range(600):
         text = httpx.get(f"{server.origin}/metrics", timeout=60).text
         gauges = all(f"phalanx:num_requests_{name}{label}" in text for name in ("running", "waiting"))
-        if server.call(lambda: server.server._journal.unfinished) == 0 and gauges:
+        if server.call(lambda: server.server.app.journal.unfinished) == 0 and gauges:
             return
         time.sleep(0.1)
     pytest.fail(text)

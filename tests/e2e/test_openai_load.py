@@ -58,7 +58,7 @@ def test_200_streams(server: Running):
     outcome = run_all(server)
     assert outcome["full"] + outcome["429"] == CLIENTS
     assert outcome["full"] >= 48  # what fits at once: 16 rows and 32 places
-    assert server.call(lambda: server.server._journal.unfinished) == 0
+    assert server.call(lambda: server.server.app.journal.unfinished) == 0
     assert httpx.get(f"{server.origin}/health", timeout=60).status_code == 200
 
 

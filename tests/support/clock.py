@@ -38,7 +38,7 @@ def moved_clock() -> Iterator[Clock]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("phalanx.http.acceptor.time", clock)
         patch.setattr("phalanx.http.acceptor.CHECK_INTERVAL_S", LOOK_S)
-        patch.setattr("phalanx.server.connections.time", SimpleNamespace(monotonic=lambda: clock.now))
+        patch.setattr("phalanx.http.connection.time", SimpleNamespace(monotonic=lambda: clock.now))
         yield clock
 
 

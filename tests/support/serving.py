@@ -1,4 +1,4 @@
-"""Servers for tests: a tiny real tokenizer, the ASGI app on the fake engine, a real uvicorn in a thread.
+"""Servers for tests: a tiny real tokenizer, a server on the fake engine in the event loop of a test, or in a thread.
 
 For `unit/server` and `e2e`. The fake engine is the package's own; everything above it is real.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -20,8 +21,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Fast
 
 from phalanx.config import EngineConfig
+from phalanx.http.connection_table import ConnectionLimits
 from phalanx.http.listening import base_url, bind
-from phalanx.server.server_app import create_app
+from phalanx.http.service import HttpService
+from phalanx.server.server_app import ServerApp, create_app
 from phalanx.server.server_process import ServerProcess
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
@@ -69,22 +72,42 @@ def fake_engine(tokenizer: Tokenizer, script: Script | None = None, **options: A
     return FakeEngine(info, script=script, **options)
 
 
+class LoopClient(httpx.AsyncClient):
+    """A client of a server in the same event loop."""
+
+    def __init__(self, app: ServerApp, port: int, **more: Any) -> None:
+        super().__init__(base_url=f"http://127.0.0.1:{port}", timeout=60, **more)
+        self.app = app
+        self.port = port
+
+
 @asynccontextmanager
-async def asgi_client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client that calls the app in this event loop, inside its lifespan."""
-    async with app.router.lifespan_context(app):
+async def served(
+    app: ServerApp, *, limits: ConnectionLimits = ConnectionLimits(1024, 1024), send_buffer: int | None = None
+) -> AsyncIterator[LoopClient]:
+    """A client of this server, which is served in this event loop until the end.
+
+    Args:
+        send_buffer: bytes that the kernel takes for a client that does not read; None: as many as it likes.
+    """
+    async with app.running():
         await asyncio.sleep(0)  # lets the engine's start task run
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-            yield client
+        with bind("127.0.0.1", 0) as listener:
+            if send_buffer is not None:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+            service = HttpService(app.application.handle, [listener], limits)
+            service.start()
+            async with LoopClient(app, listener.getsockname()[1]) as client:
+                yield client
+            await service.stop()
 
 
 @asynccontextmanager
 async def serving(
     tokenizer: Tokenizer, engine: EngineClient, config: ServerConfig = CONFIG, **options: Any
-) -> AsyncIterator[httpx.AsyncClient]:
-    """The app on this engine, and an HTTP client."""
-    async with asgi_client(create_app(config, engine, tokenizer, **options)) as client:
+) -> AsyncIterator[LoopClient]:
+    """A server on this engine in this event loop, and an HTTP client."""
+    async with served(create_app(config, engine, tokenizer, **options)) as client:
         yield client
 
 
@@ -94,7 +117,7 @@ class Running:
     def __init__(self, server: ServerProcess, engine: EngineClient) -> None:
         self.server = server
         self.engine = engine
-        self.origin = base_url("127.0.0.1", server.port, tls=server.config.is_ssl).removesuffix("/v1")
+        self.origin = base_url("127.0.0.1", server.port, tls=server.tls).removesuffix("/v1")
         self.base_url = f"{self.origin}/v1"
 
     def call(self, work: Any) -> Any:
@@ -115,7 +138,7 @@ class Running:
 def running_server(
     tokenizer: Tokenizer, engine: EngineClient, config: ServerConfig = CONFIG, **options: Any
 ) -> Iterator[Running]:
-    """A real uvicorn on a free port, drained at the end."""
+    """A server in a thread on a free port, drained at the end."""
     n_ports = 1 if config.ollama_port is None else 2
     listeners = [bind("127.0.0.1", 0) for _ in range(n_ports)]
     server = ServerProcess(config, engine, tokenizer, listeners, **options)

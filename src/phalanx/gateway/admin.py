@@ -26,8 +26,16 @@ from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.relay.proxy import Proxy
 from phalanx.gateway.settings.replicas_file import ReplicaFields
 from phalanx.http.foreign_json import decoder
+from phalanx.http.openapi import Operation
 
 ROOT = "/admin/replicas"
+CALLS = (
+    Operation("GET", ROOT, "The replicas."),
+    Operation("POST", ROOT, "Add a replica.", ReplicaFields),
+    Operation("POST", ROOT + "/{name}/drain", "Give it no more requests; answers when those it has have ended."),
+    Operation("POST", ROOT + "/{name}/resume", "Give it requests again."),
+    Operation("DELETE", ROOT + "/{name}", "Drain it and take it out."),
+)
 WAIT_S = 30.0  # for a replica's requests, unless the caller says otherwise
 
 

@@ -22,7 +22,7 @@ from phalanx.errors import (
     UnknownModel,
     UnknownPath,
 )
-from phalanx.gateway.admin import ROOT, Admin
+from phalanx.gateway.admin import CALLS, ROOT, Admin
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.fleet import TAGS, Fleet
 from phalanx.gateway.dispatch.replica_models import merged, merged_tags
@@ -31,11 +31,12 @@ from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy
 from phalanx.gateway.settings.clients import Clients
 from phalanx.http.allowed_hosts import AllowedHosts, name_of
-from phalanx.http.connection import head_fault, raw_header, refusal
+from phalanx.http.connection import raw_header, refusal
 from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.error_responses import CLIENT_GONE, not_http
 from phalanx.http.media_types import require_json
 from phalanx.http.model_lists import more_of_models
+from phalanx.http.openapi import Operation, document
 from phalanx.http.refused_keys import RefusedKeys
 from phalanx.http.shares import Shares
 
@@ -44,6 +45,22 @@ log = logging.getLogger(__name__)
 PROXIED = ("/v1/", "/api/")
 PROXIED_ALONE = frozenset(("/tokenize", "/detokenize", "/tokenizer_info"))
 """Paths of phalanx's and vLLM's servers outside of /v1."""
+PASSED_ON = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
+    *("/v1/responses/input_tokens", "/api/chat", "/api/generate", "/api/show", "/tokenize", "/detokenize"),
+)
+"""The paths of phalanx's servers that clients ask at; whatever else is below those above is passed on as well."""
+OPERATIONS = (
+    *(Operation("POST", path, "Passed on; a replica's /openapi.json has its fields.") for path in PASSED_ON),
+    Operation("GET", "/v1/models", "The models of all replicas."),
+    Operation("GET", "/v1/models/{name}", "One of them."),
+    Operation("GET", TAGS, "The models of all replicas, in Ollama's words."),
+    *(Operation("GET", path, "Whether a replica can take requests.", needs_key=False) for path in HEALTH_PATHS),
+    Operation("GET", "/metrics", "Prometheus' text format."),
+    Operation("GET", "/version", "The version of this gateway.", needs_key=False),
+    Operation("GET", "/openapi.json", "What this gateway answers at which path.", needs_key=False),
+    *CALLS,
+)
 DOTS = frozenset((".", ".."))  # a server might take /v1/../x for /x, which is not for clients
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"))
 ADMIN_BODY = 1 << 16  # bytes; one replica takes some hundred
@@ -88,6 +105,7 @@ class App:
         self._metrics_open = metrics_open
         self._admin_memory = Shares(ADMIN_BODY)
         self._refused_admins = RefusedKeys("A wrong admin key")
+        self._described = document("phalanx gateway", OPERATIONS)
         self.closing = ""
         """Why new requests are refused."""
         self.unfinished = 0
@@ -99,9 +117,9 @@ class App:
         """aiohttp's handler."""
         exchange = ClientExchange(request, self._dispatcher.clock())
         connection = exchange.connection
-        connection.request_begins()
+        connection.request_begins(request)
         try:
-            fault = head_fault(request)
+            fault = connection.fault
             response = await self._answer(exchange) if not fault else refusal(not_http(fault))
         except PhalanxError as error:
             response = exchange.error(error)
@@ -138,6 +156,8 @@ class App:
             return exchange.whole(200, text, {"Content-Type": CONTENT_TYPE_LATEST})
         if path == "/version":
             return exchange.json(200, {"version": __version__})
+        if path == "/openapi.json" and method in ("GET", "HEAD"):
+            return exchange.json(200, self._described)
         if path.startswith("/admin") and self._admin_key is not None:
             return await self._answer_admin(exchange)
         is_proxied = path in PROXIED_ALONE or (path.startswith(PROXIED) and not DOTS.intersection(path.split("/")))

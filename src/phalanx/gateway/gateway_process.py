@@ -34,11 +34,11 @@ from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.gateway.settings.keys_file import parse_keys
 from phalanx.gateway.settings.replicas_file import DefaultKeys, ReplicaSpec, parse_replicas, specs_of_urls
 from phalanx.gateway.settings.watched_file import WatchedFile
-from phalanx.http.acceptor import FLUSH_S, Acceptor, limits_within
+from phalanx.http.acceptor import FLUSH_S
 from phalanx.http.allowed_hosts import AllowedHosts
-from phalanx.http.connection import HttpConnection
-from phalanx.http.connection_table import ConnectionPlace, ConnectionTable, Deadlines, limits_for
+from phalanx.http.connection_table import Deadlines, limits_for
 from phalanx.http.listening import base_url, bind, server_context
+from phalanx.http.service import HttpService
 from phalanx.open_files import raise_limit
 
 log = logging.getLogger(__name__)
@@ -113,8 +113,6 @@ class Gateway:
         self._listener = listener
         self._metrics_listener = metrics_listener
         self._deadlines = deadlines
-        limits = limits_for(config.max_connections, config.max_connections_per_address, 0)
-        self._table = ConnectionTable(limits_within(limits))
         self._clients = Clients(config.api_key, time.monotonic)
         self._dispatcher = AsyncDispatcher(
             Dispatcher(make_policy(config), queue_size=config.queue_size), time.monotonic
@@ -228,14 +226,10 @@ class Gateway:
                 file.reload(if_changed=True)
 
     async def _serve(self, app: App, proxy: Proxy, fleet: Fleet) -> None:
-        server = web.Server(app.handle, handler_cancellation=True)
         tls = server_context(self._config.ssl_certfile, self._config.ssl_keyfile)
-
-        def connect(place: ConnectionPlace) -> HttpConnection:
-            return HttpConnection(place, self._table, self._deadlines, server)
-
-        acceptor = Acceptor(self._listener, self._table, connect, deadlines=self._deadlines, tls=tls)
-        acceptor.start()
+        limits = limits_for(self._config.max_connections, self._config.max_connections_per_address, 0)
+        service = HttpService(app.handle, [self._listener], limits, deadlines=self._deadlines, tls=tls, is_gateway=True)
+        service.start()
         apart: asyncio.Server | None = None
         if self._metrics_listener is not None:
             clients = None if self._config.metrics_open else self._clients
@@ -251,10 +245,9 @@ class Gateway:
             await self._stopping.wait()
             await self._drain(app, proxy)
         finally:
-            await acceptor.stop()
             if apart is not None:
                 apart.close()
-            await server.shutdown(FLUSH_S)
+            await service.stop()
 
     async def _drain(self, app: App, proxy: Proxy) -> None:
         app.closing = CLOSING

@@ -118,6 +118,11 @@ class Acceptor(Generic[S]):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._handshakes, return_exceptions=True)
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a connection has not sent all, or is not closed."""
+        return any(not connection.is_gone for connection in self._open)
+
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:

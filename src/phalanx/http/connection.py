@@ -1,34 +1,51 @@
-"""aiohttp's connection of a gateway's client with a place and deadlines; `acceptor.py` accepts and watches it."""
+"""aiohttp's connection of a client with a place and deadlines; `acceptor.py` accepts and watches it.
+
+The one file that overrides aiohttp's `RequestHandler`. Of its private attributes it uses none.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
-import msgspec
-from aiohttp import StreamReader, web
+from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from phalanx.http.acceptor import unsent
 from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionPlace, ConnectionTable, Deadlines, TransferProgress
 from phalanx.http.error_responses import Failure, not_http, openai_error
 from phalanx.http.lingering import LingeringTransport
-from phalanx.http.request_head import MAX_BYTES, MAX_LINES, fault_of, head_of
+from phalanx.http.request_framing import RequestFraming
+from phalanx.http.request_head import MAX_BYTES, MAX_LINES
 
 log = logging.getLogger(__name__)
 
-READ_ENCODINGS = "the gateway reads gzip, deflate, and bodies without an encoding."
+T = TypeVar("T")
 
-PIECE_BYTES = 1 << 14  # parsed in one call: 2,700 chunks of one byte, in some 5 ms
-FRAMING_BYTES = 1 << 14  # of a body, beside an eighth of it: more than 1,024 small chunks
+READ_ENCODINGS = "the gateway reads gzip, deflate, and bodies without an encoding."
+STAND_IN = b"GET / HTTP/1.1\r\nHost: -\r\n\r\n"
+"""What the parser gets in the place of a head that is refused: so its answer comes behind those before it."""
 
 
 class HttpConnection(RequestHandler):
-    """See the module's docstring. Its handler calls `body_begins`, `body_ends` and `mark_busy`."""
+    """See the module's docstring. Its handler calls `request_begins`, `request_ends`, `body_begins`, `body_ends` and
+    `mark_busy`.
+
+    Args:
+        is_gateway: heads are sent on, and encoded bodies decoded by aiohttp.
+    """
 
     def __init__(
-        self, place: ConnectionPlace, table: ConnectionTable, deadlines: Deadlines, server: web.Server
+        self,
+        place: ConnectionPlace,
+        table: ConnectionTable,
+        deadlines: Deadlines,
+        server: web.Server,
+        *,
+        is_gateway: bool,
     ) -> None:
         super().__init__(
             server,
@@ -39,6 +56,7 @@ class HttpConnection(RequestHandler):
             max_line_size=MAX_BYTES,
             max_field_size=MAX_BYTES,
             max_headers=MAX_LINES,
+            auto_decompress=is_gateway,
         )
         self.place = place
         self._table = table
@@ -50,10 +68,11 @@ class HttpConnection(RequestHandler):
         self._body = TransferProgress(deadlines.body_s, deadlines.progress_bytes)
         self._answer = TransferProgress(deadlines.read_s, deadlines.progress_bytes)
         self._open: LingeringTransport | None = None
-        self._is_malformed = False
-        self._head_bytes = 0  # bytes that came since the last head or body was whole
-        self._coming: StreamReader | None = None  # the body under way, or the last one
-        self._framing = 0  # bytes that came for it and are not of it
+        self._framing = RequestFraming(added=is_gateway)
+        self._n_begun = self._n_ended = 0  # requests whose handler was called, and has answered
+        self._request: web.BaseRequest | None = None  # the last one whose handler was called
+        self._is_refused = False  # what came last, by the framing's rules or the parser's
+        self._work: asyncio.Task[Any] | None = None  # that the client's leaving cancels
 
     # asyncio's protocol --------------------------------------------------------------------------------------
 
@@ -68,6 +87,8 @@ class HttpConnection(RequestHandler):
         """The client left, or was closed."""
         self._table.remove(self.place)
         super().connection_lost(exc)
+        if self._work is not None:
+            self._work.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""
@@ -76,52 +97,53 @@ class HttpConnection(RequestHandler):
         if self._open.is_closing():  # TLS hands on what it has decrypted already
             self._open.drop(len(data))
             return
+        if not data:  # aiohttp goes on with what it held back
+            super().data_received(data)
+            return
         self._received += len(data)
-        if self._header_since is None and self._current_request is None and data:
+        if self._header_since is None and self._n_begun == self._n_ended:
             self._header_since = time.monotonic()
-        for at in range(0, len(data) or 1, PIECE_BYTES):  # without data, aiohttp goes on with what it held back
-            self._parse(data[at : at + PIECE_BYTES])
-            if self._open.is_closing():
-                return
+        if passed := self._framing.feed(data):
+            super().data_received(passed)
+        if not self._framing.fault:
+            return
+        self._open.pause_reading()  # until the connection is closed, after the answers before
+        if not self._is_refused:
+            self._is_refused = True
+            if not self._framing.in_body:
+                super().data_received(STAND_IN)
+            if self._request is not None:
+                self._refuse_body(self._request)
 
-    def _parse(self, piece: bytes) -> None:
-        """Hand on a piece. A body in chunks of a few bytes costs the loop far more than its size, and extensions of
-        chunks are no body at all: they could go on for ever."""
-        before = self._coming.total_bytes if self._coming is not None else 0
-        n_requests = self._request_count
-        super().data_received(piece)
-        if self._request_count != n_requests:
-            self._coming, self._framing, self._head_bytes = self._messages[-1][1], 0, 0  # the piece had its header
-        elif self._coming is not None and not self._coming.is_eof():
-            self._framing += len(piece) - (self._coming.total_bytes - before)
-            if self._framing > FRAMING_BYTES + self._coming.total_bytes // 8 and not self._reading_paused:
-                log.debug("closing a connection whose body is mostly the framing of its chunks")
-                self.abort()
-        elif not self._buffer_paused:  # else it waits in the parser
-            self._head_bytes += len(piece)
-            if self._head_bytes > MAX_BYTES + PIECE_BYTES:
-                self._refuse_head()
-
-    def _refuse_head(self) -> None:
-        """Answer 400 to a head that goes on and on: the parser's own limits are of single lines."""
-        assert self._open is not None
-        self._is_malformed = True
-        body = msgspec.json.encode(openai_error(not_http(f"its head has more than {MAX_BYTES:,} bytes")))
-        if self._current_request is None and not self._messages:
-            head = f"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-            self._open.write(head.encode() + b"Server: phalanx\r\nConnection: close\r\n\r\n" + body)
-        self.force_close()
+    def _refuse_body(self, request: web.BaseRequest) -> None:
+        """Let the handler know that the rest of a request's body will not come, if that is refused."""
+        if self.fault and self._framing.in_body:
+            request.content.set_exception(web.RequestPayloadError(self._framing.fault))
 
     def _is_sending(self) -> bool:
         """Whether more of a request comes, or has come, than was read."""
-        coming = self._coming is not None and not self._coming.is_eof()
-        return coming or self._is_malformed or bool(self._messages)
+        coming = self._framing.in_body or self._framing.in_head or self._framing.n_heads > self._n_begun
+        return coming or self._is_refused
 
     # The handler ---------------------------------------------------------------------------------------------
 
-    def request_begins(self) -> None:
+    @property
+    def fault(self) -> str:
+        """What is wrong with the request that began last, as far as it has come, in words."""
+        n_heads = self._framing.n_heads + (not self._framing.in_body)  # one that is refused is not counted
+        return self._framing.fault if self._n_begun == n_heads else ""
+
+    @property
+    def is_lost(self) -> bool:
+        """The client has left, or was closed."""
+        return not self.connected
+
+    def request_begins(self, request: web.BaseRequest) -> None:
         """A whole header has come."""
         self._header_since = None
+        self._n_begun += 1
+        self._request = request
+        self._refuse_body(request)
 
     def mark_busy(self) -> None:
         """The request's key is accepted: this connection makes way for no other."""
@@ -129,11 +151,32 @@ class HttpConnection(RequestHandler):
 
     def request_ends(self) -> None:
         """The answer is written. The connection has been idle from now on."""
+        self._n_ended += 1
+        self._request = None
         if self._open is not None and not self._open.is_closing():
             self._table.mark_busy(self.place)
             self._table.mark_idle(self.place)
-            if self._messages:  # the next request came with this one
+            if self._framing.n_heads > self._n_begun or self._framing.in_head:  # the next request came with this one
                 self._header_since = time.monotonic()
+
+    async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled when the client leaves. An end of what it sends is a leaving.
+
+        Raises:
+            ConnectionError: it has left.
+        """
+        self._work = task = asyncio.create_task(work)
+        if self.is_lost:
+            task.cancel()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if self.is_lost and (own is None or not own.cancelling()):
+                raise ConnectionResetError("the client has left") from None
+            raise
+        finally:
+            self._work = None
 
     def body_begins(self) -> None:
         """The handler reads the request's body."""
@@ -155,22 +198,20 @@ class HttpConnection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is not HTTP, or to what a bug of the gateway left unanswered."""
+        """The answer to what is not HTTP, or to what a bug left unanswered."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer that has begun cannot become an error")
-        self._is_malformed = status < 500
+        self._is_refused = status < 500
         failure = not_http(str(message)[:200].rstrip("."))
         if status < 500 and "content-encoding" in str(message):  # aiohttp's words for what it lacks a package for
             said = f"This Content-Encoding is not supported; {READ_ENCODINGS}"
             failure = Failure(status=415, type="invalid_request_error", message=said)
         elif status < 500:
-            fault = str(message).partition("\n\n")[
-                0
-            ]  # the parser's words; then it quotes the line, which may be a key's
-            log.debug("malformed request of %s: %s", request.remote, fault)
+            said = str(message).partition("\n\n")[0]  # the parser's words; then it quotes the line, perhaps a key's
+            log.debug("malformed request of %s: %s", request.remote, said)
         else:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
-            said = "Internal error; the gateway's log has its details."
+            said = "Internal error; the log has its details."
             failure = Failure(status=status, type="server_error", message=said)
         return refusal(failure)
 
@@ -216,11 +257,3 @@ def refusal(failure: Failure) -> web.Response:
     response = web.json_response(openai_error(failure), status=failure.status, headers={"Server": "phalanx"})
     response.force_close()
     return response
-
-
-def head_fault(request: web.BaseRequest) -> str:
-    """What is wrong with a request's head, in words, if a gateway is to send it on; empty if nothing is."""
-    version = request.version
-    if version.major != 1:
-        return "its version is not HTTP/1.1"
-    return fault_of(head_of(request.method, request.raw_path, version.minor, request.raw_headers), added=True)

@@ -28,6 +28,7 @@ from phalanx.errors import (
     UnknownModel,
     UnknownPath,
     WrongMediaType,
+    WrongMethod,
 )
 
 PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.@+~%-]+)+/([\w.@+~%-]+)")
@@ -53,6 +54,7 @@ STATUS: Mapping[type[PhalanxError], Status] = {
     AdminKeyRefused: Status(403, "invalid_request_error"),
     UnknownModel: Status(404, "invalid_request_error"),
     UnknownPath: Status(404, "invalid_request_error"),
+    WrongMethod: Status(405, "invalid_request_error"),
     SlowClient: Status(408, "invalid_request_error"),
     RequestTooLarge: Status(413, "invalid_request_error"),
     WrongMediaType: Status(415, "invalid_request_error"),
@@ -125,6 +127,8 @@ def headers_of(error: PhalanxError) -> dict[str, str]:
     if isinstance(error, (QueueFull, EngineUnavailable, NoReplica)):
         milliseconds = max(1, round(error.retry_after * 1000))
         return {"Retry-After": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
+    if isinstance(error, WrongMethod):
+        return {"Allow": ", ".join(error.allowed)}
     return {"WWW-Authenticate": "Bearer"} if isinstance(error, InvalidApiKey) else {}
 
 
@@ -152,5 +156,9 @@ ERROR_BODIES: Mapping[str, Callable[[Failure], dict[str, Any]]] = {"/v1/messages
 
 def error_body(failure: Failure, path: str) -> dict[str, Any]:
     """The error in the words of the dialect that is spoken at this path."""
-    write = next((write for root, write in ERROR_BODIES.items() if f"{path}/".startswith(f"{root}/")), openai_error)
-    return write(failure)
+    return writer_of(path)(failure)
+
+
+def writer_of(path: str) -> Callable[[Failure], dict[str, Any]]:
+    """What writes errors in the words of the dialect that is spoken at this path."""
+    return next((write for root, write in ERROR_BODIES.items() if f"{path}/".startswith(f"{root}/")), openai_error)

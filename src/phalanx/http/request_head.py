@@ -1,5 +1,5 @@
-"""What a valid head of a request is: one rule, for the server before its parser sees it and for the gateway before it
-dispatches. A head that passes here is taken by both, so that no replica has to refuse what a gateway sends on.
+"""What a valid head of a request is: one rule for server and gateway, before their parser sees it. A head that passes
+in a gateway passes in a server, so that no replica has to refuse what a gateway sends on.
 
 Does not know routes, keys and bodies.
 """
@@ -7,16 +7,17 @@ Does not know routes, keys and bodies.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 MAX_BYTES = 16 << 10  # of all lines; browsers behind proxies send 4 KiB
 MAX_LINES = 256  # browsers behind proxies send 40
 ADDED_BYTES = 2 << 10  # a gateway's own lines: a replica's name, its two keys, an id, two lengths, Via
 ADDED_LINES = 8
-REQUEST_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64} (?P<target>[!-~]+) HTTP/1\.(?P<minor>[01])")
+METHODS = b"GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS"
+"""Aiohttp's parser takes more. CONNECT is one of them, after which it takes what follows for another protocol."""
+REQUEST_LINE = re.compile(b"(?:%b) " % METHODS + rb"(?P<target>[!-~]+) HTTP/1\.(?P<minor>[01])")
 NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-BLANKS = re.compile(rb"[ \t]{128}")  # h11's expressions take the square of a run's length
+BLANKS = re.compile(rb"[ \t]{128}")  # expressions of other programs on the way take the square of a run's length
 LENGTH = re.compile(rb"[0-9]{1,18}")
 SINGLE = (b"host", b"content-length", b"transfer-encoding")
 
@@ -69,14 +70,3 @@ def _framing_fault(found: dict[bytes, bytes], *, is_old: bool) -> str:
     if coding.lower() != b"chunked":
         return "its transfer-encoding is not chunked"
     return "the length of its body is given in two ways" if length is not None or is_old else ""
-
-
-def head_of(method: str, target: str, minor: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The head of a request that was parsed already.
-
-    Args:
-        target: as in the first line; characters that are not UTF-8 as surrogates.
-        minor: of its version, HTTP/1.X.
-    """
-    first = f"{method} {target} HTTP/1.{minor}".encode("utf-8", "surrogateescape")
-    return b"\r\n".join((first, *(name + b": " + value for name, value in headers)))

@@ -1,46 +1,17 @@
-"""Host allow list, the clients that may manage models, and the response to a request that failed."""
+"""The clients that may use a server, and those that may manage the models on its disk."""
 
 from __future__ import annotations
 
-from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from phalanx.errors import AdminKeyRefused, ForbiddenHost, PhalanxError
-from phalanx.http.allowed_hosts import AllowedHosts, name_of
+from phalanx.errors import AdminKeyRefused
 from phalanx.http.api_keys import ApiKeys
-from phalanx.http.error_responses import error_body, headers_of, public_failure
+from phalanx.http.http_exchange import Exchange
 from phalanx.http.listening import is_loopback
 from phalanx.http.owners import OWNER, owner_on_server
 
 
-def error_response(error: PhalanxError, path: str) -> JSONResponse:
-    """The response to a request that failed before the first byte of its answer."""
-    failure = public_failure(error)
-    return JSONResponse(error_body(failure, path), failure.status, headers_of(error))
-
-
-class HostCheck:
-    """Middleware: answers requests under foreign names with an error, before anything else sees them."""
-
-    def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
-        self._app = app
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
-        if host is None or self._hosts.accept(host):  # HTTP/1.0 may leave it out; browsers never do
-            await self._app(scope, receive, send)
-            return
-        name = name_of(host)[:80]
-        error = ForbiddenHost(f"{name!r} is not a name of this server; start it with --allowed-hosts NAME to allow it.")
-        await error_response(error, scope["path"])(scope, receive, send)
-
-
-class ModelManagers:
-    """The clients that may see, pull and delete the models on this disk: programs on this machine, and those with the
-    admin key. What a proxy on this machine passes on is not this machine's own.
+class Access:
+    """The guards of a server's routes. Managers of models are programs on this machine, and clients with the admin key.
+    What a proxy on this machine passes on is not this machine's own.
     """
 
     def __init__(self, keys: ApiKeys, admin_key: str | None) -> None:
@@ -48,35 +19,40 @@ class ModelManagers:
         self._admin_key = admin_key
         self._admin = None if admin_key is None else ApiKeys([admin_key])
 
-    def has_admin_key(self, request: Request) -> bool:
-        """Whether the request has the admin key, in the place of an API key."""
-        return self._admin is not None and self._admin.may_see_details(request.headers)
-
-    def includes(self, request: Request) -> bool:
-        """Whether the request, which `authenticate` has passed, is of one of them."""
-        local = request.client is not None and is_loopback(request.client.host)
-        return self.has_admin_key(request) or (local and not any(name in request.headers for name in OF_PROXIES))
-
-    async def authenticate(self, request: Request) -> None:
+    def client(self, exchange: Exchange) -> None:
         """Note the owner of the request's key.
 
         Raises:
-            InvalidApiKey: neither the admin key nor an API key that is accepted.
+            InvalidApiKey: there is no API key that is accepted.
             AdminKeyRefused: as `owner_on_server`.
         """
-        own = "" if self.has_admin_key(request) else self._keys.owner(request.headers)
-        request.state.owner = owner_on_server(own, request.headers.get(OWNER), self._admin_key)
+        self._note_owner(exchange, self._keys.owner(exchange.headers))
 
-    async def require(self, request: Request) -> None:
-        """Refuse requests of others.
+    def client_or_manager(self, exchange: Exchange) -> None:
+        """As `client`, but the admin key may stand in the place of an API key."""
+        self._note_owner(exchange, "" if self._has_admin_key(exchange) else self._keys.owner(exchange.headers))
+
+    def manager(self, exchange: Exchange) -> None:
+        """As `client_or_manager`, and refuse requests of others.
 
         Raises:
-            InvalidApiKey: as `authenticate`.
+            InvalidApiKey: as `client`.
             AdminKeyRefused: from another machine without the admin key.
         """
-        await self.authenticate(request)
-        if not self.includes(request):
+        self.client_or_manager(exchange)
+        if not self.manages(exchange):
             raise AdminKeyRefused("Only this machine, or a client with the --admin-key, may change its models.")
+
+    def manages(self, exchange: Exchange) -> bool:
+        """Whether a request, which `client_or_manager` has passed, may see and change the models on this disk."""
+        is_own = is_loopback(exchange.address) and not any(name in exchange.headers for name in OF_PROXIES)
+        return self._has_admin_key(exchange) or is_own
+
+    def _note_owner(self, exchange: Exchange, own: str) -> None:
+        exchange.owner = owner_on_server(own, exchange.headers.get(OWNER), self._admin_key)
+
+    def _has_admin_key(self, exchange: Exchange) -> bool:
+        return self._admin is not None and self._admin.may_see_details(exchange.headers)
 
 
 OF_PROXIES = ("x-forwarded-for", "x-real-ip", "forwarded", "via")

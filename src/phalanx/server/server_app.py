@@ -1,4 +1,4 @@
-"""The FastAPI application: builds the server's parts, adds the routes, and answers errors.
+"""The server: builds its parts, and says which of them answers at which path.
 
 Does not know how the engine runs, nor sockets and signals (`server_process.py`).
 """
@@ -9,26 +9,22 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import cache
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from msgspec import Struct
 
-from phalanx import __version__
-from phalanx.errors import AdminKeyRefused, EngineUnavailable, PhalanxError
+from phalanx.errors import PhalanxError
 from phalanx.http.allowed_hosts import AllowedHosts
 from phalanx.http.api_keys import ApiKeys
+from phalanx.http.application import Application
 from phalanx.http.connection_table import HEALTH_PATHS
-from phalanx.http.error_responses import CLIENT_GONE, Failure, error_body, public_failure
-from phalanx.http.openapi import describe_bodies, json_body
-from phalanx.http.owners import OWNER, owner_on_server
-from phalanx.http.refused_keys import RefusedKeys
-from phalanx.http.request_ids import REQUEST_ID
-from phalanx.server.access import HostCheck, ModelManagers, error_response
+from phalanx.http.cross_origin import CrossOrigin
+from phalanx.http.http_exchange import Answer, Exchange, json_answer
+from phalanx.http.openapi import document
+from phalanx.http.router import Route, Router
+from phalanx.server.access import Access
 from phalanx.server.answers.call_memory import CallMemory
 from phalanx.server.dialects.common.dialect import Dialect
 from phalanx.server.dialects.messages.messages_dialect import COUNTED_MESSAGES, MESSAGES, count_body
@@ -43,7 +39,6 @@ from phalanx.server.endpoints.generating import CompletionEndpoints
 from phalanx.server.endpoints.info import InfoEndpoints
 from phalanx.server.endpoints.numerics import numerics_of
 from phalanx.server.endpoints.ollama_info import OllamaEndpoints
-from phalanx.server.envelope import Envelope
 from phalanx.server.fields.openai_bodies import DetokenizeBody, TokenizeBody
 from phalanx.server.outputs.shapes import OutputShapes, by_name, choose
 from phalanx.server.prompts.chat_encoding import ChatEncoder
@@ -90,6 +85,15 @@ COUNTING: Mapping[str, tuple[Dialect[Any], Callable[[int], dict[str, Any]]]] = {
 """Path -> the dialect of the requests whose prompts are counted there, and how the count is written."""
 
 
+class ServerApp(Struct, frozen=True):
+    """A server that is not served yet."""
+
+    application: Application
+    running: Callable[[], AbstractAsyncContextManager[None]]  # starts the engine, and closes it at the end
+    journal: Journal
+    shapes: OutputShapes
+
+
 def create_app(
     config: ServerConfig,
     engine: EngineClient,
@@ -98,8 +102,8 @@ def create_app(
     defaults: GenerationDefaults | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> FastAPI:
-    """The server as an ASGI application. Its lifespan starts and closes the engine.
+) -> ServerApp:
+    """A server on this engine.
 
     Args:
         defaults: sampling parameters for fields that a request leaves out; see `defaults.read_defaults`.
@@ -133,9 +137,9 @@ def create_app(
     chats = ChatEncoder(prompts, served.shapes, calls)
     counted = ChatEncoder(tokenize_prompts, served.shapes, calls)
     information = InfoEndpoints(config, engine, served, intake, tokenize_prompts, counted, health, metrics, keys)
-    managers = ModelManagers(keys, config.admin_key)
+    access = Access(keys, config.admin_key)
     ollama_info = OllamaEndpoints(
-        served, intake, config.engine.model, tokenizer.template_source, information.loaded, managers.includes
+        served, intake, config.engine.model, tokenizer.template_source, information.loaded, access.manages
     )
     grammars = GrammarChecks(tokenizer)
     completions = CompletionEndpoints(
@@ -143,7 +147,7 @@ def create_app(
     )
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def running() -> AsyncIterator[None]:
         tasks = [asyncio.create_task(engine.start()), asyncio.create_task(health.watch())]
         for task in tasks:
             task.add_done_callback(lambda task: _report(task, on_failure))
@@ -158,25 +162,20 @@ def create_app(
             tokenize_prompts.close()
             grammars.close()
 
-    # FastAPI's pages for people load scripts from another site; /openapi.json says the same and loads nothing.
-    app = FastAPI(
-        title="phalanx",
-        version=__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,  # the envelope drops them
-    )
-    app.state.shapes = served.shapes
-    app.state.journal = journal  # server_process.py waits for its requests when the server stops
-    authenticated = _authenticated(keys, config.admin_key)
-    _add_routes(app, authenticated, completions, information, metrics_open=config.metrics_open)
-    _add_ollama_routes(app, authenticated, managers, ollama_info)
-    _add_middleware(app, config, metrics)
-    _add_error_handlers(app)
-    generating = {dialect.body for dialect in GENERATING.values()}
-    describe_bodies(app, {TokenizeBody, DetokenizeBody, OllamaModelBody, OllamaPullBody, *generating})
-    return app
+    routes = _routes(access, completions, information, metrics_open=config.metrics_open)
+    router = Router([*routes, *_ollama_routes(access, ollama_info)])
+
+    @cache
+    def described() -> Answer:
+        return json_answer(document("phalanx", (route.described() for route in router.routes)))
+
+    async def openapi(_: Exchange) -> Answer:
+        """What this server answers at which path."""
+        return described()
+
+    router.add(Route("GET", "/openapi.json", openapi))
+    hosts, origins = AllowedHosts(config.host, config.allowed_hosts), CrossOrigin(config.allowed_origins)
+    return ServerApp(Application(router, hosts, origins, metrics.answered), running, journal, served.shapes)
 
 
 def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:
@@ -195,110 +194,38 @@ def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None
         on_failure(error)
 
 
-def _add_middleware(app: FastAPI, config: ServerConfig, metrics: ServerMetrics) -> None:
-    """Browsers' rules, before any route: the last one added comes first."""
-    if config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.allowed_origins,
-            allow_methods=["GET", "HEAD", "POST"],
-            allow_headers=["*"],  # a pre-flight is told what it asked for
-            expose_headers=["Retry-After", "retry-after-ms", REQUEST_ID],
-        )
-    hosts = AllowedHosts(config.host, config.allowed_hosts)
-    app.add_middleware(HostCheck, hosts=hosts)
-    app.add_middleware(Envelope, answered=metrics.answered)
+def _routes(
+    access: Access, completions: CompletionEndpoints, information: InfoEndpoints, *, metrics_open: bool
+) -> list[Route]:
+    client = access.client
+    return [
+        *(Route("POST", path, completions.of(kind), client, kind.body) for path, kind in GENERATING.items()),
+        *(
+            Route("POST", path, information.counting(kind, written), client, kind.body)
+            for path, (kind, written) in COUNTING.items()
+        ),
+        *(Route("POST", path, information.other_outputs, client) for path in NOT_TEXT),
+        Route("GET", "/v1/models", information.models, client),
+        Route("GET", "/v1/models/{name}", information.model, client),
+        Route("POST", "/tokenize", information.tokenize, client, TokenizeBody),
+        Route("POST", "/detokenize", information.detokenize, client, DetokenizeBody),
+        Route("GET", "/tokenizer_info", information.tokenizer_info, client),
+        Route("POST", "/reset_prefix_cache", information.reset_prefix_cache, client),
+        Route("GET", "/", information.root),
+        Route("GET", "/version", information.version),
+        *(Route("GET", path, information.health) for path in HEALTH_PATHS),
+        Route("GET", "/metrics", information.metrics, None if metrics_open else client),
+    ]
 
 
-def _authenticated(keys: ApiKeys, admin_key: str | None) -> list[Any]:
-    """Dependencies of routes to all that computes or changes state, and to what describes the model."""
-
-    async def require_key(request: Request) -> None:
-        own = keys.owner(request.headers)
-        request.state.owner = owner_on_server(own, request.headers.get(OWNER), admin_key)
-
-    return [Depends(require_key)]
-
-
-def _add_routes(
-    app: FastAPI,
-    authenticated: list[Any],
-    completions: CompletionEndpoints,
-    information: InfoEndpoints,
-    *,
-    metrics_open: bool,
-) -> None:
-    add = app.add_api_route
-    tokenize, detokenize = json_body(TokenizeBody), json_body(DetokenizeBody)
-    for path, dialect in GENERATING.items():
-        handler, extra = completions.of(dialect), json_body(dialect.body)
-        add(path, handler, methods=["POST"], dependencies=authenticated, openapi_extra=extra)
-    for path, (counted, written) in COUNTING.items():
-        handler, extra = information.counting(counted, written), json_body(counted.body)
-        add(path, handler, methods=["POST"], dependencies=authenticated, openapi_extra=extra)
-    for path in NOT_TEXT:
-        add(path, information.other_outputs, methods=["POST"], dependencies=authenticated, include_in_schema=False)
-    add("/v1/models", information.models, methods=["GET"], dependencies=authenticated)
-    add("/v1/models/{name:path}", information.model, methods=["GET"], dependencies=authenticated)
-    add("/tokenize", information.tokenize, methods=["POST"], dependencies=authenticated, openapi_extra=tokenize)
-    add("/detokenize", information.detokenize, methods=["POST"], dependencies=authenticated, openapi_extra=detokenize)
-    add("/tokenizer_info", information.tokenizer_info, methods=["GET"], dependencies=authenticated)
-    add("/reset_prefix_cache", information.reset_prefix_cache, methods=["POST"], dependencies=authenticated)
-    add("/", information.root, methods=["GET"])
-    add("/version", information.version, methods=["GET"])
-    for path in HEALTH_PATHS:
-        add(path, information.health, methods=["GET"])
-    add("/metrics", information.metrics, methods=["GET"], dependencies=[] if metrics_open else authenticated)
-
-
-def _add_ollama_routes(
-    app: FastAPI, authenticated: list[Any], managers: ModelManagers, information: OllamaEndpoints
-) -> None:
+def _ollama_routes(access: Access, information: OllamaEndpoints) -> list[Route]:
     """Those of Ollama's API that do not run the model."""
-    add = app.add_api_route
-    shown = json_body(OllamaModelBody)
-    add("/api/version", information.version, methods=["GET"])
-    described = [Depends(managers.authenticate)]
-    add("/api/tags", information.tags, methods=["GET"], dependencies=described)
-    add("/api/ps", information.running, methods=["GET"], dependencies=described)
-    add("/api/show", information.show, methods=["POST"], dependencies=described, openapi_extra=shown)
-    managing = [Depends(managers.require)]
-    pulled = json_body(OllamaPullBody)
-    add("/api/pull", information.pull, methods=["POST"], dependencies=managing, openapi_extra=pulled)
-    add("/api/delete", information.delete, methods=["DELETE"], dependencies=managing, openapi_extra=shown)
-    for path in REFUSED:
-        add(path, information.refuse, methods=["POST"], dependencies=authenticated)
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    refused = RefusedKeys("A wrong admin key")
-
-    async def phalanx_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, PhalanxError)
-        if isinstance(error, AdminKeyRefused):
-            refused.note(request.client.host if request.client else "an unknown address", time.monotonic())
-        response = error_response(error, request.url.path)
-        if response.status_code >= 500 and not isinstance(error, EngineUnavailable):
-            log.error("%s %s (%s): %s", request.method, request.url.path, request.state.request_id, error)
-        return response
-
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"{error.detail}: {request.method} {request.url.path}"
-        failure = Failure(status=error.status_code, type="invalid_request_error", message=message)
-        return JSONResponse(error_body(failure, request.url.path), error.status_code, error.headers)
-
-    async def client_disconnect(request: Request, error: Exception) -> Response:
-        return Response(status_code=CLIENT_GONE)
-
-    async def unexpected_error(request: Request, error: Exception) -> Response:
-        request_id = request.state.request_id  # this answer does not pass the envelope
-        log.error("%s %s (%s) failed", request.method, request.url.path, request_id)
-        details = PhalanxError(f"Internal server error; the server's log has the details of {request_id}.")
-        body = error_body(public_failure(details), request.url.path)
-        return JSONResponse(body, 500, {REQUEST_ID: request_id})
-
-    app.add_exception_handler(PhalanxError, phalanx_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(ClientDisconnect, client_disconnect)
-    app.add_exception_handler(Exception, unexpected_error)
+    return [
+        Route("GET", "/api/version", information.version),
+        Route("GET", "/api/tags", information.tags, access.client_or_manager),
+        Route("GET", "/api/ps", information.running, access.client_or_manager),
+        Route("POST", "/api/show", information.show, access.client_or_manager, OllamaModelBody),
+        Route("POST", "/api/pull", information.pull, access.manager, OllamaPullBody),
+        Route("DELETE", "/api/delete", information.delete, access.manager, OllamaModelBody),
+        *(Route("POST", path, information.refuse, access.client) for path in REFUSED),
+    ]

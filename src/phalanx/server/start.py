@@ -41,7 +41,7 @@ def serve(
         ConfigError: the address cannot be bound, or the certificate cannot be used; says which and what to do.
         PhalanxError: the error of the engine's start or of `load_tokenizer`. The engine is closed before.
     """
-    server_context(config.ssl_certfile, config.ssl_keyfile)  # uvicorn loads it again, and would not say what is wrong
+    server_context(config.ssl_certfile, config.ssl_keyfile)  # an error in it is told before anything starts
     raise_limit(limits_of(config).total + OPEN_FILES)
     with ExitStack() as stack:
         listeners = [stack.enter_context(bind(config.host, config.port))]

@@ -8,8 +8,8 @@ import pytest
 
 from phalanx.errors import EngineError, PhalanxError, Quarantined
 from phalanx.gateway.relay.api_kinds import dialect_of, error_event
+from phalanx.http.application import error_answer
 from phalanx.http.error_responses import STATUS, error_body, public_failure
-from phalanx.server.access import error_response
 
 PATHS = ("/v1/messages", "/api/chat", "/api/tags", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 
@@ -43,5 +43,5 @@ def test_a_stream_ends_with_the_error_that_the_server_names(path, kind):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_request_that_crashes_engines_is_not_to_be_repeated_in_any_dialect(path):
     for error, said in ((Quarantined("no"), "false"), (EngineError("no"), None)):
-        answer = error_response(error, path)
-        assert (answer.status_code, answer.headers.get("x-should-retry")) == (500, said)
+        answer = error_answer(error, path)
+        assert (answer.status, answer.headers.get("x-should-retry")) == (500, said)

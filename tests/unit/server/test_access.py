@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import httpx
 import pytest
 from msgspec.structs import replace
-from starlette.datastructures import Headers
 from support.serving import CHAT, CONFIG, fake_engine, serving
 
 from phalanx.errors import InvalidApiKey, WrongMediaType
@@ -226,7 +226,7 @@ def test_a_foreign_name_is_refused_everywhere(tokenizer):
     ],
 )
 def test_what_a_page_could_send_is_no_json(sent, is_let_in):
-    headers = Headers(sent)
+    headers = httpx.Headers(sent)
     assert is_json(headers) == is_let_in
     if is_let_in:
         require_json(headers)

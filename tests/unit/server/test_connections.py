@@ -1,4 +1,4 @@
-"""Limits and deadlines of connections: the table by itself, and attacks on a real uvicorn with short deadlines."""
+"""Limits and deadlines of connections: the table by itself, and attacks on a real server with short deadlines."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from support.clock import LIMIT_S, Clock, moved_clock, wait_until
 from support.serving import CHAT, CONFIG, Running, fake_engine, running_server
 
 from phalanx.http.acceptor import Acceptor
+from phalanx.http.connection import HttpConnection
 from phalanx.http.connection_table import (
     RESERVE,
     ConnectionLimits,
@@ -187,7 +188,12 @@ def attacked(strict, clock) -> Iterator[Running]:
 
 
 def held(running: Running) -> int:
-    return running.call(lambda: running.server._table.held)
+    return running.call(lambda: running.server.service.table.held)
+
+
+def connections(running: Running) -> list[HttpConnection]:
+    """On the server's event loop."""
+    return list(running.server.service.acceptors[0]._open)
 
 
 @contextmanager
@@ -254,7 +260,7 @@ def test_a_slow_but_honest_upload_is_answered(attacked, clock):
     header = POST + f"Content-Length: {len(text)}\r\nConnection: close\r\n\r\n".encode()
 
     def received() -> int:
-        return attacked.call(lambda: max((one._received for one in attacked.server._acceptors[0]._open), default=0))
+        return attacked.call(lambda: max((one._received for one in connections(attacked)), default=0))
 
     with connected(attacked, header) as client:
         for begin in range(0, len(text), SHORT.progress_bytes):
@@ -288,7 +294,7 @@ def test_a_busy_server_answers_health_and_503(attacked):
     with ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(connected(attacked, POST + b"Content-Length: 500000\r\n\r\n" + b" " * 5000))
-        wait_until(lambda: held(attacked) == 20 and not attacked.call(lambda: attacked.server._table._idle))
+        wait_until(lambda: held(attacked) == 20 and not attacked.call(lambda: attacked.server.service.table._idle))
         with httpx.Client(base_url=attacked.origin, timeout=LIMIT_S) as client:
             assert client.get("/health").status_code == 200
             refused = client.get("/v1/models")
@@ -314,8 +320,8 @@ def test_strangers_who_do_not_read_make_way(attacked):
         for _ in range(20):
             stack.enter_context(connected(attacked, asks))
         wait_until(lambda: held(attacked) == 20)
-        for connection in attacked.call(lambda: list(attacked.server._acceptors[0]._open)):
-            wait_until(lambda connection=connection: connection.cycle is not None or connection.transport.is_closing())
+        for connection in attacked.call(lambda: connections(attacked)):
+            wait_until(lambda connection=connection: connection._n_begun or connection.is_lost)
         assert client.get("/v1/models").status_code == 200
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 
 import pytest
 from msgspec.structs import replace
-from support.serving import CHAT, CONFIG, EOS, TEMPLATE, fake_engine, running_server, serving
+from support.serving import CHAT, CONFIG, EOS, TEMPLATE, fake_engine, running_server, served, serving
 
 from phalanx.errors import EngineUnavailable, PhalanxError, QueueFull
+from phalanx.http.connection_table import ConnectionLimits
 from phalanx.http.error_responses import error_body, headers_of, public_failure
-from phalanx.server.connections import only_health
+from phalanx.server.server_app import create_app
 from phalanx.supervision.fake_engine import replying
 
 URL = "/v1/chat/completions"
@@ -99,24 +99,25 @@ def test_errors_of_a_server_in_trouble_have_no_numbers_as_codes(error, code):
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/messages", "/api/chat"])
-def test_the_answer_of_a_full_server_is_that_of_the_common_table(path):
-    sent = []
+def test_the_answer_of_a_full_server_is_that_of_the_common_table(tokenizer, path):
+    async def main():
+        app = create_app(CONFIG, fake_engine(tokenizer), tokenizer)
+        async with asyncio.timeout(60), served(app, limits=ConnectionLimits(1, 1)) as client:
+            _, out = await asyncio.open_connection("127.0.0.1", client.port)
+            head = f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            out.write(head.encode() + b"Content-Length: 9\r\n\r\n")  # its key is accepted: it makes way for no other
+            while (response := await client.get(path)).headers.get("connection") != "close":
+                pass
+            assert (await client.get("/health")).status_code == 200
+            out.close()
+            return response
 
-    async def ask():
-        scope = {"type": "http", "path": path, "method": "GET", "headers": []}
-
-        async def send(message):
-            sent.append(message)
-
-        await only_health(None)(scope, None, send)
-
-    asyncio.run(ask())
+    response = asyncio.run(main())
     error = EngineUnavailable("The server has as many connections as it may have.")
-    assert sent[0]["status"] == 503 and json.loads(sent[1]["body"]) == error_body(public_failure(error), path)
-    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    assert response.status_code == 503 and response.json() == error_body(public_failure(error), path)
     wanted = {name.lower(): value for name, value in headers_of(error).items()}
-    assert wanted.items() <= headers.items() and headers["connection"] == "close"
-    assert "x-request-id" in headers and (path != "/v1/models" or b'"code":null' in sent[1]["body"])
+    assert wanted.items() <= dict(response.headers).items()
+    assert "x-request-id" in response.headers and (path != "/v1/models" or b'"code":null' in response.content)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +144,7 @@ def test_a_clients_own_request_id_is_repeated_if_it_is_sane(tokenizer, given, re
 
 
 def test_an_error_that_nothing_handles_names_its_request(tokenizer, monkeypatch, caplog):
-    """This answer is the framework's own and passes no middleware."""
-
     async def scenario(client, engine):
-        client._transport.raise_app_exceptions = False  # as uvicorn
-
         def bug(*_):
             raise RuntimeError("a bug")
 

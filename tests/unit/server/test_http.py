@@ -1,4 +1,4 @@
-"""The endpoints over ASGI on the fake engine: answers, streams, errors, limits, health."""
+"""The endpoints on the fake engine: answers, streams, errors, limits, health."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import json
 
 import pytest
 from msgspec.structs import replace
-from support.connection import Connection
-from support.serving import CHAT, CONFIG, MODEL, fake_engine, serving, sse
+from support.connection import FEW_BYTES, Connection, status_of_endless
+from support.openapi_check import check_openapi
+from support.serving import CHAT, CONFIG, MODEL, fake_engine, served, serving, sse
 
 from phalanx.config import MIB
 from phalanx.server.requests.parsed import GenerationDefaults
+from phalanx.server.server_app import COUNTING, GENERATING, create_app
 from phalanx.supervision.fake_engine import replying
 from phalanx.types import Cancel, Submit
 
@@ -321,17 +323,7 @@ def test_a_prompt_that_is_much_too_long_is_not_tokenised_whole(tokenizer, kind):
 
 def test_a_chunked_body_is_cut_off_while_it_is_read(tokenizer):
     async def scenario(client, engine):
-        sent = 0
-
-        async def body():
-            nonlocal sent
-            for _ in range(1000):
-                sent += 1
-                yield b" " * 1000
-
-        response = await client.post(URL["chat"], content=body(), headers={"content-type": "application/json"})
-        assert response.status_code == 413
-        assert sent <= 10
+        assert await status_of_endless(client, URL["chat"], [b" " * 1000] * 10) == 413
 
     run(tokenizer, scenario, config=replace(CONFIG, max_body_mb=4096 / MIB))
 
@@ -406,6 +398,11 @@ def test_health_gives_the_reason(tokenizer):
             response = await client.get("/health")
             return response.status_code, response.json()
 
+        async def pinged():
+            while "ranks" not in (found := await health())[1]:
+                pass
+            return found
+
         assert (await health())[0] == 503
         assert (await client.get("/v1/models")).status_code == 503
         engine.loading(3, 10)
@@ -418,17 +415,17 @@ def test_health_gives_the_reason(tokenizer):
         engine.down_since(1_000_000_000)
         assert (await health())[1]["since"] == "2001-09-09T01:46:40+00:00"
         engine.become_ready()
-        status, ready = await health()
+        status, ready = await pinged()
         idle = {"running": 0, "waiting": 0, "limit": CONFIG.engine.max_num_seqs}
         assert (status, ready) == (
             200,
-            {"status": "ok", "restarts": 0, "numerics": ready["numerics"], "requests": idle},
+            {"status": "ok", "restarts": 0, "numerics": ready["numerics"], "requests": idle, "ranks": []},
         )
         engine.crash("killed by signal 9")
         assert (await health()) == (503, {"status": "restarting", "reason": "killed by signal 9", "restarts": 0})
         assert (await client.get("/v1/models")).status_code == 200
         engine.recover()
-        assert (await health()) == (200, {**ready, "restarts": 1})
+        assert (await pinged()) == (200, {**ready, "restarts": 1})
         now[0] += 100
         status, body = await health()
         assert (status, body["status"]) == (503, "stalled")
@@ -442,7 +439,7 @@ def test_health_gives_the_reason(tokenizer):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_crash_does_not_break_an_answer(tokenizer, stream):
     async def scenario(client, engine):
-        connection = Connection(client._transport.app, URL["chat"], {**CHAT, "stream": stream})
+        connection = Connection(client, URL["chat"], {**CHAT, "stream": stream})
         while not engine.received:
             await asyncio.sleep(0)
         engine.step()
@@ -501,27 +498,26 @@ LEAVING = {  # path -> a request of this dialect, and how many sequences it make
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_client_that_leaves_is_cancelled_at_once(tokenizer, path, stream, steps):
     async def scenario(client, engine):
-        app = client._transport.app
         body, n_sequences = LEAVING[path]
-        connection = Connection(app, path, {**body, "stream": stream})
+        connection = Connection(client, path, {**body, "stream": stream})
         while len(engine.received) < n_sequences:
             await asyncio.sleep(0)
         for _ in range(steps):
             engine.step()
             await asyncio.sleep(0)
         connection.left.set()
-        await asyncio.wait_for(connection.task, 60)
+        await connection.task
+        while client.app.journal.unfinished:
+            await asyncio.sleep(0)
         cancelled = {m.id for m in engine.received if isinstance(m, Cancel)}
         assert cancelled == {m.request.id for m in engine.received if isinstance(m, Submit)}
-        assert app.state.journal.unfinished == 0
 
     run(tokenizer, scenario, engine=fake_engine(tokenizer, manual=True))
 
 
 def test_a_client_that_does_not_read_is_cancelled(tokenizer):
     async def scenario(client, engine):
-        app = client._transport.app
-        connection = Connection(app, URL["text"], {"prompt": "x", "stream": True, "max_tokens": 9000})
+        connection = Connection(client, URL["text"], {"prompt": "x", "stream": True, "max_tokens": 9000})
         while not engine.received:
             await asyncio.sleep(0)
         other = asyncio.create_task(client.post(URL["text"], json={"prompt": "x", "max_tokens": 5000}))
@@ -538,7 +534,13 @@ def test_a_client_that_does_not_read_is_cancelled(tokenizer):
         assert "reader" in sse(connection.text)[-2]["error"]["message"]
 
     engine = fake_engine(tokenizer, replying([5]), manual=True, info={"max_model_len": 10_000})
-    run(tokenizer, scenario, engine=engine)
+
+    async def main():
+        app = create_app(CONFIG, engine, tokenizer)
+        async with asyncio.timeout(60), served(app, send_buffer=FEW_BYTES) as client:
+            await scenario(client, engine)
+
+    asyncio.run(main())
 
 
 def test_metrics(tokenizer):
@@ -581,5 +583,8 @@ def test_openapi_describes_the_bodies(tokenizer):
         assert not any(
             "422" in operation["responses"] for path in document["paths"].values() for operation in path.values()
         )
+        routes = {(route.method, route.path) for route in client.app.application.router.routes}
+        assert check_openapi(document) == routes
+        assert {("POST", path) for path in (*GENERATING, *COUNTING)} | {("DELETE", "/api/delete")} <= routes
 
     run(tokenizer, scenario)

@@ -149,7 +149,7 @@ def test_a_handshake_that_does_not_go_on_is_closed(tokenizer, files):
                 client.sendall(piece)
                 with suppress(ConnectionResetError):
                     assert client.recv(1) == b""
-        wait_until(lambda: strict.call(lambda: strict.server._table.held) == 0)
+        wait_until(lambda: strict.call(lambda: strict.server.service.table.held) == 0)
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def connected(running: Running, certificate: Path) -> Iterator[ssl.SSLSocket]:
     context.check_hostname = False
     with socket.create_connection(("127.0.0.1", running.server.port), timeout=LIMIT_S) as raw:
         with context.wrap_socket(raw) as client:
-            wait_until(lambda: running.call(lambda: running.server._acceptors[0]._open))
+            wait_until(lambda: running.call(lambda: running.server.service.acceptors[0]._open))
             yield client
 
 
@@ -173,7 +173,7 @@ def test_after_a_tls_connection_that_was_closed_twice_others_are_still_judged(ru
     """asyncio's transport then knows no more what is unsent; the error ended the acceptor's looks for good."""
 
     def close() -> None:
-        for connection in running.server._acceptors[0]._open:
+        for connection in running.server.service.acceptors[0]._open:
             connection.transport.close()
             connection.transport.close()
 

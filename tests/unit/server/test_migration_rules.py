@@ -23,7 +23,6 @@ from phalanx.http.stream_records import (
     resume_body,
 )
 from phalanx.server.answers.answer_parts import call_id
-from phalanx.server.server_app import create_app
 from phalanx.supervision.fake_engine import replying
 from phalanx.types import Submit, TokenLogprobs
 
@@ -116,7 +115,7 @@ def test_records_say_at_once_that_the_engine_is_gone_or_back(tokenizer, path, ke
         engine = fake_engine(tokenizer, replying(tokenizer.encode("hello")), manual=True)
         async with asyncio.timeout(60), serving(tokenizer, engine, KEYED) as client:
             headers = {} if key is None else {MIGRATION: key}
-            connection = Connection(client._transport.app, path, {**ASKS[path], "stream": True}, headers)
+            connection = Connection(client, path, {**ASKS[path], "stream": True}, headers)
             while not engine.received:
                 await asyncio.sleep(0.001)
             engine.step()
@@ -337,9 +336,9 @@ def test_what_is_held_back_is_told_while_the_client_waits(tokenizer):
 
     async def main():
         engine = PacedEngine(tokenizer, lambda request: TEXT + EOS)
-        app = create_app(replace(KEYED, keepalive_seconds=0.1), engine, tokenizer)
+        config = replace(KEYED, keepalive_seconds=0.1)
         step, n_steps = engine.step, 0
-        silent, pieces = asyncio.Event(), []
+        silent, said = asyncio.Event(), b""
 
         def pause():
             nonlocal n_steps
@@ -349,25 +348,15 @@ def test_what_is_held_back_is_told_while_the_client_waits(tokenizer):
 
         engine.step = pause
         content, headers = request_of({**CHAT, "stop": TEXT + "es"})
-        body = iter([{"type": "http.request", "body": content, "more_body": False}])
-
-        async def receive():
-            if (message := next(body, None)) is not None:
-                return message
-            return await asyncio.Event().wait()
-
-        async def send(message):
-            if message["type"] == "http.response.body" and message["body"]:
-                pieces.extend(pieces_of(message["body"], lines=False))
-                if any(record.choices for _, record in pieces):
-                    silent.set()
-
-        sent = [(name.encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": "POST", "path": URL, "headers": sent, "query_string": b"", "state": {}}
-        async with asyncio.timeout(60), app.router.lifespan_context(app):
+        async with asyncio.timeout(60), serving(tokenizer, engine, config) as client:
             while engine.info is None:
                 await asyncio.sleep(0)
-            await app(scope, receive, send)
+            async with client.stream("POST", URL, content=content, headers=headers) as response:
+                async for piece in response.aiter_raw():
+                    said += piece
+                    if b'"tokens":' in said:
+                        silent.set()
+        pieces = pieces_of(said, lines=False)
         told = next((piece, record) for piece, record in pieces if record.choices)
         assert told[0] == b": keep-alive\n\n" and len(told[1].choices[0].tokens) == 3
 

@@ -7,16 +7,16 @@ import json
 import random
 from pathlib import Path
 
-import httpx
 import pytest
 from msgspec.structs import replace
 from support.connection import Connection
 from support.conversations import BODIES, prompts, run, spoiled
 from support.ollama_lines import read_lines
 from support.scripted_model import TEMPLATES, tokenizer_of
-from support.serving import CONFIG, asgi_client, fake_engine, serving
+from support.serving import CONFIG, fake_engine, served, serving
 from support.stub_hub import COMMIT, files_of_a_model
 
+from phalanx.http.http_exchange import Exchange
 from phalanx.server.access import OF_PROXIES
 from phalanx.server.dialects.ollama.ollama_models import REFUSED
 from phalanx.server.endpoints import ollama_info
@@ -311,27 +311,23 @@ def test_pulls_wait_for_each_other_and_end_with_their_clients(tokenizer, monkeyp
 
 
 @pytest.mark.parametrize("api_key", [(), ("client",)])
-def test_only_this_machine_and_the_admin_key_manage_models(api_key, tokenizer, disk):
+def test_only_this_machine_and_the_admin_key_manage_models(api_key, tokenizer, disk, monkeypatch):
     put(disk, "owner/name")
     config = replace(CONFIG, api_key=api_key, admin_key="admin", allowed_hosts=("*",))
     app = create_app(config, fake_engine(tokenizer), tokenizer)
     key = {"authorization": "Bearer client"} if api_key else {}
     admin = {"x-api-key": "admin"}
 
-    def client_at(address: str) -> httpx.AsyncClient:
-        transport = httpx.ASGITransport(app=app, client=(address, 1))
-        return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
-
     async def main():
-        async with asgi_client(app):
+        async with served(app) as client:
 
             async def allowed(address: str, headers: dict[str, str]) -> bool:
-                async with client_at(address) as client:
-                    pulled = await client.post("/api/pull", json={"model": "tiny", "stream": False}, headers=headers)
-                    tags = (await client.get("/api/tags", headers=headers)).raise_for_status().json()["models"]
-                    body = {"model": "owner/none"}
-                    shown = await client.post(SHOW, json={"model": "owner/name"}, headers=headers)
-                    deleted = await client.request("DELETE", "/api/delete", json=body, headers=headers)
+                monkeypatch.setattr(Exchange, "address", address)
+                pulled = await client.post("/api/pull", json={"model": "tiny", "stream": False}, headers=headers)
+                tags = (await client.get("/api/tags", headers=headers)).raise_for_status().json()["models"]
+                body = {"model": "owner/none"}
+                shown = await client.post(SHOW, json={"model": "owner/name"}, headers=headers)
+                deleted = await client.request("DELETE", "/api/delete", json=body, headers=headers)
                 assert pulled.status_code == 200 or "admin-key" in pulled.json()["error"]
                 found = {
                     len(tags) == 2,
@@ -348,10 +344,10 @@ def test_only_this_machine_and_the_admin_key_manage_models(api_key, tokenizer, d
             for header in OF_PROXIES:
                 assert not await allowed("127.0.0.1", {**key, header: "10.0.0.1"})
             if api_key:
-                async with client_at("127.0.0.1") as client:
-                    for headers in ({}, {"x-api-key": "wrong"}):
-                        answer = await client.post("/api/pull", json={"model": "tiny"}, headers=headers)
-                        assert answer.status_code == 401
+                monkeypatch.undo()
+                for headers in ({}, {"x-api-key": "wrong"}):
+                    answer = await client.post("/api/pull", json={"model": "tiny"}, headers=headers)
+                    assert answer.status_code == 401
 
     asyncio.run(main())
 
@@ -400,7 +396,7 @@ def test_blanks_while_the_prompt_is_computed_and_while_the_engine_is_gone(tokeni
         engine = fake_engine(tokenizer, replying(tokenizer.encode("hello")), manual=True)
         config = replace(CONFIG, keepalive_seconds=0.01)
         async with asyncio.timeout(60), serving(tokenizer, engine, config) as client:
-            connection = Connection(client._transport.app, CHAT, {**ASK, "options": {"num_predict": 4}})
+            connection = Connection(client, CHAT, {**ASK, "options": {"num_predict": 4}})
             await connection.expect("  ")  # the engine computes the prompt
             engine.step()
             await connection.expect("}\n")

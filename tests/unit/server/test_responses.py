@@ -183,7 +183,7 @@ def test_keep_alives_while_the_prompt_is_computed(tokenizer):
         engine = fake_engine(tokenizer, manual=True)
         config = replace(CONFIG, keepalive_seconds=0.01)
         async with asyncio.timeout(60), serving(tokenizer, engine, config) as client:
-            connection = Connection(client._transport.app, URL, {**ASK, "stream": True, "max_output_tokens": 4})
+            connection = Connection(client, URL, {**ASK, "stream": True, "max_output_tokens": 4})
             await connection.expect("keepalive")  # the engine computes the prompt
             await connection.expect("keepalive")
             while not connection.task.done():
@@ -200,7 +200,7 @@ def test_keep_alives_while_a_custom_call_is_written(hermes):
     async def main():
         engine = ScriptedEngine(hermes, [NOTE + END], manual=True)
         async with asyncio.timeout(60), serving(hermes, engine, replace(CONFIG, keepalive_seconds=0.001)) as client:
-            connection = Connection(client._transport.app, URL, {**ASK, "stream": True, "tools": [CUSTOM]})
+            connection = Connection(client, URL, {**ASK, "stream": True, "tools": [CUSTOM]})
             await connection.expect("response.in_progress")
             for _ in hermes.encode(NOTE[: NOTE.index("and wind")], add_special_tokens=False):
                 engine.step()

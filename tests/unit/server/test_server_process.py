@@ -79,7 +79,7 @@ def test_a_second_port_serves_the_same_within_the_same_limits(tokenizer, capfd):
             assert [model["name"] for model in models.json()["models"]] == ["tiny"]
 
         def wait_for(n_held):
-            while running.call(lambda: running.server._table.held) != n_held:
+            while running.call(lambda: running.server.service.table.held) != n_held:
                 pass
 
         idle = []

@@ -106,6 +106,18 @@ def test_a_signal_during_the_start_ends_the_engine(tokenizer: Tokenizer, number:
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
+def test_a_second_signal_while_the_engine_is_closed_does_not_end_the_process(tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+
+    class Slow(Recording):
+        async def close(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await super().close()
+
+    assert serve(CONFIG, Slow(said), lambda: tokenizer) == ExitCode.OK
+    assert said == ["launched", "started", "closed"]
+
+
 def test_nohup_keeps_a_server_when_its_terminal_is_closed() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -1,4 +1,4 @@
-"""Tools, calls and reasoning over ASGI, on a model that says given texts: what is sent back, and what is refused."""
+"""Tools, calls and reasoning on a model that says given texts: what is sent back, and what is refused."""
 
 from __future__ import annotations
 

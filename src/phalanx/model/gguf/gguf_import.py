@@ -28,12 +28,8 @@ from phalanx.text.printable import printable
 
 WEIGHTS = "model.safetensors"
 JOURNAL = ".journal"
-<<<<<<< ours
-CHUNK = 4 << 20  # bytes of a tensor in memory at once; its conversion takes some ten times as much
-NBYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "U32": 4}
-=======
 CHUNK = 4 << 20  # bytes of a tensor in memory at once; its conversion takes up to 30 times as much
->>>>>>> theirs
+NBYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "U32": 4}
 SPARE = 64 << 20  # bytes of the disk that stay free, with room for the tokenizer
 
 

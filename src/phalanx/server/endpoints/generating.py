@@ -1,13 +1,11 @@
 """The endpoints that generate, of all dialects.
 
 Each request is read, parsed, given slots, tokenised, generated and answered, in this order. Other modules decide: a
-dialect what a field means and how an answer is written, the journal whether there is room, `server_app.py` which status
-an error has.
+dialect what a field means and how an answer is written, the journal whether there is room.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 import uuid
@@ -16,17 +14,15 @@ from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, TypeVar
 
-from fastapi import Request
-from fastapi.responses import Response
 from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.errors import InvalidRequest, PhalanxError
 from phalanx.http.body_budget import BodyLease
-from phalanx.http.error_responses import CLIENT_GONE, public_failure
+from phalanx.http.error_responses import public_failure
+from phalanx.http.http_exchange import Answer, EventStream, Exchange, Reply
 from phalanx.http.stream_records import RESUME, Resume
 from phalanx.server.answers.deltas import Delta, ResponseHead, Usage, timing_json
-from phalanx.server.answers.event_framing import EventStream, disconnected
 from phalanx.server.answers.generation import Generation
 from phalanx.server.dialects.common.answer_format import AnswerFormat
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody, StaticAnswer
@@ -112,15 +108,16 @@ class CompletionEndpoints:
         self._numerics = numerics
         self._clock = clock
 
-    def of(self, dialect: Dialect[B]) -> Callable[[Request], Awaitable[Response]]:
+    def of(self, dialect: Dialect[B]) -> Callable[[Exchange], Awaitable[Reply]]:
         """The handler of a dialect's requests."""
 
-        async def endpoint(request: Request) -> Response:
-            owner = request.state.owner
-            migration = migration_of(request.headers, self._config.admin_key)
+        async def endpoint(exchange: Exchange) -> Reply:
+            """What the model answers, whole or as a stream."""
+            owner = exchange.owner or ""
+            migration = migration_of(exchange.headers, self._config.admin_key)
             with self._intake.memory(owner) as memory:
                 asked = await self._intake.read(
-                    request,
+                    exchange,
                     dialect.body,
                     lambda body: dialect.parse(body, self._served),
                     memory,
@@ -132,9 +129,9 @@ class CompletionEndpoints:
                     raise InvalidRequest(f"{RESUME}: the request's answer is not streamed; send it again as it is.")
                 if isinstance(asked, StaticAnswer):
                     self._journal.require_ready()
-                    return Response(to_json(asked.answer(int(time.time()))), media_type="application/json")
+                    return Answer(to_json(asked.answer(int(time.time()))))
                 job = _moving(self._job(asked, dialect, owner, memory), migration)
-                return await self._answer(request, job)
+                return await self._answer(exchange, job)
 
         return endpoint
 
@@ -168,21 +165,21 @@ class CompletionEndpoints:
             raise InvalidRequest(f"{RESUME}: start.prompt is a chat's; this request has its own prompt.")
         return Encoded(prompts=[await self._prompts.encode(prompt, limit=limit) for prompt in parsed.prompts])
 
-    async def _answer(self, request: Request, job: GenerationJob) -> Response:
+    async def _answer(self, exchange: Exchange, job: GenerationJob) -> Reply:
         if job.options.stream:
             return await self._stream(job)
-        return await unless_disconnected(request, self._whole(job))
+        return await exchange.unless_lost(self._whole(job))
 
-    async def _whole(self, job: GenerationJob) -> Response:
+    async def _whole(self, job: GenerationJob) -> Answer:
         with self._journal.reserve(job.n_choices, job.owner) as slots:
             generation = await self._prepare(job)
             choices = await generation.choices(slots)
         timing = timing_json(generation.first_ending, None) if job.options.timing else None
         form, usage = job.format(self._head(job)), generation.usage()
         body = await self._prompts.run(_size(job, choices), lambda: to_json(form.whole(choices, usage, timing)))
-        return Response(body, media_type="application/json")
+        return Answer(body)
 
-    async def _stream(self, job: GenerationJob) -> Response:
+    async def _stream(self, job: GenerationJob) -> EventStream:
         with ExitStack() as stack:
             slots = stack.enter_context(self._journal.reserve(job.n_choices, job.owner))
             generation = await self._prepare(job)
@@ -341,17 +338,3 @@ def _scores_of_one(job: GenerationJob) -> int:
     """Log-probabilities of one token in the answer."""
     top = job.options.sampling.logprobs
     return 0 if top is None else 1 + top
-
-
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The response that `work` makes; cancels the work when the client disconnects."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(disconnected(request.receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        finished = task.done()
-        for pending in (task, watcher):
-            pending.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-    return task.result() if finished else Response(status_code=CLIENT_GONE)

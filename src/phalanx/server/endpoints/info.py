@@ -9,13 +9,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from phalanx import __version__
 from phalanx.errors import EngineUnavailable, InvalidRequest
 from phalanx.http.api_keys import ApiKeys
+from phalanx.http.http_exchange import Answer, Exchange, Reply, json_answer
 from phalanx.http.media_types import require_json
 from phalanx.http.model_lists import more_of_models
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody
@@ -63,34 +62,33 @@ class InfoEndpoints:
         self._keys = keys
         self._created = int(time.time())
 
-    async def root(self) -> Response:
+    async def root(self, _: Exchange) -> Answer:
         """`GET /`: clients of several APIs look here whether there is a server."""
-        return Response(
-            "phalanx is running. It speaks the APIs of OpenAI, Anthropic and Ollama.\n", media_type="text/plain"
-        )
+        text = b"phalanx is running. It speaks the APIs of OpenAI, Anthropic and Ollama.\n"
+        return Answer(text, media_type="text/plain; charset=utf-8")
 
-    async def models(self, request: Request) -> JSONResponse:
+    async def models(self, exchange: Exchange) -> Answer:
         """`GET /v1/models`"""
         info = self.loaded()
         cards = [self._card(name, info) for name in self._served.names]
-        return JSONResponse({"object": "list", "data": cards, **more_of_models(request.query_params)})
+        return json_answer({"object": "list", "data": cards, **more_of_models(exchange.query)})
 
-    async def model(self, name: str) -> JSONResponse:
+    async def model(self, exchange: Exchange) -> Answer:
         """`GET /v1/models/{name}`"""
-        return JSONResponse(self._card(resolve_model(name, self._served), self.loaded()))
+        return json_answer(self._card(resolve_model(exchange.rest, self._served), self.loaded()))
 
-    async def other_outputs(self) -> JSONResponse:
+    async def other_outputs(self, _: Exchange) -> Answer:
         """Vectors and scores, which no model here computes. The body is not read."""
         name = self._served.names[0]
         message = f"This server's model, {name}, writes text: it makes no embeddings and ranks nothing."
         raise InvalidRequest(message, param="model", code="unsupported_value")
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, exchange: Exchange) -> Answer:
         """`POST /tokenize`, vLLM's shape."""
         info = self.loaded()
-        with self._intake.memory(request.state.owner) as memory:
+        with self._intake.memory(exchange.owner or "") as memory:
             parsed = await self._intake.read(
-                request, TokenizeBody, lambda body: parse_tokenize(body, self._served), memory
+                exchange, TokenizeBody, lambda body: parse_tokenize(body, self._served), memory
             )
             if isinstance(parsed.source, str):
                 tokens = await self._prompts.encode(
@@ -105,67 +103,68 @@ class InfoEndpoints:
                 answer["token_strs"] = [self._prompts.tokenizer.token_text(token) for token in tokens]
             return to_json(answer)
 
-        return Response(await self._prompts.run(len(tokens), work), media_type="application/json")
+        return Answer(await self._prompts.run(len(tokens), work))
 
     def counting(
         self, dialect: Dialect[B], body_of: Callable[[int], dict[str, Any]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    ) -> Callable[[Exchange], Awaitable[Reply]]:
         """The handler of a dialect's requests for the tokens of a prompt: those that its request for an answer has.
 
         Args:
             body_of: the answer's body with so many tokens.
         """
 
-        async def endpoint(request: Request) -> Response:
-            info, owner = self.loaded(), request.state.owner
+        async def endpoint(exchange: Exchange) -> Answer:
+            """How many tokens the prompt of such a request has."""
+            info, owner = self.loaded(), exchange.owner or ""
             with self._intake.memory(owner) as memory:
                 asked = await self._intake.read(
-                    request, dialect.body, lambda body: dialect.parse(body, self._served), memory, dialect.readers
+                    exchange, dialect.body, lambda body: dialect.parse(body, self._served), memory, dialect.readers
                 )
                 assert isinstance(asked, ParsedBody) and isinstance(asked.request, ChatRequest)
                 encoded = await self._chats.encode(asked.request, owner, info.max_model_len)
-            return JSONResponse(body_of(sum(map(len, encoded.prompts))))
+            return json_answer(body_of(sum(map(len, encoded.prompts))))
 
         return endpoint
 
-    async def detokenize(self, request: Request) -> JSONResponse:
+    async def detokenize(self, exchange: Exchange) -> Answer:
         """`POST /detokenize`, vLLM's shape."""
         info = self.loaded()
         tokens = await self._intake.read(
-            request, DetokenizeBody, lambda body: parse_detokenize(body, self._served, info)
+            exchange, DetokenizeBody, lambda body: parse_detokenize(body, self._served, info)
         )
-        return JSONResponse({"prompt": await self._prompts.decode(tokens)})
+        return json_answer({"prompt": await self._prompts.decode(tokens)})
 
-    async def tokenizer_info(self) -> JSONResponse:
+    async def tokenizer_info(self, _: Exchange) -> Answer:
         """`GET /tokenizer_info`, as in vLLM: special tokens and the chat template."""
-        return JSONResponse(self._prompts.tokenizer.describe())
+        return json_answer(self._prompts.tokenizer.describe())
 
-    async def reset_prefix_cache(self, request: Request) -> JSONResponse:
+    async def reset_prefix_cache(self, exchange: Exchange) -> Answer:
         """`POST /reset_prefix_cache`, as in vLLM: drop all cached prefixes. Answers once the memory is free.
 
         The body is not read, but must be declared as JSON, so that no web page can ask for this.
         """
-        require_json(request.headers)
+        require_json(exchange.headers)
         self._engine.send(ResetPrefixCache())
         stats = await self._engine.ping()
         self._metrics.stats(stats)
         sizes = {"kv": stats.kv_bytes, "prefix": stats.prefix_bytes, "active": stats.active_bytes}
-        return JSONResponse({"bytes": {**sizes, "rss": stats.rss_bytes}})
+        return json_answer({"bytes": {**sizes, "rss": stats.rss_bytes}})
 
-    async def version(self) -> JSONResponse:
+    async def version(self, _: Exchange) -> Answer:
         """`GET /version`"""
-        return JSONResponse({"version": __version__})
+        return json_answer({"version": __version__})
 
-    async def health(self, request: Request) -> JSONResponse:
+    async def health(self, exchange: Exchange) -> Answer:
         """`GET /health`: 200 only while the engine's own loop answers. Where there are keys, details need one."""
         status, body = self._health.report()
-        if not self._keys.may_see_details(request.headers):
+        if not self._keys.may_see_details(exchange.headers):
             body = {"status": "ok" if status == 200 else "unavailable"}
-        return JSONResponse(body, status)
+        return json_answer(body, status)
 
-    async def metrics(self) -> Response:
+    async def metrics(self, _: Exchange) -> Answer:
         """`GET /metrics`, Prometheus' text format."""
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Answer(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def loaded(self) -> ModelInfo:
         """The served model. Known since the engine was ready for the first time, also during a restart.

@@ -11,19 +11,16 @@ from contextlib import aclosing
 from typing import Literal
 
 import msgspec
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
 
 from phalanx.catalog.local_models import LocalModel, find, local_models
 from phalanx.catalog.pull_progress import PullProgress
 from phalanx.catalog.short_names import DEMO, repository_of, without_host
 from phalanx.errors import InvalidRequest, ModelNotFound, UnknownModel
-from phalanx.server.answers.event_framing import EventStream
+from phalanx.http.http_exchange import Answer, EventStream, Exchange, Reply, json_answer
 from phalanx.server.dialects.ollama import ollama_models
 from phalanx.server.dialects.ollama.ollama_body import OllamaModelBody, OllamaPullBody
 from phalanx.server.dialects.ollama.ollama_dialect import TAG, resolve_name
 from phalanx.server.dialects.ollama.ollama_models import HERE, REFUSED, OllamaModel
-from phalanx.server.endpoints.generating import unless_disconnected
 from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel
 from phalanx.supervision.model_commands import model_command
@@ -52,7 +49,7 @@ class OllamaEndpoints:
         model: str,
         template: str,
         info: Callable[[], ModelInfo],
-        manages: Callable[[Request], bool],
+        manages: Callable[[Exchange], bool],
     ) -> None:
         self._served = served
         self._intake = intake
@@ -64,42 +61,42 @@ class OllamaEndpoints:
         self._since = int(time.time())
         self._turns = {"pull": asyncio.Semaphore(PULLS), "rm": asyncio.Semaphore(1)}
 
-    async def version(self) -> JSONResponse:
+    async def version(self, _: Exchange) -> Answer:
         """`GET /api/version`"""
-        return JSONResponse(ollama_models.version())
+        return json_answer(ollama_models.version())
 
-    async def tags(self, request: Request) -> JSONResponse:
+    async def tags(self, exchange: Exchange) -> Answer:
         """`GET /api/tags`"""
-        others = await asyncio.to_thread(self._others) if self._manages(request) else []
-        return JSONResponse(ollama_models.tags([self._model(name) for name in self._served.names], others))
+        others = await asyncio.to_thread(self._others) if self._manages(exchange) else []
+        return json_answer(ollama_models.tags([self._model(name) for name in self._served.names], others))
 
-    async def running(self) -> JSONResponse:
+    async def running(self, _: Exchange) -> Answer:
         """`GET /api/ps`"""
-        return JSONResponse(ollama_models.running([self._model(self._served.names[0])]))
+        return json_answer(ollama_models.running([self._model(self._served.names[0])]))
 
-    async def show(self, request: Request) -> JSONResponse:
+    async def show(self, exchange: Exchange) -> Answer:
         """`POST /api/show`"""
-        name = await self._intake.read(request, OllamaModelBody, _named)
+        name = await self._intake.read(exchange, OllamaModelBody, _named)
         bare = name.removesuffix(TAG)
-        if not self._is_served(name) and self._manages(request) and NAME.fullmatch(without_host(bare)):
+        if not self._is_served(name) and self._manages(exchange) and NAME.fullmatch(without_host(bare)):
             try:
-                return JSONResponse(ollama_models.show_local(await asyncio.to_thread(find, bare)))
+                return json_answer(ollama_models.show_local(await asyncio.to_thread(find, bare)))
             except ModelNotFound:
                 pass  # the error below names what is served
-        return JSONResponse(ollama_models.show(self._model(resolve_name(name, self._served))))
+        return json_answer(ollama_models.show(self._model(resolve_name(name, self._served))))
 
-    async def pull(self, request: Request) -> Response:
+    async def pull(self, exchange: Exchange) -> Reply:
         """`POST /api/pull`: a line of JSON for each step, unless `stream` is false."""
-        body = await self._intake.read(request, OllamaPullBody, lambda body: body)
+        body = await self._intake.read(exchange, OllamaPullBody, lambda body: body)
         name = _named(body)
         lines = _encoded(HERE) if self._is_served(name) else self._command("pull", _manageable(name))
         if body.stream is not False:
             return EventStream(lines, lambda: None, "application/x-ndjson")
-        return await unless_disconnected(request, _whole(lines))
+        return await exchange.unless_lost(_whole(lines))
 
-    async def delete(self, request: Request) -> Response:
+    async def delete(self, exchange: Exchange) -> Answer:
         """`DELETE /api/delete`"""
-        name = await self._intake.read(request, OllamaModelBody, _named)
+        name = await self._intake.read(exchange, OllamaModelBody, _named)
         if self._is_served(name):
             raise InvalidRequest(f"{name} is served; stop this server first.", param="model")
         bare = _manageable(name)
@@ -108,11 +105,11 @@ class OllamaEndpoints:
         except ModelNotFound as error:
             raise UnknownModel(str(error), param="model") from error
         await _last(self._command("rm", bare))
-        return Response()
+        return Answer()
 
-    async def refuse(self, request: Request) -> JSONResponse:
+    async def refuse(self, exchange: Exchange) -> Answer:
         """The endpoints that this server does not have."""
-        raise InvalidRequest(REFUSED[request.url.path.rstrip("/")])
+        raise InvalidRequest(REFUSED[exchange.path])
 
     async def _command(self, verb: Literal["pull", "rm"], name: str) -> AsyncGenerator[bytes]:
         """The lines of a command, when it is its turn. Closing the generator ends the command."""
@@ -171,9 +168,9 @@ async def _encoded(lines: Sequence[PullProgress]) -> AsyncGenerator[bytes]:
         yield msgspec.json.encode(line) + b"\n"
 
 
-async def _whole(lines: AsyncGenerator[bytes]) -> Response:
+async def _whole(lines: AsyncGenerator[bytes]) -> Answer:
     async with aclosing(lines):
-        return JSONResponse(await _last(lines))
+        return json_answer(await _last(lines))
 
 
 async def _last(lines: AsyncGenerator[bytes]) -> dict[str, object]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext
 from typing import TypeVar
-
-from fastapi import Request
 
 from phalanx.errors import RequestTooLarge
 from phalanx.http.body_budget import BodyLease
 from phalanx.http.content_encoding import decoding_of
+from phalanx.http.http_exchange import Upload
 from phalanx.http.media_types import require_json
 from phalanx.http.shares import Shares
 from phalanx.http.stream_records import RESUME_BYTES
@@ -59,7 +58,7 @@ class Intake:
 
     async def read(
         self,
-        request: Request,
+        request: Upload,
         kind: type[B],
         parse: Callable[[B], T],
         memory: BodyLease | None = None,
@@ -96,7 +95,7 @@ class Intake:
                 if taken.n_bytes + before.n_bytes > TRIM_BYTES:
                     await asyncio.to_thread(trim_heap)
 
-    async def _receive(self, request: Request, memory: BodyLease, n_before: int) -> bytes:
+    async def _receive(self, request: Upload, memory: BodyLease, n_before: int) -> bytes:
         most = self._max_bytes + n_before
         declared = request.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > most:
@@ -104,14 +103,15 @@ class Intake:
         decoding = decoding_of(request.headers.get("content-encoding", ""))
         body = bytearray()
         n_received = 0
-        async for chunk in request.stream():
-            n_received += len(chunk)
-            for piece in decoding.feed(chunk):
-                body += piece
-                if max(len(body), n_received) > most:
-                    raise self._too_large()
-                memory.grow(len(body) - n_before)
-                await asyncio.sleep(0)  # a chunk may decode to a thousand times its size
+        async with aclosing(request.pieces()) as chunks:
+            async for chunk in chunks:
+                n_received += len(chunk)
+                for piece in decoding.feed(chunk):
+                    body += piece
+                    if max(len(body), n_received) > most:
+                        raise self._too_large()
+                    memory.grow(len(body) - n_before)
+                    await asyncio.sleep(0)  # a chunk may decode to a thousand times its size
         decoding.finish()
         return bytes(body)
 

@@ -1,0 +1,132 @@
+"""One client's request to a server, and what an endpoint answers: a whole answer or a stream. Knows no paths."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from phalanx.errors import InvalidRequest
+from phalanx.http.connection import HttpConnection
+from phalanx.http.request_ids import REQUEST_ID, request_id
+
+T = TypeVar("T")
+
+JSON = "application/json"
+STREAM_HEADERS = {
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would buffer the events
+}
+
+
+class Answer(Struct, frozen=True):
+    """A whole answer."""
+
+    body: bytes = b""
+    status: int = 200
+    media_type: str = JSON
+    headers: Mapping[str, str] = {}
+
+
+class EventStream(Struct, frozen=True):
+    """An answer whose pieces are sent as they come. `close` is called once, however it ends."""
+
+    events: AsyncGenerator[bytes]
+    close: Callable[[], None]
+    media_type: str
+
+
+Reply = Answer | EventStream
+
+
+def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] = {}) -> Answer:
+    """A whole answer of JSON."""
+    return Answer(msgspec.json.encode(value), status, JSON, headers)
+
+
+class Upload(Protocol):
+    """What a reader of a request's body sees of it."""
+
+    headers: Mapping[str, str]
+
+    def pieces(self) -> AsyncGenerator[bytes]:
+        """The body, as it comes.
+
+        Raises:
+            ConnectionError: the client left before its end.
+            InvalidRequest: it is not HTTP.
+        """
+
+
+class Exchange:
+    """See the module's docstring.
+
+    Args:
+        request: of an `HttpConnection`.
+    """
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        connection = request.protocol
+        assert isinstance(connection, HttpConnection)
+        self.request = request
+        self.connection = connection
+        self.path = request.path.rstrip("/") or "/"
+        """`/v1/models/` means `/v1/models`. A redirect would not do: many clients follow none after a POST."""
+        self.headers: Mapping[str, str] = headers_of_client(request)
+        """Names in lower case, of values the first; one character per byte."""
+        self.id = request_id(self.headers.get(REQUEST_ID, ""), lambda: uuid.uuid4().hex)
+        self.endpoint = "unknown"
+        """The path of the route that took the request, as it is declared."""
+        self.rest = ""
+        """What stands for the parameter of that path."""
+        self.owner: str | None = None
+        """Stands for the API key of the request; "" if none is needed, None before it was looked at."""
+
+        self.response: web.StreamResponse | None = None
+        """Of a stream, whose status stands."""
+
+    @property
+    def method(self) -> str:
+        """As the client wrote it."""
+        return self.request.method
+
+    @property
+    def query(self) -> Mapping[str, str]:
+        """The parameters behind the path."""
+        return self.request.query
+
+    @property
+    def address(self) -> str:
+        """The client's; without a port."""
+        return self.request.remote or "an unknown address"
+
+    async def pieces(self) -> AsyncGenerator[bytes]:
+        """The body. From here on a connection whose key was accepted makes way for no other. One without a key does,
+        also while it is answered: a stranger could read its answers slowly."""
+        if self.owner is not None and not self.connection.place.reserved:
+            self.connection.mark_busy()
+        if self.headers.get("expect", "").lower() == "100-continue":
+            await self.request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.request.writer.output_size = 0  # as aiohttp's own handler: the answer has not begun
+        self.connection.body_begins()
+        try:
+            while piece := await self.request.content.readany():
+                yield piece
+        except web.RequestPayloadError as error:
+            raise InvalidRequest(f"The body cannot be read: {error}.") from error
+        finally:
+            self.connection.body_ends()
+
+    async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        """As of the connection."""
+        return await self.connection.unless_lost(work)
+
+
+def headers_of_client(request: web.BaseRequest) -> Mapping[str, str]:
+    """A request's headers; see `Exchange.headers`."""
+    found = reversed(request.raw_headers)
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in found}

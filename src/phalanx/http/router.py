@@ -1,0 +1,61 @@
+"""Which handler answers a request: a table of paths and methods, which /openapi.json describes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from msgspec import Struct
+
+from phalanx.errors import UnknownPath, WrongMethod
+from phalanx.http.http_exchange import Exchange, Reply
+from phalanx.http.openapi import Operation
+
+Handler = Callable[[Exchange], Awaitable[Reply]]
+
+
+class Route(Struct, frozen=True):
+    """What is answered at a path."""
+
+    method: str
+    path: str  # {NAME} at its end stands for one or more parts of a request's path
+    handler: Handler
+    guard: Callable[[Exchange], None] | None = None  # is asked before; raises an error for those it does not let in
+    body: type[Struct] | None = None  # of the JSON that the handler reads
+
+    def described(self) -> Operation:
+        """What /openapi.json says of it: the first line of what its handler says of itself."""
+        said = (self.handler.__doc__ or "").strip().partition("\n")[0]
+        return Operation(self.method, self.path, said, self.body, self.guard is not None)
+
+
+class Router:
+    """The routes of one server."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._at: dict[str, dict[str, Route]] = {}  # path -> method -> route
+        self._below: dict[str, dict[str, Route]] = {}  # of a path with a parameter, what is before it -> ...
+        self.routes: list[Route] = []
+        for route in routes:
+            self.add(route)
+
+    def add(self, route: Route) -> None:
+        """One more route."""
+        self.routes.append(route)
+        begin, brace, _ = route.path.partition("{")
+        (self._below if brace else self._at).setdefault(begin, {})[route.method] = route
+
+    def find(self, method: str, path: str) -> tuple[Route, str]:
+        """The route of a request, and what stands for its parameter. HEAD is answered wherever GET is.
+
+        Raises:
+            UnknownPath, WrongMethod: there is none.
+        """
+        wanted = "GET" if method == "HEAD" else method
+        found, rest = self._at.get(path), ""
+        if found is None and (begin := next(filter(path.startswith, self._below), None)) is not None:
+            found, rest = self._below[begin], path.removeprefix(begin)
+        if found is None:
+            raise UnknownPath(f"Not Found: {method} {path}")
+        if wanted not in found:
+            raise WrongMethod(f"Method Not Allowed: {method} {path}", allowed=tuple(found))
+        return found[wanted], rest
