@@ -29,7 +29,7 @@ TEXTS = [
     "1, 2, 3, 4, 5,",
 ]
 MAX_TOKENS = 32
-LIMITS = {"as it is": (0.8, 0.05), "in float32": (0.02, 0.01)}
+LIMITS = {"as it is": (0.8, 0.05), "in float32": (0.01, 0.01)}
 """How far behind, in logits, a token may be that llama.cpp takes where the answers part, and of which share of all
 tokens. With quantised weights it rounds activations to 8 bits before each product: 13 of 20 answers part then, by up
 to 0.55, most by less than 0.1. With the same weights in float32 it rounds as phalanx does."""
@@ -70,7 +70,7 @@ def greedy(llama: Any, prompt: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.full
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("weights", LIMITS)
 def test_greedy_tokens_are_llama_cpps_up_to_near_ties(weights: str, file: Path, tmp_path: Path) -> None:

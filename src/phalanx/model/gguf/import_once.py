@@ -154,8 +154,8 @@ def explained(name: str) -> Iterator[None]:
         where = f"{error.filename}: " if error.filename else ""
         raise ModelError(
             f"{name} could not be imported: {where}{error.strerror or error}.",
-            remedy="Check the file and the room on the disk, or set XDG_CACHE_HOME to another directory. What is left "
-            "of this import goes on with the next one.",
+            remedy="Check the file and the room on the disk, or set XDG_CACHE_HOME to another directory; then import "
+            "it again. What is left of this import goes on.",
         ) from error
 
 
