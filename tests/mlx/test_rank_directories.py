@@ -94,4 +94,4 @@ def test_a_model_in_the_cache_leaves_it_to_its_user_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr(smollm2, "fetch_gguf", refuse)
     with pytest.raises(ModelError, match="no network"):
         smollm2.fetch()
-    assert not [*own_cache().iterdir()]
+    assert [file.name for file in own_cache().iterdir()] == [".smollm2.lock"]
