@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,8 +15,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from support.gguf_files import HIDDEN, tiny_tensors, write_parts, write_tiny
-from support.stub_hub import COMMIT, StubHub, stub_hub
+from support.gguf_files import HIDDEN, entries_of, tiny_tensors, write_parts, write_tiny
+from support.stub_hub import COMMIT, StubHub, stub_hub, variables_of
 
 LIMIT_S = 240.0
 NAME = "owner/tiny-GGUF"
@@ -42,9 +41,7 @@ def hub(tmp_path: Path) -> Iterator[StubHub]:
 
 @pytest.fixture
 def variables(hub: StubHub, tmp_path: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_CACHE"))}
-    own = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": hub.url}
-    return {**kept, **own, "no_proxy": "*"}
+    return variables_of(hub, tmp_path)
 
 
 @pytest.fixture
@@ -60,11 +57,6 @@ def phalanx(variables: dict[str, str]) -> Run:
 
 def imported(variables: dict[str, str]) -> Path:
     return Path(variables["XDG_CACHE_HOME"]) / "phalanx" / "imported"
-
-
-def entries(variables: dict[str, str]) -> list[str]:
-    folder = imported(variables)
-    return sorted(entry.name for entry in folder.iterdir() if entry.name != ".locks") if folder.exists() else []
 
 
 def refused(ended: subprocess.CompletedProcess[str], *said: str) -> None:
@@ -87,7 +79,7 @@ def test_a_quantisation_is_pulled_once_by_every_spelling(phalanx: Run, variables
         and "importing tiny-Q8_0.gguf" in pulled.stderr
     )
     digest = hashlib.sha256(hub.repositories[NAME]["tiny-Q8_0.gguf"]).hexdigest()
-    assert entries(variables) == [made.name] == [f"tiny-Q8_0-{digest[:12]}"]
+    assert entries_of(imported(variables)) == [made.name] == [f"tiny-Q8_0-{digest[:12]}"]
     assert not (made / "source").exists() and not list(Path(variables["HF_HOME"]).rglob("*.gguf")), (
         "the file is not kept"
     )
@@ -105,7 +97,7 @@ def test_a_quantisation_is_pulled_once_by_every_spelling(phalanx: Run, variables
     (row,) = [line.split() for line in phalanx("list").stdout.splitlines() if line.startswith("owner")]
     assert row[0] == f"{NAME}:Q8_0" and row[3] == "llama" and row[-1] in ("yes", "no")
     assert str(made) in phalanx("show", f"{NAME}:Q8_0").stdout
-    assert phalanx("rm", f"hf.co/{NAME}:Q8_0").returncode == 0 and entries(variables) == []
+    assert phalanx("rm", f"hf.co/{NAME}:Q8_0").returncode == 0 and entries_of(imported(variables)) == []
     refused(phalanx("show", f"{NAME}:Q8_0"), "is not on this machine")
 
 
@@ -116,7 +108,7 @@ def test_without_a_quantisation_it_is_q4_k_m(phalanx: Run, variables: dict[str, 
     for name in (NAME, f"hf.co/{NAME}:Q4_K_M"):
         answered = phalanx("generate", name, *asked, "--kv-cache-gb", "0.1")
         assert answered.returncode == 0 and answered.stdout, answered.stderr
-    assert entries(variables) == [made.name]
+    assert entries_of(imported(variables)) == [made.name]
 
 
 def test_several_files_in_a_folder_are_one_model(phalanx: Run, variables: dict[str, str], hub: StubHub) -> None:
@@ -139,7 +131,7 @@ def test_what_the_repository_has_not_is_one_line(phalanx: Run, variables: dict[s
     refused(phalanx("serve", f"{NAME}:Q9_9"), "has no Q9_9")
     hub.repositories[NAME] = {"model.safetensors": b"", "config.json": b"{}"}
     refused(phalanx("pull", f"{NAME}:Q8_0"), "has no GGUF files")
-    assert entries(variables) == []
+    assert entries_of(imported(variables)) == []
 
 
 def test_a_model_that_is_not_taken_over_is_refused_by_its_first_bytes(
@@ -150,7 +142,7 @@ def test_a_model_that_is_not_taken_over_is_refused_by_its_first_bytes(
     hub.repositories[NAME] = {"x-Q8_0.gguf": data + bytes(100 << 20)}
     ended = phalanx("pull", f"{NAME}:Q8_0")
     refused(ended, f"{NAME}:Q8_0: x-Q8_0.gguf", "architecture 'mamba'")
-    assert entries(variables) == [] and "verifying" not in ended.stderr
+    assert entries_of(imported(variables)) == [] and "verifying" not in ended.stderr
 
 
 def test_a_disk_that_is_too_small_is_said_before_the_download(
@@ -158,7 +150,7 @@ def test_a_disk_that_is_too_small_is_said_before_the_download(
 ) -> None:
     hub.announces[NAME] = 1 << 60
     refused(phalanx("pull", f"{NAME}:Q8_0"), f"{NAME}:Q8_0 needs 1073741824.00 GiB of disk, but")
-    assert entries(variables) == []
+    assert entries_of(imported(variables)) == []
 
 
 def test_a_file_that_is_not_what_the_hub_says_is_not_imported(
@@ -168,7 +160,7 @@ def test_a_file_that_is_not_what_the_hub_says_is_not_imported(
     data[-1] ^= 1
     hub.sends["tiny-Q8_0.gguf"] = bytes(data)
     refused(phalanx("pull", f"{NAME}:Q8_0"), f"tiny-Q8_0.gguf of {NAME} is not what the hub says")
-    assert not any(not name.startswith(".") for name in entries(variables))
+    assert not any(not name.startswith(".") for name in entries_of(imported(variables)))
     hub.sends.clear()
     assert directory(phalanx("pull", f"{NAME}:Q8_0")).exists()
 
@@ -204,13 +196,13 @@ def test_a_killed_pull_goes_on_and_is_listed_and_removed(
     first = killed_with(100_000_000).stat().st_size
     assert f"not whole: phalanx pull {NAME}:Q5_0" in phalanx("list").stdout
     refused(phalanx("serve", f"{NAME}:Q5_0", HF_HUB_OFFLINE="1"), "the hub cannot be reached")
-    assert phalanx("rm", f"{NAME}:Q5_0").returncode == 0 and entries(variables) == []
+    assert phalanx("rm", f"{NAME}:Q5_0").returncode == 0 and entries_of(imported(variables)) == []
     have = killed_with(100_000_000).stat().st_size
     assert min(have, first) >= 100_000_000 and max(have, first) < len(data)
     hub.stops_at = None
     hub.go_on.set()
     made = directory(phalanx("pull", f"{NAME}:Q5_0"))
-    assert hub.ranges()[-1] == f"bytes={have}-" and entries(variables) == [made.name]
+    assert hub.ranges()[-1] == f"bytes={have}-" and entries_of(imported(variables)) == [made.name]
     local = directory(phalanx("pull", str(tmp_path / "large.gguf"), XDG_CACHE_HOME=str(tmp_path / "other")))
     assert (local / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
 
@@ -254,7 +246,7 @@ def test_ollamas_api_pulls_shows_and_deletes_a_quantisation(
             refusal = client.post("/api/pull", json={"model": "hf.co/../etc:Q8_0", "stream": False})
             assert refusal.status_code == 400 and "neither a short name nor a hub id" in refusal.json()["error"]
             assert client.request("DELETE", "/api/delete", json={"model": name}).status_code == 200
-        assert entries(variables) == []
+        assert entries_of(imported(variables)) == []
     finally:
         server.kill()
         server.wait()

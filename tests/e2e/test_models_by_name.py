@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import psutil
 import pytest
 from support.gateways import running_gateway
 from support.gguf_files import write_tiny
-from support.stub_hub import COMMIT, StubHub, files_of_a_model, stub_hub
+from support.stub_hub import COMMIT, StubHub, files_of_a_model, stub_hub, variables_of
 
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import ExitCode
@@ -37,9 +36,7 @@ def hub() -> Iterator[StubHub]:
 
 @pytest.fixture
 def variables(hub: StubHub, tmp_path: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_CACHE"))}
-    own = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": hub.url}
-    return {**kept, **own, "no_proxy": "*"}
+    return variables_of(hub, tmp_path)
 
 
 @pytest.fixture

@@ -295,3 +295,8 @@ def unpaired(weights: Array, heads: int) -> Array:
     size = len(weights) // heads
     order = [h * size + 2 * (r % (size // 2)) + r // (size // 2) for h in range(heads) for r in range(size)]
     return weights[order]
+
+
+def entries_of(folder: Path) -> list[str]:
+    """What imports have left in the folder of imported models."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name != ".locks") if folder.exists() else []

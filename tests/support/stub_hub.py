@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -52,6 +54,13 @@ class StubHub:
     def ranges(self) -> list[str]:
         """Of the requests for large files."""
         return [asked for method, path, asked in self.asked if method == "GET" and path.startswith("/cdn/")]
+
+
+def variables_of(hub: StubHub, home: Path) -> dict[str, str]:
+    """The environment of a command that knows this hub only, and has its caches in `home`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_CACHE"))}
+    own = {"HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": str(home / "cache"), "HF_ENDPOINT": hub.url}
+    return {**kept, **own, "no_proxy": "*"}
 
 
 def is_large(name: str) -> bool:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.gguf_files import gguf, tiny_metadata, tiny_tensors, unpaired, write_tiny
+from support.gguf_files import entries_of, gguf, tiny_metadata, tiny_tensors, unpaired, write_tiny
 from tokenizers import Tokenizer
 
 from phalanx.catalog.imports import imports_folder
@@ -29,27 +29,6 @@ from phalanx.model.gguf.gguf_header import parse_header
 from phalanx.model.gguf.gguf_import import convert, halves
 from phalanx.model.gguf.import_once import import_gguf
 from phalanx.model.loading.resolve import resolve
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    write_tiny(tmp_path / "Tiny one.gguf")
-    return tmp_path / "Tiny one.gguf"
-
-
-def entries() -> list[str]:
-    """What imports have left."""
-    folder = imports_folder()
-    return sorted(entry.name for entry in folder.iterdir() if entry.name != ".locks") if folder.exists() else []
 
 
 def header_of(file: Path) -> bytes:
@@ -115,7 +94,7 @@ def refusal(home: Path, match: str, *, kind: type[ModelError] = ModelUnsupported
     with pytest.raises(kind, match=match) as raised:
         import_gguf(home / "x.gguf")
     assert raised.value.remedy and "\n" not in str(raised.value) and "x.gguf" in str(raised.value)
-    assert entries() == []
+    assert entries_of(imports_folder()) == []
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
@@ -185,7 +164,7 @@ def test_damaged_weights_are_named(home: Path):
     (home / "x.gguf").write_bytes(gguf(tiny_metadata("llama"), tensors))
     with pytest.raises(WeightsError, match=r"x\.gguf: tensor blk\.1\.ffn_up\.weight has a scale that is not finite"):
         import_gguf(home / "x.gguf")
-    assert entries() == []
+    assert entries_of(imports_folder()) == []
 
 
 def test_tensors_that_are_not_taken_over_are_named(home: Path):

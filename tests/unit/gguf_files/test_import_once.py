@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.gguf_files import write_tiny
+from support.gguf_files import entries_of, write_tiny
 
 from phalanx.catalog.imports import (
     BEGUN,
@@ -30,27 +30,6 @@ from phalanx.model.gguf import gguf_import, import_journal, import_once
 from phalanx.model.gguf.gguf_import import convert
 from phalanx.model.gguf.import_once import import_gguf
 from phalanx.model.loading.resolve import resolve
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    write_tiny(tmp_path / "Tiny one.gguf")
-    return tmp_path / "Tiny one.gguf"
-
-
-def entries() -> list[str]:
-    """What imports have left."""
-    folder = imports_folder()
-    return sorted(entry.name for entry in folder.iterdir() if entry.name != ".locks") if folder.exists() else []
 
 
 def no_reading(*_: object) -> str:
@@ -135,14 +114,14 @@ def test_an_import_that_is_interrupted_goes_on(file: Path, monkeypatch: pytest.M
     for n in range(1, 20):
         with pytest.raises(Interrupted):
             import_gguf(file, interrupt_at(2 if n == 1 else 3))  # the first piece is then what is there already
-        assert entries() == [f"{BEGUN}{wanted.name}"] and directory_of(str(file)) is None
+        assert entries_of(imports_folder()) == [f"{BEGUN}{wanted.name}"] and directory_of(str(file)) is None
         assert imported_name(f"{BEGUN}{wanted.name}") is None, "it is not served by this name either"
         begun = find(str(file))
         assert (begun.name, begun.lacks) == (str(file), "model.safetensors")
         assert [model.name for model in local_models()] == ["demo", str(file)]
         journal = (begun.path / gguf_import.JOURNAL).read_text().splitlines()
         assert len(journal) == 1 + n, "each interrupted import has made one tensor more"
-    assert import_gguf(file) == wanted and entries() == [wanted.name]
+    assert import_gguf(file) == wanted and entries_of(imports_folder()) == [wanted.name]
     assert {entry.name: entry.read_bytes() for entry in wanted.iterdir()} == whole
     assert read_once.calls == 1, "the file's digest is known while it has not changed"
 
@@ -160,7 +139,7 @@ def interrupted(file: Path) -> Path:
     """The folder of an import that was interrupted."""
     with pytest.raises(Interrupted):
         import_gguf(file, interrupt_at(8))
-    (name,) = (name for name in entries() if name.startswith(BEGUN))
+    (name,) = (name for name in entries_of(imports_folder()) if name.startswith(BEGUN))
     return imports_folder() / name
 
 
@@ -187,7 +166,7 @@ def test_a_file_that_changed_in_an_interrupted_import_is_begun_anew(file: Path, 
     file.write_bytes(data[:-64] + bytes(64))
     file.write_bytes(data)
     made = import_gguf(file)
-    assert entries() == [made.name]
+    assert entries_of(imports_folder()) == [made.name]
     convert(file, file.with_name("other"))
     assert (made / "model.safetensors").read_bytes() == (file.with_name("other") / "model.safetensors").read_bytes()
 
@@ -197,7 +176,10 @@ def test_an_unfinished_import_of_a_file_that_was_replaced_is_removed(file: Path)
     interrupted(file)
     write_tiny(file, seed=9)
     made = import_gguf(file)
-    assert entries() == [made.name] and [model.name for model in local_models()] == ["demo", made.name]
+    assert entries_of(imports_folder()) == [made.name] and [model.name for model in local_models()] == [
+        "demo",
+        made.name,
+    ]
 
 
 def test_an_unfinished_import_is_removed_by_its_files_name(file: Path):
@@ -221,7 +203,7 @@ def test_a_file_that_changes_while_it_is_imported_is_refused(file: Path):
     for change in (rewrite, exchange):
         with pytest.raises(WeightsError, match=r"Tiny one\.gguf changed while it was imported"):
             import_gguf(file, change)
-        assert entries() == []
+        assert entries_of(imports_folder()) == []
     assert import_gguf(file).exists()
 
 
@@ -259,7 +241,7 @@ def test_two_imports_of_a_file_make_it_once(file: Path):
     for thread in threads:
         thread.join(60)
     assert len(made) == 2 and made[0] == made[1] and "waiting for another import of this model" in said
-    assert not any(status.startswith("importing") for status in said) and len(entries()) == 2
+    assert not any(status.startswith("importing") for status in said) and len(entries_of(imports_folder())) == 2
 
 
 def test_other_users_cannot_enter_the_folder_of_an_import(file: Path):
@@ -303,7 +285,7 @@ def test_a_folder_whose_name_is_not_utf_8(file: Path, home: Path, monkeypatch: p
         import_gguf(Path("x.gguf"), interrupt_at(2))
     assert find("x.gguf").lacks
     made = import_gguf(Path("x.gguf"))
-    assert directory_of("x.gguf") == made and entries() == [made.name]
+    assert directory_of("x.gguf") == made and entries_of(imports_folder()) == [made.name]
 
 
 def test_a_link_to_a_file_is_the_file(file: Path, home: Path, monkeypatch: pytest.MonkeyPatch):
@@ -333,7 +315,7 @@ def rows(said: str) -> list[str]:
 def test_a_file_is_shown_before_it_is_imported(file: Path, capsys: pytest.CaptureFixture[str]):
     show.command(str(file))
     before = rows(capsys.readouterr().out)
-    assert entries() == []
+    assert entries_of(imports_folder()) == []
     import_gguf(file)
     show.command(str(file))
     after = rows(capsys.readouterr().out)
@@ -351,7 +333,7 @@ def test_the_disk_is_checked_first(file: Path, monkeypatch: pytest.MonkeyPatch):
         patch.setattr(gguf_import.shutil, "disk_usage", full)
         with pytest.raises(ModelError, match=r"Tiny one.gguf needs 0.00 GiB of disk, but .* has 0.00 GiB free"):
             import_gguf(file)
-    assert entries() == []
+    assert entries_of(imports_folder()) == []
     folder = interrupted(file)
     monkeypatch.setattr(gguf_import.shutil, "disk_usage", full)
     with pytest.raises(ModelError, match="of disk, but"):
