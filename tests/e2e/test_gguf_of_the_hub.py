@@ -111,6 +111,7 @@ def test_without_a_quantisation_it_is_q4_k_m(phalanx: Run, variables: dict[str, 
     assert entries_of(imported(variables)) == [made.name]
 
 
+@pytest.mark.full
 def test_several_files_in_a_folder_are_one_model(phalanx: Run, variables: dict[str, str], hub: StubHub) -> None:
     made = directory(phalanx("pull", f"{NAME}:F16"))
     assert made.name.startswith("tiny-F16-") and "-of-" not in made.name
@@ -124,6 +125,7 @@ def test_several_files_in_a_folder_are_one_model(phalanx: Run, variables: dict[s
     refused(phalanx("pull", f"{NAME}:F16"), f"{NAME} lacks F16/tiny-F16-00002-of-00003.gguf")
 
 
+@pytest.mark.full
 def test_what_the_repository_has_not_is_one_line(phalanx: Run, variables: dict[str, str], hub: StubHub) -> None:
     refused(phalanx("pull", f"{NAME}:Q9_9"), f"{NAME} has no Q9_9; it has F16, Q4_K_M, Q8_0")
     refused(phalanx("pull", "owner/none:Q4_K_M"), "the hub has no such repository")
@@ -134,6 +136,7 @@ def test_what_the_repository_has_not_is_one_line(phalanx: Run, variables: dict[s
     assert entries_of(imported(variables)) == []
 
 
+@pytest.mark.full
 def test_a_model_that_is_not_taken_over_is_refused_by_its_first_bytes(
     phalanx: Run, variables: dict[str, str], hub: StubHub, tmp_path: Path
 ) -> None:
@@ -145,6 +148,7 @@ def test_a_model_that_is_not_taken_over_is_refused_by_its_first_bytes(
     assert entries_of(imported(variables)) == [] and "verifying" not in ended.stderr
 
 
+@pytest.mark.full
 def test_a_disk_that_is_too_small_is_said_before_the_download(
     phalanx: Run, variables: dict[str, str], hub: StubHub
 ) -> None:
@@ -153,6 +157,7 @@ def test_a_disk_that_is_too_small_is_said_before_the_download(
     assert entries_of(imported(variables)) == []
 
 
+@pytest.mark.full
 def test_a_file_that_is_not_what_the_hub_says_is_not_imported(
     phalanx: Run, variables: dict[str, str], hub: StubHub
 ) -> None:
@@ -173,6 +178,7 @@ def large(tmp_path: Path) -> bytes:
     return (tmp_path / "large.gguf").read_bytes()
 
 
+@pytest.mark.full
 def test_a_killed_pull_goes_on_and_is_listed_and_removed(
     phalanx: Run, variables: dict[str, str], hub: StubHub, tmp_path: Path
 ) -> None:
@@ -207,6 +213,7 @@ def test_a_killed_pull_goes_on_and_is_listed_and_removed(
     assert (local / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
 
 
+@pytest.mark.full
 def test_a_file_in_the_hubs_cache_is_not_fetched_again_and_stays(
     phalanx: Run, variables: dict[str, str], hub: StubHub
 ) -> None:
@@ -220,6 +227,7 @@ def test_a_file_in_the_hubs_cache_is_not_fetched_again_and_stays(
     assert hub.ranges() == [] and blob.read_bytes() == data and made.exists()
 
 
+@pytest.mark.full
 def test_ollamas_api_pulls_shows_and_deletes_a_quantisation(
     variables: dict[str, str], hub: StubHub, tmp_path: Path
 ) -> None:
