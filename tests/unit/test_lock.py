@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from phalanx.cluster.wheelhouse import ALSO
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NATIVE = tomllib.loads((ROOT / "native" / "pyproject.toml").read_text())
@@ -161,6 +163,7 @@ def test_running_needs_no_more_than_its_lock() -> None:
     asked = {canonicalize_name(one.name) for name in found for one in needs(Requirement(name), here)}
     of_these = {"regex", "safetensors", "charset-normalizer", "urllib3"}  # transformers and requests ask for two each
     assert asked - found == UNUSED - of_these
+    assert set(ALSO) == UNUSED, "pip on another host looks at dependencies"
     assert not found & UNUSED and set(locked(["requirements-dev.lock"], here)) >= UNUSED
     assert "pytest" not in found and "cmake" not in found
 

@@ -24,8 +24,11 @@ from phalanx.errors import ClusterError, ConfigError
 
 MINORS = ("3.12", "3.13", "3.11", "3.14")  # the newest has the fewest wheels
 NAME_CHARS = 12  # of the hash in a release's name
-ALSO = ("protobuf", "regex", "safetensors", "sentencepiece", "transformers")
-"""Packages of requirements-dev.lock that hosts get as well: some tokenizers can be read by transformers only."""
+ALSO = (
+    "charset-normalizer", "protobuf", "regex", "requests", "safetensors", "sentencepiece", "transformers", "urllib3"
+)  # fmt: skip
+"""Packages of requirements-dev.lock that hosts get as well: pip installs what others ask for, and some tokenizers can
+be read by transformers only."""
 MAKE = "Run `make wheels` in phalanx's checkout, or name the folder with its wheels: --wheels."
 
 
