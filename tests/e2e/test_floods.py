@@ -153,7 +153,10 @@ def test_a_flood_of_connections_disturbs_neither_streams_nor_health(attacked: At
 
     async def main() -> list[int]:
         async with attacked.client("one") as client:
-            streams = [asyncio.create_task(stream(client, TOKENS)) for _ in range(STREAMS)]
+            begun = [asyncio.Event() for _ in range(STREAMS)]
+            streams = [asyncio.create_task(stream(client, TOKENS, event)) for event in begun]
+            async with asyncio.timeout(240):  # a connection whose key is not known yet may make way
+                await asyncio.gather(*(event.wait() for event in begun))
             await asyncio.to_thread(flood)
             return await asyncio.gather(*streams)
 
