@@ -65,7 +65,7 @@ def test_without_a_command_it_names_what_works_here() -> None:
 
 def test_a_module_that_is_missing_for_another_reason_is_no_matter_of_the_engine() -> None:
     done = python(
-        "sys.modules['rich'] = None; from phalanx.cli.main import main; main(sys.argv[1:])", "gateway", "--help"
+        "sys.modules['typer'] = None; from phalanx.cli.main import main; main(sys.argv[1:])", "gateway", "--help"
     )
     assert done.returncode == 1 and "needs phalanx's engine" not in done.stderr
 

@@ -52,7 +52,7 @@ COMMANDS = {
 
 HIDDEN = frozenset({"agent", "host", "rank", "reach"})
 PASSES_ON = frozenset({"up"})
-"""Commands that hand everything after `--` to another program, as values of their hidden option `--word`."""
+"""Commands that hand everything after `--` to other commands; they find it in their context's `obj`."""
 
 OWN_PARSER = frozenset({"rank"})
 """Commands that parse their words themselves: typer imports pydantic, for which a starting rank would wait."""
@@ -98,7 +98,8 @@ def main(arguments: Sequence[str]) -> int:
             command = importlib.import_module(f"phalanx.cli.{asked}").command
             return exit_code(lambda: command(arguments[1:]))
         app = importlib.import_module("phalanx.cli.typer_app").build(asked, COMMANDS, HIDDEN)
-        app(_passed_on(asked, arguments), prog_name="phalanx")
+        own, after = _divided(asked, arguments)
+        app(own, prog_name="phalanx", obj=after)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     except ModuleNotFoundError as error:
@@ -116,13 +117,13 @@ def _named_elsewhere(arguments: Sequence[str]) -> int:
     raise ConfigError(f"There is no command '{arguments[0]}'.", remedy=f"Did you mean `{here}`?")
 
 
-def _passed_on(asked: str | None, arguments: Sequence[str]) -> list[str]:
-    """The words for typer: those after `--` become values of `--word`, even where they look like options."""
+def _divided(asked: str | None, arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The words for typer, and those after `--`, if the command passes these on."""
     words = list(arguments)
     if asked not in PASSES_ON or "--" not in words:
-        return words
+        return words, ()
     at = words.index("--")
-    return [*words[:at], *(f"--word={word}" for word in words[at + 1 :])]
+    return words[:at], tuple(words[at + 1 :])
 
 
 def _is_utf8(argument: str) -> bool:

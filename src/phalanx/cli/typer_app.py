@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from phalanx import __version__
+from phalanx.cli.command_line import Command
 from phalanx.cli.exits import exit_code
 
 
@@ -23,8 +24,9 @@ def build(asked: str | None, commands: Mapping[str, str], hidden: Collection[str
     for name, summary in commands.items():
         function = importlib.import_module(f"phalanx.cli.{name}").command if name == asked else _not_asked
         untouched = {"ignore_unknown_options": True, "allow_interspersed_args": False} if name == "reach" else {}
-        app.command(name, short_help=summary, hidden=name in hidden, context_settings=untouched)(_ending(function))
-    app.command("version", short_help="Print the version.")(_ending(_version))
+        declare = app.command(name, cls=Command, short_help=summary, hidden=name in hidden, context_settings=untouched)
+        declare(_ending(function))
+    app.command("version", cls=Command, short_help="Print the version.")(_ending(_version))
     return app
 
 

@@ -85,7 +85,8 @@ def command(
         str | None, typer.Option(metavar="HOST", help="Where the gateway runs.", show_default="the first host")
     ] = None,
     python: Python = "",
-    word: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
+    *,
+    context: typer.Context,
 ) -> int:
     """Start a cluster: rank i on host i, the server on the first. Everything after `--` goes to `phalanx serve`.
 
@@ -93,7 +94,8 @@ def command(
     """
     if replicas == 1 and gateway_host is not None:
         raise ConfigError("--gateway-host: one group has no gateway.", remedy="Use it with --replicas 2 or more.")
-    words, of_gateway = split_flags(word or ("demo",)) if replicas > 1 else (tuple(word or ("demo",)), ())
+    after: tuple[str, ...] = context.obj or ("demo",)
+    words, of_gateway = split_flags(after) if replicas > 1 else (after, ())
     serve, keys = split_keys(words or ("demo",))
     serve, admin_keys = split_flag(serve, "--admin-key")
     flags, clients_keys = split_keys(of_gateway)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from phalanx.cli import up
 from phalanx.cli.clusters import chosen, phase, says
 from phalanx.cli.down import report
-from phalanx.cli.main import _passed_on, main
+from phalanx.cli.main import _divided, main
 from phalanx.cluster.deployment import Deployment
 from phalanx.cluster.host_status import HostStatus, ServerHealth
 from phalanx.cluster.plans import Plan
@@ -24,16 +24,8 @@ GB = 1 << 30
 
 def test_what_follows_two_dashes_is_passed_on():
     words = ["up", "hosts.json", "--", "demo", "--port", "9", "--", "x"]
-    assert _passed_on("up", words) == [
-        "up",
-        "hosts.json",
-        "--word=demo",
-        "--word=--port",
-        "--word=9",
-        "--word=--",
-        "--word=x",
-    ]
-    assert _passed_on("serve", words) == words
+    assert _divided("up", words) == (["up", "hosts.json"], ("demo", "--port", "9", "--", "x"))
+    assert _divided("serve", words) == (words, ())
 
 
 @pytest.mark.parametrize(
@@ -169,7 +161,7 @@ def test_up_hands_keys_of_flags_and_variables_to_the_gateway_and_its_servers(mon
         monkeypatch.setenv(variable, f"env-{variable[8:]}")
 
     def keys(*words: str) -> tuple[object, ...]:
-        assert main(_passed_on("up", list(words))) == 0, capsys.readouterr().err
+        assert main(list(words)) == 0, capsys.readouterr().err
         group, gateway = seen[-1].groups[0], seen[-1].gateway
         return (group.api_keys, group.admin_key), gateway and (gateway.api_keys, gateway.admin_key, gateway.flags)
 
@@ -183,8 +175,8 @@ def test_up_hands_keys_of_flags_and_variables_to_the_gateway_and_its_servers(mon
     assert keys(*one) == ((("env-API_KEY",), "env-ADMIN_KEY"), None)
     assert keys(*one, *files) == (((), None), None)
     for name in ("--api-key", "--admin-key"):
-        assert main(_passed_on("up", [*two, "--", name, "k", f"{name}-file", "x"])) == ExitCode.CONFIG
+        assert main([*two, "--", name, "k", f"{name}-file", "x"]) == ExitCode.CONFIG
         assert f"{name} and {name}-file exclude each other" in capsys.readouterr().err
     monkeypatch.setenv("PHALANX_GATEWAY_ADMIN_KEY", " ")
-    assert main(_passed_on("up", two)) == ExitCode.CONFIG
+    assert main(two) == ExitCode.CONFIG
     assert "PHALANX_GATEWAY_ADMIN_KEY is set, but there is no key" in capsys.readouterr().err

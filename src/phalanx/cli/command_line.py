@@ -1,0 +1,125 @@
+"""One command's words as typer parses them: its help, and errors for words that it does not take.
+
+Does not know values: typer checks those by what `setting_flags.py` declares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from phalanx.cli.foreign_flags import FOREIGN_FLAGS, SERVING_COMMANDS
+from phalanx.cli.setting_flags import settings_of
+from phalanx.cli.terminal import report
+from phalanx.errors import ConfigError, ExitCode
+from phalanx.server.settings.server_settings import ServerConfig
+
+AFTER_DASHES = "phalanx up HOSTFILE -- MODEL"
+
+
+class Command(TyperCommand):
+    """Prints every flag whole at any width: on a line of its own where it is long, with its help below.
+
+    typer's table would cut long flags on 80 columns and leave out their short forms.
+    """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write usage, text, arguments and, panel by panel, options."""
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                title = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(record)
+        for title in filter(panels.get, panels):
+            with formatter.section(title):
+                formatter.write_dl(panels[title])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command's words.
+
+        Raises:
+            Exit: a word is none of this command's; the error is printed.
+        """
+        if not ctx.ignore_unknown_options:
+            try:
+                self._check(ctx, args)
+            except ConfigError as error:
+                report(error)
+                raise typer.Exit(ExitCode.USAGE) from None
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+    def _check(self, ctx: Any, words: Sequence[str]) -> None:
+        """Refuse flags that the command does not have, and arguments beyond those that it takes.
+
+        Raises:
+            ConfigError: names the word, and where it belongs.
+        """
+        arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
+        most = math.inf if any(argument.nargs == -1 for argument in arguments) else len(arguments)
+        given = []
+        for word, is_flag in self._sorted(ctx, words):
+            if is_flag:
+                name = word.partition("=")[0]
+                raise ConfigError(f"`phalanx {self.name}` has no flag {name}.", remedy=self._remedy(ctx, name))
+            given.append(word)
+        if len(given) > most:
+            word = given[len(arguments)]
+            raise ConfigError(
+                f"{word!r} is one argument too many.",
+                remedy=f"A model stands after `--`: `phalanx up HOSTFILE -- {word}`."
+                if self._is_up
+                else f"`phalanx {self.name} --help` shows all.",
+            )
+
+    def _sorted(self, ctx: Any, words: Sequence[str]) -> Iterator[tuple[str, bool]]:
+        """Arguments, with False, and flags that the command does not have, with True."""
+        known = {name: option for option in self._options(ctx) for name in (*option.opts, *option.secondary_opts)}
+        rest = iter(words)
+        for word in rest:
+            if word == "--":
+                yield from ((argument, False) for argument in rest)
+            elif word in known:
+                if not (known[word].is_flag or known[word].count):
+                    next(rest, None)
+            elif word.startswith("--"):
+                if word.partition("=")[0] not in known:
+                    yield word, True
+            elif not word.startswith("-") or word == "-":
+                yield word, False
+
+    def _options(self, ctx: Any) -> list[Any]:
+        return [parameter for parameter in self.get_params(ctx) if parameter.param_type_name == "option"]
+
+    @property
+    def _is_up(self) -> bool:
+        return self.name == "up"
+
+    def _remedy(self, ctx: Any, name: str) -> str:
+        """What to do about a flag that the command does not have."""
+        shown = [spelled for option in self._options(ctx) if not option.hidden for spelled in option.opts]
+        if self._is_up and name in serve_flags():
+            return f"It is a flag of `phalanx serve`, and stands after `--`: `{AFTER_DASHES} {name} ...`."
+        if self._is_up and name == "--model":
+            return f"The model is an argument, and stands after `--`: `{AFTER_DASHES}`."
+        if self.name in SERVING_COMMANDS and name in FOREIGN_FLAGS:
+            return FOREIGN_FLAGS[name]
+        if close := get_close_matches(name, shown, n=1):
+            return f"Did you mean {close[0]}?"
+        return f"`phalanx {self.name} --help` shows all flags."
+
+
+def serve_flags() -> set[str]:
+    """Every flag of `phalanx serve` that takes a setting, with its short forms; MODEL is none."""
+    nested = [setting.type for setting in settings_of(ServerConfig).values() if setting.is_nested]
+    settings = [setting for owner in (ServerConfig, *nested) for setting in settings_of(owner).values()]
+    flags = [setting for setting in settings if not (setting.is_nested or setting.flag.positional)]
+    return {name for setting in flags for name in (setting.spelled, *setting.flag.aliases)}

@@ -1,0 +1,85 @@
+"""Help at 80 columns, and words that a command does not take: where they belong, and what does the same here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from phalanx.cli.command_line import serve_flags
+from phalanx.cli.foreign_flags import FOREIGN_FLAGS
+from phalanx.cli.main import COMMANDS, HIDDEN, main
+from phalanx.errors import ExitCode
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_shows_every_flag_of_serve_whole(
+    flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["serve", flag]) == 0
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    shown = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", text))
+    assert serve_flags() <= shown | {spelled.replace("--", "--no-", 1) for spelled in shown}
+    assert "--tp" in shown
+    assert "\nMemory:\n" in text and "\nRanks:\n" in text
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in HIDDEN | {"serve"}])
+def test_help_of_every_command_fits_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([name, "-h"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hosts.json", "qwen3:4b"], "`phalanx up HOSTFILE -- qwen3:4b`"),
+        (["hosts.json", "--tp", "2", "--", "demo"], "stands after `--`: `phalanx up HOSTFILE -- MODEL --tp"),
+        (["--max-model-len=9", "hosts.json"], "stands after `--`: `phalanx up HOSTFILE -- MODEL --max-model-len"),
+        (["hosts.json", "--model", "demo"], "`phalanx up HOSTFILE -- MODEL`"),
+        (["--hosts", "a,b", "x", "y"], "'y' is one argument too many"),
+        (["--timeot", "3"], "Did you mean --timeout?"),
+    ],
+)
+def test_words_of_up_that_belong_after_two_dashes(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", *words]) == ExitCode.USAGE
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--wor", "--word", "--stop-on-eo"])
+@pytest.mark.parametrize("command", ["up", "serve"])
+def test_no_internal_flag_is_suggested(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, word]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert "--stop-on-eof" not in said and "Did you mean --word" not in said
+
+
+@pytest.mark.parametrize("words", [["--gpu-memory-utilization", "0.9"], ["--gpu-memory-utilization=0.9"]])
+def test_a_flag_of_vllm_is_answered_with_ours(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "demo", *words]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert "has no flag --gpu-memory-utilization" in said and "--kv-cache-gb" in said
+
+
+def test_hints_name_flags_that_serve_has() -> None:
+    assert not serve_flags() & set(FOREIGN_FLAGS)
+    named = set(re.findall(r"--[a-z][a-z-]*", " ".join(FOREIGN_FLAGS.values())))
+    assert named <= serve_flags() | {"--replicas"}
+
+
+def test_values_that_look_like_flags_are_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "-p", "--gpu", "--seed", "x"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert "--gpu" not in said and "'--seed'" in said
+
+
+def test_words_after_two_dashes_are_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--", "--odd-name"]) != 0
+    assert "--odd-name is not on this machine" in capsys.readouterr().err
