@@ -12,7 +12,7 @@ first=$1 second=$2
 shift 2
 [ $# -gt 0 ] || set -- demo
 
-phalanx hostfile "$first,$second" -o hosts.json       # addresses, and what can carry sums between the hosts
+phalanx hostfile "$first,$second" -o hosts.json --force    # addresses, and what can carry sums between the hosts
 phalanx doctor hosts.json || [ $? -eq 10 ]            # 10 is "only warnings"
 
 trap 'phalanx down hosts.json' EXIT

@@ -77,7 +77,10 @@ def chosen(argument: Path | None, option: Path | None, names: str | None, count:
         try:
             hostfile = parse(file.read_text(), str(file))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}.", remedy="`phalanx hostfile` writes one.") from error
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(
+                f"The hostfile {file} cannot be read: {why}.", remedy="`phalanx hostfile A,B -o FILE` writes one."
+            ) from error
     return hostfile if count is None else hostfile.first(count)
 
 

@@ -24,6 +24,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write it.", show_default="stdout")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file without asking.")] = False,
     python: Python = "",
 ) -> int:
     """Ask hosts for their addresses and RDMA devices, and write a hostfile that mlx.launch reads as well."""
@@ -36,6 +37,13 @@ def command(
         print(f"{check}: {len(found.hosts)} hosts: {', '.join(host.ssh for host in found.hosts)}")
         return ExitCode.OK
     assert names is not None
+    if names.endswith(".json") or Path(names).is_file():
+        raise ConfigError(
+            f"{names} is a file, and here stand the names of hosts.",
+            remedy=f"`phalanx hostfile --check {names}` checks it, `phalanx hostfile A,B -o {names}` writes it.",
+        )
+    if output is not None:
+        _check_output(output, force=force)
     remotes = [Remote(host.ssh, python=python) for host in from_names(names).hosts]
     hostfile, reasons = discover(asyncio.run(facts_of(remotes)))
     for reason in reasons:
@@ -44,5 +52,25 @@ def command(
     if output is None:
         sys.stdout.write(text)
     else:
-        output.write_text(text)
+        try:
+            output.write_text(text)
+        except OSError as error:
+            raise ConfigError(
+                f"--output {output} cannot be written: {error.strerror}.", remedy="Name a file that can be written."
+            ) from error
     return ExitCode.OK
+
+
+def _check_output(output: Path, *, force: bool) -> None:
+    """Refuse what cannot be written, before hosts are asked, and ask before a file is written over.
+
+    Raises:
+        ConfigError: says what is in the way.
+    """
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no directory {output.parent}.", remedy="Make it first.")
+    if not output.exists() or force:
+        return
+    if sys.stdin.isatty() and output.is_file() and typer.confirm(f"{output} exists. Write over it?", err=True):
+        return
+    raise ConfigError(f"--output {output} exists.", remedy="Name another file, or add --force to write over it.")

@@ -217,14 +217,17 @@ def _say_where(deployment: Deployment) -> None:
     """Print the address, and who reaches it."""
     plan, gateway = deployment.groups[0], deployment.gateway
     size = len(plan.hostfile.hosts)
-    what = f"{size} hosts" if gateway is None else f"{len(deployment.groups)} replicas of {size} hosts"
+    what = "1 host" if size == 1 else f"{size} hosts"
+    if gateway is not None:
+        what = f"{len(deployment.groups)} replicas of {what}"
     print(f"phalanx is up: {url_of(deployment)} ({what})", flush=True)
     host, words = (plan.hostfile.hosts[0], plan.serve) if gateway is None else (gateway.host, gateway.flags)
     if (flag_value(words, "--host") or "127.0.0.1").startswith("127."):
         opens = f"-- {plan.serve[0]} --host 0.0.0.0" if gateway is None else "-- MODEL -- --host 0.0.0.0"
         note(f"only {host.ssh} itself reaches this address; `{opens}` opens it to the others")
-    elif gateway is not None and not gateway.asks_for_keys:
-        note("warning: other machines reach this address, and no key is asked for; `-- MODEL -- --api-key KEY` does")
+    elif not (plan.asks_for_keys if gateway is None else gateway.asks_for_keys):
+        asks = f"-- {plan.serve[0]} --api-key KEY" if gateway is None else "-- MODEL -- --api-key KEY"
+        note(f"warning: other machines reach this address, and no key is asked for; `{asks}` does")
 
 
 async def _stay(deployment: Deployment) -> int:

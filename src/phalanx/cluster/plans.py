@@ -47,6 +47,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     agent_port: int = AGENT_PORT
     python: str = ""  # as `Remote` takes it
 
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether the server's clients need a key."""
+        return bool(self.api_keys) or flag_value(self.serve, "--api-key-file") is not None
+
     def remotes(self) -> list[Remote]:
         return [Remote(host.ssh, python=self.python) for host in self.hostfile.hosts]
 

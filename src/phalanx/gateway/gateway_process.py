@@ -63,9 +63,12 @@ def serve(config: GatewayConfig) -> int:
     """
     server_context(config.ssl_certfile, config.ssl_keyfile)  # an error in it is told before anything starts
     if (urls := bool(specs_of_urls(config.worker_urls))) == bool(config.replicas):
+        if urls:
+            raise ConfigError("--worker-urls and --replicas both name the replicas.", remedy="Leave one of them out.")
         raise ConfigError(
-            "The gateway's replicas are named twice." if urls else "The gateway has no replicas.",
-            remedy="Give either --worker-urls, such as http://10.0.0.5:8000,http://10.0.0.6:8000, or --replicas FILE.",
+            "The gateway has no replicas: neither --worker-urls nor --replicas names one.",
+            remedy="For example --worker-urls http://10.0.0.5:8000,http://10.0.0.6:8000, or --replicas FILE; "
+            "`phalanx up HOSTFILE --replicas N -- MODEL` starts servers and a gateway.",
         )
     limits = limits_for(config.max_connections, config.max_connections_per_address, 0)
     raise_limit(limits.total + OPEN_FILES)

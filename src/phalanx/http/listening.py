@@ -5,6 +5,7 @@ Does not know connections.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import ssl
@@ -15,15 +16,25 @@ BACKLOG = 2048  # connections that wait in the kernel: a thousand streams may be
 
 
 def base_url(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL of the API for a client on this machine."""
+    """The URL of the API; where other machines reach it, one that they reach."""
     scheme = "https" if tls else "http"
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return f"{scheme}://{host}:{port}/v1"
     if address.is_unspecified:
-        return f"{scheme}://127.0.0.1:{port}/v1"
+        return f"{scheme}://{own_address()}:{port}/v1"
     return f"{scheme}://[{host}]:{port}/v1" if address.version == 6 else f"{scheme}://{host}:{port}/v1"
+
+
+def own_address() -> str:
+    """This machine's IPv4 address in the network of its default route; 127.0.0.1 where there is none. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address that no machine has (RFC 5737)
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
 
 
 def is_loopback(host: str) -> bool:
@@ -73,13 +84,20 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
         # asyncio sets TCP_NODELAY only on sockets of protocol TCP; without it every chunk may wait 40 ms.
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"--host {host} is not an address: {error}.", remedy="Use 127.0.0.1 or 0.0.0.0.") from error
+        raise ConfigError(
+            f"--host {host} is not an address: {error.strerror}.", remedy="Use 127.0.0.1 or 0.0.0.0."
+        ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"--host {host} is not an address of this machine.",
+                remedy="Use 0.0.0.0 for all addresses of this machine, or one that `ip address` or `ifconfig` shows.",
+            ) from error
         raise ConfigError(
             f"Cannot listen on {host} port {port}: {error.strerror or error}.",
             remedy=f"Choose another {flag} (0 picks a free one), or stop what uses it "

@@ -120,16 +120,16 @@ class ServerProcess:
     # The engine's listener -------------------------------------------------------------------------------------
 
     def on_ready(self, info: ModelInfo) -> None:
-        """Print the URL of the API, and in which forms the model calls tools and reasons, once."""
+        """Print in which forms the model calls tools and reasons, and last the URL of the API, once."""
         if not self._announced:
             self._announced = True
             tls = self.tls is not None
             url = base_url(self._settings.host, self.port, tls=tls)
-            print(f"phalanx is ready: {url} (model {served_names(self._settings)[0]})", flush=True)
+            print(self.app.shapes.describe())
             for port in self.further_ports:
                 other = base_url(self._settings.host, port, tls=tls).removesuffix("/v1")
-                print(f"for Ollama's clients: {other}", flush=True)
-            print(self.app.shapes.describe(), flush=True)
+                print(f"for Ollama's clients: {other}")
+            print(f"phalanx is ready: {url} (model {served_names(self._settings)[0]})", flush=True)
 
     def on_down(self, reason: str, will_restart: bool) -> None:
         """End the server if the engine has failed for good, with the engine's exit code: supervisors see it."""

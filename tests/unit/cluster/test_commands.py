@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from phalanx.cli import up
+from phalanx.cli import hostfile, up
 from phalanx.cli.clusters import chosen, phase, says
 from phalanx.cli.down import report
 from phalanx.cli.main import _divided, main
 from phalanx.cluster.deployment import Deployment
 from phalanx.cluster.host_status import HostStatus, ServerHealth
+from phalanx.cluster.hostfile_parser import Host, Hostfile, parse
 from phalanx.cluster.plans import Plan
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import Stopped
@@ -69,6 +72,73 @@ def test_a_hostfile_is_checked(tmp_path, capsys):
     assert "2 hosts: a, b" in capsys.readouterr().out
     file.write_text("[]")
     assert main(["hostfile", "--check", str(file)]) == 64
+
+
+def test_hostfile_knows_a_file_from_names_of_hosts(tmp_path, capsys):
+    file = tmp_path / "hosts"
+    file.write_text('[{"ssh": "a"}]')
+    for name in (str(file), "hosts.json"):
+        assert main(["hostfile", name]) == ExitCode.CONFIG
+        assert f"`phalanx hostfile --check {name}`" in capsys.readouterr().err
+
+
+@pytest.fixture
+def discovered(monkeypatch) -> Hostfile:
+    """What `hostfile` finds without asking a host."""
+    found = Hostfile(hosts=(Host(ssh="a", ips=("10.0.0.1",)),))
+
+    async def facts_of(remotes):
+        return {}
+
+    monkeypatch.setattr(hostfile, "facts_of", facts_of)
+    monkeypatch.setattr(hostfile, "discover", lambda facts: (found, []))
+    return found
+
+
+def test_hostfile_asks_before_it_writes_over_a_file(discovered, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "hosts.json"
+    assert main(["hostfile", "a", "-o", str(file)]) == 0
+    written = file.read_text()
+    assert parse(written, "x") == discovered
+    file.write_text("mine")
+    assert main(["hostfile", "a", "-o", str(file)]) == ExitCode.CONFIG
+    assert "add --force" in capsys.readouterr().err and file.read_text() == "mine"
+    terminal = io.StringIO("n\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert main(["hostfile", "a", "-o", str(file)]) == ExitCode.CONFIG and file.read_text() == "mine"
+    terminal = io.StringIO("y\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert main(["hostfile", "a", "-o", str(file)]) == 0 and file.read_text() == written
+    file.write_text("mine")
+    assert main(["hostfile", "a", "-o", str(file), "--force"]) == 0 and file.read_text() == written
+
+
+def test_hostfile_says_why_it_cannot_write(discovered, tmp_path, capsys):
+    for output, said in ((tmp_path / "none" / "x", "there is no directory"), (tmp_path, "exists")):
+        assert main(["hostfile", "a", "-o", str(output)]) == ExitCode.CONFIG
+        assert said in capsys.readouterr().err
+    assert main(["hostfile", "a", "-o", str(tmp_path), "--force"]) == ExitCode.CONFIG
+    assert "cannot be written: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("serve", "said"),
+    [
+        (("demo", "--host", "0.0.0.0"), "no key is asked for; `-- demo --api-key KEY` does"),
+        (("demo",), "only a itself reaches this address"),
+        (("demo", "--host", "0.0.0.0", "--api-key-file", "x"), ""),
+    ],
+)
+def test_up_of_one_group_says_who_reaches_it_without_a_key(serve, said, capsys):
+    plan = Plan(hostfile=Hostfile(hosts=(Host(ssh="a", ips=("10.0.0.1",)),)), serve=serve)
+    up._say_where(Deployment(groups=(plan,)))
+    printed = capsys.readouterr()
+    assert said in printed.err and bool(said) == bool(printed.err)
+    assert printed.out.endswith("(1 host)\n")
+    up._say_where(Deployment(groups=(replace(plan, api_keys=("k",), serve=("demo", "--host", "0.0.0.0")),)))
+    assert not capsys.readouterr().err
 
 
 def test_one_way_to_name_hosts():

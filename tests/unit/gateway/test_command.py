@@ -98,11 +98,12 @@ def test_a_key_that_no_header_can_have_is_refused(served, flag):
 def test_a_gateway_needs_a_replica(urls, capsys):
     """As with a variable that is not set: `--worker-urls "$URLS"`."""
     assert main(["gateway", "--worker-urls", urls]) == ExitCode.CONFIG
-    assert "The gateway has no replicas" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "The gateway has no replicas: neither" in said and "`phalanx up HOSTFILE --replicas N -- MODEL`" in said
 
 
 def test_a_gateway_takes_replicas_from_one_place(tmp_path, capsys):
     (tmp_path / "replicas.toml").touch()
     flags = ["--worker-urls", "http://h:1", "--replicas", str(tmp_path / "replicas.toml")]
     assert main(["gateway", *flags]) == ExitCode.CONFIG
-    assert "named twice" in capsys.readouterr().err
+    assert "--worker-urls and --replicas both name the replicas" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, fake_engine, running_server, sse
 
 from phalanx.errors import ConfigError, ExitCode, ModelError, ModelUnsupported
+from phalanx.http import listening
 from phalanx.http.connection_table import Deadlines
 from phalanx.http.listening import base_url, bind
 from phalanx.server.requests.generation_defaults import read_defaults
@@ -51,20 +52,32 @@ def test_a_wrong_host_is_named():
     ("host", "url"),
     [
         ("127.0.0.1", "http://127.0.0.1:8000/v1"),
-        ("0.0.0.0", "http://127.0.0.1:8000/v1"),
+        ("0.0.0.0", "http://10.0.0.7:8000/v1"),
+        ("::", "http://10.0.0.7:8000/v1"),
         ("::1", "http://[::1]:8000/v1"),
         ("studio.local", "http://studio.local:8000/v1"),
     ],
 )
-def test_base_url(host, url):
+def test_base_url(host, url, monkeypatch):
+    monkeypatch.setattr(listening, "own_address", lambda: "10.0.0.7")
     assert base_url(host, 8000) == url
 
 
-def test_ready_line(tokenizer, capfd):
+def test_the_address_for_other_machines_is_one_of_this_machine():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind((listening.own_address(), 0))
+
+
+def test_a_host_that_is_another_machines_is_refused_as_that():
+    with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.9 is not an address of this machine"):
+        bind("192.0.2.9", 0)
+
+
+def test_the_ready_line_is_the_last(tokenizer, capfd):
     with running_server(tokenizer, fake_engine(tokenizer)) as running:
         pass
     ready = f"phalanx is ready: {running.base_url} (model tiny)\n"
-    assert capfd.readouterr().out == f"{ready}tool calls: not recognised, reasoning: none\n"
+    assert capfd.readouterr().out == f"tool calls: not recognised, reasoning: none\n{ready}"
 
 
 def test_a_second_port_serves_the_same_within_the_same_limits(tokenizer, capfd):
@@ -90,7 +103,7 @@ def test_a_second_port_serves_the_same_within_the_same_limits(tokenizer, capfd):
                 assert idle[len(idle) - 4].recv(1) == b"", "the oldest makes way, whichever port it is at"
             wait_for(n_held)
     said = capfd.readouterr().out.splitlines()
-    assert said[:2] == [f"phalanx is ready: {running.base_url} (model tiny)", f"for Ollama's clients: {second}"]
+    assert said[-2:] == [f"for Ollama's clients: {second}", f"phalanx is ready: {running.base_url} (model tiny)"]
     for at in (running.server.port, port):
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.1", at), timeout=60)
