@@ -15,6 +15,7 @@ from phalanx.cli.setting_flags import whole
 from phalanx.cluster.host_verbs import LogRequest
 from phalanx.cluster.lifecycle import read_logs, remotes_of
 from phalanx.cluster.ssh import Remote
+from phalanx.cluster.supervisor import GATEWAY
 from phalanx.errors import ConfigError, ExitCode
 from phalanx.faults import recognise
 from phalanx.text.printable import printable
@@ -22,6 +23,10 @@ from phalanx.text.printable import printable
 
 def command(
     hostfile: HostfileArgument = None,
+    part: Annotated[
+        str | None,
+        typer.Argument(metavar="[REPLICA]", help="Only of this one, or of the `gateway`.", show_default="everything"),
+    ] = None,
     hostfile_option: HostfileOption = None,
     hosts: Hosts = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
@@ -33,7 +38,16 @@ def command(
     lines: Annotated[int, typer.Option("--lines", **whole(0), help="Of each log, to begin with.")] = 50,
     python: Python = "",
 ) -> int:
-    """Show what servers, agents, ranks and the gateway have logged since the last `up`."""
+    """Show what servers, agents, ranks and the gateway have logged since the last `up`, also after their end."""
+    if part is None and hostfile is not None and (hostfile_option or hosts):
+        hostfile, part = None, str(hostfile)
+    of_gateway = part == GATEWAY
+    if part is not None and not of_gateway:
+        if replica is not None:
+            raise ConfigError(f"--replica {replica}, but {part!r} is named as well.", remedy="Leave one of them out.")
+        replica = part
+    if of_gateway and not (replica is None and rank is None):
+        raise ConfigError("The gateway is of no replica and has no rank.", remedy="Leave --replica and --rank out.")
     file = chosen(hostfile, hostfile_option, hosts)
     remotes = [Remote(host.ssh, python=python) for host in file.hosts]
     if replica is not None:
@@ -41,7 +55,7 @@ def command(
     if rank is not None and rank >= len(remotes):
         raise ConfigError(f"--rank {rank}, but there are {len(remotes)} hosts.")
     chosen_remotes = remotes if rank is None else [remotes[rank]]
-    request = LogRequest(lines=lines, follow=follow, gateway=replica is None and rank is None)
+    request = LogRequest(lines=lines, follow=follow, gateway=replica is None and rank is None, group=not of_gateway)
     with contextlib.suppress(KeyboardInterrupt):
         return asyncio.run(_show(chosen_remotes, request))
     return ExitCode.OK

@@ -26,6 +26,7 @@ from phalanx.cli.setting_flags import flag as setting
 from phalanx.cli.setting_flags import number, whole
 from phalanx.cli.terminal import note
 from phalanx.cluster.argument_flags import flag_value, split_flag
+from phalanx.cluster.check_results import RUNNING
 from phalanx.cluster.deployment import (
     Deployment,
     certificate_for_clients,
@@ -180,6 +181,12 @@ async def _look_first(deployment: Deployment, console: Console) -> None:
     groups = [plan.hostfile for plan in deployment.groups]
     shape = shape_of(deployment.groups[0].serve)
     results = await examine(groups, deployment.remotes(), wanted_of(deployment), shape)
+    running = {host: result.seen for host, found in results.items() for result in found if result.check == RUNNING}
+    if running:  # its ports are taken and its memory is in use: nothing else is worth a line
+        raise ClusterError(
+            f"A cluster is running already: {'; '.join(f'{host}: {process}' for host, process in running.items())}.",
+            remedy="`phalanx status` shows it, `phalanx down` ends it, `phalanx restart` does both.",
+        )
     if worst(result for found in results.values() for result in found) != "ok":
         console.print(check_results_table(results, all_levels=False), soft_wrap=True)
     bad = [(host, result) for host, found in results.items() for result in found if result.level == "bad"]

@@ -13,6 +13,8 @@ from phalanx.dist.topology import Parts
 
 Level = Literal["ok", "warning", "bad"]
 MAX_GPUS = 1024  # of a host: more than any has
+RUNNING = "running"
+"""The check of a host on which something runs that `up` has started."""
 MAX_RESULTS = 200  # of a host; there are some twenty checks
 LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
 

@@ -21,7 +21,16 @@ from pathlib import Path
 from phalanx import __version__
 from phalanx.catalog.gguf_names import is_gguf_path
 from phalanx.cluster import identity, machine
-from phalanx.cluster.check_results import CheckResult, Examination, ExamineRequest, HostFacts, bad, good, warning
+from phalanx.cluster.check_results import (
+    RUNNING,
+    CheckResult,
+    Examination,
+    ExamineRequest,
+    HostFacts,
+    bad,
+    good,
+    warning,
+)
 from phalanx.cluster.library import find_model
 from phalanx.cluster.memory_checks import memory, wired_memory, with_room
 from phalanx.cluster.supervisor import RunDirectory, describe
@@ -170,7 +179,7 @@ def processes(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -
         )  # fmt: skip
     elif running and not wanted.running:
         yield bad(
-            "running", describe(running[0]), "nothing of an earlier start", "Run `phalanx down`, or `phalanx restart`."
+            RUNNING, describe(running[0]), "nothing of an earlier start", "Run `phalanx down`, or `phalanx restart`."
         )
     else:
         yield good("processes", "running" if running else "none left over")

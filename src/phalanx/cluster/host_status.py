@@ -6,6 +6,7 @@ Looks and changes nothing.
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 from collections.abc import Sequence
 from itertools import takewhile
@@ -116,7 +117,7 @@ def status(run_dir: RunDirectory) -> HostStatus:
     supervisor, child = run_dir.named()
     processes = identity.family([child] if child is not None else [])
     lines = [line for line in tail(log_file(spec)) if SUPERVISOR_SAYS not in line]
-    fault = first_fault(lines)
+    fault = first_fault(since_loaded(lines))
     outcome = run_dir.read_outcome()
     return replace(
         base,
@@ -152,6 +153,15 @@ def tail(log: Path) -> list[str]:
     except OSError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+LOADED = re.compile(r"rank \d+: loaded in ")
+
+
+def since_loaded(lines: Sequence[str]) -> Sequence[str]:
+    """The lines since a rank has last loaded its model: a fault before was mended."""
+    loaded = [index for index, line in enumerate(lines) if LOADED.match(line)]
+    return lines[loaded[-1] :] if loaded else lines
 
 
 ERRORS = ("error: ", "phalanx could not start: ")  # begin a process's own; further lines of them are indented

@@ -32,6 +32,7 @@ from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.ssh import ANSWER
 from phalanx.cluster.supervisor import (
     GATEWAY,
+    LogPlace,
     RunDirectory,
     Spec,
     Stopped,
@@ -103,6 +104,7 @@ class LogRequest(Struct, frozen=True, kw_only=True):
     lines: int  # last lines
     follow: bool  # also send new lines
     gateway: bool = True  # a gateway's as well
+    group: bool = True  # that of a server or an agent
 
 
 class LogLines(Struct, frozen=True, kw_only=True):
@@ -198,9 +200,12 @@ def _take() -> ReceivedFile:
 def _logs(run_dir: RunDirectory) -> int:
     """Print the end of each log; to follow them, print new lines until stdin ends."""
     request = msgspec.json.decode(sys.stdin.buffer.readline(), type=LogRequest)
-    wanted = [spec for spec in _specs(run_dir) if spec.role != GATEWAY or request.gateway]
+    found = [place for place in (run_dir.read_last_log(), run_dir.gateway.read_last_log()) if place is not None]
+    if not found:
+        raise _nothing_started()
+    wanted = [place for place in found if (request.gateway if place.role == GATEWAY else request.group)]
     with contextlib.ExitStack() as stack:
-        logs = [_Log(spec, stack.enter_context(log_file(spec).open("rb"))) for spec in wanted]
+        logs = [_Log(place, stack.enter_context(_opened(place))) for place in wanted]
         for log in logs:
             answer(LogLines(lines=log.last(request.lines), of=log.of))
         while request.follow:
@@ -213,12 +218,19 @@ def _logs(run_dir: RunDirectory) -> int:
     return 0
 
 
+def _opened(place: LogPlace) -> BinaryIO:
+    try:
+        return log_file(place).open("rb")
+    except OSError as error:
+        raise ClusterError(f"{log_file(place)} cannot be read: {error.strerror}.") from error
+
+
 class _Log:
     """A log that is read while it grows."""
 
-    def __init__(self, spec: Spec, file: BinaryIO) -> None:
-        self.of = GATEWAY if spec.role == GATEWAY else ""
-        self._path = log_file(spec)
+    def __init__(self, place: LogPlace, file: BinaryIO) -> None:
+        self.of = GATEWAY if place.role == GATEWAY else ""
+        self._path = log_file(place)
         self._file = file
 
     def last(self, count: int) -> list[str]:
@@ -279,8 +291,12 @@ def _specs(run_dir: RunDirectory) -> list[Spec]:
     """The specifications of the server or agent that was started here, and of the gateway."""
     specs = [spec for spec in (run_dir.read_spec(), run_dir.gateway.read_spec()) if spec is not None]
     if not specs:
-        raise ClusterError("Nothing was started here.", remedy="Use `phalanx up`.")
+        raise _nothing_started()
     return specs
+
+
+def _nothing_started() -> ClusterError:
+    return ClusterError("Nothing was started here.", remedy="Use `phalanx up`.")
 
 
 def _directory_of(spec: Spec, run_dir: RunDirectory) -> RunDirectory:

@@ -67,6 +67,13 @@ class ProcessOutcome(Struct, frozen=True, kw_only=True):
     restarts: int
 
 
+class LogPlace(Struct, frozen=True, kw_only=True):
+    """Where the server, agent or gateway that was started last has its log. Stays when the rest is deleted."""
+
+    role: str
+    log: str  # as in `Spec`
+
+
 class SupervisorStarted(Struct, frozen=True, kw_only=True):
     """A supervisor was started."""
 
@@ -98,6 +105,7 @@ class RunDirectory:
         self.spec = self.run / "spec.json"
         self.outcome = self.run / "outcome.json"
         self.hold = self.run / "hold"
+        self.last_log = (home or Path.home()) / ".phalanx" / "logs" / f"{name}.json"
         self.scratch = self.run / "tmp"
         """For sockets and PID files of the running process, which remain if it is killed."""
 
@@ -125,6 +133,13 @@ class RunDirectory:
         """What was started here; None if nothing was, or the file cannot be read."""
         try:
             return msgspec.json.decode(self.spec.read_bytes(), type=Spec)
+        except (OSError, msgspec.DecodeError, RecursionError):
+            return None
+
+    def read_last_log(self) -> LogPlace | None:
+        """The log of what was started here last, also after its end."""
+        try:
+            return msgspec.json.decode(self.last_log.read_bytes(), type=LogPlace)
         except (OSError, msgspec.DecodeError, RecursionError):
             return None
 
@@ -165,6 +180,10 @@ def start(spec: Spec, run_dir: RunDirectory) -> int:
     run_dir.run.mkdir(parents=True, exist_ok=True, mode=0o700)
     run_dir.run.chmod(0o700)  # where a hold was left, the directory was there
     log = _open_log(spec)
+    run_dir.last_log.parent.mkdir(parents=True, exist_ok=True)
+    run_dir.last_log.write_bytes(msgspec.json.encode(LogPlace(role=spec.role, log=spec.log)))
+    if spec.layout is None and spec.role != GATEWAY:
+        run_dir.gateway.last_log.unlink(missing_ok=True)  # of a cluster before this one
     for name, text in spec.files.items():
         write_private(run_dir.run / name, text.encode())
     if spec.credentials is not None:
@@ -192,7 +211,7 @@ def start(spec: Spec, run_dir: RunDirectory) -> int:
     return process.pid
 
 
-def log_file(spec: Spec) -> Path:
+def log_file(spec: Spec | LogPlace) -> Path:
     """The path of the log on this host."""
     return Path.home() / spec.log
 

@@ -162,7 +162,10 @@ class ServerProcess:
 
     async def _drain_then_exit(self) -> None:
         if self.app.journal.unfinished:
-            log.info("draining %d requests, %g s at most", self.app.journal.unfinished, self._settings.drain_seconds)
+            log.info(
+                "draining %d requests, %g s at most; a second Ctrl-C or SIGTERM ends them at once",
+                self.app.journal.unfinished, self._settings.drain_seconds,
+            )  # fmt: skip
         try:
             async with asyncio.timeout(self._settings.drain_seconds):
                 await self.app.journal.wait_until_idle()

@@ -83,7 +83,8 @@ def test_a_second_up_says_that_one_runs(serving):
     desk = serving.rig["desk"]
     again = phalanx(desk, "up", "2.json", "--", *SERVE, check=False)
     assert again.returncode != 0
-    assert "running" in again.stderr and "phalanx down" in again.stderr
+    assert "A cluster is running already: a: " in again.stderr and "phalanx down" in again.stderr
+    assert "port" not in again.stderr
     blind = phalanx(desk, "up", "2.json", "--skip-checks", "--", *SERVE, check=False)
     assert blind.returncode != 0 and "Something is running here already" in blind.stderr
     assert serving.ready
@@ -122,6 +123,8 @@ def test_a_key_is_shown_to_nobody(hosts):
     finally:
         phalanx(desk, "down", "1.json")
     assert_nothing_left(hosts)
+    ended = phalanx(desk, "logs", "1.json").stdout
+    assert "phalanx is ready" in ended and key not in ended
 
 
 def test_up_after_a_reboot_of_all_hosts(hosts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import sys
 from collections.abc import Callable, Sequence
@@ -9,13 +10,16 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
-from phalanx.cli import hostfile, up
+from phalanx.cli import hostfile, logs, up
 from phalanx.cli.clusters import chosen, phase, says
 from phalanx.cli.down import report
 from phalanx.cli.main import _divided, main
+from phalanx.cluster.check_results import CheckResult
 from phalanx.cluster.deployment import Deployment
 from phalanx.cluster.host_status import HostStatus, ServerHealth
+from phalanx.cluster.host_verbs import LogRequest
 from phalanx.cluster.hostfile_parser import Host, Hostfile, parse
 from phalanx.cluster.plans import Plan
 from phalanx.cluster.ssh import Remote
@@ -161,6 +165,59 @@ def test_where_options_name_the_hosts_the_only_word_of_restart_is_a_replica(word
     assert main(["restart", *words]) != 0
     assert main(["restart", *words[:-1]]) != 0
     assert seen == [(["a", "b"], "1"), (["a", "b"], None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "gateway", "group"),
+    [
+        (["hosts.json"], ["a", "b"], True, True),
+        (["hosts.json", "gateway"], ["a", "b"], True, False),
+        (["--hosts", "a,b", "gateway"], ["a", "b"], True, False),
+        (["hosts.json", "1"], ["b"], False, True),
+        (["hosts.json", "--rank", "1"], ["b"], False, True),
+    ],
+)
+def test_whose_logs_are_shown(words, names, gateway, group, monkeypatch, tmp_path):
+    seen: list[tuple[list[str], LogRequest]] = []
+
+    async def read_logs(remotes: Sequence[Remote], request: LogRequest, show: object) -> list[ClusterError]:
+        seen.append(([remote.name for remote in remotes], request))
+        return []
+
+    async def remotes_of(remotes: Sequence[Remote], replica: str) -> list[Remote]:
+        assert replica == "1"
+        return [remotes[1]]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logs, "read_logs", read_logs)
+    monkeypatch.setattr(logs, "remotes_of", remotes_of)
+    (tmp_path / "hosts.json").write_text('[{"ssh": "a"}, {"ssh": "b"}]')
+    assert main(["logs", *words]) == 0
+    assert seen == [(names, LogRequest(lines=50, follow=False, gateway=gateway, group=group))]
+
+
+def test_the_gateways_log_is_of_no_replica(capsys):
+    for words in (["--replica", "1"], ["--rank", "0"]):
+        assert main(["logs", "--hosts", "a", "gateway", *words]) == ExitCode.CONFIG
+        assert "The gateway is of no replica" in capsys.readouterr().err
+    assert main(["logs", "--hosts", "a", "0", "--replica", "1"]) == ExitCode.CONFIG
+    assert "'0' is named as well" in capsys.readouterr().err
+
+
+def test_a_second_up_says_only_that_one_runs(monkeypatch, capsys):
+    async def examine(groups, remotes, requests, shape):
+        taken = CheckResult(check="API port", level="bad", seen="taken", wanted="free", remedy="Stop it.")
+        runs = CheckResult(check="running", level="bad", seen="phalanx serve demo (pid 7)", wanted="", remedy="")
+        return {"a": [taken, runs], "b": [runs]}
+
+    monkeypatch.setattr(up, "examine", examine)
+    hosts = Hostfile(hosts=(Host(ssh="a", ips=("10.0.0.1",)), Host(ssh="b", ips=("10.0.0.2",))))
+    with pytest.raises(ClusterError) as raised:
+        asyncio.run(up._look_first(Deployment(groups=(Plan(hostfile=hosts),)), Console(stderr=True)))
+    assert raised.value.message == (
+        "A cluster is running already: a: phalanx serve demo (pid 7); b: phalanx serve demo (pid 7)."
+    )
+    assert "phalanx down" in raised.value.remedy and "API port" not in capsys.readouterr().err
 
 
 UP = HostStatus(host="a", role="server", child=5, supervisor=4, health=ServerHealth(ok=True, phase="ok"))

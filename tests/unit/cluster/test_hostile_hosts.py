@@ -32,7 +32,7 @@ from phalanx.cluster.machine import Interface
 from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.shape import shape_of
 from phalanx.cluster.ssh import ANSWER, LINE_CHARS, TEXT_CHARS, Remote, failure
-from phalanx.cluster.supervisor import RunDirectory, Spec, Stopped
+from phalanx.cluster.supervisor import LogPlace, RunDirectory, Stopped
 from phalanx.dist.topology import LayerCost, Parts
 from phalanx.errors import ClusterError, ConfigError
 from phalanx.faults import recognise
@@ -137,8 +137,9 @@ def test_a_log_that_is_followed_gives_a_sign_of_life(tmp_path, monkeypatch):
     (tmp_path / "x.log").write_text("one\n")
     run_dir = RunDirectory(tmp_path)
     run_dir.run.mkdir(parents=True)
-    spec = Spec(role="agent", command=[], variables={}, log=str(tmp_path / "x.log"))
-    run_dir.spec.write_bytes(msgspec.json.encode(spec))
+    place = LogPlace(role="agent", log=str(tmp_path / "x.log"))
+    run_dir.last_log.parent.mkdir()
+    run_dir.last_log.write_bytes(msgspec.json.encode(place))
     here, there = os.pipe()
     os.write(there, msgspec.json.encode(LogRequest(lines=9, follow=True)) + b"\n")
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from msgspec.structs import replace
 
-from phalanx.cluster import identity, supervisor
+from phalanx.cluster import host_verbs, identity, supervisor
+from phalanx.cluster.host_status import since_loaded
+from phalanx.cluster.host_verbs import LogLines, LogRequest
+from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.supervisor import RunDirectory, Spec, start, stop, supervise
 from phalanx.errors import ClusterError
 from phalanx.tls.certificates import make_credentials
@@ -129,6 +134,63 @@ def test_files_are_readable_by_the_owner_alone(place, monkeypatch):
     assert set(files) == {"cluster.json", "credentials.json"}
     assert all(file.stat().st_mode & 0o077 == 0 for file in files.values())
     assert read_credentials(files["credentials.json"]) == credentials
+
+
+@pytest.fixture
+def asked(monkeypatch) -> Callable[[RunDirectory, LogRequest], list[LogLines]]:
+    """What a host answers to a request for its logs."""
+
+    def ask(place: RunDirectory, request: LogRequest) -> list[LogLines]:
+        said: list[LogLines] = []
+        stdin = io.TextIOWrapper(io.BytesIO(msgspec.json.encode(request) + b"\n"))
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(host_verbs, "answer", said.append)
+        assert host_verbs.run_verb("logs", place) == 0
+        return said
+
+    return ask
+
+
+def test_logs_are_there_after_a_failed_start_and_after_the_end(place, monkeypatch, asked):
+    monkeypatch.setattr(supervisor, "PROGRAM", (sys.executable, "-c", "raise SystemExit('no such module')"))
+    monkeypatch.setenv("HOME", str(place.run.parent.parent))
+    monkeypatch.setattr(identity, "strays", list)
+    with pytest.raises(ClusterError, match="Nothing was started here"):
+        asked(place, LogRequest(lines=9, follow=False))
+    with pytest.raises(ClusterError, match="did not start"):
+        start(spec(), place)
+    stop(place, timeout_s=1.0, force=False)
+    assert not place.spec.exists()
+    first, over = asked(place, LogRequest(lines=9, follow=False))
+    assert first.lines == ["no such module"] and over.over
+    (over,) = asked(place, LogRequest(lines=9, follow=False, group=False))
+    assert over.over, "there is no gateway"
+    (Path.home() / spec().log).unlink()
+    with pytest.raises(ClusterError, match="cannot be read: No such file"):
+        asked(place, LogRequest(lines=9, follow=False))
+
+
+def test_the_log_of_a_gateway_is_asked_for_alone_and_is_not_that_of_an_earlier_cluster(place, monkeypatch, asked):
+    monkeypatch.setattr(supervisor, "PROGRAM", (sys.executable, "-c", "raise SystemExit('gone')"))
+    monkeypatch.setenv("HOME", str(place.run.parent.parent))
+    layout = ReplicaLayout(replicas={"0": ("a",), "1": ("b",)}, gateway="a")
+    for one, where in ((spec(), place), (replace(spec(), role="gateway", log="gate"), place.gateway)):
+        with pytest.raises(ClusterError):
+            start(replace(one, layout=layout), where)
+    found = asked(place, LogRequest(lines=9, follow=False, group=False))
+    assert [(one.of, one.lines) for one in found] == [("gateway", ["gone"]), ("", [])]
+    with pytest.raises(ClusterError):
+        start(spec(), place)
+    found = asked(place, LogRequest(lines=9, follow=False))
+    assert [(one.of, one.lines) for one in found] == [("", ["gone"]), ("", [])]
+
+
+def test_a_fault_before_the_model_was_loaded_again_is_mended():
+    lost = "rank 1: PeerFailure: rank 0 (a, pid 7) is gone"
+    assert list(since_loaded([lost, "rank 1: joined in 0.1 s"])) == [lost, "rank 1: joined in 0.1 s"]
+    loaded = "rank 1: loaded in 0.1 s: bfloat16"
+    assert list(since_loaded([lost, loaded, "x"])) == [loaded, "x"]
+    assert list(since_loaded([loaded, lost])) == [loaded, lost]
 
 
 def test_a_supervisor_that_ends_before_it_reads_is_named(place, monkeypatch):

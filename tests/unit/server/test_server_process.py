@@ -118,7 +118,8 @@ def test_the_log_says_who_sent_a_wrong_admin_key_and_not_who_the_sender_says_he_
     assert "A wrong admin key came from 127.0.0.1" in caplog.text and "192.0.2.6" not in caplog.text
 
 
-def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer):
+def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer, caplog):
+    caplog.set_level("INFO")
     engine = fake_engine(tokenizer, replying([5, 5, 5, 0]), manual=True)
     with running_server(tokenizer, engine) as running, httpx.Client(base_url=running.origin, timeout=60) as client:
         answer: list[httpx.Response] = []
@@ -132,6 +133,7 @@ def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer):
         while (refused := client.post("/v1/chat/completions", json=CHAT)).status_code != 503:
             pytest.fail(refused.text)
         assert "shutting down" in refused.json()["error"]["message"]
+        assert "draining 1 requests" in caplog.text and "a second Ctrl-C or SIGTERM ends them at once" in caplog.text
         for _ in range(4):
             running.call(engine.step)
         request.join(60)
