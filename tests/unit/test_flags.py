@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from phalanx.cli.main import COMMANDS, ELSEWHERE, HIDDEN, main
 from phalanx.cli.terminal import report
 from phalanx.config import EngineConfig, GroupConfig
 from phalanx.errors import ConfigError, ExitCode, MemoryShortage, ModelNotFound, PhalanxError, exit_code_of
+from phalanx.offline.engine_settings import check_trace
 from phalanx.server.fields.openai_bodies import ChatMessage
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.speculation_config import NgramSpeculation
@@ -413,6 +415,28 @@ def test_a_file_that_is_not_text_is_named(flag: str, tmp_path: Path, capsys: pyt
     assert f"error: {flag} {tmp_path / 'file'} is not UTF-8" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("file", "why"), [("none/x", "No such file or directory"), (".", "Is a directory")])
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_starts(
+    parsed: list[ServerConfig], file: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--trace", str(tmp_path / file)]) == ExitCode.CONFIG
+    assert f"cannot be written: {why}" in capsys.readouterr().err and not parsed
+    assert main(["serve", "--trace", str(tmp_path / "x")]) == 0
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_trace_in_a_closed_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match="Permission denied"):
+        check_trace(tmp_path / "x")
+
+
+def test_a_certificate_that_is_not_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.pem").write_bytes(b"\xff\xfe")
+    assert main(["chat", "https://127.0.0.1:1", "--ssl-certfile", str(tmp_path / "x.pem")]) == ExitCode.CONFIG
+    assert "x.pem is not a certificate (PEM)" in capsys.readouterr().err
+
+
 def test_an_empty_key_file_is_named(
     parsed: list[ServerConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -460,6 +484,30 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "run", fail)
     with pytest.raises(PhalanxError, match="broken"):
         main(["serve", "--log-level", "debug"])
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.EACCES, "Give this user access"), (errno.EROFS, "takes no changes"), (errno.EIO, "")]
+)
+def test_a_file_that_the_system_refuses_is_no_crash(
+    number: int, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "/locked/x")
+
+    monkeypatch.setattr(serve, "run", fails)
+    assert main(["serve"]) == ExitCode.CRASH
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: /locked/x: {os.strerror(number)}.\n") and remedy in said
+
+
+def test_an_error_of_the_system_without_a_file_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(serve, "run", fails)
+    with pytest.raises(OSError):
+        main(["serve"])
 
 
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:

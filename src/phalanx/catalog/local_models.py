@@ -114,6 +114,11 @@ def path_of(name: str) -> Path:
     try:
         path = Path(name).expanduser()
         (path / "config.json").is_file()  # too long a name raises OSError
+    except PermissionError as error:
+        raise ModelNotFound(
+            f"{name} cannot be read: {error.strerror}.",
+            remedy="Give this user access to it and to the directories above it, or name another one.",
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelNotFound(
             f"{name[:80]!r} is not a path: {getattr(error, 'strerror', None) or error}.",

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from phalanx.cli import streams
 from phalanx.cli.terminal import report
 from phalanx.errors import ExitCode, PhalanxError, exit_code_of
 
 INTERRUPTED = 130  # as shells report SIGINT
+_PERMISSION = "Give this user access to it and to the directories above it, or name another one."
+FILE_REMEDIES: Mapping[int | None, str] = {
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+    errno.EROFS: "Name another one: this file system takes no changes.",
+    errno.ENOSPC: "Make room on that disk.",
+    errno.EDQUOT: "Make room within this user's quota.",
+}
 
 
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command and report its error.
 
-    An error of stdout ends the command as an error of its own.
+    An error of stdout ends the command as an error of its own. A file or directory that the system refuses is the
+    user's to mend, wherever it is met.
 
     Raises:
-        PhalanxError: everything is logged, so the command's error is shown with its traceback.
+        PhalanxError, OSError: everything is logged, so the command's error is shown with its traceback.
+        OSError: it names no file.
     """
     try:
         return command()
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as error:
-        if error is not streams.failure():
+        if error is streams.failure():
+            return ExitCode.CRASH  # `flushed` reports it
+        if not isinstance(error.filename, str | bytes) or logging.getLogger().isEnabledFor(logging.DEBUG):
             raise
-        return ExitCode.CRASH  # `flushed` reports it
+        report(
+            PhalanxError(f"{os.fsdecode(error.filename)}: {error.strerror}.", remedy=FILE_REMEDIES.get(error.errno, ""))
+        )
+        return ExitCode.CRASH
     except PhalanxError as error:
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             raise

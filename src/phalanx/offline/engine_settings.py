@@ -5,6 +5,8 @@ A range of a single setting is declared in `config.py`. Messages name flags.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,6 +33,8 @@ def check_engine(config: EngineConfig) -> EngineConfig:
             remedy=f"Use --max-num-batched-tokens {config.max_num_seqs} or more.",
         )
     _check_stages(config)
+    if config.trace is not None:
+        check_trace(Path(config.trace))
     if config.inject is not None and (rank := parse(config.inject).rank) >= config.n_ranks:
         raise ConfigError(f"--inject {config.inject!r}: there is no rank {rank}.")
     if max(config.widths) == 1:
@@ -41,6 +45,24 @@ def check_engine(config: EngineConfig) -> EngineConfig:
                 f"{flag} says how several ranks talk, but {where}.", remedy=f"Add --tp N, or leave {flag} out."
             )
     return config
+
+
+def check_trace(file: Path) -> None:
+    """Refuse a trace that rank 0 could not write, before it loads the model. Makes no file.
+
+    Raises:
+        ConfigError: says why.
+    """
+    try:
+        why = errno.EISDIR if file.is_dir() else 0 if file.parent.is_dir() else errno.ENOENT
+        if not why and not os.access(file if file.exists() else file.parent, os.W_OK):
+            why = errno.EACCES
+    except OSError as error:
+        why = error.errno or errno.EACCES
+    if why:
+        raise ConfigError(
+            f"--trace {file} cannot be written: {os.strerror(why)}.", remedy="Name a file that can be made there."
+        )
 
 
 def _check_stages(config: EngineConfig) -> None:

@@ -62,7 +62,8 @@ class AttachedEngine(EngineConnection):
             await asyncio.wait([current], timeout=CLOSE_S)
             current.cancel()
             await asyncio.gather(current, return_exceptions=True)
-        self._path.unlink(missing_ok=True)
+        if self._listener is not None:  # else what lies there is the user's
+            self._path.unlink(missing_ok=True)
         self._fail_pings("closed")
         self._state = replace(self._state, phase="stopped", reason="closed")
 

@@ -40,6 +40,7 @@ ARGUMENTS = frozenset({"tokenizer_config.json", "special_tokens_map.json"})
 NEVER_OPENED = frozenset({"tokenizer_file", "special_tokens_map_file", "chat_template", "added_tokens_decoder"})
 """Of those. The first two often have a path on the author's machine; transformers takes the model's own files."""
 REPLACE = "Download or copy the model again."
+PERMIT = "Give this user the right to read it (`chmod`), and to enter the directories above it."
 LFS = b"version https://git-lfs"
 """Begins the small files that stand for large ones in a clone without Git LFS."""
 
@@ -143,7 +144,8 @@ def open_file(file: Path, error: type[ModelError] = ModelUnsupported) -> BinaryI
     except (FileNotFoundError, NotADirectoryError) as problem:
         raise FileNotFoundError(*problem.args) from problem
     except OSError as problem:
-        raise error(f"{file} cannot be read: {problem.strerror}.", remedy=REPLACE) from problem
+        remedy = PERMIT if isinstance(problem, PermissionError) else REPLACE
+        raise error(f"{file} cannot be read: {problem.strerror}.", remedy=remedy) from problem
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

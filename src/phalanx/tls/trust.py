@@ -17,7 +17,7 @@ def trust_only(certificate: Path) -> ssl.SSLContext:
     Raises:
         OSError: the file cannot be read, or holds no certificate (ssl.SSLError among them).
     """
-    text = certificate.read_text()
+    text = certificate.read_text(errors="replace")  # a certificate in PEM is ASCII
     if END not in text:
         raise OSError("no certificate is in it")
     context = ssl.create_default_context(cadata=text[: text.index(END) + len(END)])

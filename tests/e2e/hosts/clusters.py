@@ -44,7 +44,7 @@ def up(rig: Rig, count: int, backend: str, *flags: str, serve: tuple[str, ...] =
     """Start a cluster of the first hosts from the desk; its URL."""
     words = ("up", f"{count}.json", "--backend", backend, "--timeout", str(WAIT_S), *flags, "--", *serve)
     said = phalanx(rig["desk"], *words).stdout
-    found = re.search(rf"phalanx is up: (https?://\S+/v1) \({count} hosts\)", said)
+    found = re.search(rf"phalanx is up: (https?://\S+/v1) \({count} hosts?\)", said)
     assert found is not None, said
     return found[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,8 +14,8 @@ from phalanx.catalog.local_models import cached_snapshot, directory_of, find, la
 from phalanx.catalog.short_names import DEMO, PACKAGED, SHORT_NAMES, did_you_mean, repository_of, shortest
 from phalanx.demo import MODEL_DIR
 from phalanx.environment import hub_cache
-from phalanx.errors import ModelError, ModelNotFound
-from phalanx.text.model_files import INDEX
+from phalanx.errors import ModelError, ModelNotFound, WeightsError
+from phalanx.text.model_files import INDEX, open_file
 
 QWEN = SHORT_NAMES["qwen3:4b"]
 OLDER = "f" * 40
@@ -94,6 +95,31 @@ def test_what_cannot_be_a_name_is_one_line(name: str):
     for look in (directory_of, find, remove):
         with pytest.raises(ModelNotFound, match="is not a path: "):
             look(name)
+
+
+def test_a_directory_that_this_user_may_not_enter_is_no_wrong_name(home: Path, monkeypatch: pytest.MonkeyPatch):
+    is_file = Path.is_file
+
+    def closed(path: Path) -> bool:
+        if "closed" in path.parts:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", closed)
+    for look in (directory_of, find, remove):
+        with pytest.raises(ModelNotFound, match="closed/model cannot be read: Permission denied") as raised:
+            look("./closed/model")
+        assert "Give this user access" in raised.value.remedy
+
+
+def test_weights_that_this_user_may_not_read_are_not_downloaded_again(home: Path, monkeypatch: pytest.MonkeyPatch):
+    def closed(*_: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "open", closed)
+    with pytest.raises(WeightsError, match="Permission denied") as raised:
+        open_file(home / "model.safetensors", WeightsError)
+    assert "chmod" in raised.value.remedy and "ownload" not in raised.value.remedy
 
 
 def test_a_model_is_described_by_its_small_files(monkeypatch: pytest.MonkeyPatch):

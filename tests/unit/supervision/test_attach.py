@@ -58,10 +58,16 @@ def test_it_is_private_before_anybody_can_connect(path, monkeypatch):
     assert not path.exists()
 
 
-def test_what_lies_there_is_named(path):
+def test_what_lies_there_is_named_and_kept(path):
     path.write_text("mine")
-    with pytest.raises(ConfigError, match=r"--attach .*engine\.sock"):
-        asyncio.run(AttachedEngine(path, stall_s=1.0).start())
+
+    async def start_and_close() -> None:
+        engine = AttachedEngine(path, stall_s=1.0)
+        with pytest.raises(ConfigError, match=r"--attach .*engine\.sock"):
+            await engine.start()
+        await engine.close()
+
+    asyncio.run(start_and_close())
     assert path.read_text() == "mine"
 
 
