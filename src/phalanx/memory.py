@@ -211,18 +211,21 @@ def check_group(model: str, predictions: Sequence[Prediction]) -> None:
         MemoryShortage: names the machines; contains the table of all ranks.
     """
     short = []
+    caches: list[float] = []
     rooms: dict[str, list[str]] = {}
     for ranks in _by_place(predictions).values():
         needed, free = sum(rank.needed for rank in ranks), _free(ranks)
         if needed > free:
             short.append(f"{ranks[0].host} lacks {(needed - free) / GB:.2f} GiB")
             rooms.setdefault(make_room(ranks[0].machine), []).append(ranks[0].host)
+            caches.append(_largest_cache_gb(ranks))
     rooms.pop("", None)
     if short:
         room = [f"{what} on {' and '.join(dict.fromkeys(hosts))}. " for what, hosts in rooms.items()]
+        cache = [f"--kv-cache-gb {least:g} fits. "] if (least := min(caches)) else []
         raise MemoryShortage(
             f"{model} does not fit: {', '.join(short)}.\n{prediction_table(predictions)}\n",
-            remedy="".join([*room, _GROUP_REMEDY]),
+            remedy="".join([*cache, *room, _GROUP_REMEDY]),
         )
 
 
@@ -236,6 +239,14 @@ def _by_place(predictions: Sequence[Prediction]) -> dict[tuple[str, str], list[P
     for prediction in predictions:
         places.setdefault(prediction.place, []).append(prediction)
     return places
+
+
+def _largest_cache_gb(ranks: Sequence[Prediction]) -> float:
+    """The largest --kv-cache-gb, in tenths, with which the ranks of one place fit; 0.0 if even none would do."""
+    free = _free(ranks)
+    if sum(rank.weights + rank.working for rank in ranks) > free:
+        return 0.0
+    return (free - sum(rank.weights for rank in ranks)) * 10 // (len(ranks) * GB) / 10
 
 
 def _free(ranks: Sequence[Prediction]) -> int:

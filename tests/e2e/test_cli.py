@@ -109,6 +109,9 @@ def test_the_error_of_a_wrong_flag_stands_once_however_many_ranks_have_it(flags:
     assert " ".join(ended.stderr.split()).count(said) == 1, ended.stderr
     assert said in ended.stderr.partition("phalanx could not start: ")[2], "in the last entry"
     assert "exited with non-zero status" not in ended.stderr, "mpirun's word for it"
+    assert "loading 0" not in ended.stderr, "no weight was read"
+    assert ended.stderr.count("  weights  working ") <= 1, "the table of memory stands in the error alone"
+    assert ": joining " not in ended.stderr and "rank 1: joined" not in ended.stderr
 
 
 def test_chat_with_a_private_server_leaves_nothing_behind(model: Path) -> None:

@@ -241,6 +241,20 @@ def test_a_refusal_names_the_short_machines_and_shows_all_ranks() -> None:
     assert all(line in text for line in table)
 
 
+def test_where_only_the_cache_is_too_large_the_refusal_names_one_that_fits() -> None:
+    ranks = [prediction("a", 0, kv=500), prediction("b", 1, kv=500, available=23, working=1)]
+    with pytest.raises(MemoryShortage) as refused:
+        check_group("m", ranks)
+    assert refused.value.remedy.startswith("--kv-cache-gb 5 fits. Close other programs")
+    check_group("m", [replace(rank, kv=5 * GB) for rank in ranks])
+    shared = [prediction("a", rank, kv=500, available=40) for rank in (0, 1)]
+    with pytest.raises(MemoryShortage, match=r"--kv-cache-gb 7\.5 fits"):
+        check_group("m", shared)
+    with pytest.raises(MemoryShortage) as refused:
+        check_group("m", [prediction("a", 0, kv=500), prediction("b", 1, kv=500, available=9)])
+    assert "--kv-cache-gb" not in refused.value.remedy
+
+
 def test_ranks_on_gpus_of_their_own_share_nothing() -> None:
     other = replace(GPU, device="GPU-2")
     ranks = [on(GPU, 0), on(other, 1)]

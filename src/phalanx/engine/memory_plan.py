@@ -82,7 +82,7 @@ def plan_memory(
         ConfigError: `--max-model-len` is beyond the model's own context, or a size is not a number of GiB.
         MemoryShortage: what the flags ask for does not fit.
     """
-    wanted = _wanted_context(config, facts)
+    wanted = wanted_context(config, facts)
     draft_bytes = 0 if draft is None else draft.bytes_per_token
     link.share(True)  # all ranks have loaded, so that what is free now stays free
     own = _in_whole_model(_own_budget(config, facts, draft_bytes, guard, sharing), facts, whole)
@@ -107,8 +107,12 @@ def plan_memory(
     return MemoryPlan(limits, budget, draft_kv)
 
 
-def _wanted_context(config: EngineConfig, facts: CacheFacts) -> int:
-    """Tokens of the context that is asked for."""
+def wanted_context(config: EngineConfig, facts: CacheFacts) -> int:
+    """Tokens of the context that is asked for.
+
+    Raises:
+        ConfigError: it is beyond the model's own.
+    """
     own = facts.max_len or DEFAULT_CONTEXT
     wanted = config.max_model_len or own
     if facts.max_len is not None and wanted > facts.max_len:

@@ -16,7 +16,7 @@ from phalanx.config import EngineConfig
 from phalanx.engine.group_selftest import RankFacts, compare_facts
 from phalanx.engine.link import Link
 from phalanx.engine.membership import Membership
-from phalanx.engine.memory_plan import memory_guard, predict
+from phalanx.engine.memory_plan import memory_guard, predict, wanted_context
 from phalanx.engine.speculation import DraftWeights
 from phalanx.engine.stages import layer_choice
 from phalanx.kernels import install
@@ -87,6 +87,7 @@ def load_model(config: EngineConfig, member: Membership, report: load.Progress) 
     reducer.foreign = bool(prepared.unchecked)
     facts = registry.inspect(prepared.model, prepared.config, prepared.stage)
     reducer.discard()  # inspecting only builds
+    wanted_context(config, facts)  # an error in it is told before weights are read
     draft = _draft_weights(config, link.rank, facts, path)
     sharing = _check_memory(config, link, prepared, facts, draft, guard)
     device_memory.wire(config.wired_limit, sharing)
@@ -124,9 +125,9 @@ def _check_memory(
 ) -> int:
     """Check that what every rank is about to load fits. Returns the number of ranks that share this one's memory."""
     predictions = link.share(predict(config, link, prepared, facts, draft, guard))
+    memory.check_group(prepared.path.name, predictions)  # its error shows the table as well
     if link.rank == 0:
         log.info("before loading:\n%s", memory.prediction_table(predictions))
-    memory.check_group(prepared.path.name, predictions)
     return memory.ranks_beside(predictions, link.rank)
 
 

@@ -85,7 +85,7 @@ class EngineProcess(EngineConnection):
         self._stall_reason = ""
         self._down_reason = "the engine is starting"
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_LINES)
-        self._rank_log = RankLog()
+        self._rank_log = self._new_log()
         self._restarts = Restarts()
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
@@ -237,6 +237,10 @@ class EngineProcess(EngineConnection):
             await self._clean_up(launched)
         return end
 
+    def _new_log(self) -> RankLog:
+        """The log of a start. Each host of a cluster keeps a log of its own rank, in full."""
+        return RankLog(verbose=self._cluster is not None or log.isEnabledFor(logging.DEBUG))
+
     async def _launch(self, directory: Path) -> Launched:
         """Start the ranks, and listen for their leader.
 
@@ -246,7 +250,7 @@ class EngineProcess(EngineConnection):
         self._generation += 1
         self._failure, self._stall_reason, self._ready_at = None, "", None
         self._stderr_tail.clear()
-        self._rank_log = RankLog()
+        self._rank_log = self._new_log()
         path = directory / f"engine-{self._generation}.sock"
         connected: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
 

@@ -1,5 +1,5 @@
-"""What the supervisor prints of its ranks' logs: each error once. Every rank of a group logs the error that ends it,
-and those of the others.
+"""What the supervisor prints of its ranks' logs: each error once, and of what each rank says alike only rank 0's lines.
+Every rank of a group logs the error that ends it, and those of the others.
 
 An error is held until its group has ended. Then it is in full in the reason of that end, or printed. Pure.
 """
@@ -16,6 +16,11 @@ NAMES = "|".join(
 ERROR = re.compile(rf"rank \d+: (?:rank \d+ \([^()]*\) )?(?P<name>{NAMES}): (?P<message>.*)")
 REPORT = re.compile(r"rank \d+: (?P<message>rank \d+ \([^()]*, pid \d+\) .*)")
 """A rank's line on another rank."""
+ALIKE = re.compile(
+    r"rank \d+: (joining \d+ ranks |rank \d+ \([^()]*\) on .* connected from )"
+    r"|rank [1-9]\d*: (joined in \d|loading \d|loaded in \d)"
+)
+"""Lines of a start that goes well, one or more from each rank."""
 SAME = 200  # characters by which errors are compared: ranks shorten those of others
 DASHES = re.compile("-{20,}")
 """The first and the last line of a notice of mpirun."""
@@ -25,9 +30,14 @@ MAX_NOTICE = 30  # lines
 
 
 class RankLog:
-    """The log of one start of a group."""
+    """The log of one start of a group.
 
-    def __init__(self) -> None:
+    Args:
+        verbose: print what all ranks say alike as well.
+    """
+
+    def __init__(self, *, verbose: bool = True) -> None:
+        self._verbose = verbose
         self._errors: list[tuple[str, list[str]]] = []  # the name and the message's lines of each
         self._reports: set[str] = set()
         self._open: dict[str, list[str]] = {}  # process -> the error that its indented lines belong to
@@ -44,6 +54,8 @@ class RankLog:
         if (error := ERROR.fullmatch(line)) is not None:
             lines = self._open[process] = [error["message"]]
             self._errors.append((error["name"], lines))
+            return []
+        if not self._verbose and ALIKE.match(line):
             return []
         report = REPORT.fullmatch(line)
         is_new = report is None or report["message"] not in self._reports

@@ -26,6 +26,26 @@ def test_an_error_that_every_rank_logs_and_reports_is_in_the_reason_alone():
     assert log.held() == []
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_what_each_rank_of_a_good_start_says_stands_once_unless_all_is_asked_for(verbose):
+    shown = [
+        "rank 0: joined in 0.1 s",
+        "rank 0: loading 0.01 GiB of weights from /m",
+        "rank 0: loaded in 0.1 s: bfloat16",
+        "rank 1: loading failed twice",
+        "rank 1: a warning that is loaded in doubt",
+    ]
+    alike = [
+        "rank 0: rank 1 (vm, pid 7) on x86_64 connected from this machine",
+        "rank 0: joining 16 ranks over mpi, 60 s at most",
+        "rank 15: joining 16 ranks over mpi, 60 s at most",
+        "rank 15: joined in 0.1 s",
+        "rank 15: loading 0.01 GiB of weights from /m",
+        "rank 1: loaded in 0.1 s: bfloat16",
+    ]
+    assert printed(RankLog(verbose=verbose), *shown, *alike) == [*shown, *(alike if verbose else [])]
+
+
 def test_the_reason_has_the_error_as_its_rank_wrote_it():
     """The other ranks pass it on shortened, on one line."""
     log = RankLog()
