@@ -1,4 +1,4 @@
-"""Talk to a phalanx server with the `openai` package: a streamed answer, what it cost, and what an error looks like.
+"""Talk to a phalanx server with the `openai` package: a streamed answer, what it cost, and a wrong request, which the server refuses.
 
 phalanx serve demo                                  # in another terminal
 python examples/client.py [http://127.0.0.1:8000/v1]
@@ -49,7 +49,7 @@ def show_refusal(client: openai.OpenAI, model: str) -> None:
     try:
         client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}], temperature=-1)
     except openai.BadRequestError as error:
-        print(f"refused ({error.status_code}): {error.body['message']}")
+        print(f"As it should be, a temperature of -1 was refused ({error.status_code}): {error.body['message']}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def test_client_streams_an_answer_and_shows_a_refusal(fake_server: Running):
     assert done.stdout.startswith(f"{MODEL}: ")
     assert "tokens in the prompt, " in done.stdout
     refusal = done.stdout.splitlines()[-1]
-    assert refusal.startswith("refused (400): ") and "temperature" in refusal
+    assert refusal.startswith("As it should be, a temperature of -1 was refused (400): ") and "temperature" in refusal
 
 
 def test_client_without_a_server_says_how_to_start_one():
