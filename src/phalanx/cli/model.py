@@ -33,7 +33,9 @@ def command(
     ] = False,
     python: Python = "",
 ) -> int:
-    """pull: download on the first host, copy to the others. push: copy from this machine. verify: compare checksums."""
+    """pull: download on the first host, which copies it to the others through ssh. push: copy from this machine.
+    verify: compare checksums.
+    """
     remotes = [Remote(host.ssh, python=python) for host in chosen(None, hostfile, hosts).hosts]
     if action == "pull":
         asyncio.run(pull(model, remotes[0], [remote.name for remote in remotes[1:]], print, needed=needed))

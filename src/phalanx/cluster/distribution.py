@@ -138,7 +138,7 @@ async def _blocks(file: Path, have: int, sent: Callable[[int], None]) -> AsyncGe
 async def pull(
     model: str, first: Remote, others: Sequence[str], show: Callable[[str], None], *, needed: bool = False
 ) -> None:
-    """Download a model on the first host, then push it from there to the others.
+    """Download a model on the first host, then push it from there to the others, which the first host must reach.
 
     Raises:
         ClusterError: the download or the push failed; has its message.
@@ -153,5 +153,11 @@ async def pull(
         command = first.command(*words, agent=words[0] == "model")
         code, out, err = await run(command, b"", VERIFY_S, first.name, doing=doing)
         if code:
-            raise failure(first.name, code, err, out, doing=doing)
+            failed = failure(first.name, code, err, out, doing=doing)
+            if words[0] == "model":
+                failed.remedy = (
+                    f"{failed.remedy} {first.name} copies the model, so it must reach {', '.join(others)} through ssh. "
+                    f"Where it cannot, pull it here and run `phalanx model push {model}`."
+                ).strip()
+            raise failed
         show(printable(shortened(out.strip(), TEXT_CHARS)))

@@ -368,6 +368,15 @@ def test_a_file_that_is_gone_is_named(model):
         asyncio.run(distribution._send(model / "gone", "p", entry, 0, Hostile(TAKES), lambda name, count: None))
 
 
+def test_a_pull_whose_first_host_does_not_reach_the_others_says_that_it_must():
+    script = "if verb == 'c,d': sys.stderr.write('error: c: The host cannot be reached.'); sys.exit(65)"
+    said = problem(pull("m", Hostile(script), ["c", "d"], lambda _: None))
+    assert "c: The host cannot be reached." in said
+    assert "b copies the model, so it must reach c, d through ssh." in said and "`phalanx model push m`" in said
+    script = "sys.stderr.write('error: no such model'); sys.exit(65)"
+    assert "must reach" not in problem(pull("m", Hostile(script), ["c"], lambda _: None))
+
+
 def test_a_pull_shows_no_commands_of_a_host_to_the_terminal():
     told: list[str] = []
     asyncio.run(pull("m", Hostile("print('\\x1b]52;c;eA==\\x07' + 'x' * 99_999)"), ["c"], told.append))
