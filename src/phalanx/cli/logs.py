@@ -64,8 +64,11 @@ def command(
 async def _show(remotes: list[Remote], request: LogRequest) -> int:
     console = Console(soft_wrap=True, highlight=False)
     seen: set[tuple[str, str]] = set()
+    shown = False
 
     def show(host: str, line: str) -> None:
+        nonlocal shown
+        shown = True
         fault = recognise(line)
         colour = "red" if fault is not None else "dim"
         console.print(f"[{colour}]{escape(host)}[/] {escape(printable(line))}")
@@ -74,6 +77,8 @@ async def _show(remotes: list[Remote], request: LogRequest) -> int:
             console.print(f"[yellow]  {fault.name}: {escape(fault.cause)} {escape(fault.remedy)}[/]")
 
     problems = await read_logs(remotes, request, show)
+    if not (shown or problems or request.group):
+        raise ConfigError("No host has the log of a gateway.", remedy="`phalanx up --replicas N` starts one.")
     for problem in problems:
         console.print(f"[red]{escape(str(problem))}[/]")
     return ExitCode.CRASH if problems else ExitCode.OK

@@ -106,8 +106,14 @@ def command(
             clients_keys = clients_keys or api_keys_from_environment()
     elif not keys and flag_value(serve, "--api-key-file") is None:
         keys = api_keys_from_environment()
+    try:
+        file = chosen(hostfile, hostfile_option, hosts, num_ranks)
+    except ConfigError as error:
+        if hostfile is not None and not context.obj and not hostfile.exists():
+            error.remedy += f" A model stands after `--`: `phalanx up HOSTFILE -- {hostfile}`."
+        raise
     plan = Plan(
-        hostfile=chosen(hostfile, hostfile_option, hosts, num_ranks),
+        hostfile=file,
         serve=serve,
         api_keys=keys,
         admin_key=_admin_key(admin_keys, serve, ADMIN_KEY_VARIABLE),

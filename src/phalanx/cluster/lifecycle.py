@@ -189,7 +189,8 @@ def _caused(name: str, said: str, status: HostStatus) -> StartFailed:
     fault = recognise(said)
     cause, remedy = (fault.cause, fault.remedy) if fault is not None else (status.fault, status.remedy)
     return StartFailed(
-        f"{name}: {said}" + (f" ({cause})" if cause else ""), remedy=remedy or f"See {status.log} there."
+        f"{name}: {said}" + (f" ({cause})" if cause else ""),
+        remedy=remedy or f"`phalanx logs` shows its log ({status.log} there).",
     )
 
 

@@ -177,11 +177,15 @@ def test_where_options_name_the_hosts_the_only_word_of_restart_is_a_replica(word
         (["hosts.json", "--rank", "1"], ["b"], False, True),
     ],
 )
-def test_whose_logs_are_shown(words, names, gateway, group, monkeypatch, tmp_path):
+def test_whose_logs_are_shown(words, names, gateway, group, monkeypatch, tmp_path, capsys):
     seen: list[tuple[list[str], LogRequest]] = []
 
-    async def read_logs(remotes: Sequence[Remote], request: LogRequest, show: object) -> list[ClusterError]:
+    async def read_logs(
+        remotes: Sequence[Remote], request: LogRequest, show: Callable[[str, str], None]
+    ) -> list[ClusterError]:
         seen.append(([remote.name for remote in remotes], request))
+        if not silent:
+            show("a", "a line")
         return []
 
     async def remotes_of(remotes: Sequence[Remote], replica: str) -> list[Remote]:
@@ -192,8 +196,12 @@ def test_whose_logs_are_shown(words, names, gateway, group, monkeypatch, tmp_pat
     monkeypatch.setattr(logs, "read_logs", read_logs)
     monkeypatch.setattr(logs, "remotes_of", remotes_of)
     (tmp_path / "hosts.json").write_text('[{"ssh": "a"}, {"ssh": "b"}]')
+    silent = False
     assert main(["logs", *words]) == 0
-    assert seen == [(names, LogRequest(lines=50, follow=False, gateway=gateway, group=group))]
+    silent = True
+    assert main(["logs", *words]) == (0 if group else ExitCode.CONFIG)
+    assert ("No host has the log of a gateway" in capsys.readouterr().err) != group
+    assert seen[1:] == seen[:1] == [(names, LogRequest(lines=50, follow=False, gateway=gateway, group=group))]
 
 
 def test_the_gateways_log_is_of_no_replica(capsys):

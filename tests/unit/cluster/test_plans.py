@@ -208,7 +208,7 @@ def test_a_failed_engine_is_final_and_its_fault_is_explained():
 def test_an_ended_process_is_final():
     cause = final_cause("b", replace(STATUS, role="agent", ended=64, last_line="it said so"))
     assert cause is not None and "b: its agent ended with status 64: it said so" in cause.message
-    assert cause.remedy == "See the log there."
+    assert cause.remedy == "`phalanx logs` shows its log (the log there)."
 
 
 @pytest.mark.parametrize(
