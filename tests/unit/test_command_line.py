@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from phalanx.cli.command_line import serve_flags
+from phalanx.cli.command_line import check_serve_words, serve_flags
 from phalanx.cli.foreign_flags import FOREIGN_FLAGS
 from phalanx.cli.main import COMMANDS, HIDDEN, main
 from phalanx.errors import ExitCode
@@ -23,6 +23,7 @@ def test_help_shows_every_flag_of_serve_whole(
     shown = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", text))
     assert serve_flags() <= shown | {spelled.replace("--", "--no-", 1) for spelled in shown}
     assert "--tp" in shown
+    assert not re.search(r"-$", text, re.MULTILINE), "no flag is broken at a hyphen"
     assert "\nMemory:\n" in text and "\nRanks:\n" in text
 
 
@@ -53,6 +54,32 @@ def test_words_of_up_that_belong_after_two_dashes(
 ) -> None:
     assert main(["up", *words]) in (ExitCode.USAGE, ExitCode.CONFIG)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["demo", "--gpu-memory-utilization", "0.9"], "--kv-cache-gb says"),
+        (["demo", "--max-model-le=9"], "Did you mean --max-model-len?"),
+        (["demo", "--qqq"], "`phalanx serve --help`"),
+    ],
+)
+def test_flags_after_two_dashes_are_checked_before_a_host_is_asked(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--hosts", "a,b", "--", *words]) == ExitCode.CONFIG
+    told = capsys.readouterr().err
+    assert "after `--`: `phalanx serve` has no such flag." in told and said in told
+
+
+def test_every_flag_of_serve_may_stand_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    names = " ".join(re.findall(r"^  (-.*?)(?:  |$)", capsys.readouterr().out, re.MULTILINE))
+    flags = re.findall(r"--?[a-z][a-z0-9-]*", names)
+    assert len(flags) > len(serve_flags())
+    for flag in flags:
+        check_serve_words(["demo", flag])
+    check_serve_words(["demo", "--api-key", "--odd-key", "--queue=3", "--metrics-open", "-tp", "2"])
 
 
 @pytest.mark.parametrize("word", ["--wor", "--word", "--stop-on-eo"])

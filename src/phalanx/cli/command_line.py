@@ -6,6 +6,7 @@ Does not know values: typer checks those by what `setting_flags.py` declares.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -14,11 +15,12 @@ import typer
 from typer.core import TyperCommand
 
 from phalanx.cli.foreign_flags import FOREIGN_FLAGS, SERVING_COMMANDS
-from phalanx.cli.setting_flags import settings_of
+from phalanx.cli.setting_flags import Setting, settings_of
 from phalanx.cli.terminal import report
 from phalanx.errors import ConfigError, ExitCode
 from phalanx.server.settings.server_settings import ServerConfig
 
+NAME_COLUMN = 32  # of help: longer names stand on lines of their own
 AFTER_DASHES = "phalanx up HOSTFILE -- MODEL"
 
 
@@ -39,8 +41,7 @@ class Command(TyperCommand):
                 title = "Arguments" if parameter.param_type_name == "argument" else "Options"
                 panels.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(record)
         for title in filter(panels.get, panels):
-            with formatter.section(title):
-                formatter.write_dl(panels[title])
+            formatter.write(f"\n{title}:\n{two_columns(panels[title], formatter.width)}")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command's words.
@@ -117,9 +118,54 @@ class Command(TyperCommand):
         return f"`phalanx {self.name} --help` shows all flags."
 
 
+def two_columns(records: Sequence[tuple[str, str]], width: int) -> str:
+    """Names, and beside them what they are. No word is cut, not even at a hyphen: flags have some."""
+    left = min(NAME_COLUMN, max(len(name) for name, _ in records) + 4)
+    lines = []
+    for name, text in records:
+        first, *rest = textwrap.wrap(text, width - left, break_on_hyphens=False, break_long_words=False) or [""]
+        head = f"  {name}"
+        lines += [f"{head:{left}}{first}"] if len(head) < left - 1 else [head, " " * left + first]
+        lines += [" " * left + line for line in rest]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def check_serve_words(words: Sequence[str]) -> None:
+    """Refuse flags after `--` that `phalanx serve` does not have, before a host is asked.
+
+    Raises:
+        ConfigError: names the flag, and what does the same.
+    """
+    flags = _serve_settings()
+    known = {name: setting.type is not bool for name, setting in flags.items()}
+    known |= dict.fromkeys((f"--no-{name[2:]}" for name, setting in flags.items() if setting.type is bool), False)
+    known |= dict.fromkeys((f"{name}-file" for name, setting in flags.items() if setting.flag.is_key), True)
+    rest = iter(words)
+    for word in rest:
+        name, _, value = word.partition("=")
+        if name in known:
+            if known[name] and not value:
+                next(rest, None)
+        elif word.startswith("--") and name not in OTHERS_OF_SERVE:
+            close = get_close_matches(name, flags, n=1, cutoff=0.7)
+            hint = FOREIGN_FLAGS.get(name) or (f"Did you mean {close[0]}?" if close else "")
+            raise ConfigError(
+                f"{name} after `--`: `phalanx serve` has no such flag.",
+                remedy=hint or "`phalanx serve --help` shows all.",
+            )
+
+
+OTHERS_OF_SERVE = frozenset({"--no-prefix-caching", "--no-enable-prefix-caching", "--attach", "--cluster", "--help"})
+"""Its flags that are no settings."""
+
+
 def serve_flags() -> set[str]:
     """Every flag of `phalanx serve` that takes a setting, with its short forms; MODEL is none."""
+    return set(_serve_settings())
+
+
+def _serve_settings() -> dict[str, Setting]:
     nested = [setting.type for setting in settings_of(ServerConfig).values() if setting.is_nested]
     settings = [setting for owner in (ServerConfig, *nested) for setting in settings_of(owner).values()]
     flags = [setting for setting in settings if not (setting.is_nested or setting.flag.positional)]
-    return {name for setting in flags for name in (setting.spelled, *setting.flag.aliases)}
+    return {name: setting for setting in flags for name in (setting.spelled, *setting.flag.aliases)}

@@ -22,6 +22,7 @@ from phalanx.cli.clusters import (
     chosen,
     status_table,
 )
+from phalanx.cli.command_line import check_serve_words
 from phalanx.cli.setting_flags import flag as setting
 from phalanx.cli.setting_flags import number, whole
 from phalanx.cli.terminal import note
@@ -97,6 +98,7 @@ def command(
         raise ConfigError("--gateway-host: one group has no gateway.", remedy="Use it with --replicas 2 or more.")
     after: tuple[str, ...] = context.obj or ("demo",)
     words, of_gateway = split_flags(after) if replicas > 1 else (after, ())
+    check_serve_words(words)
     serve, keys = split_keys(words or ("demo",))
     serve, admin_keys = split_flag(serve, "--admin-key")
     flags, clients_keys = split_keys(of_gateway)

@@ -54,6 +54,8 @@ def test_a_host_that_is_lost_takes_only_its_replica_with_it(hosts):
     assert {line.split()[0] for line in logs.splitlines()} == {*"abcd"} and "\na gateway " in logs
     alone = phalanx(desk, "logs", "4.json", "--replica", "1", "--rank", "1", "--lines", "5").stdout
     assert {line.split()[0] for line in alone.splitlines()} == {"d"}
+    of_gateway = phalanx(desk, "logs", "4.json", "gateway", "--lines", "3").stdout
+    assert len(of_gateway.splitlines()) == 3 and all(line[:10] == "a gateway " for line in of_gateway.splitlines())
     found = json.loads(phalanx(desk, "status", "4.json", "--json").stdout)
     assert {name: list(members) for name, members in found["replicas"].items()} == {"0": ["a", "b"], "1": ["c", "d"]}
     phalanx(desk, "down", "4.json")

@@ -41,6 +41,7 @@ def test_what_follows_two_dashes_is_passed_on():
         (["up"], "Which hosts? Nothing names them."),
         (["down", "x.json", "--hosts", "a"], "exclude each other"),
         (["status", "nowhere.json"], "nowhere.json cannot be read"),
+        (["status", "a,b"], "Names of hosts go with --hosts: `--hosts a,b`."),
         (["up", "--hosts", "a,a"], "ssh 'a' is there twice"),
         (["up", "--hosts", "a,b", "-n", "3"], "--num-ranks 3, but there are 2 hosts"),
         (["up", "--hosts", "a,b", "--", "demo", "--tp", "2"], "`up` sets it itself"),
