@@ -109,9 +109,9 @@ class LoadingView:
 
     def _lines(self) -> None:
         show_line = plain_lines()
-        while not self._finished(state := self._engine.state):
-            if state.progress is not None:
-                show_line(state.progress)
+        while not self._finished(self._engine.state):
+            if (progress := self._engine.state.progress) is not None:  # not what it was before the pause
+                show_line(progress)
 
 
 def plain_lines() -> Callable[[LoadProgress], None]:

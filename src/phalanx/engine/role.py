@@ -63,6 +63,7 @@ def build_role(
     speculator = make_speculator(
         config.speculative_config, scheduler, metadata, info.vocab_size, model.draft_runner, plan.draft_kv, grammars
     )
+    log.info("serving")  # the last line before `Ready`: the supervisor waits for it (`supervision/rank_log.py`)
     server_socket.send(Ready(info=info, pid=os.getpid()))
     return Leader(
         scheduler,

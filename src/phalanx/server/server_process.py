@@ -120,12 +120,12 @@ class ServerProcess:
     # The engine's listener -------------------------------------------------------------------------------------
 
     def on_ready(self, info: ModelInfo) -> None:
-        """Print in which forms the model calls tools and reasons, and last the URL of the API, once."""
+        """Log in which forms the model calls tools and reasons, and print the URL of the API last, once."""
         if not self._announced:
             self._announced = True
             tls = self.tls is not None
             url = base_url(self._settings.host, self.port, tls=tls)
-            print(self.app.shapes.describe())
+            log.info("%s", self.app.shapes.describe())
             for port in self.further_ports:
                 other = base_url(self._settings.host, port, tls=tls).removesuffix("/v1")
                 print(f"for Ollama's clients: {other}")

@@ -19,6 +19,7 @@ from phalanx.supervision.wire import server_codec
 from phalanx.types import Batch, EngineStats, Failed, FromEngine, Loading, ModelInfo, Ping, Pong, Ready, ToEngine
 
 PING_PERIOD_S = 1.0  # ranks report with each: their figures are at most so old
+LOG_WAIT_S = 0.5  # how long a log that something else relays may lag behind the connection
 LOAD_STALL_S = 600.0  # a load that reports nothing for this long is stuck
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -43,6 +44,9 @@ class EngineConnection(EngineClient):
         self._last_message_at = 0.0  # monotonic seconds
         self._ready_at: float | None = None  # monotonic seconds, of the leader that is or was connected last
         self._failure: Failed | None = None
+        self._log_complete = asyncio.Event()
+        """The log of the ranks is printed up to the last line before `Ready`; always set where it is not read."""
+        self._log_complete.set()
 
     @property
     def info(self) -> ModelInfo | None:
@@ -75,7 +79,11 @@ class EngineConnection(EngineClient):
         try:
             while (payload := await read_frame(reader)) is not None:
                 self._last_message_at = time.monotonic()
-                self._handle(self._codec.decode(payload))
+                message = self._codec.decode(payload)
+                if isinstance(message, Ready):  # what is said of it comes after what the ranks said before
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._log_complete.wait(), LOG_WAIT_S)
+                self._handle(message)
         finally:
             self._note_lost()
 

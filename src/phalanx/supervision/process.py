@@ -33,7 +33,7 @@ from phalanx.supervision.engine_connection import EngineConnection, Streams
 from phalanx.supervision.host_ranks import KnownCluster, start_on_hosts
 from phalanx.supervision.owned_directory import OwnedDirectory, new_directory
 from phalanx.supervision.rank_launcher import Child, End, RankProcesses, pid_file, start_ranks
-from phalanx.supervision.rank_log import RankLog
+from phalanx.supervision.rank_log import SERVING, RankLog
 from phalanx.supervision.restarts import Restarts
 from phalanx.text.printable import printable
 from phalanx.types import Shutdown
@@ -250,6 +250,7 @@ class EngineProcess(EngineConnection):
         self._generation += 1
         self._failure, self._stall_reason, self._ready_at = None, "", None
         self._stderr_tail.clear()
+        self._log_complete.clear()
         self._rank_log = self._new_log()
         path = directory / f"engine-{self._generation}.sock"
         connected: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
@@ -344,6 +345,9 @@ class EngineProcess(EngineConnection):
         try:
             while line := await _read_line(process.stderr):
                 text = printable(line.decode(errors="replace").rstrip("\n"))[:LINE_CHARS]
+                if text == SERVING:
+                    self._log_complete.set()
+                    continue
                 await asyncio.sleep(0)  # a rank that logs without end must not keep clients waiting
                 self._stderr_tail.append(text)
                 for said in repeats.ended():

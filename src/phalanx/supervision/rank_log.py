@@ -21,6 +21,8 @@ ALIKE = re.compile(
     r"|rank [1-9]\d*: (joined in \d|loading \d|loaded in \d)"
 )
 """Lines of a start that goes well, one or more from each rank."""
+SERVING = "rank 0: serving"
+"""Rank 0's last line before it says that it is ready."""
 SAME = 200  # characters by which errors are compared: ranks shorten those of others
 DASHES = re.compile("-{20,}")
 """The first and the last line of a notice of mpirun."""

@@ -73,11 +73,13 @@ def test_a_host_that_is_another_machines_is_refused_as_that():
         bind("192.0.2.9", 0)
 
 
-def test_the_ready_line_is_the_last(tokenizer, capfd):
+def test_the_ready_line_is_the_last(tokenizer, capfd, caplog):
+    caplog.set_level("INFO")
     with running_server(tokenizer, fake_engine(tokenizer)) as running:
         pass
     ready = f"phalanx is ready: {running.base_url} (model tiny)\n"
-    assert capfd.readouterr().out == f"tool calls: not recognised, reasoning: none\n{ready}"
+    assert capfd.readouterr().out == ready
+    assert "tool calls: not recognised, reasoning: none" in caplog.text
 
 
 def test_a_second_port_serves_the_same_within_the_same_limits(tokenizer, capfd):

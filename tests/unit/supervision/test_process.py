@@ -17,11 +17,14 @@ import pytest
 from phalanx.config import EngineConfig
 from phalanx.dist.collective_backend import ChosenBackend
 from phalanx.errors import ConfigError, ExitCode, HostUnreachable
+from phalanx.supervision import engine_connection
 from phalanx.supervision.client import EngineState
+from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.supervision.process import LINE_CHARS, RDMA_COOL_DOWN_S, EngineProcess
 from phalanx.supervision.rank_launcher import End, RankProcesses
 from phalanx.supervision.restarts import FIRST_STARTS
-from phalanx.types import Failed
+from phalanx.supervision.wire import engine_codec
+from phalanx.types import Failed, Ready
 
 
 def ended(**statuses: int) -> RankProcesses:
@@ -364,5 +367,45 @@ def test_a_launch_that_fails_is_reported_by_the_supervision(monkeypatch):
         await process._supervisor
         assert process.state.phase == "failed" and "the ranks could not be started" in process.state.reason
         await process.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_is_ready_once_what_its_ranks_said_before_is_printed(monkeypatch, capsys):
+    """The log comes another way than `Ready`, under mpirun through another process."""
+    monkeypatch.setattr(engine_connection, "LOG_WAIT_S", 120.0)
+
+    async def main() -> None:
+        process = engine(ended())
+        process._log_complete.clear()  # as a launch does
+        messages, log = asyncio.StreamReader(), asyncio.StreamReader()
+        messages.feed_data(engine_codec().encode(Ready(FAKE_INFO, 1)))
+        receiving = asyncio.create_task(process._receive_messages((messages, SimpleNamespace())))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert process.state.phase == "starting"
+        log.feed_data(b"rank 0: kernels: native\nrank 0: serving\n")
+        log.feed_eof()
+        await process._forward_log("mpirun", SimpleNamespace(stderr=log))
+        while process.state.phase != "ready":
+            await asyncio.sleep(0)
+        messages.feed_eof()
+        await receiving
+
+    asyncio.run(main())
+    assert capsys.readouterr().err == "rank 0: kernels: native\n"
+
+
+def test_a_log_that_does_not_come_holds_up_nothing(monkeypatch):
+    monkeypatch.setattr(engine_connection, "LOG_WAIT_S", 0.0)
+
+    async def main() -> None:
+        process = engine(ended())
+        process._log_complete.clear()
+        messages = asyncio.StreamReader()
+        messages.feed_data(engine_codec().encode(Ready(FAKE_INFO, 1)))
+        messages.feed_eof()
+        await process._receive_messages((messages, SimpleNamespace()))
+        assert process.info == FAKE_INFO
 
     asyncio.run(main())
