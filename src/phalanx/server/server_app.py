@@ -185,11 +185,13 @@ def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:
 
 
 def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None] | None) -> None:
-    """Log the error that ended a background task, if any, and pass it to `on_failure`."""
+    """Pass the error that ended a background task, if any, to `on_failure`; log one that is not reported there."""
     error = None if task.cancelled() else task.exception()
     if error is None:
         return
-    log.error("%s", error, exc_info=None if isinstance(error, PhalanxError) else error)
+    known = isinstance(error, PhalanxError)
+    if not known or on_failure is None:
+        log.error("%s", error, exc_info=None if known else error)
     if on_failure is not None:
         on_failure(error)
 

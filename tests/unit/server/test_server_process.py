@@ -184,7 +184,7 @@ class Broken(FakeEngine):
         self.emit_down(self._reason, will_restart=False)
 
 
-def test_an_engine_that_cannot_start_ends_the_server(tokenizer, capfd):
+def test_an_engine_that_cannot_start_ends_the_server(tokenizer, capfd, caplog):
     assert serve(CONFIG, Broken(None), lambda: tokenizer) == ExitCode.MEMORY
     assert "phalanx could not start: too big" in capfd.readouterr().err
     assert serve(CONFIG, Broken(None, "tensor \x1b[2J\nforged"), lambda: tokenizer) == ExitCode.MEMORY
@@ -192,6 +192,8 @@ def test_an_engine_that_cannot_start_ends_the_server(tokenizer, capfd):
     for error in (ModelUnsupported("mamba"), ZeroDivisionError("a bug")):
         with pytest.raises(type(error)):
             serve(CONFIG, Broken(error), lambda: tokenizer)
+    assert "mamba" not in caplog.text, "the command reports it"
+    assert "a bug" in caplog.text
 
 
 class Doomed(FakeEngine):
