@@ -1,4 +1,4 @@
-"""Talk to a phalanx server with the `openai` package: a streamed answer, what it cost, and a wrong request, which the server refuses.
+"""Talk to a phalanx server with the `openai` package: a streamed answer, what it cost, and a request that is refused.
 
 phalanx serve demo                                  # in another terminal
 python examples/client.py [http://127.0.0.1:8000/v1]
