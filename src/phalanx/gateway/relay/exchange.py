@@ -9,7 +9,6 @@ from __future__ import annotations
 from phalanx.errors import PhalanxError
 from phalanx.gateway.relay.api_kinds import Dialect, dialect_of, error_event
 from phalanx.http.body_budget import BodyLease
-from phalanx.http.content_encoding import read_body
 from phalanx.http.error_responses import error_body, public_failure
 from phalanx.http.http_exchange import Exchange
 from phalanx.http.shares import Shares
@@ -61,12 +60,6 @@ class ClientExchange:
     def has_begun(self) -> bool:
         """A part of the answer is on its way, so that its status stands."""
         return self.http.response is not None
-
-    async def read_body(self, most: int, memory: BodyLease) -> bytes:
-        """The request's body; see `content_encoding.py: read_body`."""
-        body = await read_body(self.http, most, memory)
-        self.n_read = len(body)
-        return body
 
     async def keep_alive(self) -> None:
         """Give the client of a stream a sign of life, unless bytes are on their way to it. Does not wait for it."""

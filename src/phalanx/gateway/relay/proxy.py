@@ -30,6 +30,7 @@ from phalanx.gateway.relay.relay import FIRST_ERROR, Relay
 from phalanx.gateway.relay.replica_sessions import ReplicaSessions
 from phalanx.gateway.relay.traffic import BufferedResponse, Traffic
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
+from phalanx.http.content_encoding import read_body
 from phalanx.http.http_exchange import Answer, Reply
 from phalanx.http.media_types import is_json
 from phalanx.http.shares import Shares
@@ -109,7 +110,8 @@ class Proxy:
             PhalanxError: there is no answer, and its first byte is not sent.
         """
         with body_lease(self._memory, exchange.share) as memory:
-            body = await exchange.read_body(self._config.max_body_bytes, memory)
+            body = await read_body(exchange.http, self._config.max_body_bytes, memory)
+            exchange.n_read = len(body)
             call = self._call(exchange, body, aliases, pass_keys)
             failover = call.failover
             reserve(call.n_tokens, failover.request.rows)
