@@ -157,6 +157,7 @@ SERVER_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--default-chat-template-kwargs", '{"a": 1}'], "default_chat_template_kwargs", {"a": 1}),
     (["--tool-call-parser", "mistral"], "tool_call_parser", "mistral"),
     (["--reasoning-parser", "none"], "reasoning_parser", "none"),
+    (["--tools", "drop"], "tools", "drop"),
     (["--enable-auto-tool-choice"], "enable_auto_tool_choice", True),
     (["--no-enable-auto-tool-choice"], "enable_auto_tool_choice", False),
     (["--log-level", "debug"], "log_level", "debug"),
