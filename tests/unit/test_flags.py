@@ -328,7 +328,7 @@ def test_a_clients_key_comes_from_a_flag_a_file_or_a_variable(
         raise ConfigError("enough")
 
     monkeypatch.setattr(chat, "talk", lambda address, *_: seen.append(address.key) or 0)
-    monkeypatch.setattr(launch, "_target", noted)
+    monkeypatch.setattr(launch, "_served", noted)
     monkeypatch.delenv("PHALANX_API_KEY", raising=False)
     (tmp_path / "keys").write_text("# ours\nfiled\nother\n")
     (tmp_path / "none").write_text("\n")
