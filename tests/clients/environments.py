@@ -18,7 +18,10 @@ PROGRAMS = HERE / "programs"
 ROOT = Path(os.environ.get("CLIENTS") or HERE.parents[1] / ".venv" / "clients")
 """Folder of the environments. `CLIENTS` names another."""
 
-UNWANTED = ("OPENAI_", "ANTHROPIC_", "CLAUDE_", "CODEX_", "OPENCODE_", "OLLAMA_", "PHALANX_", "PYTHONPATH")
+UNWANTED = (
+    "OPENAI_", "ANTHROPIC_", "CLAUDE_", "CODEX_", "OPENCODE_", "COPILOT_", "GH_", "GITHUB_", "QWEN_", "PI_", "OLLAMA_",
+    "PHALANX_", "PYTHONPATH",
+)  # fmt: skip
 """How settings of the user's begin that would lead a client elsewhere."""
 STAMP = ".installed"  # holds the digest of the pins that the environment was made from
 INSTALL_S = 900.0  # the largest client downloads several hundred megabytes
