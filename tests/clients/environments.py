@@ -1,5 +1,7 @@
 """One environment per client, installed once at pinned versions: `pins/NAME.txt` for pip, `pins/NAME/` for npm as well.
 
+The pins name every package: pip adds none, so that one may leave out what its client starts without.
+
 A client that cannot be installed is a failure that names it. Does not know what the clients do.
 """
 
@@ -43,7 +45,17 @@ def environment(name: str) -> Path:
     if not (stamp.is_file() and stamp.read_text() == wanted):
         shutil.rmtree(folder, ignore_errors=True)
         _run(name, sys.executable, "-m", "venv", str(folder))
-        _run(name, str(folder / "bin" / "python"), "-m", "pip", "-q", "install", "-r", str(PINS / f"{name}.txt"))
+        _run(
+            name,
+            str(folder / "bin" / "python"),
+            "-m",
+            "pip",
+            "-q",
+            "install",
+            "--no-deps",
+            "-r",
+            str(PINS / f"{name}.txt"),
+        )
         if (PINS / name).is_dir():
             shutil.copytree(PINS / name, folder, dirs_exist_ok=True)
             _run(name, str(folder / "bin" / "npm"), "ci", "--no-audit", "--no-fund", cwd=folder)

@@ -24,7 +24,11 @@ FINAL = f"The file says that {CONTENT}."
 ARGUMENTS = {
     "Bash": {"command": f"cat {FILE}", "description": "Show the file"},  # Claude Code
     "bash": {"command": f"cat {FILE}", "description": "Show the file"},  # opencode, Copilot CLI, pi
-    "run_shell_command": {"command": f"cat {FILE}", "description": "Show the file", "is_background": False},  # Qwen Code
+    "run_shell_command": {
+        "command": f"cat {FILE}",
+        "description": "Show the file",
+        "is_background": False,
+    },  # Qwen Code
     "exec_command": {"cmd": f"cat {FILE}"},  # Codex
     "shell_command": {"command": f"cat {FILE}"},  # Codex, other versions, and our programs
 }

@@ -30,7 +30,11 @@ CLIENTS = {  # program, and what else it is told -> environment
     "instructor_client.py": "instructor",
 }
 LOOPS = [program for program in CLIENTS if program != "instructor_client.py"]  # it runs no tools
-WITHOUT_THOUGHTS = ["openai_node_tools.mjs", "langgraph_agent.py", "agent_framework_agent.py chat"]  # they read no reasoning
+WITHOUT_THOUGHTS = [
+    "openai_node_tools.mjs",
+    "langgraph_agent.py",
+    "agent_framework_agent.py chat",
+]  # they read no reasoning
 WITH_THOUGHTS = [program for program in LOOPS if program not in WITHOUT_THOUGHTS]
 
 

@@ -30,7 +30,11 @@ def served(url):
 def whole(client, messages, **asked):
     message = client.chat_completion(messages, model=model, **asked).choices[0].message
     calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": call.function.arguments},
+        }
         for call in message.tool_calls or []
     ]
     return {"role": "assistant", "content": message.content, "reasoning": message.reasoning, "tool_calls": calls}

@@ -1,5 +1,5 @@
-"""litellm: a loop of tools with each provider that this server serves, whole and streamed, also asynchronously. Prints a report for each.
-Arguments: origin, key, model.
+"""litellm: a loop of tools with each provider that this server serves, whole and streamed, and both asynchronously.
+Prints a report for each. Arguments: origin, key, model.
 """
 
 import asyncio
