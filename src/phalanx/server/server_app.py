@@ -91,7 +91,7 @@ class ServerApp(Struct, frozen=True):
     application: Application
     running: Callable[[], AbstractAsyncContextManager[None]]  # starts the engine, and closes it at the end
     journal: Journal
-    shapes: OutputShapes
+    served: ApiModel
 
 
 def create_app(
@@ -121,6 +121,8 @@ def create_app(
         eos_ids=frozenset(tokenizer.eos_ids),
         template_kwargs=config.default_chat_template_kwargs,
         shapes=shapes_of(config, tokenizer),
+        shows_tools=tokenizer.shows_tools,
+        drop_tools=_note_once(served_names(config)[0]) if config.drops_tools else None,
         auto_tools=config.enable_auto_tool_choice,
     )
     numerics = numerics_of(config, served, tokenizer.fingerprint())
@@ -175,13 +177,23 @@ def create_app(
 
     router.add(Route("GET", "/openapi.json", openapi))
     hosts, origins = AllowedHosts(config.host, config.allowed_hosts), CrossOrigin(config.allowed_origins)
-    return ServerApp(Application(router, hosts.accept, origins, metrics.answered), running, journal, served.shapes)
+    return ServerApp(Application(router, hosts.accept, origins, metrics.answered), running, journal, served)
 
 
 def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:
     """The formats in which the model writes calls and reasoning: by its chat template, or as the flags say."""
     found = choose(tokenizer.template_source, tokenizer.added_tokens)
     return by_name(found, config.tool_call_parser, config.reasoning_parser)
+
+
+def _note_once(model: str) -> Callable[[], None]:
+    """Logs at its first call that tools of requests to this model are left out."""
+
+    @cache
+    def note() -> None:
+        log.info("%s cannot call tools: those of requests are left out (--tools refuse: 400)", model)
+
+    return note
 
 
 def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None] | None) -> None:

@@ -312,7 +312,7 @@ def test_wrong_fields_of_a_prompt(sent, field):
 
 
 def test_what_a_model_cannot():
-    with pytest.raises(InvalidRequest, match="tools is not supported") as caught:
+    with pytest.raises(InvalidRequest, match="cannot call tools: the format") as caught:
         asked(PLAIN, messages=[USER], tools=[TOOL])
     assert caught.value.param == "tools"
     with pytest.raises(InvalidRequest, match="--reasoning-parser") as caught:

@@ -179,7 +179,7 @@ class InfoEndpoints:
         return info
 
     def _card(self, name: str, info: ModelInfo) -> dict[str, Any]:
-        shapes = self._served.shapes
+        reasoning = self._served.shapes.reasoning
         return {
             "id": name,
             "object": "model",
@@ -188,6 +188,6 @@ class InfoEndpoints:
             "root": self._served.names[0],
             "parent": None,
             "max_model_len": info.max_model_len,
-            "tool_call_parser": None if shapes.tools is None else shapes.tools.name,
-            "reasoning_parser": None if shapes.reasoning is None else shapes.reasoning.name,
+            "tool_call_parser": self._served.tool_parser,
+            "reasoning_parser": None if reasoning is None else reasoning.name,
         }

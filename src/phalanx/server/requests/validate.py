@@ -16,7 +16,7 @@ from phalanx.errors import InvalidRequest
 from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from phalanx.server.fields.refusals import check_ids, count, in_range, invalid, unsupported
 from phalanx.server.requests.conversation import parse_conversation, parse_prompts
-from phalanx.server.requests.offered_tools import definitions, parse_tools, shown_tools
+from phalanx.server.requests.offered_tools import definitions, parse_tools, shown_tools, takes_tools
 from phalanx.server.requests.parsed import (
     ApiModel,
     ChatRequest,
@@ -104,7 +104,10 @@ def parse_tokenize(body: TokenizeBody, served: ApiModel) -> TokenizeRequest:
     else:
         if body.add_special_tokens is not None:
             raise invalid("add_special_tokens", "add_special_tokens goes with prompt, not with messages.")
-        source = parse_conversation(body, _with_tools(dict(body.chat_template_kwargs or {}), body), served)
+        variables = dict(body.chat_template_kwargs or {})
+        if body.tools and takes_tools(served):
+            variables = _with_tools(variables, body)
+        source = parse_conversation(body, variables, served)
     special = body.add_special_tokens is not False
     return TokenizeRequest(source=source, add_special_tokens=special, with_texts=bool(body.return_token_strs))
 

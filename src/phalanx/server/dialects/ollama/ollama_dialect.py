@@ -68,7 +68,7 @@ def parse_chat(body: OllamaChatBody, served: ApiModel) -> ParsedBody | StaticAns
     defined = [_definition(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     tools = choose_tools(defined, AllowedTools(), served)
     variables = _thinking(body, served)
-    if defined:
+    if tools is not None:
         variables["tools"] = shown_tools(defined)
     messages = conversation_of(body.messages)
     request = ChatRequest(options=options, conversation=_conversation(messages, variables, served), tools=tools)

@@ -11,7 +11,6 @@ from msgspec import Struct
 from phalanx.catalog.local_models import LocalModel
 from phalanx.catalog.pull_progress import ASKING, PullProgress
 from phalanx.server.fields.timestamps import iso_time
-from phalanx.server.outputs.shapes import OutputShapes
 from phalanx.types import ModelInfo
 
 API_VERSION = "0.13.5"
@@ -34,8 +33,8 @@ class OllamaModel(Struct, frozen=True, kw_only=True):
 
     name: str
     info: ModelInfo
-    shapes: OutputShapes
-    auto_tools: bool
+    calls_tools: bool
+    reasons: bool
     since: int  # when it was loaded, in seconds since 1970
     template: str = ""  # of chats
 
@@ -114,9 +113,9 @@ def _local_card(model: LocalModel) -> dict[str, Any]:
 
 def _capabilities(model: OllamaModel) -> Iterator[str]:
     yield "completion"
-    if model.shapes.tools is not None and model.auto_tools:
+    if model.calls_tools:
         yield "tools"
-    if model.shapes.reasoning is not None:
+    if model.reasons:
         yield "thinking"
 
 
