@@ -67,7 +67,7 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, "messages[0].weight"),
+    ({"messages": [{"role": "user", "content": "x", "file": {"file_id": "1"}}]}, "messages[0].file"),
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tool_choice": "required"}, "tool_choice"),

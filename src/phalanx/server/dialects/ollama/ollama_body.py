@@ -1,7 +1,8 @@
 """The bodies of `/api/chat` and `/api/generate` (Ollama), and how their large fields are read.
 
-Unknown fields and options are passed over, as Ollama does: its clients send those of other versions, and settings of
-the machine that a server has in its own command line. Does not know what fields mean (`ollama_dialect.py`).
+Unknown fields and options are passed over, as Ollama does, but for content in messages: its clients send those of other
+versions, and settings of the machine that a server has in its own command line. Does not know what fields mean
+(`ollama_dialect.py`).
 """
 
 from __future__ import annotations
@@ -24,27 +25,35 @@ from phalanx.server.fields.json_fields import (
     unread,
     unread_list,
 )
-from phalanx.server.fields.openai_bodies import INERT, MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, TolerantBody, about
+from phalanx.server.fields.openai_bodies import (
+    INERT,
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    HistoryBody,
+    TolerantBody,
+    about,
+)
 
 Number = int | float
 """Of an option that is a whole number: Ollama takes 128.0 where it means 128."""
 
 
-class OllamaCalled(TolerantBody, kw_only=True):
+class OllamaCalled(HistoryBody, kw_only=True):
     """The function that a call in the history names, and its arguments."""
 
     name: str
     arguments: dict[str, Any] | None = None
 
 
-class OllamaCall(TolerantBody, kw_only=True):
+class OllamaCall(HistoryBody, kw_only=True):
     """A call in the history."""
 
     id: str | None = None
     function: OllamaCalled
 
 
-class OllamaMessage(TolerantBody, kw_only=True):
+class OllamaMessage(HistoryBody, kw_only=True):
     """A message of a chat."""
 
     role: Annotated[str, about("system, user, assistant or tool.")]

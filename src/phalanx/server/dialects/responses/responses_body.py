@@ -1,7 +1,7 @@
 """The JSON body of `/v1/responses`: names, types and sizes of its fields.
 
-Unknown fields of the body are refused by name. Those of items and tools are passed over: they come from other servers
-and other tools, and clients send them back as they got them. Does not know what the fields mean
+Unknown fields of the body are refused by name. Those of items and tools are passed over unless they hold content: they
+come from other servers and other tools, and clients send them back as they got them. Does not know what the fields mean
 (`responses_dialect.py`).
 """
 
@@ -16,8 +16,11 @@ from phalanx.server.fields.json_fields import (
     TOOLS_BYTES,
     Reader,
     at_most,
+    list_by,
     list_of,
     object_of,
+    object_or_record,
+    of_type,
     read_arguments,
     read_dict,
     read_text,
@@ -33,12 +36,22 @@ from phalanx.server.fields.openai_bodies import (
     MAX_PARTS,
     MAX_TOOLS,
     Body,
+    HistoryBody,
     TolerantBody,
     about,
 )
+from phalanx.server.fields.refusals import ONLY_TEXT
+
+RECORDS = frozenset(
+    "code_interpreter_call computer_call computer_call_output file_search_call image_generation_call "
+    "mcp_approval_request mcp_approval_response mcp_call mcp_list_tools tool_search_call tool_search_output "
+    "web_search_call".split()
+)
+"""Items about tools that other servers run. The model cannot call them here; what came of them is in the messages."""
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
-class InputPart(TolerantBody, kw_only=True):
+class InputPart(HistoryBody, kw_only=True):
     """A part of a message, of a call's output or of reasoning."""
 
     type: Annotated[str, about("input_text, output_text, refusal, or of reasoning: reasoning_text, summary_text.")]
@@ -46,7 +59,7 @@ class InputPart(TolerantBody, kw_only=True):
     refusal: str | None = None
 
 
-class InputItem(TolerantBody, kw_only=True):
+class InputItem(HistoryBody, kw_only=True):
     """An item of the input."""
 
     type: Annotated[
@@ -189,10 +202,11 @@ class ResponsesBody(Body, kw_only=True):
 READERS: dict[tuple[type, str], Reader] = {}
 """How the large fields are read."""
 
-_parts = list_of(InputPart, MAX_PARTS, READERS)
+_parts = list_by(of_type(InputPart, TEXT_PARTS, ONLY_TEXT, READERS), MAX_PARTS)
+_item = object_or_record(InputItem, RECORDS, READERS)
 READERS.update(
     {
-        (ResponsesBody, "input"): text_or(list_of(InputItem, MAX_MESSAGES, READERS)),
+        (ResponsesBody, "input"): text_or(list_by(_item, MAX_MESSAGES)),
         (ResponsesBody, "instructions"): read_text,
         (ResponsesBody, "tools"): at_most(TOOLS_BYTES, list_of(OfferedTool, MAX_TOOLS, READERS)),
         (ResponsesBody, "text"): object_of(TextOptions, READERS),
