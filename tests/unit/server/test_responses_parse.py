@@ -289,6 +289,9 @@ INERT = {
     "client_metadata": {"x-codex-installation-id": "1", "nested": {"a": [1]}},
     "access_programs": {"cyber": "standard"},
     "include": ["web_search_call.action.sources"],
+    "prediction": {"type": "content", "content": "x"},
+    "safe_prompt": False,
+    "usage": {"include": True},
     **{field: neutral for field, (neutral, _) in NEUTRAL.items() if neutral is not None},
 }
 
@@ -302,6 +305,7 @@ def test_every_field_is_read():
     """No field is declared and forgotten."""
     read = {"input", "instructions", "stream_options", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"}
     read |= {"parallel_tool_calls", "top_logprobs", "chat_template_kwargs", *SHARED, *ECHOED, *NEUTRAL, *INERT}
+    read |= {"thinking", "enable_thinking", "thinking_budget"}
     assert read == {field.name for field in fields_of(ResponsesBody)}
 
 

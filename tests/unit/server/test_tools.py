@@ -259,7 +259,7 @@ REFUSED = [
     (tool(description="x" * (1 << 20)), "tools"),
     ({"tools": [*TOOLS, TOOLS[1]]}, "tools"),
     ({"tools": TOOLS * 300}, "tools"),
-    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": "all"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "wind"}}}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),

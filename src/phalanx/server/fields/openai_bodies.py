@@ -157,17 +157,45 @@ class StructuredOutputs(Body, kw_only=True):
     structural_tag: Annotated[str | None, about(LATER)] = None
 
 
+class ThinkingOptions(Body, kw_only=True):
+    """`thinking`, as Anthropic's, DeepSeek's and GLM's APIs have it."""
+
+    type: Annotated[str, about("enabled, disabled, adaptive or auto. The template's `enable_thinking`.")]
+    budget_tokens: Annotated[int | None, about("Handed to the chat template as `thinking_budget`.")] = None
+
+
+class ReasoningOptions(Body, kw_only=True):
+    """`reasoning`, as OpenRouter's and OpenAI's APIs have it."""
+
+    effort: Annotated[str | None, about('For the chat template; "none" also sets its `enable_thinking` to false.')] = (
+        None
+    )
+    enabled: Annotated[bool | None, about("The chat template's `enable_thinking`.")] = None
+    max_tokens: Annotated[int | None, about("Handed to the chat template as `thinking_budget`.")] = None
+    exclude: Annotated[bool | None, about("The answer leaves reasoning out; /v1/responses takes only false.")] = None
+    summary: Annotated[
+        str | None, about("/v1/responses: reasoning is the item's summary. A chat has all reasoning, and no summary.")
+    ] = None
+
+
+class UsageOptions(Body, kw_only=True):
+    """`usage`, as OpenRouter's API has it."""
+
+    include: Annotated[bool | None, about("As stream_options.include_usage. Whole answers always have `usage`.")] = None
+
+
 class SamplingBody(Body, kw_only=True):
     """The fields that chat and text completions share."""
 
     model: Annotated[str | None, about("A served model's name; the first one when left out.")] = None
     max_tokens: Annotated[
         int | None,
-        about("Most output tokens. Without it, 16 of a completion; of a chat, what there is room for."),
+        about("Most output tokens; -1: what there is room for. Without it, so in a chat, and 16 of a completion."),
     ] = None
     n: Annotated[int | None, about("Number of choices per prompt.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
     seed: Annotated[int | None, about("Any integer (taken modulo 2**64). The same seed gives the same tokens.")] = None
     temperature: Annotated[float | None, about("0 is greedy.")] = None
     top_p: float | None = None
@@ -230,6 +258,12 @@ class ChatBody(SamplingBody, kw_only=True):
     reasoning_effort: Annotated[
         str | None, about('Handed to the chat template; "none" also sets its `enable_thinking` to false.')
     ] = None
+    thinking: ThinkingOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    enable_thinking: Annotated[bool | None, about("Handed to the chat template.")] = None
+    thinking_budget: Annotated[int | None, about("Handed to the chat template; few look at it.")] = None
+    prediction: Annotated[Any, about(INERT)] = None
+    safe_prompt: Annotated[bool | None, about("Accepted for compatibility; nothing is put before the prompt.")] = None
     verbosity: Annotated[str | None, about("Handed to the chat template.")] = None
     echo: Annotated[bool | None, about("Only false.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, about("Variables for the chat template.")] = None
@@ -240,7 +274,10 @@ class ChatBody(SamplingBody, kw_only=True):
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         str | dict[str, Any] | None,
-        about('"auto", "required", {"type": "function", "function": {"name": ...}}, or "none": they are not shown.'),
+        about(
+            '"auto", "required" or "any", {"type": "function", "function": {"name": ...}}, or "none": they are not '
+            "shown."
+        ),
     ] = None
     functions: Annotated[list[Any] | None, about(LATER)] = None
     function_call: Annotated[str | dict[str, Any] | None, about(LATER)] = None

@@ -46,13 +46,16 @@ from phalanx.server.fields.openai_bodies import (
     DetokenizeBody,
     FunctionBody,
     JsonSchemaFormat,
+    ReasoningOptions,
     ResponseFormatBody,
     SamplingBody,
     StreamOptions,
     StructuredOutputs,
+    ThinkingOptions,
     TokenizeBody,
     ToolBody,
     ToolCallBody,
+    UsageOptions,
 )
 from phalanx.server.fields.refusals import ANSWER_FORMATS, ONLY_FUNCTIONS, ONLY_TEXT
 
@@ -180,6 +183,10 @@ LARGE: Readers = {
     (FunctionBody, "description"): read_text,
     (FunctionBody, "parameters"): read_variables,
     (ChatBody, "functions"): unread_list,
+    (ChatBody, "prediction"): unread,
+    (ChatBody, "thinking"): _object_of(ThinkingOptions),
+    (ChatBody, "reasoning"): _object_of(ReasoningOptions),
+    (SamplingBody, "usage"): _object_of(UsageOptions),
     (SamplingBody, "stream_options"): _object_of(StreamOptions),
     (SamplingBody, "response_format"): _of_type(
         ResponseFormatBody, ("text", "json_object", "json_schema"), ANSWER_FORMATS

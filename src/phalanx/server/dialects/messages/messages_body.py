@@ -111,7 +111,7 @@ class MessagesBody(TolerantBody, kw_only=True):
 
     messages: Annotated[list[MessageBody], Meta(max_length=MAX_MESSAGES)]
     model: Annotated[str | None, about("A served model's name; the first one when left out.")] = None
-    max_tokens: Annotated[int | None, about("Most output tokens; lowered to what there is room for.")] = None
+    max_tokens: Annotated[int | None, about("Most output tokens; lowered to what there is room for; -1: that.")] = None
     system: Annotated[str | list[TextPart] | None, about("A system message before the others.")] = None
     stream: bool | None = None
     temperature: Annotated[float | None, about("0 is greedy.")] = None

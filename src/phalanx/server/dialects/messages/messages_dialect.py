@@ -26,7 +26,7 @@ from phalanx.server.dialects.messages.messages_body import (
 )
 from phalanx.server.dialects.messages.messages_format import MessagesFormat, Thinking
 from phalanx.server.fields.openai_bodies import SamplingBody
-from phalanx.server.fields.refusals import count, invalid, unsupported
+from phalanx.server.fields.refusals import count, invalid, token_limit, unsupported
 from phalanx.server.outputs.pieces import ToolDefinition
 from phalanx.server.requests.offered_tools import AllowedTools, choose_tools, define, shown_tools
 from phalanx.server.requests.parsed import AnswerGrammar, ApiModel, ChatRequest, Conversation, Options
@@ -114,7 +114,7 @@ def _options(body: MessagesBody, served: ApiModel) -> Options:
         timeout=body.timeout,
         cache_salt=body.cache_salt,
     )
-    options = parse_options(sampling, served, count("max_tokens", body.max_tokens, least=1), None)
+    options = parse_options(sampling, served, token_limit("max_tokens", body.max_tokens), None)
     return replace(
         options,
         continuous_usage=True,  # a stream begins with the tokens of the prompt

@@ -37,6 +37,8 @@ from phalanx.server.fields.openai_bodies import (
     MAX_TOOLS,
     Body,
     HistoryBody,
+    ReasoningOptions,
+    ThinkingOptions,
     TolerantBody,
     about,
 )
@@ -105,13 +107,9 @@ class OfferedTool(OfferedFunction, kw_only=True):
     tools: Annotated[list[OfferedFunction] | None, about("Of a namespace: its tools.")] = None
 
 
-class ReasoningOptions(TolerantBody, kw_only=True):
+class ResponseReasoning(TolerantBody, ReasoningOptions, kw_only=True):
     """`reasoning`"""
 
-    effort: Annotated[str | None, about('For the chat template; "none" also sets its `enable_thinking` to false.')] = (
-        None
-    )
-    summary: Annotated[str | None, about("With any value, reasoning is sent whole as the item's summary.")] = None
     generate_summary: Annotated[str | None, about("The older name of summary.")] = None
 
 
@@ -146,15 +144,18 @@ class ResponsesBody(Body, kw_only=True):
     instructions: Annotated[str | None, about("A system message before the input.")] = None
     stream: bool | None = None
     stream_options: EventOptions | None = None
-    max_output_tokens: Annotated[int | None, about("Without it, as many as there is room for.")] = None
+    max_output_tokens: Annotated[int | None, about("Without it, or with -1, as many as there is room for.")] = None
     tools: Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         str | dict[str, Any] | None,
-        about('none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}.'),
+        about('none, auto, required or any, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}.'),
     ] = None
     parallel_tool_calls: Annotated[bool | None, about("false: the answer ends with its first call.")] = None
     text: Annotated[TextOptions | None, about("What the answer looks like.")] = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: ResponseReasoning | None = None
+    thinking: ThinkingOptions | None = None
+    enable_thinking: Annotated[bool | None, about("Handed to the chat template.")] = None
+    thinking_budget: Annotated[int | None, about("Handed to the chat template; few look at it.")] = None
     include: Annotated[
         list[str] | None,
         about(
@@ -197,6 +198,9 @@ class ResponsesBody(Body, kw_only=True):
     prompt_cache_options: Annotated[Any, about(INERT)] = None
     client_metadata: Annotated[Any, about(INERT)] = None
     access_programs: Annotated[Any, about(INERT)] = None
+    prediction: Annotated[Any, about(INERT)] = None
+    safe_prompt: Annotated[bool | None, about("Accepted for compatibility; nothing is put before the prompt.")] = None
+    usage: Annotated[Any, about("Accepted for compatibility; the response always has it.")] = None
 
 
 READERS: dict[tuple[type, str], Reader] = {}
@@ -210,7 +214,8 @@ READERS.update(
         (ResponsesBody, "instructions"): read_text,
         (ResponsesBody, "tools"): at_most(TOOLS_BYTES, list_of(OfferedTool, MAX_TOOLS, READERS)),
         (ResponsesBody, "text"): object_of(TextOptions, READERS),
-        (ResponsesBody, "reasoning"): object_of(ReasoningOptions, READERS),
+        (ResponsesBody, "reasoning"): object_of(ResponseReasoning, READERS),
+        (ResponsesBody, "thinking"): object_of(ThinkingOptions, READERS),
         (ResponsesBody, "stream_options"): object_of(EventOptions, READERS),
         (ResponsesBody, "chat_template_kwargs"): read_variables,
         (ResponsesBody, "context_management"): unread_list,
@@ -236,6 +241,7 @@ READERS.update(
         (ResponsesBody, name): unread
         for name in (
             "conversation", "prompt", "moderation", "prompt_cache_options", "client_metadata", "access_programs",
+            "prediction", "usage",
         )
     }
 )  # fmt: skip
