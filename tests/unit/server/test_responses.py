@@ -254,9 +254,10 @@ def test_errors_before_the_first_byte(tokenizer):
             await refusal(401, "API key", "invalid_api_key", headers={})
             await refusal(404, "'x'", "model_not_found", json={**ASK, "model": "x"})
             stored = {**ASK, "previous_response_id": "resp_1"}
-            await refusal(400, "send the whole conversation", "unsupported_value", json=stored)
+            await refusal(400, "set store: false in the client", "unsupported_value", json=stored)
             long = {**ASK, "input": "hello " * 100_000, "stream": True}
             await refusal(400, "context", "context_length_exceeded", json=long)
+            await refusal(400, "context", "context_length_exceeded", json={**long, "truncation": "auto"})
             assert (await client.post(URL, headers=key, json=long)).json()["error"]["param"] == "input"
             much = await client.post(URL, headers=key, json={**ASK, "max_output_tokens": 1 << 20})
             assert (much.status_code, much.json()["error"]["param"]) == (400, "max_output_tokens")

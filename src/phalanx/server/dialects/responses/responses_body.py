@@ -181,7 +181,9 @@ class ResponsesBody(Body, kw_only=True):
     )
     chat_template_kwargs: Annotated[dict[str, Any] | None, about("Variables for the chat template.")] = None
     metadata: Annotated[dict[str, Any] | None, about("Repeated in the response.")] = None
-    truncation: Annotated[str | None, about('Only "disabled".')] = None
+    truncation: Annotated[
+        str | None, about('"disabled" or "auto": a prompt that is longer than the context is refused with both.')
+    ] = None
     store: Annotated[bool | None, about("Nothing is stored; the response says so.")] = None
     previous_response_id: Annotated[str | None, about(LATER)] = None
     conversation: Annotated[Any, about(LATER)] = None

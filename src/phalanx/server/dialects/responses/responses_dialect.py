@@ -42,15 +42,19 @@ SHARED = (
 )  # fmt: skip
 """Fields that mean the same in every dialect of OpenAI's."""
 NEUTRAL: Mapping[str, tuple[object, str]] = {
-    "previous_response_id": (None, "no response is stored; send the whole conversation as input"),
+    "previous_response_id": (
+        None,
+        "no response is stored; set store: false in the client, so that it sends the whole conversation as input",
+    ),
     "conversation": (None, "no conversation is stored; send it as input"),
     "prompt": (None, "no prompt is stored; send instructions and input"),
     "background": (False, "only false"),
-    "truncation": ("disabled", 'only "disabled"'),
     "context_management": ([], "the client shortens the conversation"),
     "moderation": (None, ""),
 }
 """Fields that would change the answer, the only value of each that does not, and what to do instead."""
+TRUNCATIONS = ("disabled", "auto")
+"""A prompt that is too long is refused with both: with "auto" OpenAI's server leaves out what does not fit."""
 ECHOED = (
     "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "max_output_tokens", "max_tool_calls", "user",
 )  # fmt: skip
@@ -72,6 +76,8 @@ def parse_responses(body: ResponsesBody, served: ApiModel) -> ParsedBody:
     for field, (neutral, detail) in NEUTRAL.items():
         if getattr(body, field) not in (None, neutral):
             raise unsupported(field, detail)
+    if body.truncation not in (None, *TRUNCATIONS):
+        raise invalid("truncation", f"truncation is {body.truncation[:40]!r}; it must be {' or '.join(TRUNCATIONS)}.")
     named = list(islice(_named(body.tools or (), "tools"), MAX_TOOLS + 1))
     if len(named) > MAX_TOOLS:
         raise invalid("tools", f"tools has more than {MAX_TOOLS} functions, with those of namespaces.")
@@ -174,7 +180,7 @@ def _echoed(body: ResponsesBody, options: Options, tools: ToolUse | None) -> dic
         "tools": [_filled(tool) for tool in body.tools or () if tool.type in CLIENTS_OWN] if short else [],
         "top_logprobs": options.sampling.logprobs or 0,
         "top_p": options.sampling.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
     }
 
 
