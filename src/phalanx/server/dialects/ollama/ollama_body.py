@@ -22,7 +22,6 @@ from phalanx.server.fields.json_fields import (
     read_text,
     read_variables,
     text_or,
-    unread,
     unread_list,
 )
 from phalanx.server.fields.openai_bodies import (
@@ -109,7 +108,9 @@ class OllamaBody(TolerantBody, kw_only=True):
     think: Annotated[bool | str | None, about("Or how much: low, medium, high.")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, about("0..20; needs logprobs.")] = None
-    keep_alive: Annotated[Any, about(f"{INERT} The model stays loaded.")] = None
+    keep_alive: Annotated[
+        Any, about("The model stays loaded. Without a prompt, 0 is answered as if it had been unloaded.")
+    ] = None
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
@@ -162,7 +163,6 @@ READERS.update(
         (OllamaTool, "function"): object_of(OllamaFunction, READERS),
         (OllamaBody, "format"): at_most(SCHEMA_BYTES, text_or(read_dict)),
         (OllamaBody, "options"): object_of(OllamaOptions, READERS),
-        (OllamaBody, "keep_alive"): unread,
         (OllamaChatBody, "messages"): list_of(OllamaMessage, MAX_MESSAGES, READERS),
         (OllamaChatBody, "tools"): at_most(TOOLS_BYTES, list_of(OllamaTool, MAX_TOOLS, READERS)),
         (OllamaGenerateBody, "prompt"): read_text,
