@@ -39,11 +39,12 @@ from phalanx.http.model_lists import more_of_models
 from phalanx.http.openapi import Operation, document
 from phalanx.http.refused_keys import RefusedKeys
 from phalanx.http.shares import Shares
+from phalanx.http.vector_requests import BARE_PATHS, VECTOR_PATHS, no_vectors
 
 log = logging.getLogger(__name__)
 
 PROXIED = ("/v1/", "/api/")
-PROXIED_ALONE = frozenset(("/tokenize", "/detokenize", "/tokenizer_info"))
+PROXIED_ALONE = frozenset(("/tokenize", "/detokenize", "/tokenizer_info", *BARE_PATHS))
 """Paths of phalanx's and vLLM's servers outside of /v1."""
 PASSED_ON = (
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
@@ -185,8 +186,10 @@ class App:
                 pass_keys=not self._clients.need_key,
                 reserve=lambda n_tokens, rows: self._clients.reserve(use, n_tokens, rows),
             )
-        except PhalanxError:
+        except PhalanxError as error:
             exchange.n_tokens = 0  # an error takes nothing
+            if isinstance(error, UnknownModel) and exchange.path in VECTOR_PATHS:
+                raise no_vectors(str(error)) from error
             raise
         finally:
             self.unfinished -= 1
