@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from support.conversations import run
+from support.conversations import prompts, run
+from support.scripted_model import tokenizer_of
 from support.serving import sse
 
 from phalanx.errors import InvalidRequest
@@ -19,6 +20,7 @@ from phalanx.server.dialects.responses.responses_dialect import RESPONSES
 from phalanx.server.outputs.shapes import OutputShapes, by_name
 from phalanx.server.requests.body_parsing import parse_body
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults
+from phalanx.text.tokenizer import Tokenizer
 
 SERVED = ApiModel(
     names=("tiny",),
@@ -149,6 +151,37 @@ def test_efforts_of_a_chat_that_contradict_each_other():
     assert "reasoning_effort and reasoning.effort contradict" in str(error)
     assert refusal("chat", reasoning={"novel": 1}).param == "reasoning.novel"
     assert refusal("responses", reasoning={"exclude": True}).param == "reasoning.exclude"
+
+
+DEEPSEEK = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>{{ 'T' if thinking else 'F' }}"
+)
+"""How DeepSeek's templates, Kimi's and Granite's are told whether the model thinks."""
+
+
+def test_templates_with_another_name_for_thinking_are_told_of_it(tmp_path):
+    tokenizer_of("hermes", tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": DEEPSEEK}))
+    chat = {"messages": [USER], "model": "tiny"}
+    asked = [
+        ("/v1/chat/completions", {**chat, "thinking": {"type": "enabled"}}, "T"),
+        ("/v1/chat/completions", {**chat, "thinking": {"type": "disabled"}}, "F"),
+        ("/v1/chat/completions", {**chat, "chat_template_kwargs": {"thinking": True}}, "T"),
+        ("/v1/chat/completions", chat, "F"),
+        ("/v1/responses", {"input": "hi", "reasoning": {"enabled": True}}, "T"),
+        ("/v1/messages", {**chat, "max_tokens": 5, "thinking": {"type": "enabled"}}, "T"),
+        ("/v1/messages", {**chat, "max_tokens": 5}, "F"),
+        ("/api/chat", {**chat, "think": True}, "T"),
+    ]
+
+    async def scenario(client, engine):
+        for path, body, _ in asked:
+            (await client.post(path, json=body)).raise_for_status()
+        assert [prompt[-1] for prompt in prompts(engine)] == [ending for _, _, ending in asked]
+
+    run(Tokenizer.load(tmp_path), ["Fine.<|im_end|>"] * len(asked), scenario)
 
 
 @pytest.mark.parametrize("excluded", [False, True])
