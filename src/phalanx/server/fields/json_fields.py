@@ -30,7 +30,7 @@ MANY_NAMES = 1 << 18  # colons, and so at most names, up to which an object's fi
 MAX_STRANGE = 1 << 16  # colons outside known fields; looking for the fields there takes 20 ms
 CONTENT = {
     name: b'"%b"' % name.encode()
-    for name in "image_url input_audio file images audio audio_url video_url input_image input_file".split()
+    for name in "image_url input_audio file file_data file_url images audio audio_url video_url".split()
 }
 """Fields of what no model here can read, as they are and in JSON. Without them it would miss what it is asked about."""
 HAS_VALUE = re.compile(rb'\s*+:\s*+(?!null|""|\[\s*+\]|\{\s*+\})')
