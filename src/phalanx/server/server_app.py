@@ -24,6 +24,7 @@ from phalanx.http.cross_origin import CrossOrigin
 from phalanx.http.http_exchange import Answer, Exchange, json_answer
 from phalanx.http.openapi import document
 from phalanx.http.router import Route, Router
+from phalanx.http.vector_requests import VECTOR_PATHS
 from phalanx.server.access import Access
 from phalanx.server.answers.call_memory import CallMemory
 from phalanx.server.dialects.common.dialect import Dialect
@@ -66,18 +67,6 @@ GENERATING: Mapping[str, Dialect[Any]] = {
     "/api/generate": ollama_dialect.GENERATE,
 }
 """Path -> the dialect of the requests that the model answers there."""
-NOT_TEXT = (
-    "/v1/embeddings",
-    "/embeddings",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/rerank",
-    "/v1/score",
-    "/score",
-    "/pooling",
-    "/classify",
-)
-"""Paths of OpenAI's, Cohere's, Jina's and vLLM's for models that compute vectors and scores."""
 COUNTING: Mapping[str, tuple[Dialect[Any], Callable[[int], dict[str, Any]]]] = {
     "/v1/messages/count_tokens": (COUNTED_MESSAGES, count_body),
     "/v1/responses/input_tokens": (RESPONSES, input_tokens_body),
@@ -216,7 +205,7 @@ def _routes(
             Route("POST", path, information.counting(kind, written), client, kind.body)
             for path, (kind, written) in COUNTING.items()
         ),
-        *(Route("POST", path, information.other_outputs, client) for path in NOT_TEXT),
+        *(Route("POST", path, information.other_outputs, client) for path in VECTOR_PATHS),
         Route("GET", "/v1/models", information.models, client),
         Route("GET", "/v1/models/{name}", information.model, client),
         Route("POST", "/tokenize", information.tokenize, client, TokenizeBody),

@@ -39,6 +39,8 @@ def parse_tools(body: ChatBody, served: ApiModel) -> ToolUse | None:
     _refuse_functions(body)
     chosen = _named(body.tool_choice) if isinstance(body.tool_choice, dict) else body.tool_choice
     named = isinstance(body.tool_choice, dict)
+    if chosen == "any" and not named:  # Mistral's word
+        chosen = "required"
     if chosen not in (None, "none", "auto", "required") and not named:
         known = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
         raise invalid("tool_choice", f"tool_choice is {str(chosen)[:40]!r}; it must be {known}.")

@@ -18,12 +18,8 @@ API_VERSION = "0.13.5"
 NEVER = "2318-01-01T00:00:00Z"
 """When a model is unloaded that stays: as far off as Ollama itself says, whose durations end after 292 years."""
 REFUSED: Mapping[str, str] = {
-    "/api/embed": "This server's model writes text; it makes no embeddings.",
-    "/api/embeddings": "This server's model writes text; it makes no embeddings.",
-    **{
-        f"/api/{action}": f"This server has one model, which was chosen at its start; it cannot {action}."
-        for action in ("push", "create", "copy")
-    },
+    f"/api/{action}": f"This server has one model, which was chosen at its start; it cannot {action}."
+    for action in ("push", "create", "copy")
 }
 """Path -> why nothing is done there."""
 
