@@ -13,7 +13,7 @@ import re
 
 from msgspec import Struct
 
-from phalanx.server.outputs.calls import MAX_NAME, Broken, Calls, arguments_object
+from phalanx.server.outputs.calls import MAX_NAME, Broken, Calls, arguments_object, end_call
 from phalanx.server.outputs.reader import Reader, Steps, marks_of
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -61,11 +61,7 @@ def _message(reader: Reader, calls: Calls, opened: str) -> Steps[str]:
     if recipient:
         calls.begin(recipient.group(1).removeprefix("functions."))
         yield from arguments_object(reader, calls)
-        yield from reader.next_nonspace()
-        for end in ENDS:
-            if (yield from reader.accept(end)):
-                break
-        calls.end()
+        yield from end_call(reader, calls, *ENDS)
         return ""
     reader.stop_recording()
     is_reasoning = channel is not None and channel.group(1) == "analysis"

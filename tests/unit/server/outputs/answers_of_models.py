@@ -262,6 +262,20 @@ def calls_of(pieces: list[Piece]) -> list[tuple[str, Any]]:
     return calls
 
 
+def shown_json(pieces: list[Piece]) -> list[str]:
+    """What a stream has shown of the arguments of calls that broke."""
+    shown: list[str] = []
+    arguments = ""
+    for piece in pieces:
+        if isinstance(piece, CallBegin):
+            arguments = ""
+        elif isinstance(piece, CallArguments):
+            arguments += piece.text
+        elif isinstance(piece, CallBroken):
+            shown.append(arguments)
+    return shown
+
+
 def text_of(pieces: list[Piece]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
 
