@@ -106,6 +106,10 @@ class Calls:
             raise Broken(f"The model called {name[:64]!r}, a tool that the request does not offer.")
         return self._tools[name]
 
+    def offers(self, name: str) -> bool:
+        """Whether the request offers a tool of this name."""
+        return name in self._tools
+
     def begin(self, name: str) -> ToolDefinition:
         """A call of this tool begins. It is sent from its first `arguments` on."""
         tool = self.offered(name)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from phalanx.server.outputs.calls import Broken, Calls
 from phalanx.server.outputs.formats import ReasoningShape, ToolFormat
 from phalanx.server.outputs.harmony import HarmonyCalls, read_harmony
+from phalanx.server.outputs.markup_calls import MarkupCalls
 from phalanx.server.outputs.pieces import CallArguments, Piece, ReasoningPiece, TextPiece, ToolDefinition
 from phalanx.server.outputs.reader import Marks, Reader, Steps
 
@@ -78,9 +79,12 @@ class _Answer:
         self._calls = calls
         self._tools = tools
         self._opens = frozenset(tools.opens if tools else ())
+        self._unmarked = tools.unmarked if isinstance(tools, MarkupCalls) else ""
         self._reasoning_opens = reasoning.open if reasoning else ""
         others = (reasoning.open, reasoning.close, *reasoning.dropped) if reasoning else ()
-        self._marks = Marks({*self._opens, *(tools.marks if tools else ()), *others})
+        marks = {*self._opens, *(tools.marks if tools else ()), *others}
+        self._dropped = Marks(marks)
+        self._marks = Marks({*marks, self._unmarked} - {""})
         self._reasoning_ends = Marks({*self._opens, reasoning.close} if reasoning else ())
 
     def read(self, in_reasoning: bool) -> Steps[None]:
@@ -92,10 +96,18 @@ class _Answer:
             if opened == self._reasoning_opens:
                 opened = yield from self._reasoning()
                 continue
-            self._calls.mark()
-            if opened in self._opens:
-                yield from self._read_calls(opened)
+            if opened == self._unmarked and not (yield from self._opens_call()):
+                self._calls.text(opened)
+            else:
+                self._calls.mark()
+                if opened in self._opens or opened == self._unmarked:
+                    yield from self._read_calls(opened)
             opened = ""  # any other mark: one that closes nothing
+
+    def _opens_call(self) -> Steps[bool]:
+        """Whether the mark of a call that stands outside of a section opens one."""
+        assert isinstance(self._tools, MarkupCalls)
+        return (yield from self._tools.opens_call(self._reader, self._calls))
 
     def _reasoning(self) -> Steps[str]:
         """Read a block of reasoning; the mark of a call that ended it, or stands right after it."""
@@ -125,7 +137,7 @@ class _Answer:
             yield from self._tools.read(self._reader, self._calls, opened)
         except Broken as broken:
             seen = opened or self._calls.sending  # else it may never have been meant as one
-            self._calls.broken(str(broken) if seen else "", self._marks)
+            self._calls.broken(str(broken) if seen else "", self._dropped)
         else:
             self._calls.mark()
         self._reader.stop_recording()

@@ -110,6 +110,14 @@ class Reader:
         self.give_back("".join(spaces))
         return found
 
+    def head(self, marks: Marks, most: int) -> Steps[str]:
+        """The text before the first of `marks`, or of the first `most` characters. Nothing is taken."""
+        parts: list[str] = []
+        mark = yield from self.until(marks, parts.append, most)
+        text = "".join(parts)
+        self.give_back(text + mark)
+        return text
+
     def until(self, marks: Marks, emit: Callable[[str], object], most: int | None = None) -> Steps[str]:
         """Hand the text before the first of `marks` to `emit`, take the mark and return it.
 

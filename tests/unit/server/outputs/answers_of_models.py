@@ -107,6 +107,10 @@ ANSWERS: dict[str, list[str]] = {
         ),
         "<tool_call>\n<function=get_weather>\n<parameter=place>\n"
         '{"name": "</parameter></tool_call>"}\n</parameter>\n</function>\n</tool_call>',
+        (
+            "<tool_call>\n<function=get_weather\n<parameter=city\nOslo\n</parameter>\n<parameter=days>\n2\n"
+            "</parameter>\n</function>\n</tool_call>"
+        ),
     ],
     "glm47": [
         (
@@ -161,6 +165,10 @@ ANSWERS: dict[str, list[str]] = {
             'argument key="city" type="string"<|sep|> Oslo \n<|close|>argument<|sep|><|open|>'
             'argument key="days" type="number"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|><|open|>'
             'call tool="get-time" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+        ),
+        (
+            '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>json type="object"<|sep|>'
+            '{"city": "Oslo", "tags": ["a"]}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
         ),
     ],
     "lfm2": [
