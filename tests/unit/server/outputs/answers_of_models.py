@@ -224,9 +224,10 @@ def read(
     tools: tuple[ToolDefinition, ...] = TOOLS,
     in_reasoning: bool = False,
     parse_tools: bool = True,
+    is_bound: bool = False,
 ) -> tuple[list[Piece], str]:
     """The pieces of an answer that comes in these parts, neighbours of one kind joined, and the detail."""
-    parser = make_parser(shapes, tools=tools, in_reasoning=in_reasoning, parse_tools=parse_tools)
+    parser = make_parser(shapes, tools=tools, in_reasoning=in_reasoning, parse_tools=parse_tools, is_bound=is_bound)
     assert parser is not None
     pieces = [piece for text in texts for piece in parser.add(text)] + parser.finish()
     joined: list[Piece] = []
