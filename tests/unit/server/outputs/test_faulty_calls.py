@@ -10,22 +10,25 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from msgspec.structs import replace
+from support.conversations import run
 from support.examples import SOAK
 from support.messages_events import read_message
 from support.migrating import KEY, PacedEngine, paced, resume_after, shown, stream
 from support.ollama_lines import read_lines
 from support.responses_events import check_stream
-from support.scripted_model import ScriptedEngine
+from support.scripted_model import ScriptedEngine, tokenizer_of
 from support.serving import CONFIG, serving, sse
 
 from phalanx.server.outputs.formats import TOOLS as FORMATS
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.text.tokenizer import Tokenizer
+from phalanx.types import Submit
 
 Called = list[tuple[str, Any]]
 PARAMETERS = {
@@ -264,6 +267,34 @@ def test_drafts_and_moves_change_nothing(hermes: Tokenizer, name: str, monkeypat
 
     with paced(monkeypatch):
         asyncio.run(main())
+
+
+def test_a_faulty_call_is_found_again(tmp_path: Path) -> None:
+    """The next turn goes on after what the model wrote, and not after what the template makes of it."""
+    tokenizer = tokenizer_of("qwen3_coder", tmp_path)
+    said = [
+        "<think>Hm.</think>\n<function=get_weather>\n<parameter=city\n  a </parameter> b \n<parameter=days>\n2\n"
+        f"</parameter>\n</function>{END}",
+        f"Fine.{END}",
+    ]
+    path = "/v1/chat/completions"
+
+    async def scenario(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+        answer = (await client.post(path, json={**PATHS[path], "model": "tiny"})).raise_for_status().json()
+        message = answer["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"city": "  a </parameter> b ", "days": 2}
+        history = [
+            ASK,
+            {"role": "assistant", "content": message["content"], "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "rain"},
+        ]
+        (await client.post(path, json={**PATHS[path], "model": "tiny", "messages": history})).raise_for_status()
+        first, second = (sent.request.prompt for sent in engine.received if isinstance(sent, Submit))
+        before = [*first, *tokenizer.encode(said[0], add_special_tokens=False)]
+        assert second[: len(before)] == before
+
+    run(tokenizer, said, scenario)
 
 
 # Marks in answers that a grammar binds ------------------------------------------------------------------------------
