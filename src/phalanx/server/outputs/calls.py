@@ -182,8 +182,11 @@ def json_string(reader: Reader) -> Steps[str]:
     return value
 
 
-def arguments_object(reader: Reader, calls: Calls) -> Steps[None]:
-    """Send on the arguments of the begun call, a JSON object, as they come."""
+def arguments_object(reader: Reader, calls: Calls, *ends: str) -> Steps[None]:
+    """Send on the arguments of the begun call, a JSON object, as they come; {} where a mark of `ends` follows."""
+    if (yield from reader.after_space(*ends)):
+        calls.arguments("{}")
+        return
     if (char := (yield from reader.next_nonspace())) != "{":
         raise Broken("its arguments are not a JSON object." if char else ENDED)
     yield from json_value(reader, calls.arguments)

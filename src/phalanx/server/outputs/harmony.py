@@ -61,7 +61,7 @@ def _message(reader: Reader, calls: Calls, opened: str, is_bound: bool) -> Steps
     channel = _CHANNEL.search("".join(header))
     if recipient:
         calls.begin(recipient.group(1).removeprefix("functions."))
-        yield from arguments_object(reader, calls)
+        yield from arguments_object(reader, calls, *ENDS)
         yield from end_call(reader, calls, *ENDS)
         return ""
     reader.stop_recording()

@@ -66,8 +66,5 @@ class HeadedCalls(Struct, frozen=True):
             raise Broken("What the model wrote as a call has no name.")
         calls.begin(found.group(1))
         ends = tuple(filter(None, (self.after.strip(), self.close)))
-        if (yield from reader.after_space(*ends)):
-            calls.arguments("{}")  # Kimi K2 writes no arguments so
-        else:
-            yield from arguments_object(reader, calls)
+        yield from arguments_object(reader, calls, *ends)
         yield from end_call(reader, calls, *ends, *self.section[1:])

@@ -192,7 +192,7 @@ def test_what_was_shown_of_a_call_that_is_none_is_no_json(name: str, answer: str
 
 
 def test_calls_without_arguments() -> None:
-    """Kimi K2 writes nothing at all; others an empty text, or null."""
+    """Kimi K2 and gpt-oss write nothing at all; others an empty text, or null."""
     head = "<|tool_call_begin|>functions.get-time:0<|tool_call_argument_begin|>"
     for answer in (f"{head}<|tool_call_end|>", f"<|tool_calls_section_begin|>{head} \n<|tool_call_end|>{head}{{}}"):
         pieces, detail = read(shapes_of("kimi_k2"), *answer)
@@ -200,6 +200,8 @@ def test_calls_without_arguments() -> None:
     assert calls_of(read(shapes_of("kimi_k2"), *head)[0]) == []  # it ended there, before they came
     code = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get-time\n```json\n\n```<｜tool▁call▁end｜>"
     assert calls_of(read(shapes_of("deepseek_v3"), *code)[0]) == [("get-time", {})]
+    channel = "<|channel|>commentary to=functions.get-time<|message|><|call|>"
+    assert calls_of(read(shapes_of("openai"), *channel)[0]) == [("get-time", {})]
     for empty in ('""', "null", '"{}"'):
         answer = f'<tool_call>{{"name": "get-time", "arguments": {empty}}}</tool_call>'
         assert calls_of(read(shapes_of("hermes"), *answer)[0]) == [("get-time", {})]
