@@ -118,7 +118,13 @@ class ChatEncoder:
 
         def parser() -> OutputParser | None:
             offered = () if tools is None else tools.tools
-            return make_parser(self._shapes, tools=offered, in_reasoning=in_reasoning, parse_tools=tools is not None)
+            return make_parser(
+                self._shapes,
+                tools=offered,
+                in_reasoning=in_reasoning,
+                parse_tools=tools is not None,
+                is_bound=request.options.answer is not None,
+            )
 
         def remember(written: Written, tokens: list[int]) -> None:
             if self._memory is not None:
