@@ -6,6 +6,7 @@ Speaks OpenAI's HTTP API only, so that every server of that API works.
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import readline
 import sys
@@ -128,6 +129,8 @@ def talk(server: ServerAddress, model: str | None, session: ChatSession) -> int:
     """Read a line, show the answer, until the user ends it: Ctrl-C ends an answer, Ctrl-D the conversation."""
     model = model or asyncio.run(_first_model(server))
     readline.set_history_length(HISTORY_LINES)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # an error would lose all lines that were read together
     note(f"{model} at {server.url}. {HELP}")
     while (line := _read()) is not None:
         if not line.strip():
