@@ -7,6 +7,7 @@ without MLX. typer parses the words of all commands but `rank`.
 from __future__ import annotations
 
 import importlib
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from phalanx.cli.engine_extra import ENGINE, refuse
 from phalanx.cli.exits import INTERRUPTED, exit_code, flushed, for_launchd
 from phalanx.environment import under_launchd
 from phalanx.errors import ConfigError, ExitCode
+from phalanx.text.word_wrap import fitted
 
 COMMANDS = {
     "serve": "Load a model and serve it over an OpenAI-compatible HTTP API.",
@@ -75,8 +77,8 @@ def run() -> None:
     arguments = sys.argv[1:]
     streams.secure(goes_on=not SERVING.isdisjoint(arguments[:1]))
     for argument in arguments:
-        if not _is_utf8(argument):
-            print(f"error: the argument {argument!r} is not UTF-8.", file=sys.stderr)
+        if fault := _undecoded(argument):
+            print(fitted(f"error: {fault}", sys.stderr), file=sys.stderr)
             sys.exit(ExitCode.USAGE)
     code = flushed(main(arguments))
     if under_launchd() and arguments[:1] != [] and arguments[0] in UNITS:
@@ -125,10 +127,15 @@ def _passed_on(asked: str | None, arguments: Sequence[str]) -> list[str]:
     return [*words[:at], *(f"--word={word}" for word in words[at + 1 :])]
 
 
-def _is_utf8(argument: str) -> bool:
-    """Whether an argument was UTF-8: Python keeps other bytes as surrogates."""
+def _undecoded(argument: str) -> str:
+    """What is wrong with an argument that Python could not decode, and whose bytes it keeps; "" if it could."""
     try:
         argument.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        encoding = sys.getfilesystemencoding()
+        try:
+            meant = os.fsencode(argument).decode()
+        except UnicodeDecodeError:
+            return f"the argument {argument!r} is not UTF-8."
+        return f"the locale's encoding, {encoding}, lacks characters of the argument {meant!r}. Set LC_ALL=C.UTF-8."
+    return ""
