@@ -160,6 +160,11 @@ def test_over_http(tokenizer, monkeypatch):
             named = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
             for fields, param, place in [
                 ({"response_format": named}, "response_format", "response_format.json_schema.schema.properties.a"),
+                (
+                    {"response_format": {"type": "json_object", "value": schema}},
+                    "response_format",
+                    "response_format.value.properties.a",
+                ),
                 ({"guided_json": schema}, "guided_json", "guided_json.properties.a"),
                 (
                     {"structured_outputs": {"json": schema}},
