@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from phalanx.server.fields.json_schemas import bounded, check_size
+from phalanx.server.fields.json_schemas import bounded, check_numbers, check_size
 from phalanx.server.fields.openai_bodies import ResponseFormatBody, SamplingBody, StructuredOutputs
 from phalanx.server.fields.refusals import ANSWER_FORMATS, foreign_type, invalid, unsupported
-from phalanx.server.outputs.lark import literal, pattern
+from phalanx.server.outputs.lark import literal, pattern, schemas_in
 from phalanx.server.requests.parsed import AnswerGrammar
 
 WHITESPACE = r"[ \t]|\n[ \t]{0,24}"
@@ -128,6 +128,7 @@ def answer_of_schema(
         except (ValueError, RecursionError) as error:
             raise invalid(place, f"{place} is not the text of a JSON object: {error}") from error
     check_size(schema, place)
+    check_numbers(schema, place)
     if "x-guidance" in schema:
         raise unsupported(f"{place}.x-guidance")
     spacing = {"whitespace_flexible": whitespace is not None, "whitespace_pattern": whitespace}
@@ -150,6 +151,8 @@ def _choice(param: str, place: str, choices: Sequence[str]) -> AnswerGrammar:
 def _grammar(param: str, place: str, text: str) -> AnswerGrammar:
     """A Lark grammar, known by its start rule, or GBNF, known by its arrows."""
     _check_length(place, text)
+    for schema in schemas_in(text):
+        check_numbers(schema, place, "%json")
     is_lark = any(line.lstrip().startswith(("start:", "start ", "%llguidance")) for line in text.splitlines())
     if not is_lark and "::=" in text:
         return AnswerGrammar(param=param, place=place, grammar={"lark_grammar": text}, is_gbnf=True)
