@@ -92,6 +92,7 @@ class ServerApp(Struct, frozen=True):
     running: Callable[[], AbstractAsyncContextManager[None]]  # starts the engine, and closes it at the end
     journal: Journal
     shapes: OutputShapes
+    prepare: Callable[[], None]  # begin what the first requests would wait for; returns at once
 
 
 def create_app(
@@ -175,7 +176,9 @@ def create_app(
 
     router.add(Route("GET", "/openapi.json", openapi))
     hosts, origins = AllowedHosts(config.host, config.allowed_hosts), CrossOrigin(config.allowed_origins)
-    return ServerApp(Application(router, hosts, origins, metrics.answered), running, journal, served.shapes)
+    return ServerApp(
+        Application(router, hosts, origins, metrics.answered), running, journal, served.shapes, grammars.prepare
+    )
 
 
 def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:

@@ -54,6 +54,15 @@ class GrammarChecks:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by owner
         self._kept: OrderedDict[Key, str | InvalidRequest] = OrderedDict()  # latest used last
 
+    def prepare(self) -> None:
+        """Begin what the first grammar would wait for: the process that tries it, and the vocabulary. Returns at once.
+
+        An error is not lost: the first grammar meets it again.
+        """
+        if self._compiler is not None:
+            self._threads.submit(self._trial.start)
+            self._threads.submit(self._compiler.prepare)
+
     async def output_grammar(self, answer: AnswerGrammar | None, owner: str, whole: Whole = answer_alone) -> str:
         """The grammar of a model's whole output, which the engine can compile; empty if the output may be any text.
 
