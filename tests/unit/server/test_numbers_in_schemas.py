@@ -141,6 +141,16 @@ def test_a_number_is_found_wherever_it_is_compiled(schema, said):
     assert caught.value.message.startswith(f"guided_grammar.%json.{said}") and caught.value.param == "guided_grammar"
 
 
+@pytest.mark.parametrize("depth", [150, 800, 3000])
+def test_a_deep_schema_in_a_grammar_is_refused(depth, trial):
+    """By its depth, or where that is too much to look at, by the compiler."""
+    text = 'start: %json {"const": ' + "[" * depth + "1" + "]" * depth + "}"
+    with pytest.raises((InvalidRequest, GrammarRefused), match="nested too deeply|recursion limit"):
+        answer = parse_answer(CompletionBody(prompt="x", guided_grammar=text))
+        assert answer is not None
+        trial.check(json.dumps({"grammars": [answer.grammar]}))
+
+
 def test_references_in_circles_and_to_nowhere_end():
     schema = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}, "b": {"$ref": "#/$defs/b"}, "c": {"$ref": "#/x/9/1"}}}
     assert parse_answer(CompletionBody(prompt="x", guided_json=schema)) is not None

@@ -128,7 +128,7 @@ def _coefficient(number: float) -> int:
 
 def _is_read(number: float) -> bool:
     """Whether llguidance's JSON library makes this float of its text, and not a neighbour. It rounds twice."""
-    if isinstance(number, int):
+    if isinstance(number, int) or (abs(number) < 1e6 and number == round(number, 6)):  # twelve digits: fast, and exact
         return True
     for text in (repr(number), msgspec.json.encode(number).decode()):
         significand, exponent = _digits(Decimal(text))

@@ -152,6 +152,7 @@ def _grammar(param: str, place: str, text: str) -> AnswerGrammar:
     """A Lark grammar, known by its start rule, or GBNF, known by its arrows."""
     _check_length(place, text)
     for schema in schemas_in(text):
+        check_size(schema, place)
         check_numbers(schema, place, "%json")
     is_lark = any(line.lstrip().startswith(("start:", "start ", "%llguidance")) for line in text.splitlines())
     if not is_lark and "::=" in text:
