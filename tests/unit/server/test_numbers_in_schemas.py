@@ -95,6 +95,8 @@ def test_a_number_is_exact_or_refused_with_its_place(trial):
         {"enum": [10**18, 2**53 + 2, 1.5, 3.141592653589793]},
         {"type": "number", "minimum": 0.0, "maximum": 100.0, "multipleOf": 0.01},
         {"type": "integer", "multipleOf": 1000},
+        {"allOf": [{"multipleOf": 100}, {"multipleOf": 0.01}, {"multipleOf": 100}, {"multipleOf": 250}]},
+        {"prefixItems": [{"type": "number", "multipleOf": 100000}, {"type": "number", "multipleOf": 0.0001}]},
         {"type": "integer", "default": 2**53 + 1, "examples": [2**64 + 1, 1e300], "title": "1e300"},
         {
             "properties": {
@@ -127,6 +129,15 @@ HIDDEN = [
     ),
     ({"type": "integer", "multipleOf": 2**32 - 1}, "multipleOf is 4294967295"),
     ({"type": "number", "multipleOf": 42949672.95}, "multipleOf is 42949672.95"),
+    ({"allOf": [{"multipleOf": 65537}, {"multipleOf": 65536}]}, "allOf.0.multipleOf is 65537"),
+    (
+        {
+            "items": {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]},
+            "$defs": {"a": {"multipleOf": 65536}, "b": {"multipleOf": 65537}},
+        },
+        "$defs.a.multipleOf is 65536",
+    ),
+    ({"multipleOf": 3, "$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 1e-9}}}, "$defs.a.multipleOf is 1e-09"),
 ]
 
 
@@ -145,7 +156,7 @@ def test_a_number_is_found_wherever_it_is_compiled(schema, said):
 def test_a_deep_schema_in_a_grammar_is_refused(depth, trial):
     """By its depth, or where that is too much to look at, by the compiler."""
     text = 'start: %json {"const": ' + "[" * depth + "1" + "]" * depth + "}"
-    with pytest.raises((InvalidRequest, GrammarRefused), match="nested too deeply|recursion limit"):
+    with pytest.raises((InvalidRequest, GrammarRefused), match=r"nested too deeply|recursion limit"):
         answer = parse_answer(CompletionBody(prompt="x", guided_grammar=text))
         assert answer is not None
         trial.check(json.dumps({"grammars": [answer.grammar]}))

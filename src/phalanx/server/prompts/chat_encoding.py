@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from phalanx.server.answers.answer_parts import Written
 from phalanx.server.answers.call_memory import CallMemory, Turn
 from phalanx.server.answers.generation import Reading
-from phalanx.server.fields.json_schemas import check_numbers
 from phalanx.server.fields.refusals import unsupported
+from phalanx.server.fields.schema_numbers import check_numbers
 from phalanx.server.outputs.lark import GrammarUnsupported
 from phalanx.server.outputs.output_grammars import tool_grammar, with_reasoning
 from phalanx.server.outputs.pieces import OutputParser

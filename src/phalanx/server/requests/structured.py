@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from phalanx.server.fields.json_schemas import bounded, check_numbers, check_size
+from phalanx.server.fields.json_schemas import bounded, check_size
 from phalanx.server.fields.openai_bodies import ResponseFormatBody, SamplingBody, StructuredOutputs
 from phalanx.server.fields.refusals import ANSWER_FORMATS, foreign_type, invalid, unsupported
+from phalanx.server.fields.schema_numbers import check_numbers
 from phalanx.server.outputs.lark import literal, pattern, schemas_in
 from phalanx.server.requests.parsed import AnswerGrammar
 
