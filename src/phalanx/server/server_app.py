@@ -81,6 +81,7 @@ class ServerApp(Struct, frozen=True):
     running: Callable[[], AbstractAsyncContextManager[None]]  # starts the engine, and closes it at the end
     journal: Journal
     served: ApiModel
+    prepare: Callable[[], None]  # begin what the first requests would wait for; returns at once
 
 
 def create_app(
@@ -166,7 +167,8 @@ def create_app(
 
     router.add(Route("GET", "/openapi.json", openapi))
     hosts, origins = AllowedHosts(config.host, config.allowed_hosts), CrossOrigin(config.allowed_origins)
-    return ServerApp(Application(router, hosts.accept, origins, metrics.answered), running, journal, served)
+    application = Application(router, hosts.accept, origins, metrics.answered)
+    return ServerApp(application, running, journal, served, grammars.prepare)
 
 
 def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:

@@ -81,6 +81,7 @@ class ServerProcess:
 
     async def _serve(self) -> None:
         async with self.app.running():
+            self.app.prepare()  # while the ranks load
             self.service = HttpService(
                 self.app.application.handle,
                 self._listeners,
