@@ -137,7 +137,9 @@ def test_bodies_have_a_limit_and_are_json():
                 sent = {**is_json, "Content-Encoding": encoding}
                 async with client.session.post(client.url + CHAT, data=b"{}", headers=sent) as bad:
                     assert bad.status == 415 and "gzip, deflate" in (await bad.json())["error"]["message"], encoding
-            for plain in ({}, {"Content-Type": "text/plain"}, {**is_json, "Host": "evil.example"}):  # as a web page
+            octets = {"Content-Type": "application/octet-stream"}
+            pages = ({**octets, "Origin": "null"}, {"Content-Type": "text/plain"}, {**is_json, "Host": "evil.example"})
+            for plain in pages:
                 async with client.session.post(client.url + CHAT, data=b"{}", headers=plain) as bad:
                     assert bad.status == (403 if "Host" in plain else 415)
             bare = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 13\r\n"
@@ -146,6 +148,8 @@ def test_bodies_have_a_limit_and_are_json():
             assert not a.calls
             reply = await raw(client, bare + b'\r\n{"model":"m"}')  # no page's: it would say where it is from
             assert reply.startswith(b"HTTP/1.1 200 ") and "content-type" not in a.calls.pop().headers
+            async with client.session.post(client.url + CHAT, data=b'{"model":"m"}') as good:  # aiohttp: octets
+                assert good.status == 200 and a.calls.pop().headers["content-type"] == octets["Content-Type"]
             for method, path in (("GET", "/"), ("POST", "/v2/x"), ("OPTIONS", CHAT), ("GET", "/admin/replicas")):
                 async with client.request(method, path) as response:
                     assert response.status == 404, path

@@ -222,7 +222,10 @@ def test_a_foreign_name_is_refused_everywhere(tokenizer):
         ({"Content-Type": "text/plain"}, False),
         ({"Content-Type": "application/x-www-form-urlencoded"}, False),
         ({"Content-Type": "text/plain; application/json"}, False),
-        ({"Content-Type": "application/octet-stream"}, False),
+        ({"Content-Type": "application/octet-stream"}, True),  # litellm's asynchronous client for Ollama
+        ({"Content-Type": "application/octet-stream", "Origin": "https://evil.com"}, False),
+        ({"Content-Type": "application/octet-stream", "Sec-Fetch-Site": "same-site"}, False),
+        ({"Content-Type": "application/x-octet-stream"}, False),
     ],
 )
 def test_what_a_page_could_send_is_no_json(sent, is_let_in):
@@ -240,9 +243,9 @@ def test_a_web_page_cannot_reset_the_prefix_cache(tokenizer):
         for headers in ({"origin": "null"}, {"sec-fetch-site": "cross-site"}, {"content-type": "text/plain"}):
             assert (await client.post("/reset_prefix_cache", headers=headers)).status_code == 415
         assert not engine.received
-        for headers in (JSON, {}):
+        for headers in (JSON, {}, {"content-type": "application/octet-stream"}):
             assert (await client.post("/reset_prefix_cache", headers=headers)).status_code == 200
-        assert engine.received == [ResetPrefixCache()] * 2
+        assert engine.received == [ResetPrefixCache()] * 3
 
     run(tokenizer, scenario)
 
