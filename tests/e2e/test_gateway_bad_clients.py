@@ -150,7 +150,11 @@ def test_bodies_have_a_limit_and_are_json():
             assert reply.startswith(b"HTTP/1.1 200 ") and "content-type" not in a.calls.pop().headers
             async with client.session.post(client.url + CHAT, data=b'{"model":"m"}') as good:  # aiohttp: octets
                 assert good.status == 200 and a.calls.pop().headers["content-type"] == octets["Content-Type"]
-            for method, path in (("GET", "/"), ("POST", "/v2/x"), ("OPTIONS", CHAT), ("GET", "/admin/replicas")):
+            for method, length in (("GET", 72), ("HEAD", 0)):  # Ollama's clients look there for a server
+                async with client.request(method, "/") as response:
+                    assert response.status == 200 and len(await response.read()) == length
+                    assert response.headers["Content-Type"] == "text/plain; charset=utf-8"
+            for method, path in (("POST", "/"), ("POST", "/v2/x"), ("OPTIONS", CHAT), ("GET", "/admin/replicas")):
                 async with client.request(method, path) as response:
                     assert response.status == 404, path
             reply = await raw(client, b"GET /v1/%2e%2e/reset HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")

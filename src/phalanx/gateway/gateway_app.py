@@ -34,8 +34,9 @@ from phalanx.http.allowed_hosts import AllowedHosts, name_of
 from phalanx.http.connection import raw_header, refusal
 from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.error_responses import CLIENT_GONE, not_http
+from phalanx.http.http_exchange import GREETING
 from phalanx.http.media_types import require_json
-from phalanx.http.model_lists import more_of_models
+from phalanx.http.model_lists import LM_STUDIO, lm_studio_card, lm_studio_list, model_card, model_list, name_meant
 from phalanx.http.openapi import Operation, document
 from phalanx.http.refused_keys import RefusedKeys
 from phalanx.http.shares import Shares
@@ -54,6 +55,9 @@ OPERATIONS = (
     *(Operation("POST", path, "Passed on; a replica's /openapi.json has its fields.") for path in PASSED_ON),
     Operation("GET", "/v1/models", "The models of all replicas."),
     Operation("GET", "/v1/models/{name}", "One of them."),
+    Operation("GET", LM_STUDIO, "The models of all replicas, in LM Studio's words."),
+    Operation("GET", f"{LM_STUDIO}/{{name}}", "One of them."),
+    Operation("GET", "/", "That there is a gateway.", needs_key=False),
     Operation("GET", TAGS, "The models of all replicas, in Ollama's words."),
     *(Operation("GET", path, "Whether a replica can take requests.", needs_key=False) for path in HEALTH_PATHS),
     Operation("GET", "/metrics", "Prometheus' text format."),
@@ -154,6 +158,8 @@ class App:
                 self._clients.owner(_key_headers(exchange.request))
             text = self._metrics.text(self._dispatcher.clock())
             return exchange.whole(200, text, {"Content-Type": CONTENT_TYPE_LATEST})
+        if path == "/" and method in ("GET", "HEAD"):
+            return exchange.whole(200, GREETING.body, {"Content-Type": GREETING.media_type})
         if path == "/version":
             return exchange.json(200, {"version": __version__})
         if path == "/openapi.json" and method in ("GET", "HEAD"):
@@ -166,7 +172,7 @@ class App:
         exchange.owner = self._clients.owner(_key_headers(exchange.request))
         exchange.connection.mark_busy()
         self._check_is_no_page(exchange)
-        if method in ("GET", "HEAD") and (path == "/v1/models" or path.startswith("/v1/models/")):
+        if method in ("GET", "HEAD") and f"{path}/".startswith(("/v1/models/", f"{LM_STUDIO}/")):
             return self._models(exchange)
         if method in ("GET", "HEAD") and path == TAGS:
             return exchange.json(200, {"models": merged_tags(await self._fleet.tags(), self._aliases)})
@@ -237,12 +243,17 @@ class App:
 
     def _models(self, exchange: ClientExchange) -> web.Response:
         cards = merged(self._dispatcher.core.replicas.values(), self._aliases)
-        if exchange.path == "/v1/models":
-            return exchange.json(200, {"object": "list", "data": cards, **more_of_models(exchange.request.query)})
-        name = exchange.path.removeprefix("/v1/models/")
+        path, headers = exchange.path, exchange.request.headers
+        if path == "/v1/models":
+            return exchange.json(200, model_list(cards, headers, exchange.request.query))
+        if path == LM_STUDIO:
+            return exchange.json(200, lm_studio_list(cards))
+        is_lm_studio = path.startswith(LM_STUDIO)
+        name = path.removeprefix(f"{LM_STUDIO}/" if is_lm_studio else "/v1/models/")
+        found = name_meant(name, [card["id"] for card in cards])
         for card in cards:
-            if card["id"] == name:
-                return exchange.json(200, card)
+            if card["id"] == found:
+                return exchange.json(200, lm_studio_card(card) if is_lm_studio else model_card(card, headers))
         raise UnknownModel(f"The model {name!r} is not served here.", param="model", code="model_not_found")
 
     async def _answer_admin(self, exchange: ClientExchange) -> web.Response:

@@ -22,6 +22,7 @@ from phalanx.http.application import Application
 from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.cross_origin import CrossOrigin
 from phalanx.http.http_exchange import Answer, Exchange, json_answer
+from phalanx.http.model_lists import LM_STUDIO
 from phalanx.http.openapi import document
 from phalanx.http.router import Route, Router
 from phalanx.server.access import Access
@@ -211,6 +212,8 @@ def _routes(
         Route("POST", "/detokenize", information.detokenize, client, DetokenizeBody),
         Route("GET", "/tokenizer_info", information.tokenizer_info, client),
         Route("POST", "/reset_prefix_cache", information.reset_prefix_cache, client),
+        Route("GET", LM_STUDIO, information.lm_studio_models, client),
+        Route("GET", f"{LM_STUDIO}/{{name}}", information.lm_studio_model, client),
         Route("GET", "/", information.root),
         Route("GET", "/version", information.version),
         *(Route("GET", path, information.health) for path in HEALTH_PATHS),
