@@ -175,7 +175,8 @@ def create_app(
         return described()
 
     router.add(Route("GET", "/openapi.json", openapi))
-    hosts, origins = AllowedHosts(config.host, config.allowed_hosts), CrossOrigin(config.allowed_origins)
+    hosts = AllowedHosts(config.host, config.allowed_hosts)
+    origins = CrossOrigin(config.allowed_origins, "--allowed-origins")
     return ServerApp(Application(router, hosts, origins, metrics.answered), running, journal, served.shapes)
 
 

@@ -33,7 +33,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """Name in clients' Host header, besides addresses, localhost and the machine's own; may be repeated.
     `*.example.com`, or `*` for all. Others are refused: a web page could ask under a name of its own."""
     allowed_origins: Annotated[tuple[str, ...], Flag("HTTP", default="this server's own pages")] = ()
-    """Origin of web pages that may ask (CORS): https://chat.example.com, or `*` for all; may be repeated."""
+    """Origin of web pages that may ask (CORS): https://chat.example.com, `chrome-extension://*`,
+    `https://*.example.com`, or `*` for all; may be repeated."""
     ssl_certfile: Annotated[str | None, Flag("HTTP", is_file=True)] = None
     """Certificate chain (PEM), the server's own first: the server speaks HTTPS."""
     ssl_keyfile: Annotated[str | None, Flag("HTTP", is_file=True)] = None
