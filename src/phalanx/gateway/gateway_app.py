@@ -152,7 +152,7 @@ class App:
         if path in HEALTH_PATHS:
             return self._health(exchange)
         if exchange.connection.place.reserved:
-            raise NoReplica("The gateway has as many connections as it may have.")
+            raise NoReplica("The gateway has as many connections as it may have (--max-connections).")
         if path == "/metrics" and self._serves_metrics:
             if not self._metrics_open:
                 self._clients.owner(_key_headers(exchange.request))

@@ -93,7 +93,7 @@ class Application:
                 f"{name!r} is not a name of this server; start it with --allowed-hosts NAME to allow it."
             )
         if exchange.connection.place.reserved and exchange.path not in HEALTH_PATHS:
-            raise EngineUnavailable("The server has as many connections as it may have.")
+            raise EngineUnavailable("The server has as many connections as it may have (--max-connections).")
         if (headers := self._origins.preflight(exchange.method, exchange.headers)) is not None:
             is_let_in = "Access-Control-Allow-Origin" in headers
             said = "OK" if is_let_in else self._origins.refusal(exchange.headers)

@@ -48,6 +48,7 @@ from phalanx.server.prompts.prompt_encoder import Prompts
 from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults, served_names
 from phalanx.server.sequences.journal import Journal
+from phalanx.server.sequences.queue_room import PROMPT_BODIES
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
@@ -126,7 +127,14 @@ def create_app(
     )
     numerics = numerics_of(config, served, tokenizer.fingerprint())
     metrics = ServerMetrics(served.names[0])
-    journal = Journal(engine, metrics, max_num_seqs=config.engine.max_num_seqs, queue=config.queue, clock=clock)
+    journal = Journal(
+        engine,
+        metrics,
+        max_num_seqs=config.engine.max_num_seqs,
+        queue=config.queue,
+        prompt_bytes=PROMPT_BODIES * config.max_body_bytes,
+        clock=clock,
+    )
     health = EngineHealth(
         engine, metrics, stall_s=config.stall_seconds, limit=config.engine.max_num_seqs, numerics=numerics
     )

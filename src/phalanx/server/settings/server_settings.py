@@ -56,7 +56,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     keepalive_seconds: Annotated[float, Meta(ge=0.1), Flag("HTTP")] = 5.0
     """Seconds without an event after which a stream gets a comment, which keeps the connection open."""
 
-    queue: Annotated[int, Meta(ge=0), Flag("Limits")] = 32
+    queue: Annotated[int, Meta(ge=0), Flag("Limits")] = 1024  # benchmarks send 512 at once
     """Requests (choices) that may wait beyond --max-num-seqs; one more is a 429."""
     max_n: Annotated[int, Meta(ge=1, le=1024), Flag("Limits")] = 16
     """Largest `n`: choices per prompt."""
@@ -66,7 +66,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """Lower a `max_tokens` that the context has no room for and say so in `finish_detail`; else refuse it."""
     max_body_mb: Annotated[float, Meta(ge=0.001, le=1024), Flag("Limits")] = 8.0
     """Largest body of a request, MiB."""
-    max_connections: Annotated[Count | None, Flag("Limits", default="1,024, or twice --max-num-seqs + --queue")] = None
+    max_connections: Annotated[
+        Count | None, Flag("Limits", default="twice --max-num-seqs + --queue, 1,024 at least")
+    ] = None
     """Connections, at most."""
     max_connections_per_address: Annotated[Count | None, Flag("Limits", default="half of all")] = None
     """Of them, from one IPv4 address or IPv6 /64 network (a proxy is one)."""
