@@ -68,7 +68,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     """Seconds for running requests after SIGTERM."""
 
     worker_urls: Annotated[tuple[str, ...], Flag("Replicas")] = ()
-    """Base URL of a replica, with or without /v1; may be repeated, or several with commas."""
+    """Base URL of a replica, with or without /v1; may be repeated, or several with commas or blanks."""
     replicas: Annotated[str | None, Flag("Replicas", is_file=True)] = None
     """TOML file of replicas instead; read again when it changes."""
     worker_key: Annotated[
