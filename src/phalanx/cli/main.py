@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from phalanx.cli import streams
 from phalanx.cli.engine_extra import ENGINE, refuse
@@ -56,6 +57,9 @@ HIDDEN = frozenset({"agent", "host", "rank", "reach"})
 PASSES_ON = frozenset({"up"})
 """Commands that hand everything after `--` to another program, as values of their hidden option `--word`."""
 
+TAKES_SEVERAL = {"gateway": "--worker-urls"}
+"""Command without arguments -> its flag that takes all words up to the next one, as in the routers of SMG and vLLM."""
+
 OWN_PARSER = frozenset({"rank"})
 """Commands that parse their words themselves: typer imports pydantic, for which a starting rank would wait."""
 
@@ -100,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
             command = importlib.import_module(f"phalanx.cli.{asked}").command
             return exit_code(lambda: command(arguments[1:]))
         app = importlib.import_module("phalanx.cli.typer_app").build(asked, COMMANDS, HIDDEN)
-        app(_passed_on(asked, arguments), prog_name="phalanx")
+        app(_passed_on(asked, _repeated(TAKES_SEVERAL.get(asked or ""), arguments)), prog_name="phalanx")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     except ModuleNotFoundError as error:
@@ -116,6 +120,19 @@ def main(arguments: Sequence[str]) -> int:
 def _named_elsewhere(arguments: Sequence[str]) -> int:
     here = shlex.join(["phalanx", ELSEWHERE[arguments[0]], *arguments[1:]])
     raise ConfigError(f"There is no command '{arguments[0]}'.", remedy=f"Did you mean `{here}`?")
+
+
+def _repeated(flag: str | None, arguments: Sequence[str]) -> list[str]:
+    """The words for typer, which takes one value behind a flag: `--flag A B` as `--flag=A --flag=B`."""
+    words: list[str] = []
+    is_open = False
+    for word, following in zip_longest(arguments, arguments[1:], fillvalue="-"):
+        if word.startswith("-"):
+            is_open = word.partition("=")[0] == flag
+            if word == flag and not following.startswith("-"):
+                continue
+        words.append(f"{flag}={word}" if is_open and not word.startswith("-") else word)
+    return words
 
 
 def _passed_on(asked: str | None, arguments: Sequence[str]) -> list[str]:
