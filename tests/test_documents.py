@@ -37,7 +37,17 @@ DTYPES = frozenset("F16 F32 F64 I8 U8 I16 U16 I32 U32 I64 U64".split())
 """Names that look like requirement ids."""
 DEAD = re.compile(r"\b(DESIG" r"N|FACT" r"S|REQUIREMENT" r"S)\b|\bfield " r"report|\bissue " r"\d")
 """Words by which code once cited papers that are not in the repository."""
-DEAD_IN = ("src/", "docs/", "tests/", "benchmarks/", "native/", "examples/", "README.md", "CONTRIBUTING.md")
+DEAD_IN = (
+    "src/",
+    "docs/",
+    "tests/",
+    "benchmarks/",
+    "native/",
+    "examples/",
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+)
 
 LONGEST_LINE = 120
 LONGEST_ARCHITECTURE = 165

@@ -68,13 +68,13 @@ class InfoEndpoints:
         return Answer(text, media_type="text/plain; charset=utf-8")
 
     async def models(self, exchange: Exchange) -> Answer:
-        """`GET /v1/models`"""
+        """`GET /v1/models`: the names under which the model is served."""
         info = self.loaded()
         cards = [self._card(name, info) for name in self._served.names]
         return json_answer({"object": "list", "data": cards, **more_of_models(exchange.query)})
 
     async def model(self, exchange: Exchange) -> Answer:
-        """`GET /v1/models/{name}`"""
+        """`GET /v1/models/{name}`: one of them."""
         return json_answer(self._card(resolve_model(exchange.rest, self._served), self.loaded()))
 
     async def other_outputs(self, _: Exchange) -> Answer:
@@ -84,7 +84,7 @@ class InfoEndpoints:
         raise InvalidRequest(message, param="model", code="unsupported_value")
 
     async def tokenize(self, exchange: Exchange) -> Answer:
-        """`POST /tokenize`, vLLM's shape."""
+        """`POST /tokenize`, as in vLLM: the tokens of a prompt or a chat."""
         info = self.loaded()
         with self._intake.memory(exchange.owner or "") as memory:
             parsed = await self._intake.read(
@@ -128,7 +128,7 @@ class InfoEndpoints:
         return endpoint
 
     async def detokenize(self, exchange: Exchange) -> Answer:
-        """`POST /detokenize`, vLLM's shape."""
+        """`POST /detokenize`, as in vLLM: the text of tokens."""
         info = self.loaded()
         tokens = await self._intake.read(
             exchange, DetokenizeBody, lambda body: parse_detokenize(body, self._served, info)
@@ -152,7 +152,7 @@ class InfoEndpoints:
         return json_answer({"bytes": {**sizes, "rss": stats.rss_bytes}})
 
     async def version(self, _: Exchange) -> Answer:
-        """`GET /version`"""
+        """`GET /version`: the version of phalanx."""
         return json_answer({"version": __version__})
 
     async def health(self, exchange: Exchange) -> Answer:
