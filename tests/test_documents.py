@@ -50,7 +50,7 @@ DEAD_IN = (
 )
 
 LONGEST_LINE = 120
-LONGEST_ARCHITECTURE = 165
+LONGEST_ARCHITECTURE = 130
 STEPS = 8  # in the life of a request
 
 
