@@ -51,6 +51,7 @@ DEAD_IN = (
 
 LONGEST_LINE = 120
 LONGEST_ARCHITECTURE = 130
+LOG_WORDS = 8000
 STEPS = 8  # in the life of a request
 
 
@@ -294,6 +295,13 @@ def steps(text: str) -> list[str]:
 
 def test_the_architecture_is_one_page() -> None:
     assert len(repository().files[ARCHITECTURE].splitlines()) <= LONGEST_ARCHITECTURE
+
+
+def test_the_log_explains_the_code_of_today_only() -> None:
+    """What it has beyond that must go before something new comes."""
+    assert (
+        sum(len(text.split()) for path, text in repository().files.items() if path.startswith("docs/log/")) <= LOG_WORDS
+    )
 
 
 def test_the_table_of_layers_is_the_rule() -> None:
