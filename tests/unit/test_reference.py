@@ -19,6 +19,7 @@ from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
 from tools import reference
+from tools.pictures import REQUEST
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAME = re.compile(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+")
@@ -34,6 +35,15 @@ def test_pages_are_current(pages: dict[str, str]) -> None:
     assert not stale, f"run `make docs`: {stale}"
     written = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/reference").iterdir()}
     assert written == {path for path in pages if path.startswith("docs/reference/")}
+
+
+def test_the_drawn_request_has_the_steps_of_the_page() -> None:
+    page = (ROOT / "docs/architecture.md").read_text().partition("## Life of a request")[2].partition("\n## ")[0]
+    _, messages = REQUEST
+    drawn = [match[1] for message in messages if (match := re.match(r"(\d [\w ]+)", message.text))]
+    assert list(dict.fromkeys(drawn)) == [
+        f"{number} {name.lower()}" for number, name in re.findall(r"^(\d)\. \*\*(.*?)\.\*\*", page, re.M)
+    ]
 
 
 def test_every_variable_that_is_read_is_described() -> None:
