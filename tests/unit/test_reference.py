@@ -40,7 +40,7 @@ def test_pages_are_current(pages: dict[str, str]) -> None:
 def test_the_drawn_request_has_the_steps_of_the_page() -> None:
     page = (ROOT / "docs/architecture.md").read_text().partition("## Life of a request")[2].partition("\n## ")[0]
     _, messages = REQUEST
-    drawn = [match[1] for message in messages if (match := re.match(r"(\d [\w ]+)", message.text))]
+    drawn = [match[1].strip() for message in messages if (match := re.match(r"(\d [\w ]+)", message.text))]
     assert list(dict.fromkeys(drawn)) == [
         f"{number} {name.lower()}" for number, name in re.findall(r"^(\d)\. \*\*(.*?)\.\*\*", page, re.M)
     ]
