@@ -68,11 +68,11 @@ class InfoEndpoints:
         return GREETING
 
     async def models(self, exchange: Exchange) -> Answer:
-        """`GET /v1/models`"""
+        """`GET /v1/models`: the names under which the model is served."""
         return json_answer(model_list(self._cards(), exchange.headers, exchange.query))
 
     async def model(self, exchange: Exchange) -> Answer:
-        """`GET /v1/models/{name}`"""
+        """`GET /v1/models/{name}`: one of them."""
         return json_answer(model_card(self._asked_for(exchange), exchange.headers))
 
     async def lm_studio_models(self, _: Exchange) -> Answer:
@@ -80,7 +80,7 @@ class InfoEndpoints:
         return json_answer(lm_studio_list(self._cards()))
 
     async def lm_studio_model(self, exchange: Exchange) -> Answer:
-        """`GET /api/v0/models/{name}`"""
+        """`GET /api/v0/models/{name}`: one of them."""
         return json_answer(lm_studio_card(self._asked_for(exchange)))
 
     async def other_outputs(self, _: Exchange) -> Answer:
@@ -88,7 +88,7 @@ class InfoEndpoints:
         raise no_vectors(f"This server's model, {self._served.names[0]}, writes text.")
 
     async def tokenize(self, exchange: Exchange) -> Answer:
-        """`POST /tokenize`, vLLM's shape."""
+        """`POST /tokenize`, as in vLLM: the tokens of a prompt or a chat."""
         info = self.loaded()
         with self._intake.memory(exchange.owner or "") as memory:
             parsed = await self._intake.read(
@@ -132,7 +132,7 @@ class InfoEndpoints:
         return endpoint
 
     async def detokenize(self, exchange: Exchange) -> Answer:
-        """`POST /detokenize`, vLLM's shape."""
+        """`POST /detokenize`, as in vLLM: the text of tokens."""
         info = self.loaded()
         tokens = await self._intake.read(
             exchange, DetokenizeBody, lambda body: parse_detokenize(body, self._served, info)
@@ -156,7 +156,7 @@ class InfoEndpoints:
         return json_answer({"bytes": {**sizes, "rss": stats.rss_bytes}})
 
     async def version(self, _: Exchange) -> Answer:
-        """`GET /version`"""
+        """`GET /version`: the version of phalanx."""
         return json_answer({"version": __version__})
 
     async def health(self, exchange: Exchange) -> Answer:

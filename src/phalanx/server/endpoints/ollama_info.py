@@ -63,20 +63,20 @@ class OllamaEndpoints:
         self._turns = {"pull": asyncio.Semaphore(PULLS), "rm": asyncio.Semaphore(1)}
 
     async def version(self, _: Exchange) -> Answer:
-        """`GET /api/version`"""
+        """`GET /api/version`: the version of Ollama whose API this is."""
         return json_answer(ollama_models.version())
 
     async def tags(self, exchange: Exchange) -> Answer:
-        """`GET /api/tags`"""
+        """`GET /api/tags`: the served model; to managers also the others on this disk."""
         others = await asyncio.to_thread(self._others) if self._manages(exchange) else []
         return json_answer(ollama_models.tags([self._model(name) for name in self._served.names], others))
 
     async def running(self, _: Exchange) -> Answer:
-        """`GET /api/ps`"""
+        """`GET /api/ps`: the served model, as loaded."""
         return json_answer(ollama_models.running([self._model(self._served.names[0])]))
 
     async def show(self, exchange: Exchange) -> Answer:
-        """`POST /api/show`"""
+        """`POST /api/show`: format, family, context and template of a model."""
         name = await self._intake.read(exchange, OllamaModelBody, _named)
         bare = name.removesuffix(TAG)
         if not self._is_served(name) and self._manages(exchange) and NAME.fullmatch(without_host(bare)):
@@ -96,7 +96,7 @@ class OllamaEndpoints:
         return await exchange.unless_lost(_whole(lines))
 
     async def delete(self, exchange: Exchange) -> Answer:
-        """`DELETE /api/delete`"""
+        """`DELETE /api/delete`: delete a model of this disk."""
         name = await self._intake.read(exchange, OllamaModelBody, _named)
         if self._is_served(name):
             raise InvalidRequest(f"{name} is served; stop this server first.", param="model")
