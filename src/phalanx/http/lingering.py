@@ -37,8 +37,12 @@ class LingeringTransport(asyncio.Transport):
             self._inner.close()
             return
         self._left = LINGER_BYTES
-        if self._inner.get_extra_info("sslcontext") is None:  # TLS has no end of one direction
-            self._inner.write_eof()
+        try:
+            if self._inner.get_extra_info("sslcontext") is None:  # TLS has no end of one direction
+                self._inner.write_eof()
+        except OSError:  # the client has reset the connection, which may be unread yet
+            self._inner.abort()
+            return
         self._inner.resume_reading()
         asyncio.get_running_loop().call_later(LINGER_S, self._inner.close)
 
