@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from aiohttp import StreamReader, web
+from aiohttp import HttpVersion11, StreamReader, web
 
 from phalanx.errors import AdminKeyRefused, EngineUnavailable, ForbiddenHost, PhalanxError
 from phalanx.http.allowed_hosts import AllowedHosts, name_of
@@ -120,6 +120,8 @@ class Application:
         """
         headers = self._headers(exchange, f"{stream.media_type}; charset=utf-8", STREAM_HEADERS)
         exchange.response = response = web.StreamResponse(headers=headers)
+        if exchange.request.version < HttpVersion11:  # which has no chunks: the connection's end is the stream's
+            response.force_close()
         self._answered(exchange.endpoint, response.status)
         try:
             await exchange.unless_lost(_send(exchange, response, stream))
