@@ -128,6 +128,8 @@ class Application:
         except TimeoutError:
             log.warning("a stream's reader took nothing for %g s; given up", SLOW_WRITE_S)
             raise ConnectionAbortedError from None
+        except PhalanxError as error:  # a status would be a second head
+            raise RuntimeError("a stream that has begun tells its errors itself") from error
         finally:
             stream.close()
             await stream.events.aclose()

@@ -114,7 +114,7 @@ class Attempt:
 
     @property
     def is_broken(self) -> bool:
-        """The connection is closed before the end of the body, whose framing is wrong: aiohttp tells no reader of it."""
+        """The connection is closed before the body's end, since its framing is wrong: aiohttp tells no reader of it."""
         response = self._response
         if response is None or response.connection is None or response.connection.protocol is None:
             return False
