@@ -83,14 +83,15 @@ PURE = (
         f"cluster/{name}.py"
         for name in "discovery argument_flags host_platform hostfile_parser replica_layout network shape".split()
     ),
-    *(f"dist/{name}.py" for name in "stage_frames stall topology".split()), "server/endpoints/numerics.py",
+    *(f"dist/{name}.py" for name in "stage_frames stall topology".split()),
+    *(f"server/endpoints/{name}.py" for name in "migration numerics".split()),
     "model/gguf/gguf_header.py", "model/gguf/gguf_pretokenizers.py",
     *(f"supervision/{name}.py" for name in "fast_synch rank_log restarts".split()),
     "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip
 IMPURE = (
     *(f"http/{name}.py" for name in "acceptor allowed_hosts application connection lingering listening".split()),
-    *(f"http/{name}.py" for name in "refused_keys service".split()),
+    *(f"http/{name}.py" for name in "content_encoding refused_keys service".split()),
     *(f"gateway/{name}.py" for name in "gateway_app gateway_process settings/watched_file".split()),
     *(f"gateway/dispatch/{name}.py" for name in "async_dispatcher fleet".split()),
     *(f"gateway/relay/{name}.py" for name in "attempt proxy relay replica_sessions".split()),

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from phalanx.errors import ConfigError, ExitCode, NoReplica
 from phalanx.gateway.admin import Admin
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
@@ -25,7 +23,7 @@ from phalanx.gateway.dispatch.fleet import Fleet
 from phalanx.gateway.dispatch.policies import CacheAware, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, RoundRobin
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.dispatch.replica_models import parse_aliases
-from phalanx.gateway.gateway_app import App, metrics_handler
+from phalanx.gateway.gateway_app import App
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy
 from phalanx.gateway.relay.replica_sessions import ReplicaSessions
@@ -36,7 +34,7 @@ from phalanx.gateway.settings.replicas_file import DefaultKeys, ReplicaSpec, par
 from phalanx.gateway.settings.watched_file import WatchedFile
 from phalanx.http.acceptor import FLUSH_S
 from phalanx.http.allowed_hosts import AllowedHosts
-from phalanx.http.connection_table import Deadlines, limits_for
+from phalanx.http.connection_table import ConnectionLimits, Deadlines, limits_for
 from phalanx.http.listening import base_url, bind, server_context
 from phalanx.http.service import HttpService
 from phalanx.open_files import raise_limit
@@ -44,6 +42,7 @@ from phalanx.open_files import raise_limit
 log = logging.getLogger(__name__)
 
 OPEN_FILES = 4096  # besides one for each client's connection: one for each request on a replica
+METRICS_LIMITS = ConnectionLimits(64, 32)  # at a port of their own: some Prometheus servers, and people
 FILE_CHECK_S = 1.0  # between two looks at the files of replicas and keys
 CLOSING = "The gateway is shutting down."
 WITHOUT_ADMIN_KEY = (
@@ -228,15 +227,13 @@ class Gateway:
     async def _serve(self, app: App, proxy: Proxy, fleet: Fleet) -> None:
         tls = server_context(self._config.ssl_certfile, self._config.ssl_keyfile)
         limits = limits_for(self._config.max_connections, self._config.max_connections_per_address, 0)
-        service = HttpService(app.handle, [self._listener], limits, deadlines=self._deadlines, tls=tls, is_gateway=True)
-        service.start()
-        apart: asyncio.Server | None = None
+        handle, apart = app.application.handle, app.metrics_application.handle
+        deadlines = self._deadlines
+        services = [HttpService(handle, [self._listener], limits, deadlines=deadlines, tls=tls, is_gateway=True)]
         if self._metrics_listener is not None:
-            clients = None if self._config.metrics_open else self._clients
-            handler = metrics_handler(self._metrics, clients, time.monotonic)
-            apart = await asyncio.get_running_loop().create_server(
-                web.Server(handler, access_log=None), sock=self._metrics_listener
-            )
+            services.append(HttpService(apart, [self._metrics_listener], METRICS_LIMITS, deadlines=deadlines))
+        for service in services:
+            service.start()
         names = ", ".join(fleet.replicas)
         url = base_url(self._config.host, self.port, tls=tls is not None)
         print(f"phalanx gateway is ready: {url} (replicas: {names})", flush=True)
@@ -245,12 +242,11 @@ class Gateway:
             await self._stopping.wait()
             await self._drain(app, proxy)
         finally:
-            if apart is not None:
-                apart.close()
-            await service.stop()
+            for service in services:
+                await service.stop()
 
     async def _drain(self, app: App, proxy: Proxy) -> None:
-        app.closing = CLOSING
+        app.close(CLOSING)
         grace = self._config.shutdown_grace_period_secs
         if app.unfinished:
             log.info("draining %d requests, %g s at most", app.unfinished, grace)

@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-READ_ENCODINGS = "the gateway reads gzip, deflate, and bodies without an encoding."
 STAND_IN = b"GET / HTTP/1.1\r\nHost: -\r\n\r\n"
 """What the parser gets in the place of a head that is refused: so its answer comes behind those before it."""
 
@@ -35,7 +34,7 @@ class HttpConnection(RequestHandler):
     `mark_busy`.
 
     Args:
-        is_gateway: heads are sent on, and encoded bodies decoded by aiohttp.
+        is_gateway: heads are sent on, with further lines.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class HttpConnection(RequestHandler):
             max_line_size=MAX_BYTES,
             max_field_size=MAX_BYTES,
             max_headers=MAX_LINES,
-            auto_decompress=is_gateway,
+            auto_decompress=False,
         )
         self.place = place
         self._table = table
@@ -203,10 +202,7 @@ class HttpConnection(RequestHandler):
             raise ConnectionError("an answer that has begun cannot become an error")
         self._is_refused = status < 500
         failure = not_http(str(message)[:200].rstrip("."))
-        if status < 500 and "content-encoding" in str(message):  # aiohttp's words for what it lacks a package for
-            said = f"This Content-Encoding is not supported; {READ_ENCODINGS}"
-            failure = Failure(status=415, type="invalid_request_error", message=said)
-        elif status < 500:
+        if status < 500:
             said = str(message).partition("\n\n")[0]  # the parser's words; then it quotes the line, perhaps a key's
             log.debug("malformed request of %s: %s", request.remote, said)
         else:
@@ -244,12 +240,6 @@ class HttpConnection(RequestHandler):
         """Close at once, unsent bytes and all: a client that does not read would keep a mere `close` waiting."""
         if self._open is not None:
             self._open.abort()
-
-
-def raw_header(request: web.BaseRequest, name: bytes) -> str:
-    """A request's header as the client sent it, one character per byte; "" without one."""
-    found = (value for header, value in request.raw_headers if header.lower() == name)
-    return next(found, b"").decode("latin-1")
 
 
 def refusal(failure: Failure) -> web.Response:

@@ -1,22 +1,73 @@
-"""Decodes bodies that were sent with a Content-Encoding, in pieces of bounded size.
+"""Reads bodies of requests, and decodes those that were sent with a Content-Encoding, in pieces of bounded size.
 
-A small body may decode to a large one (a "zip bomb"), so the caller counts the bytes of every piece before it takes the
-next one.
+A small body may decode to a large one (a "zip bomb"), so the bytes of every piece are counted before the next one is
+decoded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
 from typing import Protocol
 
-from phalanx.errors import InvalidRequest, WrongMediaType
+from phalanx.errors import InvalidRequest, RequestTooLarge, WrongMediaType
+from phalanx.http.body_budget import BodyLease
 
 PIECE_BYTES = 1 << 16  # decoded at a time, in a tenth of a millisecond
 GZIP = 16 + zlib.MAX_WBITS  # zlib's number for gzip's header and checksum
 
 
-class Decoding(Protocol):
+class Upload(Protocol):
+    """What a reader of a request's body sees of it."""
+
+    headers: Mapping[str, str]
+
+    def pieces(self) -> AsyncGenerator[bytes]:
+        """The body, as it comes.
+
+        Raises:
+            ConnectionError: the client left before its end.
+            InvalidRequest: it is not HTTP.
+        """
+
+
+async def read_body(request: Upload, most: int, memory: BodyLease, *, n_before: int = 0) -> bytes:
+    """The request's body, decoded. Its memory is the caller's to free.
+
+    Args:
+        most: bytes that it may have, as sent and decoded.
+        n_before: bytes that come before it and count for neither `most` nor `memory`.
+
+    Raises:
+        WrongMediaType: the Content-Encoding is neither gzip nor none.
+        RequestTooLarge: by its Content-Length, or while it is read.
+        QueueFull: there is no memory for it.
+        ConnectionError, InvalidRequest: as `Upload.pieces`, or what is encoded is damaged.
+    """
+    too_large = RequestTooLarge(f"The request body is larger than the {most} bytes this server accepts.")
+    most += n_before
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > most:
+        raise too_large
+    decoding = _decoding_of(request.headers.get("content-encoding", ""))
+    body = bytearray()
+    n_received = 0
+    async with aclosing(request.pieces()) as chunks:
+        async for chunk in chunks:
+            n_received += len(chunk)
+            for piece in decoding.feed(chunk):
+                body += piece
+                if max(len(body), n_received) > most:
+                    raise too_large
+                memory.grow(len(body) - n_before)
+                await asyncio.sleep(0)  # a chunk may decode to a thousand times its size
+    decoding.finish()
+    return bytes(body)
+
+
+class _Decoding(Protocol):
     """The decoder of one body."""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -34,7 +85,7 @@ class Decoding(Protocol):
         """
 
 
-def decoding_of(header: str) -> Decoding:
+def _decoding_of(header: str) -> _Decoding:
     """The decoder for a Content-Encoding header.
 
     Raises:

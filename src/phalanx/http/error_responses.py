@@ -116,8 +116,9 @@ def without_paths(text: str) -> str:
 
 
 def public_failure(error: PhalanxError) -> Failure:
-    """The error as a client sees it: paths only of mistakes of its own."""
-    return failure_of(error, str(error) if isinstance(error, InvalidRequest) else without_paths(str(error)))
+    """The error as a client sees it: paths only in what is its own mistake, or a replica's, whose are those of URLs."""
+    may_have = isinstance(error, (InvalidRequest, ReplicaError))
+    return failure_of(error, str(error) if may_have else without_paths(str(error)))
 
 
 def headers_of(error: PhalanxError) -> dict[str, str]:

@@ -24,8 +24,7 @@ class HttpService:
         listeners: bound, listening, not blocking. What is served at each, and within which limits, is the same.
         deadlines: how long clients may keep a connection waiting.
         tls: the server's certificate; None for plain HTTP.
-        is_gateway: see `HttpConnection`. A gateway's handlers are cancelled when their clients leave; a server's say
-            what of their work is.
+        is_gateway: see `HttpConnection`.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class HttpService:
         is_gateway: bool = False,
     ) -> None:
         self.table = ConnectionTable(limits_within(limits))
-        self._server = web.Server(handler, handler_cancellation=is_gateway)
+        self._server = web.Server(handler)  # handlers say what of their work ends with their client
 
         def connect(place: ConnectionPlace) -> HttpConnection:
             return HttpConnection(place, self.table, deadlines, self._server, is_gateway=is_gateway)

@@ -175,7 +175,7 @@ def create_app(
 
     router.add(Route("GET", "/openapi.json", openapi))
     hosts, origins = AllowedHosts(config.host, config.allowed_hosts), CrossOrigin(config.allowed_origins)
-    return ServerApp(Application(router, hosts, origins, metrics.answered), running, journal, served.shapes)
+    return ServerApp(Application(router, hosts.accept, origins, metrics.answered), running, journal, served.shapes)
 
 
 def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:

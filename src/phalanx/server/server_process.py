@@ -157,6 +157,7 @@ class ServerProcess:
             self._fail_unfinished()
             self._ended.set()
             return
+        self.app.application.is_draining = True
         self.app.journal.close("The server is shutting down.")
         self._draining = asyncio.create_task(self._drain_then_exit())
 

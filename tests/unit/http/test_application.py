@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from phalanx.errors import InvalidRequest
-from phalanx.http.allowed_hosts import AllowedHosts
 from phalanx.http.application import Application
 from phalanx.http.connection_table import ConnectionLimits
 from phalanx.http.cross_origin import CrossOrigin
@@ -37,9 +36,7 @@ async def _ended(endpoint: str, error: Exception) -> tuple[bytes, list[tuple[str
         return EventStream(events(), lambda: closed.append("stream"), "text/event-stream")
 
     router = Router([Route("GET", "/whole", whole), Route("GET", "/stream", stream)])
-    application = Application(
-        router, AllowedHosts("127.0.0.1"), CrossOrigin(()), lambda path, status: counted.append((path, status))
-    )
+    application = Application(router, lambda host: True, CrossOrigin(()), lambda *one: counted.append(one))
     with bind("127.0.0.1", 0) as listener:
         service = HttpService(application.handle, [listener], ConnectionLimits(10, 10))
         service.start()

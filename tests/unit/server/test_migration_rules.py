@@ -363,6 +363,28 @@ def test_what_is_held_back_is_told_while_the_client_waits(tokenizer):
     asyncio.run(main())
 
 
+def test_a_client_whose_text_is_held_back_is_kept_waiting(tokenizer):
+    """Tokens come all the time, but with each of them a stop string may still be on its way."""
+
+    async def main():
+        now = 0.0
+        engine = PacedEngine(tokenizer, lambda request: TEXT + EOS)
+        step = engine.step
+
+        def slow():
+            nonlocal now
+            now += KEYED.keepalive_seconds / 2
+            step()
+
+        engine.step = slow
+        async with asyncio.timeout(60), serving(tokenizer, engine, KEYED, clock=lambda: now) as client:
+            answer = await client.post(URL, json={**CHAT, "stream": True, "stop": TEXT + "es"})
+        assert answer.text.count(": keep-alive\n\n") == 3  # eight steps; the last one shows all
+        assert "".join(event["choices"][0]["delta"].get("content", "") for event in sse(answer.text)[:-1]) == TEXT
+
+    asyncio.run(main())
+
+
 def test_ids_of_calls_follow_from_the_answers():
     ids = {call_id(answer, choice, number) for answer in ("a", "b") for choice in (0, 1) for number in (0, 1)}
     assert len(ids) == 8 and all(len(id) == 9 and id.isalnum() for id in ids)

@@ -118,7 +118,7 @@ def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer):
         running.server.drain()
         while (refused := client.post("/v1/chat/completions", json=CHAT)).status_code != 503:
             pytest.fail(refused.text)
-        assert "shutting down" in refused.json()["error"]["message"]
+        assert "shutting down" in refused.json()["error"]["message"] and refused.headers["connection"] == "close"
         for _ in range(4):
             running.call(engine.step)
         request.join(60)

@@ -161,8 +161,8 @@ class Relay:
         is_first, began = traffic.passed_at is None, clock()
         traffic.is_relaying, traffic.passed_at = True, began
         if not exchange.has_begun:
-            await exchange.begin(response.status, self._headers(response))
-        await exchange.write(data)
+            await exchange.http.begin(response.status, self._headers(response))
+        await exchange.http.write(data)
         traffic.was_held |= clock() - began > HELD_S
         if is_first:
             self._on_first_byte()

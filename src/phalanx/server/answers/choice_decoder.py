@@ -58,10 +58,11 @@ class ChoiceDecoder:
         self._limit = options.max_tokens  # 0 (echo only): no generated token is part of the answer
 
     def opening(self) -> Delta | None:
-        """The echoed prompt; None if there is no echo or if `scored_prompt` will send it with its log-probabilities."""
+        """The echoed prompt, once; None without echo, or if `scored_prompt` sends it with its log-probabilities."""
         if self._echo is None or self._request.prompt_logprobs is not None:
             return None
-        return Delta(index=self._index, text=self._echo)
+        echo, self._echo = self._echo, None
+        return Delta(index=self._index, text=echo)
 
     def scored_prompt(self, event: PromptScored) -> Delta:
         """The echoed prompt with its log-probabilities."""
@@ -98,6 +99,15 @@ class ChoiceDecoder:
         if self._parts is not None and not self._parts.ended:
             last.append(self._parts.finish())
         return self._delta(last, self._sendable(ended=True), self.ending(event))
+
+    def known_end(self) -> Finished | None:
+        """How the choice has ended, if every token of it was committed before; None if it goes on."""
+        request, known = self._request, self._request.committed
+        if self.stopped_at is not None:
+            return Finished(request.id, "stop", self.stopped_at)
+        if len(known) > may_stop(request) and known[-1] in request.stop.stop_ids:
+            return Finished(request.id, "stop", len(known), stop_id=known[-1])
+        return Finished(request.id, "length", len(known)) if len(known) >= request.stop.max_tokens else None
 
     def written(self) -> tuple[Written, list[int]] | None:
         """The choice's calls and its tokens, once it has ended; None where its text is not that of its tokens.
@@ -238,3 +248,8 @@ class ChoiceDecoder:
 
     def _piece(self, token: int, logprob: float) -> TokenText:
         return TokenText(self._tokenizer.token_text(token), self._tokenizer.token_bytes(token), logprob)
+
+
+def may_stop(request: SequenceRequest) -> int:
+    """Number of tokens after which a stop id ends the sequence."""
+    return 0 if request.grammar else request.stop.min_tokens

@@ -6,13 +6,12 @@ Yields deltas (text, scored tokens, endings) that `endpoints/generating.py` stre
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 
 from msgspec import Struct
 
-from phalanx.http.stream_records import RecordedChoice
 from phalanx.server.answers.answer_parts import AnswerParts, Written, call_id
 from phalanx.server.answers.choice_decoder import ChoiceDecoder
 from phalanx.server.answers.deltas import ChoiceEnding, Delta, ScoredToken, Usage, join_calls
@@ -20,13 +19,15 @@ from phalanx.server.outputs.pieces import OutputParser
 from phalanx.server.requests.parsed import Options
 from phalanx.server.sequences.journal import RequestSlots
 from phalanx.server.sequences.output_queue import Event, StreamEnd, Timings
-from phalanx.server.sequences.resumption import Ledger, over
 from phalanx.text.tokenizer import StopAutomaton, Tokenizer
-from phalanx.types import Finished, PromptScored, SequenceRequest, Tokens
+from phalanx.types import PromptScored, SequenceRequest, Tokens
 
 KINDS = (attrgetter("reasoning"), attrgetter("text"), attrgetter("calls"))
 """What a delta may have, in the order in which formats write it."""
 WRITTEN_AT_ONCE = 1 << 18  # prompt tokens of choices that are written to the engine in one go, in 5 ms
+
+Watch = Callable[[int, Event | None, int], None]
+"""Is told of each event that a choice's decoder took in (None: its echoed prompt), and its output tokens until then."""
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ class Generation:
     Args:
         id: of the answer.
         reading: how the choices' text is taken apart; None: all of it is content.
-        ledger: is told what the deltas are made of.
+        watch: is told what the deltas are made of.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class Generation:
         *,
         id: str,
         reading: Reading | None = None,
-        ledger: Ledger | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._options = options
         self._requests = requests
         self._reading = reading
-        self._ledger = ledger
+        self._watch = watch
         stops = StopAutomaton(options.stop_strings) if options.stop_strings else None
         marks = frozenset[int]() if reading is None else reading.marks
         self._decoders = [
@@ -71,31 +72,12 @@ class Generation:
             )
             for index, request in enumerate(requests)
         ]
-        self._echoed: set[int] = set()  # choices whose prompt the client has
         self._endings: dict[int, ChoiceEnding] = {}
         self._slots: RequestSlots | None = None
 
-    def replay(self, known: Sequence[RecordedChoice]) -> list[Delta]:
-        """Take in what another server has decoded, before `begin`. Returns the deltas that the client has."""
-        deltas: list[Delta] = []
-        for choice in known:
-            decoder, id = self._decoders[choice.index], self._requests[choice.index].id
-            if choice.echoed and (echo := decoder.opening()) is not None:
-                deltas.append(echo)
-                self._echoed.add(choice.index)
-            deltas += decoder.tokens(Tokens(id, 0, choice.tokens, choice.logprobs or None))
-            if (end := choice.ended) is not None:
-                finished = Finished(
-                    id,
-                    end.reason,
-                    end.n_tokens,
-                    end.cached_tokens,
-                    detail=end.detail,
-                    drafted_tokens=end.drafted_tokens,
-                    accepted_tokens=end.accepted_tokens,
-                )
-                deltas.append(self._end(choice.index, StreamEnd(finished, Timings(0.0))))
-        return merge(deltas)
+    def take(self, events: Iterable[tuple[int, Event | None]]) -> list[Delta]:
+        """What the next events of choices show; None: a choice's prompt, if it is echoed and was not taken yet."""
+        return merge([delta for index, event in events for delta in self._take(index, event)])
 
     async def begin(self, slots: RequestSlots) -> None:
         """Submit the choices to the engine, but those that need no further token.
@@ -106,7 +88,7 @@ class Generation:
         self._slots = slots
         n_tokens = 0
         for index, request in enumerate(self._requests):
-            if index in self._endings or self._over(index) is not None:
+            if index in self._endings or self._decoders[index].known_end() is not None:
                 continue
             slots.submit([request], index)
             n_tokens += len(request.prompt)
@@ -115,20 +97,16 @@ class Generation:
                 n_tokens = 0
 
     def opening(self) -> Iterator[Delta]:
-        """The deltas that exist already, after `begin`: echoed prompts, and endings of choices that are known whole."""
-        assert self._slots is not None, "begin comes first"
+        """The deltas that exist already: echoed prompts, and endings of choices that are known whole."""
         for index, decoder in enumerate(self._decoders):
-            if index not in self._echoed and (echo := decoder.opening()) is not None:
-                if self._ledger is not None:
-                    self._ledger.echoed(index)
-                yield echo
-            if index not in self._endings and (finished := self._over(index)) is not None:
-                yield self._end(index, StreamEnd(finished, Timings(self._slots.arrived)), self._ledger)
+            yield from self._take(index, None)
+            if index not in self._endings and (finished := decoder.known_end()) is not None:
+                yield from self._take(index, StreamEnd(finished, Timings(0.0)))
 
     async def deltas(self, keepalive_s: float | None) -> AsyncGenerator[list[Delta]]:
-        """Yield new deltas, those of each choice in order; an empty list after every `keepalive_s` seconds without any.
+        """Yield new deltas, those of each choice in order; an empty list where something else has happened.
 
-        And where the ledger has to tell something without any.
+        Nothing is shown of new tokens, or the engine is gone or back, or `keepalive_s` seconds have passed.
 
         Raises:
             PhalanxError: the request failed.
@@ -140,12 +118,8 @@ class Generation:
                 async with asyncio.timeout(keepalive_s):
                     events = await slots.output.read()
             except TimeoutError:
-                yield []
-                continue
-            deltas = [delta for index, event in events for delta in await self._decode(slots, index, event)]
-            has_notice = self._ledger is not None and self._ledger.pause(slots.output.is_paused)
-            if deltas or has_notice:
-                yield merge(deltas)
+                events = []
+            yield merge([delta for index, event in events for delta in await self._decode(slots, index, event)])
 
     async def choices(self, slots: RequestSlots) -> list[Delta]:
         """Submit the choices and wait for all of them. Returns one complete delta per choice.
@@ -190,36 +164,38 @@ class Generation:
         return self._endings[0]
 
     async def _decode(self, slots: RequestSlots, index: int, event: Event) -> list[Delta]:
+        if isinstance(event, PromptScored):
+            return await asyncio.to_thread(self._take, index, event)  # one entry per prompt token
+        deltas = self._take(index, event)
+        if isinstance(event, Tokens) and (stopped_at := self._decoders[index].stopped_at) is not None:
+            slots.finish(index, stopped_at)
+        return deltas
+
+    def _take(self, index: int, event: Event | None) -> list[Delta]:
         decoder = self._decoders[index]
         match event:
             case Tokens():
-                before = decoder.n_tokens
                 deltas = decoder.tokens(event)
-                if self._ledger is not None:
-                    self._ledger.tokens(index, event, decoder.n_tokens - before)
-                if decoder.stopped_at is not None:
-                    slots.finish(index, decoder.stopped_at)
-                return deltas
             case PromptScored():
-                if self._ledger is not None:
-                    self._ledger.echoed(index)
-                return [await asyncio.to_thread(decoder.scored_prompt, event)]  # one entry per prompt token
+                deltas = [decoder.scored_prompt(event)]
             case StreamEnd():
-                return [self._end(index, event, self._ledger)]
+                deltas = [self._end(index, event)]
+            case None:
+                if (echo := decoder.opening()) is None:
+                    return []
+                deltas = [echo]
+        if self._watch is not None:
+            self._watch(index, event, decoder.n_tokens)
+        return deltas
 
-    def _end(self, index: int, event: StreamEnd, ledger: Ledger | None = None) -> Delta:
+    def _end(self, index: int, event: StreamEnd) -> Delta:
         """The last delta of a choice."""
         decoder = self._decoders[index]
         delta = decoder.end(event)
         assert delta.ending is not None
         self._endings[index] = delta.ending
         self._remember(decoder)
-        if ledger is not None:
-            ledger.ended(index, event.finished, delta.ending.n_tokens)
         return delta
-
-    def _over(self, index: int) -> Finished | None:
-        return over(self._requests[index], self._decoders[index].stopped_at)
 
     def _parts(self, id: str, index: int) -> AnswerParts | None:
         parser = None if self._reading is None else self._reading.parser()

@@ -15,17 +15,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from phalanx.errors import InvalidRequest, PhalanxError
+from phalanx.errors import PhalanxError
 from phalanx.http.body_budget import BodyLease
 from phalanx.http.error_responses import public_failure
 from phalanx.http.http_exchange import Answer, EventStream, Exchange, Reply
-from phalanx.http.stream_records import RESUME, Resume
+from phalanx.http.stream_records import Start
 from phalanx.server.answers.deltas import Delta, ResponseHead, Usage, timing_json
 from phalanx.server.answers.generation import Generation
 from phalanx.server.dialects.common.answer_format import AnswerFormat
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody, StaticAnswer
+from phalanx.server.endpoints.migration import StreamMigration
 from phalanx.server.fields.json_pieces import to_json
 from phalanx.server.fields.openai_bodies import Body
 from phalanx.server.prompts.chat_encoding import ChatEncoder, Encoded
@@ -35,14 +35,12 @@ from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel, ChatRequest, CompletionRequest, Options
 from phalanx.server.requests.validate import check_echoed, plan_sequences
 from phalanx.server.sequences.journal import Journal
-from phalanx.server.sequences.resumption import Resumption, migration_of, recorded
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.types import ModelInfo
 
 FEW_SCORED = 1024  # log-probabilities that are written on the event loop, in 3 ms
 CHARS = 256  # that are written in the time of one log-probability
-LINES = "application/x-ndjson"  # the media type of streams that are no server-sent events
 
 B = TypeVar("B", bound=Body)
 
@@ -56,20 +54,14 @@ class GenerationJob(Struct, frozen=True, kw_only=True):
     n_prompts: int
     field: str  # that holds the prompts, for errors
     group: str  # of its sequences; new, so that they are not taken for those of an answer that ends just now
-    id: str  # of the answer
-    created: int  # seconds since 1970
+    migration: StreamMigration
+    start: Start  # of the answer: its id, time and seed
     format: Callable[[ResponseHead], AnswerFormat]
     silence_s: float  # after which a stream's client is told that it goes on
     texts: tuple[str | None, ...] = (None,)  # per prompt; None if the client sent token ids or messages
     echo: bool = False
     owner: str = ""  # whose request it is; see `owner_on_server`
     memory: BodyLease  # of the body, until the prompts are tokenised
-    migration: Resumption | None = None  # None: no records of streams are sent
-
-    @property
-    def resume(self) -> Resume | None:
-        """What the stream goes on from; None if it begins here."""
-        return None if self.migration is None else self.migration.resume
 
     @property
     def n_choices(self) -> int:
@@ -114,38 +106,38 @@ class CompletionEndpoints:
         async def endpoint(exchange: Exchange) -> Reply:
             """What the model answers, whole or as a stream."""
             owner = exchange.owner or ""
-            migration = migration_of(exchange.headers, self._config.admin_key)
+            migration = StreamMigration(exchange.headers, self._config.admin_key, self._prompts, self._numerics)
             with self._intake.memory(owner) as memory:
                 asked = await self._intake.read(
                     exchange,
                     dialect.body,
-                    lambda body: dialect.parse(body, self._served),
+                    lambda body: migration.accept(dialect.parse(body, self._served)),
                     memory,
                     dialect.readers,
-                    bytes if migration is None else migration.body,
-                    0 if migration is None else migration.n_before,
+                    migration.body,
+                    migration.n_before,
                 )
-                if migration is not None and migration.resume is not None and not _is_streamed(asked):
-                    raise InvalidRequest(f"{RESUME}: the request's answer is not streamed; send it again as it is.")
                 if isinstance(asked, StaticAnswer):
                     self._journal.require_ready()
                     return Answer(to_json(asked.answer(int(time.time()))))
-                job = _moving(self._job(asked, dialect, owner, memory), migration)
-                return await self._answer(exchange, job)
+                return await self._answer(exchange, self._job(asked, dialect, owner, memory, migration))
 
         return endpoint
 
-    def _job(self, asked: ParsedBody, dialect: Dialect[B], owner: str, memory: BodyLease) -> GenerationJob:
+    def _job(
+        self, asked: ParsedBody, dialect: Dialect[B], owner: str, memory: BodyLease, migration: StreamMigration
+    ) -> GenerationJob:
         id = f"{dialect.id_prefix}{uuid.uuid4().hex}"
         silence_s = min(self._config.keepalive_seconds, dialect.longest_silence_s)
         parsed = asked.request
+        seed = parsed.options.sampling.seed if parsed.options.seeded else secrets.randbits(64)
         job = partial(
             GenerationJob,
             options=parsed.options,
             field=dialect.field,
             group=id,
-            id=id,
-            created=int(time.time()),
+            migration=migration,
+            start=migration.start(id, int(time.time()), seed),
             format=asked.format,
             silence_s=silence_s,
             owner=owner,
@@ -154,15 +146,13 @@ class CompletionEndpoints:
         if isinstance(parsed, ChatRequest):
             return job(encode=lambda limit, begun: self._chats.encode(parsed, owner, limit, begun), n_prompts=1)
         return job(
-            encode=lambda limit, begun: self._encode_texts(parsed, limit, begun),
+            encode=lambda limit, _: self._encode_texts(parsed, limit),
             n_prompts=len(parsed.prompts),
             texts=tuple(prompt if isinstance(prompt, str) else None for prompt in parsed.prompts),
             echo=parsed.echo,
         )
 
-    async def _encode_texts(self, parsed: CompletionRequest, limit: int, begun: list[int] | None) -> Encoded:
-        if begun:
-            raise InvalidRequest(f"{RESUME}: start.prompt is a chat's; this request has its own prompt.")
+    async def _encode_texts(self, parsed: CompletionRequest, limit: int) -> Encoded:
         return Encoded(prompts=[await self._prompts.encode(prompt, limit=limit) for prompt in parsed.prompts])
 
     async def _answer(self, exchange: Exchange, job: GenerationJob) -> Reply:
@@ -184,21 +174,15 @@ class CompletionEndpoints:
             slots = stack.enter_context(self._journal.reserve(job.n_choices, job.owner))
             generation = await self._prepare(job)
             form = job.format(self._head(job))
-            if job.migration is not None:
-                await self._replay(job, job.migration, generation, form)
+            is_open = await job.migration.replay(generation, form, job.n_choices)
             await generation.begin(slots)  # errors up to here become an HTTP status
-            events = self._events(job, form, generation, slots.arrived)
-            if job.migration is not None:
-                events = recorded(events, job.migration.ledger, lines=form.media_type == LINES)
+            events = self._events(job, form, generation, slots.arrived, is_open=is_open)
+            events = job.migration.recorded(events, slots.output, form.media_type)
             return EventStream(events, stack.pop_all().close, form.media_type)
 
     async def _prepare(self, job: GenerationJob) -> Generation:
         info = self._journal.require_ready()
-        begun = None
-        if (migration := job.migration) is not None and migration.resume is not None:
-            n_ids = len(migration.resume.start.prompt)
-            begun = await self._prompts.run(n_ids, partial(migration.prompt, info.vocab_size))
-        encoded = await job.encode(info.max_model_len, begun)
+        encoded = await job.encode(info.max_model_len, await job.migration.prompt(info.vocab_size))
         prompts = encoded.prompts
         job.memory.free()
         answer = encoded.answer or job.options.answer
@@ -209,51 +193,41 @@ class CompletionEndpoints:
             prompts,
             field=job.field,
             group=job.group,
-            seed=_seed(job),
+            seed=job.start.seed,
             eos_ids=self._served.eos_ids,
             info=info,
             echo=job.echo,
             owner=job.owner,
             grammar=grammar,
         )
-        n_tokens = sum(map(len, prompts))
-        requests = plan() if n_tokens <= SHORT else await self._prompts.run(n_tokens, plan)
+        begin = partial(job.migration.begin, start=job.start, info=info, echo=job.echo, is_recalled=encoded.is_recalled)
+        n_tokens = sum(map(len, prompts)) + job.migration.n_known
+        requests = begin(plan()) if n_tokens <= SHORT else await self._prompts.run(n_tokens, lambda: begin(plan()))
         echoes: list[str | None] = [None] * len(prompts)
         if job.echo:
             pairs = zip(job.texts, prompts, strict=True)
             echoes = [await self._prompts.decode(ids) if text is None else text for text, ids in pairs]
             check_echoed(sum(map(len, filter(None, echoes))), job.options.n)
-        ledger = None
-        if migration is not None:
-            ledger, numerics = migration.ledger, self._numerics(info)
-            begin = partial(migration.begin, requests, id=job.id, created=job.created, echo=job.echo)
-            begin = partial(begin, is_recalled=encoded.is_recalled, numerics=numerics, info=info)
-            n_tokens += migration.n_known
-            requests = await self._prompts.run(n_tokens, begin)
         return Generation(
-            self._prompts.tokenizer, job.options, requests, echoes, id=job.id, reading=encoded.reading, ledger=ledger
+            self._prompts.tokenizer,
+            job.options,
+            requests,
+            echoes,
+            id=job.start.id,
+            reading=encoded.reading,
+            watch=job.migration.watch,
         )
 
-    async def _replay(
-        self, job: GenerationJob, migration: Resumption, generation: Generation, form: AnswerFormat
-    ) -> None:
-        """Bring decoders and format to the state of the server that sent what the client has."""
-        if (resume := migration.resume) is None:
-            return
-
-        def work() -> None:
-            form.opening(job.n_choices, None)
-            form.events(generation.replay(resume.choices), None)
-            form.next_number = resume.next_number
-
-        await self._prompts.run(migration.n_known, work)
-
     async def _events(
-        self, job: GenerationJob, form: AnswerFormat, generation: Generation, arrived: float
+        self, job: GenerationJob, form: AnswerFormat, generation: Generation, arrived: float, *, is_open: bool
     ) -> AsyncGenerator[bytes]:
-        """The stream's bytes. An error becomes an event, because the status was sent before."""
+        """The stream's bytes; none after a step that shows nothing. An error becomes an event, as the status was sent.
+
+        Args:
+            is_open: the client has the first events.
+        """
         so_far = generation.usage_so_far() if job.options.continuous_usage else None
-        if job.resume is None:
+        if not is_open:
             yield form.opening(job.n_choices, so_far) or form.keep_alive
         for delta in generation.opening():  # one by one: an echoed prompt may be long, and there may be many
             yield await self._write(job, form, [delta], so_far)
@@ -264,19 +238,16 @@ class CompletionEndpoints:
                 async for new in deltas:
                     so_far = generation.usage_so_far() if job.options.continuous_usage else None
                     written = await self._write(job, form, new, so_far)
-                    if not written and job.migration is not None and job.migration.ledger.has_notice:
+                    if not written and self._clock() - last_s < job.silence_s:
                         yield b""
                         continue
-                    if new and not written and self._clock() - last_s < job.silence_s:
-                        continue  # nothing of this is shown
                     yield written or form.keep_alive
                     last_s = self._clock()
                     if first_byte_s is None and written and any(delta.n_chars for delta in new):
                         first_byte_s = self._clock() - arrived
                         self._metrics.first_byte(first_byte_s)
         except PhalanxError as error:
-            if job.migration is not None:
-                job.migration.ledger.fail(error)
+            job.migration.fail(error)
             yield form.failure(public_failure(error))
             return
         timing = timing_json(generation.first_ending, first_byte_s) if job.options.timing else None
@@ -297,35 +268,14 @@ class CompletionEndpoints:
     def _head(self, job: GenerationJob) -> ResponseHead:
         options = job.options
         return ResponseHead(
-            id=job.id,
-            created=job.created,
+            id=job.start.id,
+            created=job.start.created,
             model=options.model,
             logprobs=options.sampling.logprobs is not None,
             usage_at_end=options.include_usage or options.timing or options.speculation,
             null_usage=options.stream and options.include_usage,
-            moves=0 if job.migration is None else job.migration.moves,
+            moves=job.migration.moves,
         )
-
-
-def _is_streamed(asked: ParsedBody | StaticAnswer) -> bool:
-    return isinstance(asked, ParsedBody) and asked.request.options.stream
-
-
-def _moving(job: GenerationJob, migration: Resumption | None) -> GenerationJob:
-    """The job of a stream that may move; with the answer that it is, if it has."""
-    if migration is None or not job.options.stream:
-        return job
-    if migration.resume is None:
-        return replace(job, migration=migration)
-    start = migration.resume.start
-    return replace(job, migration=migration, id=start.id, created=start.created)
-
-
-def _seed(job: GenerationJob) -> int:
-    """The seed of the sampling: the answer's if it has begun, else the client's, else a random one."""
-    if job.resume is not None:
-        return job.resume.start.seed
-    return job.options.sampling.seed if job.options.seeded else secrets.randbits(64)
 
 
 def _size(job: GenerationJob, deltas: list[Delta]) -> int:
