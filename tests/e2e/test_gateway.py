@@ -68,6 +68,23 @@ def test_every_dialect_passes_through_as_it_is(path):
     run(scenario())
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings", "/v1/rerank", "/rerank", "/api/embed"])
+def test_embeddings_of_a_model_that_no_replica_has_are_refused_with_what_to_do(path):
+    async def scenario() -> None:
+        async with StubReplica(streaming(1), models=("m",)) as a, gateway(a.url) as client:
+            async with client.request("POST", path, {"model": "text-embedding-3-small", "input": "a"}) as response:
+                error = (await response.json())["error"]
+            said = error if path.startswith("/api/") else error["message"]
+            assert response.status == 400 and not a.calls
+            assert "'text-embedding-3-small' is not served here. Served are: m." in said
+            assert "no embeddings" in said and "give the client another server" in said
+            async with client.request("POST", path, {"model": "m", "input": "a"}) as response:
+                await response.read()
+            assert [call.path for call in a.calls] == [path], "its replica may be another vendor's"
+
+    run(scenario())
+
+
 def test_a_request_goes_where_its_model_is_and_by_its_alias():
     async def scenario() -> None:
         async with (

@@ -157,6 +157,7 @@ SERVER_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--default-chat-template-kwargs", '{"a": 1}'], "default_chat_template_kwargs", {"a": 1}),
     (["--tool-call-parser", "mistral"], "tool_call_parser", "mistral"),
     (["--reasoning-parser", "none"], "reasoning_parser", "none"),
+    (["--tools", "drop"], "tools", "drop"),
     (["--enable-auto-tool-choice"], "enable_auto_tool_choice", True),
     (["--no-enable-auto-tool-choice"], "enable_auto_tool_choice", False),
     (["--log-level", "debug"], "log_level", "debug"),
@@ -327,7 +328,7 @@ def test_a_clients_key_comes_from_a_flag_a_file_or_a_variable(
         raise ConfigError("enough")
 
     monkeypatch.setattr(chat, "talk", lambda address, *_: seen.append(address.key) or 0)
-    monkeypatch.setattr(launch, "_target", noted)
+    monkeypatch.setattr(launch, "_served", noted)
     monkeypatch.delenv("PHALANX_API_KEY", raising=False)
     (tmp_path / "keys").write_text("# ours\nfiled\nother\n")
     (tmp_path / "none").write_text("\n")

@@ -34,9 +34,10 @@ from phalanx.http.openapi import Operation, document
 from phalanx.http.refused_keys import RefusedKeys
 from phalanx.http.router import Route, Router
 from phalanx.http.shares import Shares
+from phalanx.http.vector_requests import BARE_PATHS, VECTOR_PATHS, no_vectors
 
-PROXIED = ("/v1/{path}", "/api/{path}", "/tokenize", "/detokenize", "/tokenizer_info")
-"""What goes to replicas; the last three are paths of phalanx's and vLLM's servers outside of /v1."""
+PROXIED = ("/v1/{path}", "/api/{path}", "/tokenize", "/detokenize", "/tokenizer_info", *BARE_PATHS)
+"""What goes to replicas; the others are paths of phalanx's and vLLM's servers outside of /v1."""
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 PASSED_ON = (
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
@@ -174,8 +175,10 @@ class App:
         )
         try:
             return await exchange.unless_lost(answer)
-        except PhalanxError:
+        except PhalanxError as error:
             client.n_tokens = 0  # an error takes nothing
+            if isinstance(error, UnknownModel) and exchange.path in VECTOR_PATHS:
+                raise no_vectors(str(error)) from error
             raise
         except ConnectionError:
             self._metrics.client_left()

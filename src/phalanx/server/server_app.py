@@ -24,6 +24,7 @@ from phalanx.http.cross_origin import CrossOrigin
 from phalanx.http.http_exchange import Answer, Exchange, json_answer
 from phalanx.http.openapi import document
 from phalanx.http.router import Route, Router
+from phalanx.http.vector_requests import VECTOR_PATHS
 from phalanx.server.access import Access
 from phalanx.server.answers.call_memory import CallMemory
 from phalanx.server.dialects.common.dialect import Dialect
@@ -66,18 +67,6 @@ GENERATING: Mapping[str, Dialect[Any]] = {
     "/api/generate": ollama_dialect.GENERATE,
 }
 """Path -> the dialect of the requests that the model answers there."""
-NOT_TEXT = (
-    "/v1/embeddings",
-    "/embeddings",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/rerank",
-    "/v1/score",
-    "/score",
-    "/pooling",
-    "/classify",
-)
-"""Paths of OpenAI's, Cohere's, Jina's and vLLM's for models that compute vectors and scores."""
 COUNTING: Mapping[str, tuple[Dialect[Any], Callable[[int], dict[str, Any]]]] = {
     "/v1/messages/count_tokens": (COUNTED_MESSAGES, count_body),
     "/v1/responses/input_tokens": (RESPONSES, input_tokens_body),
@@ -91,7 +80,7 @@ class ServerApp(Struct, frozen=True):
     application: Application
     running: Callable[[], AbstractAsyncContextManager[None]]  # starts the engine, and closes it at the end
     journal: Journal
-    shapes: OutputShapes
+    served: ApiModel
 
 
 def create_app(
@@ -121,6 +110,8 @@ def create_app(
         eos_ids=frozenset(tokenizer.eos_ids),
         template_kwargs=config.default_chat_template_kwargs,
         shapes=shapes_of(config, tokenizer),
+        shows_tools=tokenizer.shows_tools,
+        drop_tools=_note_once(served_names(config)[0]) if config.drops_tools else None,
         auto_tools=config.enable_auto_tool_choice,
     )
     numerics = numerics_of(config, served, tokenizer.fingerprint())
@@ -175,13 +166,23 @@ def create_app(
 
     router.add(Route("GET", "/openapi.json", openapi))
     hosts, origins = AllowedHosts(config.host, config.allowed_hosts), CrossOrigin(config.allowed_origins)
-    return ServerApp(Application(router, hosts.accept, origins, metrics.answered), running, journal, served.shapes)
+    return ServerApp(Application(router, hosts.accept, origins, metrics.answered), running, journal, served)
 
 
 def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:
     """The formats in which the model writes calls and reasoning: by its chat template, or as the flags say."""
     found = choose(tokenizer.template_source, tokenizer.added_tokens)
     return by_name(found, config.tool_call_parser, config.reasoning_parser)
+
+
+def _note_once(model: str) -> Callable[[], None]:
+    """Logs at its first call that tools of requests to this model are left out."""
+
+    @cache
+    def note() -> None:
+        log.info("%s cannot call tools: those of requests are left out (--tools refuse: 400)", model)
+
+    return note
 
 
 def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None] | None) -> None:
@@ -204,7 +205,7 @@ def _routes(
             Route("POST", path, information.counting(kind, written), client, kind.body)
             for path, (kind, written) in COUNTING.items()
         ),
-        *(Route("POST", path, information.other_outputs, client) for path in NOT_TEXT),
+        *(Route("POST", path, information.other_outputs, client) for path in VECTOR_PATHS),
         Route("GET", "/v1/models", information.models, client),
         Route("GET", "/v1/models/{name}", information.model, client),
         Route("POST", "/tokenize", information.tokenize, client, TokenizeBody),

@@ -120,7 +120,7 @@ class ServerProcess:
     # The engine's listener -------------------------------------------------------------------------------------
 
     def on_ready(self, info: ModelInfo) -> None:
-        """Print the URL of the API, and in which forms the model calls tools and reasons, once."""
+        """Print the URL of the API, and whether and in which forms the model calls tools and reasons, once."""
         if not self._announced:
             self._announced = True
             tls = self.tls is not None
@@ -129,7 +129,8 @@ class ServerProcess:
             for port in self.further_ports:
                 other = base_url(self._settings.host, port, tls=tls).removesuffix("/v1")
                 print(f"for Ollama's clients: {other}", flush=True)
-            print(self.app.shapes.describe(), flush=True)
+            served = self.app.served
+            print(served.shapes.describe(shows_tools=served.shows_tools), flush=True)
 
     def on_down(self, reason: str, will_restart: bool) -> None:
         """End the server if the engine has failed for good, with the engine's exit code: supervisors see it."""

@@ -1,7 +1,8 @@
-"""litellm: a loop of tools with each provider that this server serves, whole and streamed. Prints a report for each.
-Arguments: origin, key, model.
+"""litellm: a loop of tools with each provider that this server serves, whole and streamed, and both asynchronously.
+Prints a report for each. Arguments: origin, key, model.
 """
 
+import asyncio
 import json
 import sys
 
@@ -37,7 +38,18 @@ def turn(messages, asked, *, stream):
     return litellm.stream_chunk_builder(chunks, messages=messages)
 
 
-def loop(asked, *, stream):
+def turn_asynchronously(messages, asked, *, stream):
+    """The answer, from the client that servers use: it has HTTP headers of its own."""
+
+    async def ask():
+        answer = await litellm.acompletion(messages=messages, stream=stream, **asked)
+        return [chunk async for chunk in answer] if stream else answer
+
+    answer = asyncio.run(ask())
+    return litellm.stream_chunk_builder(answer, messages=messages) if stream else answer
+
+
+def loop(asked, *, stream, turn=turn):
     """Ask until there are no more calls."""
     messages = [{"role": "user", "content": QUESTION}]
     calls, thoughts, ends = [], [], []
@@ -68,7 +80,13 @@ def report(provider, path, more):
     """Both loops and a refusal."""
     server = {"model": f"{provider}/{model}", "api_base": origin + path, "api_key": key, **more}
     asked = {**server, "num_retries": 0, "max_retries": 0, "tools": [TOOL]}
-    return {"whole": loop(asked, stream=False), "streamed": loop(asked, stream=True), "refusal": refusal(asked)}
+    ways = {
+        "whole": loop(asked, stream=False),
+        "streamed": loop(asked, stream=True),
+        "whole, asynchronous": loop(asked, stream=False, turn=turn_asynchronously),
+        "streamed, asynchronous": loop(asked, stream=True, turn=turn_asynchronously),
+    }
+    return {**ways, "refusal": refusal(asked)}
 
 
 print(json.dumps({provider: report(provider, *served) for provider, served in PROVIDERS.items()}))

@@ -64,7 +64,7 @@ def test_ready_line(tokenizer, capfd):
     with running_server(tokenizer, fake_engine(tokenizer)) as running:
         pass
     ready = f"phalanx is ready: {running.base_url} (model tiny)\n"
-    assert capfd.readouterr().out == f"{ready}tool calls: not recognised, reasoning: none\n"
+    assert capfd.readouterr().out == f"{ready}tool calls: none, reasoning: none\n"
 
 
 def test_a_second_port_serves_the_same_within_the_same_limits(tokenizer, capfd):

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from phalanx import __version__
-from phalanx.errors import EngineUnavailable, InvalidRequest
+from phalanx.errors import EngineUnavailable
 from phalanx.http.api_keys import ApiKeys
 from phalanx.http.http_exchange import Answer, Exchange, Reply, json_answer
 from phalanx.http.media_types import require_json
 from phalanx.http.model_lists import more_of_models
+from phalanx.http.vector_requests import no_vectors
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody
 from phalanx.server.endpoints.engine_health import EngineHealth
 from phalanx.server.fields.json_pieces import to_json
@@ -79,9 +80,7 @@ class InfoEndpoints:
 
     async def other_outputs(self, _: Exchange) -> Answer:
         """Vectors and scores, which no model here computes. The body is not read."""
-        name = self._served.names[0]
-        message = f"This server's model, {name}, writes text: it makes no embeddings and ranks nothing."
-        raise InvalidRequest(message, param="model", code="unsupported_value")
+        raise no_vectors(f"This server's model, {self._served.names[0]}, writes text.")
 
     async def tokenize(self, exchange: Exchange) -> Answer:
         """`POST /tokenize`, vLLM's shape."""
@@ -179,7 +178,7 @@ class InfoEndpoints:
         return info
 
     def _card(self, name: str, info: ModelInfo) -> dict[str, Any]:
-        shapes = self._served.shapes
+        reasoning = self._served.shapes.reasoning
         return {
             "id": name,
             "object": "model",
@@ -188,6 +187,6 @@ class InfoEndpoints:
             "root": self._served.names[0],
             "parent": None,
             "max_model_len": info.max_model_len,
-            "tool_call_parser": None if shapes.tools is None else shapes.tools.name,
-            "reasoning_parser": None if shapes.reasoning is None else shapes.reasoning.name,
+            "tool_call_parser": self._served.tool_parser,
+            "reasoning_parser": None if reasoning is None else reasoning.name,
         }

@@ -136,8 +136,8 @@ class OllamaEndpoints:
         return OllamaModel(
             name=name,
             info=self._info(),
-            shapes=self._served.shapes,
-            auto_tools=self._served.auto_tools,
+            calls_tools=self._served.tool_parser is not None and self._served.auto_tools,
+            reasons=self._served.shapes.reasoning is not None,
             since=self._since,
             template=self._template,
         )

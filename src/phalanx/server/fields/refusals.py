@@ -36,6 +36,11 @@ def count(field: str, value: int | None, *, least: int) -> int | None:
     return value
 
 
+def token_limit(field: str, value: int | None, *, least: int = 1) -> int | None:
+    """Check a limit of output tokens; -1, as clients of llama.cpp and LM Studio send it, is none."""
+    return None if value == -1 else count(field, value, least=least)
+
+
 def in_range(field: str, value: float, low: float, high: float) -> float:
     """Check a number in [low, high]; NaN is refused."""
     if not low <= value <= high:

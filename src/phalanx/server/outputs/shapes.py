@@ -38,10 +38,15 @@ class OutputShapes(Struct, frozen=True):
         texts = (*(self.reasoning.texts if self.reasoning else ()), *(self.tools.format.texts if self.tools else ()))
         return frozenset(token for token in self.added_tokens if any(token in text for text in texts))
 
-    def describe(self) -> str:
-        """For people: "tool calls: hermes, reasoning: think"."""
-        tools = self.tools.name if self.tools else "not recognised"
-        return f"tool calls: {tools}, reasoning: {self.reasoning.name if self.reasoning else 'none'}"
+    def describe(self, *, shows_tools: bool = True) -> str:
+        """For people: "tool calls: hermes, reasoning: think".
+
+        Args:
+            shows_tools: whether the model's chat template shows it the tools of a request.
+        """
+        calls = self.tools.name if self.tools else "not recognised"
+        reasoning = self.reasoning.name if self.reasoning else "none"
+        return f"tool calls: {calls if shows_tools else 'none'}, reasoning: {reasoning}"
 
     def without_tools(self) -> OutputShapes:
         """The shapes for a request without tools. (Harmony's channels are there all the same.)"""

@@ -8,7 +8,7 @@ tools that it moves to the last question), its own rendering counts. Does not kn
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -71,12 +71,19 @@ def _render(tokenizer: Tokenizer, conversation: Conversation, messages: list[dic
             messages,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
-            template_kwargs=conversation.template_kwargs,
+            template_kwargs=_named_for(tokenizer.template_source, conversation.template_kwargs),
         )
     except InvalidRequest as error:
         if conversation.is_as_sent and messages is conversation.messages:
             raise
         raise _without_number(error, conversation.field) from error
+
+
+def _named_for(template: str, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The variables with `enable_thinking` by the name that DeepSeek's, Kimi's and Granite's templates have for it."""
+    if "enable_thinking" in template or "thinking" not in template or "enable_thinking" not in variables:
+        return variables
+    return {"thinking": variables["enable_thinking"], **variables}
 
 
 def _without_number(error: InvalidRequest, field: str) -> InvalidRequest:

@@ -71,6 +71,8 @@ def _message(message: ChatMessage, where: str, called: dict[str, str]) -> dict[s
     reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
     if reasoning is not None:
         parsed["reasoning_content"] = reasoning
+    if message.function_call is not None:
+        raise unsupported(f"{where}.function_call", "send tool_calls")
     if message.tool_calls:
         if role != "assistant":
             raise invalid(f"{where}.tool_calls", f"{where}.tool_calls: only an assistant calls tools, not a {role}.")
@@ -127,9 +129,6 @@ def _content(message: ChatMessage, where: str) -> str:
         field = f"{where}.content[{i}]"
         if part.type != "text":
             raise foreign_type(field, part.type, ONLY_TEXT)
-        for name in ("image_url", "input_audio", "file"):
-            if getattr(part, name) is not None:
-                raise unsupported(f"{field}.{name}", ONLY_TEXT)
         if part.text is None:
             raise invalid(f"{field}.text", f"{field}.text is missing.")
         texts.append(part.text)

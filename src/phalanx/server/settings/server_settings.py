@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from phalanx.config import DEFAULT_PORT, MIB, Count, EngineConfig, Flag, LogLevel, Size
+from phalanx.config import DEFAULT_MODEL, DEFAULT_PORT, MIB, Count, EngineConfig, Flag, LogLevel, Size
 from phalanx.environment import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
 
@@ -52,6 +52,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """Form of the model's reasoning, by vLLM's names: deepseek_r1, qwen3, ..."""
     enable_auto_tool_choice: Annotated[bool, Flag("HTTP")] = True
     """The model may call a request's tools; without, only where the request has a `tool_choice`."""
+    tools: Annotated[Literal["refuse", "drop"] | None, Flag("HTTP", default="drop for the demo, else refuse")] = None
+    """What becomes of tools in requests to a model that cannot call any: `refuse` answers 400, `drop` leaves them out.
+    Where a call is required, the answer is 400 in any case."""
     keepalive_seconds: Annotated[float, Meta(ge=0.1), Flag("HTTP")] = 5.0
     """Seconds without an event after which a stream gets a comment, which keeps the connection open."""
 
@@ -83,3 +86,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     def max_body_bytes(self) -> int:
         """`max_body_mb` in bytes."""
         return int(self.max_body_mb * MIB)
+
+    @property
+    def drops_tools(self) -> bool:
+        """Whether tools that the model cannot call are left out of requests. Chat programs send some with every one."""
+        return self.tools == "drop" or (self.tools is None and self.engine.model == DEFAULT_MODEL)

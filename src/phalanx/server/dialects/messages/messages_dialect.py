@@ -15,6 +15,7 @@ from phalanx.errors import InvalidRequest
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody
 from phalanx.server.dialects.messages.messages_body import (
     READERS,
+    RECORDS,
     ContentBlock,
     MessageBody,
     MessagesBody,
@@ -25,7 +26,7 @@ from phalanx.server.dialects.messages.messages_body import (
 )
 from phalanx.server.dialects.messages.messages_format import MessagesFormat, Thinking
 from phalanx.server.fields.openai_bodies import SamplingBody
-from phalanx.server.fields.refusals import count, invalid, unsupported
+from phalanx.server.fields.refusals import count, invalid, token_limit, unsupported
 from phalanx.server.outputs.pieces import ToolDefinition
 from phalanx.server.requests.offered_tools import AllowedTools, choose_tools, define, shown_tools
 from phalanx.server.requests.parsed import AnswerGrammar, ApiModel, ChatRequest, Conversation, Options
@@ -36,6 +37,8 @@ BILLING = "x-anthropic-billing-header:"
 """How a block of Claude Code's begins that changes with every request: with it no two prompts would begin alike."""
 EFFORTS = {"xhigh": "high", "max": "high"}
 """Anthropic's efforts that templates do not know, and the nearest that they do."""
+REFERENCE = "tool_reference"
+"""A part of the result of Claude Code's search for tools: one that it found, which is among the request's tools."""
 ERROR = "Error: "
 """What stands before the result of a call that failed."""
 
@@ -111,7 +114,7 @@ def _options(body: MessagesBody, served: ApiModel) -> Options:
         timeout=body.timeout,
         cache_salt=body.cache_salt,
     )
-    options = parse_options(sampling, served, count("max_tokens", body.max_tokens, least=1), None)
+    options = parse_options(sampling, served, token_limit("max_tokens", body.max_tokens), None)
     return replace(
         options,
         continuous_usage=True,  # a stream begins with the tokens of the prompt
@@ -243,7 +246,7 @@ def _result(block: ContentBlock, where: str, called: Mapping[str, str]) -> dict[
     if not block.tool_use_id:
         raise invalid(f"{where}.tool_use_id", f"{where}.tool_use_id is missing; which call does it answer?")
     content = block.content or ""
-    text = content if isinstance(content, str) else _joined(content, f"{where}.content")
+    text = content if isinstance(content, str) else _joined(content, f"{where}.content", REFERENCE)
     result = {
         "role": "tool",
         "content": f"{ERROR}{text}" if block.is_error else text,
@@ -264,7 +267,7 @@ def _assistant(message: MessageBody, where: str, called: dict[str, str]) -> dict
         match block.type:
             case "thinking":
                 thoughts.append(block.thinking or "")
-            case "redacted_thinking":  # no other server can read it
+            case kind if kind in RECORDS:
                 pass
             case "tool_use":
                 calls.append(_call(block, field))
@@ -284,8 +287,12 @@ def _call(block: ContentBlock, where: str) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
 
 
-def _joined(parts: Sequence[TextPart], where: str) -> str:
-    return "\n".join(_text(part, f"{where}[{i}]") for i, part in enumerate(parts))
+def _joined(parts: Sequence[TextPart], where: str, named: str = "") -> str:
+    """The texts of the parts; of those of the type `named`, the names of tools."""
+    return "\n".join(
+        part.tool_name if part.tool_name and part.type == named else _text(part, f"{where}[{i}]")
+        for i, part in enumerate(parts)
+    )
 
 
 def _text(block: ContentBlock | TextPart, where: str) -> str:

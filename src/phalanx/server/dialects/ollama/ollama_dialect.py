@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -57,18 +57,18 @@ SAMPLING = {
 
 
 def parse_chat(body: OllamaChatBody, served: ApiModel) -> ParsedBody | StaticAnswer:
-    """Parse a chat; without messages it only asks whether the model is loaded.
+    """Parse a chat; without messages it only asks that the model is loaded.
 
     Raises:
         InvalidRequest: names the field.
     """
     options = _options(body, served)
     if not body.messages:
-        return _loaded(options, CHAT_ANSWER)
+        return _loaded(body, options, CHAT_ANSWER)
     defined = [_definition(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     tools = choose_tools(defined, AllowedTools(), served)
     variables = _thinking(body, served)
-    if defined:
+    if tools is not None:
         variables["tools"] = shown_tools(defined)
     messages = conversation_of(body.messages)
     request = ChatRequest(options=options, conversation=_conversation(messages, variables, served), tools=tools)
@@ -93,7 +93,7 @@ def parse_generate(body: OllamaGenerateBody, served: ApiModel) -> ParsedBody | S
         raise unsupported("images", "only text can be read by this model")
     form = partial(OllamaFormat, answer=GENERATE_ANSWER)
     if not body.prompt:
-        return _loaded(options, GENERATE_ANSWER)
+        return _loaded(body, options, GENERATE_ANSWER)
     variables = _thinking(body, served)
     if body.raw:
         if body.system:
@@ -115,8 +115,16 @@ def resolve_name(name: str, served: ApiModel) -> str:
     return resolve_model(bare if bare in (*served.names, served.hidden_name) else name, served)
 
 
-def _loaded(options: Options, answer: OllamaAnswer) -> StaticAnswer:
-    return StaticAnswer(lambda created: answer.loaded(options.model, created))
+def _loaded(body: OllamaBody, options: Options, answer: OllamaAnswer) -> StaticAnswer:
+    reason: Literal["load", "unload"] = "unload" if _is_zero(body.keep_alive) else "load"
+    return StaticAnswer(lambda created: answer.loaded(options.model, created, reason))
+
+
+def _is_zero(duration: Any) -> bool:
+    """Whether it is 0 seconds: a number, or a text as "0", "0s" and "0m0s"."""
+    if isinstance(duration, str):
+        return {digit for digit in duration if digit.isdigit()} == {"0"}
+    return isinstance(duration, int | float) and not isinstance(duration, bool) and duration == 0
 
 
 def _conversation(messages: list[dict[str, Any]], variables: dict[str, Any], served: ApiModel) -> Conversation:

@@ -6,7 +6,7 @@ Calls are sent whole, since Ollama's clients read their arguments as an object.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -25,9 +25,9 @@ class OllamaAnswer(Struct, frozen=True):
 
     place: Callable[[Mapping[str, Any], str], dict[str, Any]]  # (thinking and calls, text) -> fields of the object
 
-    def loaded(self, model: str, created: int) -> dict[str, Any]:
-        """The answer to a request without a prompt: the model is loaded."""
-        return {**_head(model, created), **self.place({}, ""), "done": True, "done_reason": "load"}
+    def loaded(self, model: str, created: int, reason: Literal["load", "unload"]) -> dict[str, Any]:
+        """The answer to a request without a prompt, which only asks that the model is loaded, or no longer is."""
+        return {**_head(model, created), **self.place({}, ""), "done": True, "done_reason": reason}
 
 
 def _in_message(others: Mapping[str, Any], text: str) -> dict[str, Any]:

@@ -9,30 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.server.dialects.responses.responses_body import InputItem, InputPart
+from phalanx.server.dialects.responses.responses_body import RECORDS, TEXT_PARTS, InputItem, InputPart
 from phalanx.server.dialects.responses.responses_items import CUSTOM_INPUT, unseal
 from phalanx.server.fields.refusals import invalid, unsupported
 from phalanx.server.requests.conversation import arguments_of
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of messages, and what templates call them."""
-TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
-RECORDS = (
-    "code_interpreter_call",
-    "computer_call",
-    "computer_call_output",
-    "file_search_call",
-    "image_generation_call",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "mcp_call",
-    "mcp_list_tools",
-    "tool_search_call",
-    "tool_search_output",
-    "web_search_call",
-)
-"""Items about tools that other servers run. The model cannot call them here; what came of them is in the messages."""
-
 UNSTORED = '"item_reference": nothing is stored; set store: false in the client, so that it sends the items themselves'
 """What helps a client that takes every response for a stored one, as Vercel's `ai` does until it is told otherwise."""
 
