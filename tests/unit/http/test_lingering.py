@@ -89,3 +89,18 @@ def test_a_client_that_has_reset_the_connection_is_closed_at_once():
     transport = LingeringTransport(inner, lambda: True)
     transport.close()
     assert inner.done == ["write_eof", "abort"] and transport.is_closing()
+
+
+def test_nothing_is_read_while_either_side_does_not_want_it():
+    """aiohttp goes on once its buffers have room; what waits for an answer before does not."""
+    inner = Inner()
+    transport = LingeringTransport(inner, lambda: True)
+    transport.hold_reading(True)
+    transport.pause_reading()
+    transport.resume_reading()
+    assert set(inner.done) == {"pause_reading"}
+    transport.hold_reading(False)
+    assert inner.done.pop() == "resume_reading"
+    transport.pause_reading()
+    transport.hold_reading(False)
+    assert set(inner.done) == {"pause_reading"}
