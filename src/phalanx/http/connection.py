@@ -198,6 +198,11 @@ class HttpConnection(RequestHandler):
         """It has read it."""
         self._reads_body = False
 
+    def give_up_body(self) -> None:
+        """The process ends, and aiohttp takes in no more: a body that is not whole stays so."""
+        if self._reads_body and self._framing.in_body:
+            self.abort()
+
     def note_written(self, n_bytes: int) -> None:
         """So many bytes of an answer were handed to the transport."""
         self._written += n_bytes

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from phalanx.errors import InvalidRequest
+from phalanx.http import service as http_service
 from phalanx.http.application import Application
 from phalanx.http.connection_table import ConnectionLimits
 from phalanx.http.cross_origin import CrossOrigin
@@ -43,11 +45,9 @@ async def _ended(endpoint: str, error: Exception) -> tuple[bytes, list[tuple[str
         source, out = await asyncio.open_connection(*listener.getsockname())
         out.write(ASKED % endpoint.encode())
         found = b""
-        try:
+        with suppress(ConnectionResetError):
             while piece := await source.read(1 << 16):
                 found += piece
-        except ConnectionResetError:
-            pass
         out.close()
         await service.stop()
     return found, counted, closed
@@ -72,3 +72,31 @@ def test_a_stream_that_fails_is_cut_off_and_gets_no_second_head(error, caplog) -
     assert not found.endswith(b"0\r\n\r\n")
     assert any(record.exc_info for record in caplog.records)
     assert counted == [("/stream", 200)] and closed == ["stream"]
+
+
+def test_a_body_that_is_not_whole_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not become whole any more: aiohttp drops what comes once it ends."""
+    monkeypatch.setattr(http_service, "FLUSH_S", 3600.0)
+    is_read = asyncio.Event()
+
+    async def upload(exchange: Exchange) -> Answer:
+        async for _ in exchange.pieces():
+            is_read.set()
+        return Answer()
+
+    async def scenario() -> None:
+        application = Application(
+            Router([Route("POST", "/upload", upload)]), lambda host: True, CrossOrigin(()), lambda *_: None
+        )
+        with bind("127.0.0.1", 0) as listener:
+            service = HttpService(application.handle, [listener], ConnectionLimits(10, 10))
+            service.start()
+            source, out = await asyncio.open_connection(*listener.getsockname())
+            out.write(b"POST /upload HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf")
+            await is_read.wait()
+            await service.stop()
+            with suppress(ConnectionResetError):
+                assert await source.read() == b""
+            out.close()
+
+    run(scenario())
