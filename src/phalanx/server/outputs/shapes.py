@@ -96,13 +96,19 @@ def reasoning_parsers() -> list[str]:
 
 
 def make_parser(
-    shapes: OutputShapes, *, tools: Sequence[ToolDefinition], in_reasoning: bool, parse_tools: bool
+    shapes: OutputShapes,
+    *,
+    tools: Sequence[ToolDefinition],
+    in_reasoning: bool,
+    parse_tools: bool,
+    is_bound: bool = False,
 ) -> OutputParser | None:
     """What takes one answer's text apart; None if the text is all content.
 
     Args:
         in_reasoning: the prompt ends inside of reasoning (`ReasoningShape.is_open`).
         parse_tools: calls are looked for; else their text is content.
+        is_bound: a grammar says what follows the reasoning: calls, or content in which marks are text.
     """
     if not parse_tools:
         shapes, tools = shapes.without_tools(), ()
@@ -111,7 +117,7 @@ def make_parser(
     form = shapes.tools.format if shapes.tools else None
     if shapes.reasoning is REASONING["openai"]:
         form = TOOLS["openai"]
-    return FormatParser(shapes.reasoning, form, tools, in_reasoning=in_reasoning)
+    return FormatParser(shapes.reasoning, form, tools, in_reasoning=in_reasoning, is_bound=is_bound)
 
 
 def _reasons(shape: ReasoningShape, template: str, added_tokens: Collection[str]) -> bool:
