@@ -107,6 +107,19 @@ def test_what_is_expensive_or_ambiguous_reaches_no_replica():
     run(scenario())
 
 
+def test_a_stream_of_http_1_0_ends_with_its_connection():
+    """Also where the client asked to keep that: it has neither a length nor chunks."""
+
+    async def scenario() -> None:
+        async with StubReplica(streaming(5)) as a, gateway(a.url) as client:
+            body = json.dumps({"model": "m", "messages": [], "stream": True}).encode()
+            asked = b"POST %b HTTP/1.0\r\nContent-Type: application/json\r\nConnection: keep-alive\r\n" % CHAT.encode()
+            answer = await raw(client, asked + b"Content-Length: %d\r\n\r\n" % len(body) + body + asked + b"\r\n")
+            assert answer.count(b"HTTP/1.") == 1 and answer.endswith(b"data: [DONE]\n\n")
+
+    run(scenario())
+
+
 def test_what_waits_in_aiohttps_parser_is_gone_on_with():
     """It is handed to the connection once more by a call without data; a request that was held there hung."""
 

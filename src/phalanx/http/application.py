@@ -154,6 +154,8 @@ async def _stream(exchange: Exchange, stream: EventStream) -> web.StreamResponse
 
     try:
         return await exchange.unless_lost(send())
+    except PhalanxError as error:  # a status would be a second head
+        raise RuntimeError("a stream that has begun tells its errors itself") from error
     finally:
         stream.close()
         await stream.events.aclose()

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+HELD_BYTES = 64 << 10  # of requests that wait for the answer to one before; then no more are read
 STAND_IN = b"GET / HTTP/1.1\r\nHost: -\r\n\r\n"
 """What the parser gets in the place of a head that is refused: so its answer comes behind those before it."""
 
@@ -102,17 +103,26 @@ class HttpConnection(RequestHandler):
         self._received += len(data)
         if self._header_since is None and self._n_begun == self._n_ended:
             self._header_since = time.monotonic()
+        self._hand_on(data)
+
+    def _hand_on(self, data: bytes) -> None:
+        """Give aiohttp what it may have of these bytes, and of those before."""
+        assert self._open is not None
         if passed := self._framing.feed(data):
             super().data_received(passed)
-        if not self._framing.fault:
-            return
-        self._open.pause_reading()  # until the connection is closed, after the answers before
-        if not self._is_refused:
+        # After a fault nothing is read until the connection is closed, after the answers before.
+        self._open.hold_reading(bool(self._framing.fault) or self._framing.n_held > HELD_BYTES)
+        if self._framing.fault and not self._is_refused:
             self._is_refused = True
             if not self._framing.in_body:
                 super().data_received(STAND_IN)
             if self._request is not None:
                 self._refuse_body(self._request)
+
+    def _next_request(self) -> None:
+        """The request before is answered: the one that waited for that is handed on, if it has come."""
+        if self._open is not None and not self._open.is_closing():
+            self._hand_on(b"")
 
     def _refuse_body(self, request: web.BaseRequest) -> None:
         """Let the handler know that the rest of a request's body will not come, if that is refused."""
@@ -151,12 +161,14 @@ class HttpConnection(RequestHandler):
     def request_ends(self) -> None:
         """The answer is written. The connection has been idle from now on."""
         self._n_ended += 1
+        self._framing.n_answered = self._n_ended
         self._request = None
         if self._open is not None and not self._open.is_closing():
             self._table.mark_busy(self.place)
             self._table.mark_idle(self.place)
-            if self._framing.n_heads > self._n_begun or self._framing.in_head:  # the next request came with this one
+            if self._framing.in_head:  # the next request came with this one
                 self._header_since = time.monotonic()
+                asyncio.get_running_loop().call_soon(self._next_request)
 
     async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which is cancelled when the client leaves. An end of what it sends is a leaving.
@@ -185,6 +197,11 @@ class HttpConnection(RequestHandler):
     def body_ends(self) -> None:
         """It has read it."""
         self._reads_body = False
+
+    def give_up_body(self) -> None:
+        """The process ends, and aiohttp takes in no more: a body that is not whole stays so."""
+        if self._reads_body and self._framing.in_body:
+            self.abort()
 
     def note_written(self, n_bytes: int) -> None:
         """So many bytes of an answer were handed to the transport."""

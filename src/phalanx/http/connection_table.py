@@ -55,6 +55,8 @@ class ConnectionPlace:
         self.address = address
         self.reserved = reserved
         self.close = close
+        self.is_held = True
+        """Until the table removes it, which may be before its connection is made."""
 
 
 def group_of(address: str) -> str:
@@ -125,11 +127,11 @@ class ConnectionTable:
         self._unmark_idle(place)
         if place.reserved:
             self._reserved.pop(place, None)
-        elif place.close is not _closed:
+        elif place.is_held:
             self._held[place.address] -= 1
             if not self._held[place.address]:
                 del self._held[place.address]
-        place.close = _closed
+        place.is_held = False
 
     def _displace(self, address: str) -> bool:
         """Close the connection of this address that has been idle longest; False if none is idle."""
@@ -152,10 +154,6 @@ class ConnectionTable:
         self._idle_like(place).pop(place, None)
         if not place.reserved and not self._idle[place.address]:
             del self._idle[place.address]
-
-
-def _closed() -> None:
-    """Stands for `close` once the connection has left the table."""
 
 
 class Deadlines(Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from msgspec import Struct
 from multidict import CIMultiDict
 
@@ -128,6 +128,8 @@ class Exchange:
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the head of an answer whose length is not known."""
         self.response = web.StreamResponse(status=status, headers=self.head(headers))
+        if self.request.version < HttpVersion11:  # which has no chunks: the connection's end is the answer's
+            self.response.force_close()
         await self.response.prepare(self.request)
 
     async def write(self, data: bytes) -> None:

@@ -57,6 +57,9 @@ class HttpService:
         for acceptor in self.acceptors:
             await acceptor.stop()
         self._server.pre_shutdown()
+        for connection in self._server.connections:
+            assert isinstance(connection, HttpConnection)
+            connection.give_up_body()
         await self._server.shutdown(FLUSH_S)
         give_up = asyncio.get_running_loop().time() + FLUSH_S
         while any(acceptor.is_sending for acceptor in self.acceptors):

@@ -112,6 +112,15 @@ class Attempt:
             self._cut = error
             self._scope.reschedule(0.0)
 
+    @property
+    def is_broken(self) -> bool:
+        """The connection is closed before the body's end, since its framing is wrong: aiohttp tells no reader of it."""
+        response = self._response
+        if response is None or response.connection is None or response.connection.protocol is None:
+            return False
+        is_told = response.content.is_eof() or response.content.exception() is not None
+        return not is_told and not response.connection.protocol.connected
+
     async def __aenter__(self) -> Attempt:
         await self._scope.__aenter__()
         return self

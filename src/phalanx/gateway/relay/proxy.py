@@ -14,7 +14,7 @@ from contextlib import suppress
 from msgspec import Struct
 from multidict import CIMultiDict
 
-from phalanx.errors import PhalanxError, ReplicaFailed
+from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed
 from phalanx.gateway.dispatch.affinity import affinity_of
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
@@ -162,6 +162,8 @@ class Proxy:
                     self._check_now(traffic.grant.replica)
                 if (error := failover.tick(now)) is not None:
                     call.cut(error)
+                if call.attempt is not None and call.attempt.is_broken:
+                    call.cut(MalformedAnswer(f"The replica {call.attempt.name} goes on with what is not HTTP."))
                 if failover.gap_since is None:
                     call.kept_at = now
                 elif now - call.kept_at > KEEP_ALIVE_S:
