@@ -8,19 +8,10 @@ import sys
 
 del os.environ["HF_HUB_OFFLINE"]  # with it the client asks no server at all
 
-from asked import QUESTION, REPORT_WISH, WISH, Report, Trip, get_weather
+from asked import QUESTION, REPORT_WISH, TOOL, WISH, Report, Trip, get_weather
 from huggingface_hub import InferenceClient
 
 tools_url, schema_url, key, model = sys.argv[1:]
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city", "days"],
-}
-TOOL = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "Ask for the weather.", "parameters": PARAMETERS},
-}
 
 
 def served(url):

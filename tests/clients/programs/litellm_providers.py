@@ -7,7 +7,7 @@ import json
 import sys
 
 import litellm
-from asked import QUESTION, get_weather
+from asked import QUESTION, TOOL, get_weather
 
 origin, key, model = sys.argv[1:]
 litellm.suppress_debug_info = True
@@ -18,15 +18,6 @@ PROVIDERS = {  # the prefix of the model's name -> path of the base URL, further
     "anthropic": ("", THINKING),
     "ollama_chat": ("", {}),
     "openai/responses": ("/v1", {}),
-}
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city", "days"],
-}
-TOOL = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "Ask for the weather.", "parameters": PARAMETERS},
 }
 
 
