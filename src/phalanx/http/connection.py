@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from phalanx.http.acceptor import unsent
 from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionPlace, ConnectionTable, Deadlines, TransferProgress
 from phalanx.http.error_responses import Failure, not_http, openai_error
 from phalanx.http.lingering import LingeringTransport
@@ -240,6 +239,15 @@ class HttpConnection(RequestHandler):
         """Close at once, unsent bytes and all: a client that does not read would keep a mere `close` waiting."""
         if self._open is not None:
             self._open.abort()
+
+
+def unsent(transport: asyncio.Transport) -> int:
+    """Bytes that wait to be sent. None where a TLS connection was closed twice: asyncio's transport has let go of it
+    then, and asyncio ends it within 30 s."""
+    try:
+        return transport.get_write_buffer_size()
+    except AttributeError:  # of the None in place of its protocol
+        return 0
 
 
 def refusal(failure: Failure) -> web.Response:
