@@ -37,7 +37,7 @@ from phalanx.server.requests.validate import check_echoed, plan_sequences
 from phalanx.server.sequences.journal import Journal
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
-from phalanx.types import ModelInfo
+from phalanx.types import ModelInfo, SequenceRequest
 
 FEW_SCORED = 1024  # log-probabilities that are written on the event loop, in 3 ms
 CHARS = 256  # that are written in the time of one log-probability
@@ -120,7 +120,8 @@ class CompletionEndpoints:
                 if isinstance(asked, StaticAnswer):
                     self._journal.require_ready()
                     return Answer(to_json(asked.answer(int(time.time()))))
-                return await self._answer(exchange, self._job(asked, dialect, owner, memory, migration))
+                job = self._job(asked, dialect, owner, memory, migration)
+                return await (self._stream(job) if job.options.stream else exchange.unless_lost(self._whole(job)))
 
         return endpoint
 
@@ -155,11 +156,6 @@ class CompletionEndpoints:
     async def _encode_texts(self, parsed: CompletionRequest, limit: int) -> Encoded:
         return Encoded(prompts=[await self._prompts.encode(prompt, limit=limit) for prompt in parsed.prompts])
 
-    async def _answer(self, exchange: Exchange, job: GenerationJob) -> Reply:
-        if job.options.stream:
-            return await self._stream(job)
-        return await exchange.unless_lost(self._whole(job))
-
     async def _whole(self, job: GenerationJob) -> Answer:
         with self._journal.reserve(job.n_choices, job.owner) as slots:
             generation = await self._prepare(job)
@@ -187,22 +183,24 @@ class CompletionEndpoints:
         job.memory.free()
         answer = encoded.answer or job.options.answer
         grammar = await self._grammars.output_grammar(answer, job.owner, encoded.whole)
-        plan = partial(
-            plan_sequences,
-            job.options,
-            prompts,
-            field=job.field,
-            group=job.group,
-            seed=job.start.seed,
-            eos_ids=self._served.eos_ids,
-            info=info,
-            echo=job.echo,
-            owner=job.owner,
-            grammar=grammar,
-        )
-        begin = partial(job.migration.begin, start=job.start, info=info, echo=job.echo, is_recalled=encoded.is_recalled)
+
+        def plan() -> list[SequenceRequest]:
+            planned = plan_sequences(
+                job.options,
+                prompts,
+                field=job.field,
+                group=job.group,
+                seed=job.start.seed,
+                eos_ids=self._served.eos_ids,
+                info=info,
+                echo=job.echo,
+                owner=job.owner,
+                grammar=grammar,
+            )
+            return job.migration.begin(planned, job.start, info, echo=job.echo, is_recalled=encoded.is_recalled)
+
         n_tokens = sum(map(len, prompts)) + job.migration.n_known
-        requests = begin(plan()) if n_tokens <= SHORT else await self._prompts.run(n_tokens, lambda: begin(plan()))
+        requests = plan() if n_tokens <= SHORT else await self._prompts.run(n_tokens, plan)
         echoes: list[str | None] = [None] * len(prompts)
         if job.echo:
             pairs = zip(job.texts, prompts, strict=True)
