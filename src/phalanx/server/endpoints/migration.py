@@ -22,6 +22,7 @@ from msgspec.structs import asdict, replace
 
 from phalanx.errors import AdminKeyRefused, EngineError, InvalidRequest, PhalanxError, Quarantined
 from phalanx.http.stream_records import (
+    LINES,
     MIGRATION,
     RESUME,
     ChoiceEnded,
@@ -48,7 +49,6 @@ from phalanx.types import Finished, ModelInfo, SequenceRequest, TokenLogprobs, T
 NUMBERS = 1 << 53  # that every reader of JSON can tell apart
 ID = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of an answer
 LATEST = 1 << 37  # seconds since 1970: the year 6325; dates end with 9999
-LINES = "application/x-ndjson"  # the media type of streams that are not server-sent events
 
 Asked = TypeVar("Asked", bound=ParsedBody | StaticAnswer)
 
