@@ -200,15 +200,13 @@ class HttpConnection(RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("an answer that has begun cannot become an error")
         self._is_refused = status < 500
-        failure = not_http(str(message)[:200].rstrip("."))
-        if status < 500:
-            said = str(message).partition("\n\n")[0]  # the parser's words; then it quotes the line, perhaps a key's
-            log.debug("malformed request of %s: %s", request.remote, said)
-        else:
+        if not self._is_refused:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
             said = "Internal error; the log has its details."
-            failure = Failure(status=status, type="server_error", message=said)
-        return refusal(failure)
+            return refusal(Failure(status=status, type="server_error", message=said))
+        said = str(message).partition("\n\n")[0]  # the parser's words; then it quotes the line, perhaps a key's
+        log.debug("malformed request of %s: %s", request.remote, said)
+        return refusal(not_http(str(message)[:200].rstrip(".")))
 
     # The acceptor --------------------------------------------------------------------------------------------
 
