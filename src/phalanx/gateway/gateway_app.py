@@ -31,7 +31,6 @@ from phalanx.http.http_exchange import Answer, Exchange, Reply, json_answer
 from phalanx.http.media_types import require_json
 from phalanx.http.model_lists import more_of_models
 from phalanx.http.openapi import Operation, document
-from phalanx.http.refused_keys import RefusedKeys
 from phalanx.http.router import Route, Router
 from phalanx.http.shares import Shares
 from phalanx.http.vector_requests import BARE_PATHS, VECTOR_PATHS, no_vectors
@@ -83,7 +82,6 @@ class App:
         self._aliases = aliases
         self._hosts = hosts
         self._admin_memory = Shares(ADMIN_BODY)
-        self._refused_admins = RefusedKeys("A wrong admin key")
         metrics_route = Route("GET", "/metrics", self._metrics_text, None if metrics_open else self._note_owner)
         own = [*self._own_routes(), *([metrics_route] if serves_metrics else [])]
         passed_on = "Passed on; a replica's /openapi.json has its fields."
@@ -147,7 +145,7 @@ class App:
 
     def _check_admin(self, keys: ApiKeys, exchange: Exchange) -> None:
         if not keys.may_see_details(exchange.headers):
-            self._refused_admins.note(exchange.address, self._dispatcher.clock())
+            self.application.refused_admins.note(exchange.address, self._dispatcher.clock())
             raise InvalidApiKey(
                 "Send the gateway's --admin-key as 'Authorization: Bearer KEY'.", code="invalid_api_key"
             )
