@@ -21,7 +21,7 @@ from phalanx.http.body_budget import BodyLease
 from phalanx.http.error_responses import public_failure
 from phalanx.http.http_exchange import Answer, EventStream, Exchange, Reply
 from phalanx.http.stream_records import Start
-from phalanx.server.answers.deltas import Delta, ResponseHead, Usage, timing_json
+from phalanx.server.answers.deltas import Delta, ResponseHead, timing_json
 from phalanx.server.answers.generation import Generation
 from phalanx.server.dialects.common.answer_format import AnswerFormat
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody, StaticAnswer
@@ -51,7 +51,6 @@ class GenerationJob(Struct, frozen=True, kw_only=True):
     options: Options
     encode: Callable[[int, list[int] | None], Coroutine[Any, Any, Encoded]]
     """(max_model_len, see `Prompts.encode_chat: begun`) -> prompts, what else the engine needs."""
-    n_prompts: int
     field: str  # that holds the prompts, for errors
     group: str  # of its sequences; new, so that they are not taken for those of an answer that ends just now
     migration: StreamMigration
@@ -66,7 +65,7 @@ class GenerationJob(Struct, frozen=True, kw_only=True):
     @property
     def n_choices(self) -> int:
         """Choices of all prompts."""
-        return self.n_prompts * self.options.n
+        return len(self.texts) * self.options.n
 
 
 class CompletionEndpoints:
@@ -112,10 +111,10 @@ class CompletionEndpoints:
                     exchange,
                     dialect.body,
                     lambda body: migration.accept(dialect.parse(body, self._served)),
-                    memory,
-                    dialect.readers,
-                    migration.body,
-                    migration.n_before,
+                    memory=memory,
+                    readers=dialect.readers,
+                    body_in=migration.body,
+                    n_before=migration.n_before,
                 )
                 if isinstance(asked, StaticAnswer):
                     self._journal.require_ready()
@@ -145,10 +144,9 @@ class CompletionEndpoints:
             memory=memory,
         )
         if isinstance(parsed, ChatRequest):
-            return job(encode=lambda limit, begun: self._chats.encode(parsed, owner, limit, begun), n_prompts=1)
+            return job(encode=lambda limit, begun: self._chats.encode(parsed, owner, limit, begun))
         return job(
             encode=lambda limit, _: self._encode_texts(parsed, limit),
-            n_prompts=len(parsed.prompts),
             texts=tuple(prompt if isinstance(prompt, str) else None for prompt in parsed.prompts),
             echo=parsed.echo,
         )
@@ -228,14 +226,14 @@ class CompletionEndpoints:
         if not is_open:
             yield form.opening(job.n_choices, so_far) or form.keep_alive
         for delta in generation.opening():  # one by one: an echoed prompt may be long, and there may be many
-            yield await self._write(job, form, [delta], so_far)
+            yield await self._written(_size(job, [delta]), partial(form.events, [delta], so_far))
         first_byte_s: float | None = None
         last_s = self._clock()  # when the client was sent something
         try:
             async with aclosing(generation.deltas(job.silence_s)) as deltas:
                 async for new in deltas:
                     so_far = generation.usage_so_far() if job.options.continuous_usage else None
-                    written = await self._write(job, form, new, so_far)
+                    written = await self._written(_size(job, new), partial(form.events, new, so_far))
                     if not written and self._clock() - last_s < job.silence_s:
                         yield b""
                         continue
@@ -251,17 +249,11 @@ class CompletionEndpoints:
         timing = timing_json(generation.first_ending, first_byte_s) if job.options.timing else None
         usage = generation.usage()
         n_scored = usage.completion * _scores_of_one(job)  # a dialect may repeat them
-        if n_scored <= FEW_SCORED:
-            yield form.closing(usage, timing)
-        else:
-            yield await self._prompts.run(n_scored, lambda: form.closing(usage, timing))
+        yield await self._written(n_scored, partial(form.closing, usage, timing))
 
-    async def _write(self, job: GenerationJob, form: AnswerFormat, deltas: list[Delta], so_far: Usage | None) -> bytes:
-        """The events of some deltas. Those of a step are short; an echoed prompt is long, and may be scored."""
-        size = _size(job, deltas)
-        if size <= FEW_SCORED:
-            return form.events(deltas, so_far)
-        return await self._prompts.run(size, lambda: form.events(deltas, so_far))
+    async def _written(self, size: int, write: Callable[[], bytes]) -> bytes:
+        """What `write` returns. The events of a step are short; an echoed prompt is long, and may be scored."""
+        return write() if size <= FEW_SCORED else await self._prompts.run(size, write)
 
     def _head(self, job: GenerationJob) -> ResponseHead:
         options = job.options
