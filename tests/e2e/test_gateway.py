@@ -107,6 +107,17 @@ def test_a_request_goes_where_its_model_is_and_by_its_alias():
             for model, name in (("one", "a"), ("two", "b"), ("gpt-4o", "b")):
                 assert text_of(await client.stream(model=model)) == f"{name}0 "
             assert b.calls[-1].json["model"] == "two"
+            for asked in ("TWO", "two:latest", "Gpt-4o", "gpt-4o:latest"):  # as its replica calls it
+                assert text_of(await client.stream(model=asked)) == "b0 "
+                assert b.calls[-1].json["model"] == "two"
+            assert (await client.get("/v1/models/GPT-4o:latest"))[1]["id"] == "gpt-4o"
+            assert [card["id"] for card in (await client.get("/api/v0/models"))[1]["data"]] == [
+                "m", "one", "two", "gpt-4o"
+            ]  # fmt: skip
+            assert (await client.get("/api/v0/models/One"))[1]["type"] == "llm"
+            assert (await client.get("/api/v0/models/three"))[0] == 404
+            async with client.request("GET", "/v1/models", anthropic_version="2023-06-01") as answer:
+                assert (await answer.json())["data"][0]["display_name"] == "m"
             status, body = await client.ask(model="three")
             assert status == 404 and body["error"]["code"] == "model_not_found"
             assert "m, one, two" in body["error"]["message"]

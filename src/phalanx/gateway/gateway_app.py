@@ -27,9 +27,9 @@ from phalanx.http.application import Application
 from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.content_encoding import read_body
 from phalanx.http.cross_origin import CrossOrigin
-from phalanx.http.http_exchange import Answer, Exchange, Reply, json_answer
+from phalanx.http.http_exchange import GREETING, Answer, Exchange, Reply, json_answer
 from phalanx.http.media_types import require_json
-from phalanx.http.model_lists import more_of_models
+from phalanx.http.model_lists import LM_STUDIO, lm_studio_card, lm_studio_list, model_card, model_list, name_meant
 from phalanx.http.openapi import Operation, document
 from phalanx.http.router import Route, Router
 from phalanx.http.shares import Shares
@@ -134,8 +134,11 @@ class App:
         return [
             Route("GET", "/v1/models", self._models, client),
             Route("GET", "/v1/models/{name}", self._model, client),
+            Route("GET", LM_STUDIO, self._lm_studio_models, client),
+            Route("GET", f"{LM_STUDIO}/{{name}}", self._lm_studio_model, client),
             Route("GET", TAGS, self._tags, client),
             *(Route("GET", path, self._health) for path in HEALTH_PATHS),
+            Route("GET", "/", self._root),
             Route("GET", "/version", self._version),
             Route("GET", "/openapi.json", self._openapi),
         ]
@@ -220,16 +223,33 @@ class App:
         """What this gateway answers at which path."""
         return self._described
 
+    async def _root(self, _: Exchange) -> Answer:
+        """That there is a gateway."""
+        return GREETING
+
     async def _models(self, exchange: Exchange) -> Answer:
         """The models of all replicas."""
-        return json_answer({"object": "list", "data": self._cards(), **more_of_models(exchange.query)})
+        return json_answer(model_list(self._cards(), exchange.headers, exchange.query))
 
     async def _model(self, exchange: Exchange) -> Answer:
         """One of them."""
-        for card in self._cards():
-            if card["id"] == exchange.rest:
-                return json_answer(card)
-        raise UnknownModel(f"The model {exchange.rest!r} is not served here.", param="model", code="model_not_found")
+        return json_answer(model_card(self._asked_for(exchange), exchange.headers))
+
+    async def _lm_studio_models(self, _: Exchange) -> Answer:
+        """The models of all replicas, in LM Studio's words."""
+        return json_answer(lm_studio_list(self._cards()))
+
+    async def _lm_studio_model(self, exchange: Exchange) -> Answer:
+        """One of them, in LM Studio's words."""
+        return json_answer(lm_studio_card(self._asked_for(exchange)))
+
+    def _asked_for(self, exchange: Exchange) -> dict[str, object]:
+        cards = {card["id"]: card for card in self._cards()}
+        name = name_meant(exchange.rest, map(str, cards))
+        if name is None:
+            said = f"The model {exchange.rest!r} is not served here."
+            raise UnknownModel(said, param="model", code="model_not_found")
+        return cards[name]
 
     def _cards(self) -> list[dict[str, object]]:
         return merged(self._dispatcher.core.replicas.values(), self._aliases)

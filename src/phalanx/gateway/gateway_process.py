@@ -65,7 +65,7 @@ def serve(config: GatewayConfig) -> int:
             "The gateway's replicas are named twice." if urls else "The gateway has no replicas.",
             remedy="Give either --worker-urls, such as http://10.0.0.5:8000,http://10.0.0.6:8000, or --replicas FILE.",
         )
-    limits = limits_for(config.max_connections, config.max_connections_per_address, 0)
+    limits = limits_for(config.max_connections, config.max_connections_per_address, config.queue_size)
     raise_limit(limits.total + OPEN_FILES)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
@@ -225,7 +225,8 @@ class Gateway:
 
     async def _serve(self, app: App, proxy: Proxy, fleet: Fleet) -> None:
         tls = server_context(self._config.ssl_certfile, self._config.ssl_keyfile)
-        limits = limits_for(self._config.max_connections, self._config.max_connections_per_address, 0)
+        config = self._config
+        limits = limits_for(config.max_connections, config.max_connections_per_address, config.queue_size)
         handle, apart = app.application.handle, app.metrics_application.handle
         deadlines = self._deadlines
         services = [HttpService(handle, [self._listener], limits, deadlines=deadlines, tls=tls, is_gateway=True)]

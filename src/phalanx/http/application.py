@@ -103,11 +103,11 @@ class Application:
                 f"{name!r} is not a name of this {self._name}; start it with --allowed-hosts NAME to allow it."
             )
         if exchange.connection.place.reserved and exchange.path not in HEALTH_PATHS:
-            raise EngineUnavailable(f"The {self._name} has as many connections as it may have.")
+            raise EngineUnavailable(f"The {self._name} has as many connections as it may have (--max-connections).")
         if (headers := self._origins.preflight(exchange.method, exchange.headers)) is not None:
             is_let_in = "Access-Control-Allow-Origin" in headers
-            said = b"OK" if is_let_in else b"Disallowed CORS origin"
-            return Answer(said, 200 if is_let_in else 400, "text/plain; charset=utf-8", headers)
+            said = "OK" if is_let_in else self._origins.refusal(exchange.headers)
+            return Answer(said.encode(), 200 if is_let_in else 400, "text/plain; charset=utf-8", headers)
         route, exchange.rest = self.router.find(exchange.method, exchange.path)
         exchange.endpoint = route.path
         if route.guard is not None:

@@ -36,6 +36,12 @@ class Answer(Struct, frozen=True):
     headers: Mapping[str, str] = {}
 
 
+GREETING = Answer(
+    b"phalanx is running. It speaks the APIs of OpenAI, Anthropic and Ollama.\n", media_type="text/plain; charset=utf-8"
+)
+"""`GET /`: clients of several APIs look there whether there is a server."""
+
+
 class EventStream(Struct, frozen=True):
     """An answer whose pieces are sent as they come. `close` is called once, however it ends."""
 

@@ -22,6 +22,7 @@ from phalanx.http.application import Application
 from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.cross_origin import CrossOrigin
 from phalanx.http.http_exchange import Answer, Exchange, json_answer
+from phalanx.http.model_lists import LM_STUDIO
 from phalanx.http.openapi import document
 from phalanx.http.router import Route, Router
 from phalanx.http.vector_requests import VECTOR_PATHS
@@ -48,6 +49,7 @@ from phalanx.server.prompts.prompt_encoder import Prompts
 from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults, served_names
 from phalanx.server.sequences.journal import Journal
+from phalanx.server.sequences.queue_room import PROMPT_BODIES
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
@@ -81,6 +83,7 @@ class ServerApp(Struct, frozen=True):
     running: Callable[[], AbstractAsyncContextManager[None]]  # starts the engine, and closes it at the end
     journal: Journal
     served: ApiModel
+    prepare: Callable[[], None]  # begin what the first requests would wait for; returns at once
 
 
 def create_app(
@@ -116,7 +119,14 @@ def create_app(
     )
     numerics = numerics_of(config, served, tokenizer.fingerprint())
     metrics = ServerMetrics(served.names[0])
-    journal = Journal(engine, metrics, max_num_seqs=config.engine.max_num_seqs, queue=config.queue, clock=clock)
+    journal = Journal(
+        engine,
+        metrics,
+        max_num_seqs=config.engine.max_num_seqs,
+        queue=config.queue,
+        prompt_bytes=PROMPT_BODIES * config.max_body_bytes,
+        clock=clock,
+    )
     health = EngineHealth(
         engine, metrics, stall_s=config.stall_seconds, limit=config.engine.max_num_seqs, numerics=numerics
     )
@@ -165,8 +175,10 @@ def create_app(
         return described()
 
     router.add(Route("GET", "/openapi.json", openapi))
-    hosts, origins = AllowedHosts(config.host, config.allowed_hosts), CrossOrigin(config.allowed_origins)
-    return ServerApp(Application(router, hosts.accept, origins, metrics.answered), running, journal, served)
+    hosts = AllowedHosts(config.host, config.allowed_hosts)
+    origins = CrossOrigin(config.allowed_origins, "--allowed-origins")
+    application = Application(router, hosts.accept, origins, metrics.answered)
+    return ServerApp(application, running, journal, served, grammars.prepare)
 
 
 def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:
@@ -212,6 +224,8 @@ def _routes(
         Route("POST", "/detokenize", information.detokenize, client, DetokenizeBody),
         Route("GET", "/tokenizer_info", information.tokenizer_info, client),
         Route("POST", "/reset_prefix_cache", information.reset_prefix_cache, client),
+        Route("GET", LM_STUDIO, information.lm_studio_models, client),
+        Route("GET", f"{LM_STUDIO}/{{name}}", information.lm_studio_model, client),
         Route("GET", "/", information.root),
         Route("GET", "/version", information.version),
         *(Route("GET", path, information.health) for path in HEALTH_PATHS),

@@ -22,6 +22,7 @@ from phalanx.server.start import ending_signals, limits_of
 from phalanx.supervision.client import EngineClient
 from phalanx.text.printable import as_entry
 from phalanx.text.tokenizer import Tokenizer
+from phalanx.text.word_wrap import fitted
 from phalanx.types import Batch, ModelInfo
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class ServerProcess:
 
     async def _serve(self) -> None:
         async with self.app.running():
+            self.app.prepare()  # while the ranks load
             self.service = HttpService(
                 self.app.application.handle,
                 self._listeners,
@@ -123,7 +125,8 @@ class ServerProcess:
         if self._announced:
             log.error("the engine went down for good: %s", reason)
         else:
-            print(f"phalanx could not start: {as_entry(reason)}", file=sys.stderr, flush=True)
+            said = fitted(f"phalanx could not start: {as_entry(reason)}", sys.stderr)
+            print(said, file=sys.stderr, flush=True)
         self._exit_code = self._engine.state.exit_code or ExitCode.CRASH
         self._ended.set()
 

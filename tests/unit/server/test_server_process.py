@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
+import pty
 import socket
+import struct
+import sys
+import termios
 import threading
 from contextlib import ExitStack
 
@@ -175,6 +181,19 @@ def test_an_engine_that_cannot_start_ends_the_server(tokenizer, capfd):
     for error in (ModelUnsupported("mamba"), ZeroDivisionError("a bug")):
         with pytest.raises(type(error)):
             serve(CONFIG, Broken(error), lambda: tokenizer)
+
+
+def test_why_an_engine_could_not_start_cuts_no_word_on_a_terminal(tokenizer, monkeypatch):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert serve(CONFIG, Broken(None, "too big for the memory of this machine, " * 3), lambda: tokenizer)
+        shown = os.read(ours, 1 << 16).decode().replace("\r", "")
+    os.close(ours)
+    first, second, third = shown.strip().splitlines()
+    assert first == "phalanx could not start: too big for the memory of this"
+    assert second == "  machine, too big for the memory of this machine, too big" and third.startswith("  for the")
 
 
 class Doomed(FakeEngine):

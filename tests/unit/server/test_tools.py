@@ -293,6 +293,7 @@ def test_refused_by_name(hermes):
     run(hermes, scenario)
 
 
+CALLED = called("{}")["messages"][1]["tool_calls"][0]
 ACCEPTED = {
     "no arguments": called(""),
     "arguments as they are": called({"a": [1, {"b": None}]}),
@@ -306,7 +307,8 @@ ACCEPTED = {
     },
     "two results": {
         "messages": [
-            *called("{}")["messages"],
+            ASK,
+            {"role": "assistant", "tool_calls": [{**CALLED, "id": id} for id in ("1", "2")]},
             *({"role": "tool", "tool_call_id": id, "content": "fine", "name": "now"} for id in ("1", "2")),
         ]
     },

@@ -20,7 +20,7 @@ def body_lease(budget: Shares, owner: str) -> BodyLease:
     Args:
         owner: whose share it is of.
     """
-    return BodyLease(budget, owner, "The gateway holds as many bytes of requests as it may.")
+    return BodyLease(budget, owner, "The gateway holds as many bytes of requests as it may (by --max-body-mb).")
 
 
 class ClientExchange:

@@ -37,6 +37,7 @@ SUCCEEDED = range(200, 300)
 FORBIDDEN = 403
 NOT_FOUND = 404
 FAILED = 500  # from here on an answer may be the replica's fault
+LONGEST_GAP_S = 60.0  # that a begun stream waits for a replica: a server's ranks have started again in most of it
 LEAST_S = 0.01  # of a request's time, told to a replica
 REASON_BYTES = 300  # of an answer that refuses a stream, told to the client
 
@@ -313,7 +314,7 @@ class Failover(Struct, eq=False, kw_only=True):
             self._close_gap("failed")
             self.gap_since, self.gap_of = since, name
             self.moves += 1
-            self.request.give_up_at = now + self.config.queue_timeout_secs
+            self.request.give_up_at = now + min(self.config.queue_timeout_secs, LONGEST_GAP_S)
             self._note_begun(traffic)
 
     def _note_begun(self, traffic: Traffic) -> None:

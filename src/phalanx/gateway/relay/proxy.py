@@ -19,6 +19,7 @@ from phalanx.gateway.dispatch.affinity import affinity_of
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.dispatch.replica_models import model_meant
 from phalanx.gateway.dispatch.retries import RetryBudgets
 from phalanx.gateway.relay.api_kinds import OPAQUE
 from phalanx.gateway.relay.attempt import Attempt, request_headers
@@ -174,9 +175,11 @@ class Proxy:
         headers, url = exchange.request.headers, exchange.request.rel_url
         seen = peek(body) if body and is_json(headers) else Peek()
         model = seen.model
-        if model is not None and model in aliases:
-            model = aliases[model]
-            body = with_model(body, seen, model)
+        if model is not None:
+            meant = model_meant(model, self._dispatcher.core.replicas.values(), aliases)
+            if meant != model:
+                model = meant
+                body = with_model(body, seen, model)
         budget = self._budgets.of(exchange.share)
         budget.note_request()
         affinity = affinity_of(exchange.owner, headers, seen.prompt_cache_key, model, seen.prompt_parts)

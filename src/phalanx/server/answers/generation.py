@@ -84,7 +84,9 @@ class Generation:
 
         Raises:
             EngineUnavailable: the engine went down meanwhile.
+            QueueFull: there is no memory for the prompts.
         """
+        slots.hold_prompts(sum(len(request.prompt) for request in self._requests))
         self._slots = slots
         n_tokens = 0
         for index, request in enumerate(self._requests):

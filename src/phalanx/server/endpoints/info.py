@@ -14,9 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from phalanx import __version__
 from phalanx.errors import EngineUnavailable
 from phalanx.http.api_keys import ApiKeys
-from phalanx.http.http_exchange import Answer, Exchange, Reply, json_answer
+from phalanx.http.http_exchange import GREETING, Answer, Exchange, Reply, json_answer
 from phalanx.http.media_types import require_json
-from phalanx.http.model_lists import more_of_models
+from phalanx.http.model_lists import lm_studio_card, lm_studio_list, model_card, model_list
 from phalanx.http.vector_requests import no_vectors
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody
 from phalanx.server.endpoints.engine_health import EngineHealth
@@ -65,18 +65,23 @@ class InfoEndpoints:
 
     async def root(self, _: Exchange) -> Answer:
         """`GET /`: clients of several APIs look here whether there is a server."""
-        text = b"phalanx is running. It speaks the APIs of OpenAI, Anthropic and Ollama.\n"
-        return Answer(text, media_type="text/plain; charset=utf-8")
+        return GREETING
 
     async def models(self, exchange: Exchange) -> Answer:
         """`GET /v1/models`"""
-        info = self.loaded()
-        cards = [self._card(name, info) for name in self._served.names]
-        return json_answer({"object": "list", "data": cards, **more_of_models(exchange.query)})
+        return json_answer(model_list(self._cards(), exchange.headers, exchange.query))
 
     async def model(self, exchange: Exchange) -> Answer:
         """`GET /v1/models/{name}`"""
-        return json_answer(self._card(resolve_model(exchange.rest, self._served), self.loaded()))
+        return json_answer(model_card(self._asked_for(exchange), exchange.headers))
+
+    async def lm_studio_models(self, _: Exchange) -> Answer:
+        """`GET /api/v0/models`, LM Studio's list."""
+        return json_answer(lm_studio_list(self._cards()))
+
+    async def lm_studio_model(self, exchange: Exchange) -> Answer:
+        """`GET /api/v0/models/{name}`"""
+        return json_answer(lm_studio_card(self._asked_for(exchange)))
 
     async def other_outputs(self, _: Exchange) -> Answer:
         """Vectors and scores, which no model here computes. The body is not read."""
@@ -176,6 +181,13 @@ class InfoEndpoints:
             state = self._engine.state
             raise EngineUnavailable(describe(state.phase, state.reason), retry_after=2.0)
         return info
+
+    def _cards(self) -> list[dict[str, Any]]:
+        info = self.loaded()
+        return [self._card(name, info) for name in self._served.names]
+
+    def _asked_for(self, exchange: Exchange) -> dict[str, Any]:
+        return self._card(resolve_model(exchange.rest, self._served), self.loaded())
 
     def _card(self, name: str, info: ModelInfo) -> dict[str, Any]:
         reasoning = self._served.shapes.reasoning

@@ -17,12 +17,13 @@ from phalanx.catalog.pull_progress import PullProgress
 from phalanx.catalog.short_names import DEMO, repository_of, without_host
 from phalanx.errors import InvalidRequest, ModelNotFound, UnknownModel
 from phalanx.http.http_exchange import Answer, EventStream, Exchange, Reply, json_answer
+from phalanx.http.model_lists import TAG, name_meant
 from phalanx.server.dialects.ollama import ollama_models
 from phalanx.server.dialects.ollama.ollama_body import OllamaModelBody, OllamaPullBody
-from phalanx.server.dialects.ollama.ollama_dialect import TAG, resolve_name
 from phalanx.server.dialects.ollama.ollama_models import HERE, REFUSED, OllamaModel
 from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel
+from phalanx.server.requests.sampling_fields import resolve_model
 from phalanx.supervision.model_commands import model_command
 from phalanx.types import ModelInfo
 
@@ -83,7 +84,7 @@ class OllamaEndpoints:
                 return json_answer(ollama_models.show_local(await asyncio.to_thread(find, bare)))
             except ModelNotFound:
                 pass  # the error below names what is served
-        return json_answer(ollama_models.show(self._model(resolve_name(name, self._served))))
+        return json_answer(ollama_models.show(self._model(resolve_model(name, self._served))))
 
     async def pull(self, exchange: Exchange) -> Reply:
         """`POST /api/pull`: a line of JSON for each step, unless `stream` is false."""
@@ -122,7 +123,7 @@ class OllamaEndpoints:
                 yield line
 
     def _is_served(self, name: str) -> bool:
-        return name.removesuffix(TAG) in self._names
+        return name_meant(name, self._names) is not None
 
     def _others(self) -> list[LocalModel]:
         """The models on this disk that can be used, but are not served."""

@@ -138,8 +138,10 @@ class JsonSchemaFormat(Body, kw_only=True):
 class ResponseFormatBody(Body, kw_only=True):
     """`response_format`"""
 
-    type: Annotated[str, about("text, json_object or json_schema.")]
+    type: Annotated[str, about("text, json_object (also called json) or json_schema.")]
     json_schema: JsonSchemaFormat | None = None
+    schema: Annotated[dict[str, Any] | None, about("Of json_object: a JSON schema, as llama.cpp takes it.")] = None
+    value: Annotated[dict[str, Any] | None, about("Of json_object: the same, by TGI's name.")] = None
 
 
 class StructuredOutputs(Body, kw_only=True):

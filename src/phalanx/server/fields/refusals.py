@@ -10,6 +10,7 @@ from phalanx.errors import InvalidRequest
 ONLY_FUNCTIONS = 'only "function"'
 ONLY_TEXT = "only text parts can be read by this model"
 ANSWER_FORMATS = "only text, json_object and json_schema"
+MAX_PLACE = 400  # characters of a schema's place that an error repeats; names in a schema may be long
 MAX_DEPTH = 300  # objects and lists inside each other; a model's call has 257, and templates write some 450
 
 
@@ -69,6 +70,11 @@ def check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
     for token in (min(ids, default=0), max(ids, default=0)):  # in a loop of C: there may be many
         if not 0 <= token < vocab_size:
             raise invalid(field, f"{field} has the token id {show(token)}; this model's ids are 0 to {vocab_size - 1}.")
+
+
+def show_place(where: str) -> str:
+    """The place of a part of a schema for an error message."""
+    return where if len(where) <= MAX_PLACE else f"{where[:MAX_PLACE]}..."
 
 
 def show(value: float) -> str:

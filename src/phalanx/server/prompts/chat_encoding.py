@@ -17,6 +17,7 @@ from phalanx.server.answers.answer_parts import Written
 from phalanx.server.answers.call_memory import CallMemory, Turn
 from phalanx.server.answers.generation import Reading
 from phalanx.server.fields.refusals import unsupported
+from phalanx.server.fields.schema_numbers import check_numbers
 from phalanx.server.outputs.lark import GrammarUnsupported
 from phalanx.server.outputs.output_grammars import tool_grammar, with_reasoning
 from phalanx.server.outputs.pieces import OutputParser
@@ -94,10 +95,14 @@ class ChatEncoder:
         tools = request.tools
         if tools is None or not (tools.required or request.options.answer):
             return encoded
+
+        def grammar() -> dict[str, Any]:
+            for tool in tools.tools:
+                check_numbers(tool.parameters, tool.field)
+            return tool_grammar(self._shapes, tools.tools, parallel=tools.parallel)
+
         try:
-            calls = await self._prompts.run(
-                tools.n_chars, lambda: tool_grammar(self._shapes, tools.tools, parallel=tools.parallel)
-            )
+            calls = await self._prompts.run(tools.n_chars, grammar)
         except GrammarUnsupported as error:
             raise unsupported("tools", f"where calls have a grammar: {error}") from error
         whole = self._whole(in_reasoning, is_calls=True)

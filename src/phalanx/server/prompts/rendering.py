@@ -65,6 +65,32 @@ def system_in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def in_order_of_calls(conversation: Conversation) -> Conversation:
+    """The conversation with results of tools in the order of the calls: templates without ids pair them by that.
+
+    Results change places with each other between two messages of the assistant; other messages stay where they are.
+    """
+    messages, found = conversation.messages, list(conversation.messages)
+    order: dict[str, int] = {}  # id of a call of the last answer -> its place among them
+    places: dict[int, int] = {}  # index of a result after that answer -> the place of its call
+
+    def settle() -> None:
+        for index, origin in zip(places, sorted(places, key=places.__getitem__), strict=True):
+            found[index] = messages[origin]
+
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            settle()
+            places.clear()
+            order = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ()))}
+        elif message["role"] == "tool" and message["tool_call_id"] in order:
+            places[index] = order[message["tool_call_id"]]
+    settle()
+    if found == messages:
+        return conversation
+    return replace(conversation, messages=found, is_as_sent=False)
+
+
 def _render(tokenizer: Tokenizer, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
     try:
         return tokenizer.render_chat(

@@ -189,8 +189,9 @@ LARGE: Readers = {
     (SamplingBody, "usage"): _object_of(UsageOptions),
     (SamplingBody, "stream_options"): _object_of(StreamOptions),
     (SamplingBody, "response_format"): _of_type(
-        ResponseFormatBody, ("text", "json_object", "json_schema"), ANSWER_FORMATS
+        ResponseFormatBody, ("text", "json_object", "json", "json_schema"), ANSWER_FORMATS
     ),
+    **{(ResponseFormatBody, name): at_most(SCHEMA_BYTES, read_dict) for name in ("schema", "value")},
     (ResponseFormatBody, "json_schema"): _object_of(JsonSchemaFormat),
     (JsonSchemaFormat, "schema"): at_most(SCHEMA_BYTES, read_dict),
     (SamplingBody, "structured_outputs"): _object_of(StructuredOutputs),

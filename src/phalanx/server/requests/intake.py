@@ -95,5 +95,6 @@ class Intake:
 
 
 def _lease(budget: Shares, owner: str) -> BodyLease:
-    refusal = f"Other large requests are being read; together they may have {budget.capacity} bytes."
+    n = budget.capacity
+    refusal = f"Other large requests are being read; together they may have {n} bytes (by --max-body-mb)."
     return BodyLease(budget, owner, refusal, small=SMALL_BYTES)

@@ -33,7 +33,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """Name in clients' Host header, besides addresses, localhost and the machine's own; may be repeated.
     `*.example.com`, or `*` for all. Others are refused: a web page could ask under a name of its own."""
     allowed_origins: Annotated[tuple[str, ...], Flag("HTTP", default="this server's own pages")] = ()
-    """Origin of web pages that may ask (CORS): https://chat.example.com, or `*` for all; may be repeated."""
+    """Origin of web pages that may ask (CORS): https://chat.example.com, `chrome-extension://*`,
+    `https://*.example.com`, or `*` for all; may be repeated."""
     ssl_certfile: Annotated[str | None, Flag("HTTP", is_file=True)] = None
     """Certificate chain (PEM), the server's own first: the server speaks HTTPS."""
     ssl_keyfile: Annotated[str | None, Flag("HTTP", is_file=True)] = None
@@ -58,7 +59,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     keepalive_seconds: Annotated[float, Meta(ge=0.1), Flag("HTTP")] = 5.0
     """Seconds without an event after which a stream gets a comment, which keeps the connection open."""
 
-    queue: Annotated[int, Meta(ge=0), Flag("Limits")] = 32
+    queue: Annotated[int, Meta(ge=0), Flag("Limits")] = 1024  # benchmarks send 512 at once
     """Requests (choices) that may wait beyond --max-num-seqs; one more is a 429."""
     max_n: Annotated[int, Meta(ge=1, le=1024), Flag("Limits")] = 16
     """Largest `n`: choices per prompt."""
@@ -68,7 +69,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """Lower a `max_tokens` that the context has no room for and say so in `finish_detail`; else refuse it."""
     max_body_mb: Annotated[float, Meta(ge=0.001, le=1024), Flag("Limits")] = 8.0
     """Largest body of a request, MiB."""
-    max_connections: Annotated[Count | None, Flag("Limits", default="1,024, or twice --max-num-seqs + --queue")] = None
+    max_connections: Annotated[
+        Count | None, Flag("Limits", default="twice --max-num-seqs + --queue, 1,024 at least")
+    ] = None
     """Connections, at most."""
     max_connections_per_address: Annotated[Count | None, Flag("Limits", default="half of all")] = None
     """Of them, from one IPv4 address or IPv6 /64 network (a proxy is one)."""

@@ -5,7 +5,7 @@ Does not know how answers are written (`messages_format.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from phalanx.server.dialects.messages.messages_format import MessagesFormat, Thi
 from phalanx.server.fields.openai_bodies import SamplingBody
 from phalanx.server.fields.refusals import count, invalid, token_limit, unsupported
 from phalanx.server.outputs.pieces import ToolDefinition
+from phalanx.server.requests.conversation import CallsSoFar
 from phalanx.server.requests.offered_tools import AllowedTools, choose_tools, define, shown_tools
 from phalanx.server.requests.parsed import AnswerGrammar, ApiModel, ChatRequest, Conversation, Options
 from phalanx.server.requests.sampling_fields import parse_options, parse_stop_strings
@@ -202,13 +203,14 @@ def _conversation(body: MessagesBody) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if system := _system(body.system):
         found.append({"role": "system", "content": system})
-    called: dict[str, str] = {}  # id of a call -> the tool's name
+    calls = CallsSoFar()
     for i, message in enumerate(body.messages):
         where = f"messages[{i}]"
         if message.role == "assistant":
-            found.append(_assistant(message, where, called))
+            found.append(_assistant(message, where))
+            calls.answer(found[-1].get("tool_calls", ()))
         elif message.role in ("user", "system"):
-            found += _user(message, where, called)
+            found += _user(message, where, calls)
         else:
             known = "user, assistant, system"
             raise invalid(f"{where}.role", f"{where}.role is {message.role[:40]!r}; known are {known}.")
@@ -221,7 +223,7 @@ def _system(system: str | list[TextPart] | None) -> str:
     return _joined([part for part in system if not (part.text or "").startswith(BILLING)], "system")
 
 
-def _user(message: MessageBody, where: str, called: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _user(message: MessageBody, where: str, calls: CallsSoFar) -> Iterator[dict[str, Any]]:
     """What a user says, and the results of calls, in their order."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
@@ -235,27 +237,23 @@ def _user(message: MessageBody, where: str, called: Mapping[str, str]) -> Iterat
             if texts:
                 yield {"role": message.role, "content": "\n".join(texts)}
                 texts = []
-            yield _result(block, field, called)
+            yield _result(block, field, calls)
         else:
             texts.append(_text(block, field))
     if texts:
         yield {"role": message.role, "content": "\n".join(texts)}
 
 
-def _result(block: ContentBlock, where: str, called: Mapping[str, str]) -> dict[str, Any]:
+def _result(block: ContentBlock, where: str, calls: CallsSoFar) -> dict[str, Any]:
     if not block.tool_use_id:
         raise invalid(f"{where}.tool_use_id", f"{where}.tool_use_id is missing; which call does it answer?")
     content = block.content or ""
     text = content if isinstance(content, str) else _joined(content, f"{where}.content", REFERENCE)
-    result = {
-        "role": "tool",
-        "content": f"{ERROR}{text}" if block.is_error else text,
-        "tool_call_id": block.tool_use_id,
-    }
-    return {**result, "name": called[block.tool_use_id]} if block.tool_use_id in called else result
+    answered = calls.result(block.tool_use_id, f"{where}.tool_use_id")
+    return {"role": "tool", "content": f"{ERROR}{text}" if block.is_error else text, **answered}
 
 
-def _assistant(message: MessageBody, where: str, called: dict[str, str]) -> dict[str, Any]:
+def _assistant(message: MessageBody, where: str) -> dict[str, Any]:
     """Blocks of an answer follow each other without a gap, as this server cut them. Signatures are not checked."""
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
@@ -271,7 +269,6 @@ def _assistant(message: MessageBody, where: str, called: dict[str, str]) -> dict
                 pass
             case "tool_use":
                 calls.append(_call(block, field))
-                called[calls[-1]["id"]] = calls[-1]["function"]["name"]
             case _:
                 texts.append(_text(block, field))
     said: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}

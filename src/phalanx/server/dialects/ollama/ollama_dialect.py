@@ -39,8 +39,6 @@ from phalanx.server.requests.parsed import (
 from phalanx.server.requests.sampling_fields import MAX_TOP_LOGPROBS, parse_options, parse_stop_strings, resolve_model
 from phalanx.server.requests.structured import answer_of_schema
 
-TAG = ":latest"
-"""What Ollama's clients add to the name of a model."""
 LEVELS = ("low", "medium", "high")
 NEUTRAL: Mapping[str, float] = {"mirostat": 0, "typical_p": 1.0, "tfs_z": 1.0}
 """Options that would change the answer, and the value of each that asks for nothing."""
@@ -105,16 +103,6 @@ def parse_generate(body: OllamaGenerateBody, served: ApiModel) -> ParsedBody | S
     return ParsedBody(ChatRequest(options=options, conversation=asked), form)
 
 
-def resolve_name(name: str, served: ApiModel) -> str:
-    """The served model of this name, with or without Ollama's tag.
-
-    Raises:
-        UnknownModel: this server does not serve a model of that name.
-    """
-    bare = name.removesuffix(TAG)
-    return resolve_model(bare if bare in (*served.names, served.hidden_name) else name, served)
-
-
 def _loaded(body: OllamaBody, options: Options, answer: OllamaAnswer) -> StaticAnswer:
     reason: Literal["load", "unload"] = "unload" if _is_zero(body.keep_alive) else "load"
     return StaticAnswer(lambda created: answer.loaded(options.model, created, reason))
@@ -165,7 +153,7 @@ def _options(body: OllamaBody, served: ApiModel) -> Options:
         raise unsupported("options.repeat_last_n", "only -1 and 0: the penalty counts the whole text")
     seed = _whole("options.seed", given.seed)
     asked = SamplingBody(
-        model=resolve_name(body.model, served),
+        model=resolve_model(body.model, served),
         stream=body.stream is not False,
         seed=None if seed is None or seed < 0 else seed,
         **sampling,

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.server.dialects.responses.responses_body import RECORDS, TEXT_PARTS, InputItem, InputPart
 from phalanx.server.dialects.responses.responses_items import CUSTOM_INPUT, unseal
 from phalanx.server.fields.refusals import invalid, unsupported
-from phalanx.server.requests.conversation import arguments_of
+from phalanx.server.requests.conversation import CallsSoFar, arguments_of
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of messages, and what templates call them."""
@@ -67,7 +67,7 @@ class _History:
         self._messages: list[dict[str, Any]] = []
         self._open: _Answer | None = None
         self._texted = False  # the last item was a text of the assistant's
-        self._called: dict[str, str] = {}  # id of a call -> the name that the model knows
+        self._calls = CallsSoFar()
 
     def say(self, role: str, text: str, **more: str) -> None:
         """Append a message that is no answer."""
@@ -124,14 +124,13 @@ class _History:
         name = shown_name(item.name, item.namespace)
         call = {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._answer().calls.append(call)
-        self._called[item.call_id] = name
 
     def _output(self, item: InputItem, where: str) -> None:
         if not item.call_id:
             raise invalid(f"{where}.call_id", f"{where}.call_id is missing; which call does it answer?")
-        called = self._called.get(item.call_id)
-        name = {} if called is None else {"name": called}  # some templates write it
-        self.say("tool", _text(item.output, f"{where}.output"), tool_call_id=item.call_id, **name)
+        self._end_answer()
+        answered = self._calls.result(item.call_id, f"{where}.call_id")
+        self.say("tool", _text(item.output, f"{where}.output"), **answered)
 
     def _answer(self) -> _Answer:
         """The answer that the items before belong to, or a new one."""
@@ -141,6 +140,7 @@ class _History:
     def _end_answer(self) -> None:
         if self._open is not None:
             self._messages.append(self._open.message())
+            self._calls.answer(self._open.calls)
             self._open = None
 
 
