@@ -30,7 +30,7 @@ Watch = Callable[[int, Event | None, int], None]
 """Is told of each event that a choice's decoder took in (None: its echoed prompt), and its output tokens until then."""
 
 
-class Reading(Struct, frozen=True, kw_only=True):
+class ParserConfig(Struct, frozen=True, kw_only=True):
     """How the text of a request's choices is taken apart."""
 
     parser: Callable[[], OutputParser | None]  # makes one; None: all text is content
@@ -57,7 +57,7 @@ class Generation:
         echoes: Sequence[str | None],
         *,
         id: str,
-        reading: Reading | None = None,
+        reading: ParserConfig | None = None,
         watch: Watch | None = None,
     ) -> None:
         self._options = options
