@@ -31,7 +31,6 @@ from phalanx.http.http_exchange import GREETING, Answer, Exchange, Reply, json_a
 from phalanx.http.media_types import require_json
 from phalanx.http.model_lists import LM_STUDIO, lm_studio_card, lm_studio_list, model_card, model_list, name_meant
 from phalanx.http.openapi import Operation, document
-from phalanx.http.refused_keys import RefusedKeys
 from phalanx.http.router import Route, Router
 from phalanx.http.shares import Shares
 from phalanx.http.vector_requests import BARE_PATHS, VECTOR_PATHS, no_vectors
@@ -83,7 +82,6 @@ class App:
         self._aliases = aliases
         self._hosts = hosts
         self._admin_memory = Shares(ADMIN_BODY)
-        self._refused_admins = RefusedKeys("A wrong admin key")
         metrics_route = Route("GET", "/metrics", self._metrics_text, None if metrics_open else self._note_owner)
         own = [*self._own_routes(), *([metrics_route] if serves_metrics else [])]
         passed_on = "Passed on; a replica's /openapi.json has its fields."
@@ -150,7 +148,7 @@ class App:
 
     def _check_admin(self, keys: ApiKeys, exchange: Exchange) -> None:
         if not keys.may_see_details(exchange.headers):
-            self._refused_admins.note(exchange.address, self._dispatcher.clock())
+            self.application.refused_admins.note(exchange.address, self._dispatcher.clock())
             raise InvalidApiKey(
                 "Send the gateway's --admin-key as 'Authorization: Bearer KEY'.", code="invalid_api_key"
             )

@@ -11,7 +11,6 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from phalanx.http.acceptor import FLUSH_S
 from phalanx.http.allowed_hosts import AllowedHosts
 from phalanx.http.connection_table import ConnectionLimits, Deadlines, limits_for
 from phalanx.http.listening import base_url, bind, server_context
-from phalanx.http.service import HttpService
+from phalanx.http.service import HttpService, handling
 from phalanx.open_files import raise_limit
 
 log = logging.getLogger(__name__)
@@ -154,7 +153,7 @@ class Gateway:
                 ]
                 for task in tasks:
                     task.add_done_callback(self._note_failure)
-                with self._signals():
+                with handling({signal.SIGINT: self.stop, signal.SIGTERM: self.stop, signal.SIGHUP: self.reload}):
                     await self._serve(app, proxy, fleet)
             finally:
                 tasks += self._leaving
@@ -256,24 +255,6 @@ class Gateway:
         log.warning("%d requests did not end in time and are cut off", app.unfinished)
         proxy.close(NoReplica(CLOSING, retry_after=5.0))
         await app.wait_until_idle(FLUSH_S)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM drain, SIGHUP reads files again. Outside of a main thread, nothing does."""
-        loop = asyncio.get_running_loop()
-        handlers = {signal.SIGINT: self.stop, signal.SIGTERM: self.stop, signal.SIGHUP: self.reload}
-        installed = []
-        try:
-            for number, handler in handlers.items():
-                loop.add_signal_handler(number, handler)
-                installed.append(number)
-        except (RuntimeError, ValueError):  # not the main thread
-            pass
-        try:
-            yield
-        finally:
-            for number in installed:
-                loop.remove_signal_handler(number)
 
 
 def _trusted(file: str | None) -> ssl.SSLContext | None:

@@ -48,7 +48,7 @@ class Application:
         self._origins = origins
         self._answered = answered
         self._name = name
-        self._refused = RefusedKeys("A wrong admin key")
+        self.refused_admins = RefusedKeys("A wrong admin key")
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """aiohttp's handler."""
@@ -116,7 +116,7 @@ class Application:
 
     def _failure(self, exchange: Exchange, error: PhalanxError) -> Answer:
         if isinstance(error, AdminKeyRefused):
-            self._refused.note(exchange.address, time.monotonic())
+            self.refused_admins.note(exchange.address, time.monotonic())
         answer = error_answer(error, exchange.path)
         is_bad = answer.status >= 500 and not isinstance(error, (EngineUnavailable, ReplicaError))
         level = logging.ERROR if is_bad else logging.DEBUG

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from phalanx.http.acceptor import unsent
 from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionPlace, ConnectionTable, Deadlines, TransferProgress
 from phalanx.http.error_responses import Failure, not_http, openai_error
 from phalanx.http.lingering import LingeringTransport
@@ -218,15 +217,13 @@ class HttpConnection(RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("an answer that has begun cannot become an error")
         self._is_refused = status < 500
-        failure = not_http(str(message)[:200].rstrip("."))
-        if status < 500:
-            said = str(message).partition("\n\n")[0]  # the parser's words; then it quotes the line, perhaps a key's
-            log.debug("malformed request of %s: %s", request.remote, said)
-        else:
+        if not self._is_refused:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
             said = "Internal error; the log has its details."
-            failure = Failure(status=status, type="server_error", message=said)
-        return refusal(failure)
+            return refusal(Failure(status=status, type="server_error", message=said))
+        said = str(message).partition("\n\n")[0]  # the parser's words; then it quotes the line, perhaps a key's
+        log.debug("malformed request of %s: %s", request.remote, said)
+        return refusal(not_http(str(message)[:200].rstrip(".")))
 
     # The acceptor --------------------------------------------------------------------------------------------
 
@@ -257,6 +254,15 @@ class HttpConnection(RequestHandler):
         """Close at once, unsent bytes and all: a client that does not read would keep a mere `close` waiting."""
         if self._open is not None:
             self._open.abort()
+
+
+def unsent(transport: asyncio.Transport) -> int:
+    """Bytes that wait to be sent. None where a TLS connection was closed twice: asyncio's transport has let go of it
+    then, and asyncio ends it within 30 s."""
+    try:
+        return transport.get_write_buffer_size()
+    except AttributeError:  # of the None in place of its protocol
+        return 0
 
 
 def refusal(failure: Failure) -> web.Response:

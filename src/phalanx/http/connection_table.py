@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -51,7 +51,7 @@ class ConnectionPlace:
         close: closes the connection at once; the acceptor sets it, then the connection itself.
     """
 
-    def __init__(self, address: str, *, reserved: bool, close: Callable[[], None]) -> None:
+    def __init__(self, address: str, *, reserved: bool, close: Callable[[], object]) -> None:
         self.address = address
         self.reserved = reserved
         self.close = close
@@ -192,8 +192,3 @@ class TransferProgress:
         if self._since is None or total - self._bytes >= self._least:
             self._since, self._bytes = now, total
         return now - self._since > self._span_s
-
-
-def sum_up(counts: Counter[str]) -> Iterator[str]:
-    """The causes with their counts, the most frequent first: "12 without a whole header in 10 s"."""
-    return (f"{count:,} {cause}" for cause, count in counts.most_common())

@@ -51,24 +51,40 @@ async def read_body(request: Upload, most: int, memory: BodyLease, *, n_before: 
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > most:
         raise too_large
-    decoding = _decoding_of(request.headers.get("content-encoding", ""))
+    gzip = _Gzip() if _is_gzip(request.headers.get("content-encoding", "")) else None
     body = bytearray()
     n_received = 0
     async with aclosing(request.pieces()) as chunks:
         async for chunk in chunks:
             n_received += len(chunk)
-            for piece in decoding.feed(chunk):
+            for piece in (chunk,) if gzip is None else gzip.feed(chunk):
                 body += piece
                 if max(len(body), n_received) > most:
                     raise too_large
                 memory.grow(len(body) - n_before)
                 await asyncio.sleep(0)  # a chunk may decode to a thousand times its size
-    decoding.finish()
+    if gzip is not None:
+        gzip.finish()
     return bytes(body)
 
 
-class _Decoding(Protocol):
+def _is_gzip(header: str) -> bool:
+    """Whether this Content-Encoding is gzip; else it is none.
+
+    Raises:
+        WrongMediaType: an encoding that this server does not read.
+    """
+    name = header.strip().lower()[:80]
+    if name not in ("", "identity", "gzip", "x-gzip"):
+        raise WrongMediaType(f"Content-Encoding is {name!r}; this server reads gzip, and bodies without an encoding.")
+    return name.endswith("gzip")
+
+
+class _Gzip:
     """The decoder of one body."""
+
+    def __init__(self) -> None:
+        self._inflate = zlib.decompressobj(GZIP)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Decode more of the body, piece by piece; a piece may be empty.
@@ -76,42 +92,6 @@ class _Decoding(Protocol):
         Raises:
             InvalidRequest: the data is damaged.
         """
-
-    def finish(self) -> None:
-        """Check that the body is whole.
-
-        Raises:
-            InvalidRequest: it is not.
-        """
-
-
-def _decoding_of(header: str) -> _Decoding:
-    """The decoder for a Content-Encoding header.
-
-    Raises:
-        WrongMediaType: an encoding that this server does not read.
-    """
-    name = header.strip().lower()
-    if name in ("", "identity"):
-        return _Identity()
-    if name in ("gzip", "x-gzip"):
-        return _Gzip()
-    raise WrongMediaType(f"Content-Encoding is {name[:80]!r}; this server reads gzip, and bodies without an encoding.")
-
-
-class _Identity:
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        yield data
-
-    def finish(self) -> None:
-        pass
-
-
-class _Gzip:
-    def __init__(self) -> None:
-        self._inflate = zlib.decompressobj(GZIP)
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
         while data:
             if self._inflate.eof:
                 raise InvalidRequest("The gzip body goes on after its end; send one member.")
@@ -123,5 +103,10 @@ class _Gzip:
             data = self._inflate.unconsumed_tail or self._inflate.unused_data
 
     def finish(self) -> None:
+        """The body has come.
+
+        Raises:
+            InvalidRequest: it is not whole.
+        """
         if not self._inflate.eof:
             raise InvalidRequest("The gzip body ends before its end.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from phalanx.http.request_ids import REQUEST_ID
+from phalanx.http.http_exchange import REQUEST_ID
 
 ANY = "*"
 METHODS = "GET, HEAD, POST"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -13,11 +14,13 @@ from multidict import CIMultiDict
 
 from phalanx.errors import InvalidRequest
 from phalanx.http.connection import HttpConnection
-from phalanx.http.request_ids import REQUEST_ID, request_id
 
 T = TypeVar("T")
 
 JSON = "application/json"
+REQUEST_ID = "x-request-id"
+SANE = re.compile(r"[A-Za-z0-9._:/@=+-]{1,128}")
+"""What of a client's own id is repeated: nothing that could be taken for markup or for another line of a log."""
 STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would buffer the events
@@ -72,7 +75,8 @@ class Exchange:
         """`/v1/models/` means `/v1/models`. A redirect would not do: many clients follow none after a POST."""
         self.headers: Mapping[str, str] = headers_of_client(request)
         """Names in lower case, of values the first; one character per byte."""
-        self.id = request_id(self.headers.get(REQUEST_ID, ""), lambda: uuid.uuid4().hex)
+        given = self.headers.get(REQUEST_ID, "")
+        self.id = given if SANE.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         self.endpoint = "unknown"
         """The path of the route that took the request, as it is declared."""
         self.rest = ""

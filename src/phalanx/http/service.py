@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from signal import Signals
 
 from aiohttp import web
 
@@ -66,3 +68,19 @@ class HttpService:
             if asyncio.get_running_loop().time() > give_up:
                 return
             await asyncio.sleep(LOOK_S)
+
+
+@contextmanager
+def handling(signals: Mapping[Signals, Callable[[], None]]) -> Iterator[None]:
+    """Call these when their signals come. Outside of a main thread, nothing does."""
+    loop = asyncio.get_running_loop()
+    try:
+        for number, handler in signals.items():
+            loop.add_signal_handler(number, handler)
+    except (RuntimeError, ValueError):  # not the main thread
+        pass
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

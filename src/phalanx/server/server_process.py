@@ -9,12 +9,12 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.http.connection_table import Deadlines
 from phalanx.http.listening import base_url, server_context
-from phalanx.http.service import HttpService
+from phalanx.http.service import HttpService, handling
 from phalanx.server.requests.parsed import GenerationDefaults, served_names
 from phalanx.server.server_app import create_app
 from phalanx.server.settings.server_settings import ServerConfig
@@ -73,7 +73,8 @@ class ServerProcess:
         """
         self._loop = asyncio.get_running_loop()
         gc.freeze()  # else a collection looks at every imported module, for 30 ms in which no stream goes on
-        with self._signals():  # to the very end: a second one must not keep the engine from being closed
+        signals = dict.fromkeys((signal.SIGINT, *ending_signals()), self._drain)
+        with handling(signals):  # to the very end: a second one must not keep the engine from being closed
             await self._serve()
         if self._failure is not None:
             raise self._failure
@@ -100,24 +101,6 @@ class ServerProcess:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._drain)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and those of `ending_signals` drain. Outside of a main thread, nothing does."""
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, *ending_signals())
-        installed = []
-        try:
-            for number in numbers:
-                loop.add_signal_handler(number, self._drain)
-                installed.append(number)
-        except (RuntimeError, ValueError):  # not the main thread
-            pass
-        try:
-            yield
-        finally:
-            for number in installed:
-                loop.remove_signal_handler(number)
 
     # The engine's listener -------------------------------------------------------------------------------------
 

@@ -13,9 +13,6 @@ from phalanx.http.error_responses import error_body, public_failure
 from phalanx.http.http_exchange import Exchange
 from phalanx.http.shares import Shares
 
-KEEP_ALIVE = {False: b": keep-alive\n\n", True: b" "}
-"""What keeps a stream's client waiting, and means nothing; whether it is of lines of JSON."""
-
 
 def body_lease(budget: Shares, owner: str) -> BodyLease:
     """The memory of one request's body.
@@ -64,7 +61,7 @@ class ClientExchange:
     async def keep_alive(self) -> None:
         """Give the client of a stream a sign of life, unless bytes are on their way to it. Does not wait for it."""
         if not self.http.connection.n_unsent:
-            await self.http.write(KEEP_ALIVE[self.dialect == "ollama"])
+            await self.http.write(b" " if self.dialect == "ollama" else b": keep-alive\n\n")
 
     async def end_with(self, error: PhalanxError, *, is_stream: bool, number: int = 0) -> None:
         """End an answer that has begun. One that cannot say so is cut off, so that its client sees it."""

@@ -38,7 +38,7 @@ FORBIDDEN = 403
 NOT_FOUND = 404
 FAILED = 500  # from here on an answer may be the replica's fault
 LONGEST_GAP_S = 60.0  # that a begun stream waits for a replica: a server's ranks have started again in most of it
-LEAST_S = 0.01  # of a request's time, told to a replica
+MIN_S = 0.01  # of a request's time, told to a replica
 REASON_BYTES = 300  # of an answer that refuses a stream, told to the client
 
 Result = BufferedResponse | PhalanxError
@@ -98,7 +98,7 @@ class Failover(Struct, eq=False, kw_only=True):
         if self.stream is None:
             return None
         assert self.stream.transcript is not None, "a stream without records goes nowhere else"
-        left = max(LEAST_S, self.deadline - now)
+        left = max(MIN_S, self.deadline - now)
         return self.stream.transcript.resume(next_number=self.stream.next_number, timeout_s=left, moves=self.moves)
 
     def place_refused(self, error: PhalanxError, now: float) -> None:

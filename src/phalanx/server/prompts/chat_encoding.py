@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from phalanx.server.answers.answer_parts import Written
 from phalanx.server.answers.call_memory import CallMemory, Turn
-from phalanx.server.answers.generation import Reading
+from phalanx.server.answers.generation import ParserConfig
 from phalanx.server.fields.refusals import unsupported
 from phalanx.server.fields.schema_numbers import check_numbers
 from phalanx.server.outputs.lark import GrammarUnsupported
@@ -35,7 +35,7 @@ class Encoded(Struct, frozen=True, kw_only=True):
     is_recalled: bool = False  # see `Rendered`
     answer: AnswerGrammar | None = None  # takes the place of the options' own
     whole: Whole = answer_alone  # of the answer's grammar, that of the model's whole output
-    reading: Reading | None = None
+    reading: ParserConfig | None = None
 
 
 def either(one: str, other: str) -> str:
@@ -118,7 +118,7 @@ class ChatEncoder:
             return answer_alone
         return partial(with_reasoning, shapes=self._shapes, in_reasoning=in_reasoning, is_calls=is_calls)
 
-    def _reading(self, request: ChatRequest, rendered: Rendered, in_reasoning: bool, owner: str) -> Reading:
+    def _reading(self, request: ChatRequest, rendered: Rendered, in_reasoning: bool, owner: str) -> ParserConfig:
         tools = request.tools
 
         def parser() -> OutputParser | None:
@@ -136,7 +136,7 @@ class ChatEncoder:
                 turn = Turn(before=rendered.digest, written=written, tokens=array("i", rendered.tokens + tokens))
                 self._memory.remember(owner, turn)
 
-        return Reading(
+        return ParserConfig(
             parser=parser,
             marks=self._marks_without_tools if tools is None else self._marks,
             one_call=tools is not None and not tools.parallel,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from phalanx.http.error_responses import Failure, ollama_error
+from phalanx.http.stream_records import LINES
 from phalanx.server.answers.deltas import CallDelta, ChoiceEnding, Delta, ResponseHead, Usage, join_calls, moves_json
 from phalanx.server.answers.event_framing import one_line
 from phalanx.server.dialects.common.log_probabilities import scored_json
@@ -45,7 +46,7 @@ GENERATE_ANSWER = OllamaAnswer(_beside)
 class OllamaFormat:
     """Answers of one choice."""
 
-    media_type = "application/x-ndjson"
+    media_type = LINES
     next_number = 0
     keep_alive = b" "  # before the next object; an empty line would not be JSON
 
